@@ -1,0 +1,2 @@
+//! The blkq command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Attachments: what serves a blkq disk to others.

@@ -1,0 +1,165 @@
+//! Memory of I/O: [`IoBuffer`] owns aligned memory, [`Segment`] points into memory
+//! that somebody keeps alive, [`Data`] is what a bio carries.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+/// Alignment in bytes of every [`IoBuffer`]: a page, which satisfies the direct I/O of
+/// every device known.
+pub const BUFFER_ALIGN: usize = 4096;
+
+/// A piece of memory of one I/O. Whoever makes one promises that the memory stays
+/// valid, and untouched where the device writes it, until the bio has completed.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Segment {
+    /// First byte.
+    pub ptr: *mut u8,
+    /// Length in bytes.
+    pub len: u32,
+    /// Index of the ring's registered buffer that holds all of it, or [`Segment::UNREGISTERED`].
+    pub registered: u16,
+}
+
+impl Segment {
+    /// `registered` of memory that the ring does not know.
+    pub const UNREGISTERED: u16 = u16::MAX;
+}
+
+// SAFETY: a segment is an address; what may be done with it on which thread is the
+// promise of whoever made it (see `Data`, whose constructors demand it).
+unsafe impl Send for Segment {}
+
+/// Owned, zeroed, page-aligned memory for I/O.
+pub struct IoBuffer {
+    ptr: NonNull<u8>,
+    len: u32,
+    registered: u16,
+}
+
+// SAFETY: an IoBuffer owns its memory exclusively, as a Box<[u8]> does.
+unsafe impl Send for IoBuffer {}
+// SAFETY: shared access only reads, as with a Box<[u8]>.
+unsafe impl Sync for IoBuffer {}
+
+impl IoBuffer {
+    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`].
+    ///
+    /// # Panics
+    /// If `len` is above 2 GiB.
+    pub fn zeroed(len: usize) -> IoBuffer {
+        assert!(len <= 1 << 31, "an IoBuffer holds at most 2 GiB");
+        let layout = Self::layout(len as u32);
+        // SAFETY: the layout's size is not zero.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        match NonNull::new(ptr) {
+            Some(ptr) => IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED },
+            None => handle_alloc_error(layout),
+        }
+    }
+
+    fn layout(len: u32) -> Layout {
+        let size = (len as usize).next_multiple_of(BUFFER_ALIGN).max(BUFFER_ALIGN);
+        Layout::from_size_align(size, BUFFER_ALIGN).expect("at most 2 GiB, aligned to a page")
+    }
+
+    /// The memory as one segment.
+    pub(crate) fn segment(&self) -> Segment {
+        Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
+    }
+
+    /// Notes that the ring knows this memory as registered buffer `index`.
+    pub(crate) fn set_registered(&mut self, index: u16) {
+        self.registered = index;
+    }
+}
+
+impl Drop for IoBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this very layout, freed once.
+        unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.len)) }
+    }
+}
+
+impl Deref for IoBuffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `len` initialised bytes that we own; while an I/O is in flight the
+        // block layer owns the buffer and hands out no reference.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len as usize) }
+    }
+}
+
+impl DerefMut for IoBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len as usize) }
+    }
+}
+
+impl fmt::Debug for IoBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "IoBuffer({} bytes)", self.len)
+    }
+}
+
+/// The owner of scattered memory: a guest's pages, a caller's slices.
+///
+/// # Safety
+/// The segments must stay valid, and the same, for as long as the value lives, may be
+/// accessed from any thread, and nobody else may touch memory that a read fills.
+pub unsafe trait SegmentOwner: Send {
+    /// The memory, in the order of the device's bytes.
+    fn segments(&self) -> &[Segment];
+}
+
+/// The memory that a bio carries and gives back when it completes.
+#[derive(Default)]
+pub enum Data {
+    /// No memory: flush, discard, write zeroes.
+    #[default]
+    None,
+    /// One owned buffer; its length is at least that of the bio.
+    Buffer(IoBuffer),
+    /// Memory of somebody else, kept alive by its owner.
+    Segments(Box<Box<dyn SegmentOwner>>),
+}
+
+impl Data {
+    /// The memory as segments.
+    pub(crate) fn with_segments<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
+        match self {
+            Data::None => f(&[]),
+            Data::Buffer(buffer) => f(&[buffer.segment()]),
+            Data::Segments(owner) => f(owner.segments()),
+        }
+    }
+
+    /// The buffer, if that is what the bio carried.
+    pub fn into_buffer(self) -> Option<IoBuffer> {
+        match self {
+            Data::Buffer(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Debug for Data {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Data::None => f.write_str("None"),
+            Data::Buffer(buffer) => buffer.fmt(f),
+            Data::Segments(owner) => write!(f, "Segments({})", owner.segments().len()),
+        }
+    }
+}
+
+impl From<IoBuffer> for Data {
+    fn from(buffer: IoBuffer) -> Data {
+        Data::Buffer(buffer)
+    }
+}
+
+const _: () = assert!(size_of::<Segment>() == 16 && size_of::<IoBuffer>() == 16);

@@ -1,0 +1,88 @@
+//! The queue's clock: one reading per plug and per completion batch when cached, one
+//! per time stamp when precise (the kernel's `blk_time_get_ns` and its plug's `cur_ktime`).
+
+/// Readings of a cached clock before it is read anew, whatever else happens: the size
+/// of a plug over several queues. There is no hook in user space that says when the
+/// thread was scheduled out, so the age is bounded by count, by flush and by wait.
+pub const CLOCK_USES_MAX: u32 = 64;
+
+/// How time stamps are taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ClockMode {
+    /// One reading serves a plug, or a completion batch.
+    #[default]
+    Cached,
+    /// Every time stamp reads the clock.
+    Precise,
+}
+
+/// A monotonic clock in nanoseconds, for one thread.
+#[derive(Debug)]
+pub struct Clock {
+    cached_ns: u64,
+    uses: u32,
+    mode: ClockMode,
+    reads: u64,
+    stale_ns_max: u64,
+}
+
+impl Clock {
+    /// A clock that has not been read.
+    pub fn new(mode: ClockMode) -> Clock {
+        Clock { cached_ns: 0, uses: 0, mode, reads: 0, stale_ns_max: 0 }
+    }
+
+    /// The time, cached or read as the mode says. Never 0.
+    #[inline]
+    pub fn now_ns(&mut self) -> u64 {
+        if self.cached_ns != 0 && self.uses < CLOCK_USES_MAX {
+            self.uses += 1;
+            return self.cached_ns;
+        }
+        self.read()
+    }
+
+    #[inline]
+    fn read(&mut self) -> u64 {
+        let now = monotonic_ns();
+        self.reads += 1;
+        if self.cached_ns != 0 {
+            self.stale_ns_max = self.stale_ns_max.max(now - self.cached_ns);
+        }
+        if self.mode == ClockMode::Cached {
+            self.cached_ns = now;
+            self.uses = 0;
+        }
+        now
+    }
+
+    /// Drops the cached time: at every plug flush, whichever way it came about, at the
+    /// begin of a completion batch, and before anything that may wait.
+    #[inline]
+    pub fn invalidate(&mut self) {
+        self.cached_ns = 0;
+    }
+
+    /// Changes the mode.
+    pub fn set_mode(&mut self, mode: ClockMode) {
+        self.mode = mode;
+        self.invalidate();
+    }
+
+    /// How often the clock was read.
+    pub fn reads(&self) -> u64 {
+        self.reads
+    }
+
+    /// The oldest cached time seen when the use count forced a new reading, in nanoseconds.
+    pub fn stale_ns_max(&self) -> u64 {
+        self.stale_ns_max
+    }
+}
+
+/// Nanoseconds of CLOCK_MONOTONIC.
+#[inline]
+pub fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}

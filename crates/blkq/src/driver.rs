@@ -1,0 +1,218 @@
+//! What a driver is: a device ([`Driver`], shared by all threads) and its queues
+//! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
+
+use std::ops::Range;
+
+use io_uring::squeue;
+
+use crate::buffer::{IoBuffer, Segment};
+use crate::clock::Clock;
+use crate::error::{Error, ErrorKind, IoResult};
+use crate::limits::QueueLimits;
+use crate::request::{BioSlab, NIL, Request, Tag};
+use crate::ring::{Cqe, Ring, Token};
+
+/// A device: what it is, how large, what it can do, and how its queues are opened.
+pub trait Driver: Send + Sync + 'static {
+    /// The driver's name: `loop`, `null`, `ram`.
+    fn name(&self) -> &'static str;
+
+    /// What the device can do now. Read when the disk is made, and again after
+    /// [`Driver::set`], [`Driver::resize`] and a driver's own [`DriverContext::limits_changed`].
+    fn limits(&self) -> QueueLimits;
+
+    /// Whether its queues need an io_uring.
+    fn uses_ring(&self) -> bool {
+        false
+    }
+
+    /// Opens queue `index` (0 to one below the disk's number of queues) on the thread
+    /// that will use it. `tags` is the number of requests, `ring` is there if
+    /// [`Driver::uses_ring`].
+    ///
+    /// # Errors
+    /// Whatever keeps the queue from working; the disk then is not opened.
+    fn open_queue(
+        &self,
+        index: u16,
+        tags: usize,
+        ring: Option<&mut Ring>,
+    ) -> Result<Box<dyn DriverQueue>, Error>;
+
+    /// The state of the bytes of `range` (data, zero, hole), up to `max` extents from its
+    /// beginning. May block; never called on an engine thread. The default says data.
+    ///
+    /// # Errors
+    /// Whatever the device says.
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        let _ = max;
+        Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
+    }
+
+    /// Changes a setting of the driver's own, called while the disk is frozen; the queues
+    /// are told through [`DriverQueue::reload`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value.
+    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+        let _ = value;
+        Err(Error::new(ErrorKind::NotFound, format!("the {} driver has no setting {key:?}", self.name())))
+    }
+
+    /// Takes over a new size: `Some` asks for that many bytes, `None` for what the
+    /// backing store now has. Called while the disk is frozen.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] unless the driver can.
+    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+        let _ = bytes;
+        Err(Error::new(ErrorKind::Unsupported, format!("the {} driver cannot be resized", self.name())))
+    }
+
+    /// Facts for `show`, in order: name and value (`direct-io`, `backing-file`, ...).
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        Vec::new()
+    }
+}
+
+/// A run of bytes in one state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Extent {
+    /// Length in bytes.
+    pub length: u64,
+    /// Not allocated.
+    pub hole: bool,
+    /// Reads as zeroes.
+    pub zero: bool,
+}
+
+/// Why a driver did not take a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Busy {
+    /// A resource of the driver ran out; one of its own completions will make room
+    /// (BLK_STS_DEV_RESOURCE).
+    UntilCompletion,
+    /// Something outside ran out; the layer tries again after 3 ms (BLK_STS_RESOURCE).
+    Resource,
+}
+
+/// How many of the requests offered a driver took.
+#[must_use]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Taken {
+    /// All of them.
+    All,
+    /// The first so many; the rest are offered again, in order.
+    First(usize, Busy),
+}
+
+/// One queue of a device, used by one thread.
+///
+/// Every request it takes it completes exactly once through [`DriverContext::complete`],
+/// at once or later, fully or with an error: a driver resubmits short transfers itself.
+pub trait DriverQueue {
+    /// Starts `tags`, in order. More may follow before [`DriverQueue::commit`].
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken;
+
+    /// The batch is over: what was put aside for it is issued now.
+    fn commit(&mut self, cx: &mut DriverContext<'_>) {
+        let _ = cx;
+    }
+
+    /// A submission of this queue ended.
+    fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
+        let _ = (cx, cqe);
+    }
+
+    /// Looks for completions that no ring announces: timers, hand-overs of other threads.
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        let _ = cx;
+    }
+
+    /// When [`DriverQueue::poll`] wants to be called at the latest, in nanoseconds of
+    /// the monotonic clock.
+    fn deadline_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Settings, size or backing changed; no request is in flight.
+    fn reload(&mut self, cx: &mut DriverContext<'_>) {
+        let _ = cx;
+    }
+}
+
+/// What a driver's queue sees of the block layer.
+pub struct DriverContext<'a> {
+    pub(crate) requests: &'a mut [Request],
+    pub(crate) bios: &'a BioSlab,
+    pub(crate) zeroes: &'a IoBuffer,
+    pub(crate) completed: &'a mut Vec<(Tag, IoResult)>,
+    pub(crate) clock: &'a mut Clock,
+    pub(crate) ring: Option<&'a mut Ring>,
+    pub(crate) owner: u16,
+    pub(crate) limits_changed: &'a mut bool,
+}
+
+impl DriverContext<'_> {
+    /// The request with this tag.
+    #[inline]
+    pub fn request(&self, tag: Tag) -> &Request {
+        &self.requests[tag.index()]
+    }
+
+    /// The driver's own words of the request.
+    #[inline]
+    pub fn pdu(&mut self, tag: Tag) -> &mut [u64; 2] {
+        &mut self.requests[tag.index()].pdu
+    }
+
+    /// Calls `each` with every piece of memory of the request, in the order of its bytes.
+    #[inline]
+    pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
+        let mut bio = self.requests[tag.index()].first_bio;
+        while bio != NIL {
+            self.bios.for_each_segment(bio, self.zeroes, &mut each);
+            bio = self.bios[bio].next;
+        }
+    }
+
+    /// Ends a request that the driver took. It ends for its submitter when the driver
+    /// has returned to the block layer.
+    #[inline]
+    pub fn complete(&mut self, tag: Tag, result: IoResult) {
+        self.completed.push((tag, result));
+    }
+
+    /// Nanoseconds of the monotonic clock, read anew or cached as the queue is set to.
+    #[inline]
+    pub fn now_ns(&mut self) -> u64 {
+        self.clock.now_ns()
+    }
+
+    /// Submits `entry` to the ring; its completion comes to
+    /// [`DriverQueue::complete_cqe`] with `payload` (below 2^48).
+    ///
+    /// # Safety
+    /// Memory and descriptors of the entry must stay valid until then.
+    ///
+    /// # Panics
+    /// If the driver did not say that it uses a ring.
+    #[inline]
+    pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
+        let token = Token::new(self.owner, payload);
+        let ring = self.ring.as_mut().expect("a driver that pushes says uses_ring");
+        // SAFETY: the caller's promise.
+        unsafe { ring.push(entry, token) }
+    }
+
+    /// The ring, for registering files.
+    pub fn ring(&mut self) -> Option<&mut Ring> {
+        self.ring.as_deref_mut()
+    }
+
+    /// Tells the disk to read [`Driver::limits`] again: an operation turned out not to
+    /// be supported. Only capabilities may shrink this way, never the capacity.
+    pub fn limits_changed(&mut self) {
+        *self.limits_changed = true;
+    }
+}

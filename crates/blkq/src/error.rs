@@ -1,0 +1,271 @@
+//! Errors: [`Status`] is how one I/O ended, [`Error`] is why an operation of the
+//! control plane (open, attach, set, resize) was refused.
+
+use std::fmt;
+
+/// How an I/O ended: unit, or the reason that it did not do what was asked.
+pub type IoResult = Result<(), Status>;
+
+/// Why an I/O failed: the block layer's own vocabulary, the kernel's `blk_status_t`
+/// (block/blk-core.c) with `ReadOnly` added, because NBD and virtio tell it apart.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum Status {
+    /// The device does not do this operation (EOPNOTSUPP).
+    NotSupported = 1,
+    /// The device did not answer in time (ETIMEDOUT).
+    Timeout,
+    /// The backing store is full (ENOSPC).
+    NoSpace,
+    /// The way to the device is broken (ENOLINK).
+    Transport,
+    /// The device reported a failure of its own (EREMOTEIO).
+    Target,
+    /// A reservation of another user forbids it (EBADE).
+    ReservationConflict,
+    /// The medium lost the data (ENODATA).
+    Medium,
+    /// Data and its checksum disagree (EILSEQ).
+    Protection,
+    /// Memory or another resource ran out (ENOMEM).
+    Resource,
+    /// The device is busy; a completion will make room (EBUSY).
+    DeviceResource,
+    /// It would have to wait and the caller asked not to (EAGAIN).
+    Again,
+    /// The device is gone (ENODEV).
+    Offline,
+    /// The request breaks a rule of the device: alignment, range, flags (EINVAL).
+    Invalid,
+    /// The allowed duration passed (ETIME).
+    DurationLimit,
+    /// A write to a read-only device (EROFS).
+    ReadOnly,
+    /// Anything else (EIO).
+    Io,
+}
+
+impl Status {
+    /// Every status, in the order of its number.
+    pub const ALL: [Status; 16] = [
+        Status::NotSupported,
+        Status::Timeout,
+        Status::NoSpace,
+        Status::Transport,
+        Status::Target,
+        Status::ReservationConflict,
+        Status::Medium,
+        Status::Protection,
+        Status::Resource,
+        Status::DeviceResource,
+        Status::Again,
+        Status::Offline,
+        Status::Invalid,
+        Status::DurationLimit,
+        Status::ReadOnly,
+        Status::Io,
+    ];
+
+    /// The positive Linux errno that a system call would give for this.
+    pub const fn errno(self) -> i32 {
+        match self {
+            Status::NotSupported => libc::EOPNOTSUPP,
+            Status::Timeout => libc::ETIMEDOUT,
+            Status::NoSpace => libc::ENOSPC,
+            Status::Transport => libc::ENOLINK,
+            Status::Target => libc::EREMOTEIO,
+            Status::ReservationConflict => libc::EBADE,
+            Status::Medium => libc::ENODATA,
+            Status::Protection => libc::EILSEQ,
+            Status::Resource => libc::ENOMEM,
+            Status::DeviceResource => libc::EBUSY,
+            Status::Again => libc::EAGAIN,
+            Status::Offline => libc::ENODEV,
+            Status::Invalid => libc::EINVAL,
+            Status::DurationLimit => libc::ETIME,
+            Status::ReadOnly => libc::EROFS,
+            Status::Io => libc::EIO,
+        }
+    }
+
+    /// The status of a positive errno; what has no name of its own is [`Status::Io`].
+    pub const fn from_errno(errno: i32) -> Status {
+        match errno {
+            libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY => Status::NotSupported,
+            libc::ETIMEDOUT => Status::Timeout,
+            libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::NoSpace,
+            libc::ENOLINK => Status::Transport,
+            libc::EREMOTEIO => Status::Target,
+            libc::EBADE => Status::ReservationConflict,
+            libc::ENODATA => Status::Medium,
+            libc::EILSEQ => Status::Protection,
+            libc::ENOMEM => Status::Resource,
+            libc::EBUSY => Status::DeviceResource,
+            libc::EAGAIN => Status::Again,
+            libc::ENODEV | libc::ENXIO => Status::Offline,
+            libc::EINVAL => Status::Invalid,
+            libc::ETIME => Status::DurationLimit,
+            libc::EROFS | libc::EPERM => Status::ReadOnly,
+            _ => Status::Io,
+        }
+    }
+
+    /// The error number of the NBD protocol (its list is closed: `NBD_EPERM` 1,
+    /// `NBD_EIO` 5, `NBD_ENOMEM` 12, `NBD_EINVAL` 22, `NBD_ENOSPC` 28,
+    /// `NBD_ENOTSUP` 95, `NBD_ESHUTDOWN` 108).
+    pub const fn nbd(self) -> u32 {
+        match self {
+            Status::ReadOnly => 1,
+            Status::Resource => 12,
+            Status::Invalid => 22,
+            Status::NoSpace => 28,
+            Status::NotSupported => 95,
+            Status::Offline => 108,
+            _ => 5,
+        }
+    }
+
+    /// A short name for tables and counters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Status::NotSupported => "not-supported",
+            Status::Timeout => "timeout",
+            Status::NoSpace => "no-space",
+            Status::Transport => "transport",
+            Status::Target => "target",
+            Status::ReservationConflict => "reservation-conflict",
+            Status::Medium => "medium",
+            Status::Protection => "protection",
+            Status::Resource => "resource",
+            Status::DeviceResource => "device-resource",
+            Status::Again => "again",
+            Status::Offline => "offline",
+            Status::Invalid => "invalid",
+            Status::DurationLimit => "duration-limit",
+            Status::ReadOnly => "read-only",
+            Status::Io => "io",
+        }
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Status::NotSupported => "operation not supported",
+            Status::Timeout => "timed out",
+            Status::NoSpace => "no space left on the backing store",
+            Status::Transport => "transport broken",
+            Status::Target => "device failure",
+            Status::ReservationConflict => "reservation conflict",
+            Status::Medium => "medium error",
+            Status::Protection => "checksum mismatch",
+            Status::Resource => "out of resources",
+            Status::DeviceResource => "device busy",
+            Status::Again => "would have to wait",
+            Status::Offline => "device gone",
+            Status::Invalid => "invalid request",
+            Status::DurationLimit => "duration limit passed",
+            Status::ReadOnly => "device is read-only",
+            Status::Io => "I/O error",
+        })
+    }
+}
+
+impl std::error::Error for Status {}
+
+impl From<Status> for std::io::Error {
+    fn from(status: Status) -> std::io::Error {
+        std::io::Error::from_raw_os_error(status.errno())
+    }
+}
+
+/// What sort of refusal an [`Error`] is: few, stable, to be matched on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument breaks a documented rule.
+    Invalid,
+    /// What was named does not exist.
+    NotFound,
+    /// Permission is missing.
+    Denied,
+    /// In use by somebody else.
+    Busy,
+    /// The kernel, the file system or the device cannot do it.
+    Unsupported,
+    /// A system call failed.
+    System,
+}
+
+/// Why an operation of the control plane was refused: one line that says what, why
+/// and the cure, with the cause behind it.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<std::io::Error>,
+}
+
+impl Error {
+    /// An error whose `message` says what was refused, why, and what would cure it.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
+        Error { kind, message: message.into(), source: None }
+    }
+
+    /// The failure of a system call while doing `what`; its kind follows from the errno.
+    pub fn system(what: impl Into<String>, source: impl Into<std::io::Error>) -> Error {
+        let source = source.into();
+        let kind = match source.kind() {
+            std::io::ErrorKind::NotFound => ErrorKind::NotFound,
+            std::io::ErrorKind::PermissionDenied => ErrorKind::Denied,
+            std::io::ErrorKind::AddrInUse => ErrorKind::Busy,
+            _ => match source.raw_os_error() {
+                Some(libc::EBUSY | libc::ETXTBSY) => ErrorKind::Busy,
+                Some(libc::EOPNOTSUPP | libc::ENOSYS) => ErrorKind::Unsupported,
+                _ => ErrorKind::System,
+            },
+        };
+        Error { kind, message: what.into(), source: Some(source) }
+    }
+
+    /// What sort of refusal this is.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|e| e as _)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_status_survives_the_way_through_errno() {
+        for status in Status::ALL {
+            assert_eq!(Status::from_errno(status.errno()), status);
+        }
+    }
+
+    #[test]
+    fn nbd_errors_are_of_the_closed_list() {
+        for status in Status::ALL {
+            assert!([1, 5, 12, 22, 28, 75, 95, 108].contains(&status.nbd()), "{status:?}");
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! The one io_uring of a thread: set-up with fallbacks, probing, registered files and
+//! buffers, and a submission queue that cannot be full.
+
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::time::Duration;
+
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
+
+use crate::buffer::{IoBuffer, Segment};
+use crate::error::{Error, ErrorKind};
+
+/// Slots of the table of registered files.
+const FILE_SLOTS: u32 = 1024;
+/// Slots of the table of registered buffers.
+const BUFFER_SLOTS: u32 = 1024;
+
+/// Whom a completion of the ring belongs to: 16 bits of owner, 48 of the owner's own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Token(pub u64);
+
+impl Token {
+    /// A token of `owner`; `payload` below 2^48.
+    #[inline]
+    pub const fn new(owner: u16, payload: u64) -> Token {
+        debug_assert!(payload < 1 << 48);
+        Token((owner as u64) << 48 | payload)
+    }
+
+    /// Who submitted it.
+    #[inline]
+    pub const fn owner(self) -> u16 {
+        (self.0 >> 48) as u16
+    }
+
+    /// The owner's own mark.
+    #[inline]
+    pub const fn payload(self) -> u64 {
+        self.0 & ((1 << 48) - 1)
+    }
+}
+
+/// The end of one submission: an errno below zero, or the operation's count.
+#[derive(Clone, Copy, Debug)]
+pub struct Cqe {
+    /// As it was submitted.
+    pub token: Token,
+    /// Negative errno or count.
+    pub result: i32,
+    /// `IORING_CQE_F_*`.
+    pub flags: u32,
+}
+
+impl Cqe {
+    /// Whether a multishot submission will post more completions.
+    pub fn more(self) -> bool {
+        cqueue::more(self.flags)
+    }
+}
+
+/// What the ring did so far.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct RingCounters {
+    /// Calls of io_uring_enter.
+    pub enters: u64,
+    /// Submissions.
+    pub submissions: u64,
+    /// Completions.
+    pub completions: u64,
+}
+
+/// A file in the ring's table: operations on it skip the reference counting of a descriptor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FileSlot(pub u32);
+
+/// One io_uring, used by the thread that made it and by no other
+/// (SINGLE_ISSUER, DEFER_TASKRUN: completions run when that thread asks for them).
+pub struct Ring {
+    uring: IoUring,
+    probe: Probe,
+    files: Vec<u32>,
+    buffers: Vec<u16>,
+    counters: RingCounters,
+}
+
+impl Ring {
+    /// A ring with room for `entries` submissions (rounded up to a power of two) and
+    /// four times as many completions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] on kernels before 6.1 or where io_uring is forbidden.
+    pub fn new(entries: u32) -> Result<Ring, Error> {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(entries.next_power_of_two() * 4).setup_clamp().setup_submit_all();
+        builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun();
+        // NO_SQARRAY came with Linux 6.6; without it the ring is the same, with one indirection more.
+        let mut without_sqarray = builder.clone();
+        without_sqarray.setup_no_sqarray();
+        let uring = without_sqarray.build(entries).or_else(|_| builder.build(entries)).map_err(|e| {
+            let cure = match e.raw_os_error() {
+                Some(libc::EPERM) => "io_uring is forbidden here: set kernel.io_uring_disabled=0 or allow it in the seccomp profile",
+                Some(libc::ENOSYS) | Some(libc::EINVAL) => "blkq needs Linux 6.1 or newer",
+                Some(libc::ENOMEM) => "raise the limit of locked memory (ulimit -l)",
+                _ => "see io_uring_setup(2)",
+            };
+            Error::system(format!("cannot set up io_uring ({cure})"), e)
+        })?;
+        let mut probe = Probe::new();
+        let submitter = uring.submitter();
+        submitter.register_probe(&mut probe).map_err(|e| Error::system("cannot probe io_uring", e))?;
+        submitter
+            .register_files_sparse(FILE_SLOTS)
+            .map_err(|e| Error::system("cannot register the file table of io_uring", e))?;
+        // Without room for locked memory the table stays away and buffers are not registered.
+        let buffers = match submitter.register_buffers_sparse(BUFFER_SLOTS) {
+            Ok(()) => (0..BUFFER_SLOTS as u16).rev().collect(),
+            Err(_) => Vec::new(),
+        };
+        let files = (0..FILE_SLOTS).rev().collect();
+        Ok(Ring { uring, probe, files, buffers, counters: RingCounters::default() })
+    }
+
+    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    pub fn supports(&self, code: u8) -> bool {
+        self.probe.is_supported(code)
+    }
+
+    /// Checks that the kernel knows every operation of `needed` (name and number).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`], naming what is missing.
+    pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
+        let missing: Vec<&str> =
+            needed.iter().filter(|(_, code)| !self.supports(*code)).map(|(name, _)| *name).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let message =
+            format!("this kernel's io_uring lacks {}: blkq needs Linux 6.1 or newer", missing.join(", "));
+        Err(Error::new(ErrorKind::Unsupported, message))
+    }
+
+    /// Puts `entry` into the submission queue under `token`. If the queue is full, what
+    /// is in it is submitted first.
+    ///
+    /// # Safety
+    /// Memory and descriptors of the entry must stay valid until its completion is reaped.
+    #[inline]
+    pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        let entry = entry.user_data(token.0);
+        self.counters.submissions += 1;
+        // SAFETY: the caller's promise.
+        while unsafe { self.uring.submission().push(&entry) }.is_err() {
+            self.submit();
+        }
+    }
+
+    /// Whether there is anything to submit.
+    #[inline]
+    pub fn has_submissions(&mut self) -> bool {
+        !self.uring.submission().is_empty()
+    }
+
+    /// Submits what is in the queue, without waiting.
+    pub fn submit(&mut self) {
+        self.enter(0, None);
+    }
+
+    /// Submits what is in the queue and waits for `want` completions or until `timeout`
+    /// has passed. Being interrupted, or timed out, is not an error: look for completions.
+    pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
+        self.counters.enters += 1;
+        let submitter = self.uring.submitter();
+        let result = match timeout {
+            Some(timeout) if want > 0 => {
+                let timespec = types::Timespec::from(timeout);
+                let args = types::SubmitArgs::new().timespec(&timespec);
+                submitter.submit_with_args(want, &args)
+            }
+            _ => submitter.submit_and_wait(want),
+        };
+        if let Err(error) = result {
+            match error.raw_os_error() {
+                // EBUSY: the completion queue is full; the caller reaps next.
+                Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN) => {}
+                // EBADF, EFAULT, EINVAL, ...: the ring itself is broken, which only a defect of this
+                // program can bring about; going on would lose I/O silently.
+                _ => panic!("io_uring_enter: {error}"),
+            }
+        }
+    }
+
+    /// Takes one completion that has arrived.
+    #[inline]
+    pub fn reap(&mut self) -> Option<Cqe> {
+        let cqe = self.uring.completion().next()?;
+        self.counters.completions += 1;
+        Some(Cqe { token: Token(cqe.user_data()), result: cqe.result(), flags: cqe.flags() })
+    }
+
+    /// Moves every completion that has arrived to the end of `into`.
+    pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
+        let before = into.len();
+        into.extend(self.uring.completion().map(|cqe| Cqe {
+            token: Token(cqe.user_data()),
+            result: cqe.result(),
+            flags: cqe.flags(),
+        }));
+        self.counters.completions += (into.len() - before) as u64;
+    }
+
+    /// Puts `fd` into the ring's file table.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] if the table is full or the kernel refuses.
+    pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
+        let Some(slot) = self.files.pop() else {
+            return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
+        };
+        match self.update_file(slot, fd.as_raw_fd()) {
+            Ok(()) => Ok(FileSlot(slot)),
+            Err(e) => {
+                self.files.push(slot);
+                Err(Error::system("cannot register a file with io_uring", e))
+            }
+        }
+    }
+
+    /// Takes a file out of the table. Operations in flight keep it open.
+    pub fn unregister_file(&mut self, slot: FileSlot) {
+        if self.update_file(slot.0, -1).is_ok() {
+            self.files.push(slot.0);
+        }
+    }
+
+    fn update_file(&mut self, slot: u32, fd: RawFd) -> std::io::Result<()> {
+        self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
+    }
+
+    /// Registers `buffer` with the ring, so that direct I/O need not pin its pages each
+    /// time. Not being able to (locked-memory limit, table full) is no error: the buffer
+    /// then stays as it is.
+    pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        let Some(slot) = self.buffers.pop() else { return };
+        let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        // SAFETY: the kernel pins the pages itself; unregistering or closing the ring unpins them.
+        let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[iovec], None) };
+        match done {
+            Ok(_) => buffer.set_registered(slot),
+            Err(_) => self.buffers.push(slot),
+        }
+    }
+
+    /// Undoes [`Ring::register_buffer`]; to be called before a registered buffer is dropped.
+    pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
+        let slot = buffer.segment().registered;
+        if slot == Segment::UNREGISTERED {
+            return;
+        }
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty entry unpins what the slot held.
+        let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[empty], None) };
+        if done.is_ok() {
+            self.buffers.push(slot);
+        }
+        buffer.set_registered(Segment::UNREGISTERED);
+    }
+
+    /// What the ring did so far.
+    pub fn counters(&self) -> RingCounters {
+        self.counters
+    }
+}
+
+/// The operations that every blkq engine uses, by name, to be probed.
+pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
+    ("IORING_OP_READ", opcode::Read::CODE),
+    ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE),
+    ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE),
+];
