@@ -10,6 +10,7 @@ pub mod limits;
 pub mod request;
 pub mod ring;
 pub mod sector;
+pub mod stats;
 mod sync;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
@@ -20,3 +21,4 @@ pub use limits::QueueLimits;
 pub use request::{Request, Tag};
 pub use ring::{Cqe, FileSlot, Ring, Token};
 pub use sector::Sector;
+pub use stats::{Counter, StatGroup, StatsSnapshot};
