@@ -241,6 +241,11 @@ impl Default for StatsWriter {
 }
 
 impl StatsWriter {
+    /// The writer of statistics that exist already, and have no other.
+    pub(crate) fn over(stats: Arc<CachePadded<QueueStats>>) -> StatsWriter {
+        StatsWriter(stats)
+    }
+
     /// The statistics, for whoever wants to read them.
     pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
         self.0.clone()
@@ -329,7 +334,7 @@ impl StatsBatch {
         &mut self,
         writer: &mut StatsWriter,
         group: StatGroup,
-        sectors: u32,
+        sectors: u64,
         start_ns: u64,
         now_ns: u64,
     ) {
@@ -343,7 +348,7 @@ impl StatsBatch {
             self.now_ns = now_ns;
         }
         self.run += 1;
-        self.sectors += u64::from(sectors);
+        self.sectors += sectors;
     }
 
     /// Adds the batch to the queue's counters.
