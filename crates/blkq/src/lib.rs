@@ -11,6 +11,7 @@ pub mod request;
 pub mod ring;
 pub mod sched;
 pub mod sector;
+mod split;
 pub mod stats;
 mod sync;
 
