@@ -86,13 +86,13 @@ impl QueueLimits {
         if !self.physical_block_bytes.is_power_of_two() || self.physical_block_bytes < block {
             return invalid("the physical block is not a power of two of at least the logical block");
         }
-        if self.capacity_bytes % u64::from(block) != 0 || self.capacity_bytes > i64::MAX as u64 {
+        if !self.capacity_bytes.is_multiple_of(u64::from(block)) || self.capacity_bytes > i64::MAX as u64 {
             return invalid("the capacity is not a multiple of the logical block below 8 EiB");
         }
         if self.max_request_bytes < block || self.max_segment_bytes < block || self.max_segments == 0 {
             return invalid("not even one logical block fits into a request");
         }
-        if self.chunk_bytes % block != 0 {
+        if !self.chunk_bytes.is_multiple_of(block) {
             return invalid("the chunk is not a multiple of the logical block");
         }
         if !self.memory_align.is_power_of_two() || self.memory_align > 4096 {

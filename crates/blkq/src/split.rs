@@ -162,7 +162,7 @@ mod tests {
                     prop_assert!(max < block || !legal);
                     return Ok(());
                 }
-                prop_assert!(legal && bytes <= max && bytes <= left && bytes % block == 0);
+                prop_assert!(legal && bytes <= max && bytes <= left && bytes.is_multiple_of(block));
                 if operation.has_data() {
                     prop_assert_eq!(pieces.iter().map(|&len| u64::from(len)).sum::<u64>(), bytes);
                 }
@@ -174,7 +174,7 @@ mod tests {
                     Operation::Discard => limits.discard_granularity,
                     _ => limits.physical_block_bytes,
                 });
-                if bytes < left && (at + bytes) % unit != 0 {
+                if bytes < left && !(at + bytes).is_multiple_of(unit) {
                     prop_assert!(at / unit == (at + bytes) / unit, "no boundary of {unit} was passed by");
                 }
                 done += bytes;

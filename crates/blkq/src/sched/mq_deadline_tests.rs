@@ -120,6 +120,7 @@ fn expired_wait_ns(waits: Operation, floods: Operation) -> u64 {
         bed.flood(waits, &mut sector);
         bed.flood(floods, &mut sector);
         let tag = bed.dispatch().map(|(tag, ..)| tag);
+        assert!(bed.now_ns < 60_000 * NS_PER_MS, "it waits for ever");
         if tag == wanted {
             return bed.now_ns - since_ns;
         }
