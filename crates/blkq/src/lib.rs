@@ -9,7 +9,9 @@ pub mod error;
 pub mod limits;
 pub mod request;
 pub mod ring;
+pub mod sched;
 pub mod sector;
+mod split;
 pub mod stats;
 mod sync;
 
@@ -20,5 +22,6 @@ pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;
 pub use request::{Request, Tag};
 pub use ring::{Cqe, FileSlot, Ring, Token};
+pub use sched::SchedulerKind;
 pub use sector::Sector;
 pub use stats::{Counter, StatGroup, StatsSnapshot};

@@ -149,7 +149,7 @@ proptest! {
         prop_assert_eq!(fields[10], fields[3] + fields[7] + fields[14] + fields[16]);
         let mut sum = rest.delta(&before);
         sum += &before;
-        prop_assert_eq!(sum.fields()[..8].to_vec(), fields[..8].iter().copied().collect::<Vec<_>>());
+        prop_assert_eq!(sum.fields()[..8].to_vec(), fields[..8].to_vec());
     }
 }
 
