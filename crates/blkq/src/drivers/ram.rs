@@ -259,9 +259,10 @@ impl Medium {
                 bits.copy_from_slice(entry);
                 let hole = u64::from_ne_bytes(bits) & POPULATED == 0;
                 let length = (page - at % page).min(end - at);
+                let full = extents.len() == max;
                 match extents.last_mut() {
                     Some(last) if last.hole == hole => last.length += length,
-                    _ if extents.len() == max => return Ok(extents),
+                    _ if full => return Ok(extents),
                     _ => extents.push(Extent { length, hole, zero: hole }),
                 }
                 at += length;
