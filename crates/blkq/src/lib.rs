@@ -5,6 +5,7 @@ pub mod buffer;
 pub mod clock;
 mod completion;
 pub mod driver;
+pub mod drivers;
 pub mod error;
 pub mod limits;
 pub mod request;
