@@ -11,6 +11,7 @@ pub mod request;
 pub mod ring;
 pub mod sector;
 mod sync;
+pub mod tags;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
 pub use buffer::{Data, IoBuffer, Segment, SegmentOwner};
