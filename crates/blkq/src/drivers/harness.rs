@@ -226,8 +226,10 @@ impl Harness {
     }
 
     /// Closes the queue.
-    pub fn close(mut self) {
+    pub fn close(mut self) -> Option<Ring> {
+        self.with(|queue, cx| queue.close(cx));
         self.queue.take();
+        self.ring.take()
     }
 }
 
