@@ -355,7 +355,7 @@ impl Queue {
     /// A tag of a set that other queues use too: never more than the fair share, and a
     /// queue that finds none is woken when another gives some back.
     fn get_shared_tags(&mut self) -> TagBatch {
-        let Some(waiter) = &self.sharing else { return TagBatch::default() };
+        let Some(waiter) = &mut self.sharing else { return TagBatch::default() };
         if !self.tags.may_get(self.in_use) {
             return TagBatch::default();
         }

@@ -1,6 +1,7 @@
 //! A block layer in miniature for the tests of drivers: builds requests by hand, offers
 //! them to one queue, and turns its ring.
 
+use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
 use crate::bio::{BioFlags, Operation};
@@ -9,7 +10,7 @@ use crate::clock::{Clock, ClockMode};
 use crate::completion::End;
 use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult};
-use crate::request::{BioSlab, BioSlot, Memory, NIL, Request, RequestState, SlotMarks, Tag};
+use crate::request::{BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
 use crate::ring::{Cqe, Ring, Token};
 use crate::sector::Sector;
 
@@ -65,7 +66,7 @@ impl Harness {
         let result = f(self.queue.as_mut().unwrap().as_mut(), &mut cx);
         for (tag, result) in self.completed.drain(..) {
             let request = &mut self.requests[tag.index()];
-            assert_eq!(request.state, RequestState::Started, "{tag:?} completed twice");
+            assert_eq!(request.state, RequestState::Busy, "{tag:?} completed twice");
             request.state = RequestState::Idle;
             self.ended[tag.index()] = Some(result);
         }
@@ -82,13 +83,13 @@ impl Harness {
         buffers: Vec<IoBuffer>,
     ) -> Tag {
         let free = |(index, request): (usize, &Request)| {
-            request.state == RequestState::Idle && request.bios == 0 && self.ended[index].is_none()
+            request.state == RequestState::Idle && request.first_bio == NIL && self.ended[index].is_none()
         };
         let index = self.requests.iter().enumerate().position(free).expect("a free tag");
         let sector = Sector::from_bytes(offset).unwrap();
         let mut request = Request::idle();
         (request.operation, request.flags, request.sector) = (operation, flags, sector);
-        request.state = RequestState::Started;
+        request.state = RequestState::Busy;
         let count = buffers.len() as u16;
         let parts: Vec<(u64, Data)> = if buffers.is_empty() {
             vec![(bytes, Data::None)]
@@ -97,20 +98,17 @@ impl Harness {
         };
         for (length, data) in parts {
             let sectors = length >> 9;
-            let slot = self.bios.insert(BioSlot {
-                data,
+            let data = ManuallyDrop::new(data);
+            let slot = self.bios.insert(NewBio {
+                // SAFETY: the data is not dropped.
+                data: unsafe { DataWords::of(&data) },
                 end: End::Taken,
                 sector: request.end(),
                 sectors,
-                next: NIL,
-                parent: NIL,
-                data_offset: 0,
-                pending: 0,
                 operation,
                 flags,
-                memory: Memory::Own,
                 marks: SlotMarks::empty(),
-                error: None,
+                start_ns: 0,
             });
             if request.first_bio == NIL {
                 request.first_bio = slot;
@@ -118,8 +116,7 @@ impl Harness {
                 self.bios[request.last_bio].next = slot;
             }
             request.last_bio = slot;
-            request.bios += 1;
-            request.sectors += sectors as u32;
+            request.sectors += sectors;
         }
         request.segments = count;
         self.requests[index] = request;
@@ -201,7 +198,7 @@ impl Harness {
         let mut bio = self.requests[tag.index()].first_bio;
         while bio != NIL {
             let next = self.bios[bio].next;
-            if let Some(buffer) = std::mem::take(&mut self.bios[bio].data).into_buffer() {
+            if let Some(buffer) = self.bios[bio].take_data().into_buffer() {
                 bytes.extend_from_slice(&buffer);
             }
             self.bios.remove(bio);
