@@ -26,6 +26,8 @@ pub(super) struct Harness {
     pub ring: Option<Ring>,
     queue: Option<Box<dyn DriverQueue>>,
     pub limits_changed: bool,
+    /// Completions of the ring still to be dropped.
+    pub swallow: usize,
     /// Results by tag of what has ended and was not yet asked for.
     ended: Vec<Option<IoResult>>,
 }
@@ -48,6 +50,7 @@ impl Harness {
             ring,
             queue: Some(queue),
             limits_changed: false,
+            swallow: 0,
             ended: vec![None; TAGS],
         })
     }
@@ -137,6 +140,11 @@ impl Harness {
         self.build(operation, flags, offset, bytes, Vec::new())
     }
 
+    /// Gives the driver's words of a request a value to begin with.
+    pub fn set_pdu(&mut self, tag: Tag, words: [u64; 2]) {
+        self.requests[tag.index()].pdu = words;
+    }
+
     /// Offers requests without ending the batch.
     pub fn queue(&mut self, tags: &[Tag]) -> Taken {
         self.with(|queue, cx| queue.queue_requests(cx, tags))
@@ -162,6 +170,9 @@ impl Harness {
         if let Some(ring) = &mut self.ring {
             ring.enter(1, Some(Duration::from_millis(1)));
             ring.reap_all(&mut cqes);
+            let dropped = self.swallow.min(cqes.len());
+            self.swallow -= dropped;
+            cqes.drain(..dropped);
         }
         self.with(|queue, cx| {
             for cqe in cqes {
@@ -222,11 +233,25 @@ impl Harness {
         bytes
     }
 
-    /// Closes the queue.
+    /// Closes the queue; the ring lives on.
     pub fn close(mut self) -> Option<Ring> {
-        self.with(|queue, cx| queue.close(cx));
-        self.queue.take();
+        self.close_queue();
         self.ring.take()
+    }
+
+    fn close_queue(&mut self) {
+        if self.queue.is_some() {
+            self.with(|queue, cx| queue.close(cx));
+            self.queue = None;
+        }
+    }
+}
+
+impl Drop for Harness {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.close_queue();
+        }
     }
 }
 

@@ -10,7 +10,7 @@ pub mod r#loop;
 pub mod null;
 pub mod ram;
 
-#[cfg(test)]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod harness;
 
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
@@ -157,7 +157,7 @@ fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
     Err(Error::new(ErrorKind::Invalid, message))
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
 

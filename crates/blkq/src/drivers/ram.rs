@@ -279,7 +279,7 @@ impl Drop for Medium {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
     use crate::drivers::harness::{Harness, filled, pattern};

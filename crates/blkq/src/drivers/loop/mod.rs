@@ -10,7 +10,7 @@ mod extents;
 mod lock;
 mod options;
 mod queue;
-#[cfg(test)]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests;
 mod writer;
 
@@ -71,7 +71,8 @@ pub struct LoopCounters {
     pub flushes: AtomicU64,
 }
 
-/// Wakes the thread of a queue, so that it calls [`DriverQueue::poll`].
+/// Wakes the thread of a queue, so that it calls [`DriverQueue::poll`]. Called on the
+/// thread of another queue: must not block.
 pub type Kick = std::sync::Arc<dyn Fn() + Send + Sync>;
 
 /// What the device and its queues share.
@@ -256,21 +257,30 @@ impl LoopDevice {
         Window { path: &self.path, offset: self.shared.offset, sector: self.sector }
     }
 
+    /// Makes durable what the page cache holds, without holding up whoever asks for the state.
+    fn sync(&self) -> Result<(), Error> {
+        let file = Arc::clone(&locked(&self.shared.state).file);
+        file.sync_data().map_err(|e| Error::system(format!("cannot make {} durable", self.path.display()), e))
+    }
+
+    fn set_direct(&self, file: &File, on: bool) -> Result<(), Error> {
+        backing::set_flag(file, OFlags::DIRECT, on)
+            .map_err(|e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e))
+    }
+
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
-        let mut state = locked(&self.shared.state);
         let mode = choose_mode(requested, &self.direct, &self.path, self.sector, self.shared.offset)?;
-        if mode.direct.is_some() != state.mode.direct.is_some() {
-            let failed = |e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e);
-            // What the page cache still holds must be in the file before I/O goes around it.
-            state.file.sync_data().map_err(failed)?;
-            backing::set_flag(&state.file, OFlags::DIRECT, mode.direct.is_some()).map_err(failed)?;
-        }
+        // What the page cache still holds must be in the file before I/O goes around it.
+        self.sync()?;
+        let mut state = locked(&self.shared.state);
+        self.set_direct(&state.file, mode.direct.is_some())?;
         state.requested = requested;
         state.mode = mode;
         Ok(())
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.sync()?;
         let mut state = locked(&self.shared.state);
         if read_only == state.read_only {
             return Ok(());
@@ -278,17 +288,11 @@ impl LoopDevice {
         let range = self.shared.offset..self.shared.offset + state.capacity;
         let kind = LockKind::of(read_only, self.shared_use);
         let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
-        if read_only {
-            let failed = |e| Error::system(format!("cannot make {} durable", self.path.display()), e);
-            state.file.sync_data().map_err(failed)?;
-            relock(&state.file, kind)?;
-        } else if state.writable {
+        if read_only || state.writable {
             relock(&state.file, kind)?;
         } else {
             let file = backing::reopen_for_writing(&state.file, &self.path)?;
-            let direct = state.mode.direct.is_some();
-            backing::set_flag(&file, OFlags::DIRECT, direct)
-                .map_err(|e| Error::system(format!("cannot set direct I/O on {}", self.path.display()), e))?;
+            self.set_direct(&file, state.mode.direct.is_some())?;
             // The two descriptions are strangers to each other, and so are their locks.
             lock::release(&state.file, &range);
             if let Err(error) = relock(&file, kind) {
