@@ -1,0 +1,538 @@
+//! Statistics of a queue: written by the one thread that owns it, read by anybody.
+//!
+//! What is counted and when is that of /sys/block/X/stat (Documentation/block/stat.rst):
+//! an I/O is a request, counted when it ends; a bio that joined a request is a merge; a
+//! request is in flight from when it was built, so its time includes queueing; write
+//! zeroes are writes. With statistics off the owner reports no I/O, and needs no clock.
+
+use std::ops::{AddAssign, Index};
+use std::sync::Arc;
+// There is no protocol between these counters that a model checker could check.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crossbeam_utils::CachePadded;
+
+use crate::bio::Operation;
+use crate::clock::monotonic_ns;
+use crate::error::Status;
+
+mod histogram;
+
+pub use histogram::{Histogram, LATENCY_BUCKETS};
+
+use histogram::bucket_of;
+
+const NS_PER_MS: u64 = 1_000_000;
+
+/// The four groups of operations that are counted apart (the kernel's `stat_group`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(u8)]
+pub enum StatGroup {
+    /// Reads.
+    #[default]
+    Read = 0,
+    /// Writes and write zeroes.
+    Write = 1,
+    /// Discards.
+    Discard = 2,
+    /// Flushes.
+    Flush = 3,
+}
+
+impl StatGroup {
+    /// Number of groups.
+    pub const COUNT: usize = 4;
+    /// Every group, in the order of its number.
+    pub const ALL: [StatGroup; Self::COUNT] =
+        [StatGroup::Read, StatGroup::Write, StatGroup::Discard, StatGroup::Flush];
+
+    /// The name used in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            StatGroup::Read => "read",
+            StatGroup::Write => "write",
+            StatGroup::Discard => "discard",
+            StatGroup::Flush => "flush",
+        }
+    }
+
+    /// The index of its in-flight count: 0 for reads, 1 for all else.
+    const fn direction(self) -> usize {
+        !matches!(self, StatGroup::Read) as usize
+    }
+}
+
+impl From<Operation> for StatGroup {
+    #[inline]
+    fn from(operation: Operation) -> StatGroup {
+        match operation {
+            Operation::Read => StatGroup::Read,
+            Operation::Write | Operation::WriteZeroes => StatGroup::Write,
+            Operation::Discard => StatGroup::Discard,
+            Operation::Flush => StatGroup::Flush,
+        }
+    }
+}
+
+/// Events that show the parts of the block layer at work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Counter {
+    /// A plug was flushed with at least one request in it.
+    PlugFlushes,
+    /// Requests were handed to the driver and committed.
+    DispatchBatches,
+    /// The driver did not take a request, and it was offered again.
+    Requeues,
+    /// A bio was cut because it broke the limits.
+    Splits,
+    /// Memory that broke the limits was copied.
+    Bounces,
+    /// The clock was read.
+    ClockReads,
+    /// A bio had to wait for a tag.
+    TagWaits,
+    /// A request ended before it began, by its time stamps; its latency counts as 0.
+    NegativeLatencies,
+}
+
+impl Counter {
+    /// Number of counters.
+    pub const COUNT: usize = 8;
+    /// Every counter, in the order of its number.
+    pub const ALL: [Counter; Self::COUNT] = [
+        Counter::PlugFlushes,
+        Counter::DispatchBatches,
+        Counter::Requeues,
+        Counter::Splits,
+        Counter::Bounces,
+        Counter::ClockReads,
+        Counter::TagWaits,
+        Counter::NegativeLatencies,
+    ];
+
+    /// The name used in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Counter::PlugFlushes => "plug-flushes",
+            Counter::DispatchBatches => "dispatch-batches",
+            Counter::Requeues => "requeues",
+            Counter::Splits => "splits",
+            Counter::Bounces => "bounces",
+            Counter::ClockReads => "clock-reads",
+            Counter::TagWaits => "tag-waits",
+            Counter::NegativeLatencies => "negative-latencies",
+        }
+    }
+}
+
+/// Adds to a counter that only this thread writes: a plain load and store.
+#[inline]
+fn add(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
+}
+
+/// Raises a maximum that only this thread writes.
+#[inline]
+fn raise(maximum: &AtomicU64, value: u64) {
+    if value > maximum.load(Relaxed) {
+        maximum.store(value, Relaxed);
+    }
+}
+
+/// What every completion of a group touches: one cache line.
+#[derive(Debug)]
+#[repr(C, align(64))]
+struct GroupCounters {
+    ios: AtomicU64,
+    merges: AtomicU64,
+    sectors: AtomicU64,
+    nanoseconds: AtomicU64,
+    latency_max_ns: AtomicU64,
+}
+
+/// The statistics of one queue, as others see them.
+#[derive(Debug)]
+#[repr(C)]
+pub struct QueueStats {
+    in_flight: [AtomicU64; 2],
+    in_flight_max: [AtomicU64; 2],
+    /// The time with anything in flight, in one word so that no reader sees half a
+    /// change. Idle: twice the nanoseconds so far. Busy: twice the nanoseconds so far
+    /// less the time it became busy, plus 1.
+    busy: AtomicU64,
+    groups: [GroupCounters; StatGroup::COUNT],
+    counters: [AtomicU64; Counter::COUNT],
+    latencies: [[AtomicU64; LATENCY_BUCKETS]; StatGroup::COUNT],
+    errors: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
+}
+
+fn zeroes<const N: usize>() -> [AtomicU64; N] {
+    [const { AtomicU64::new(0) }; N]
+}
+
+impl QueueStats {
+    fn new() -> QueueStats {
+        QueueStats {
+            in_flight: zeroes(),
+            in_flight_max: zeroes(),
+            busy: AtomicU64::new(0),
+            groups: std::array::from_fn(|_| GroupCounters {
+                ios: AtomicU64::new(0),
+                merges: AtomicU64::new(0),
+                sectors: AtomicU64::new(0),
+                nanoseconds: AtomicU64::new(0),
+                latency_max_ns: AtomicU64::new(0),
+            }),
+            counters: zeroes(),
+            latencies: std::array::from_fn(|_| zeroes()),
+            errors: std::array::from_fn(|_| zeroes()),
+        }
+    }
+
+    /// The values now. While I/O ends they may be apart by a batch of completions; at
+    /// rest they are exact.
+    pub fn snapshot(&self) -> StatsSnapshot {
+        // The clock comes second, so that it is never before the time in the word.
+        let busy = self.busy.load(Relaxed);
+        self.snapshot_at(busy, monotonic_ns())
+    }
+
+    fn snapshot_at(&self, busy: u64, now_ns: u64) -> StatsSnapshot {
+        let load = |counters: &[AtomicU64], values: &mut [u64]| {
+            for (counter, value) in counters.iter().zip(values) {
+                *value = counter.load(Relaxed);
+            }
+        };
+        let mut snapshot = StatsSnapshot::default();
+        load(&self.in_flight, &mut snapshot.in_flight);
+        load(&self.in_flight_max, &mut snapshot.in_flight_max);
+        load(&self.counters, &mut snapshot.counters);
+        snapshot.busy_ns = busy_ns(busy, now_ns);
+        for (i, group) in snapshot.groups.iter_mut().enumerate() {
+            let counters = &self.groups[i];
+            group.ios = counters.ios.load(Relaxed);
+            group.merges = counters.merges.load(Relaxed);
+            group.sectors = counters.sectors.load(Relaxed);
+            group.nanoseconds = counters.nanoseconds.load(Relaxed);
+            group.latency.max_ns = counters.latency_max_ns.load(Relaxed);
+            load(&self.latencies[i], group.latency.buckets.as_mut_slice());
+            load(&self.errors[i], &mut group.errors);
+        }
+        snapshot
+    }
+}
+
+/// The meaning of [`QueueStats::busy`] at `now_ns`, in nanoseconds.
+fn busy_ns(word: u64, now_ns: u64) -> u64 {
+    let value = word as i64 >> 1;
+    if word & 1 == 0 { value as u64 } else { value.saturating_add_unsigned(now_ns).max(0) as u64 }
+}
+
+/// The owner's side of [`QueueStats`]: the only one that writes, hence no locked
+/// instruction anywhere.
+#[derive(Debug)]
+pub struct StatsWriter(Arc<CachePadded<QueueStats>>);
+
+impl Default for StatsWriter {
+    fn default() -> StatsWriter {
+        StatsWriter(Arc::new(CachePadded::new(QueueStats::new())))
+    }
+}
+
+impl StatsWriter {
+    /// The writer of statistics that exist already, and have no other.
+    pub(crate) fn over(stats: Arc<CachePadded<QueueStats>>) -> StatsWriter {
+        StatsWriter(stats)
+    }
+
+    /// The statistics, for whoever wants to read them.
+    pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
+        self.0.clone()
+    }
+
+    /// `requests` (more than 0) of `group` were built at `now_ns`.
+    #[inline]
+    pub fn start(&mut self, group: StatGroup, requests: u64, now_ns: u64) {
+        let stats = &**self.0;
+        let direction = group.direction();
+        let in_flight = stats.in_flight[direction].load(Relaxed) + requests;
+        stats.in_flight[direction].store(in_flight, Relaxed);
+        raise(&stats.in_flight_max[direction], in_flight);
+        let busy = stats.busy.load(Relaxed);
+        if busy & 1 == 0 {
+            stats.busy.store(busy.wrapping_sub(now_ns << 1) | 1, Relaxed);
+        }
+    }
+
+    /// A bio of `group` joined a request.
+    #[inline]
+    pub fn merged(&mut self, group: StatGroup) {
+        add(&self.0.groups[group as usize].merges, 1);
+    }
+
+    /// A request of `group` joined another one: it is in flight no more, and will not
+    /// end as an I/O of its own.
+    #[inline]
+    pub fn joined(&mut self, group: StatGroup) {
+        self.merged(group);
+        add(&self.0.in_flight[group.direction()], u64::MAX);
+    }
+
+    /// A request of `group` ended with an error. It counts as an I/O all the same.
+    #[cold]
+    pub fn failed(&mut self, group: StatGroup, status: Status) {
+        add(&self.0.errors[group as usize][error_index(status)], 1);
+    }
+
+    /// `counter` happened `n` times more.
+    #[inline]
+    pub fn count(&mut self, counter: Counter, n: u64) {
+        add(&self.0.counters[counter as usize], n);
+    }
+
+    /// `counter`, which is counted elsewhere, is now at `value`.
+    #[inline]
+    pub fn set(&mut self, counter: Counter, value: u64) {
+        self.0.counters[counter as usize].store(value, Relaxed);
+    }
+
+    /// `requests` of `group` are in flight no more.
+    #[inline]
+    fn end(&mut self, group: StatGroup, requests: u64, now_ns: u64) {
+        let stats = &**self.0;
+        add(&stats.in_flight[group.direction()], requests.wrapping_neg());
+        if stats.in_flight[0].load(Relaxed) | stats.in_flight[1].load(Relaxed) == 0 {
+            stats.busy.store(busy_ns(stats.busy.load(Relaxed), now_ns) << 1, Relaxed);
+        }
+    }
+}
+
+const fn error_index(status: Status) -> usize {
+    status as usize - 1
+}
+
+/// The completions of one batch, summed up before they go to the shared counters: most
+/// are of one group, and have both time stamps in common.
+#[must_use = "what was not finished is not counted"]
+#[derive(Debug, Default)]
+pub struct StatsBatch {
+    group: StatGroup,
+    ios: u64,
+    sectors: u64,
+    nanoseconds: u64,
+    /// The current run of requests with the same stamps.
+    start_ns: u64,
+    now_ns: u64,
+    run: u64,
+}
+
+impl StatsBatch {
+    /// A request of `group`, built at `start_ns`, ended at `now_ns`.
+    #[inline]
+    pub fn done(
+        &mut self,
+        writer: &mut StatsWriter,
+        group: StatGroup,
+        sectors: u64,
+        start_ns: u64,
+        now_ns: u64,
+    ) {
+        if (group, start_ns, now_ns) != (self.group, self.start_ns, self.now_ns) {
+            self.end_run(writer);
+            if group != self.group {
+                self.end_group(writer);
+                self.group = group;
+            }
+            self.start_ns = start_ns;
+            self.now_ns = now_ns;
+        }
+        self.run += 1;
+        self.sectors += sectors;
+    }
+
+    /// Adds the batch to the queue's counters.
+    #[inline]
+    pub fn finish(mut self, writer: &mut StatsWriter) {
+        self.end_run(writer);
+        self.end_group(writer);
+    }
+
+    #[inline]
+    fn end_run(&mut self, writer: &mut StatsWriter) {
+        if self.run == 0 {
+            return;
+        }
+        let latency_ns = self.now_ns.saturating_sub(self.start_ns);
+        if self.now_ns < self.start_ns {
+            writer.count(Counter::NegativeLatencies, self.run);
+        }
+        let group = self.group as usize;
+        add(&writer.0.latencies[group][bucket_of(latency_ns)], self.run);
+        raise(&writer.0.groups[group].latency_max_ns, latency_ns);
+        self.nanoseconds = self.nanoseconds.wrapping_add(latency_ns.wrapping_mul(self.run));
+        self.ios += self.run;
+        self.run = 0;
+    }
+
+    #[inline]
+    fn end_group(&mut self, writer: &mut StatsWriter) {
+        if self.ios == 0 {
+            return;
+        }
+        let counters = &writer.0.groups[self.group as usize];
+        add(&counters.ios, self.ios);
+        add(&counters.sectors, self.sectors);
+        add(&counters.nanoseconds, self.nanoseconds);
+        writer.end(self.group, self.ios, self.now_ns);
+        (self.ios, self.sectors, self.nanoseconds) = (0, 0, 0);
+    }
+}
+
+/// What was counted of one group of operations.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct GroupSnapshot {
+    /// Requests ended, well or badly.
+    pub ios: u64,
+    /// Bios that joined a request, and requests that joined another.
+    pub merges: u64,
+    /// 512-byte sectors of the requests ended.
+    pub sectors: u64,
+    /// The sum of their latencies.
+    pub nanoseconds: u64,
+    /// Their latencies.
+    pub latency: Histogram,
+    /// How many ended with each status, in the order of [`Status::ALL`].
+    pub errors: [u64; Status::ALL.len()],
+}
+
+impl GroupSnapshot {
+    /// Mean latency in nanoseconds; 0 if nothing ended.
+    pub fn mean_ns(&self) -> u64 {
+        self.nanoseconds.checked_div(self.ios).unwrap_or(0)
+    }
+
+    /// Requests that ended with an error.
+    pub fn failed(&self) -> u64 {
+        self.errors.iter().sum()
+    }
+
+    /// Requests that ended with `status`.
+    pub fn failed_with(&self, status: Status) -> u64 {
+        self.errors[error_index(status)]
+    }
+}
+
+/// The statistics of a queue, or the sum over several, at one time.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct StatsSnapshot {
+    /// By the number of [`StatGroup`]; `snapshot[group]` is one of them.
+    pub groups: [GroupSnapshot; StatGroup::COUNT],
+    /// Requests in flight: reads, and all others.
+    pub in_flight: [u64; 2],
+    /// The most that ever were in flight, of a single queue.
+    pub in_flight_max: [u64; 2],
+    /// Time with anything in flight, in nanoseconds. Over several queues that of the
+    /// busiest: no less can be true, and it never runs faster than the clock.
+    pub busy_ns: u64,
+    /// By the number of [`Counter`].
+    pub counters: [u64; Counter::COUNT],
+}
+
+impl StatsSnapshot {
+    /// The value of `counter`.
+    pub fn counter(&self, counter: Counter) -> u64 {
+        self.counters[counter as usize]
+    }
+
+    /// The 17 fields of /sys/block/X/stat: for reads and for writes I/Os, merges,
+    /// sectors, milliseconds; requests in flight, busy milliseconds, the sum of all
+    /// milliseconds; the same four for discards; I/Os and milliseconds of flushes.
+    pub fn fields(&self) -> [u64; 17] {
+        let four = |group: StatGroup| {
+            let group = &self[group];
+            [group.ios, group.merges, group.sectors, group.nanoseconds / NS_PER_MS]
+        };
+        let [r, w, d, f] = StatGroup::ALL.map(four);
+        [
+            r[0],
+            r[1],
+            r[2],
+            r[3],
+            w[0],
+            w[1],
+            w[2],
+            w[3],
+            self.in_flight.iter().sum(),
+            self.busy_ns / NS_PER_MS,
+            r[3] + w[3] + d[3] + f[3],
+            d[0],
+            d[1],
+            d[2],
+            d[3],
+            f[0],
+            f[3],
+        ]
+    }
+
+    /// The fields as the kernel prints them: right-aligned in eight columns.
+    pub fn sysfs_line(&self) -> String {
+        self.fields().map(|field| format!("{field:8}")).join(" ")
+    }
+
+    /// What happened since `earlier`. What is in flight, and the most that was, stay
+    /// as they are now.
+    #[must_use]
+    pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {
+        let mut delta = self.clone();
+        let since = |now: &mut u64, then: &u64| *now = now.saturating_sub(*then);
+        for (now, then) in delta.groups.iter_mut().zip(&earlier.groups) {
+            since(&mut now.ios, &then.ios);
+            since(&mut now.merges, &then.merges);
+            since(&mut now.sectors, &then.sectors);
+            since(&mut now.nanoseconds, &then.nanoseconds);
+            now.latency = now.latency.delta(&then.latency);
+            now.errors.iter_mut().zip(&then.errors).for_each(|(n, t)| since(n, t));
+        }
+        since(&mut delta.busy_ns, &earlier.busy_ns);
+        delta.counters.iter_mut().zip(&earlier.counters).for_each(|(n, t)| since(n, t));
+        delta
+    }
+}
+
+impl Index<StatGroup> for StatsSnapshot {
+    type Output = GroupSnapshot;
+    fn index(&self, group: StatGroup) -> &GroupSnapshot {
+        &self.groups[group as usize]
+    }
+}
+
+impl AddAssign<&StatsSnapshot> for StatsSnapshot {
+    /// Adds another queue of the same disk.
+    fn add_assign(&mut self, other: &StatsSnapshot) {
+        for (mine, theirs) in self.groups.iter_mut().zip(&other.groups) {
+            mine.ios += theirs.ios;
+            mine.merges += theirs.merges;
+            mine.sectors += theirs.sectors;
+            mine.nanoseconds += theirs.nanoseconds;
+            mine.latency.add(&theirs.latency);
+            mine.errors.iter_mut().zip(theirs.errors).for_each(|(m, t)| *m += t);
+        }
+        self.in_flight.iter_mut().zip(other.in_flight).for_each(|(m, t)| *m += t);
+        self.in_flight_max.iter_mut().zip(other.in_flight_max).for_each(|(m, t)| *m = (*m).max(t));
+        self.busy_ns = self.busy_ns.max(other.busy_ns);
+        self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
+    }
+}
+
+impl<'a> std::iter::Sum<&'a StatsSnapshot> for StatsSnapshot {
+    fn sum<I: Iterator<Item = &'a StatsSnapshot>>(queues: I) -> StatsSnapshot {
+        queues.fold(StatsSnapshot::default(), |mut sum, queue| {
+            sum += queue;
+            sum
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

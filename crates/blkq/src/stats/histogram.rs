@@ -1,0 +1,161 @@
+//! A log-linear histogram of latencies: eight buckets per power of two of nanoseconds.
+
+/// log2 of the buckets per power of two.
+const SUB_BITS: u32 = 3;
+const SUB_BUCKETS: usize = 1 << SUB_BITS;
+
+/// Latencies from 2^40 ns (18 minutes) on share the last bucket.
+const LIMIT_BITS: u32 = 40;
+
+/// Number of buckets.
+pub const LATENCY_BUCKETS: usize = (LIMIT_BITS - SUB_BITS + 1) as usize * SUB_BUCKETS;
+
+/// The bucket of a latency. Below 16 ns each nanosecond has its own; above, a bucket
+/// is at most an eighth of its lower edge wide.
+#[inline]
+pub(crate) fn bucket_of(latency_ns: u64) -> usize {
+    let ns = latency_ns.min((1 << LIMIT_BITS) - 1);
+    let shift = (63 - (ns | SUB_BUCKETS as u64).leading_zeros()) - SUB_BITS;
+    ((shift as usize) << SUB_BITS) + (ns >> shift) as usize
+}
+
+/// The greatest latency of a bucket, in nanoseconds.
+fn upper_edge_ns(bucket: usize) -> u64 {
+    let shift = (bucket >> SUB_BITS).saturating_sub(1);
+    let above = (bucket - (shift << SUB_BITS)) as u64 + 1;
+    (above << shift) - 1
+}
+
+/// Counted latencies of one kind of operation.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Histogram {
+    /// How many latencies fell into each bucket.
+    pub buckets: Box<[u64; LATENCY_BUCKETS]>,
+    /// The greatest latency, in nanoseconds.
+    pub max_ns: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram { buckets: Box::new([0; LATENCY_BUCKETS]), max_ns: 0 }
+    }
+}
+
+impl Histogram {
+    /// Counts one latency.
+    pub fn record(&mut self, latency_ns: u64) {
+        self.buckets[bucket_of(latency_ns)] += 1;
+        self.max_ns = self.max_ns.max(latency_ns);
+    }
+
+    /// How many latencies were counted.
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// The latency in nanoseconds that `percent` (0 to 100) of all do not exceed, never
+    /// too small and at most an eighth too large; 0 if nothing was counted.
+    pub fn percentile_ns(&self, percent: f64) -> u64 {
+        let count = self.count();
+        let rank = ((count as f64 * percent / 100.0).ceil() as u64).clamp(1, count.max(1));
+        let mut seen = 0;
+        for (bucket, &n) in self.buckets.iter().enumerate() {
+            seen += n;
+            if seen >= rank {
+                return self.edge_ns(bucket);
+            }
+        }
+        0
+    }
+
+    /// The greatest latency that can be in `bucket`.
+    fn edge_ns(&self, bucket: usize) -> u64 {
+        if bucket == LATENCY_BUCKETS - 1 { self.max_ns } else { upper_edge_ns(bucket).min(self.max_ns) }
+    }
+
+    /// Adds the latencies of another histogram.
+    pub fn add(&mut self, other: &Histogram) {
+        for (mine, theirs) in self.buckets.iter_mut().zip(other.buckets.iter()) {
+            *mine += theirs;
+        }
+        self.max_ns = self.max_ns.max(other.max_ns);
+    }
+
+    /// What was counted since `earlier`; its greatest latency is known to within a bucket.
+    #[must_use]
+    pub fn delta(&self, earlier: &Histogram) -> Histogram {
+        let mut delta = self.clone();
+        for (mine, theirs) in delta.buckets.iter_mut().zip(earlier.buckets.iter()) {
+            *mine = mine.saturating_sub(*theirs);
+        }
+        delta.max_ns = match delta.buckets.iter().rposition(|&n| n != 0) {
+            Some(bucket) => self.edge_ns(bucket),
+            None => 0,
+        };
+        delta
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn buckets_are_contiguous_and_narrow() {
+        let mut lower = 0u64;
+        for bucket in 0..LATENCY_BUCKETS {
+            let upper = upper_edge_ns(bucket);
+            assert_eq!(bucket_of(lower), bucket);
+            assert_eq!(bucket_of(upper), bucket);
+            assert!(upper - lower <= lower / 8, "bucket {bucket}: {lower} to {upper}");
+            lower = upper + 1;
+        }
+        assert_eq!(lower, 1 << LIMIT_BITS);
+        assert_eq!(bucket_of(u64::MAX), LATENCY_BUCKETS - 1);
+    }
+
+    fn latency() -> impl Strategy<Value = u64> {
+        (0u32..48, any::<u64>()).prop_map(|(bits, r)| r & ((1u64 << bits) - 1))
+    }
+
+    proptest! {
+        #[test]
+        fn percentiles_are_an_eighth_too_large_at_most(
+            mut all in proptest::collection::vec(latency(), 1..200),
+            percent in 0.0f64..100.0,
+        ) {
+            let mut histogram = Histogram::default();
+            all.iter().for_each(|&ns| histogram.record(ns));
+            all.sort_unstable();
+            prop_assert_eq!(histogram.percentile_ns(100.0), all[all.len() - 1]);
+            let rank = ((all.len() as f64 * percent / 100.0).ceil() as usize).max(1);
+            let exact = all[rank - 1];
+            let told = histogram.percentile_ns(percent);
+            prop_assert!(told >= exact);
+            if exact < 1 << LIMIT_BITS {
+                prop_assert!(told - exact <= exact / 8, "{told} for {exact}");
+            }
+        }
+
+        #[test]
+        fn a_delta_is_what_came_between(
+            before in proptest::collection::vec(latency(), 0..50),
+            after in proptest::collection::vec(latency(), 0..50),
+        ) {
+            let mut earlier = Histogram::default();
+            before.iter().for_each(|&ns| earlier.record(ns));
+            let mut between = Histogram::default();
+            after.iter().for_each(|&ns| between.record(ns));
+            let mut later = earlier.clone();
+            later.add(&between);
+            let delta = later.delta(&earlier);
+            prop_assert_eq!(&delta.buckets, &between.buckets);
+            prop_assert!(delta.max_ns >= between.max_ns);
+            if later.max_ns < 1 << LIMIT_BITS {
+                prop_assert!(delta.max_ns - between.max_ns <= between.max_ns / 8);
+            }
+        }
+    }
+}
