@@ -101,7 +101,7 @@ impl Queue {
         }
         if self.in_use == 0 {
             self.plug.return_tags(&self.tags);
-            self.disk.control.leave(self.index);
+            self.leave();
         }
     }
 

@@ -8,10 +8,10 @@ use std::time::Duration;
 use crossbeam_utils::CachePadded;
 
 use crate::clock::ClockMode;
-use crate::completion::{End, QUEUE_GONE};
+use crate::completion::End;
 use crate::control::DiskControl;
 use crate::driver::Driver;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Status};
 use crate::gate::{GateCounters, RequestGate};
 use crate::kick::Kick;
 use crate::limits::QueueLimits;
@@ -189,7 +189,7 @@ impl DiskBuilder {
                 tags: shared.clone().unwrap_or_else(new_tags),
                 kick: Arc::new(Kick::new()?),
                 software: SoftwareQueues::new(),
-                stats: Arc::new(CachePadded::new(QueueStats::default())),
+                stats: QueueStats::shared(),
                 open: AtomicBool::new(false),
             })
         };
@@ -316,7 +316,7 @@ impl Disk {
     }
 
     fn parse_depth(&self, value: &str) -> Result<u16, Error> {
-        let most = self.queues[0].tags.capacity() as u16 / 2;
+        let most = self.queues[0].tags.capacity() / 2;
         match value.parse() {
             Ok(depth) if (1..=most).contains(&depth) => Ok(depth),
             _ => Err(Error::new(
@@ -409,8 +409,8 @@ impl Disk {
         let queue = &self.queues[index];
         for (bio, end) in queue.software.take_all() {
             match end {
-                End::Callback(callback) => callback(Err(QUEUE_GONE), bio.data),
-                End::Waiter(waiter) => waiter.end(Err(QUEUE_GONE), bio.data),
+                End::Callback(callback) => callback(Err(Status::Offline), bio.data),
+                End::Waiter(waiter) => waiter.end(Err(Status::Offline), bio.data),
                 End::Owner(_) | End::Taken => {}
             }
         }

@@ -98,6 +98,9 @@ impl QueueLimits {
         if !self.memory_align.is_power_of_two() || self.memory_align > 4096 {
             return invalid("the memory alignment is not a power of two of at most 4096");
         }
+        if self.memory_align > block {
+            return invalid("the memory alignment is larger than the logical block");
+        }
         if self.max_discard_bytes != 0 && self.discard_granularity == 0 {
             return invalid("a device that discards has a discard granularity");
         }

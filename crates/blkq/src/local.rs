@@ -22,10 +22,10 @@ const IDLE_WAIT: Duration = Duration::from_millis(1);
 /// and no other thread is on the way.
 ///
 /// ```
-/// use blkq::{Bio, Disk, IoBuffer, Sector, drivers::ram::RamDriver};
+/// use blkq::{Bio, Disk, IoBuffer, Sector, drivers::ram::Ram};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let disk = Disk::builder(Box::new(RamDriver::new(1 << 20)?)).build()?;
+/// let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false)?)).build()?;
 /// let mut queue = disk.open_queue(0)?;
 ///
 /// let mut buffer = IoBuffer::zeroed(4096);

@@ -4,16 +4,8 @@ use crate::bio::{BioFlags, Operation};
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
 use crate::request::{FlushStep, NIL, Request, Tag};
+use crate::sched::MergeSide;
 use crate::sector::{SECTOR_SHIFT, Sector};
-
-/// At which end of a request something joins it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum MergeSide {
-    /// Behind its end.
-    Back,
-    /// Before its begin.
-    Front,
-}
 
 /// Flags that keep a bio or a request alone.
 pub(crate) const ALONE: BioFlags =
@@ -76,8 +68,10 @@ impl Queue {
         }
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.merged(tag, &self.requests);
-            if let Some((first, second)) = scheduler.find_neighbour(tag, &self.requests) {
-                self.join(first, second);
+            match (side, scheduler.find_neighbour(&self.requests, tag, side)) {
+                (MergeSide::Back, Some(next)) => self.join(tag, next),
+                (MergeSide::Front, Some(previous)) => self.join(previous, tag),
+                (_, None) => {}
             }
         }
         true
@@ -150,8 +144,7 @@ impl Queue {
         head.segments = segments as u16;
         head.start_ns = head.start_ns.min(tail_start);
         if let Some(scheduler) = &mut self.scheduler {
-            scheduler.remove(second, &self.requests);
-            scheduler.merged(first, &self.requests);
+            scheduler.joined(first, second);
         }
         self.requests[second.index()] = Request::idle();
         self.in_use -= 1;

@@ -41,7 +41,7 @@ impl Queue {
             self.wait(index);
         } else {
             self.bios[index].marks.insert(SlotMarks::SPLIT);
-            self.issue_parts(index);
+            self.issue_first_parts(index);
         }
     }
 
@@ -62,7 +62,15 @@ impl Queue {
         slot.marks.insert(SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
         slot.issued = 0;
         slot.error = None;
+        self.issue_first_parts(index);
+    }
+
+    fn issue_first_parts(&mut self, index: u32) {
         self.issue_parts(index);
+        let slot = &self.bios[index];
+        if let (0, Some(status)) = (slot.pending, slot.error) {
+            self.end_bio(index, Err(status));
+        }
     }
 
     /// Makes parts of bio `index` until enough are in flight or it is all handed out.
@@ -76,6 +84,11 @@ impl Queue {
             let operation = if as_zeroes { Operation::Write } else { slot.operation };
             let sector = slot.sector + slot.issued;
             let sectors = self.part_sectors(index, operation);
+            if sectors == 0 {
+                // One block of it lies in more pieces of memory than a request may have.
+                self.bios[index].error = Some(Status::Invalid);
+                continue;
+            }
             let part = BioSlot {
                 data: Data::None,
                 end: End::Taken,
@@ -104,7 +117,7 @@ impl Queue {
         }
     }
 
-    /// Length of the next part of bio `index`, in sectors: at least one block.
+    /// Length of the next part of bio `index`, in sectors; 0 if not even a block fits.
     fn part_sectors(&self, index: u32, operation: Operation) -> u64 {
         let slot = &self.bios[index];
         let offset = (slot.sector + slot.issued).bytes();
@@ -114,7 +127,7 @@ impl Queue {
             // The zeroes repeat: as many segments of them as a request may have.
             let page = self.zeroes.len() as u64;
             let left = left.min(page * u64::from(self.limits.max_segments));
-            split::split_point(&self.limits, operation, false, offset, left, 0, &[])
+            split::split_point(&self.limits, operation, false, offset, left, &[], 0)
         } else {
             let (mut skip, mut root) = (slot.issued << SECTOR_SHIFT, slot);
             while root.memory == Memory::Parent {
@@ -122,7 +135,7 @@ impl Queue {
                 root = &self.bios[root.parent];
             }
             root.data.with_segments(|segments: &[Segment]| {
-                split::split_point(&self.limits, operation, no_unmap, offset, left, skip, segments)
+                split::split_point(&self.limits, operation, no_unmap, offset, left, segments, skip)
             })
         };
         bytes >> SECTOR_SHIFT
@@ -138,7 +151,9 @@ impl Queue {
         let slot = &self.bios[index];
         if slot.error.is_none() && slot.issued < slot.sectors {
             self.issue_parts(index);
-        } else if slot.pending == 0 {
+        }
+        let slot = &self.bios[index];
+        if slot.pending == 0 && (slot.issued == slot.sectors || slot.error.is_some()) {
             let result = slot.error.map_or(Ok(()), Err);
             self.bios[index].marks.remove(SlotMarks::SPLIT);
             self.end_bio(index, result);

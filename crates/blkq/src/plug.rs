@@ -6,7 +6,7 @@ use crate::queue::Queue;
 use crate::request::{RequestState, Tag};
 use crate::ring::Ring;
 use crate::stats::Counter;
-use crate::tags::TagSet;
+use crate::tags::{TagBatch, TagSet};
 
 /// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT).
 pub const PLUG_REQUESTS: usize = 32;
@@ -20,7 +20,7 @@ pub(crate) struct Plug {
     /// Requests held back, oldest first.
     pub requests: Vec<Tag>,
     /// Tags taken ahead, not used yet.
-    pub tags: Vec<Tag>,
+    pub tags: TagBatch,
     /// Requests before a flush: see the constants.
     pub limit: usize,
     /// How many requests the last plug had: so many tags the next one takes at once.
@@ -31,7 +31,7 @@ impl Plug {
     pub fn new() -> Plug {
         Plug {
             requests: Vec::with_capacity(PLUG_REQUESTS_SEVERAL_QUEUES),
-            tags: Vec::with_capacity(PLUG_REQUESTS_SEVERAL_QUEUES),
+            tags: TagBatch::default(),
             limit: PLUG_REQUESTS,
             last_len: 1,
         }
@@ -50,10 +50,7 @@ impl Plug {
     /// Gives back tags that were taken ahead and not used, so that others can have them.
     #[inline]
     pub fn return_tags(&mut self, tags: &TagSet) {
-        if !self.tags.is_empty() {
-            tags.put_batch(&self.tags);
-            self.tags.clear();
-        }
+        tags.put_rest(std::mem::take(&mut self.tags));
     }
 }
 
@@ -92,10 +89,11 @@ impl Queue {
 
     /// Moves the plug's requests to the scheduler, or behind what the driver refused.
     fn insert_plugged(&mut self) {
+        let now_ns = if self.scheduler.is_some() { self.clock.now_ns() } else { 0 };
         for &tag in &self.plug.requests {
-            debug_assert!(self.requests[tag.index()].state == RequestState::Queued);
+            debug_assert!(self.requests[tag.index()].state == RequestState::Busy);
             match &mut self.scheduler {
-                Some(scheduler) => scheduler.insert(tag, &self.requests),
+                Some(scheduler) => scheduler.insert(tag, &self.requests, now_ns),
                 None => self.dispatch.push_back(tag),
             }
         }

@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::completion::End;
 use crate::disk::{Disk, HardwareQueue, Settings};
 use crate::driver::{DriverContext, DriverQueue};
-use crate::error::{Error, IoResult, Status};
+use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::flush::FlushMachine;
 use crate::limits::QueueLimits;
 use crate::plug::Plug;
@@ -26,7 +26,7 @@ use crate::sched::Scheduler;
 use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::split;
 use crate::stats::{Counter, StatsWriter};
-use crate::tags::{TagHint, TagSet};
+use crate::tags::{TagBatch, TagHint, TagSet, WaiterId};
 
 /// Bios that a queue takes for each of its tags before it refuses more.
 const BIOS_PER_TAG: u32 = 8;
@@ -99,7 +99,8 @@ pub(crate) struct Queue {
     /// When a driver that was out of resources is asked again.
     pub(crate) rerun_at_ns: Option<u64>,
     pub(crate) limits_changed: bool,
-    pub(crate) waits_for_tags: bool,
+    /// The place among the tag set's waiters, if other queues use the set too.
+    sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
     pub(crate) gate_owed: [u32; 2],
     pub(crate) zeroes: IoBuffer,
@@ -137,8 +138,14 @@ impl Queue {
         let limits = disk.limits();
         let tags = disk.hardware_queue(index).tags.clone();
         // One request beyond the tags is the queue's own flush.
-        let slots = tags.capacity() + 1;
+        let slots = usize::from(tags.capacity()) + 1;
         let driver = disk.driver().open_queue(index as u16, slots, ring)?;
+        let sharing = if disk.has_shared_tags() {
+            let kick = disk.hardware_queue(index).kick.clone();
+            Some(tags.register(kick).ok_or_else(|| Error::new(ErrorKind::Busy, "too many queues share the tags"))?)
+        } else {
+            None
+        };
         let bios = BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN));
         Ok(Queue {
             disk: disk.clone(),
@@ -150,12 +157,12 @@ impl Queue {
             generation: disk.control.generation(),
             requests: (0..slots).map(|_| Request::idle()).collect(),
             bios,
-            hint: TagHint::new(index),
+            hint: tags.hint(),
             tags,
             plug: Plug::new(),
             waiting: BioList::new(),
             dispatch: VecDeque::with_capacity(slots),
-            scheduler: settings.scheduler.build(slots),
+            scheduler: settings.scheduler.open(slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completed: Vec::with_capacity(slots),
             freed: Vec::with_capacity(slots),
@@ -167,7 +174,7 @@ impl Queue {
             started: 0,
             rerun_at_ns: None,
             limits_changed: false,
-            waits_for_tags: false,
+            sharing,
             gate_owed: [0; 2],
             zeroes: IoBuffer::zeroed(ZEROES_BYTES),
         })
@@ -287,11 +294,10 @@ impl Queue {
         }
         if slot.operation.has_data() {
             slot.data.with_segments(|segments| {
-                let memory: u64 = segments.iter().map(|s| u64::from(s.len)).sum();
-                if memory < length || length > u64::from(u32::MAX) {
+                if length > u64::from(u32::MAX) {
                     return Err(Status::Invalid);
                 }
-                split::check_memory(&self.limits, segments)
+                split::check_memory(&self.limits, segments, length)
             })?;
         }
         Ok(())
@@ -336,7 +342,7 @@ impl Queue {
         if self.in_use == 0 && !self.enter() {
             return None;
         }
-        match self.plug.tags.pop() {
+        match self.plug.tags.next() {
             Some(tag) => Some(tag),
             None => self.refill_tags(),
         }
@@ -347,18 +353,37 @@ impl Queue {
         // A frozen disk takes no new request; those in flight end.
         if !self.disk.control.is_frozen() {
             let want = self.plug.tags_wanted(self.waiting.len() as usize);
-            let Queue { tags, hint, plug, .. } = self;
-            if tags.get_batch(hint, want, |tag| plug.tags.push(tag)) > 0 {
-                return self.plug.tags.pop();
+            self.plug.tags = match &self.sharing {
+                None => self.tags.get_batch(&mut self.hint, want),
+                Some(_) => self.get_shared_tags(),
+            };
+            if let Some(tag) = self.plug.tags.next() {
+                return Some(tag);
             }
-            if self.wait_for_tags() {
-                return self.plug.tags.pop();
-            }
+            self.stats.count(Counter::TagWaits, 1);
         }
         if self.in_use == 0 {
-            self.disk.control.leave(self.index);
+            self.leave();
         }
         None
+    }
+
+    /// A tag of a set that other queues use too: never more than the fair share, and a
+    /// queue that finds none is woken when another gives some back.
+    fn get_shared_tags(&mut self) -> TagBatch {
+        let Some(waiter) = &self.sharing else { return TagBatch::default() };
+        if !self.tags.may_get(self.in_use) {
+            return TagBatch::default();
+        }
+        let mut batch = self.tags.get_batch(&mut self.hint, 1);
+        if batch.is_empty() {
+            self.tags.prepare_wait(waiter);
+            batch = self.tags.get_batch(&mut self.hint, 1);
+        }
+        if !batch.is_empty() {
+            self.tags.finish_wait(waiter);
+        }
+        batch
     }
 
     /// Makes a request of one bio.
@@ -399,8 +424,19 @@ impl Queue {
         if !self.disk.control.enter(self.index) {
             return false;
         }
+        if self.sharing.is_some() {
+            self.tags.join();
+        }
         self.reload_if_changed(None);
         true
+    }
+
+    /// The queue has no request any more.
+    pub(crate) fn leave(&mut self) {
+        if self.sharing.is_some() {
+            self.tags.leave();
+        }
+        self.disk.control.leave(self.index);
     }
 
     /// Takes over limits and settings that were changed under a freeze. Only called
@@ -411,10 +447,11 @@ impl Queue {
             return;
         }
         self.generation = generation;
+        let scheduler = self.settings.scheduler;
         self.settings = self.disk.settings();
         self.clock.set_mode(self.settings.clock);
-        if self.scheduler.as_ref().map(|s| s.kind()) != self.settings.scheduler.kind() {
-            self.scheduler = self.settings.scheduler.build(self.requests.len());
+        if scheduler != self.settings.scheduler {
+            self.scheduler = self.settings.scheduler.open(self.requests.len());
         }
         self.reload_limits();
         let mut cx = driver_context!(self, ring);
@@ -515,7 +552,10 @@ impl Drop for Queue {
             std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
         }
         if self.in_use > 0 {
-            self.disk.control.leave(self.index);
+            self.leave();
+        }
+        if let Some(waiter) = self.sharing.take() {
+            self.tags.unregister(waiter);
         }
         self.disk.release_queue(self.index);
     }

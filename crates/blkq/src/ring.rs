@@ -110,8 +110,6 @@ impl Ring {
         submitter
             .register_files_sparse(FILE_SLOTS)
             .map_err(|e| Error::system("cannot register the file table of io_uring", e))?;
-        // Spares each enter the look-up of the ring's descriptor; an optimisation, nothing depends on it.
-        let _ = submitter.register_ring_fd();
         // Without room for locked memory the table stays away and buffers are not registered.
         let buffers = match submitter.register_buffers_sparse(BUFFER_SLOTS) {
             Ok(()) => (0..BUFFER_SLOTS as u16).rev().collect(),

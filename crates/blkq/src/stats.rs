@@ -190,6 +190,11 @@ impl QueueStats {
         }
     }
 
+    /// New statistics, all 0, for their writer and its readers.
+    pub(crate) fn shared() -> Arc<CachePadded<QueueStats>> {
+        Arc::new(CachePadded::new(QueueStats::new()))
+    }
+
     /// The values now. While I/O ends they may be apart by a batch of completions; at
     /// rest they are exact.
     pub fn snapshot(&self) -> StatsSnapshot {
@@ -236,7 +241,7 @@ pub struct StatsWriter(Arc<CachePadded<QueueStats>>);
 
 impl Default for StatsWriter {
     fn default() -> StatsWriter {
-        StatsWriter(Arc::new(CachePadded::new(QueueStats::new())))
+        StatsWriter(QueueStats::shared())
     }
 }
 

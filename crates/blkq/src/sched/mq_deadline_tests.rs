@@ -22,10 +22,10 @@ impl Bed {
         Bed { scheduler: MqDeadline::new(TAGS), requests, held: vec![false; TAGS], now_ns: NS_PER_MS }
     }
 
-    fn insert(&mut self, operation: Operation, sector: u64, sectors: u32) -> Option<Tag> {
+    fn insert(&mut self, operation: Operation, sector: u64, sectors: u64) -> Option<Tag> {
         let index = self.held.iter().position(|held| !held)?;
         let request = &mut self.requests[index];
-        (request.operation, request.sector, request.sectors) = (operation, Sector(sector), sectors);
+        (request.operation, request.sector, request.sectors) = (operation, Sector(sector), sectors as _);
         self.held[index] = true;
         self.scheduler.insert(Tag(index as u16), &self.requests, self.now_ns);
         Some(Tag(index as u16))
@@ -173,9 +173,9 @@ fn without_front_merges_only_the_back_is_found() {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Insert(Operation, u64, u32),
+    Insert(Operation, u64, u64),
     /// Looks for a request to merge with; merges, and joins the neighbour if there is one.
-    Merge(Operation, u64, u32),
+    Merge(Operation, u64, u64),
     Dispatch(u8),
     Remove(u8),
     Wait(u64),
@@ -189,7 +189,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Operation::Discard),
         1 => Just(Operation::WriteZeroes),
     ];
-    let place = (operation, 0u64..40, 1u32..4);
+    let place = (operation, 0u64..40, 1u64..4);
     let key = prop::sample::select(vec!["writes_starved", "fifo_batch", "read_expire"]);
     prop_oneof![
         8 => place.clone().prop_map(|(operation, at, n)| Step::Insert(operation, at, n)),
@@ -223,14 +223,14 @@ fn check(bed: &Bed) {
     }
 }
 
-fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u32) {
-    let found = bed.scheduler.find_merge(&bed.requests, operation, sector, u64::from(sectors));
+fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u64) {
+    let found = bed.scheduler.find_merge(&bed.requests, operation, sector, sectors);
     let Some((tag, side)) = found else {
         // Only what begins or ends at the same place as another may be overlooked.
         let direction = direction_of(operation);
-        let touching = bed.held().any(|(_, r)| {
-            r.operation == operation && (r.end() == sector || r.sector == sector + u64::from(sectors))
-        });
+        let touching = bed
+            .held()
+            .any(|(_, r)| r.operation == operation && (r.end() == sector || r.sector == sector + sectors));
         let overlapping = bed.held().any(|(a, r)| {
             bed.held().any(|(b, s)| {
                 let same = direction_of(r.operation) == direction && direction_of(s.operation) == direction;
@@ -242,15 +242,16 @@ fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u32) {
     };
     assert!(bed.held[tag.index()]);
     let request = &mut bed.requests[tag.index()];
+    let end = request.end().max(sector + sectors);
     assert_eq!(request.operation, operation);
     match side {
         MergeSide::Back => assert_eq!(request.end(), sector),
         MergeSide::Front => {
-            assert_eq!(request.sector, sector + u64::from(sectors));
+            assert_eq!(request.sector, sector + sectors);
             request.sector = sector;
         }
     }
-    request.sectors += sectors;
+    request.sectors = (end - request.sector) as _;
     bed.scheduler.merged(tag, &bed.requests);
     check(bed);
     let Some(other) = bed.scheduler.find_neighbour(&bed.requests, tag, side) else { return };
@@ -259,7 +260,9 @@ fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u32) {
     assert_eq!(bed.requests[kept.index()].end(), bed.requests[gone.index()].sector);
     assert_eq!(bed.requests[kept.index()].operation, bed.requests[gone.index()].operation);
     let inserted_ns = [kept, gone].map(|tag| bed.scheduler.entries[tag.index()].inserted_ns);
-    bed.requests[kept.index()].sectors += bed.requests[gone.index()].sectors;
+    let end = bed.requests[gone.index()].end();
+    let request = &mut bed.requests[kept.index()];
+    request.sectors = (end - request.sector) as _;
     bed.held[gone.index()] = false;
     bed.scheduler.joined(kept, gone);
     let joined_ns = bed.scheduler.entries[kept.index()].inserted_ns;
