@@ -5,7 +5,7 @@
 //! it can do ([`Driver::limits`]) and opens queues. A *queue* ([`NullQueue`]) belongs to
 //! one thread, so that its fields need no lock. The block layer offers it requests in
 //! batches and calls it again when time passes; each request that it takes it completes
-//! exactly once. To write a driver of your own: copy this file, take out [`Delays`] and
+//! exactly once. To write a driver of your own: copy this file, take out the delays and
 //! the injections, do your I/O in [`DriverQueue::queue_requests`], and add the driver to
 //! the list in `drivers/mod.rs`.
 
@@ -240,5 +240,6 @@ impl NullQueue {
     }
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests;
