@@ -156,7 +156,8 @@ impl Queue {
         let tags = disk.hardware_queue(index).tags.clone();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(tags.capacity()) + 1;
-        let driver = disk.driver().open_queue(index as u16, slots, ring)?;
+        let driver =
+            disk.driver().open_queue(index as u16, slots, ring, disk.hardware_queue(index).kick.clone())?;
         let sharing = if disk.has_shared_tags() {
             let kick = disk.hardware_queue(index).kick.clone();
             Some(
@@ -502,6 +503,12 @@ impl Queue {
         self.plug.return_tags(&self.tags);
         self.clock.invalidate();
         self.leave_if_idle();
+    }
+
+    /// Has the driver give back what it registered with a ring that lives on.
+    pub fn close(&mut self, ring: Option<&mut Ring>) {
+        let mut cx = driver_context!(self, ring);
+        self.driver.close(&mut cx);
     }
 
     /// Requests and bios that have not ended.
