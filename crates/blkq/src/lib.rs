@@ -4,6 +4,7 @@ pub mod bio;
 pub mod buffer;
 pub mod clock;
 mod completion;
+pub mod control;
 pub mod driver;
 pub mod error;
 pub mod limits;
