@@ -7,6 +7,7 @@ mod completion;
 pub mod control;
 pub mod driver;
 pub mod error;
+pub mod gate;
 pub mod limits;
 pub mod request;
 pub mod ring;
