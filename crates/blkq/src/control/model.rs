@@ -42,7 +42,11 @@ impl Disk {
             self.kicked.wait_until(|| !self.control.is_frozen());
         }
         self.requests.fetch_add(1, SeqCst);
-        assert_eq!(self.limits.load(SeqCst), self.control.generation(), "new limits without a new generation");
+        assert_eq!(
+            self.limits.load(SeqCst),
+            self.control.generation(),
+            "new limits without a new generation"
+        );
         self.requests.fetch_sub(1, SeqCst);
         self.control.leave(queue);
     }

@@ -164,7 +164,9 @@ mod shuttle_gate {
         model("batching, 4 requests, time passes", 10_000, move || {
             everybody_gets_through(4, true, 8, 12, 1, tick)
         });
-        model("batching, 16 requests, streams", 3_000, || everybody_gets_through(16, true, 6, 60, 2, 100_000));
+        model("batching, 16 requests, streams", 3_000, || {
+            everybody_gets_through(16, true, 6, 60, 2, 100_000)
+        });
     }
 
     #[test]

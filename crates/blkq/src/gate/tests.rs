@@ -80,7 +80,8 @@ fn queue_of<'s>(
         scope.spawn(move || {
             let mut batcher = Batcher::default();
             gate.enter(W, &mut batcher, || clock.load(SeqCst), || {});
-            let more = (1..want).take_while(|_| gate.try_enter(W, &mut batcher, || clock.load(SeqCst))).count();
+            let more =
+                (1..want).take_while(|_| gate.try_enter(W, &mut batcher, || clock.load(SeqCst))).count();
             tell.send(number * 100 + 1 + more as u32).expect("the test listens");
         });
         until_waiting(gate, number + 1);
