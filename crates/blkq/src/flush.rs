@@ -62,6 +62,9 @@ impl Queue {
     pub(crate) fn begin_flush_sequence(&mut self, index: u32) {
         if self.bios[index].flags.contains(BioFlags::PREFLUSH) {
             self.await_flush(index, FlushStep::Preflush);
+        } else if self.limits.fua && self.bios[index].operation == Operation::Write {
+            // The driver does it all: no flush need wait for such a write.
+            self.begin_data(index);
         } else {
             self.begin_sequence_data(index);
         }
@@ -69,6 +72,10 @@ impl Queue {
 
     /// The data step: with FUA of the driver's, or with a flush to follow.
     fn begin_sequence_data(&mut self, index: u32) {
+        // The limits may have changed while it waited for the flush.
+        if let Err(status) = self.check(index) {
+            return self.end_bio(index, Err(status));
+        }
         let slot = &mut self.bios[index];
         slot.flags.remove(BioFlags::PREFLUSH);
         let fua = slot.flags.contains(BioFlags::FUA);
@@ -122,26 +129,28 @@ impl Queue {
         if self.in_use == 0 && !self.enter() {
             return;
         }
-        let flush = &mut self.flush;
-        flush.pending_since_ns = None;
-        flush.in_flight = true;
-        std::mem::swap(&mut flush.pending, &mut flush.running);
+        self.flush.pending_since_ns = None;
+        self.flush.in_flight = true;
+        std::mem::swap(&mut self.flush.pending, &mut self.flush.running);
         self.in_use += 1;
-        self.requests[flush.tag.index()] = Request {
+        let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
+        if self.settings.iostats {
+            self.stats.start(Operation::Flush.into(), 1, start_ns);
+        }
+        self.requests[self.flush.tag.index()] = Request {
             operation: Operation::Flush,
             state: RequestState::Busy,
-            start_ns: if self.settings.iostats { self.clock.now_ns() } else { 0 },
+            start_ns,
             ..Request::idle()
         };
-        self.dispatch.push_front(flush.tag);
+        self.dispatch.push_front(self.flush.tag);
     }
 
     /// The driver's flush ended: every bio it served takes its next step.
     pub(crate) fn end_flush(&mut self, result: IoResult) {
         self.flush.in_flight = false;
         while let Some(index) = self.flush.running.pop_front() {
-            let step = std::mem::take(&mut self.bios[index].step);
-            if step == FlushStep::Preflush && result.is_ok() {
+            if self.bios[index].step == FlushStep::Preflush && result.is_ok() {
                 self.begin_sequence_data(index);
             } else {
                 self.end_bio(index, result);

@@ -32,7 +32,13 @@ const BIOS_PER_TAG: u32 = 8;
 /// Fewest bios that a queue takes.
 const BIOS_MIN: u32 = 1024;
 /// Size of the queue's zeroes, from which emulated write-zeroes write.
-const ZEROES_BYTES: usize = 64 << 10;
+const ZEROES_BYTES: u32 = 64 << 10;
+
+/// The zeroes that emulated write-zeroes write from: as a segment they must be legal.
+fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
+    let longest = limits.max_segment_bytes & !(limits.logical_block_bytes - 1);
+    IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
+}
 
 /// The limits in the units of the fast path, so that it is a few compares.
 #[derive(Clone, Copy)]
@@ -153,6 +159,7 @@ impl Queue {
         } else {
             None
         };
+        let zeroes = zeroes_for(&limits);
         let bios = BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN));
         Ok(Queue {
             disk: disk.clone(),
@@ -183,7 +190,7 @@ impl Queue {
             limits_changed: false,
             sharing,
             gate_owed: [0; 2],
-            zeroes: IoBuffer::zeroed(ZEROES_BYTES),
+            zeroes,
         })
     }
 
@@ -218,7 +225,7 @@ impl Queue {
         let plain = match data.buffer_len() {
             Some(len) => {
                 operation.has_data()
-                    && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
+                    && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
                     && self.fast.fits(sector, sectors)
                     && sectors << SECTOR_SHIFT <= u64::from(len)
                     && !(operation == Operation::Write && self.limits.read_only)
@@ -251,6 +258,10 @@ impl Queue {
         if slot.sectors == 0 {
             return self.end_bio(index, Ok(()));
         }
+        if slot.operation != Operation::WriteZeroes {
+            // It means nothing to other operations, and their drivers did not declare it.
+            slot.flags.remove(BioFlags::NO_UNMAP);
+        }
         if !self.limits.write_cache {
             slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
         }
@@ -261,7 +272,7 @@ impl Queue {
     }
 
     /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
-    fn check(&self, index: u32) -> IoResult {
+    pub(crate) fn check(&self, index: u32) -> IoResult {
         let slot = &self.bios[index];
         if slot.operation == Operation::Flush {
             return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
@@ -276,7 +287,8 @@ impl Queue {
         if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
             return Err(Status::Invalid);
         }
-        if slot.operation.has_data() {
+        // The memory of a part is its parent's, checked with that.
+        if slot.operation.has_data() && slot.parent == NIL {
             slot.with_segments(|segments| {
                 if length > u64::from(u32::MAX) {
                     return Err(Status::Invalid);
@@ -392,6 +404,11 @@ impl Queue {
         let (operation, start_ns) = (slot.operation, slot.start_ns);
         self.in_use += 1;
         if self.settings.iostats {
+            if start_ns == 0 {
+                // Statistics were off when the bio came.
+                request.start_ns = self.clock.now_ns();
+            }
+            let start_ns = request.start_ns;
             self.stats.start(operation.into(), 1, start_ns);
         }
     }
@@ -443,6 +460,10 @@ impl Queue {
             return;
         }
         self.limits = limits;
+        // A driver in use only gives up capabilities: then no segment becomes too long.
+        if self.in_use == 0 {
+            self.zeroes = zeroes_for(&self.limits);
+        }
         self.fast = FastLimits::new(&self.limits);
         // What waits was checked against the old limits: check and split it again.
         for _ in 0..self.waiting.len() {
