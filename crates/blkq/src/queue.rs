@@ -248,8 +248,12 @@ impl Queue {
     /// What is not one legal piece of reading or writing: checks, flush sequences,
     /// splits, emulation.
     fn accept_slow(&mut self, index: u32) {
-        if let Err(status) = self.check(index) {
-            return self.end_bio(index, Err(status));
+        if self.check(index).is_err() {
+            // The limits may be those of before a change.
+            self.refresh(None);
+            if let Err(status) = self.check(index) {
+                return self.end_bio(index, Err(status));
+            }
         }
         let slot = &mut self.bios[index];
         if slot.operation == Operation::Flush {
@@ -301,6 +305,11 @@ impl Queue {
 
     /// Puts a bio at the end of those that wait for a tag.
     pub(crate) fn wait(&mut self, index: u32) {
+        let slot = &self.bios[index];
+        let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
+        if !may_wait && !self.waiting.is_empty() {
+            return self.end_bio(index, Err(Status::Again));
+        }
         self.waiting.push_back(&mut self.bios, index);
     }
 
@@ -413,16 +422,22 @@ impl Queue {
         }
     }
 
-    /// The queue goes from rest to having requests. False while the disk is frozen.
+    /// The queue goes from rest to having requests. False while the disk is frozen, and
+    /// until changes are taken over.
     #[cold]
     pub(crate) fn enter(&mut self) -> bool {
         if !self.disk.control.enter(self.index) {
             return false;
         }
+        if self.disk.control.generation() != self.generation {
+            // What is to be submitted was checked against limits of before: it waits for
+            // `refresh`, which checks it again.
+            self.disk.control.leave(self.index);
+            return false;
+        }
         if self.sharing.is_some() {
             self.tags.join();
         }
-        self.reload_if_changed(None);
         true
     }
 
