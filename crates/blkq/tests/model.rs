@@ -242,11 +242,12 @@ fn check(setup: Setup, steps: Vec<Step>) {
         } else {
             next = range.end;
         }
-        // The order of overlapping changes in flight is not defined.
+        // The order of overlapping changes in flight is not defined; and of overlapping reads
+        // one alone may fail, merged with what the other was not.
         let overlaps = |bio: &InFlight| {
             bio.range.start < range.end
                 && range.start < bio.range.end
-                && (bio.operation.is_write() || step.operation.is_write())
+                && (bio.operation.is_write() || step.operation.is_write() || !setup.bad.is_empty())
         };
         if model.in_flight.values().any(overlaps) {
             common::drain(&mut queue).into_iter().for_each(|completion| model.complete(completion));
