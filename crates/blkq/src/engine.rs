@@ -326,6 +326,7 @@ impl Engine {
             self.turn();
             self.enter();
         }
+        self.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.ring)));
     }
 
     fn turn(&mut self) {

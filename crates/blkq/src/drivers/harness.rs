@@ -2,6 +2,8 @@
 //! them to one queue, and turns its ring.
 
 use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::bio::{BioFlags, Operation};
@@ -13,6 +15,7 @@ use crate::error::{Error, IoResult};
 use crate::request::{BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
 use crate::ring::{Cqe, Ring, Token};
 use crate::sector::Sector;
+use crate::tags::Wake;
 
 pub(super) const TAGS: usize = 64;
 const OWNER: u16 = 7;
@@ -26,8 +29,20 @@ pub(super) struct Harness {
     pub ring: Option<Ring>,
     queue: Option<Box<dyn DriverQueue>>,
     pub limits_changed: bool,
+    /// Completions of the ring still to be dropped.
+    pub swallow: usize,
     /// Results by tag of what has ended and was not yet asked for.
     ended: Vec<Option<IoResult>>,
+}
+
+/// Counts how often a queue was woken; the harness polls every millisecond by itself.
+#[derive(Default)]
+pub struct CountWakes(pub AtomicU32);
+
+impl Wake for CountWakes {
+    fn wake(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl Harness {
@@ -36,9 +51,13 @@ impl Harness {
     }
 
     pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
+        Harness::open_waking(driver, index, Arc::new(CountWakes::default()))
+    }
+
+    pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
-        let queue = driver.open_queue(index, TAGS, ring.as_mut())?;
+        let queue = driver.open_queue(index, TAGS, ring.as_mut(), wake)?;
         Ok(Harness {
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
             bios: BioSlab::new(256),
@@ -48,6 +67,7 @@ impl Harness {
             ring,
             queue: Some(queue),
             limits_changed: false,
+            swallow: 0,
             ended: vec![None; TAGS],
         })
     }
@@ -137,6 +157,11 @@ impl Harness {
         self.build(operation, flags, offset, bytes, Vec::new())
     }
 
+    /// Gives the driver's words of a request a value to begin with.
+    pub fn set_pdu(&mut self, tag: Tag, words: [u64; 2]) {
+        self.requests[tag.index()].pdu = words;
+    }
+
     /// Offers requests without ending the batch.
     pub fn queue(&mut self, tags: &[Tag]) -> Taken {
         self.with(|queue, cx| queue.queue_requests(cx, tags))
@@ -162,6 +187,9 @@ impl Harness {
         if let Some(ring) = &mut self.ring {
             ring.enter(1, Some(Duration::from_millis(1)));
             ring.reap_all(&mut cqes);
+            let dropped = self.swallow.min(cqes.len());
+            self.swallow -= dropped;
+            cqes.drain(..dropped);
         }
         self.with(|queue, cx| {
             for cqe in cqes {
@@ -222,11 +250,25 @@ impl Harness {
         bytes
     }
 
-    /// Closes the queue.
+    /// Closes the queue; the ring lives on.
     pub fn close(mut self) -> Option<Ring> {
-        self.with(|queue, cx| queue.close(cx));
-        self.queue.take();
+        self.close_queue();
         self.ring.take()
+    }
+
+    fn close_queue(&mut self) {
+        if self.queue.is_some() {
+            self.with(|queue, cx| queue.close(cx));
+            self.queue = None;
+        }
+    }
+}
+
+impl Drop for Harness {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.close_queue();
+        }
     }
 }
 

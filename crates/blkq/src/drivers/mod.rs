@@ -11,6 +11,7 @@ pub mod null;
 pub mod ram;
 
 #[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod harness;
 
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
@@ -158,6 +159,7 @@ fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
 }
 
 #[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests {
     use super::*;
 

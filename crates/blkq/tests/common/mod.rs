@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use blkq::clock::monotonic_ns;
 use blkq::{
     BioFlags, Busy, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult, LocalQueue,
-    Operation, QueueLimits, Ring, Status, Tag, Taken,
+    Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
 };
 
 pub use scattered::{Scattered, bytes_of};
@@ -205,7 +205,7 @@ impl Driver for Device {
         self.state().limits.clone()
     }
 
-    fn open_queue(&self, index: u16, tags: usize, _: Option<&mut Ring>) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(&self, index: u16, tags: usize, _: Option<&mut Ring>, _: Arc<dyn Wake>) -> Result<Box<dyn DriverQueue>, Error> {
         let random = self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(index) | 1;
         let device = self.clone();
         Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(tags as u16 - 1), pending: Vec::new() }))

@@ -11,6 +11,7 @@ mod lock;
 mod options;
 mod queue;
 #[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests;
 mod writer;
 
@@ -28,6 +29,7 @@ use crate::ring::Ring;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex, lock as locked};
+use crate::tags::Wake;
 
 use backing::{Backing, DirectAlign};
 use lock::LockKind;
@@ -71,16 +73,13 @@ pub struct LoopCounters {
     pub flushes: AtomicU64,
 }
 
-/// Wakes the thread of a queue, so that it calls [`DriverQueue::poll`].
-pub type Kick = std::sync::Arc<dyn Fn() + Send + Sync>;
-
 /// What the device and its queues share.
 struct Shared {
     /// Where in the file the device begins.
     offset: u64,
     state: Mutex<State>,
     writer: WriterToken,
-    kicks: [OnceLock<Kick>; QUEUES_MAX as usize],
+    wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
     counters: LoopCounters,
     /// Discards go to the block device itself instead of through fallocate.
     discard_by_command: AtomicBool,
@@ -127,14 +126,10 @@ impl Shared {
         }
     }
 
-    fn kick(&self, queue: u16) {
-        if let Some(kick) = self.kicks.get(usize::from(queue)).and_then(OnceLock::get) {
-            kick();
+    fn wake(&self, queue: u16) {
+        if let Some(wake) = self.wakes.get(usize::from(queue)).and_then(OnceLock::get) {
+            wake.wake();
         }
-    }
-
-    fn has_kick(&self, queue: u16) -> bool {
-        self.kicks.get(usize::from(queue)).is_some_and(|kick| kick.get().is_some())
     }
 }
 
@@ -207,7 +202,7 @@ impl LoopDevice {
                 capacity,
             }),
             writer: WriterToken::new(),
-            kicks: std::array::from_fn(|_| OnceLock::new()),
+            wakes: std::array::from_fn(|_| OnceLock::new()),
             counters: LoopCounters::default(),
             discard_by_command: AtomicBool::new(backing.block_device),
             discards: AtomicBool::new(able && backing.discards),
@@ -243,34 +238,34 @@ impl LoopDevice {
         &self.shared.counters
     }
 
-    /// Sets how the thread of queue `queue` is woken when it is its turn to write. The
-    /// first one set stays. A queue without one looks by itself, every millisecond.
-    pub fn set_kick(&self, queue: u16, kick: Kick) {
-        if let Some(place) = self.shared.kicks.get(usize::from(queue)) {
-            // Taken: by the contract above the first one stays.
-            let _ = place.set(kick);
-        }
-    }
-
     fn window(&self) -> Window<'_> {
         Window { path: &self.path, offset: self.shared.offset, sector: self.sector }
     }
 
+    /// Makes durable what the page cache holds, without holding up whoever asks for the state.
+    fn sync(&self) -> Result<(), Error> {
+        let file = Arc::clone(&locked(&self.shared.state).file);
+        file.sync_data().map_err(|e| Error::system(format!("cannot make {} durable", self.path.display()), e))
+    }
+
+    fn set_direct(&self, file: &File, on: bool) -> Result<(), Error> {
+        backing::set_flag(file, OFlags::DIRECT, on)
+            .map_err(|e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e))
+    }
+
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
-        let mut state = locked(&self.shared.state);
         let mode = choose_mode(requested, &self.direct, &self.path, self.sector, self.shared.offset)?;
-        if mode.direct.is_some() != state.mode.direct.is_some() {
-            let failed = |e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e);
-            // What the page cache still holds must be in the file before I/O goes around it.
-            state.file.sync_data().map_err(failed)?;
-            backing::set_flag(&state.file, OFlags::DIRECT, mode.direct.is_some()).map_err(failed)?;
-        }
+        // What the page cache still holds must be in the file before I/O goes around it.
+        self.sync()?;
+        let mut state = locked(&self.shared.state);
+        self.set_direct(&state.file, mode.direct.is_some())?;
         state.requested = requested;
         state.mode = mode;
         Ok(())
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.sync()?;
         let mut state = locked(&self.shared.state);
         if read_only == state.read_only {
             return Ok(());
@@ -278,17 +273,11 @@ impl LoopDevice {
         let range = self.shared.offset..self.shared.offset + state.capacity;
         let kind = LockKind::of(read_only, self.shared_use);
         let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
-        if read_only {
-            let failed = |e| Error::system(format!("cannot make {} durable", self.path.display()), e);
-            state.file.sync_data().map_err(failed)?;
-            relock(&state.file, kind)?;
-        } else if state.writable {
+        if read_only || state.writable {
             relock(&state.file, kind)?;
         } else {
             let file = backing::reopen_for_writing(&state.file, &self.path)?;
-            let direct = state.mode.direct.is_some();
-            backing::set_flag(&file, OFlags::DIRECT, direct)
-                .map_err(|e| Error::system(format!("cannot set direct I/O on {}", self.path.display()), e))?;
+            self.set_direct(&file, state.mode.direct.is_some())?;
             // The two descriptions are strangers to each other, and so are their locks.
             lock::release(&state.file, &range);
             if let Err(error) = relock(&file, kind) {
@@ -344,10 +333,13 @@ impl Driver for LoopDevice {
         index: u16,
         tags: usize,
         ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         if index >= QUEUES_MAX {
             return Err(invalid(format!("a loop device has at most {QUEUES_MAX} queues")));
         }
+        // A queue that is opened again has the same wake: it is the disk's, not the owner's.
+        let _ = self.shared.wakes[usize::from(index)].set(wake);
         let ring = ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;
         Ok(Box::new(LoopQueue::open(Arc::clone(&self.shared), index, tags, ring)?))
     }

@@ -30,7 +30,8 @@ const GROUP_SEGMENTS: usize = 256;
 const GROUP_BYTES: u64 = super::REQUEST_MAX_BYTES as u64;
 /// Calls in a row after which a queue hands the writer's token to one that waits for it.
 const TOKEN_TURNS: u32 = 16;
-/// How often a queue without a kick looks whether it has the token, in nanoseconds.
+/// How often a queue looks whether it has the token, should no wake-up reach it (a thread
+/// that polls its queue itself sleeps where none does), in nanoseconds.
 const TOKEN_POLL_NS: u64 = 1_000_000;
 /// Attempts that would have blocked or were interrupted before a worker of the kernel
 /// gets the operation, and before it fails.
@@ -276,15 +277,10 @@ impl LoopQueue {
     /// Takes the result of a call for `tags`.
     fn outcome(&self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) -> Outcome {
         let request = cx.request(tags[0]);
-        let (operation, flags) = (request.operation(), request.flags());
-        let mut progress = Progress::load(cx.pdu(tags[0]));
-        let counters = &self.shared.counters;
+        let operation = request.operation();
+        let progress = Progress::load(cx.pdu(tags[0]));
         if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
-            progress.attempts += 1;
-            counters.retries.fetch_add(1, Relaxed);
-            progress.store(cx.pdu(tags[0]));
-            let spent = progress.attempts >= ATTEMPTS_MAX;
-            return if spent { Outcome::Ended(Err(Status::Resource)) } else { Outcome::Unfinished };
+            return self.again(cx, tags[0], progress, Status::Resource);
         }
         if !operation.has_data() {
             return self.outcome_without_data(cx, tags[0], progress, result);
@@ -297,19 +293,27 @@ impl LoopQueue {
         if reached >= total {
             return Outcome::Ended(Ok(()));
         }
-        counters.short_transfers.fetch_add(1, Relaxed);
+        self.shared.counters.short_transfers.fetch_add(1, Relaxed);
         // Direct I/O can go on only at a multiple of its unit: an odd rest is done again.
         let done = reached - reached % self.align;
         if done > progress.done {
             Progress { done, attempts: 0, ..progress }.store(cx.pdu(tags[0]));
             return Outcome::Unfinished;
         }
-        Outcome::Ended(Err(match operation {
+        match (operation, result) {
             // The file has become shorter than the device.
-            Operation::Read => Status::Io,
-            _ if flags.contains(BioFlags::FUA) && result > 0 => Status::Io,
-            _ => Status::NoSpace,
-        }))
+            (Operation::Read, _) => Outcome::Ended(Err(Status::Io)),
+            (_, 0) => Outcome::Ended(Err(Status::NoSpace)),
+            _ => self.again(cx, tags[0], progress, Status::Io),
+        }
+    }
+
+    /// An attempt that came to nothing: there is another one, or the request ends as `spent`.
+    fn again(&self, cx: &mut DriverContext<'_>, tag: Tag, progress: Progress, spent: Status) -> Outcome {
+        let attempts = progress.attempts + 1;
+        Progress { attempts, ..progress }.store(cx.pdu(tag));
+        self.shared.counters.retries.fetch_add(1, Relaxed);
+        if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Ended(Err(spent)) }
     }
 
     fn outcome_without_data(
@@ -402,7 +406,7 @@ impl LoopQueue {
     fn release_token(&mut self) {
         self.hold = Hold::No;
         if let Some(next) = self.shared.writer.release(self.index) {
-            self.shared.kick(next);
+            self.shared.wake(next);
         }
     }
 
@@ -486,7 +490,7 @@ impl DriverQueue for LoopQueue {
 
     fn deadline_ns(&self) -> Option<u64> {
         match self.hold {
-            Hold::Waiting(again_ns) if !self.shared.has_kick(self.index) => Some(again_ns),
+            Hold::Waiting(again_ns) => Some(again_ns),
             _ => None,
         }
     }
