@@ -1,6 +1,8 @@
 //! The queue's clock: one reading per plug and per completion batch when cached, one
 //! per time stamp when precise (the kernel's `blk_time_get_ns` and its plug's `cur_ktime`).
 
+use crate::error::{Error, ErrorKind};
+
 /// Readings of a cached clock before it is read anew, whatever else happens: the size
 /// of a plug over several queues. There is no hook in user space that says when the
 /// thread was scheduled out, so the age is bounded by count, by flush and by wait.
@@ -14,6 +16,27 @@ pub enum ClockMode {
     Cached,
     /// Every time stamp reads the clock.
     Precise,
+}
+
+impl std::str::FromStr for ClockMode {
+    type Err = Error;
+
+    fn from_str(mode: &str) -> Result<ClockMode, Error> {
+        match mode {
+            "cached" => Ok(ClockMode::Cached),
+            "precise" => Ok(ClockMode::Precise),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("no clock is named {mode:?}: there are cached, precise"))),
+        }
+    }
+}
+
+impl std::fmt::Display for ClockMode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            ClockMode::Cached => "cached",
+            ClockMode::Precise => "precise",
+        })
+    }
 }
 
 /// A monotonic clock in nanoseconds, for one thread.

@@ -2,8 +2,13 @@
 
 use std::fmt;
 
+use crate::bio::{BioFlags, Completion, Operation};
 use crate::buffer::Data;
 use crate::error::{IoResult, Status};
+use crate::gate::Direction;
+use crate::queue::Queue;
+use crate::request::{FlushStep, NIL, RequestState, SlotMarks, Tag};
+use crate::stats::{Counter, StatsBatch};
 use crate::sync::{Arc, Condvar, Mutex, lock};
 
 /// A callback for the end of a bio; runs on the thread that owns the queue and must not block.
@@ -64,5 +69,115 @@ impl Waiter {
     }
 }
 
-/// What is told when a bio can never be completed by its queue, because the queue is gone.
-pub(crate) const QUEUE_GONE: Status = Status::Offline;
+impl Queue {
+    /// Ends what the driver completed: one clock reading, one return of tags, one update
+    /// of the shared counters for all of it (`struct io_comp_batch`).
+    pub(crate) fn complete_batch(&mut self) {
+        if self.limits_changed {
+            self.reload_limits();
+        }
+        // A fresh reading: no completion is stamped earlier than its issue.
+        self.clock.invalidate();
+        let now_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
+        self.rerun_at_ns = None;
+        let mut completed = std::mem::take(&mut self.completed);
+        let count = completed.len() as u32;
+        let mut batch = StatsBatch::default();
+        for &(tag, result) in &completed {
+            self.end_request(tag, result, now_ns, &mut batch);
+        }
+        batch.finish(&mut self.stats);
+        self.stats.set(Counter::ClockReads, self.clock.reads());
+        completed.clear();
+        if self.completed.is_empty() {
+            self.completed = completed;
+        }
+        self.tags.put_batch(&self.freed);
+        self.freed.clear();
+        self.started -= count;
+        self.in_use -= count;
+        if self.gate_owed != [0; 2] {
+            self.pay_gate();
+        }
+        if self.in_use == 0 {
+            self.plug.return_tags(&self.tags);
+            self.leave();
+        }
+    }
+
+    #[inline]
+    fn end_request(&mut self, tag: Tag, result: IoResult, now_ns: u64, batch: &mut StatsBatch) {
+        let request = &mut self.requests[tag.index()];
+        // Always on: a request that ends twice has already lost somebody's data.
+        assert!(request.state == RequestState::Busy, "the driver completed tag {} twice", tag.0);
+        request.state = RequestState::Idle;
+        let operation = request.operation;
+        let first_bio = request.first_bio;
+        if self.settings.iostats {
+            batch.done(&mut self.stats, operation.into(), request.sectors, request.start_ns, now_ns);
+        }
+        if let Err(status) = result {
+            self.stats.failed(operation.into(), status);
+        }
+        if operation == Operation::Flush {
+            return self.end_flush(result);
+        }
+        self.freed.push(tag);
+        let mut index = first_bio;
+        while index != NIL {
+            let next = self.bios[index].next;
+            self.end_bio(index, result);
+            index = next;
+        }
+    }
+
+    /// Ends a bio, or the step of it that this was.
+    #[inline]
+    pub(crate) fn end_bio(&mut self, index: u32, result: IoResult) {
+        let slot = &mut self.bios[index];
+        if slot.marks.is_empty() && slot.step == FlushStep::None && slot.parent == NIL && result.is_ok() {
+            if let End::Owner(user_data) = slot.end {
+                let data = std::mem::take(&mut slot.data);
+                self.bios.remove(index);
+                self.done.push(Completion { user_data, result, data });
+                return;
+            }
+        }
+        self.end_bio_slow(index, result);
+    }
+
+    fn end_bio_slow(&mut self, index: u32, result: IoResult) {
+        let slot = &self.bios[index];
+        let is_zeroes = slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
+        if is_zeroes && result == Err(Status::NotSupported) && !slot.flags.contains(BioFlags::NO_FALLBACK) {
+            // The driver found out that it cannot after all.
+            return self.begin_zeroes(index);
+        }
+        if slot.step != FlushStep::None && self.end_sequence_data(index, result) {
+            return;
+        }
+        let slot = &mut self.bios[index];
+        if slot.marks.contains(SlotMarks::GATED) {
+            self.gate_owed[usize::from(slot.operation.is_write())] += 1;
+        }
+        let (data, parent) = (std::mem::take(&mut slot.data), slot.parent);
+        let end = std::mem::replace(&mut slot.end, End::Taken);
+        self.bios.remove(index);
+        match end {
+            End::Owner(user_data) => self.done.push(Completion { user_data, result, data }),
+            End::Callback(callback) => callback(result, data),
+            End::Waiter(waiter) => waiter.end(result, data),
+            End::Taken => self.end_part(parent, result),
+        }
+    }
+
+    /// Gives allocations back to the request gate and so lets submitters go on.
+    fn pay_gate(&mut self) {
+        let [reads, writes] = std::mem::take(&mut self.gate_owed);
+        for (direction, count) in [(Direction::Read, reads), (Direction::Write, writes)] {
+            if count > 0 {
+                self.disk.gate.leave(direction, count);
+            }
+        }
+    }
+}

@@ -4,13 +4,31 @@
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
 use std::any::Any;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
-use io_uring::squeue;
+use io_uring::{opcode, squeue, types};
 
 use crate::bio::{Bio, Completion};
-use crate::error::Error;
+use crate::clock::monotonic_ns;
+use crate::disk::Disk;
+use crate::error::{Error, ErrorKind};
+use crate::kick::Kick;
+use crate::limits::QueueLimits;
+use crate::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::queue::Queue;
-use crate::ring::{Cqe, Ring, Token};
+use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
+use crate::sync::{Mutex, lock};
+
+/// Submissions that an engine's ring has room for.
+const RING_ENTRIES: u32 = 512;
+/// Owners on the ring: queues from 0, sources from here, the engine itself last.
+const FIRST_SOURCE: u16 = 0x100;
+const ENGINE: u16 = u16::MAX;
+/// Stack of an engine thread and of its worker, in bytes.
+const STACK_BYTES: usize = 256 << 10;
 
 /// Something on an engine that brings I/O: an attachment's server, a test's client.
 /// Every method runs on the engine's thread and must not block.
@@ -55,6 +73,7 @@ pub struct SourceContext<'a> {
     queues: &'a mut [Queue],
     id: u16,
     handle: &'a EngineHandle,
+    worker: &'a mut Worker,
 }
 
 impl SourceContext<'_> {
@@ -62,6 +81,7 @@ impl SourceContext<'_> {
     ///
     /// # Safety
     /// Memory and descriptors of the entry must stay valid until then.
+    #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         // SAFETY: the caller's promise.
         unsafe { self.ring.push(entry, Token::new(self.id, payload)) }
@@ -77,22 +97,405 @@ impl SourceContext<'_> {
     ///
     /// # Errors
     /// The bio, when the queue has no room: submit it again after a completion.
-    pub fn submit(&mut self, queue: usize, bio: Bio) -> Result<(), Bio>;
+    #[inline]
+    pub fn submit(&mut self, queue: usize, mut bio: Bio) -> Result<(), Bio> {
+        bio.user_data = Token::new(self.id, bio.user_data).0;
+        let refused = self.queues[queue].submit(bio, Some(self.ring));
+        refused.map_err(|bio| Bio { user_data: Token(bio.user_data).payload(), ..bio })
+    }
+
+    /// Number of queues of the engine.
+    pub fn queue_count(&self) -> usize {
+        self.queues.len()
+    }
 
     /// The disk behind queue number `queue`.
-    pub fn disk(&self, queue: usize) -> &Arc<Disk>;
+    pub fn disk(&self, queue: usize) -> &Arc<Disk> {
+        &self.queues[queue].disk
+    }
 
     /// The current limits of that disk (capacity, block sizes, capabilities, read-only).
-    pub fn limits(&self, queue: usize) -> &QueueLimits;
+    pub fn limits(&self, queue: usize) -> &QueueLimits {
+        &self.queues[queue].limits
+    }
 
     /// Nanoseconds of the monotonic clock.
-    pub fn now_ns(&self) -> u64;
+    pub fn now_ns(&self) -> u64 {
+        monotonic_ns()
+    }
 
-    /// This source's number and a handle with which another thread can send to it.
-    pub fn id(&self) -> u16;
-    pub fn handle(&self) -> &EngineHandle;
+    /// This source's number.
+    pub fn id(&self) -> u16 {
+        self.id
+    }
+
+    /// With this another thread can send to the source.
+    pub fn handle(&self) -> &EngineHandle {
+        self.handle
+    }
 
     /// Runs `job` on a worker thread (never the engine's) and delivers what it returns
     /// through [`Source::on_message`]. For what may block: SEEK_HOLE, getaddrinfo.
-    pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static);
+    pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {
+        let (handle, id) = (self.handle.clone(), self.id);
+        let work: Job = Box::new(move || handle.send(id, job()));
+        self.worker.run(work);
+    }
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// The thread for what may block, started when first needed.
+#[derive(Default)]
+struct Worker {
+    jobs: Option<Sender<Job>>,
+}
+
+impl Worker {
+    fn run(&mut self, job: Job) {
+        let jobs = self.jobs.get_or_insert_with(|| {
+            let (sender, receiver) = channel::<Job>();
+            let body = move || receiver.iter().for_each(|job| job());
+            let builder = std::thread::Builder::new().name("blkq-worker".into()).stack_size(STACK_BYTES);
+            // Without a thread the receiver is gone, and the job runs below.
+            let _ = builder.spawn(body);
+            sender
+        });
+        if let Err(refused) = jobs.send(job) {
+            (refused.0)();
+        }
+    }
+}
+
+/// What other threads ask of an engine.
+enum Message {
+    Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<u16, Error>>),
+    To(u16, Box<dyn Any + Send>),
+    Stop { id: u16, force: bool, stopped: Sender<()> },
+    Exit,
+}
+
+struct Mailbox {
+    messages: Mutex<Vec<Message>>,
+    kick: Arc<Kick>,
+}
+
+/// With this any thread can talk to an engine.
+#[derive(Clone)]
+pub struct EngineHandle(Arc<Mailbox>);
+
+impl EngineHandle {
+    fn post(&self, message: Message) {
+        lock(&self.0.messages).push(message);
+        self.0.kick.kick();
+    }
+
+    /// Makes a source on the engine's thread and starts it. Returns its number.
+    ///
+    /// # Errors
+    /// What [`Source::start`] says, or that the engine has ended.
+    pub fn add_source(&self, make: impl FnOnce() -> Box<dyn Source> + Send + 'static) -> Result<u16, Error> {
+        let (sender, receiver) = channel();
+        self.post(Message::Add(Box::new(make), sender));
+        receiver.recv().map_err(|_| Error::new(ErrorKind::System, "the engine has ended"))?
+    }
+
+    /// Sends `message` to source `id`; to one that is gone it is dropped.
+    pub fn send(&self, id: u16, message: Box<dyn Any + Send>) {
+        self.post(Message::To(id, message));
+    }
+
+    /// Stops source `id` and waits until nothing of it is in flight and it is gone.
+    pub fn stop_source(&self, id: u16, force: bool) {
+        let (stopped, receiver) = channel();
+        self.post(Message::Stop { id, force, stopped });
+        // An error says that the engine has ended, and the source with it.
+        let _ = receiver.recv();
+    }
+}
+
+/// An engine's thread. Dropping it ends the engine after its I/O in flight has ended.
+pub struct EngineThread {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EngineThread {
+    /// Starts a thread with a ring that owns the given queues (disk and queue number).
+    /// The first of `queues` is number 0 for the engine's sources, and so on.
+    ///
+    /// # Errors
+    /// What keeps the ring or a queue from opening.
+    ///
+    /// # Panics
+    /// If there is no queue, or more than 256.
+    pub fn spawn(name: &str, queues: Vec<(Arc<Disk>, usize)>) -> Result<EngineThread, Error> {
+        assert!((1..=usize::from(FIRST_SOURCE)).contains(&queues.len()), "an engine has 1 to 256 queues");
+        let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
+        let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Vec::new()), kick }));
+        let (sender, receiver) = channel();
+        let engine_handle = handle.clone();
+        let body = move || match Engine::new(queues, engine_handle) {
+            Ok(mut engine) => {
+                let _ = sender.send(Ok(()));
+                engine.run();
+            }
+            Err(error) => {
+                let _ = sender.send(Err(error));
+            }
+        };
+        let builder = std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
+        let thread = builder.spawn(body).map_err(|e| Error::system("cannot start an engine thread", e))?;
+        let ended = || Error::new(ErrorKind::System, "the engine thread ended while it started");
+        receiver.recv().map_err(|_| ended())??;
+        Ok(EngineThread { handle, thread: Some(thread) })
+    }
+
+    /// With this any thread can talk to the engine.
+    pub fn handle(&self) -> &EngineHandle {
+        &self.handle
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        self.handle.post(Message::Exit);
+        if let Some(thread) = self.thread.take() {
+            // A panic of the engine has been printed by the thread itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Engine {
+    ring: Ring,
+    queues: Vec<Queue>,
+    sources: Vec<Option<Box<dyn Source>>>,
+    stopping: Vec<(u16, Sender<()>)>,
+    handle: EngineHandle,
+    kicks: Vec<Arc<Kick>>,
+    /// Where the ring puts the counts of the kicks' eventfds.
+    kick_counts: Box<[u64]>,
+    messages: Vec<Message>,
+    cqes: Vec<Cqe>,
+    worker: Worker,
+    exit: bool,
+}
+
+impl Engine {
+    fn new(queues: Vec<(Arc<Disk>, usize)>, handle: EngineHandle) -> Result<Engine, Error> {
+        let mut ring = Ring::new(RING_ENTRIES)?;
+        ring.require(&ENGINE_OPERATIONS)?;
+        let kicks: Vec<_> = queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
+        let open = |(owner, (disk, index)): (usize, &(Arc<Disk>, usize))| {
+            Queue::open(disk, *index, owner as u16, Some(&mut ring))
+        };
+        let mut queues: Vec<Queue> = queues.iter().enumerate().map(open).collect::<Result<_, _>>()?;
+        if queues.len() > 1 {
+            queues.iter_mut().for_each(|queue| queue.plug.limit = PLUG_REQUESTS_SEVERAL_QUEUES);
+        }
+        let mut engine = Engine {
+            ring,
+            queues,
+            sources: Vec::new(),
+            stopping: Vec::new(),
+            handle,
+            kick_counts: vec![0; kicks.len()].into(),
+            kicks,
+            messages: Vec::new(),
+            cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
+            worker: Worker::default(),
+            exit: false,
+        };
+        (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));
+        Ok(engine)
+    }
+
+    /// Waits, on the ring, for kick `index`.
+    fn arm_kick(&mut self, index: usize) {
+        let fd = types::Fd(self.kicks[index].raw_fd());
+        let count = (&raw mut self.kick_counts[index]).cast();
+        let entry = opcode::Read::new(fd, count, size_of::<u64>() as u32).build();
+        // SAFETY: the boxed counts and the kicks live as long as the ring.
+        unsafe { self.ring.push(entry, Token::new(ENGINE, index as u64)) }
+    }
+
+    fn run(&mut self) {
+        while !(self.exit && self.queues.iter().all(|queue| queue.in_flight() == 0)) {
+            self.turn();
+            self.enter();
+        }
+    }
+
+    fn turn(&mut self) {
+        let mut cqes = std::mem::take(&mut self.cqes);
+        self.ring.reap_all(&mut cqes);
+        for cqe in cqes.drain(..) {
+            self.route(cqe);
+        }
+        self.cqes = cqes;
+        self.take_messages();
+        for queue in &mut self.queues {
+            queue.run(Some(&mut self.ring));
+        }
+        loop {
+            self.deliver();
+            for index in 0..self.sources.len() {
+                self.with_source(index, |source, cx| source.on_turn(cx));
+            }
+            for queue in &mut self.queues {
+                queue.flush(Some(&mut self.ring));
+            }
+            if self.queues.iter().all(|queue| queue.done.is_empty()) {
+                break;
+            }
+        }
+        if !self.stopping.is_empty() {
+            self.drop_stopped();
+        }
+    }
+
+    #[inline]
+    fn route(&mut self, cqe: Cqe) {
+        match cqe.token.owner() {
+            ENGINE => self.arm_kick(cqe.token.payload() as usize),
+            queue if queue < FIRST_SOURCE => {
+                self.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.ring));
+            }
+            source => {
+                self.with_source(usize::from(source - FIRST_SOURCE), |source, cx| source.on_cqe(cx, cqe));
+            }
+        }
+    }
+
+    /// Lends source `index` the rest of the engine.
+    #[inline]
+    fn with_source<R>(
+        &mut self,
+        index: usize,
+        call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>) -> R,
+    ) -> Option<R> {
+        let source = self.sources.get_mut(index)?.as_mut()?;
+        let mut cx = SourceContext {
+            ring: &mut self.ring,
+            queues: &mut self.queues,
+            id: FIRST_SOURCE + index as u16,
+            handle: &self.handle,
+            worker: &mut self.worker,
+        };
+        Some(call(&mut **source, &mut cx))
+    }
+
+    /// Hands ended bios to the sources that submitted them.
+    fn deliver(&mut self) {
+        for index in 0..self.queues.len() {
+            let mut done = std::mem::take(&mut self.queues[index].done);
+            for mut completion in done.drain(..) {
+                let token = Token(completion.user_data);
+                completion.user_data = token.payload();
+                let source = usize::from(token.owner() - FIRST_SOURCE);
+                self.with_source(source, |source, cx| source.on_bio(cx, completion));
+            }
+            // Keep the room that it has grown to, unless bios ended at once meanwhile.
+            if self.queues[index].done.is_empty() {
+                self.queues[index].done = done;
+            }
+        }
+    }
+
+    fn take_messages(&mut self) {
+        // Held by a thread that is posting just now: its kick brings the engine back.
+        if let Ok(mut messages) = self.handle.0.messages.try_lock() {
+            std::mem::swap(&mut *messages, &mut self.messages);
+        }
+        let mut messages = std::mem::take(&mut self.messages);
+        for message in messages.drain(..) {
+            match message {
+                Message::Add(make, reply) => {
+                    // The receiver waits for the answer, or is gone and needs none.
+                    let _ = reply.send(self.add(make()));
+                }
+                Message::To(id, message) => {
+                    let index = usize::from(id.wrapping_sub(FIRST_SOURCE));
+                    self.with_source(index, |source, cx| source.on_message(cx, message));
+                }
+                Message::Stop { id, force, stopped } => {
+                    let index = usize::from(id.wrapping_sub(FIRST_SOURCE));
+                    self.with_source(index, |source, cx| source.stop(cx, force));
+                    self.stopping.push((id, stopped));
+                }
+                Message::Exit => self.exit = true,
+            }
+        }
+        self.messages = messages;
+    }
+
+    fn add(&mut self, source: Box<dyn Source>) -> Result<u16, Error> {
+        let index = match self.sources.iter().position(Option::is_none) {
+            Some(index) => index,
+            None => {
+                self.sources.push(None);
+                self.sources.len() - 1
+            }
+        };
+        self.sources[index] = Some(source);
+        let started = self.with_source(index, |source, cx| source.start(cx));
+        if let Some(Err(error)) = started {
+            self.sources[index] = None;
+            return Err(error);
+        }
+        Ok(FIRST_SOURCE + index as u16)
+    }
+
+    fn drop_stopped(&mut self) {
+        let sources = &mut self.sources;
+        self.stopping.retain(|(id, stopped)| {
+            let place = sources.get_mut(usize::from(id.wrapping_sub(FIRST_SOURCE)));
+            if let Some(place) = place {
+                if place.as_ref().is_some_and(|source| !source.is_stopped()) {
+                    return true;
+                }
+                *place = None;
+            }
+            let _ = stopped.send(());
+            false
+        });
+    }
+
+    /// Enters the kernel once: submits, and waits if there is nothing else to do.
+    fn enter(&mut self) {
+        if self.has_work() {
+            return self.ring.enter(0, None);
+        }
+        self.kicks.iter().for_each(|kick| kick.prepare_sleep());
+        // Whoever left work before it saw the sleep has not kicked: look again.
+        if self.has_work() {
+            self.ring.enter(0, None);
+        } else {
+            let timeout = self.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())));
+            self.ring.enter(1, timeout);
+        }
+        self.kicks.iter().for_each(|kick| kick.woke());
+    }
+
+    fn has_work(&self) -> bool {
+        // A poster holds the lock for a moment only, and what it posts is work.
+        let mail = self.handle.0.messages.try_lock().map_or(true, |messages| !messages.is_empty());
+        mail || self.queues.iter().any(Queue::has_work)
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        let queues = self.queues.iter().filter_map(Queue::deadline_ns);
+        let sources = self.sources.iter().flatten().filter_map(|source| source.deadline_ns());
+        queues.chain(sources).min()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Sources own memory that the kernel may still use; closing the ring first ends that.
+        for waiting in self.stopping.drain(..) {
+            let _ = waiting.1.send(());
+        }
+    }
 }

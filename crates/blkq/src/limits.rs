@@ -86,17 +86,20 @@ impl QueueLimits {
         if !self.physical_block_bytes.is_power_of_two() || self.physical_block_bytes < block {
             return invalid("the physical block is not a power of two of at least the logical block");
         }
-        if self.capacity_bytes % u64::from(block) != 0 || self.capacity_bytes > i64::MAX as u64 {
+        if !self.capacity_bytes.is_multiple_of(u64::from(block)) || self.capacity_bytes > i64::MAX as u64 {
             return invalid("the capacity is not a multiple of the logical block below 8 EiB");
         }
         if self.max_request_bytes < block || self.max_segment_bytes < block || self.max_segments == 0 {
             return invalid("not even one logical block fits into a request");
         }
-        if self.chunk_bytes % block != 0 {
+        if !self.chunk_bytes.is_multiple_of(block) {
             return invalid("the chunk is not a multiple of the logical block");
         }
         if !self.memory_align.is_power_of_two() || self.memory_align > 4096 {
             return invalid("the memory alignment is not a power of two of at most 4096");
+        }
+        if self.memory_align > block {
+            return invalid("the memory alignment is larger than the logical block");
         }
         if self.max_discard_bytes != 0 && self.discard_granularity == 0 {
             return invalid("a device that discards has a discard granularity");
@@ -106,6 +109,7 @@ impl QueueLimits {
 
     /// Largest request of `operation` that may begin at byte `offset`, before segments
     /// are counted. 0 if the driver does not do the operation.
+    #[inline]
     pub fn max_bytes_at(&self, operation: Operation, no_unmap: bool, offset: u64) -> u64 {
         let block = u64::from(self.logical_block_bytes);
         let limit = match operation {
@@ -115,7 +119,7 @@ impl QueueLimits {
             Operation::WriteZeroes => self.max_write_zeroes_bytes,
             Operation::Flush => return 0,
         };
-        let limit = limit - limit % block;
+        let limit = limit & !(block - 1);
         if self.chunk_bytes == 0 {
             return limit;
         }
@@ -132,6 +136,99 @@ impl QueueLimits {
         match offset.checked_add(length) {
             Some(end) if end <= self.capacity_bytes => Ok(()),
             _ => Err(Status::Invalid),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Limits that make sense, narrow enough to matter to small requests.
+    pub(crate) fn limits() -> impl Strategy<Value = QueueLimits> {
+        let sizes = (0u32..4, 0u32..4, 1u32..40, 1u16..20, 1u32..20, 0u32..30);
+        let others = (0u64..300, 1u32..20, 0u64..300, 0u64..300);
+        (sizes, others).prop_map(|((block, physical, request, segments, segment, chunk), others)| {
+            let block = 512u32 << block;
+            let (discard, granularity, zeroes, no_unmap) = others;
+            QueueLimits {
+                capacity_bytes: u64::from(block) << 13,
+                logical_block_bytes: block,
+                physical_block_bytes: block << physical,
+                // Not whole blocks: what is over must not be used.
+                max_request_bytes: request * block + 100,
+                max_segments: segments,
+                max_segment_bytes: segment * block + 3,
+                chunk_bytes: chunk * block,
+                max_discard_bytes: discard * u64::from(block),
+                discard_granularity: granularity * block,
+                max_write_zeroes_bytes: zeroes * u64::from(block),
+                max_write_zeroes_no_unmap_bytes: no_unmap * 1000,
+                ..QueueLimits::default()
+            }
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_request_of_the_greatest_size_is_whole_blocks_within_a_chunk(
+            limits in limits(), at in 0u64..8192, operation in 0..Operation::COUNT, no_unmap: bool,
+        ) {
+            prop_assert!(limits.validate().is_ok());
+            let block = u64::from(limits.logical_block_bytes);
+            let (offset, operation) = (at * block, Operation::ALL[operation]);
+            let declared = match (operation, no_unmap) {
+                (Operation::Read | Operation::Write, _) => u64::from(limits.max_request_bytes),
+                (Operation::Discard, _) => limits.max_discard_bytes,
+                (Operation::WriteZeroes, false) => limits.max_write_zeroes_bytes,
+                (Operation::WriteZeroes, true) => limits.max_write_zeroes_no_unmap_bytes,
+                (Operation::Flush, _) => 0,
+            };
+            let max = limits.max_bytes_at(operation, no_unmap, offset);
+            prop_assert!(max <= declared && max % block == 0);
+            let chunk = u64::from(limits.chunk_bytes);
+            let at_boundary = chunk > 0 && (offset + max) % chunk == 0;
+            prop_assert!(at_boundary || max + block > declared, "{max} could be more");
+            prop_assert!(max == 0 || chunk == 0 || offset / chunk == (offset + max - 1) / chunk);
+        }
+
+        #[test]
+        fn a_range_is_good_if_it_is_blocks_of_the_device(
+            limits in limits(), offset in 0u64..40_000_000, length in 0u64..40_000_000, whole: bool,
+        ) {
+            let block = u64::from(limits.logical_block_bytes);
+            let down = |bytes: u64| if whole { bytes / block * block } else { bytes };
+            let (offset, length) = (down(offset), down(length));
+            let good = offset % block == 0 && length % block == 0 && offset + length <= limits.capacity_bytes;
+            prop_assert_eq!(limits.check_range(offset, length).is_ok(), good);
+            prop_assert_eq!(limits.check_range(u64::MAX / block * block, 2 * block), Err(Status::Invalid));
+        }
+    }
+
+    #[test]
+    fn senseless_limits_are_refused() {
+        let good = QueueLimits { capacity_bytes: 1 << 20, ..QueueLimits::default() };
+        assert!(good.validate().is_ok());
+        let breaks: [fn(&mut QueueLimits); 12] = [
+            |l| l.logical_block_bytes = 0,
+            |l| l.logical_block_bytes = 256,
+            |l| l.logical_block_bytes = 131_072,
+            |l| l.logical_block_bytes = 1000,
+            |l| l.physical_block_bytes = 256,
+            |l| l.capacity_bytes += 100,
+            |l| l.capacity_bytes = 1 << 63,
+            |l| l.max_request_bytes = 511,
+            |l| l.max_segments = 0,
+            |l| l.chunk_bytes = 1000,
+            |l| l.memory_align = 3,
+            |l| l.max_discard_bytes = 4096,
+        ];
+        for (i, break_rule) in breaks.iter().enumerate() {
+            let mut limits = good.clone();
+            break_rule(&mut limits);
+            assert_eq!(limits.validate().map_err(|e| e.kind()), Err(ErrorKind::Invalid), "rule {i}");
         }
     }
 }

@@ -25,10 +25,8 @@ impl Tag {
 pub(crate) enum RequestState {
     /// The tag is free.
     Idle,
-    /// Built, not yet given to the driver: in the plug, the scheduler or the dispatch list.
-    Queued,
-    /// The driver has it.
-    Started,
+    /// Built, and not ended.
+    Busy,
 }
 
 /// Nothing: the end of a list of bios.
@@ -40,9 +38,7 @@ pub(crate) const NIL: u32 = u32::MAX;
 #[repr(C, align(64))]
 pub struct Request {
     pub(crate) sector: Sector,
-    pub(crate) sectors: u32,
-    pub(crate) segments: u16,
-    pub(crate) bios: u16,
+    pub(crate) sectors: u64,
     pub(crate) first_bio: u32,
     pub(crate) last_bio: u32,
     /// When the first of its bios was accepted, in nanoseconds of the queue's clock.
@@ -50,8 +46,7 @@ pub struct Request {
     pub(crate) operation: Operation,
     pub(crate) flags: BioFlags,
     pub(crate) state: RequestState,
-    pub(crate) requeues: u8,
-    pub(crate) reserved: u32,
+    pub(crate) segments: u16,
     /// The driver's own words, zeroed when the request starts.
     pub pdu: [u64; 2],
 }
@@ -63,16 +58,13 @@ impl Request {
         Request {
             sector: Sector(0),
             sectors: 0,
-            segments: 0,
-            bios: 0,
             first_bio: NIL,
             last_bio: NIL,
             start_ns: 0,
             operation: Operation::Read,
             flags: BioFlags::empty(),
             state: RequestState::Idle,
-            requeues: 0,
-            reserved: 0,
+            segments: 0,
             pdu: [0; 2],
         }
     }
@@ -104,7 +96,7 @@ impl Request {
     /// Its length in bytes; 0 for a flush.
     #[inline]
     pub fn bytes(&self) -> u64 {
-        u64::from(self.sectors) << SECTOR_SHIFT
+        self.sectors << SECTOR_SHIFT
     }
 
     /// How many pieces of memory it consists of.
@@ -116,7 +108,7 @@ impl Request {
     /// The first sector after it.
     #[inline]
     pub(crate) fn end(&self) -> Sector {
-        self.sector + u64::from(self.sectors)
+        self.sector + self.sectors
     }
 }
 
@@ -140,19 +132,24 @@ pub(crate) struct BioSlot {
     pub sector: Sector,
     /// Length in sectors.
     pub sectors: u64,
+    /// When it was accepted, in nanoseconds of the queue's clock; 0 without iostats.
+    pub start_ns: u64,
+    /// How many of them have been handed to parts, if it is split.
+    pub issued: u64,
     /// The next bio of the request, the waiting list or the free list.
     pub next: u32,
     /// The bio that this is a part of, or [`NIL`].
     pub parent: u32,
     /// Where its memory begins within its parent's, in bytes.
     pub data_offset: u32,
-    /// Parts that have not ended yet, with one more while parts are still being made.
+    /// Parts in flight.
     pub pending: u32,
     pub operation: Operation,
     pub flags: BioFlags,
     pub memory: Memory,
-    /// What the caller holds besides: see [`SlotMarks`].
     pub marks: SlotMarks,
+    /// The step of the flush sequence that it is in.
+    pub step: FlushStep,
     pub error: Option<Status>,
 }
 
@@ -162,9 +159,28 @@ bitflags::bitflags! {
     pub(crate) struct SlotMarks: u8 {
         /// Its end gives one allocation back to the request gate.
         const GATED = 1 << 0;
-        /// A step of a flush sequence: its end goes to the flush machine first.
-        const FLUSH_SEQUENCE = 1 << 1;
+        /// It is done through parts: write zeroes that are written as zeroes.
+        const AS_ZEROES = 1 << 1;
+        /// It is done through parts, in flight at most [`PARTS_MAX`](crate::split) at a time.
+        const SPLIT = 1 << 2;
     }
+}
+
+/// The steps of the flush machine (block/blk-flush.c), as far as a bio has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(u8)]
+pub(crate) enum FlushStep {
+    /// Not in a flush sequence, or at its end.
+    #[default]
+    None,
+    /// Waits for the flush before its data.
+    Preflush,
+    /// Its data is on the way, and another flush follows.
+    DataThenFlush,
+    /// Its data is on the way, and nothing follows.
+    Data,
+    /// Waits for the flush that ends the sequence.
+    Postflush,
 }
 
 /// The bios in flight of one queue: a slab with a free list, which never shrinks below
@@ -191,7 +207,7 @@ impl BioSlab {
         self.capacity.saturating_sub(self.used)
     }
 
-    /// Takes a slot. Parts of bios may go over the capacity; the slab then grows, once.
+    /// Takes a slot. Parts of bios may go over the capacity: the slab then grows, once.
     #[inline]
     pub fn insert(&mut self, slot: BioSlot) -> u32 {
         self.used += 1;
@@ -215,6 +231,17 @@ impl BioSlab {
         self.used -= 1;
     }
 
+    /// Pieces of memory of bio `index`. Limits keep it below 65536.
+    #[inline]
+    pub fn count_segments(&self, index: u32, zeroes: &IoBuffer) -> u16 {
+        if let (Memory::Own, Data::Buffer(_)) = (self[index].memory, &self[index].data) {
+            return 1;
+        }
+        let mut count = 0;
+        self.for_each_segment(index, zeroes, |_| count += 1);
+        count
+    }
+
     /// Calls `each` with every piece of memory of bio `index`, in the order of its bytes.
     #[inline]
     pub fn for_each_segment(&self, index: u32, zeroes: &IoBuffer, mut each: impl FnMut(Segment)) {
@@ -231,8 +258,12 @@ impl BioSlab {
                 }
             }
             Memory::Parent => {
-                let root = &self[slot.parent];
-                root.data.with_segments(|s| slice_segments(s, slot.data_offset, length, &mut each));
+                let (mut skip, mut root) = (slot.data_offset, &self[slot.parent]);
+                while root.memory == Memory::Parent {
+                    skip += root.data_offset;
+                    root = &self[root.parent];
+                }
+                root.data.with_segments(|s| slice_segments(s, skip, length, &mut each));
             }
             Memory::Zeroes => {
                 let page = zeroes.segment();
@@ -281,5 +312,62 @@ impl std::ops::IndexMut<u32> for BioSlab {
     #[inline]
     fn index_mut(&mut self, index: u32) -> &mut BioSlot {
         &mut self.slots[index as usize]
+    }
+}
+
+/// A list of bios linked through their slots, first in first out.
+#[derive(Debug)]
+pub(crate) struct BioList {
+    first: u32,
+    last: u32,
+    len: u32,
+}
+
+impl BioList {
+    pub fn new() -> BioList {
+        BioList { first: NIL, last: NIL, len: 0 }
+    }
+
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Puts back what `pop_front` took.
+    pub fn push_front(&mut self, bios: &mut BioSlab, index: u32) {
+        bios[index].next = self.first;
+        self.first = index;
+        if self.last == NIL {
+            self.last = index;
+        }
+        self.len += 1;
+    }
+
+    pub fn push_back(&mut self, bios: &mut BioSlab, index: u32) {
+        bios[index].next = NIL;
+        match self.last {
+            NIL => self.first = index,
+            last => bios[last].next = index,
+        }
+        self.last = index;
+        self.len += 1;
+    }
+
+    pub fn pop_front(&mut self, bios: &mut BioSlab) -> Option<u32> {
+        let index = self.first;
+        if index == NIL {
+            return None;
+        }
+        self.first = bios[index].next;
+        if self.first == NIL {
+            self.last = NIL;
+        }
+        bios[index].next = NIL;
+        self.len -= 1;
+        Some(index)
     }
 }

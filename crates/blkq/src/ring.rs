@@ -91,7 +91,7 @@ impl Ring {
     pub fn new(entries: u32) -> Result<Ring, Error> {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(entries.next_power_of_two() * 4).setup_clamp().setup_submit_all();
-        builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun();
+        builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();
         // NO_SQARRAY came with Linux 6.6; without it the ring is the same, with one indirection more.
         let mut without_sqarray = builder.clone();
         without_sqarray.setup_no_sqarray();
@@ -187,14 +187,6 @@ impl Ring {
                 _ => panic!("io_uring_enter: {error}"),
             }
         }
-    }
-
-    /// Takes one completion that has arrived.
-    #[inline]
-    pub fn reap(&mut self) -> Option<Cqe> {
-        let cqe = self.uring.completion().next()?;
-        self.counters.completions += 1;
-        Some(Cqe { token: Token(cqe.user_data()), result: cqe.result(), flags: cqe.flags() })
     }
 
     /// Moves every completion that has arrived to the end of `into`.

@@ -16,7 +16,7 @@ pub struct Sector(pub u64);
 impl Sector {
     /// The sector that begins at byte `offset`, or `None` if none does.
     pub const fn from_bytes(offset: u64) -> Option<Sector> {
-        if offset % SECTOR_BYTES == 0 { Some(Sector(offset >> SECTOR_SHIFT)) } else { None }
+        if offset.is_multiple_of(SECTOR_BYTES) { Some(Sector(offset >> SECTOR_SHIFT)) } else { None }
     }
 
     /// The byte offset at which this sector begins. Saturates at `u64::MAX`.

@@ -190,6 +190,11 @@ impl QueueStats {
         }
     }
 
+    /// New statistics, all 0, for their writer and its readers.
+    pub(crate) fn shared() -> Arc<CachePadded<QueueStats>> {
+        Arc::new(CachePadded::new(QueueStats::new()))
+    }
+
     /// The values now. While I/O ends they may be apart by a batch of completions; at
     /// rest they are exact.
     pub fn snapshot(&self) -> StatsSnapshot {
@@ -236,11 +241,16 @@ pub struct StatsWriter(Arc<CachePadded<QueueStats>>);
 
 impl Default for StatsWriter {
     fn default() -> StatsWriter {
-        StatsWriter(Arc::new(CachePadded::new(QueueStats::new())))
+        StatsWriter(QueueStats::shared())
     }
 }
 
 impl StatsWriter {
+    /// The writer of statistics that exist already, and have no other.
+    pub(crate) fn over(stats: Arc<CachePadded<QueueStats>>) -> StatsWriter {
+        StatsWriter(stats)
+    }
+
     /// The statistics, for whoever wants to read them.
     pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
         self.0.clone()
@@ -329,7 +339,7 @@ impl StatsBatch {
         &mut self,
         writer: &mut StatsWriter,
         group: StatGroup,
-        sectors: u32,
+        sectors: u64,
         start_ns: u64,
         now_ns: u64,
     ) {
@@ -343,7 +353,7 @@ impl StatsBatch {
             self.now_ns = now_ns;
         }
         self.run += 1;
-        self.sectors += u64::from(sectors);
+        self.sectors += sectors;
     }
 
     /// Adds the batch to the queue's counters.

@@ -7,21 +7,26 @@
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(loom)]
 pub(crate) use loom::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, atomic},
+    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
     thread,
 };
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, atomic},
+    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
     thread,
 };
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, atomic},
+    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
     thread,
 };
+
+use std::sync::TryLockError;
+use std::time::Duration;
+
+use atomic::Ordering::SeqCst;
 
 /// Locks `mutex`, taking over the data of a thread that panicked while holding it:
 /// every critical section of the crate leaves its data consistent at each step.
@@ -30,4 +35,134 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         Ok(guard) => guard,
         Err(poisoned) => poisoned.into_inner(),
     }
+}
+
+/// Locks `mutex` unless another thread holds it; see [`lock`].
+pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// Stands between a sequentially consistent read-modify-write and a sequentially consistent
+/// load of something else, which the language already orders at no cost on x86. loom takes
+/// such accesses for acquire and release ones and needs the fence to see the order.
+#[inline]
+pub(crate) fn seq_cst_for_loom() {
+    #[cfg(loom)]
+    atomic::fence(SeqCst);
+}
+
+/// Threads that sleep until a condition holds (the kernel's `wait_event`). Waking takes
+/// no lock, so that a thread that must not block can do it.
+#[cfg(not(any(loom, shuttle)))]
+#[derive(Default, Debug)]
+pub(crate) struct WaitQueue {
+    /// Counts the wake-ups: the futex that sleepers compare.
+    wakes: atomic::AtomicU32,
+}
+
+#[cfg(not(any(loom, shuttle)))]
+impl WaitQueue {
+    /// Sleeps until `condition` holds; looked at first, and after every wake-up.
+    pub fn wait_until(&self, condition: impl FnMut() -> bool) {
+        self.wait(condition, None);
+    }
+
+    /// The same, but for `timeout` at most: whether the condition came to hold.
+    pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
+        // A timeout beyond the clock's range is none.
+        self.wait(condition, std::time::Instant::now().checked_add(timeout))
+    }
+
+    fn wait(&self, mut condition: impl FnMut() -> bool, until: Option<std::time::Instant>) -> bool {
+        use rustix::thread::futex;
+        loop {
+            let seen = self.wakes.load(SeqCst);
+            if condition() {
+                return true;
+            }
+            let left = until.map(|until| until.saturating_duration_since(std::time::Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return false;
+            }
+            let left = left.and_then(|left| rustix::time::Timespec::try_from(left).ok());
+            // Woken, interrupted, timed out, or the count moved on: look again in any case.
+            let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, left.as_ref());
+        }
+    }
+
+    /// Has every sleeper look at its condition again; to be called after what makes it hold.
+    pub fn wake_all(&self) {
+        use rustix::thread::futex;
+        self.wakes.fetch_add(1, SeqCst);
+        // The futex is ours and mapped: waking it cannot fail.
+        let _ = futex::wake(&self.wakes, futex::Flags::PRIVATE, i32::MAX as u32);
+    }
+}
+
+/// The twin of the futex for the checkers, which know locks and no system calls.
+#[cfg(any(loom, shuttle))]
+#[derive(Default, Debug)]
+pub(crate) struct WaitQueue {
+    wakes: Mutex<u32>,
+    woken: Condvar,
+}
+
+#[cfg(any(loom, shuttle))]
+impl WaitQueue {
+    pub fn wait_until(&self, mut condition: impl FnMut() -> bool) {
+        loop {
+            let seen = *lock(&self.wakes);
+            if condition() {
+                return;
+            }
+            let mut wakes = lock(&self.wakes);
+            while *wakes == seen {
+                wakes = match self.woken.wait(wakes) {
+                    Ok(guard) => guard,
+                    Err(poisoned) => poisoned.into_inner(),
+                };
+            }
+        }
+    }
+
+    /// Time does not pass under the checkers.
+    pub fn wait_until_timeout(&self, _timeout: Duration, mut condition: impl FnMut() -> bool) -> bool {
+        condition()
+    }
+
+    pub fn wake_all(&self) {
+        *lock(&self.wakes) += 1;
+        self.woken.notify_all();
+    }
+}
+
+/// Runs `body` in every order that loom finds, or in `schedules` random ones under shuttle,
+/// and says how many that were.
+#[cfg(all(test, any(loom, shuttle)))]
+pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
+    use std::sync::atomic::AtomicUsize;
+    let runs = std::sync::Arc::new(AtomicUsize::new(0));
+    let counted = {
+        let runs = runs.clone();
+        move || {
+            runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            body();
+        }
+    };
+    #[cfg(loom)]
+    {
+        let _ = schedules;
+        let mut builder = loom::model::Builder::new();
+        // Exhaustive up to three forced switches per thread, as most defects need two.
+        builder.preemption_bound = builder.preemption_bound.or(Some(3));
+        builder.max_branches = 100_000;
+        builder.check(counted);
+    }
+    #[cfg(shuttle)]
+    shuttle::check_random(counted, schedules);
+    println!("{name}: {} schedules", runs.load(std::sync::atomic::Ordering::Relaxed));
 }

@@ -115,7 +115,7 @@ proptest! {
                         model.wait(u64::from(later_ns));
                         let at = usize::from(at) % model.in_flight.len();
                         let (group, sectors, start_ns) = model.in_flight.swap_remove(at);
-                        batch.done(&mut writer, group, sectors, start_ns, model.now_ns);
+                        batch.done(&mut writer, group, sectors as _, start_ns, model.now_ns);
                         if fails {
                             writer.failed(group, Status::Io);
                             model.failed[group as usize] += 1;
@@ -133,7 +133,7 @@ proptest! {
         let before = snapshot_at(&writer, model.now_ns);
         let mut batch = StatsBatch::default();
         for (group, sectors, start_ns) in std::mem::take(&mut model.in_flight) {
-            batch.done(&mut writer, group, sectors, start_ns, model.now_ns);
+            batch.done(&mut writer, group, sectors as _, start_ns, model.now_ns);
             model.ended[group as usize].push(model.now_ns - start_ns);
             model.sectors[group as usize] += u64::from(sectors);
         }
@@ -149,7 +149,7 @@ proptest! {
         prop_assert_eq!(fields[10], fields[3] + fields[7] + fields[14] + fields[16]);
         let mut sum = rest.delta(&before);
         sum += &before;
-        prop_assert_eq!(sum.fields()[..8].to_vec(), fields[..8].iter().copied().collect::<Vec<_>>());
+        prop_assert_eq!(sum.fields()[..8].to_vec(), fields[..8].to_vec());
     }
 }
 

@@ -1,0 +1,248 @@
+//! A block layer in miniature for the tests of drivers: builds requests by hand, offers
+//! them to one queue, and turns its ring.
+
+use std::time::{Duration, Instant};
+
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::{Data, IoBuffer};
+use crate::clock::{Clock, ClockMode};
+use crate::completion::End;
+use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
+use crate::error::{Error, IoResult};
+use crate::request::{BioSlab, BioSlot, Memory, NIL, Request, RequestState, SlotMarks, Tag};
+use crate::ring::{Cqe, Ring, Token};
+use crate::sector::Sector;
+
+pub(super) const TAGS: usize = 64;
+const OWNER: u16 = 7;
+
+pub(super) struct Harness {
+    requests: Vec<Request>,
+    bios: BioSlab,
+    zeroes: IoBuffer,
+    completed: Vec<(Tag, IoResult)>,
+    clock: Clock,
+    pub ring: Option<Ring>,
+    queue: Option<Box<dyn DriverQueue>>,
+    pub limits_changed: bool,
+    /// Results by tag of what has ended and was not yet asked for.
+    ended: Vec<Option<IoResult>>,
+}
+
+impl Harness {
+    pub fn open(driver: &dyn Driver) -> Result<Harness, Error> {
+        Harness::open_index(driver, 0)
+    }
+
+    pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
+        driver.limits().validate()?;
+        let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
+        let queue = driver.open_queue(index, TAGS, ring.as_mut())?;
+        Ok(Harness {
+            requests: (0..TAGS).map(|_| Request::idle()).collect(),
+            bios: BioSlab::new(256),
+            zeroes: IoBuffer::zeroed(4096),
+            completed: Vec::new(),
+            clock: Clock::new(ClockMode::Precise),
+            ring,
+            queue: Some(queue),
+            limits_changed: false,
+            ended: vec![None; TAGS],
+        })
+    }
+
+    fn with<R>(&mut self, f: impl FnOnce(&mut dyn DriverQueue, &mut DriverContext<'_>) -> R) -> R {
+        let mut cx = DriverContext {
+            requests: &mut self.requests,
+            bios: &self.bios,
+            zeroes: &self.zeroes,
+            completed: &mut self.completed,
+            clock: &mut self.clock,
+            ring: self.ring.as_mut(),
+            owner: OWNER,
+            limits_changed: &mut self.limits_changed,
+        };
+        let result = f(self.queue.as_mut().unwrap().as_mut(), &mut cx);
+        for (tag, result) in self.completed.drain(..) {
+            let request = &mut self.requests[tag.index()];
+            assert_eq!(request.state, RequestState::Started, "{tag:?} completed twice");
+            request.state = RequestState::Idle;
+            self.ended[tag.index()] = Some(result);
+        }
+        result
+    }
+
+    /// Builds a request: one bio per buffer, or one without memory of `bytes`.
+    pub fn build(
+        &mut self,
+        operation: Operation,
+        flags: BioFlags,
+        offset: u64,
+        bytes: u64,
+        buffers: Vec<IoBuffer>,
+    ) -> Tag {
+        let free = |(index, request): (usize, &Request)| {
+            request.state == RequestState::Idle && request.bios == 0 && self.ended[index].is_none()
+        };
+        let index = self.requests.iter().enumerate().position(free).expect("a free tag");
+        let sector = Sector::from_bytes(offset).unwrap();
+        let mut request = Request::idle();
+        (request.operation, request.flags, request.sector) = (operation, flags, sector);
+        request.state = RequestState::Started;
+        let count = buffers.len() as u16;
+        let parts: Vec<(u64, Data)> = if buffers.is_empty() {
+            vec![(bytes, Data::None)]
+        } else {
+            buffers.into_iter().map(|b| (b.len() as u64, Data::Buffer(b))).collect()
+        };
+        for (length, data) in parts {
+            let sectors = length >> 9;
+            let slot = self.bios.insert(BioSlot {
+                data,
+                end: End::Taken,
+                sector: request.end(),
+                sectors,
+                next: NIL,
+                parent: NIL,
+                data_offset: 0,
+                pending: 0,
+                operation,
+                flags,
+                memory: Memory::Own,
+                marks: SlotMarks::empty(),
+                error: None,
+            });
+            if request.first_bio == NIL {
+                request.first_bio = slot;
+            } else {
+                self.bios[request.last_bio].next = slot;
+            }
+            request.last_bio = slot;
+            request.bios += 1;
+            request.sectors += sectors as u32;
+        }
+        request.segments = count;
+        self.requests[index] = request;
+        Tag(index as u16)
+    }
+
+    pub fn write(&mut self, offset: u64, buffers: Vec<IoBuffer>) -> Tag {
+        self.build(Operation::Write, BioFlags::empty(), offset, 0, buffers)
+    }
+
+    pub fn read(&mut self, offset: u64, lengths: &[usize]) -> Tag {
+        let dirty = |length: &usize| filled(*length, 0xEE);
+        let buffers = lengths.iter().map(dirty).collect();
+        self.build(Operation::Read, BioFlags::empty(), offset, 0, buffers)
+    }
+
+    pub fn bare(&mut self, operation: Operation, flags: BioFlags, offset: u64, bytes: u64) -> Tag {
+        self.build(operation, flags, offset, bytes, Vec::new())
+    }
+
+    /// Offers requests without ending the batch.
+    pub fn queue(&mut self, tags: &[Tag]) -> Taken {
+        self.with(|queue, cx| queue.queue_requests(cx, tags))
+    }
+
+    /// Offers requests as one batch.
+    pub fn start(&mut self, tags: &[Tag]) {
+        assert_eq!(self.queue(tags), Taken::All);
+        self.commit();
+    }
+
+    pub fn commit(&mut self) {
+        self.with(|queue, cx| queue.commit(cx));
+    }
+
+    pub fn reload(&mut self) {
+        self.with(|queue, cx| queue.reload(cx));
+    }
+
+    /// One turn: waits for the ring for at most a millisecond.
+    pub fn turn(&mut self) {
+        let mut cqes = Vec::new();
+        if let Some(ring) = &mut self.ring {
+            ring.enter(1, Some(Duration::from_millis(1)));
+            ring.reap_all(&mut cqes);
+        }
+        self.with(|queue, cx| {
+            for cqe in cqes {
+                assert_eq!(cqe.token.owner(), OWNER);
+                queue.complete_cqe(cx, cqe);
+            }
+            queue.poll(cx);
+        });
+    }
+
+    /// A completion that the kernel did not send.
+    pub fn inject(&mut self, payload: u64, result: i32) {
+        let cqe = Cqe { token: Token::new(OWNER, payload), result, flags: 0 };
+        self.with(|queue, cx| queue.complete_cqe(cx, cqe));
+    }
+
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.queue.as_ref().unwrap().deadline_ns()
+    }
+
+    pub fn ended(&self, tag: Tag) -> bool {
+        self.ended[tag.index()].is_some()
+    }
+
+    /// Turns until `tag` has ended; gives back its result and its memory, in order.
+    pub fn wait(&mut self, tag: Tag) -> (IoResult, Vec<u8>) {
+        let begin = Instant::now();
+        while !self.ended(tag) {
+            assert!(begin.elapsed() < Duration::from_secs(20), "{tag:?} never ended");
+            self.turn();
+        }
+        let result = self.ended[tag.index()].take().unwrap();
+        let mut bytes = Vec::new();
+        let mut bio = self.requests[tag.index()].first_bio;
+        while bio != NIL {
+            let next = self.bios[bio].next;
+            if let Some(buffer) = std::mem::take(&mut self.bios[bio].data).into_buffer() {
+                bytes.extend_from_slice(&buffer);
+            }
+            self.bios.remove(bio);
+            bio = next;
+        }
+        self.requests[tag.index()] = Request::idle();
+        (result, bytes)
+    }
+
+    /// Starts and waits.
+    pub fn run(&mut self, tag: Tag) -> (IoResult, Vec<u8>) {
+        self.start(&[tag]);
+        self.wait(tag)
+    }
+
+    /// Reads `length` bytes at `offset`.
+    pub fn read_back(&mut self, offset: u64, length: usize) -> Vec<u8> {
+        let tag = self.read(offset, &[length]);
+        let (result, bytes) = self.run(tag);
+        assert_eq!(result, Ok(()));
+        bytes
+    }
+
+    /// Closes the queue.
+    pub fn close(mut self) {
+        self.queue.take();
+    }
+}
+
+pub(super) fn filled(length: usize, value: u8) -> IoBuffer {
+    let mut buffer = IoBuffer::zeroed(length);
+    buffer.fill(value);
+    buffer
+}
+
+/// Bytes that tell their own position apart.
+pub(super) fn pattern(length: usize, seed: u64) -> IoBuffer {
+    let mut buffer = IoBuffer::zeroed(length);
+    for (index, byte) in buffer.iter_mut().enumerate() {
+        *byte =
+            ((index as u64 / 8).wrapping_mul(0x9e37_79b9).wrapping_add(seed * 77 + index as u64) >> 3) as u8;
+    }
+    buffer
+}

@@ -1,0 +1,263 @@
+//! The null driver: a device that stores nothing, for measuring the block layer itself,
+//! for trying faults out, and as the example that a new driver begins from.
+//!
+//! A driver is two types. The *device* ([`Null`]) is shared by all threads: it says what
+//! it can do ([`Driver::limits`]) and opens queues. A *queue* ([`NullQueue`]) belongs to
+//! one thread, so that its fields need no lock. The block layer offers it requests in
+//! batches and calls it again when time passes; each request that it takes it completes
+//! exactly once. To write a driver of your own: copy this file, take out [`Delays`] and
+//! the injections, do your I/O in [`DriverQueue::queue_requests`], and add the driver to
+//! the list in `drivers/mod.rs`.
+
+mod model;
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use crate::bio::Operation;
+use crate::clock::monotonic_ns;
+use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Taken};
+use crate::error::{Error, ErrorKind};
+use crate::limits::QueueLimits;
+use crate::request::Tag;
+use crate::ring::Ring;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::{Arc, Mutex, lock};
+
+use model::Delays;
+pub use model::{NullCounters, SeekModel};
+
+/// When a request completes.
+#[derive(Clone, Debug, Default)]
+pub enum NullCompletion {
+    /// Before [`DriverQueue::queue_requests`] returns.
+    #[default]
+    Immediate,
+    /// That many nanoseconds after it was taken.
+    Timer(u64),
+    /// After a random number of nanoseconds out of a range, the same series for the same seed.
+    Random(RangeInclusive<u64>, u64),
+    /// When a disk with one arm has done it, one request after the other.
+    Disk(SeekModel),
+}
+
+/// What taking a request costs the engine thread: a bad driver, on purpose
+/// (what BLK_MQ_F_BLOCKING announces in the kernel).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum NullBlocking {
+    /// Nothing.
+    #[default]
+    Never,
+    /// That many nanoseconds of CPU per request.
+    Spin(u64),
+    /// That many nanoseconds of sleep per request.
+    Sleep(u64),
+}
+
+/// What a null device is like.
+#[derive(Clone, Debug)]
+pub struct NullOptions {
+    /// Size, logical block, largest request, and whether the device has a write cache,
+    /// does FUA, discards and writes zeroes, is read-only: passed on as they are.
+    pub limits: QueueLimits,
+    /// When requests complete.
+    pub completion: NullCompletion,
+    /// What taking a request costs.
+    pub blocking: NullBlocking,
+    /// Every so many requests, one is refused with [`Busy::Resource`] and so requeued; 0: never.
+    pub busy_resource_every: u32,
+    /// The same with [`Busy::UntilCompletion`], if a completion is due; 0: never.
+    pub busy_until_completion_every: u32,
+    /// Reads fill their memory with zeroes. Without it they leave the memory as it was,
+    /// which is faster, and must not be exported: it would show old memory to clients.
+    pub zero_reads: bool,
+}
+
+impl NullOptions {
+    /// A device of `capacity_bytes` that completes at once, and can do everything.
+    pub fn new(capacity_bytes: u64) -> NullOptions {
+        let limits = QueueLimits {
+            capacity_bytes,
+            max_discard_bytes: 1 << 30,
+            discard_granularity: 512,
+            discard_zeroes: true,
+            max_write_zeroes_bytes: 1 << 30,
+            max_write_zeroes_no_unmap_bytes: 1 << 30,
+            fua: true,
+            ..QueueLimits::default()
+        };
+        NullOptions {
+            limits,
+            completion: NullCompletion::Immediate,
+            blocking: NullBlocking::Never,
+            busy_resource_every: 0,
+            busy_until_completion_every: 0,
+            zero_reads: true,
+        }
+    }
+}
+
+/// The device.
+pub struct Null {
+    options: NullOptions,
+    /// The counters of each queue: written by its thread alone, summed when somebody asks.
+    counters: Mutex<Vec<Arc<NullCounters>>>,
+}
+
+impl Null {
+    /// A null device.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if the limits contradict each other.
+    pub fn new(options: NullOptions) -> Result<Null, Error> {
+        options.limits.validate()?;
+        Ok(Null { options, counters: Mutex::new(Vec::new()) })
+    }
+
+    /// What the queues did so far, added up.
+    pub fn counters(&self) -> NullCounters {
+        let total = NullCounters::default();
+        lock(&self.counters).iter().for_each(|queue| total.add(queue));
+        total
+    }
+}
+
+impl Driver for Null {
+    fn name(&self) -> &'static str {
+        "null"
+    }
+
+    // Asked for once; the block layer then splits, emulates or refuses whatever the
+    // device cannot do, so that the queue below need not check anything.
+    fn limits(&self) -> QueueLimits {
+        self.options.limits.clone()
+    }
+
+    // Runs on the thread that will use the queue. Everything the data path needs is
+    // allocated here. A driver that does I/O would say `uses_ring` and register its
+    // files with `ring` now.
+    fn open_queue(
+        &self,
+        _index: u16,
+        tags: usize,
+        _ring: Option<&mut Ring>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        let mut queues = lock(&self.counters);
+        if matches!(self.options.completion, NullCompletion::Disk(_))
+            && queues.iter().any(|queue| Arc::strong_count(queue) > 1)
+        {
+            let message = "a modelled disk has one arm and so one queue: ask for one queue";
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let counters = Arc::new(NullCounters::default());
+        queues.push(Arc::clone(&counters));
+        let delays = Delays::new(&self.options.completion, tags, self.options.limits.capacity_bytes);
+        Ok(Box::new(NullQueue { options: self.options.clone(), delays, counters, seen: 0 }))
+    }
+
+    // What `blkq show` prints.
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let counters = self.counters();
+        vec![
+            ("requests", counters.requests.load(Relaxed).to_string()),
+            ("batches", counters.batches.load(Relaxed).to_string()),
+            ("batch-max", counters.batch_max.load(Relaxed).to_string()),
+            ("flushes", counters.flushes.load(Relaxed).to_string()),
+            ("bytes", counters.bytes.load(Relaxed).to_string()),
+            ("busy", counters.busy.load(Relaxed).to_string()),
+        ]
+    }
+}
+
+/// One queue of it.
+pub struct NullQueue {
+    options: NullOptions,
+    delays: Delays,
+    counters: Arc<NullCounters>,
+    /// Requests offered, for the injections.
+    seen: u64,
+}
+
+impl DriverQueue for NullQueue {
+    // The heart of a driver. What is not taken is offered again, in order.
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        let (mut bytes, mut flushes) = (0, 0);
+        let mut taken = Taken::All;
+        let mut count = tags.len();
+        for (index, &tag) in tags.iter().enumerate() {
+            if let Some(busy) = self.refuses() {
+                taken = Taken::First(index, busy);
+                count = index;
+                break;
+            }
+            let request = cx.request(tag);
+            let operation = request.operation();
+            bytes += request.bytes();
+            flushes += u64::from(operation == Operation::Flush);
+            if operation == Operation::Read && self.options.zero_reads {
+                cx.for_each_segment(tag, |segment| {
+                    // SAFETY: the memory of a read in flight is valid and the device's to fill.
+                    unsafe { segment.ptr.write_bytes(0, segment.len as usize) }
+                });
+            }
+            match self.options.blocking {
+                NullBlocking::Never => {}
+                NullBlocking::Spin(ns) => {
+                    let end = monotonic_ns() + ns;
+                    while monotonic_ns() < end {
+                        std::hint::spin_loop();
+                    }
+                }
+                NullBlocking::Sleep(ns) => std::thread::sleep(Duration::from_nanos(ns)),
+            }
+            if self.delays.is_immediate() {
+                cx.complete(tag, Ok(()));
+            } else {
+                self.delays.start(cx, tag);
+            }
+        }
+        self.counters.count_batch(count as u64, bytes, flushes);
+        taken
+    }
+
+    // Called once per turn and at the deadline at the latest: here ends what had to wait.
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        if self.delays.earliest_ns().is_some() {
+            // Not the queue's clock: a cached reading would keep what is due waiting.
+            let now = monotonic_ns();
+            while let Some(tag) = self.delays.take_due(now) {
+                cx.complete(tag, Ok(()));
+            }
+        }
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.delays.earliest_ns()
+    }
+}
+
+impl NullQueue {
+    /// Whether the next request is one of those to be refused.
+    #[inline]
+    fn refuses(&mut self) -> Option<Busy> {
+        let options = &self.options;
+        if options.busy_resource_every == 0 && options.busy_until_completion_every == 0 {
+            return None;
+        }
+        self.seen += 1;
+        let hits = |every: u32| every != 0 && self.seen.is_multiple_of(u64::from(every));
+        // "Until a completion" is a promise, to be given only while one is to come.
+        let busy = if hits(options.busy_until_completion_every) && self.delays.earliest_ns().is_some() {
+            Busy::UntilCompletion
+        } else if hits(options.busy_resource_every) {
+            Busy::Resource
+        } else {
+            return None;
+        };
+        NullCounters::raise(&self.counters.busy, 1);
+        Some(busy)
+    }
+}
+
+#[cfg(test)]
+mod tests;

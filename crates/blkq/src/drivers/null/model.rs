@@ -1,0 +1,213 @@
+//! What makes a null device slow on purpose, and what it counts.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::bio::Operation;
+use crate::driver::DriverContext;
+use crate::request::Tag;
+use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::Ordering::Relaxed;
+
+use super::NullCompletion;
+
+/// A disk with one arm, which does one request at a time: a seek that grows with the
+/// distance (none where the last request ended), half a rotation after each seek, then
+/// the transfer. Enough to make merging and the order of requests matter as they do on
+/// such a disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SeekModel {
+    /// Seek to the neighbouring track, in nanoseconds.
+    pub seek_min_ns: u64,
+    /// Seek over the whole disk, in nanoseconds; between the two it grows with the distance.
+    pub seek_max_ns: u64,
+    /// Half a rotation, in nanoseconds.
+    pub rotation_half_ns: u64,
+    /// Transfer rate in bytes per second.
+    pub bytes_per_second: u64,
+    /// Fixed cost of each request, in nanoseconds.
+    pub command_ns: u64,
+}
+
+impl Default for SeekModel {
+    /// A disk of 7200 rotations a minute and 150 MB/s.
+    fn default() -> SeekModel {
+        SeekModel {
+            seek_min_ns: 500_000,
+            seek_max_ns: 15_000_000,
+            rotation_half_ns: 4_166_667,
+            bytes_per_second: 150_000_000,
+            command_ns: 20_000,
+        }
+    }
+}
+
+impl SeekModel {
+    /// Nanoseconds of a request of `bytes` at `offset` after one that ended at `head`, on
+    /// a disk of `capacity` bytes.
+    pub fn cost_ns(&self, head: u64, offset: u64, bytes: u64, capacity: u64) -> u64 {
+        let ratio = |count: u64, whole: u64, of: u64| {
+            (u128::from(count) * u128::from(of) / u128::from(whole.max(1))) as u64
+        };
+        let mut cost = self.command_ns + ratio(bytes, self.bytes_per_second, 1_000_000_000);
+        if offset != head {
+            let span = self.seek_max_ns.saturating_sub(self.seek_min_ns);
+            cost += self.seek_min_ns + ratio(head.abs_diff(offset), capacity, span) + self.rotation_half_ns;
+        }
+        cost
+    }
+}
+
+enum Rule {
+    Immediate,
+    Timer(u64),
+    Random { first: u64, last: u64, state: u64 },
+    Disk { model: SeekModel, capacity: u64, head: u64, busy_until_ns: u64 },
+}
+
+/// The requests that wait for their time.
+pub(super) struct Delays {
+    rule: Rule,
+    waiting: BinaryHeap<Reverse<(u64, Tag)>>,
+}
+
+impl Delays {
+    pub fn new(completion: &NullCompletion, tags: usize, capacity: u64) -> Delays {
+        let rule = match completion {
+            NullCompletion::Immediate => Rule::Immediate,
+            NullCompletion::Timer(delay_ns) => Rule::Timer(*delay_ns),
+            NullCompletion::Random(range, seed) => {
+                Rule::Random { first: *range.start(), last: *range.end(), state: *seed }
+            }
+            NullCompletion::Disk(model) => Rule::Disk { model: *model, capacity, head: 0, busy_until_ns: 0 },
+        };
+        Delays { rule, waiting: BinaryHeap::with_capacity(tags) }
+    }
+
+    #[inline]
+    pub fn is_immediate(&self) -> bool {
+        matches!(self.rule, Rule::Immediate)
+    }
+
+    /// Puts `tag` aside until its time.
+    pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) {
+        let now = cx.now_ns();
+        let due = match &mut self.rule {
+            Rule::Immediate => now,
+            Rule::Timer(delay_ns) => now + *delay_ns,
+            Rule::Random { first, last, state } => {
+                let span = last.saturating_sub(*first).saturating_add(1);
+                now + *first + next_random(state) % span
+            }
+            Rule::Disk { model, capacity, head, busy_until_ns } => {
+                let request = cx.request(tag);
+                let begin = now.max(*busy_until_ns);
+                let cost = match request.operation() {
+                    // The arm stays where it is.
+                    Operation::Flush | Operation::Discard => model.command_ns,
+                    _ => {
+                        let (offset, bytes) = (request.offset(), request.bytes());
+                        let cost = model.cost_ns(*head, offset, bytes, *capacity);
+                        *head = offset + bytes;
+                        cost
+                    }
+                };
+                *busy_until_ns = begin + cost;
+                *busy_until_ns
+            }
+        };
+        self.waiting.push(Reverse((due, tag)));
+    }
+
+    /// When the next request is due.
+    #[inline]
+    pub fn earliest_ns(&self) -> Option<u64> {
+        self.waiting.peek().map(|Reverse((due, _))| *due)
+    }
+
+    /// Takes a request that is due.
+    pub fn take_due(&mut self, now: u64) -> Option<Tag> {
+        match self.waiting.peek() {
+            Some(Reverse((due, _))) if *due <= now => self.waiting.pop().map(|Reverse((_, tag))| tag),
+            _ => None,
+        }
+    }
+}
+
+/// The next number of Steele, Lea and Flood's SplitMix64.
+fn next_random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// What the queues of a null device did. Each queue's thread alone writes its own.
+#[derive(Debug, Default)]
+pub struct NullCounters {
+    /// Calls of `queue_requests`.
+    pub batches: AtomicU64,
+    /// Requests taken.
+    pub requests: AtomicU64,
+    /// Most requests taken by one call.
+    pub batch_max: AtomicU64,
+    /// Flushes among the requests.
+    pub flushes: AtomicU64,
+    /// Bytes of all requests.
+    pub bytes: AtomicU64,
+    /// Requests refused for the time being.
+    pub busy: AtomicU64,
+}
+
+impl NullCounters {
+    /// Adds to a counter that nobody else writes: no locked instruction.
+    #[inline]
+    pub(super) fn raise(counter: &AtomicU64, by: u64) {
+        counter.store(counter.load(Relaxed) + by, Relaxed);
+    }
+
+    #[inline]
+    pub(super) fn count_batch(&self, requests: u64, bytes: u64, flushes: u64) {
+        Self::raise(&self.batches, 1);
+        Self::raise(&self.requests, requests);
+        Self::raise(&self.flushes, flushes);
+        Self::raise(&self.bytes, bytes);
+        self.batch_max.store(self.batch_max.load(Relaxed).max(requests), Relaxed);
+    }
+
+    pub(super) fn add(&self, other: &NullCounters) {
+        let pairs = [
+            (&self.batches, &other.batches),
+            (&self.requests, &other.requests),
+            (&self.flushes, &other.flushes),
+            (&self.bytes, &other.bytes),
+            (&self.busy, &other.busy),
+        ];
+        pairs.into_iter().for_each(|(mine, theirs)| Self::raise(mine, theirs.load(Relaxed)));
+        let most = self.batch_max.load(Relaxed).max(other.batch_max.load(Relaxed));
+        self.batch_max.store(most, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn going_on_where_the_last_request_ended_costs_no_seek() {
+        let model = SeekModel::default();
+        let follow = model.cost_ns(4096, 4096, 4096, 1 << 30);
+        assert_eq!(follow, model.command_ns + 4096 * 1_000_000_000 / model.bytes_per_second);
+        let near = model.cost_ns(4096, 12288, 4096, 1 << 30);
+        let far = model.cost_ns(4096, 1 << 29, 4096, 1 << 30);
+        assert!(follow < near && near < far, "{follow} {near} {far}");
+    }
+
+    #[test]
+    fn one_merged_write_beats_its_parts_on_the_model() {
+        let model = SeekModel::default();
+        let merged = model.cost_ns(0, 1 << 20, 128 << 10, 1 << 30);
+        let scattered: u64 = (0..32).map(|i| model.cost_ns(0, (1 << 20) + i * 4096, 4096, 1 << 30)).sum();
+        assert!(scattered > 10 * merged);
+    }
+}

@@ -1,0 +1,132 @@
+use super::*;
+use crate::bio::BioFlags;
+use crate::drivers::harness::{Harness, filled};
+
+fn device(change: impl FnOnce(&mut NullOptions)) -> Null {
+    let mut options = NullOptions::new(1 << 30);
+    change(&mut options);
+    Null::new(options).unwrap()
+}
+
+#[test]
+fn completes_at_once_and_counts() {
+    let null = device(|_| {});
+    let mut h = Harness::open(&null).unwrap();
+    let tags = [h.read(0, &[4096]), h.write(4096, vec![filled(512, 1), filled(512, 2)])];
+    let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+    h.start(&[tags[0], tags[1], flush]);
+    assert!(h.ended(tags[0]) && h.ended(tags[1]) && h.ended(flush));
+    let (result, bytes) = h.wait(tags[0]);
+    assert_eq!((result, bytes), (Ok(()), vec![0; 4096]));
+    let counters = null.counters();
+    let all =
+        [&counters.batches, &counters.requests, &counters.batch_max, &counters.flushes, &counters.bytes];
+    assert_eq!(all.map(|c| c.load(Relaxed)), [1, 3, 3, 1, 5120]);
+}
+
+#[test]
+fn reads_may_leave_memory_alone() {
+    let mut h = Harness::open(&device(|o| o.zero_reads = false)).unwrap();
+    assert_eq!(h.read_back(0, 512), vec![0xEE; 512]);
+}
+
+#[test]
+fn a_timer_delays() {
+    let mut h = Harness::open(&device(|o| o.completion = NullCompletion::Timer(3_000_000))).unwrap();
+    let tag = h.read(0, &[512]);
+    let begin = monotonic_ns();
+    h.start(&[tag]);
+    let deadline = h.deadline_ns().unwrap();
+    assert!(deadline >= begin + 3_000_000);
+    h.turn();
+    assert!(h.ended(tag) == (monotonic_ns() >= deadline));
+    assert_eq!(h.wait(tag).0, Ok(()));
+    assert!(monotonic_ns() >= deadline);
+    assert_eq!(h.deadline_ns(), None);
+}
+
+#[test]
+fn random_delays_stay_in_range_and_repeat() {
+    let deadlines = || {
+        let null = device(|o| o.completion = NullCompletion::Random(1_000_000..=2_000_000, 9));
+        let mut h = Harness::open(&null).unwrap();
+        let mut spread = Vec::new();
+        for _ in 0..8 {
+            let tag = h.read(0, &[512]);
+            let before = monotonic_ns();
+            h.start(&[tag]);
+            let after = monotonic_ns();
+            let due = h.deadline_ns().unwrap();
+            assert!(due >= before + 1_000_000 && due <= after + 2_000_000);
+            spread.push((due - before) / 200_000);
+            assert_eq!(h.wait(tag).0, Ok(()));
+        }
+        spread
+    };
+    let spread = deadlines();
+    assert!(spread.iter().any(|s| *s != spread[0]), "{spread:?}");
+}
+
+#[test]
+fn a_modelled_disk_does_one_request_at_a_time_and_has_one_queue() {
+    let model = SeekModel { command_ns: 500_000, ..SeekModel::default() };
+    let null = device(|o| o.completion = NullCompletion::Disk(model));
+    let mut h = Harness::open(&null).unwrap();
+    let tags = [h.read(0, &[512]), h.read(512, &[512]), h.read(1024, &[512])];
+    let begin = monotonic_ns();
+    h.start(&tags);
+    let (first, last) = (tags[0], tags[2]);
+    assert_eq!(h.wait(first).0, Ok(()));
+    assert!(monotonic_ns() - begin >= 500_000);
+    assert_eq!(h.wait(last).0, Ok(()));
+    assert!(monotonic_ns() - begin >= 1_500_000);
+    assert_eq!(Harness::open(&null).err().unwrap().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn refusals_are_offered_again_and_complete_once() {
+    let null = device(|o| {
+        o.busy_resource_every = 3;
+        o.busy_until_completion_every = 2;
+        o.completion = NullCompletion::Timer(1);
+    });
+    let mut h = Harness::open(&null).unwrap();
+    let tags: Vec<Tag> = (0..16).map(|i| h.read(i * 512, &[512])).collect();
+    let (mut done, mut kinds) = (0, Vec::new());
+    while done < tags.len() {
+        match h.queue(&tags[done..]) {
+            Taken::All => done = tags.len(),
+            Taken::First(count, busy) => {
+                done += count;
+                kinds.push(busy);
+                if busy == Busy::UntilCompletion {
+                    assert!(h.deadline_ns().is_some(), "a completion must be due");
+                }
+            }
+        }
+    }
+    assert!(kinds.contains(&Busy::Resource) && kinds.contains(&Busy::UntilCompletion), "{kinds:?}");
+    for tag in tags {
+        assert_eq!(h.wait(tag).0, Ok(()));
+    }
+    assert_eq!(null.counters().busy.load(Relaxed), kinds.len() as u64);
+}
+
+#[test]
+fn a_blocking_device_holds_up_its_thread() {
+    for blocking in [NullBlocking::Spin(2_000_000), NullBlocking::Sleep(2_000_000)] {
+        let mut h = Harness::open(&device(|o| o.blocking = blocking)).unwrap();
+        let tag = h.read(0, &[512]);
+        let begin = monotonic_ns();
+        h.start(&[tag]);
+        assert!(monotonic_ns() - begin >= 2_000_000 && h.ended(tag));
+    }
+}
+
+#[test]
+fn nonsense_limits_are_refused() {
+    let mut options = NullOptions::new(1000);
+    assert_eq!(Null::new(options.clone()).err().unwrap().kind(), ErrorKind::Invalid);
+    options.limits.capacity_bytes = 1024;
+    assert!(Null::new(options).is_ok());
+}

@@ -1,0 +1,361 @@
+//! The RAM driver: a device whose bytes live in this process's memory and are gone with it.
+//!
+//! The medium is one anonymous mapping as large as the device, which the kernel backs
+//! with a page when it is first written: sparse without a table of our own, and without
+//! a lock among the queues. Discard gives pages back to the kernel; they read as zeroes
+//! from then on.
+//!
+//! Requests that overlap in place and time give a mix of both contents, as two writes in
+//! flight to a disk may. To keep that defined for the compiler the medium is only ever
+//! accessed as relaxed atomic words, which cost what ordinary ones do.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+// Not `crate::sync`: these are the medium's bytes, of which no model checker has a twin.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::Segment;
+use crate::driver::{Driver, DriverContext, DriverQueue, Extent, Taken};
+use crate::error::{Error, IoResult, Status};
+use crate::limits::QueueLimits;
+use crate::request::Tag;
+use crate::ring::Ring;
+use crate::sync::Arc;
+
+/// Largest discard: giving pages back takes the kernel about a tenth of a microsecond
+/// each, and the engine thread waits for it.
+const DISCARD_MAX_BYTES: u64 = 64 << 20;
+/// Largest request that fills memory.
+const ZERO_MAX_BYTES: u64 = 4 << 20;
+/// Bytes of a word of the medium.
+const WORD: usize = size_of::<u64>();
+
+/// A device in memory.
+pub struct Ram {
+    medium: Arc<Medium>,
+    limits: QueueLimits,
+}
+
+impl Ram {
+    /// A device of `capacity_bytes`, all zeroes, with logical blocks of
+    /// `logical_block_bytes`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the capacity is 0 or no multiple
+    /// of the block, [`ErrorKind::System`](crate::ErrorKind::System) if the kernel does not
+    /// give that much address space.
+    pub fn new(capacity_bytes: u64, logical_block_bytes: u32, read_only: bool) -> Result<Ram, Error> {
+        let page = rustix::param::page_size() as u32;
+        let limits = QueueLimits {
+            capacity_bytes,
+            logical_block_bytes,
+            physical_block_bytes: logical_block_bytes.max(page.min(65536)),
+            max_discard_bytes: DISCARD_MAX_BYTES,
+            discard_granularity: page.max(logical_block_bytes),
+            discard_zeroes: true,
+            max_write_zeroes_bytes: DISCARD_MAX_BYTES,
+            max_write_zeroes_no_unmap_bytes: ZERO_MAX_BYTES,
+            memory_align: WORD as u32,
+            fua: true,
+            read_only,
+            ..QueueLimits::default()
+        };
+        limits.validate()?;
+        Ok(Ram { medium: Arc::new(Medium::new(capacity_bytes)?), limits })
+    }
+}
+
+impl Driver for Ram {
+    fn name(&self) -> &'static str {
+        "ram"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        self.limits.clone()
+    }
+
+    fn open_queue(
+        &self,
+        _index: u16,
+        _tags: usize,
+        _ring: Option<&mut Ring>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(RamQueue { medium: Arc::clone(&self.medium) }))
+    }
+
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        self.medium
+            .extents(range, max)
+            .map_err(|e| Error::system("cannot ask the kernel which pages of the RAM disk exist", e))
+    }
+}
+
+/// One queue of it; it has no state of its own.
+struct RamQueue {
+    medium: Arc<Medium>,
+}
+
+impl DriverQueue for RamQueue {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        for &tag in tags {
+            let result = self.execute(cx, tag);
+            cx.complete(tag, result);
+        }
+        Taken::All
+    }
+}
+
+impl RamQueue {
+    fn execute(&self, cx: &DriverContext<'_>, tag: Tag) -> IoResult {
+        let request = cx.request(tag);
+        let operation = request.operation();
+        let range = self.medium.range(request.offset(), request.bytes()).ok_or(Status::Invalid)?;
+        match operation {
+            Operation::Read | Operation::Write => {
+                let mut place = range;
+                let mut result = Ok(());
+                cx.for_each_segment(tag, |segment| {
+                    let len = segment.len as usize;
+                    if len > place.len() || !len.is_multiple_of(WORD) {
+                        result = Err(Status::Invalid);
+                    } else if operation == Operation::Read {
+                        // SAFETY: the memory of a read in flight is valid and ours to fill.
+                        unsafe { self.medium.read(place.start, segment) }
+                    } else {
+                        // SAFETY: the memory of a write in flight is valid.
+                        unsafe { self.medium.write(place.start, segment) }
+                    }
+                    place.start += len.min(place.len());
+                });
+                return result;
+            }
+            Operation::WriteZeroes if request.flags().contains(BioFlags::NO_UNMAP) => self.medium.zero(range),
+            Operation::Discard | Operation::WriteZeroes => self.medium.discard(range),
+            Operation::Flush => {}
+        }
+        Ok(())
+    }
+}
+
+/// The bytes of the device.
+struct Medium {
+    base: NonNull<u8>,
+    bytes: usize,
+    page: usize,
+}
+
+// SAFETY: the mapping belongs to the value alone, and its bytes are accessed only as atomics.
+unsafe impl Send for Medium {}
+// SAFETY: as above.
+unsafe impl Sync for Medium {}
+
+impl Medium {
+    fn new(capacity: u64) -> Result<Medium, Error> {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+        let fail = |e: rustix::io::Errno| {
+            let message = format!(
+                "cannot reserve {capacity} bytes of address space for a RAM disk; \
+                 ask for less, or set vm.overcommit_memory=0"
+            );
+            Error::system(message, e)
+        };
+        let bytes = usize::try_from(capacity).map_err(|_| fail(rustix::io::Errno::NOMEM))?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }.map_err(fail)?;
+        // Huge pages would turn each stray 4 KiB write into 2 MiB of memory. Kernels
+        // without them say no, which is as good.
+        // SAFETY: the advice changes no content, and the range is the mapping just made.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) };
+        let base = NonNull::new(base.cast()).ok_or_else(|| fail(rustix::io::Errno::NOMEM))?;
+        Ok(Medium { base, bytes, page: rustix::param::page_size() })
+    }
+
+    /// The range as indices, if it is inside and made of whole words.
+    fn range(&self, offset: u64, bytes: u64) -> Option<Range<usize>> {
+        let start = usize::try_from(offset).ok()?;
+        let end = start.checked_add(usize::try_from(bytes).ok()?)?;
+        (end <= self.bytes && start.is_multiple_of(WORD) && end.is_multiple_of(WORD)).then_some(start..end)
+    }
+
+    /// The words of a range that [`Medium::range`] has found good.
+    #[inline]
+    fn words(&self, range: Range<usize>) -> &[AtomicU64] {
+        assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));
+        // SAFETY: inside the mapping, which outlives the borrow; aligned; accessed only as
+        // atomics. What the kernel does in `discard` is a store of zeroes by somebody else.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start).cast(), range.len() / WORD) }
+    }
+
+    /// Copies what begins at byte `at` into `segment`, whole words only.
+    ///
+    /// # Safety
+    /// The segment must be valid for writing.
+    unsafe fn read(&self, at: usize, segment: Segment) {
+        let words = self.words(at..at + segment.len as usize);
+        for (index, word) in words.iter().enumerate() {
+            // SAFETY: the segment is as long as the words together.
+            unsafe { segment.ptr.cast::<u64>().add(index).write_unaligned(word.load(Relaxed)) }
+        }
+    }
+
+    /// Copies `segment` to byte `at` and on, whole words only.
+    ///
+    /// # Safety
+    /// The segment must be valid for reading.
+    unsafe fn write(&self, at: usize, segment: Segment) {
+        let words = self.words(at..at + segment.len as usize);
+        for (index, word) in words.iter().enumerate() {
+            // SAFETY: the segment is as long as the words together.
+            word.store(unsafe { segment.ptr.cast::<u64>().add(index).read_unaligned() }, Relaxed);
+        }
+    }
+
+    /// Fills with zeroes, keeping the pages.
+    fn zero(&self, range: Range<usize>) {
+        self.words(range).iter().for_each(|word| word.store(0, Relaxed));
+    }
+
+    /// Fills with zeroes, giving whole pages back to the kernel.
+    fn discard(&self, range: Range<usize>) {
+        use rustix::mm::{Advice, madvise};
+        let first = range.start.next_multiple_of(self.page);
+        let last = range.end - range.end % self.page;
+        if first >= last {
+            return self.zero(range);
+        }
+        self.zero(range.start..first);
+        self.zero(last..range.end);
+        // SAFETY: whole pages of the mapping, whose content is only accessed as atomics.
+        let released =
+            unsafe { madvise(self.base.as_ptr().add(first).cast(), last - first, Advice::LinuxDontNeed) };
+        if released.is_err() {
+            // Memory locked by mlockall cannot be given back.
+            self.zero(first..last);
+        }
+    }
+
+    /// The state of `range` by the kernel's page table, at most `max` extents. Pages that
+    /// were swapped out count as data, and so do pages of zeroes that were read.
+    fn extents(&self, range: Range<u64>, max: usize) -> std::io::Result<Vec<Extent>> {
+        /// Bits of an entry of /proc/self/pagemap: present, or swapped out.
+        const POPULATED: u64 = 3 << 62;
+        let pagemap = File::open("/proc/self/pagemap")?;
+        let page = self.page as u64;
+        let end = range.end.min(self.bytes as u64);
+        let mut extents: Vec<Extent> = Vec::new();
+        let mut entries = [0; 8192];
+        let mut at = range.start;
+        while at < end {
+            let index = (self.base.as_ptr() as u64 + at) / page;
+            let wanted = ((end.div_ceil(page) - at / page) as usize * WORD).min(entries.len());
+            pagemap.read_exact_at(&mut entries[..wanted], index * WORD as u64)?;
+            for entry in entries[..wanted].chunks_exact(WORD) {
+                let mut bits = [0; WORD];
+                bits.copy_from_slice(entry);
+                let hole = u64::from_ne_bytes(bits) & POPULATED == 0;
+                let length = (page - at % page).min(end - at);
+                let full = extents.len() == max;
+                match extents.last_mut() {
+                    Some(last) if last.hole == hole => last.length += length,
+                    _ if full => return Ok(extents),
+                    _ => extents.push(Extent { length, hole, zero: hole }),
+                }
+                at += length;
+            }
+        }
+        Ok(extents)
+    }
+}
+
+impl Drop for Medium {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`, and nothing borrows it any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drivers::harness::{Harness, filled, pattern};
+
+    #[test]
+    fn keeps_what_is_written_through_several_segments() {
+        let ram = Ram::new(1 << 40, 512, false).unwrap();
+        let mut h = Harness::open(&ram).unwrap();
+        let offset = (1 << 39) - 1024;
+        let parts = [pattern(512, 1), pattern(4096, 2), pattern(1024, 3)];
+        let want: Vec<u8> = parts.iter().flat_map(|p| p.to_vec()).collect();
+        let tag = h.write(offset, parts.into());
+        assert_eq!(h.run(tag).0, Ok(()));
+        let tag = h.read(offset, &[1024, 512, 4096]);
+        assert_eq!(h.run(tag), (Ok(()), want));
+        assert_eq!(h.read_back(0, 512), vec![0; 512]);
+        h.close();
+        let mut other = Harness::open_index(&ram, 1).unwrap();
+        assert_eq!(other.read_back(offset, 512), pattern(512, 1).to_vec(), "queues share the medium");
+    }
+
+    #[test]
+    fn discard_zeroes_all_and_frees_whole_pages_no_unmap_frees_none() {
+        let ram = Ram::new(1 << 30, 512, false).unwrap();
+        let mut h = Harness::open(&ram).unwrap();
+        let tag = h.write(0, vec![filled(64 << 10, 7)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+        let hole = |length| Extent { length, hole: true, zero: true };
+        let data = |length| Extent { length, hole: false, zero: false };
+        let tag = h.bare(Operation::WriteZeroes, BioFlags::NO_UNMAP, 32 << 10, 16 << 10);
+        assert_eq!(h.run(tag).0, Ok(()));
+        assert_eq!(ram.extents(0..1 << 20, 9).unwrap(), [data(64 << 10), hole((1 << 20) - (64 << 10))]);
+        for operation in [Operation::Discard, Operation::WriteZeroes] {
+            let tag = h.write(0, vec![filled(64 << 10, 7)]);
+            assert_eq!(h.run(tag).0, Ok(()));
+            let tag = h.bare(operation, BioFlags::empty(), 512, 12288);
+            assert_eq!(h.run(tag).0, Ok(()));
+            let extents = ram.extents(0..64 << 10, 9).unwrap();
+            assert_eq!(extents, [data(4096), hole(8192), data((64 << 10) - 12288)]);
+            let bytes = h.read_back(0, 64 << 10);
+            assert!(bytes[..512].iter().all(|b| *b == 7) && bytes[512..12800].iter().all(|b| *b == 0));
+            assert!(bytes[12800..].iter().all(|b| *b == 7));
+        }
+        assert_eq!(ram.extents(512..64 << 10, 1).unwrap(), [data((64 << 10) - 512)], "all was read");
+    }
+
+    #[test]
+    fn ranges_and_memory_that_break_the_limits_are_refused() {
+        let ram = Ram::new(1 << 20, 512, false).unwrap();
+        let mut h = Harness::open(&ram).unwrap();
+        let tag = h.write((1 << 20) - 512, vec![filled(1024, 1)]);
+        assert_eq!(h.run(tag).0, Err(Status::Invalid));
+        let tag = h.bare(Operation::Discard, BioFlags::empty(), 1 << 20, 512);
+        assert_eq!(h.run(tag).0, Err(Status::Invalid));
+        assert!(Ram::new(1000, 512, false).is_err() && Ram::new(0, 512, false).is_err());
+        assert!(Ram::new(1 << 62, 512, false).err().unwrap().to_string().contains("ask for less"));
+    }
+
+    #[test]
+    fn overlapping_writes_of_two_threads_leave_whole_words_of_either() {
+        let ram = Ram::new(1 << 20, 512, false).unwrap();
+        std::thread::scope(|scope| {
+            for value in [1, 2] {
+                let ram = &ram;
+                scope.spawn(move || {
+                    let mut h = Harness::open_index(ram, value).unwrap();
+                    for _ in 0..300 {
+                        let tag = h.write(0, vec![filled(4096, value as u8)]);
+                        assert_eq!(h.run(tag).0, Ok(()));
+                        let tag = h.bare(Operation::Discard, BioFlags::empty(), 0, 4096);
+                        assert_eq!(h.run(tag).0, Ok(()));
+                        let bytes = h.read_back(0, 4096);
+                        assert!(bytes.chunks(8).all(|w| w == [0; 8] || w == [1; 8] || w == [2; 8]));
+                    }
+                });
+            }
+        });
+    }
+}

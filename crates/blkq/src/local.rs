@@ -1,0 +1,164 @@
+//! [`LocalQueue`]: a hardware queue and its ring, for a thread that submits and polls.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::bio::{Bio, Completion};
+use crate::clock::monotonic_ns;
+use crate::disk::Disk;
+use crate::error::Error;
+use crate::limits::QueueLimits;
+use crate::queue::Queue;
+use crate::ring::{Cqe, Ring, RingCounters};
+
+/// Submissions that the ring of a local queue has room for.
+const RING_ENTRIES: u32 = 256;
+/// The name of the only queue on the ring.
+const OWNER: u16 = 0;
+/// How long a wait without a ring sleeps between two looks, when nothing else tells.
+const IDLE_WAIT: Duration = Duration::from_millis(1);
+
+/// A hardware queue owned by this thread: submit, poll, take the completions. No lock
+/// and no other thread is on the way.
+///
+/// ```
+/// use blkq::{Bio, Disk, IoBuffer, Sector, drivers::ram::Ram};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false)?)).build()?;
+/// let mut queue = disk.open_queue(0)?;
+///
+/// let mut buffer = IoBuffer::zeroed(4096);
+/// buffer.fill(7);
+/// queue.submit(Bio::write(Sector(8), buffer, 1)).expect("a new queue has room");
+/// queue.wait(1);
+/// let written = queue.take_completion().expect("waited for it");
+/// assert_eq!((written.user_data, written.result), (1, Ok(())));
+///
+/// queue.submit(Bio::read(Sector(8), IoBuffer::zeroed(4096), 2)).expect("still room");
+/// queue.wait(1);
+/// let read = queue.take_completion().expect("waited for it");
+/// assert!(read.data.into_buffer().expect("its own buffer").iter().all(|byte| *byte == 7));
+/// # Ok(())
+/// # }
+/// ```
+pub struct LocalQueue {
+    queue: Queue,
+    ring: Option<Ring>,
+    cqes: Vec<Cqe>,
+}
+
+impl LocalQueue {
+    pub(crate) fn open(disk: &Arc<Disk>, index: usize) -> Result<LocalQueue, Error> {
+        let mut ring = if disk.driver().uses_ring() { Some(Ring::new(RING_ENTRIES)?) } else { None };
+        let queue = Queue::open(disk, index, OWNER, ring.as_mut())?;
+        Ok(LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4) })
+    }
+
+    /// Submits a bio. It may wait under the plug until [`LocalQueue::poll`] or
+    /// [`LocalQueue::wait`]. What is wrong with the bio itself is told in its completion.
+    ///
+    /// # Errors
+    /// The bio, when the queue has no room: poll, then submit it again.
+    #[inline]
+    pub fn submit(&mut self, bio: Bio) -> Result<(), Bio> {
+        self.queue.submit(bio, self.ring.as_mut())
+    }
+
+    /// Sends everything submitted to the driver and collects what has ended, without
+    /// waiting.
+    #[inline]
+    pub fn poll(&mut self) {
+        self.turn(0, None);
+    }
+
+    /// Sends everything submitted to the driver and waits until `want` completions can
+    /// be taken (fewer, if fewer are in flight).
+    pub fn wait(&mut self, want: usize) {
+        self.poll();
+        loop {
+            let have = self.queue.done.len();
+            let in_flight = self.queue.in_flight() as usize;
+            let want = want.min(have + in_flight);
+            if have >= want {
+                return;
+            }
+            self.turn(want - have, self.timeout());
+        }
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        self.queue.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())))
+    }
+
+    #[inline]
+    fn turn(&mut self, want: usize, timeout: Option<Duration>) {
+        self.queue.flush(self.ring.as_mut());
+        match &mut self.ring {
+            Some(ring) => {
+                if want > 0 && self.queue.done.is_empty() {
+                    // A merged request ends several bios: one completion of the ring may do.
+                    // With nothing in the driver (frozen, quiesced, tags held elsewhere) none comes.
+                    let idle = if self.queue.started == 0 { Some(IDLE_WAIT) } else { None };
+                    ring.enter(1, timeout.or(idle));
+                } else if self.queue.started > 0 || ring.has_submissions() {
+                    ring.enter(0, None);
+                }
+                ring.reap_all(&mut self.cqes);
+                for cqe in self.cqes.drain(..) {
+                    self.queue.complete_cqe(cqe, Some(ring));
+                }
+            }
+            None if want > 0 && self.queue.done.is_empty() && self.queue.completed.is_empty() => {
+                std::thread::sleep(timeout.unwrap_or(IDLE_WAIT).min(IDLE_WAIT));
+            }
+            None => {}
+        }
+        self.queue.run(self.ring.as_mut());
+        self.queue.flush(self.ring.as_mut());
+    }
+
+    /// The next completion, oldest first.
+    pub fn take_completion(&mut self) -> Option<Completion> {
+        if self.queue.done.is_empty() {
+            return None;
+        }
+        Some(self.queue.done.remove(0))
+    }
+
+    /// All completions that are there, oldest first.
+    #[inline]
+    pub fn completions(&mut self) -> std::vec::Drain<'_, Completion> {
+        self.queue.done.drain(..)
+    }
+
+    /// Bios submitted and not completed.
+    pub fn in_flight(&self) -> usize {
+        self.queue.in_flight() as usize
+    }
+
+    /// The limits in force.
+    pub fn limits(&self) -> &QueueLimits {
+        &self.queue.limits
+    }
+
+    /// The ring, if the driver uses one: for registering buffers.
+    pub fn ring(&mut self) -> Option<&mut Ring> {
+        self.ring.as_mut()
+    }
+
+    /// What the ring did so far.
+    pub fn ring_counters(&self) -> RingCounters {
+        self.ring.as_ref().map(Ring::counters).unwrap_or_default()
+    }
+}
+
+impl Drop for LocalQueue {
+    fn drop(&mut self) {
+        // The kernel may still write into buffers of I/O in flight: wait for it.
+        while self.queue.started > 0 {
+            self.turn(1, Some(IDLE_WAIT));
+            self.queue.done.clear();
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Merging: a bio that continues a request becomes part of it (block/blk-merge.c).
+
+use crate::bio::{BioFlags, Operation};
+use crate::limits::QueueLimits;
+use crate::queue::Queue;
+use crate::request::{FlushStep, NIL, Request, Tag};
+use crate::sched::MergeSide;
+use crate::sector::{SECTOR_SHIFT, Sector};
+
+/// Flags that keep a bio or a request alone.
+pub(crate) const ALONE: BioFlags =
+    BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::NO_UNMAP);
+
+/// Whether a bio may be merged with anything at all.
+#[inline]
+pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
+    operation.has_data() && !flags.intersects(ALONE)
+}
+
+/// At which end of `start..end` the range `sector..sector + sectors` joins, if at one.
+#[inline]
+pub(crate) fn side(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
+    if sector == end {
+        Some(MergeSide::Back)
+    } else if sector.0 + sectors == start.0 {
+        Some(MergeSide::Front)
+    } else {
+        None
+    }
+}
+
+/// Whether a request that begins at `start` may have `sectors` and `segments`.
+#[inline]
+pub(crate) fn fits(limits: &QueueLimits, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
+    segments <= u32::from(limits.max_segments)
+        && sectors << SECTOR_SHIFT <= limits.max_bytes_at(operation, false, start.bytes())
+}
+
+impl Queue {
+    /// Merges bio `index` into the youngest request of the plug, or into a neighbour
+    /// that the scheduler knows.
+    #[inline]
+    pub(crate) fn try_merge(&mut self, index: u32) -> bool {
+        let slot = &self.bios[index];
+        if let Some(&tag) = self.plug.requests.last() {
+            let request = &self.requests[tag.index()];
+            if let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors) {
+                if self.merge_into(tag, index, side) {
+                    return true;
+                }
+            }
+        }
+        self.scheduler.is_some() && self.try_scheduler_merge(index)
+    }
+
+    fn try_scheduler_merge(&mut self, index: u32) -> bool {
+        let slot = &self.bios[index];
+        if !is_mergeable(slot.operation, slot.flags) {
+            return false;
+        }
+        let Some(scheduler) = &self.scheduler else { return false };
+        let Some((tag, side)) = scheduler.find_merge(&self.requests, slot.operation, slot.sector, slot.sectors)
+        else {
+            return false;
+        };
+        if !self.merge_into(tag, index, side) {
+            return false;
+        }
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.merged(tag, &self.requests);
+            match (side, scheduler.find_neighbour(&self.requests, tag, side)) {
+                (MergeSide::Back, Some(next)) => self.join(tag, next),
+                (MergeSide::Front, Some(previous)) => self.join(previous, tag),
+                (_, None) => {}
+            }
+        }
+        true
+    }
+
+    /// Makes bio `index` a part of request `tag`, if operation, flags and limits allow.
+    fn merge_into(&mut self, tag: Tag, index: u32, side: MergeSide) -> bool {
+        let slot = &self.bios[index];
+        let request = &self.requests[tag.index()];
+        if slot.operation != request.operation
+            || !is_mergeable(slot.operation, slot.flags)
+            || request.flags.intersects(ALONE)
+            || slot.step != FlushStep::None
+        {
+            return false;
+        }
+        let segments = self.bios.count_segments(index, &self.zeroes);
+        let total_segments = u32::from(request.segments) + u32::from(segments);
+        let sectors = request.sectors + slot.sectors;
+        let start = if side == MergeSide::Back { request.sector } else { slot.sector };
+        if !fits(&self.limits, slot.operation, start, sectors, total_segments) {
+            return false;
+        }
+        let operation = slot.operation;
+        self.link(tag, index, side);
+        let request = &mut self.requests[tag.index()];
+        request.sector = start;
+        request.sectors = sectors;
+        request.segments = total_segments as u16;
+        if self.settings.iostats {
+            self.stats.merged(operation.into());
+        }
+        true
+    }
+
+    fn link(&mut self, tag: Tag, index: u32, side: MergeSide) {
+        let request: &mut Request = &mut self.requests[tag.index()];
+        match side {
+            MergeSide::Back => {
+                self.bios[request.last_bio].next = index;
+                self.bios[index].next = NIL;
+                request.last_bio = index;
+            }
+            MergeSide::Front => {
+                self.bios[index].next = request.first_bio;
+                request.first_bio = index;
+            }
+        }
+    }
+
+    /// Joins two requests of the scheduler that have come to touch; the tag of the
+    /// second is free again. The earlier start time wins.
+    fn join(&mut self, first: Tag, second: Tag) {
+        let (head, tail) = (&self.requests[first.index()], &self.requests[second.index()]);
+        let sectors = head.sectors + tail.sectors;
+        let segments = u32::from(head.segments) + u32::from(tail.segments);
+        if head.operation != tail.operation
+            || head.flags.union(tail.flags).intersects(ALONE)
+            || !fits(&self.limits, head.operation, head.sector, sectors, segments)
+        {
+            return;
+        }
+        let operation = head.operation;
+        let (tail_first, tail_last, tail_start) = (tail.first_bio, tail.last_bio, tail.start_ns);
+        let head_last = head.last_bio;
+        self.bios[head_last].next = tail_first;
+        let head = &mut self.requests[first.index()];
+        head.last_bio = tail_last;
+        head.sectors = sectors;
+        head.segments = segments as u16;
+        head.start_ns = head.start_ns.min(tail_start);
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.joined(first, second);
+        }
+        self.requests[second.index()] = Request::idle();
+        self.in_use -= 1;
+        self.tags.put(second);
+        if self.settings.iostats {
+            self.stats.joined(operation.into());
+        }
+    }
+}

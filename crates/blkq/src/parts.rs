@@ -1,0 +1,162 @@
+//! Bios that are done in parts: larger than the limits, or emulated. At most
+//! [`PARTS_MAX`] parts of a bio are in flight, so that even a device-wide emulated
+//! write-zeroes needs little memory.
+
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::{Data, Segment};
+use crate::completion::End;
+use crate::error::{IoResult, Status};
+use crate::queue::Queue;
+use crate::request::{BioSlot, FlushStep, Memory, NIL, SlotMarks};
+use crate::sector::SECTOR_SHIFT;
+use crate::split;
+use crate::stats::Counter;
+
+/// Parts of one bio in flight.
+const PARTS_MAX: u32 = 16;
+
+impl Queue {
+    /// Sends the data of a bio on its way: whole, in parts, or as zeroes to be written.
+    pub(crate) fn begin_data(&mut self, index: u32) {
+        let slot = &self.bios[index];
+        let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
+        match slot.operation {
+            Operation::Discard if self.limits.max_discard_bytes == 0 => {
+                return self.end_bio(index, Err(Status::NotSupported));
+            }
+            Operation::WriteZeroes => {
+                let (unmap_bytes, keep_bytes) =
+                    (self.limits.max_write_zeroes_bytes, self.limits.max_write_zeroes_no_unmap_bytes);
+                if !no_unmap && unmap_bytes == 0 && keep_bytes != 0 {
+                    self.bios[index].flags.insert(BioFlags::NO_UNMAP);
+                    no_unmap = true;
+                }
+                if (if no_unmap { keep_bytes } else { unmap_bytes }) == 0 {
+                    return self.begin_zeroes(index);
+                }
+            }
+            _ => {}
+        }
+        if self.is_whole(index, no_unmap) {
+            self.wait(index);
+        } else {
+            self.bios[index].marks.insert(SlotMarks::SPLIT);
+            self.issue_first_parts(index);
+        }
+    }
+
+    fn is_whole(&self, index: u32, no_unmap: bool) -> bool {
+        let slot = &self.bios[index];
+        let length = slot.sectors << SECTOR_SHIFT;
+        slot.data.with_segments(|segments| {
+            !split::needs_split(&self.limits, slot.operation, no_unmap, slot.sector.bytes(), length, segments)
+        })
+    }
+
+    /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
+    pub(crate) fn begin_zeroes(&mut self, index: u32) {
+        let slot = &mut self.bios[index];
+        if slot.flags.contains(BioFlags::NO_FALLBACK) {
+            return self.end_bio(index, Err(Status::NotSupported));
+        }
+        slot.marks.insert(SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
+        slot.issued = 0;
+        slot.error = None;
+        self.issue_first_parts(index);
+    }
+
+    fn issue_first_parts(&mut self, index: u32) {
+        self.issue_parts(index);
+        let slot = &self.bios[index];
+        if let (0, Some(status)) = (slot.pending, slot.error) {
+            self.end_bio(index, Err(status));
+        }
+    }
+
+    /// Makes parts of bio `index` until enough are in flight or it is all handed out.
+    fn issue_parts(&mut self, index: u32) {
+        loop {
+            let slot = &self.bios[index];
+            if slot.pending >= PARTS_MAX || slot.issued == slot.sectors || slot.error.is_some() {
+                return;
+            }
+            let as_zeroes = slot.marks.contains(SlotMarks::AS_ZEROES);
+            let operation = if as_zeroes { Operation::Write } else { slot.operation };
+            let sector = slot.sector + slot.issued;
+            let sectors = self.part_sectors(index, operation);
+            if sectors == 0 {
+                // One block of it lies in more pieces of memory than a request may have.
+                self.bios[index].error = Some(Status::Invalid);
+                continue;
+            }
+            let part = BioSlot {
+                data: Data::None,
+                end: End::Taken,
+                sector,
+                sectors,
+                start_ns: slot.start_ns,
+                issued: 0,
+                next: NIL,
+                parent: index,
+                // Only bios with memory have an offset into it, and those are below 4 GiB.
+                data_offset: (slot.issued << SECTOR_SHIFT) as u32,
+                pending: 0,
+                operation,
+                flags: slot.flags,
+                memory: if as_zeroes { Memory::Zeroes } else { Memory::Parent },
+                marks: SlotMarks::empty(),
+                step: FlushStep::None,
+                error: None,
+            };
+            let part = self.bios.insert(part);
+            let slot = &mut self.bios[index];
+            slot.issued += sectors;
+            slot.pending += 1;
+            self.stats.count(Counter::Splits, 1);
+            self.wait(part);
+        }
+    }
+
+    /// Length of the next part of bio `index`, in sectors; 0 if not even a block fits.
+    fn part_sectors(&self, index: u32, operation: Operation) -> u64 {
+        let slot = &self.bios[index];
+        let offset = (slot.sector + slot.issued).bytes();
+        let left = (slot.sectors - slot.issued) << SECTOR_SHIFT;
+        let no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
+        let bytes = if slot.marks.contains(SlotMarks::AS_ZEROES) {
+            // The zeroes repeat: as many segments of them as a request may have.
+            let page = self.zeroes.len() as u64;
+            let left = left.min(page * u64::from(self.limits.max_segments));
+            split::split_point(&self.limits, operation, false, offset, left, &[], 0)
+        } else {
+            let (mut skip, mut root) = (slot.issued << SECTOR_SHIFT, slot);
+            while root.memory == Memory::Parent {
+                skip += u64::from(root.data_offset);
+                root = &self.bios[root.parent];
+            }
+            root.data.with_segments(|segments: &[Segment]| {
+                split::split_point(&self.limits, operation, no_unmap, offset, left, segments, skip)
+            })
+        };
+        bytes >> SECTOR_SHIFT
+    }
+
+    /// A part of bio `index` ended.
+    pub(crate) fn end_part(&mut self, index: u32, result: IoResult) {
+        let slot = &mut self.bios[index];
+        slot.pending -= 1;
+        if let (Err(status), None) = (result, slot.error) {
+            slot.error = Some(status);
+        }
+        let slot = &self.bios[index];
+        if slot.error.is_none() && slot.issued < slot.sectors {
+            self.issue_parts(index);
+        }
+        let slot = &self.bios[index];
+        if slot.pending == 0 && (slot.issued == slot.sectors || slot.error.is_some()) {
+            let result = slot.error.map_or(Ok(()), Err);
+            self.bios[index].marks.remove(SlotMarks::SPLIT);
+            self.end_bio(index, result);
+        }
+    }
+}

@@ -1,0 +1,562 @@
+//! A hardware queue: everything that one thread owns of a disk. Bios come in through
+//! [`Queue::submit`], become requests under the plug, reach the driver in batches, and
+//! end in completion batches. No lock, no hand-over, no allocation on that way.
+//!
+//! The ring is lent to every call that may reach the driver, because one thread has one
+//! ring and perhaps several queues.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::bio::{Bio, BioFlags, Completion, Operation};
+use crate::buffer::{Data, IoBuffer};
+use crate::clock::Clock;
+use crate::completion::End;
+use crate::disk::{Disk, HardwareQueue, Settings};
+use crate::driver::{DriverContext, DriverQueue};
+use crate::error::{Error, ErrorKind, IoResult, Status};
+use crate::flush::FlushMachine;
+use crate::limits::QueueLimits;
+use crate::plug::Plug;
+use crate::request::{
+    BioList, BioSlab, BioSlot, FlushStep, Memory, NIL, Request, RequestState, SlotMarks, Tag,
+};
+use crate::ring::{Cqe, Ring};
+use crate::sched::Scheduler;
+use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::split;
+use crate::stats::{Counter, StatsWriter};
+use crate::tags::{TagBatch, TagHint, TagSet, WaiterId};
+
+/// Bios that a queue takes for each of its tags before it refuses more.
+const BIOS_PER_TAG: u32 = 8;
+/// Fewest bios that a queue takes.
+const BIOS_MIN: u32 = 1024;
+/// Size of the queue's zeroes, from which emulated write-zeroes write.
+const ZEROES_BYTES: usize = 64 << 10;
+
+/// The limits in the units of the fast path, so that it is a few compares.
+#[derive(Clone, Copy)]
+pub(crate) struct FastLimits {
+    capacity_sectors: u64,
+    /// Bits that must be zero in the sector and the length.
+    block_mask: u64,
+    /// Largest read or write that surely needs no split; 0 sends all through the slow path.
+    whole_sectors: u64,
+}
+
+impl FastLimits {
+    fn new(limits: &QueueLimits) -> FastLimits {
+        let whole = limits.max_request_bytes.min(limits.max_segment_bytes);
+        let whole = if limits.chunk_bytes == 0 { whole } else { 0 };
+        FastLimits {
+            capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
+            block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
+            whole_sectors: u64::from(whole >> SECTOR_SHIFT),
+        }
+    }
+
+    /// Whether a read or write of one buffer is legal and in one piece.
+    #[inline]
+    fn fits(&self, sector: Sector, sectors: u64) -> bool {
+        (sector.0 | sectors) & self.block_mask == 0
+            && sectors.wrapping_sub(1) < self.whole_sectors
+            && sector.0 <= self.capacity_sectors
+            && sectors <= self.capacity_sectors - sector.0
+    }
+}
+
+/// One hardware queue of a disk, owned by one thread.
+pub(crate) struct Queue {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) index: usize,
+    pub(crate) owner: u16,
+    pub(crate) driver: Box<dyn DriverQueue>,
+    pub(crate) limits: QueueLimits,
+    pub(crate) fast: FastLimits,
+    pub(crate) settings: Settings,
+    pub(crate) generation: u64,
+    pub(crate) requests: Box<[Request]>,
+    pub(crate) bios: BioSlab,
+    pub(crate) tags: Arc<TagSet>,
+    pub(crate) hint: TagHint,
+    pub(crate) plug: Plug,
+    /// Bios that have no tag yet, and parts of split bios, in order.
+    pub(crate) waiting: BioList,
+    /// Requests that the driver refused, or that go before all others.
+    pub(crate) dispatch: VecDeque<Tag>,
+    pub(crate) scheduler: Option<Box<dyn Scheduler>>,
+    pub(crate) flush: FlushMachine,
+    pub(crate) completed: Vec<(Tag, IoResult)>,
+    pub(crate) freed: Vec<Tag>,
+    pub(crate) done: Vec<Completion>,
+    pub(crate) clock: Clock,
+    pub(crate) stats: StatsWriter,
+    /// Requests built and not ended.
+    pub(crate) in_use: u32,
+    /// Requests that the driver has.
+    pub(crate) started: u32,
+    /// When a driver that was out of resources is asked again.
+    pub(crate) rerun_at_ns: Option<u64>,
+    pub(crate) limits_changed: bool,
+    /// The place among the tag set's waiters, if other queues use the set too.
+    sharing: Option<WaiterId>,
+    /// Ends owed to the request gate: reads, writes.
+    pub(crate) gate_owed: [u32; 2],
+    pub(crate) zeroes: IoBuffer,
+}
+
+/// The driver's view of a queue, out of disjoint parts of it.
+macro_rules! driver_context {
+    ($queue:expr, $ring:expr) => {
+        DriverContext {
+            requests: &mut $queue.requests,
+            bios: &$queue.bios,
+            zeroes: &$queue.zeroes,
+            completed: &mut $queue.completed,
+            clock: &mut $queue.clock,
+            ring: $ring,
+            owner: $queue.owner,
+            limits_changed: &mut $queue.limits_changed,
+        }
+    };
+}
+pub(crate) use driver_context;
+
+impl Queue {
+    /// Opens queue `index` of `disk` on this thread. `owner` is its name on the ring.
+    ///
+    /// # Errors
+    /// The driver's, or that the queue is open already.
+    pub fn open(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
+        disk.claim_queue(index)?;
+        Queue::open_claimed(disk, index, owner, ring).inspect_err(|_| disk.release_queue(index))
+    }
+
+    fn open_claimed(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
+        let settings = disk.settings();
+        let limits = disk.limits();
+        let tags = disk.hardware_queue(index).tags.clone();
+        // One request beyond the tags is the queue's own flush.
+        let slots = usize::from(tags.capacity()) + 1;
+        let driver = disk.driver().open_queue(index as u16, slots, ring)?;
+        let sharing = if disk.has_shared_tags() {
+            let kick = disk.hardware_queue(index).kick.clone();
+            Some(tags.register(kick).ok_or_else(|| Error::new(ErrorKind::Busy, "too many queues share the tags"))?)
+        } else {
+            None
+        };
+        let bios = BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN));
+        Ok(Queue {
+            disk: disk.clone(),
+            index,
+            owner,
+            driver,
+            fast: FastLimits::new(&limits),
+            limits,
+            generation: disk.control.generation(),
+            requests: (0..slots).map(|_| Request::idle()).collect(),
+            bios,
+            hint: tags.hint(),
+            tags,
+            plug: Plug::new(),
+            waiting: BioList::new(),
+            dispatch: VecDeque::with_capacity(slots),
+            scheduler: settings.scheduler.open(slots),
+            flush: FlushMachine::new(Tag(slots as u16 - 1)),
+            completed: Vec::with_capacity(slots),
+            freed: Vec::with_capacity(slots),
+            done: Vec::with_capacity(slots),
+            clock: Clock::new(settings.clock),
+            stats: StatsWriter::over(disk.hardware_queue(index).stats.clone()),
+            settings,
+            in_use: 0,
+            started: 0,
+            rerun_at_ns: None,
+            limits_changed: false,
+            sharing,
+            gate_owed: [0; 2],
+            zeroes: IoBuffer::zeroed(ZEROES_BYTES),
+        })
+    }
+
+    /// The part of the queue that other threads see.
+    #[inline]
+    pub(crate) fn shared(&self) -> &HardwareQueue {
+        self.disk.hardware_queue(self.index)
+    }
+
+    /// Takes a bio of the queue's owner. What is wrong with the bio itself is told in
+    /// its completion.
+    ///
+    /// # Errors
+    /// The bio, when the queue has no room; there will be some after a completion.
+    #[inline]
+    pub fn submit(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
+        if self.bios.room() == 0 {
+            return Err(bio);
+        }
+        let Bio { operation, flags, sector, sectors, data, user_data } = bio;
+        self.accept(operation, flags, sector, sectors, data, End::Owner(user_data), SlotMarks::empty(), ring);
+        Ok(())
+    }
+
+    /// Makes the bio this queue's own and sends it on its way.
+    #[inline]
+    #[allow(clippy::too_many_arguments, reason = "the fields of a bio, kept in registers")]
+    pub(crate) fn accept(
+        &mut self,
+        operation: Operation,
+        flags: BioFlags,
+        sector: Sector,
+        sectors: u64,
+        data: Data,
+        end: End,
+        marks: SlotMarks,
+        ring: Option<&mut Ring>,
+    ) {
+        let plain = match &data {
+            Data::Buffer(buffer) => {
+                operation.has_data()
+                    && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
+                    && self.fast.fits(sector, sectors)
+                    && sectors << SECTOR_SHIFT <= buffer.len() as u64
+                    && !(operation == Operation::Write && self.limits.read_only)
+            }
+            _ => false,
+        };
+        let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
+        let index = self.bios.insert(BioSlot {
+            data,
+            end,
+            sector,
+            sectors,
+            start_ns,
+            issued: 0,
+            next: NIL,
+            parent: NIL,
+            data_offset: 0,
+            pending: 0,
+            operation,
+            flags,
+            memory: Memory::Own,
+            marks,
+            step: FlushStep::None,
+            error: None,
+        });
+        if plain {
+            if !self.waiting.is_empty() || !self.admit(index, ring) {
+                self.wait(index);
+            }
+        } else {
+            self.accept_slow(index);
+            self.admit_waiting(ring);
+        }
+    }
+
+    /// What is not one legal piece of reading or writing: checks, flush sequences,
+    /// splits, emulation.
+    fn accept_slow(&mut self, index: u32) {
+        if let Err(status) = self.check(index) {
+            return self.end_bio(index, Err(status));
+        }
+        let slot = &mut self.bios[index];
+        if slot.operation == Operation::Flush {
+            return self.begin_flush(index);
+        }
+        if slot.sectors == 0 {
+            return self.end_bio(index, Ok(()));
+        }
+        if !self.limits.write_cache {
+            slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
+        }
+        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) {
+            return self.begin_flush_sequence(index);
+        }
+        self.begin_data(index);
+    }
+
+    /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
+    fn check(&self, index: u32) -> IoResult {
+        let slot = &self.bios[index];
+        if slot.operation == Operation::Flush {
+            return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
+        }
+        if slot.operation.is_write() && self.limits.read_only {
+            return Err(Status::ReadOnly);
+        }
+        let offset = slot.sector.0.checked_mul(512).ok_or(Status::Invalid)?;
+        let length = slot.sectors.checked_mul(512).ok_or(Status::Invalid)?;
+        self.limits.check_range(offset, length)?;
+        let is_write = slot.operation.is_write();
+        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
+            return Err(Status::Invalid);
+        }
+        if slot.operation.has_data() {
+            slot.data.with_segments(|segments| {
+                if length > u64::from(u32::MAX) {
+                    return Err(Status::Invalid);
+                }
+                split::check_memory(&self.limits, segments, length)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Puts a bio at the end of those that wait for a tag.
+    pub(crate) fn wait(&mut self, index: u32) {
+        self.waiting.push_back(&mut self.bios, index);
+    }
+
+    /// Turns waiting bios into requests while there are tags.
+    pub(crate) fn admit_waiting(&mut self, mut ring: Option<&mut Ring>) {
+        while let Some(index) = self.waiting.pop_front(&mut self.bios) {
+            if self.admit(index, ring.as_deref_mut()) {
+                continue;
+            }
+            let slot = &self.bios[index];
+            if !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL {
+                self.waiting.push_front(&mut self.bios, index);
+                return;
+            }
+            self.end_bio(index, Err(Status::Again));
+        }
+    }
+
+    /// Makes the bio part of a request under the plug: merged with one, or its own.
+    /// False if there is no tag.
+    #[inline]
+    fn admit(&mut self, index: u32, ring: Option<&mut Ring>) -> bool {
+        if self.settings.merge && self.try_merge(index) {
+            return true;
+        }
+        let Some(tag) = self.take_tag() else { return false };
+        self.build(tag, index);
+        self.plug_request(tag, ring);
+        true
+    }
+
+    /// A tag, out of the plug's batch.
+    #[inline]
+    fn take_tag(&mut self) -> Option<Tag> {
+        if self.in_use == 0 && !self.enter() {
+            return None;
+        }
+        match self.plug.tags.next() {
+            Some(tag) => Some(tag),
+            None => self.refill_tags(),
+        }
+    }
+
+    #[cold]
+    fn refill_tags(&mut self) -> Option<Tag> {
+        // A frozen disk takes no new request; those in flight end.
+        if !self.disk.control.is_frozen() {
+            let want = self.plug.tags_wanted(self.waiting.len() as usize);
+            self.plug.tags = match &self.sharing {
+                None => self.tags.get_batch(&mut self.hint, want),
+                Some(_) => self.get_shared_tags(),
+            };
+            if let Some(tag) = self.plug.tags.next() {
+                return Some(tag);
+            }
+            self.stats.count(Counter::TagWaits, 1);
+        }
+        if self.in_use == 0 {
+            self.leave();
+        }
+        None
+    }
+
+    /// A tag of a set that other queues use too: never more than the fair share, and a
+    /// queue that finds none is woken when another gives some back.
+    fn get_shared_tags(&mut self) -> TagBatch {
+        let Some(waiter) = &self.sharing else { return TagBatch::default() };
+        if !self.tags.may_get(self.in_use) {
+            return TagBatch::default();
+        }
+        let mut batch = self.tags.get_batch(&mut self.hint, 1);
+        if batch.is_empty() {
+            self.tags.prepare_wait(waiter);
+            batch = self.tags.get_batch(&mut self.hint, 1);
+        }
+        if !batch.is_empty() {
+            self.tags.finish_wait(waiter);
+        }
+        batch
+    }
+
+    /// Makes a request of one bio.
+    #[inline]
+    pub(crate) fn build(&mut self, tag: Tag, index: u32) {
+        let slot = &mut self.bios[index];
+        slot.next = NIL;
+        let segments = match (slot.memory, &slot.data) {
+            (Memory::Own, Data::None) => 0,
+            (Memory::Own, Data::Buffer(_)) => 1,
+            _ => self.bios.count_segments(index, &self.zeroes),
+        };
+        let slot = &self.bios[index];
+        let request = &mut self.requests[tag.index()];
+        debug_assert!(request.state == RequestState::Idle);
+        *request = Request {
+            sector: slot.sector,
+            sectors: slot.sectors,
+            first_bio: index,
+            last_bio: index,
+            segments,
+            start_ns: slot.start_ns,
+            operation: slot.operation,
+            flags: slot.flags,
+            state: RequestState::Busy,
+            ..Request::idle()
+        };
+        let (operation, start_ns) = (slot.operation, slot.start_ns);
+        self.in_use += 1;
+        if self.settings.iostats {
+            self.stats.start(operation.into(), 1, start_ns);
+        }
+    }
+
+    /// The queue goes from rest to having requests. False while the disk is frozen.
+    #[cold]
+    pub(crate) fn enter(&mut self) -> bool {
+        if !self.disk.control.enter(self.index) {
+            return false;
+        }
+        if self.sharing.is_some() {
+            self.tags.join();
+        }
+        self.reload_if_changed(None);
+        true
+    }
+
+    /// The queue has no request any more.
+    pub(crate) fn leave(&mut self) {
+        if self.sharing.is_some() {
+            self.tags.leave();
+        }
+        self.disk.control.leave(self.index);
+    }
+
+    /// Takes over limits and settings that were changed under a freeze. Only called
+    /// between `enter` and `leave`, so that no freeze is under way.
+    fn reload_if_changed(&mut self, ring: Option<&mut Ring>) {
+        let generation = self.disk.control.generation();
+        if generation == self.generation {
+            return;
+        }
+        self.generation = generation;
+        let scheduler = self.settings.scheduler;
+        self.settings = self.disk.settings();
+        self.clock.set_mode(self.settings.clock);
+        if scheduler != self.settings.scheduler {
+            self.scheduler = self.settings.scheduler.open(self.requests.len());
+        }
+        self.reload_limits();
+        let mut cx = driver_context!(self, ring);
+        self.driver.reload(&mut cx);
+    }
+
+    pub(crate) fn reload_limits(&mut self) {
+        self.limits_changed = false;
+        let limits = self.disk.limits();
+        if limits == self.limits {
+            return;
+        }
+        self.limits = limits;
+        self.fast = FastLimits::new(&self.limits);
+        // What waits was checked against the old limits: check and split it again.
+        for _ in 0..self.waiting.len() {
+            let Some(index) = self.waiting.pop_front(&mut self.bios) else { break };
+            match self.check(index) {
+                Ok(()) => self.begin_data(index),
+                Err(status) => self.end_bio(index, Err(status)),
+            }
+        }
+    }
+
+    /// Takes over changed settings even while nothing is submitted.
+    fn refresh(&mut self, ring: Option<&mut Ring>) {
+        if self.disk.control.generation() == self.generation {
+            return;
+        }
+        if self.in_use > 0 {
+            self.reload_if_changed(ring);
+        } else if self.disk.control.enter(self.index) {
+            self.reload_if_changed(ring);
+            self.disk.control.leave(self.index);
+        }
+    }
+
+    /// Hands a completion of the ring to the driver.
+    #[inline]
+    pub fn complete_cqe(&mut self, cqe: Cqe, ring: Option<&mut Ring>) {
+        let mut cx = driver_context!(self, ring);
+        self.driver.complete_cqe(&mut cx, cqe);
+    }
+
+    /// Ends what the driver completed, and takes in what other threads submitted.
+    pub fn run(&mut self, mut ring: Option<&mut Ring>) {
+        let mut cx = driver_context!(self, ring.as_deref_mut());
+        self.driver.poll(&mut cx);
+        if !self.completed.is_empty() {
+            self.complete_batch();
+        }
+        self.refresh(ring.as_deref_mut());
+        self.kick_flush();
+        self.pull_software_queues(ring.as_deref_mut());
+        self.admit_waiting(ring);
+    }
+
+    /// Flushes the plug and dispatches until nothing moves any more.
+    #[inline]
+    pub fn flush(&mut self, mut ring: Option<&mut Ring>) {
+        loop {
+            self.kick_flush();
+            self.flush_plug(ring.as_deref_mut());
+            if self.completed.is_empty() {
+                break;
+            }
+            self.complete_batch();
+            self.admit_waiting(ring.as_deref_mut());
+        }
+        self.plug.return_tags(&self.tags);
+        self.clock.invalidate();
+    }
+
+    /// Requests and bios that have not ended.
+    pub fn in_flight(&self) -> u32 {
+        self.bios.len()
+    }
+
+    /// When the queue wants to run at the latest, in nanoseconds of the monotonic clock.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        [self.driver.deadline_ns(), self.rerun_at_ns, self.flush.deadline_ns()].into_iter().flatten().min()
+    }
+
+    /// Whether other threads have left work, or ends are waiting to be fetched.
+    pub fn has_work(&self) -> bool {
+        !self.done.is_empty()
+            || !self.completed.is_empty()
+            || (self.can_take() && self.shared().software.has_pending())
+            || (self.disk.control.generation() != self.generation && !self.disk.control.is_frozen())
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // Memory of I/O in flight belongs to the kernel until it completes: whoever drops
+        // a queue drains it first (LocalQueue and Engine do); what is left is leaked, not freed.
+        if self.bios.len() > 0 {
+            std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
+        }
+        if self.in_use > 0 {
+            self.leave();
+        }
+        if let Some(waiter) = self.sharing.take() {
+            self.tags.unregister(waiter);
+        }
+        self.disk.release_queue(self.index);
+    }
+}

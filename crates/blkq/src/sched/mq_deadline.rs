@@ -1,0 +1,316 @@
+//! mq-deadline: requests in batches of ascending position, reads before writes, with a
+//! deadline for each. The rules and defaults are those of block/mq-deadline.c, with one
+//! priority class, because bios carry no priority.
+
+use std::collections::VecDeque;
+
+use super::{MergeSide, Scheduler};
+use crate::bio::Operation;
+use crate::error::{Error, ErrorKind};
+use crate::request::{NIL, Request, Tag};
+use crate::sector::Sector;
+
+const NS_PER_MS: u64 = 1_000_000;
+
+const READ: usize = 0;
+const WRITE: usize = 1;
+
+fn direction_of(operation: Operation) -> usize {
+    usize::from(operation.is_write())
+}
+
+/// A request held, by its tag.
+#[derive(Clone, Debug)]
+struct Entry {
+    /// Where it stands in the order of positions.
+    sector: Sector,
+    inserted_ns: u64,
+    /// Its neighbours in the order of arrival.
+    previous: u32,
+    next: u32,
+    direction: usize,
+    held: bool,
+}
+
+/// The requests of one direction.
+#[derive(Debug)]
+struct Direction {
+    /// By position. A ring buffer with room for every tag: batches leave at the front,
+    /// sequential I/O arrives at the back, and nothing is ever allocated.
+    sorted: VecDeque<(Sector, Tag)>,
+    /// By arrival.
+    oldest: u32,
+    newest: u32,
+    /// Where the last request dispatched began.
+    latest: Sector,
+    expire_ns: u64,
+}
+
+impl Direction {
+    fn new(tags: usize, expire_ns: u64) -> Direction {
+        let sorted = VecDeque::with_capacity(tags);
+        Direction { sorted, oldest: NIL, newest: NIL, latest: Sector(0), expire_ns }
+    }
+
+    fn sort_in(&mut self, sector: Sector, tag: Tag) {
+        let place = self.sorted.partition_point(|&held| held < (sector, tag));
+        self.sorted.insert(place, (sector, tag));
+    }
+
+    fn sort_out(&mut self, sector: Sector, tag: Tag) {
+        if let Ok(place) = self.sorted.binary_search(&(sector, tag)) {
+            self.sorted.remove(place);
+        }
+    }
+
+    /// The first request that begins at `sector` or later.
+    fn at_or_after(&self, sector: Sector) -> Option<Tag> {
+        let place = self.sorted.partition_point(|held| held.0 < sector);
+        self.sorted.get(place).map(|held| held.1)
+    }
+
+    /// The last request that begins before `sector`.
+    fn before(&self, sector: Sector) -> Option<Tag> {
+        let place = self.sorted.partition_point(|held| held.0 < sector);
+        self.sorted.get(place.checked_sub(1)?).map(|held| held.1)
+    }
+
+    /// Puts `index` between two neighbours in the order of arrival.
+    fn link(&mut self, entries: &mut [Entry], index: u32, previous: u32, next: u32) {
+        entries[index as usize].previous = previous;
+        entries[index as usize].next = next;
+        match entries.get_mut(previous as usize) {
+            Some(entry) => entry.next = index,
+            None => self.oldest = index,
+        }
+        match entries.get_mut(next as usize) {
+            Some(entry) => entry.previous = index,
+            None => self.newest = index,
+        }
+    }
+
+    fn unlink(&mut self, entries: &mut [Entry], index: u32) {
+        let Entry { previous, next, .. } = entries[index as usize];
+        match entries.get_mut(previous as usize) {
+            Some(entry) => entry.next = next,
+            None => self.oldest = next,
+        }
+        match entries.get_mut(next as usize) {
+            Some(entry) => entry.previous = previous,
+            None => self.newest = previous,
+        }
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct MqDeadline {
+    directions: [Direction; 2],
+    entries: Box<[Entry]>,
+    /// The direction of the current batch, and how many requests it had: at first more
+    /// than it may have.
+    batch_direction: usize,
+    batched: u32,
+    /// Read batches since writes had to wait for one.
+    starved: u32,
+    /// Read batches that go before a waiting write.
+    writes_starved: u32,
+    /// Most requests of a batch.
+    fifo_batch: u32,
+    front_merges: bool,
+}
+
+impl MqDeadline {
+    pub fn new(tags: usize) -> MqDeadline {
+        let entry = Entry {
+            sector: Sector(0),
+            inserted_ns: 0,
+            previous: NIL,
+            next: NIL,
+            direction: READ,
+            held: false,
+        };
+        MqDeadline {
+            directions: [Direction::new(tags, 500 * NS_PER_MS), Direction::new(tags, 5000 * NS_PER_MS)],
+            entries: vec![entry; tags].into_boxed_slice(),
+            batch_direction: READ,
+            batched: u32::MAX,
+            starved: 0,
+            writes_starved: 2,
+            fifo_batch: 16,
+            front_merges: true,
+        }
+    }
+
+    /// The direction of the next batch: reads, unless they went first often enough.
+    fn choose_direction(&mut self) -> Option<usize> {
+        let [reads, writes] = &self.directions;
+        match (reads.oldest != NIL, writes.oldest != NIL) {
+            (false, false) => return None,
+            (true, false) => return Some(READ),
+            (true, true) if self.starved < self.writes_starved => {
+                self.starved += 1;
+                return Some(READ);
+            }
+            (_, true) => {}
+        }
+        self.starved = 0;
+        Some(WRITE)
+    }
+
+    /// The first request of a batch: the next by position, unless the oldest expired.
+    fn begin_batch(&self, direction: usize, now_ns: u64) -> Option<Tag> {
+        let direction = &self.directions[direction];
+        let oldest = self.entries.get(direction.oldest as usize)?;
+        let expired = now_ns.saturating_sub(oldest.inserted_ns) >= direction.expire_ns;
+        match direction.at_or_after(direction.latest) {
+            Some(tag) if !expired => Some(tag),
+            _ => Some(Tag(direction.oldest as u16)),
+        }
+    }
+}
+
+impl Scheduler for MqDeadline {
+    fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64) {
+        let Request { sector, operation, .. } = requests[tag.index()];
+        let number = direction_of(operation);
+        let direction = &mut self.directions[number];
+        let entry = &mut self.entries[tag.index()];
+        debug_assert!(!entry.held && operation != Operation::Flush);
+        *entry = Entry { sector, inserted_ns: now_ns, direction: number, held: true, ..*entry };
+        direction.sort_in(sector, tag);
+        direction.link(&mut self.entries, u32::from(tag.0), direction.newest, NIL);
+    }
+
+    fn dispatch(&mut self, _requests: &[Request], now_ns: u64) -> Option<Tag> {
+        let mut next = None;
+        if self.batched < self.fifo_batch {
+            let direction = &self.directions[self.batch_direction];
+            next = direction.at_or_after(direction.latest);
+        }
+        if next.is_none() {
+            let direction = self.choose_direction()?;
+            next = self.begin_batch(direction, now_ns);
+            self.batch_direction = direction;
+            self.batched = 0;
+        }
+        let tag = next?;
+        self.batched += 1;
+        self.directions[self.batch_direction].latest = self.entries[tag.index()].sector;
+        self.remove(tag);
+        Some(tag)
+    }
+
+    fn find_merge(
+        &self,
+        requests: &[Request],
+        operation: Operation,
+        sector: Sector,
+        sectors: u64,
+    ) -> Option<(Tag, MergeSide)> {
+        let direction = &self.directions[direction_of(operation)];
+        let same = |tag: &Tag| requests[tag.index()].operation == operation;
+        let back = direction.before(sector).filter(|tag| requests[tag.index()].end() == sector);
+        if let Some(tag) = back.filter(same) {
+            return Some((tag, MergeSide::Back));
+        }
+        if !self.front_merges {
+            return None;
+        }
+        let end = sector + sectors;
+        let front = direction.at_or_after(end).filter(|tag| self.entries[tag.index()].sector == end);
+        front.filter(same).map(|tag| (tag, MergeSide::Front))
+    }
+
+    fn merged(&mut self, tag: Tag, requests: &[Request]) {
+        let entry = &mut self.entries[tag.index()];
+        let sector = requests[tag.index()].sector;
+        if entry.held && entry.sector != sector {
+            let direction = &mut self.directions[entry.direction];
+            direction.sort_out(entry.sector, tag);
+            direction.sort_in(sector, tag);
+            entry.sector = sector;
+        }
+    }
+
+    fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag> {
+        let request = &requests[tag.index()];
+        let direction = &self.directions[direction_of(request.operation)];
+        let neighbour = match side {
+            MergeSide::Back => direction.at_or_after(request.end()),
+            MergeSide::Front => direction.before(request.sector),
+        };
+        neighbour.filter(|other| {
+            let other = &requests[other.index()];
+            let touches = match side {
+                MergeSide::Back => request.end() == other.sector,
+                MergeSide::Front => other.end() == request.sector,
+            };
+            touches && other.operation == request.operation
+        })
+    }
+
+    fn joined(&mut self, kept: Tag, gone: Tag) {
+        let (kept, inserted_ns) = (u32::from(kept.0), self.entries[gone.index()].inserted_ns);
+        if inserted_ns < self.entries[kept as usize].inserted_ns {
+            let direction = &mut self.directions[self.entries[kept as usize].direction];
+            direction.unlink(&mut self.entries, kept);
+            let next = self.entries[gone.index()].next;
+            direction.link(&mut self.entries, kept, u32::from(gone.0), next);
+            self.entries[kept as usize].inserted_ns = inserted_ns;
+        }
+        self.remove(gone);
+    }
+
+    fn remove(&mut self, tag: Tag) -> bool {
+        let entry = &mut self.entries[tag.index()];
+        if !std::mem::take(&mut entry.held) {
+            return false;
+        }
+        let direction = &mut self.directions[entry.direction];
+        direction.sort_out(entry.sector, tag);
+        direction.unlink(&mut self.entries, u32::from(tag.0));
+        true
+    }
+
+    fn len(&self) -> usize {
+        self.directions.iter().map(|direction| direction.sorted.len()).sum()
+    }
+
+    /// `read_expire` and `write_expire` are in milliseconds, `front_merges` is 0 or 1.
+    fn set(&mut self, key: &str, value: &str) -> Result<(), Error> {
+        let number = || {
+            value.parse::<u32>().map_err(|_| {
+                let message = format!("mq-deadline: {key} is a number up to {}, not {value:?}", u32::MAX);
+                Error::new(ErrorKind::Invalid, message)
+            })
+        };
+        match key {
+            "read_expire" => self.directions[READ].expire_ns = u64::from(number()?) * NS_PER_MS,
+            "write_expire" => self.directions[WRITE].expire_ns = u64::from(number()?) * NS_PER_MS,
+            "writes_starved" => self.writes_starved = number()?,
+            "fifo_batch" => self.fifo_batch = number()?,
+            "front_merges" => self.front_merges = number()? != 0,
+            _ => {
+                let message = format!("mq-deadline has no tunable {key:?}");
+                return Err(Error::new(ErrorKind::NotFound, message));
+            }
+        }
+        Ok(())
+    }
+
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let [reads, writes] = &self.directions;
+        vec![
+            ("read_expire", (reads.expire_ns / NS_PER_MS).to_string()),
+            ("write_expire", (writes.expire_ns / NS_PER_MS).to_string()),
+            ("writes_starved", self.writes_starved.to_string()),
+            ("fifo_batch", self.fifo_batch.to_string()),
+            ("front_merges", u32::from(self.front_merges).to_string()),
+        ]
+    }
+}
+
+#[cfg(test)]
+#[path = "mq_deadline_tests.rs"]
+mod tests;

@@ -1,0 +1,188 @@
+//! Software queues: where threads that do not own a queue leave their bios, so that
+//! neighbours merge before the owner takes them (`struct blk_mq_ctx`).
+
+use std::collections::VecDeque;
+
+use crossbeam_utils::CachePadded;
+
+use crate::bio::{Bio, Operation};
+use crate::completion::End;
+use crate::kick::PendingMap;
+use crate::limits::QueueLimits;
+use crate::merge;
+use crate::queue::Queue;
+use crate::request::SlotMarks;
+use crate::ring::Ring;
+use crate::sched::MergeSide;
+use crate::sector::Sector;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
+
+/// Software queues of one hardware queue: submitters share them round robin.
+pub(crate) const SOFTWARE_QUEUES: usize = 64;
+/// Staged requests that a bio is compared with, youngest first (blk_bio_list_merge).
+const MERGE_CANDIDATES: usize = 8;
+/// Staged requests that the owner takes from one software queue before it goes to the next.
+const TAKE_AT_ONCE: usize = 8;
+
+/// Bios of one submitter that continue each other, not yet with the queue's owner.
+struct Staged {
+    operation: Operation,
+    start: Sector,
+    end: Sector,
+    segments: u32,
+    mergeable: bool,
+    /// The gate counts it as one request, to be given back when its first bio ends.
+    gated: bool,
+    bios: VecDeque<(Bio, End)>,
+}
+
+impl Staged {
+    fn new(bio: Bio, end: End, gated: bool) -> Staged {
+        Staged {
+            operation: bio.operation,
+            start: bio.sector,
+            end: bio.sector + bio.sectors,
+            segments: segments(&bio),
+            mergeable: merge::is_mergeable(bio.operation, bio.flags),
+            gated,
+            bios: VecDeque::from([(bio, end)]),
+        }
+    }
+
+    /// Where the bio joins, if it may.
+    fn side(&self, bio: &Bio, limits: &QueueLimits) -> Option<MergeSide> {
+        if !self.mergeable || self.operation != bio.operation {
+            return None;
+        }
+        let side = merge::side(self.start, self.end, bio.sector, bio.sectors)?;
+        let start = if side == MergeSide::Back { self.start } else { bio.sector };
+        let sectors = (self.end - self.start) + bio.sectors;
+        merge::fits(limits, bio.operation, start, sectors, self.segments + segments(bio)).then_some(side)
+    }
+
+    fn join(&mut self, bio: Bio, end: End, side: MergeSide) {
+        self.segments += segments(&bio);
+        match side {
+            MergeSide::Back => {
+                self.end = bio.sector + bio.sectors;
+                self.bios.push_back((bio, end));
+            }
+            MergeSide::Front => {
+                self.start = bio.sector;
+                self.bios.push_front((bio, end));
+            }
+        }
+    }
+}
+
+fn segments(bio: &Bio) -> u32 {
+    bio.data.with_segments(|segments| segments.len() as u32)
+}
+
+/// The software queues of one hardware queue.
+pub(crate) struct SoftwareQueues {
+    queues: Box<[CachePadded<Mutex<VecDeque<Staged>>>]>,
+    pending: PendingMap,
+    next: AtomicUsize,
+}
+
+impl SoftwareQueues {
+    pub fn new() -> SoftwareQueues {
+        SoftwareQueues {
+            queues: (0..SOFTWARE_QUEUES).map(|_| CachePadded::new(Mutex::new(VecDeque::new()))).collect(),
+            pending: PendingMap::new(SOFTWARE_QUEUES),
+            next: AtomicUsize::new(0),
+        }
+    }
+
+    /// A software queue for a new submitter.
+    pub fn assign(&self) -> usize {
+        self.next.fetch_add(1, Ordering::Relaxed) % SOFTWARE_QUEUES
+    }
+
+    /// Merges the bio with one that waits in software queue `index`.
+    ///
+    /// # Errors
+    /// The bio and its end, if it merges with none.
+    pub fn try_merge(&self, index: usize, bio: Bio, end: End, limits: &QueueLimits) -> Result<(), (Bio, End)> {
+        if !merge::is_mergeable(bio.operation, bio.flags) || bio.sectors == 0 {
+            return Err((bio, end));
+        }
+        let mut queue = lock(&self.queues[index]);
+        for staged in queue.iter_mut().rev().take(MERGE_CANDIDATES) {
+            if let Some(side) = staged.side(&bio, limits) {
+                staged.join(bio, end, side);
+                return Ok(());
+            }
+        }
+        Err((bio, end))
+    }
+
+    /// Puts the bio into software queue `index`.
+    pub fn push(&self, index: usize, bio: Bio, end: End, gated: bool) {
+        lock(&self.queues[index]).push_back(Staged::new(bio, end, gated));
+        self.pending.set(index);
+    }
+
+    /// Whether anything waits.
+    pub fn has_pending(&self) -> bool {
+        self.pending.any()
+    }
+
+    /// Takes everything out: the queue's owner will never come.
+    pub fn take_all(&self) -> Vec<(Bio, End)> {
+        let staged = self.queues.iter().flat_map(|queue| std::mem::take(&mut *lock(queue)));
+        staged.flat_map(|staged| staged.bios).collect()
+    }
+}
+
+impl Queue {
+    /// Takes staged bios in, round robin over the software queues, while there are tags
+    /// for them; what stays can still merge.
+    pub(crate) fn pull_software_queues(&mut self, mut ring: Option<&mut Ring>) {
+        while self.can_take() && self.shared().software.has_pending() {
+            let mut moved = false;
+            for index in 0..SOFTWARE_QUEUES {
+                if self.shared().software.pending.take(index) {
+                    moved |= self.pull_one(index, ring.as_deref_mut());
+                }
+                if !self.can_take() {
+                    return;
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+
+    /// Whether staged bios can become requests now.
+    pub(crate) fn can_take(&self) -> bool {
+        self.waiting.is_empty()
+            && self.dispatch.is_empty()
+            && self.in_use < u32::from(self.settings.requests())
+            && self.bios.room() > 0
+            && !self.disk.control.is_frozen()
+    }
+
+    fn pull_one(&mut self, index: usize, mut ring: Option<&mut Ring>) -> bool {
+        for _ in 0..TAKE_AT_ONCE {
+            // A submitter holds the lock just now: it is looked at again in the next turn.
+            let Ok(mut queue) = self.shared().software.queues[index].try_lock() else { break };
+            let Some(staged) = queue.pop_front() else { return true };
+            drop(queue);
+            let mut marks = if staged.gated { SlotMarks::GATED } else { SlotMarks::empty() };
+            for (bio, end) in staged.bios {
+                let Bio { operation, flags, sector, sectors, data, .. } = bio;
+                self.accept(operation, flags, sector, sectors, data, end, marks, ring.as_deref_mut());
+                marks = SlotMarks::empty();
+            }
+            if !self.can_take() {
+                break;
+            }
+        }
+        self.shared().software.pending.set(index);
+        true
+    }
+}

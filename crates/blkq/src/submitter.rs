@@ -1,0 +1,200 @@
+//! [`Submitter`]: how a thread that does not own a queue does I/O, waiting for its turn
+//! at the request gate when the device is full.
+
+use std::sync::Arc;
+
+use crate::bio::{Bio, BioFlags, Operation};
+use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment, SegmentOwner};
+use crate::clock::monotonic_ns;
+use crate::completion::{Callback, End, Waiter};
+use crate::disk::{Disk, HardwareQueue};
+use crate::error::{IoResult, Status};
+use crate::gate::{Batcher, Direction};
+use crate::limits::QueueLimits;
+use crate::sector::Sector;
+
+/// Submits bios from any thread. One for each thread: make it with
+/// [`Disk::submitter`], or clone one.
+///
+/// Somebody must own the disk's queues: an [`EngineThread`](crate::EngineThread), or a
+/// thread that polls a [`LocalQueue`](crate::LocalQueue).
+pub struct Submitter {
+    disk: Arc<Disk>,
+    queue: usize,
+    software: usize,
+    batcher: Batcher,
+    limits: QueueLimits,
+    generation: u64,
+}
+
+impl Clone for Submitter {
+    fn clone(&self) -> Submitter {
+        Submitter::new(&self.disk)
+    }
+}
+
+impl Submitter {
+    pub(crate) fn new(disk: &Arc<Disk>) -> Submitter {
+        let queue = disk.next_queue();
+        Submitter {
+            software: disk.hardware_queue(queue).software.assign(),
+            queue,
+            batcher: Batcher::new(),
+            limits: disk.limits(),
+            generation: disk.control.generation(),
+            disk: disk.clone(),
+        }
+    }
+
+    fn shared(&self) -> &HardwareQueue {
+        self.disk.hardware_queue(self.queue)
+    }
+
+    /// Submits `bio`, waiting while the device is full. `callback` runs on the thread
+    /// that owns the queue and must not block. `bio.user_data` is not used.
+    pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
+        let callback: Callback = Box::new(callback);
+        self.stage(bio, End::Callback(Box::new(callback)));
+    }
+
+    /// Submits `bio` if the device has room for it.
+    ///
+    /// # Errors
+    /// The bio and its callback, where [`Submitter::submit`] would wait.
+    pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
+        let direction = direction(&bio);
+        let disk = self.disk.clone();
+        if bio.operation != Operation::Flush
+            && !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns)
+        {
+            return Err((bio, callback));
+        }
+        let gated = bio.operation != Operation::Flush;
+        self.shared().software.push(self.software, bio, End::Callback(Box::new(callback)), gated);
+        self.shared().kick.kick();
+        Ok(())
+    }
+
+    /// Does `bio` and waits for its end.
+    pub fn submit_and_wait(&mut self, bio: Bio) -> (IoResult, Data) {
+        let waiter = Waiter::new();
+        self.stage(bio, End::Waiter(waiter.clone()));
+        waiter.wait()
+    }
+
+    fn stage(&mut self, bio: Bio, end: End) {
+        let generation = self.disk.control.generation();
+        if generation != self.generation {
+            self.generation = generation;
+            self.limits = self.disk.limits();
+        }
+        let disk = self.disk.clone();
+        let shared = disk.hardware_queue(self.queue);
+        let (bio, end) = match shared.software.try_merge(self.software, bio, end, &self.limits) {
+            Ok(()) => return,
+            Err(back) => back,
+        };
+        let gated = bio.operation != Operation::Flush;
+        if gated {
+            disk.gate.enter(direction(&bio), &mut self.batcher, monotonic_ns, || shared.kick.kick());
+        }
+        shared.software.push(self.software, bio, end, gated);
+        shared.kick.kick();
+    }
+
+    /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the
+    /// logical block size.
+    ///
+    /// # Errors
+    /// The status of the I/O as an [`std::io::Error`].
+    pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
+        let bio = ranged(Operation::Read, offset, memory.len() as u64)?;
+        if !self.may_use(memory) {
+            let (result, data) = self.submit_and_wait(Bio { data: IoBuffer::zeroed(memory.len()).into(), ..bio });
+            result?;
+            memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
+            return Ok(());
+        }
+        // SAFETY: this call returns only after the bio has ended, and `memory` is borrowed
+        // exclusively until then.
+        let data = unsafe { borrowed(memory.as_mut_ptr(), memory.len()) };
+        Ok(self.submit_and_wait(Bio { data, ..bio }).0?)
+    }
+
+    /// Writes `memory` from byte `offset` on. Offset and length must be multiples of the
+    /// logical block size.
+    ///
+    /// # Errors
+    /// The status of the I/O as an [`std::io::Error`].
+    pub fn write_at(&mut self, memory: &[u8], offset: u64) -> std::io::Result<()> {
+        let bio = ranged(Operation::Write, offset, memory.len() as u64)?;
+        if !self.may_use(memory) {
+            let mut buffer = IoBuffer::zeroed(memory.len());
+            buffer.copy_from_slice(memory);
+            return Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio }).0?);
+        }
+        // SAFETY: this call returns only after the bio has ended; a write only reads the memory.
+        let data = unsafe { borrowed(memory.as_ptr().cast_mut(), memory.len()) };
+        Ok(self.submit_and_wait(Bio { data, ..bio }).0?)
+    }
+
+    /// Makes everything that has completed survive a loss of power.
+    ///
+    /// # Errors
+    /// The status of the I/O as an [`std::io::Error`].
+    pub fn flush(&mut self) -> std::io::Result<()> {
+        Ok(self.submit_and_wait(Bio::flush(0)).0?)
+    }
+
+    /// Says that `length` bytes from `offset` on are no longer needed.
+    ///
+    /// # Errors
+    /// The status of the I/O as an [`std::io::Error`].
+    pub fn discard(&mut self, offset: u64, length: u64) -> std::io::Result<()> {
+        Ok(self.submit_and_wait(ranged(Operation::Discard, offset, length)?).0?)
+    }
+
+    /// Makes `length` bytes from `offset` on read as zeroes; with `keep_allocated` the
+    /// blocks stay reserved.
+    ///
+    /// # Errors
+    /// The status of the I/O as an [`std::io::Error`].
+    pub fn write_zeroes(&mut self, offset: u64, length: u64, keep_allocated: bool) -> std::io::Result<()> {
+        let flags = if keep_allocated { BioFlags::NO_UNMAP } else { BioFlags::empty() };
+        Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
+    }
+
+    /// Whether the device can use the memory as it is; otherwise it is copied.
+    fn may_use(&self, memory: &[u8]) -> bool {
+        let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
+        (memory.as_ptr() as usize | memory.len()) % align == 0 && memory.len() <= u32::MAX as usize
+    }
+}
+
+fn direction(bio: &Bio) -> Direction {
+    if bio.operation.is_write() { Direction::Write } else { Direction::Read }
+}
+
+fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status> {
+    let sector = Sector::from_bytes(offset).ok_or(Status::Invalid)?;
+    let sectors = Sector::from_bytes(length).ok_or(Status::Invalid)?.0;
+    let flags = BioFlags::empty();
+    Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
+}
+
+/// Memory that a caller lent for the time of a call.
+struct Borrowed([Segment; 1]);
+
+// SAFETY: made only by `borrowed`, whose caller promises all of it.
+unsafe impl SegmentOwner for Borrowed {
+    fn segments(&self) -> &[Segment] {
+        &self.0
+    }
+}
+
+/// # Safety
+/// The memory must stay valid, and borrowed as the operation needs, until the bio ended.
+unsafe fn borrowed(ptr: *mut u8, len: usize) -> Data {
+    let segment = Segment { ptr, len: len as u32, registered: Segment::UNREGISTERED };
+    Data::Segments(Box::new(Box::new(Borrowed([segment]))))
+}

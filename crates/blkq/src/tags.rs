@@ -1,0 +1,348 @@
+//! The tag set: a bitmap of free tags that many threads share without a lock
+//! (the kernel's sbitmap and `blk-mq-tag.c`).
+//!
+//! Tags are taken and given back a word at a time: one atomic operation for a plug,
+//! one per word for a completion batch. Who finds no tag waits as [`wait`] says.
+
+mod wait;
+
+#[cfg(all(test, any(loom, shuttle)))]
+mod model;
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests;
+
+use std::sync::Arc;
+
+use crossbeam_utils::CachePadded;
+
+use crate::request::Tag;
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::seq_cst_for_loom;
+
+pub use wait::{WAITERS_MAX, WaiterId, Wake};
+
+/// A user of shared tags may always hold this many, whatever its share is
+/// (the kernel's `hctx_may_queue`).
+pub const SHARE_MIN: u32 = 4;
+
+/// Words that a set of at least as many tags is spread over, so that submitters on
+/// different words do not meet on one cache line.
+const WORDS_MIN: u32 = 4;
+
+/// The tags of one or several queues: numbers from 0 to one below the depth, each of
+/// them free or in use.
+#[derive(Debug)]
+pub struct TagSet {
+    /// A set bit is a free tag.
+    words: Box<[CachePadded<AtomicU64>]>,
+    /// A word holds two to the power of this many tags.
+    shift: u32,
+    depth_max: u16,
+    depth: AtomicU32,
+    users: AtomicU32,
+    hints: AtomicU32,
+    waiters: wait::Waiters,
+}
+
+/// Where a submitter looks for a free tag first. One per submitter.
+#[derive(Debug)]
+pub struct TagHint {
+    word: usize,
+}
+
+/// Tags of one word of the set, taken together; iterating hands them out in ascending
+/// order. What is left is in use until [`TagSet::put_rest`].
+#[derive(Debug, Default)]
+#[must_use = "the tags stay in use until they are put back"]
+pub struct TagBatch {
+    base: u16,
+    bits: u64,
+}
+
+impl TagBatch {
+    /// Whether nothing is left.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.bits == 0
+    }
+}
+
+impl Iterator for TagBatch {
+    type Item = Tag;
+
+    #[inline]
+    fn next(&mut self) -> Option<Tag> {
+        if self.bits == 0 {
+            return None;
+        }
+        let bit = self.bits.trailing_zeros() as u16;
+        self.bits &= self.bits - 1;
+        Some(Tag(self.base + bit))
+    }
+
+    #[inline]
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = self.bits.count_ones() as usize;
+        (left, Some(left))
+    }
+}
+
+impl ExactSizeIterator for TagBatch {}
+
+/// The lowest `want` set bits of `free`, or all of them if there are fewer.
+#[inline]
+fn lowest_bits(free: u64, want: usize) -> u64 {
+    if want >= 64 || free == 0 {
+        return free;
+    }
+    // Free tags mostly lie in a row, and then no loop is needed.
+    let row = ((1 << want) - 1) << free.trailing_zeros();
+    if free & row == row {
+        return row;
+    }
+    let mut rest = free;
+    for _ in 0..want {
+        rest &= rest.wrapping_sub(1);
+    }
+    free ^ rest
+}
+
+impl TagSet {
+    /// A set of `depth` tags, all free.
+    ///
+    /// # Panics
+    /// If `depth` is 0.
+    pub fn new(depth: u16) -> TagSet {
+        assert!(depth > 0, "a tag set needs a tag");
+        let mut shift = u64::BITS.trailing_zeros();
+        if u32::from(depth) >= WORDS_MIN {
+            while WORDS_MIN << shift > u32::from(depth) {
+                shift -= 1;
+            }
+        }
+        let words = usize::from(depth).div_ceil(1 << shift);
+        let set = TagSet {
+            words: (0..words).map(|_| CachePadded::new(AtomicU64::new(0))).collect(),
+            shift,
+            depth_max: depth,
+            depth: AtomicU32::new(0),
+            users: AtomicU32::new(0),
+            hints: AtomicU32::new(0),
+            waiters: wait::Waiters::new(),
+        };
+        set.free_first(depth);
+        set
+    }
+
+    /// Makes the first `depth` tags the free ones.
+    fn free_first(&self, depth: u16) {
+        let per_word = 1 << self.shift;
+        let mut left = usize::from(depth);
+        for word in &self.words {
+            let here = left.min(per_word);
+            left -= here;
+            let bits = if here == 64 { u64::MAX } else { (1 << here) - 1 };
+            word.store(bits, Ordering::SeqCst);
+        }
+        self.depth.store(u32::from(depth), Ordering::SeqCst);
+    }
+
+    /// How many tags there are.
+    #[inline]
+    pub fn depth(&self) -> u16 {
+        self.depth.load(Ordering::Relaxed) as u16
+    }
+
+    /// How many tags it was made with, and can be set to at most.
+    pub fn capacity(&self) -> u16 {
+        self.depth_max
+    }
+
+    /// How many tags are in use; while others take and put tags, about that many.
+    pub fn in_use(&self) -> u32 {
+        let free: u32 = self.words.iter().map(|word| word.load(Ordering::SeqCst).count_ones()).sum();
+        self.depth.load(Ordering::SeqCst).saturating_sub(free)
+    }
+
+    /// Changes the number of tags, to between 1 and what the set was made with. Only while
+    /// the queues are frozen: no tag may be in use. Waiters look again.
+    ///
+    /// # Panics
+    /// If `depth` is out of range or a tag is in use.
+    pub fn set_depth(&self, depth: u16) {
+        assert!((1..=self.depth_max).contains(&depth), "depth {depth} is not in 1..={}", self.depth_max);
+        assert_eq!(self.in_use(), 0, "the depth changes only while no tag is in use");
+        self.free_first(depth);
+        self.waiters.wake(u32::MAX);
+    }
+
+    /// A hint for one more submitter; each starts at another word.
+    pub fn hint(&self) -> TagHint {
+        let number = self.hints.fetch_add(1, Ordering::Relaxed) as usize;
+        TagHint { word: number % self.words.len() }
+    }
+
+    /// Takes a free tag, if there is one.
+    #[inline]
+    pub fn get(&self, hint: &mut TagHint) -> Option<Tag> {
+        self.get_batch(hint, 1).next()
+    }
+
+    /// Takes up to `want` free tags out of one word, with one atomic operation. Fewer does
+    /// not mean that there are no more, unless it is none.
+    #[inline]
+    pub fn get_batch(&self, hint: &mut TagHint, want: usize) -> TagBatch {
+        if want == 0 {
+            return TagBatch::default();
+        }
+        for _ in 0..self.words.len() {
+            // The hint may come from a set with more words.
+            if hint.word >= self.words.len() {
+                hint.word = 0;
+            }
+            let bits = self.take(hint.word, want);
+            if bits != 0 {
+                return TagBatch { base: (hint.word << self.shift) as u16, bits };
+            }
+            hint.word += 1;
+        }
+        TagBatch::default()
+    }
+
+    #[inline]
+    fn take(&self, word: usize, want: usize) -> u64 {
+        let word = &self.words[word];
+        let mut free = word.load(Ordering::SeqCst);
+        while free != 0 {
+            let bits = lowest_bits(free, want);
+            match word.compare_exchange_weak(free, free & !bits, Ordering::SeqCst, Ordering::SeqCst) {
+                Ok(_) => return bits,
+                Err(now) => free = now,
+            }
+        }
+        0
+    }
+
+    /// Gives one tag back.
+    #[inline]
+    pub fn put(&self, tag: Tag) {
+        self.put_batch(&[tag]);
+    }
+
+    /// Gives tags back: one atomic operation for each run of tags of the same word.
+    ///
+    /// # Panics
+    /// If a tag is not in use: it would be handed out twice.
+    #[inline]
+    pub fn put_batch(&self, tags: &[Tag]) {
+        let Some(first) = tags.first() else { return };
+        let mut word = first.index() >> self.shift;
+        let mut bits = 0;
+        for tag in tags {
+            let its_word = tag.index() >> self.shift;
+            if its_word != word {
+                self.give(word, bits);
+                word = its_word;
+                bits = 0;
+            }
+            let bit = 1 << (tag.index() & ((1 << self.shift) - 1));
+            assert!(bits & bit == 0, "{tag:?} was put twice");
+            bits |= bit;
+        }
+        self.give(word, bits);
+        self.freed(tags.len() as u32);
+    }
+
+    /// Gives back what is left of `batch`, with one atomic operation.
+    #[inline]
+    pub fn put_rest(&self, batch: TagBatch) {
+        if batch.bits != 0 {
+            self.give(usize::from(batch.base) >> self.shift, batch.bits);
+            self.freed(batch.bits.count_ones());
+        }
+    }
+
+    #[inline]
+    fn give(&self, word: usize, bits: u64) {
+        let before = self.words[word].fetch_or(bits, Ordering::SeqCst);
+        assert!(before & bits == 0, "tags {:#x} of word {word} were put twice", before & bits);
+    }
+
+    /// `count` tags were put: those who wait for them are told. One load when nobody waits.
+    #[inline]
+    fn freed(&self, count: u32) {
+        seq_cst_for_loom();
+        if self.waiters.any() {
+            self.freed_with_waiters(count);
+        }
+    }
+
+    /// Waiters are woken a batch at a time, when as many tags came back. The rest of a batch
+    /// is woken for when so little is in flight that it might never fill.
+    #[cold]
+    fn freed_with_waiters(&self, count: u32) {
+        let batch = self.wake_batch();
+        self.waiters.freed(count, batch, || self.in_use() < batch);
+    }
+
+    /// How many waiters are woken together: an eighth of a user's share, 1 to 8.
+    fn wake_batch(&self) -> u32 {
+        let users = self.users.load(Ordering::Relaxed).max(1);
+        (u32::from(self.depth()) / users / 8).clamp(1, 8)
+    }
+
+    /// One more queue is active on the set: shares become smaller.
+    pub fn join(&self) {
+        self.users.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// A queue that joined went idle: shares become larger.
+    pub fn leave(&self) {
+        let before = self.users.fetch_sub(1, Ordering::SeqCst);
+        debug_assert!(before > 0, "more users left than joined");
+    }
+
+    /// Whether a user that holds `active` tags may take another: less than its share, which
+    /// is the depth divided by the users, rounded up, at least [`SHARE_MIN`]. A single user,
+    /// and a single tag, are not divided. A user that is refused holds tags itself, so its
+    /// next completion is when to ask again; it need not wait for others.
+    #[inline]
+    pub fn may_get(&self, active: u32) -> bool {
+        let users = self.users.load(Ordering::Relaxed);
+        let depth = u32::from(self.depth());
+        users <= 1 || depth == 1 || active < depth.div_ceil(users).max(SHARE_MIN)
+    }
+
+    /// Makes room for one who may wait for tags, to be woken through `wake`. `None` if
+    /// [`WAITERS_MAX`] are registered.
+    pub fn register(&self, wake: Arc<dyn Wake>) -> Option<WaiterId> {
+        self.waiters.register(wake)
+    }
+
+    /// Undoes [`TagSet::register`]. If it was waiting, another is woken in its place.
+    pub fn unregister(&self, waiter: WaiterId) {
+        self.cancel_wait(&waiter);
+        self.waiters.unregister(waiter);
+    }
+
+    /// Puts `waiter` among those to be woken; no effect if it is. Having found no tag, call
+    /// this, *try again*, and only then sleep; after a wake-up try, and begin anew if there
+    /// was no tag.
+    pub fn prepare_wait(&self, waiter: &WaiterId) {
+        self.waiters.add(waiter);
+        seq_cst_for_loom();
+    }
+
+    /// Ends the wait of one that took a tag.
+    pub fn finish_wait(&self, waiter: &WaiterId) {
+        self.waiters.remove(waiter);
+    }
+
+    /// Ends the wait of one that took no tag and wants none any more: a wake-up that was
+    /// meant for it goes to another.
+    pub fn cancel_wait(&self, waiter: &WaiterId) {
+        if !self.waiters.remove(waiter) {
+            self.waiters.wake(1);
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! What the checkers prove of the tag set, in every order of a few threads (loom) and in
+//! random orders of more (shuttle).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool as Mark, Ordering::SeqCst};
+
+use super::{TagHint, TagSet, WaiterId, Wake};
+use crate::request::Tag;
+use crate::sync::atomic::AtomicBool;
+use crate::sync::{WaitQueue, model, thread};
+
+/// A thread that waits for tags.
+#[derive(Default)]
+struct Sleeper {
+    woken: AtomicBool,
+    queue: WaitQueue,
+}
+
+impl Wake for Sleeper {
+    fn wake(&self) {
+        self.woken.store(true, SeqCst);
+        self.queue.wake_all();
+    }
+}
+
+/// A tag set and who holds which tag: a mark that is set twice is a tag handed out twice.
+struct Checked {
+    set: TagSet,
+    held: Vec<Mark>,
+}
+
+impl Checked {
+    fn new(depth: u16) -> Arc<Checked> {
+        let held = (0..depth).map(|_| Mark::new(false)).collect();
+        Arc::new(Checked { set: TagSet::new(depth), held })
+    }
+
+    fn take(&self, hint: &mut TagHint, want: usize) -> Vec<Tag> {
+        let tags: Vec<Tag> = self.set.get_batch(hint, want).collect();
+        for tag in &tags {
+            assert!(!self.held[tag.index()].swap(true, SeqCst), "{tag:?} was handed out twice");
+        }
+        tags
+    }
+
+    fn put(&self, tags: &[Tag]) {
+        for tag in tags {
+            self.held[tag.index()].store(false, SeqCst);
+        }
+        self.set.put_batch(tags);
+    }
+
+    /// Waits for a tag as the protocol says.
+    fn take_waiting(&self, hint: &mut TagHint, id: &WaiterId, sleeper: &Sleeper) -> Vec<Tag> {
+        loop {
+            let tags = self.take(hint, 1);
+            if !tags.is_empty() {
+                return tags;
+            }
+            self.set.prepare_wait(id);
+            let tags = self.take(hint, 1);
+            if !tags.is_empty() {
+                self.set.finish_wait(id);
+                return tags;
+            }
+            sleeper.queue.wait_until(|| sleeper.woken.swap(false, SeqCst));
+        }
+    }
+
+    fn waiter(&self) -> (WaiterId, Arc<Sleeper>) {
+        let sleeper = Arc::new(Sleeper::default());
+        (self.set.register(sleeper.clone()).expect("room for a waiter"), sleeper)
+    }
+}
+
+fn join(threads: Vec<thread::JoinHandle<()>>) {
+    for thread in threads {
+        thread.join().expect("a thread panicked");
+    }
+}
+
+/// No tag is handed out twice, and at the end none is missing.
+fn no_tag_twice(depth: u16, threads: usize, rounds: usize, want: usize) {
+    let checked = Checked::new(depth);
+    let work = |checked: Arc<Checked>| {
+        let mut hint = checked.set.hint();
+        for _ in 0..rounds {
+            let tags = checked.take(&mut hint, want);
+            assert!(checked.set.in_use() >= tags.len() as u32 || rounds == 0);
+            checked.put(&tags);
+        }
+    };
+    let others = (1..threads).map(|_| checked.clone()).map(|c| thread::spawn(move || work(c))).collect();
+    work(checked.clone());
+    join(others);
+    assert_eq!(checked.set.in_use(), 0);
+    let mut hint = checked.set.hint();
+    let mut all = 0;
+    while all < depth {
+        let tags = checked.take(&mut hint, 64);
+        assert!(!tags.is_empty(), "a tag was lost");
+        all += tags.len() as u16;
+    }
+}
+
+/// Every thread gets its tag, whoever else waits: the checker sees a lost wake-up as a
+/// deadlock. `hold` tags are taken first and come back in two batches.
+fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize) {
+    let checked = Checked::new(depth);
+    let mut hint = checked.set.hint();
+    let mut taken = Vec::new();
+    while taken.len() < hold {
+        taken.extend(checked.take(&mut hint, hold - taken.len()));
+    }
+    let others = (0..threads)
+        .map(|_| {
+            let checked = checked.clone();
+            thread::spawn(move || {
+                let (id, sleeper) = checked.waiter();
+                let mut hint = checked.set.hint();
+                for _ in 0..rounds {
+                    let tags = checked.take_waiting(&mut hint, &id, &sleeper);
+                    checked.put(&tags);
+                }
+                checked.set.unregister(id);
+            })
+        })
+        .collect();
+    let (some, rest) = taken.split_at(hold.min(1));
+    checked.put(some);
+    checked.put(rest);
+    join(others);
+    assert_eq!(checked.set.in_use(), 0);
+}
+
+/// A waiter that goes without a tag hands its wake-up on.
+fn a_wake_up_is_handed_on(quitters: usize) {
+    let checked = Checked::new(1);
+    let held = checked.take(&mut checked.set.hint(), 1);
+    let mut others: Vec<_> = (0..quitters)
+        .map(|_| {
+            let (id, _sleeper) = checked.waiter();
+            checked.set.prepare_wait(&id);
+            let checked = checked.clone();
+            thread::spawn(move || checked.set.unregister(id))
+        })
+        .collect();
+    let (id, sleeper) = checked.waiter();
+    let stays = checked.clone();
+    others.push(thread::spawn(move || {
+        let tags = stays.take_waiting(&mut stays.set.hint(), &id, &sleeper);
+        stays.put(&tags);
+    }));
+    checked.put(&held);
+    join(others);
+}
+
+#[cfg(loom)]
+mod loom_tags {
+    use super::*;
+
+    #[test]
+    fn loom_no_tag_twice() {
+        model("two threads, two words", 0, || no_tag_twice(8, 2, 2, 2));
+        model("three threads, one word", 0, || no_tag_twice(3, 3, 1, 2));
+    }
+
+    #[test]
+    fn loom_every_waiter_is_woken() {
+        model("one tag, one holder, two waiters", 0, || every_waiter_is_woken(1, 1, 2, 1));
+        model("two threads, one tag, twice", 0, || every_waiter_is_woken(1, 0, 2, 2));
+    }
+
+    #[test]
+    fn loom_a_batch_that_does_not_fill_wakes() {
+        model("wake-ups in twos, two waiters", 0, || every_waiter_is_woken(16, 16, 2, 1));
+    }
+
+    #[test]
+    fn loom_a_wake_up_is_handed_on() {
+        model("one quits, one stays", 0, || a_wake_up_is_handed_on(1));
+    }
+}
+
+#[cfg(shuttle)]
+mod shuttle_tags {
+    use super::*;
+
+    #[test]
+    fn shuttle_no_tag_twice() {
+        model("six threads, 16 tags", 10_000, || no_tag_twice(16, 6, 4, 3));
+    }
+
+    #[test]
+    fn shuttle_every_waiter_is_woken() {
+        model("eight threads, two tags", 10_000, || every_waiter_is_woken(2, 2, 8, 3));
+        model("ten waiters, 16 tags, wake-ups in twos", 10_000, || every_waiter_is_woken(16, 16, 20, 2));
+        model("twelve waiters, 64 tags, wake-ups in eights", 3_000, || every_waiter_is_woken(64, 64, 12, 2));
+    }
+
+    #[test]
+    fn shuttle_a_wake_up_is_handed_on() {
+        model("three quit, one stays", 10_000, || a_wake_up_is_handed_on(3));
+    }
+}

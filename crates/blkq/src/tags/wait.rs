@@ -1,0 +1,182 @@
+//! Waiting for tags: eight wait queues, woken in batches, without a lock on the waker's side.
+//!
+//! A waiter is a bit of its wait queue. Two counters that only grow, of tags put and of
+//! wake-ups given for them, tell when a batch is due (the kernel's lib/sbitmap.c).
+
+use std::fmt;
+use std::sync::{Arc, PoisonError};
+
+use crossbeam_utils::CachePadded;
+
+use crate::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use crate::sync::{Mutex, RwLock, lock, seq_cst_for_loom};
+
+/// Wait queues of a set; the checker's exhaustive search affords fewer.
+const QUEUES: usize = if cfg!(loom) { 2 } else { 8 };
+/// Waiters of one wait queue: the bits of its word.
+const QUEUE_WAITERS: usize = if cfg!(loom) { 1 } else { 32 };
+
+/// How many waiters can be registered with one set.
+pub const WAITERS_MAX: usize = QUEUES * QUEUE_WAITERS;
+
+/// Somebody who can be told to look again: the owner of a queue, or a sleeping thread.
+pub trait Wake: Send + Sync {
+    /// Tells it. Called on threads that must not block; may come without a cause.
+    fn wake(&self);
+}
+
+/// One registered waiter of a tag set.
+#[derive(Debug)]
+pub struct WaiterId(u16);
+
+impl WaiterId {
+    /// Its wait queue and its bit there: neighbours are in different queues.
+    fn place(&self) -> (usize, u32) {
+        let number = usize::from(self.0);
+        (number % QUEUES, 1 << (number / QUEUES))
+    }
+}
+
+pub(super) struct Waiters {
+    /// How many bits of all queues are set, or about to be.
+    waiting: AtomicU32,
+    counters: CachePadded<Counters>,
+    /// The waiters that sleep or are about to.
+    queues: [CachePadded<AtomicU32>; QUEUES],
+    slots: Box<[RwLock<Option<Arc<dyn Wake>>>]>,
+    /// One registers at a time, so that no slot but a free one is ever locked for writing.
+    registering: Mutex<()>,
+}
+
+#[derive(Debug)]
+struct Counters {
+    freed: AtomicU32,
+    woken: AtomicU32,
+    /// Which queue is woken next.
+    turn: AtomicU32,
+}
+
+impl Waiters {
+    pub fn new() -> Waiters {
+        Waiters {
+            waiting: AtomicU32::new(0),
+            counters: CachePadded::new(Counters {
+                freed: AtomicU32::new(0),
+                woken: AtomicU32::new(0),
+                turn: AtomicU32::new(0),
+            }),
+            queues: std::array::from_fn(|_| CachePadded::new(AtomicU32::new(0))),
+            slots: (0..WAITERS_MAX).map(|_| RwLock::new(None)).collect(),
+            registering: Mutex::new(()),
+        }
+    }
+
+    pub fn register(&self, wake: Arc<dyn Wake>) -> Option<WaiterId> {
+        let _one_at_a_time = lock(&self.registering);
+        let free = |slot: &RwLock<Option<_>>| slot.read().unwrap_or_else(PoisonError::into_inner).is_none();
+        let number = self.slots.iter().position(free)?;
+        *self.slots[number].write().unwrap_or_else(PoisonError::into_inner) = Some(wake);
+        Some(WaiterId(number as u16))
+    }
+
+    pub fn unregister(&self, waiter: WaiterId) {
+        let slot = &self.slots[usize::from(waiter.0)];
+        *slot.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Whether anybody waits.
+    #[inline]
+    pub fn any(&self) -> bool {
+        self.waiting.load(SeqCst) > 0
+    }
+
+    pub fn add(&self, waiter: &WaiterId) {
+        let (queue, bit) = waiter.place();
+        // Counted first: the count may say too much for a moment, never too little.
+        self.waiting.fetch_add(1, SeqCst);
+        if self.queues[queue].fetch_or(bit, SeqCst) & bit != 0 {
+            self.waiting.fetch_sub(1, SeqCst);
+        }
+    }
+
+    /// Whether it was still waiting; otherwise it was woken.
+    pub fn remove(&self, waiter: &WaiterId) -> bool {
+        let (queue, bit) = waiter.place();
+        let waited = self.queues[queue].fetch_and(!bit, SeqCst) & bit != 0;
+        if waited {
+            self.waiting.fetch_sub(1, SeqCst);
+        }
+        waited
+    }
+
+    /// Counts `count` tags that were put. Every full batch of them wakes as many waiters;
+    /// if `drained` says that no batch will fill, so does the rest.
+    pub fn freed(&self, count: u32, batch: u32, drained: impl Fn() -> bool) {
+        let counters = &*self.counters;
+        counters.freed.fetch_add(count, SeqCst);
+        seq_cst_for_loom();
+        let mut woken = counters.woken.load(SeqCst);
+        let due = loop {
+            let open = counters.freed.load(SeqCst).wrapping_sub(woken);
+            let due = if open >= batch {
+                open - open % batch
+            } else if drained() {
+                // At least one, even if others have woken for these tags by now.
+                open.clamp(1, batch)
+            } else {
+                return;
+            };
+            match counters.woken.compare_exchange(woken, woken.wrapping_add(due.min(open)), SeqCst, SeqCst) {
+                Ok(_) => break due,
+                Err(now) => woken = now,
+            }
+        };
+        self.wake(due);
+    }
+
+    /// Wakes up to `count` waiters, queue after queue.
+    pub fn wake(&self, mut count: u32) {
+        let mut empty = 0;
+        while count > 0 && empty < QUEUES {
+            // The turn goes on before looking, so that wakers at the same time spread.
+            let turn = self.counters.turn.fetch_add(1, SeqCst) as usize;
+            if self.wake_one(turn % QUEUES, (turn / QUEUES) as u32) {
+                count -= 1;
+                empty = 0;
+            } else {
+                empty += 1;
+            }
+        }
+    }
+
+    /// Wakes a waiter of `queue`: the first from bit `from` on, around the end.
+    fn wake_one(&self, queue: usize, from: u32) -> bool {
+        let from = from % QUEUE_WAITERS as u32;
+        loop {
+            let sleeping = self.queues[queue].load(SeqCst);
+            if sleeping == 0 {
+                return false;
+            }
+            let index = (sleeping.rotate_right(from).trailing_zeros() + from) % u32::BITS;
+            let bit = 1 << index;
+            if self.queues[queue].fetch_and(!bit, SeqCst) & bit == 0 {
+                continue;
+            }
+            self.waiting.fetch_sub(1, SeqCst);
+            // Locked for writing only while it is free; then the wake-up is for another.
+            if let Ok(slot) = self.slots[index as usize * QUEUES + queue].try_read()
+                && let Some(wake) = &*slot
+            {
+                wake.wake();
+                return true;
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Waiters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Waiters { waiting, counters, .. } = self;
+        f.debug_struct("Waiters").field("waiting", waiting).field("counters", counters).finish_non_exhaustive()
+    }
+}
