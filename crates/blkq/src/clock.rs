@@ -25,7 +25,10 @@ impl std::str::FromStr for ClockMode {
         match mode {
             "cached" => Ok(ClockMode::Cached),
             "precise" => Ok(ClockMode::Precise),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("no clock is named {mode:?}: there are cached, precise"))),
+            _ => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("no clock is named {mode:?}: there are cached, precise"),
+            )),
         }
     }
 }

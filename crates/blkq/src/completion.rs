@@ -148,7 +148,8 @@ impl Queue {
 
     fn end_bio_slow(&mut self, index: u32, result: IoResult) {
         let slot = &self.bios[index];
-        let is_zeroes = slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
+        let is_zeroes =
+            slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
         if is_zeroes && result == Err(Status::NotSupported) && !slot.flags.contains(BioFlags::NO_FALLBACK) {
             // The driver found out that it cannot after all.
             return self.begin_zeroes(index);

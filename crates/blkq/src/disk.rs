@@ -321,7 +321,9 @@ impl Disk {
             Ok(depth) if (1..=most).contains(&depth) => Ok(depth),
             _ => Err(Error::new(
                 ErrorKind::Invalid,
-                format!("depth {value:?}: give a number from 1 to {most} (more needs a new attach with --depth)"),
+                format!(
+                    "depth {value:?}: give a number from 1 to {most} (more needs a new attach with --depth)"
+                ),
             )),
         }
     }

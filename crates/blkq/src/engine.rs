@@ -286,7 +286,8 @@ impl Engine {
     fn new(queues: Vec<(Arc<Disk>, usize)>, handle: EngineHandle) -> Result<Engine, Error> {
         let mut ring = Ring::new(RING_ENTRIES)?;
         ring.require(&ENGINE_OPERATIONS)?;
-        let kicks: Vec<_> = queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
+        let kicks: Vec<_> =
+            queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
         let open = |(owner, (disk, index)): (usize, &(Arc<Disk>, usize))| {
             Queue::open(disk, *index, owner as u16, Some(&mut ring))
         };
@@ -472,7 +473,8 @@ impl Engine {
         if self.has_work() {
             self.ring.enter(0, None);
         } else {
-            let timeout = self.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())));
+            let timeout =
+                self.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())));
             self.ring.enter(1, timeout);
         }
         self.kicks.iter().for_each(|kick| kick.woke());

@@ -133,7 +133,12 @@ impl Queue {
         Queue::open_claimed(disk, index, owner, ring).inspect_err(|_| disk.release_queue(index))
     }
 
-    fn open_claimed(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
+    fn open_claimed(
+        disk: &Arc<Disk>,
+        index: usize,
+        owner: u16,
+        ring: Option<&mut Ring>,
+    ) -> Result<Queue, Error> {
         let settings = disk.settings();
         let limits = disk.limits();
         let tags = disk.hardware_queue(index).tags.clone();
@@ -142,7 +147,10 @@ impl Queue {
         let driver = disk.driver().open_queue(index as u16, slots, ring)?;
         let sharing = if disk.has_shared_tags() {
             let kick = disk.hardware_queue(index).kick.clone();
-            Some(tags.register(kick).ok_or_else(|| Error::new(ErrorKind::Busy, "too many queues share the tags"))?)
+            Some(
+                tags.register(kick)
+                    .ok_or_else(|| Error::new(ErrorKind::Busy, "too many queues share the tags"))?,
+            )
         } else {
             None
         };

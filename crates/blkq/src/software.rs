@@ -105,7 +105,13 @@ impl SoftwareQueues {
     ///
     /// # Errors
     /// The bio and its end, if it merges with none.
-    pub fn try_merge(&self, index: usize, bio: Bio, end: End, limits: &QueueLimits) -> Result<(), (Bio, End)> {
+    pub fn try_merge(
+        &self,
+        index: usize,
+        bio: Bio,
+        end: End,
+        limits: &QueueLimits,
+    ) -> Result<(), (Bio, End)> {
         if !merge::is_mergeable(bio.operation, bio.flags) || bio.sectors == 0 {
             return Err((bio, end));
         }

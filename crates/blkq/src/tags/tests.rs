@@ -145,9 +145,8 @@ fn every_waiter_of_a_full_table_has_its_turn() {
             self.1.lock().expect("not poisoned").push(self.0);
         }
     }
-    let ids: Vec<_> = (0..WAITERS_MAX)
-        .map(|n| set.register(Arc::new(Note(n, order.clone()))).expect("room"))
-        .collect();
+    let ids: Vec<_> =
+        (0..WAITERS_MAX).map(|n| set.register(Arc::new(Note(n, order.clone()))).expect("room")).collect();
     assert!(set.register(Arc::new(Counter::default())).is_none());
     // Each that was woken waits again at once; nobody is passed over for long.
     ids.iter().for_each(|id| set.prepare_wait(id));

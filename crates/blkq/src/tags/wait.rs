@@ -177,6 +177,9 @@ impl Waiters {
 impl fmt::Debug for Waiters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Waiters { waiting, counters, .. } = self;
-        f.debug_struct("Waiters").field("waiting", waiting).field("counters", counters).finish_non_exhaustive()
+        f.debug_struct("Waiters")
+            .field("waiting", waiting)
+            .field("counters", counters)
+            .finish_non_exhaustive()
     }
 }
