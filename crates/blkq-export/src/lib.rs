@@ -1,1 +1,3 @@
 //! Attachments: what serves a blkq disk to others.
+
+pub mod nbd;

@@ -135,13 +135,11 @@ impl Queue {
     #[inline]
     pub(crate) fn end_bio(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.bios[index];
-        if slot.marks.is_empty() && slot.step == FlushStep::None && slot.parent == NIL && result.is_ok() {
-            if let End::Owner(user_data) = slot.end {
-                let data = std::mem::take(&mut slot.data);
-                self.bios.remove(index);
-                self.done.push(Completion { user_data, result, data });
-                return;
-            }
+        if let (Some(user_data), Ok(())) = (slot.plain_mark(), result) {
+            let data = slot.take_data();
+            self.bios.remove(index);
+            self.done.push(Completion { user_data, result, data });
+            return;
         }
         self.end_bio_slow(index, result);
     }
@@ -161,8 +159,7 @@ impl Queue {
         if slot.marks.contains(SlotMarks::GATED) {
             self.gate_owed[usize::from(slot.operation.is_write())] += 1;
         }
-        let (data, parent) = (std::mem::take(&mut slot.data), slot.parent);
-        let end = std::mem::replace(&mut slot.end, End::Taken);
+        let (data, parent, end) = (slot.take_data(), slot.parent, slot.take_end());
         self.bios.remove(index);
         match end {
             End::Owner(user_data) => self.done.push(Completion { user_data, result, data }),

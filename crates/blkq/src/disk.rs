@@ -360,8 +360,7 @@ impl Disk {
 
     /// Lets I/O go on after [`Disk::freeze`].
     pub fn unfreeze(&self) {
-        self.control.unfreeze();
-        self.kick_all();
+        self.control.unfreeze(|queue| self.queues[queue].kick.kick());
     }
 
     /// Keeps requests from the driver: when this returns it gets none until
@@ -372,14 +371,7 @@ impl Disk {
 
     /// Lets requests reach the driver again.
     pub fn unquiesce(&self) {
-        self.control.unquiesce();
-        self.kick_all();
-    }
-
-    fn kick_all(&self) {
-        for queue in &self.queues {
-            queue.kick.kick();
-        }
+        self.control.unquiesce(|queue| self.queues[queue].kick.kick());
     }
 
     pub(crate) fn hardware_queue(&self, index: usize) -> &HardwareQueue {

@@ -139,6 +139,12 @@ pub trait DriverQueue {
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
+
+    /// The queue is about to be dropped; no request is in flight. What it registered with
+    /// the ring, which may live on, is taken out here.
+    fn close(&mut self, cx: &mut DriverContext<'_>) {
+        let _ = cx;
+    }
 }
 
 /// What a driver's queue sees of the block layer.

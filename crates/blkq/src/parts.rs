@@ -3,11 +3,11 @@
 //! write-zeroes needs little memory.
 
 use crate::bio::{BioFlags, Operation};
-use crate::buffer::{Data, Segment};
+use crate::buffer::Segment;
 use crate::completion::End;
 use crate::error::{IoResult, Status};
 use crate::queue::Queue;
-use crate::request::{BioSlot, FlushStep, Memory, NIL, SlotMarks};
+use crate::request::{DataWords, Memory, NewBio, SlotMarks};
 use crate::sector::SECTOR_SHIFT;
 use crate::split;
 use crate::stats::Counter;
@@ -48,7 +48,8 @@ impl Queue {
     fn is_whole(&self, index: u32, no_unmap: bool) -> bool {
         let slot = &self.bios[index];
         let length = slot.sectors << SECTOR_SHIFT;
-        slot.data.with_segments(|segments| {
+        let (root, _) = self.bios.memory_of(index);
+        root.with_segments(|segments| {
             !split::needs_split(&self.limits, slot.operation, no_unmap, slot.sector.bytes(), length, segments)
         })
     }
@@ -89,26 +90,22 @@ impl Queue {
                 self.bios[index].error = Some(Status::Invalid);
                 continue;
             }
-            let part = BioSlot {
-                data: Data::None,
-                end: End::Taken,
+            let (flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
+            let part = self.bios.insert(NewBio {
+                operation,
+                flags,
                 sector,
                 sectors,
-                start_ns: slot.start_ns,
-                issued: 0,
-                next: NIL,
-                parent: index,
-                // Only bios with memory have an offset into it, and those are below 4 GiB.
-                data_offset: (slot.issued << SECTOR_SHIFT) as u32,
-                pending: 0,
-                operation,
-                flags: slot.flags,
-                memory: if as_zeroes { Memory::Zeroes } else { Memory::Parent },
+                data: DataWords::NONE,
+                end: End::Taken,
                 marks: SlotMarks::empty(),
-                step: FlushStep::None,
-                error: None,
-            };
-            let part = self.bios.insert(part);
+                start_ns,
+            });
+            let slot = &mut self.bios[part];
+            slot.parent = index;
+            slot.memory = if as_zeroes { Memory::Zeroes } else { Memory::Parent };
+            // Only bios with memory have an offset into it, and those are below 4 GiB.
+            slot.data_offset = (issued << SECTOR_SHIFT) as u32;
             let slot = &mut self.bios[index];
             slot.issued += sectors;
             slot.pending += 1;
@@ -129,12 +126,9 @@ impl Queue {
             let left = left.min(page * u64::from(self.limits.max_segments));
             split::split_point(&self.limits, operation, false, offset, left, &[], 0)
         } else {
-            let (mut skip, mut root) = (slot.issued << SECTOR_SHIFT, slot);
-            while root.memory == Memory::Parent {
-                skip += u64::from(root.data_offset);
-                root = &self.bios[root.parent];
-            }
-            root.data.with_segments(|segments: &[Segment]| {
+            let (root, skip) = self.bios.memory_of(index);
+            let skip = skip + (slot.issued << SECTOR_SHIFT);
+            root.with_segments(|segments: &[Segment]| {
                 split::split_point(&self.limits, operation, no_unmap, offset, left, segments, skip)
             })
         };

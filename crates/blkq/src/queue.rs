@@ -6,10 +6,11 @@
 //! ring and perhaps several queues.
 
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use crate::bio::{Bio, BioFlags, Completion, Operation};
-use crate::buffer::{Data, IoBuffer};
+use crate::buffer::IoBuffer;
 use crate::clock::Clock;
 use crate::completion::End;
 use crate::disk::{Disk, HardwareQueue, Settings};
@@ -18,9 +19,7 @@ use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::flush::FlushMachine;
 use crate::limits::QueueLimits;
 use crate::plug::Plug;
-use crate::request::{
-    BioList, BioSlab, BioSlot, FlushStep, Memory, NIL, Request, RequestState, SlotMarks, Tag,
-};
+use crate::request::{BioList, BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
 use crate::ring::{Cqe, Ring};
 use crate::sched::Scheduler;
 use crate::sector::{SECTOR_SHIFT, Sector};
@@ -204,54 +203,31 @@ impl Queue {
         if self.bios.room() == 0 {
             return Err(bio);
         }
-        let Bio { operation, flags, sector, sectors, data, user_data } = bio;
-        self.accept(operation, flags, sector, sectors, data, End::Owner(user_data), SlotMarks::empty(), ring);
+        let end = End::Owner(bio.user_data);
+        self.accept(bio, end, SlotMarks::empty(), ring);
         Ok(())
     }
 
     /// Makes the bio this queue's own and sends it on its way.
     #[inline]
-    #[allow(clippy::too_many_arguments, reason = "the fields of a bio, kept in registers")]
-    pub(crate) fn accept(
-        &mut self,
-        operation: Operation,
-        flags: BioFlags,
-        sector: Sector,
-        sectors: u64,
-        data: Data,
-        end: End,
-        marks: SlotMarks,
-        ring: Option<&mut Ring>,
-    ) {
-        let plain = match &data {
-            Data::Buffer(buffer) => {
+    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, ring: Option<&mut Ring>) {
+        let bio = ManuallyDrop::new(bio);
+        let Bio { operation, flags, sector, sectors, .. } = *bio;
+        // SAFETY: the bio is not dropped.
+        let data = unsafe { DataWords::of(&bio.data) };
+        let plain = match data.buffer_len() {
+            Some(len) => {
                 operation.has_data()
                     && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
                     && self.fast.fits(sector, sectors)
-                    && sectors << SECTOR_SHIFT <= buffer.len() as u64
+                    && sectors << SECTOR_SHIFT <= u64::from(len)
                     && !(operation == Operation::Write && self.limits.read_only)
             }
-            _ => false,
+            None => false,
         };
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        let index = self.bios.insert(BioSlot {
-            data,
-            end,
-            sector,
-            sectors,
-            start_ns,
-            issued: 0,
-            next: NIL,
-            parent: NIL,
-            data_offset: 0,
-            pending: 0,
-            operation,
-            flags,
-            memory: Memory::Own,
-            marks,
-            step: FlushStep::None,
-            error: None,
-        });
+        let bio = NewBio { operation, flags, sector, sectors, data, end, marks, start_ns };
+        let index = self.bios.insert(bio);
         if plain {
             if !self.waiting.is_empty() || !self.admit(index, ring) {
                 self.wait(index);
@@ -301,7 +277,7 @@ impl Queue {
             return Err(Status::Invalid);
         }
         if slot.operation.has_data() {
-            slot.data.with_segments(|segments| {
+            slot.with_segments(|segments| {
                 if length > u64::from(u32::MAX) {
                     return Err(Status::Invalid);
                 }
@@ -379,7 +355,7 @@ impl Queue {
     /// A tag of a set that other queues use too: never more than the fair share, and a
     /// queue that finds none is woken when another gives some back.
     fn get_shared_tags(&mut self) -> TagBatch {
-        let Some(waiter) = &self.sharing else { return TagBatch::default() };
+        let Some(waiter) = &mut self.sharing else { return TagBatch::default() };
         if !self.tags.may_get(self.in_use) {
             return TagBatch::default();
         }
@@ -397,28 +373,22 @@ impl Queue {
     /// Makes a request of one bio.
     #[inline]
     pub(crate) fn build(&mut self, tag: Tag, index: u32) {
+        let segments = self.bios.count_segments(index, &self.zeroes);
         let slot = &mut self.bios[index];
         slot.next = NIL;
-        let segments = match (slot.memory, &slot.data) {
-            (Memory::Own, Data::None) => 0,
-            (Memory::Own, Data::Buffer(_)) => 1,
-            _ => self.bios.count_segments(index, &self.zeroes),
-        };
-        let slot = &self.bios[index];
         let request = &mut self.requests[tag.index()];
         debug_assert!(request.state == RequestState::Idle);
-        *request = Request {
-            sector: slot.sector,
-            sectors: slot.sectors,
-            first_bio: index,
-            last_bio: index,
-            segments,
-            start_ns: slot.start_ns,
-            operation: slot.operation,
-            flags: slot.flags,
-            state: RequestState::Busy,
-            ..Request::idle()
-        };
+        // Field by field: a literal would go through the stack (see `BioSlot`).
+        request.sector = slot.sector;
+        request.sectors = slot.sectors;
+        request.first_bio = index;
+        request.last_bio = index;
+        request.segments = segments;
+        request.start_ns = slot.start_ns;
+        request.operation = slot.operation;
+        request.flags = slot.flags;
+        request.state = RequestState::Busy;
+        request.pdu = [0; 2];
         let (operation, start_ns) = (slot.operation, slot.start_ns);
         self.in_use += 1;
         if self.settings.iostats {

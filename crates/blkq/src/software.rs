@@ -180,8 +180,7 @@ impl Queue {
             drop(queue);
             let mut marks = if staged.gated { SlotMarks::GATED } else { SlotMarks::empty() };
             for (bio, end) in staged.bios {
-                let Bio { operation, flags, sector, sectors, data, .. } = bio;
-                self.accept(operation, flags, sector, sectors, data, end, marks, ring.as_deref_mut());
+                self.accept(bio, end, marks, ring.as_deref_mut());
                 marks = SlotMarks::empty();
             }
             if !self.can_take() {

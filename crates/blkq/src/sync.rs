@@ -24,7 +24,7 @@ pub(crate) use std::{
 };
 
 use std::sync::TryLockError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use atomic::Ordering::SeqCst;
 
@@ -57,14 +57,12 @@ pub(crate) fn seq_cst_for_loom() {
 
 /// Threads that sleep until a condition holds (the kernel's `wait_event`). Waking takes
 /// no lock, so that a thread that must not block can do it.
-#[cfg(not(any(loom, shuttle)))]
 #[derive(Default, Debug)]
 pub(crate) struct WaitQueue {
     /// Counts the wake-ups: the futex that sleepers compare.
     wakes: atomic::AtomicU32,
 }
 
-#[cfg(not(any(loom, shuttle)))]
 impl WaitQueue {
     /// Sleeps until `condition` holds; looked at first, and after every wake-up.
     pub fn wait_until(&self, condition: impl FnMut() -> bool) {
@@ -74,71 +72,58 @@ impl WaitQueue {
     /// The same, but for `timeout` at most: whether the condition came to hold.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
         // A timeout beyond the clock's range is none.
-        self.wait(condition, std::time::Instant::now().checked_add(timeout))
+        self.wait(condition, Instant::now().checked_add(timeout))
     }
 
-    fn wait(&self, mut condition: impl FnMut() -> bool, until: Option<std::time::Instant>) -> bool {
-        use rustix::thread::futex;
+    fn wait(&self, mut condition: impl FnMut() -> bool, until: Option<Instant>) -> bool {
         loop {
             let seen = self.wakes.load(SeqCst);
+            seq_cst_for_loom();
             if condition() {
                 return true;
             }
-            let left = until.map(|until| until.saturating_duration_since(std::time::Instant::now()));
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
                 return false;
             }
-            let left = left.and_then(|left| rustix::time::Timespec::try_from(left).ok());
-            // Woken, interrupted, timed out, or the count moved on: look again in any case.
-            let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, left.as_ref());
+            futex_wait(&self.wakes, seen, left);
         }
     }
 
     /// Has every sleeper look at its condition again; to be called after what makes it hold.
     pub fn wake_all(&self) {
-        use rustix::thread::futex;
         self.wakes.fetch_add(1, SeqCst);
-        // The futex is ours and mapped: waking it cannot fail.
-        let _ = futex::wake(&self.wakes, futex::Flags::PRIVATE, i32::MAX as u32);
+        futex_wake_all(&self.wakes);
     }
 }
 
-/// The twin of the futex for the checkers, which know locks and no system calls.
+/// Sleeps while `word` is `seen`, or for less.
+#[cfg(not(any(loom, shuttle)))]
+fn futex_wait(word: &atomic::AtomicU32, seen: u32, timeout: Option<Duration>) {
+    use rustix::thread::futex;
+    let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());
+    // Woken, interrupted, timed out, or the word had changed: the caller looks again in any case.
+    let _ = futex::wait(word, futex::Flags::PRIVATE, seen, timeout.as_ref());
+}
+
+#[cfg(not(any(loom, shuttle)))]
+fn futex_wake_all(word: &atomic::AtomicU32) {
+    use rustix::thread::futex;
+    // The word is ours and mapped: this cannot fail.
+    let _ = futex::wake(word, futex::Flags::PRIVATE, i32::MAX as u32);
+}
+
+/// The checkers' futex: one that nobody changes is a thread that never goes on, which they
+/// report as too long a run.
 #[cfg(any(loom, shuttle))]
-#[derive(Default, Debug)]
-pub(crate) struct WaitQueue {
-    wakes: Mutex<u32>,
-    woken: Condvar,
+fn futex_wait(word: &atomic::AtomicU32, seen: u32, _timeout: Option<Duration>) {
+    while word.load(SeqCst) == seen {
+        thread::yield_now();
+    }
 }
 
 #[cfg(any(loom, shuttle))]
-impl WaitQueue {
-    pub fn wait_until(&self, mut condition: impl FnMut() -> bool) {
-        loop {
-            let seen = *lock(&self.wakes);
-            if condition() {
-                return;
-            }
-            let mut wakes = lock(&self.wakes);
-            while *wakes == seen {
-                wakes = match self.woken.wait(wakes) {
-                    Ok(guard) => guard,
-                    Err(poisoned) => poisoned.into_inner(),
-                };
-            }
-        }
-    }
-
-    /// Time does not pass under the checkers.
-    pub fn wait_until_timeout(&self, _timeout: Duration, mut condition: impl FnMut() -> bool) -> bool {
-        condition()
-    }
-
-    pub fn wake_all(&self) {
-        *lock(&self.wakes) += 1;
-        self.woken.notify_all();
-    }
-}
+fn futex_wake_all(_word: &atomic::AtomicU32) {}
 
 /// Runs `body` in every order that loom finds, or in `schedules` random ones under shuttle,
 /// and says how many that were.
@@ -159,7 +144,7 @@ pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync 
         let mut builder = loom::model::Builder::new();
         // Exhaustive up to three forced switches per thread, as most defects need two.
         builder.preemption_bound = builder.preemption_bound.or(Some(3));
-        builder.max_branches = 100_000;
+        builder.max_branches = 10_000;
         builder.check(counted);
     }
     #[cfg(shuttle)]

@@ -12,7 +12,6 @@
 mod model;
 
 use std::ops::RangeInclusive;
-use std::time::Duration;
 
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
@@ -25,7 +24,7 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Arc, Mutex, lock};
 
 use model::Delays;
-pub use model::{NullCounters, SeekModel};
+pub use model::{NullBlocking, NullCounters, SeekModel};
 
 /// When a request completes.
 #[derive(Clone, Debug, Default)]
@@ -39,19 +38,6 @@ pub enum NullCompletion {
     Random(RangeInclusive<u64>, u64),
     /// When a disk with one arm has done it, one request after the other.
     Disk(SeekModel),
-}
-
-/// What taking a request costs the engine thread: a bad driver, on purpose
-/// (what BLK_MQ_F_BLOCKING announces in the kernel).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum NullBlocking {
-    /// Nothing.
-    #[default]
-    Never,
-    /// That many nanoseconds of CPU per request.
-    Spin(u64),
-    /// That many nanoseconds of sleep per request.
-    Sleep(u64),
 }
 
 /// What a null device is like.
@@ -200,16 +186,7 @@ impl DriverQueue for NullQueue {
                     unsafe { segment.ptr.write_bytes(0, segment.len as usize) }
                 });
             }
-            match self.options.blocking {
-                NullBlocking::Never => {}
-                NullBlocking::Spin(ns) => {
-                    let end = monotonic_ns() + ns;
-                    while monotonic_ns() < end {
-                        std::hint::spin_loop();
-                    }
-                }
-                NullBlocking::Sleep(ns) => std::thread::sleep(Duration::from_nanos(ns)),
-            }
+            self.options.blocking.hold_up();
             if self.delays.is_immediate() {
                 cx.complete(tag, Ok(()));
             } else {
@@ -259,5 +236,5 @@ impl NullQueue {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests;

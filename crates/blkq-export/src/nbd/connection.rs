@@ -1,0 +1,525 @@
+//! One client: its stream of requests in, bios out, and one stream of replies back.
+//!
+//! Requests wait in the kernel's socket buffer, not here, when the client has too much
+//! in flight: nothing more is received until replies have left.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector, SourceContext};
+use io_uring::{opcode, types};
+use rustix::net::{Shutdown, shutdown};
+
+use super::buffers::BufferPool;
+use super::handshake::{Export, Handshake, INPUT_BYTES, Next};
+use super::outgoing::Outgoing;
+use super::proto::{Command, CommandFlags, NbdError};
+use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
+use super::source::{Core, Pending, RECEIVED, SENT, token};
+use super::status::ConnectionStatus;
+use super::transmission::{Request, Step, Transmission};
+
+/// Size of the buffer that requests are received into: thirty writes of 4 KiB, and any
+/// option of the handshake.
+const STREAM_BYTES: usize = 128 << 10;
+const _: () = assert!(STREAM_BYTES >= INPUT_BYTES);
+/// Most that one cache request reads ahead, in bytes.
+const CACHE_MAX_BYTES: u64 = 4 << 20;
+/// Bytes that a client must at least take per second.
+const SEND_RATE_MIN: u64 = 1 << 20;
+const NS_PER_SECOND: u64 = 1_000_000_000;
+
+enum Phase {
+    Handshake(Handshake, Vec<Export>),
+    Transmission(Transmission),
+}
+
+/// A write whose payload is on its way.
+struct Incoming {
+    request: Request,
+    buffer: IoBuffer,
+    received: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    /// Not in sight.
+    No,
+    /// Nothing more is received; what is in flight is answered.
+    Drain,
+    /// Nothing more is sent either; what is in flight only ends.
+    Broken,
+}
+
+/// Counters, kept here and published once per turn.
+#[derive(Default)]
+struct Counters {
+    requests: u64,
+    errors: u64,
+    read_bytes: u64,
+    written_bytes: u64,
+}
+
+pub(super) struct Connection {
+    slot: u32,
+    socket: OwnedFd,
+    status: Arc<ConnectionStatus>,
+    counters: Counters,
+    phase: Phase,
+    /// The engine's queue behind the export.
+    queue: usize,
+    style: ReplyStyle,
+    stream: Box<[u8]>,
+    /// What of the stream was received and not parsed.
+    start: usize,
+    end: usize,
+    incoming: Option<Incoming>,
+    /// A request for which there is no room yet.
+    stalled: Option<Request>,
+    gathering: Outgoing,
+    sending: Outgoing,
+    /// Requests received whose replies have not left.
+    outstanding: usize,
+    /// Bytes in I/O buffers of this client.
+    buffered: usize,
+    /// Bios and queries on the way.
+    busy: usize,
+    receive_armed: bool,
+    /// Nothing more was there when last looked.
+    drained: bool,
+    send_armed: bool,
+    ending: Ending,
+    handshake_until_ns: u64,
+    send_until_ns: u64,
+    receive_iovecs: [libc::iovec; 2],
+    receive_message: libc::msghdr,
+    /// Whether it is on its source's list for this turn.
+    pub ready: bool,
+}
+
+impl Connection {
+    pub fn new(
+        slot: u32,
+        socket: OwnedFd,
+        status: Arc<ConnectionStatus>,
+        exports: Vec<Export>,
+        handshake_until_ns: u64,
+    ) -> Connection {
+        let mut gathering = Outgoing::new();
+        let handshake = Handshake::new(&mut gathering.headers);
+        Connection {
+            slot,
+            socket,
+            status,
+            counters: Counters::default(),
+            phase: Phase::Handshake(handshake, exports),
+            queue: 0,
+            style: ReplyStyle::Simple,
+            stream: vec![0; STREAM_BYTES].into(),
+            start: 0,
+            end: 0,
+            incoming: None,
+            stalled: None,
+            gathering,
+            sending: Outgoing::new(),
+            outstanding: 0,
+            buffered: 0,
+            busy: 0,
+            receive_armed: false,
+            drained: false,
+            send_armed: false,
+            ending: Ending::No,
+            handshake_until_ns,
+            send_until_ns: u64::MAX,
+            receive_iovecs: [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2],
+            // SAFETY: a msghdr of zeroes is an empty message.
+            receive_message: unsafe { std::mem::zeroed() },
+            ready: false,
+        }
+    }
+
+    pub fn status(&self) -> &Arc<ConnectionStatus> {
+        &self.status
+    }
+
+    /// When [`Connection::check_deadline`] is due.
+    pub fn deadline_ns(&self) -> u64 {
+        self.handshake_until_ns.min(self.send_until_ns)
+    }
+
+    /// Gives up on a client that is late.
+    pub fn check_deadline(&mut self, now_ns: u64) {
+        if now_ns >= self.deadline_ns() {
+            self.break_off();
+        }
+    }
+
+    /// Whether nothing is in flight any more and it may be dropped.
+    pub fn is_over(&self) -> bool {
+        self.ending != Ending::No
+            && self.busy == 0
+            && !self.is_armed()
+            && (self.ending == Ending::Broken || self.gathering.is_empty())
+    }
+
+    /// Whether the kernel has memory of this connection.
+    pub fn is_armed(&self) -> bool {
+        self.receive_armed || self.send_armed
+    }
+
+    /// Gives its buffers back, before it is dropped.
+    pub fn release(&mut self, pool: &mut BufferPool) {
+        self.gathering.recycle(pool);
+        self.sending.recycle(pool);
+        if let Some(incoming) = self.incoming.take() {
+            pool.put(incoming.buffer);
+        }
+    }
+
+    /// The server goes down: new requests are refused, or with `force` not even read.
+    pub fn stop(&mut self, force: bool) {
+        match &mut self.phase {
+            Phase::Transmission(transmission) if !force => transmission.shut_down(),
+            _ if self.ending == Ending::No => {
+                self.ending = Ending::Drain;
+                // Ends a receive in flight. One that fails has nothing to end.
+                let _ = shutdown(&self.socket, Shutdown::Read);
+            }
+            _ => {}
+        }
+    }
+
+    /// Neither receives nor sends any more.
+    fn break_off(&mut self) {
+        self.ending = Ending::Broken;
+        self.handshake_until_ns = u64::MAX;
+        self.send_until_ns = u64::MAX;
+        // Ends what is in flight in the kernel. The peer may be gone already.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+
+    /// Does all that can be done now: parses, submits, sends, receives.
+    pub fn turn(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
+        let hungry = self.parse(core, cx);
+        if self.ending == Ending::Broken {
+            // A send in flight keeps its memory until it ends.
+            self.buffered -= self.gathering.recycle(&mut core.buffers);
+        } else if !self.send_armed && !self.gathering.is_empty() {
+            self.send(core, cx);
+        }
+        if hungry && !self.receive_armed {
+            self.receive(cx);
+        }
+        self.publish();
+    }
+
+    fn publish(&self) {
+        let (status, counters) = (&self.status, &self.counters);
+        status.requests.store(counters.requests, Ordering::Relaxed);
+        status.errors.store(counters.errors, Ordering::Relaxed);
+        status.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
+        status.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
+        status.in_flight.store(self.outstanding as u64, Ordering::Relaxed);
+    }
+
+    /// Parses all that has arrived and there is room for. True if more bytes are wanted.
+    fn parse(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) -> bool {
+        // While a receive is in flight the stream, or the payload, is the kernel's.
+        if self.receive_armed {
+            return false;
+        }
+        while self.ending == Ending::No {
+            let transmission = match &mut self.phase {
+                Phase::Transmission(transmission) => transmission,
+                Phase::Handshake(handshake, exports) => {
+                    let input = &self.stream[self.start..self.end];
+                    let (taken, next) = handshake.receive(input, exports, &mut self.gathering.headers);
+                    self.start += taken;
+                    match next {
+                        Next::Receive => return true,
+                        Next::Close => self.ending = Ending::Drain,
+                        Next::Transmission(session) => {
+                            self.handshake_until_ns = u64::MAX;
+                            self.queue = core.options.exports[session.export].queue;
+                            self.style = session.replies;
+                            // Set once: one handshake has one end.
+                            let _ = self.status.export.set(exports[session.export].name.clone());
+                            self.phase = Phase::Transmission(Transmission::new(session));
+                        }
+                    }
+                    continue;
+                }
+            };
+            if let Some(incoming) = &mut self.incoming {
+                let bytes = (transmission.payload_bytes() as usize).min(self.end - self.start);
+                let there = incoming.received..incoming.received + bytes;
+                incoming.buffer[there].copy_from_slice(&self.stream[self.start..self.start + bytes]);
+                incoming.received += bytes;
+                self.start += bytes;
+                transmission.took_payload(bytes as u32);
+                if transmission.payload_bytes() > 0 {
+                    return true;
+                }
+                self.submit_write(core, cx);
+            } else if core.is_full() {
+                return false;
+            } else if let Some(request) = self.stalled {
+                let bytes = buffer_bytes(&request);
+                if self.buffered > 0 && self.buffered + bytes > core.options.buffered_bytes_max {
+                    return false;
+                }
+                self.stalled = None;
+                self.begin(request, core, cx);
+            } else if self.outstanding >= core.options.requests_max {
+                return false;
+            } else {
+                let mut input = &self.stream[self.start..self.end];
+                let step = transmission.next(&mut input);
+                self.start = self.end - input.len();
+                match step {
+                    Step::Receive => return true,
+                    Step::Request(request) => {
+                        self.count_request();
+                        self.stalled = Some(request);
+                    }
+                    Step::Refused { cookie, offset, error } => {
+                        self.count_request();
+                        self.error(ReplyTo { cookie, offset }, error);
+                    }
+                    Step::Disconnect | Step::Violation => self.ending = Ending::Drain,
+                }
+            }
+        }
+        false
+    }
+
+    fn count_request(&mut self) {
+        self.outstanding += 1;
+        self.counters.requests += 1;
+    }
+
+    /// Sets a request going.
+    fn begin(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
+        self.buffered += buffer_bytes(&request);
+        match request.command {
+            Command::Write => {
+                let buffer = core.buffers.take(request.length as u32);
+                self.incoming = Some(Incoming { request, buffer, received: 0 });
+            }
+            Command::Read => {
+                let buffer = core.buffers.take(request.length as u32);
+                self.submit(request, Operation::Read, request.length, buffer.into(), core, cx);
+            }
+            Command::Cache => {
+                let length = request.length.min(CACHE_MAX_BYTES);
+                let buffer = core.buffers.take(length as u32);
+                self.submit(request, Operation::Read, length, buffer.into(), core, cx);
+            }
+            Command::Flush => self.submit(request, Operation::Flush, 0, Data::None, core, cx),
+            Command::Trim => {
+                self.submit(request, Operation::Discard, request.length, Data::None, core, cx);
+            }
+            Command::WriteZeroes => {
+                self.submit(request, Operation::WriteZeroes, request.length, Data::None, core, cx);
+            }
+            Command::BlockStatus => {
+                self.busy += 1;
+                let max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
+                core.query_extents(self.pending(&request), self.queue, max, cx);
+            }
+            // The parser turns it into a step of its own.
+            Command::Disconnect => {}
+        }
+    }
+
+    fn submit_write(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
+        if let Some(Incoming { request, buffer, .. }) = self.incoming.take() {
+            self.submit(request, Operation::Write, request.length, buffer.into(), core, cx);
+        }
+    }
+
+    fn submit(
+        &mut self,
+        request: Request,
+        operation: Operation,
+        length: u64,
+        data: Data,
+        core: &mut Core,
+        cx: &mut SourceContext<'_>,
+    ) {
+        let mut flags = BioFlags::empty();
+        // FUA is allowed with every command and means something for those that write.
+        let fua = request.flags.contains(CommandFlags::FUA) && operation.is_write();
+        flags.set(BioFlags::FUA, fua);
+        flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
+        flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
+        // Offset and length were checked against the logical block, which is whole sectors.
+        let (sector, sectors) = (Sector(request.offset >> 9), length >> 9);
+        self.busy += 1;
+        let bio = Bio { operation, flags, sector, sectors, data, user_data: 0 };
+        core.submit(self.pending(&request), self.queue, bio, cx);
+    }
+
+    fn pending(&self, request: &Request) -> Pending {
+        Pending {
+            connection: self.slot,
+            command: request.command,
+            to: ReplyTo { cookie: request.cookie, offset: request.offset },
+            length: request.length,
+        }
+    }
+
+    /// A bio ended.
+    pub fn complete(&mut self, pending: Pending, completion: Completion, core: &mut Core) {
+        self.busy -= 1;
+        if let Some(buffer) = completion.data.into_buffer() {
+            if pending.command == Command::Read && completion.result.is_ok() {
+                self.counters.read_bytes += pending.length;
+                self.style.data(pending.to, pending.length as u32, &mut self.gathering.headers);
+                self.gathering.push_content(buffer, pending.length as usize);
+                self.gathering.replies += 1;
+                return;
+            }
+            self.buffered -= buffer.len();
+            core.buffers.put(buffer);
+        }
+        match completion.result {
+            Err(status) => self.error(pending.to, status.into()),
+            Ok(()) => {
+                if pending.command == Command::Write {
+                    self.counters.written_bytes += pending.length;
+                }
+                self.style.done(pending.to, &mut self.gathering.headers);
+                self.gathering.replies += 1;
+            }
+        }
+    }
+
+    /// A query of extents ended.
+    pub fn complete_extents(&mut self, pending: Pending, extents: Option<Vec<Extent>>) {
+        self.busy -= 1;
+        let mut left = pending.length;
+        let mut extents = extents.unwrap_or_default();
+        // Exactly what was asked for, whatever the driver says.
+        extents.retain_mut(|extent| {
+            extent.length = extent.length.min(left);
+            left -= extent.length;
+            extent.length > 0
+        });
+        if extents.is_empty() {
+            return self.error(pending.to, NbdError::Io);
+        }
+        self.style.block_status(pending.to, &extents, &mut self.gathering.headers);
+        self.gathering.replies += 1;
+    }
+
+    fn error(&mut self, to: ReplyTo, error: NbdError) {
+        self.counters.errors += 1;
+        self.style.error(to, error, &mut self.gathering.headers);
+        self.gathering.replies += 1;
+    }
+
+    /// Sends all that was gathered.
+    fn send(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
+        std::mem::swap(&mut self.gathering, &mut self.sending);
+        let bytes = self.sending.prepare() as u64;
+        let seconds = core.options.send_timeout_s + bytes / SEND_RATE_MIN;
+        self.send_until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
+        core.expect_deadline(self.send_until_ns);
+        self.push_send(cx);
+    }
+
+    fn push_send(&mut self, cx: &mut SourceContext<'_>) {
+        let fd = types::Fd(self.socket.as_raw_fd());
+        let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL) as u32;
+        let entry = opcode::SendMsg::new(fd, self.sending.message()).flags(flags).build();
+        self.send_armed = true;
+        // SAFETY: the connection is boxed and stays until the send has ended, and nothing
+        // touches `sending` while `send_armed` is set.
+        unsafe { cx.push(entry, token(SENT, self.slot)) }
+    }
+
+    /// A send ended with a count of bytes, or a negative errno.
+    pub fn sent(&mut self, result: i32, core: &mut Core, cx: &mut SourceContext<'_>) {
+        self.send_armed = false;
+        let retry = matches!(-result, libc::EINTR | libc::EAGAIN);
+        if result < 0 && !retry {
+            self.break_off();
+        }
+        if self.ending != Ending::Broken && !self.sending.advance(result.max(0) as usize) {
+            return self.push_send(cx);
+        }
+        self.send_until_ns = u64::MAX;
+        self.outstanding -= self.sending.replies;
+        self.buffered -= self.sending.recycle(&mut core.buffers);
+    }
+
+    /// Waits for more of the stream, and before that for the rest of a payload right where
+    /// it belongs.
+    fn receive(&mut self, cx: &mut SourceContext<'_>) {
+        self.stream.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        let fd = types::Fd(self.socket.as_raw_fd());
+        // Looking first at a socket that was just emptied would be in vain.
+        let ioprio = if self.drained { IORING_RECVSEND_POLL_FIRST } else { 0 };
+        let stream = &mut self.stream[self.end..];
+        let entry = match &mut self.incoming {
+            None => opcode::Recv::new(fd, stream.as_mut_ptr(), stream.len() as u32).ioprio(ioprio).build(),
+            Some(incoming) => {
+                let rest = &mut incoming.buffer[incoming.received..incoming.request.length as usize];
+                self.receive_iovecs = [iovec(rest), iovec(stream)];
+                self.receive_message.msg_iov = self.receive_iovecs.as_mut_ptr();
+                self.receive_message.msg_iovlen = 2;
+                opcode::RecvMsg::new(fd, &raw mut self.receive_message).ioprio(ioprio).build()
+            }
+        };
+        self.receive_armed = true;
+        // SAFETY: the connection is boxed and stays until the receive has ended, and nothing
+        // touches stream or payload while `receive_armed` is set.
+        unsafe { cx.push(entry, token(RECEIVED, self.slot)) }
+    }
+
+    /// A receive ended with a count of bytes, or a negative errno.
+    pub fn received(&mut self, result: i32) {
+        self.receive_armed = false;
+        if result <= 0 {
+            match -result {
+                libc::EINTR | libc::EAGAIN => {}
+                // The end of the stream. What was asked before is answered.
+                0 if self.ending == Ending::No => self.ending = Ending::Drain,
+                0 => {}
+                _ => self.break_off(),
+            }
+            return;
+        }
+        let mut bytes = result as usize;
+        let mut room = self.stream.len() - self.end;
+        if let (Some(incoming), Phase::Transmission(transmission)) = (&mut self.incoming, &mut self.phase) {
+            let payload = bytes.min(transmission.payload_bytes() as usize);
+            room += transmission.payload_bytes() as usize - payload;
+            incoming.received += payload;
+            transmission.took_payload(payload as u32);
+            bytes -= payload;
+        }
+        self.end += bytes;
+        self.drained = bytes < room;
+    }
+}
+
+/// `IORING_RECVSEND_POLL_FIRST` of the kernel's io_uring.h.
+const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
+
+fn iovec(bytes: &mut [u8]) -> libc::iovec {
+    libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+}
+
+/// Size of the buffer that a request needs.
+fn buffer_bytes(request: &Request) -> usize {
+    match request.command {
+        Command::Read | Command::Write => BufferPool::size(request.length as u32),
+        Command::Cache => BufferPool::size(request.length.min(CACHE_MAX_BYTES) as u32),
+        _ => 0,
+    }
+}

@@ -1,0 +1,392 @@
+//! The handshake: fixed newstyle negotiation as a state machine over bytes.
+//!
+//! The caller keeps what it received in one buffer of at least [`INPUT_BYTES`], hands it to
+//! [`Handshake::receive`], drops what was consumed and sends what was written.
+
+use zerocopy::byteorder::big_endian::{U16, U32};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::proto::*;
+use super::reply::ReplyStyle;
+
+/// Options of one handshake; a client needs about ten.
+pub const OPTIONS_MAX: u32 = 128;
+/// Longest option that is looked at, in bytes. Room for the longest name and a dozen
+/// queries of the longest kind.
+pub const OPTION_MAX_BYTES: usize = 64 << 10;
+/// Longest option that is answered with an error, in bytes; longer ones end the session.
+pub const OPTION_SKIP_MAX_BYTES: usize = 1 << 20;
+/// What the caller's buffer must be able to hold, in bytes.
+pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
+
+/// The only metadata context.
+const BASE_ALLOCATION: &[u8] = b"base:allocation";
+/// The number by which replies to `NBD_CMD_BLOCK_STATUS` name it.
+pub const BASE_ALLOCATION_ID: u32 = 1;
+
+/// One thing that clients can choose.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Export {
+    /// Its name, at most [`STRING_MAX_BYTES`] long.
+    pub name: String,
+    /// A line for people, at most [`STRING_MAX_BYTES`] long. May be empty.
+    pub description: String,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// What it can do. [`TransmissionFlags::SEND_DF`] comes by itself with structured replies.
+    pub flags: TransmissionFlags,
+    /// Smallest request and alignment of all, in bytes: a power of two from 1 to 65536.
+    pub block_min_bytes: u32,
+    /// Smallest request that is efficient, in bytes: a power of two from 512 (and the
+    /// minimum) to [`PAYLOAD_MAX_BYTES`].
+    pub block_preferred_bytes: u32,
+}
+
+/// What was agreed on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Session {
+    /// Index of the export.
+    pub export: usize,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// What it can do.
+    pub flags: TransmissionFlags,
+    /// Smallest request and alignment of all, in bytes.
+    pub block_min_bytes: u32,
+    /// How replies look.
+    pub replies: ReplyStyle,
+    /// Whether `base:allocation` was chosen.
+    pub base_allocation: bool,
+}
+
+/// How the handshake goes on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Next {
+    /// With more bytes.
+    Receive,
+    /// Not at all: the requests begin.
+    Transmission(Session),
+    /// Not at all: send what was written and close.
+    Close,
+}
+
+enum State {
+    ClientFlags,
+    Options,
+    /// So many bytes of a refused option are dropped.
+    Skip(usize),
+    Over,
+}
+
+/// One handshake, seen from the server.
+pub struct Handshake {
+    state: State,
+    client_flags: ClientFlags,
+    options: u32,
+    replies: ReplyStyle,
+    /// The export for which `base:allocation` was chosen.
+    base_allocation: Option<usize>,
+}
+
+impl Handshake {
+    /// A new handshake; what the server says first is appended to `output`.
+    pub fn new(output: &mut Vec<u8>) -> Handshake {
+        let flags = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
+        let greeting =
+            Greeting { init: INIT_MAGIC.into(), magic: OPTION_MAGIC.into(), flags: flags.bits().into() };
+        output.extend_from_slice(greeting.as_bytes());
+        Handshake {
+            state: State::ClientFlags,
+            client_flags: ClientFlags::empty(),
+            options: 0,
+            replies: ReplyStyle::Simple,
+            base_allocation: None,
+        }
+    }
+
+    /// Takes what the client sent and was not yet consumed. Appends what is to be sent to
+    /// `output`; returns how many bytes were consumed, and what comes next. The first of
+    /// `exports`, which stays the same all along, is also the default one (empty name).
+    pub fn receive(&mut self, input: &[u8], exports: &[Export], output: &mut Vec<u8>) -> (usize, Next) {
+        let mut rest = input;
+        let next = loop {
+            match self.state {
+                State::ClientFlags => {
+                    let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
+                    rest = after;
+                    // The specification: an unknown flag ends the session.
+                    let Some(flags) = ClientFlags::from_bits(bits.get()) else { break Next::Close };
+                    self.client_flags = flags;
+                    self.state = State::Options;
+                }
+                State::Skip(left) => {
+                    let skipped = left.min(rest.len());
+                    rest = &rest[skipped..];
+                    if skipped < left {
+                        self.state = State::Skip(left - skipped);
+                        break Next::Receive;
+                    }
+                    self.state = State::Options;
+                }
+                State::Options => {
+                    let Ok((header, after)) = OptionHeader::read_from_prefix(rest) else {
+                        break Next::Receive;
+                    };
+                    let (option, length) = (header.option.get(), header.length.get() as usize);
+                    if header.magic.get() != OPTION_MAGIC
+                        || self.options == OPTIONS_MAX
+                        || length > OPTION_SKIP_MAX_BYTES
+                        // Before fixed newstyle this was the only option, and it has no way to fail.
+                        || (option != option::EXPORT_NAME
+                            && !self.client_flags.contains(ClientFlags::FIXED_NEWSTYLE))
+                        || (option == option::EXPORT_NAME && length > STRING_MAX_BYTES)
+                    {
+                        break Next::Close;
+                    }
+                    if length > OPTION_MAX_BYTES {
+                        self.options += 1;
+                        rest = after;
+                        self.state = State::Skip(length);
+                        Reply { option, output }.error(option_reply::ERR_TOO_BIG, "option too long");
+                        continue;
+                    }
+                    let Some((data, after)) = after.split_at_checked(length) else { break Next::Receive };
+                    self.options += 1;
+                    rest = after;
+                    match self.option(option, data, exports, output) {
+                        Next::Receive => {}
+                        end => break end,
+                    }
+                }
+                State::Over => break Next::Close,
+            }
+        };
+        if next != Next::Receive {
+            self.state = State::Over;
+        }
+        (input.len() - rest.len(), next)
+    }
+
+    fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
+        let mut reply = Reply { option, output };
+        match option {
+            option::EXPORT_NAME => return self.export_name(data, exports, reply.output),
+            option::ABORT => {
+                reply.send(option_reply::ACK, &[]);
+                return Next::Close;
+            }
+            option::GO | option::INFO => match self.info(data, exports, &mut reply) {
+                Ok(session) => {
+                    reply.send(option_reply::ACK, &[]);
+                    if option == option::GO {
+                        return Next::Transmission(session);
+                    }
+                }
+                Err(refusal) => reply.refuse(refusal),
+            },
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                match self.meta_context(option == option::SET_META_CONTEXT, data, exports, &mut reply) {
+                    Ok(()) => reply.send(option_reply::ACK, &[]),
+                    Err(refusal) => reply.refuse(refusal),
+                }
+            }
+            option::LIST | option::STARTTLS | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS
+                if !data.is_empty() =>
+            {
+                reply.error(option_reply::ERR_INVALID, "this option has no data");
+            }
+            option::LIST => {
+                for export in exports {
+                    let name = export.name.as_bytes();
+                    let length = U32::new(name.len() as u32);
+                    reply.send(
+                        option_reply::SERVER,
+                        &[length.as_bytes(), name, export.description.as_bytes()],
+                    );
+                }
+                reply.send(option_reply::ACK, &[]);
+            }
+            option::STARTTLS => reply.error(option_reply::ERR_POLICY, "TLS is off"),
+            option::STRUCTURED_REPLY if self.replies == ReplyStyle::Extended => {
+                reply.error(option_reply::ERR_EXT_HEADER_REQD, "extended headers are in use");
+            }
+            option::STRUCTURED_REPLY => {
+                self.replies = ReplyStyle::Structured;
+                reply.send(option_reply::ACK, &[]);
+            }
+            option::EXTENDED_HEADERS => {
+                self.replies = ReplyStyle::Extended;
+                reply.send(option_reply::ACK, &[]);
+            }
+            _ => reply.error(option_reply::ERR_UNSUP, "unknown option"),
+        }
+        Next::Receive
+    }
+
+    fn export_name(&self, name: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
+        // With extended headers a client must use GO, which can be refused; this cannot.
+        let Some(export) = find(exports, name).filter(|_| self.replies != ReplyStyle::Extended) else {
+            return Next::Close;
+        };
+        let session = self.session(export, exports);
+        let reply =
+            ExportNameReply { size_bytes: session.size_bytes.into(), flags: session.flags.bits().into() };
+        output.extend_from_slice(reply.as_bytes());
+        if !self.client_flags.contains(ClientFlags::NO_ZEROES) {
+            output.extend_from_slice(&[0; EXPORT_NAME_ZEROES]);
+        }
+        Next::Transmission(session)
+    }
+
+    /// Parses INFO or GO and describes the export.
+    fn info(&self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Session, Refusal> {
+        let mut data = Fields(data);
+        let name = data.string()?;
+        let count = usize::from(data.take::<U16>()?.get());
+        let requests = data.0;
+        if requests.len() != count * size_of::<U16>() {
+            return Err(INVALID);
+        }
+        let asked = |info: u16| requests.chunks_exact(2).any(|request| request == info.to_be_bytes());
+        let index = find(exports, name).ok_or(UNKNOWN)?;
+        let (export, session) = (&exports[index], self.session(index, exports));
+        let fact = InfoExport {
+            info: info::EXPORT.into(),
+            size_bytes: session.size_bytes.into(),
+            flags: session.flags.bits().into(),
+        };
+        reply.send(option_reply::INFO, &[fact.as_bytes()]);
+        if asked(info::NAME) {
+            reply.send(option_reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()]);
+        }
+        if asked(info::DESCRIPTION) && !export.description.is_empty() {
+            let text = export.description.as_bytes();
+            reply.send(option_reply::INFO, &[&info::DESCRIPTION.to_be_bytes(), text]);
+        }
+        if asked(info::BLOCK_SIZE) {
+            let fact = InfoBlockSize {
+                info: info::BLOCK_SIZE.into(),
+                minimum_bytes: export.block_min_bytes.into(),
+                preferred_bytes: export.block_preferred_bytes.into(),
+                payload_max_bytes: PAYLOAD_MAX_BYTES.into(),
+            };
+            reply.send(option_reply::INFO, &[fact.as_bytes()]);
+        }
+        Ok(session)
+    }
+
+    /// Parses and answers LIST_META_CONTEXT, or SET_META_CONTEXT if `set`.
+    fn meta_context(
+        &mut self,
+        set: bool,
+        data: &[u8],
+        exports: &[Export],
+        reply: &mut Reply<'_>,
+    ) -> Result<(), Refusal> {
+        if set {
+            // What was chosen before is forgotten even when this fails.
+            self.base_allocation = None;
+        }
+        if self.replies == ReplyStyle::Simple {
+            return Err((option_reply::ERR_INVALID, "structured replies come first"));
+        }
+        let mut data = Fields(data);
+        let name = data.string()?;
+        let queries = data.take::<U32>()?.get();
+        let mut matches = queries == 0 && !set;
+        for _ in 0..queries {
+            // Every query takes four bytes at least, so the option's length bounds the loop.
+            let query = data.string()?;
+            matches |= query == BASE_ALLOCATION || (!set && query == b"base:");
+        }
+        if !data.0.is_empty() {
+            return Err(INVALID);
+        }
+        let export = find(exports, name).ok_or(UNKNOWN)?;
+        if matches {
+            let id = U32::new(if set { BASE_ALLOCATION_ID } else { 0 });
+            reply.send(option_reply::META_CONTEXT, &[id.as_bytes(), BASE_ALLOCATION]);
+            if set {
+                self.base_allocation = Some(export);
+            }
+        }
+        Ok(())
+    }
+
+    fn session(&self, index: usize, exports: &[Export]) -> Session {
+        let export = &exports[index];
+        let mut flags = export.flags | TransmissionFlags::HAS_FLAGS;
+        flags.set(TransmissionFlags::SEND_DF, self.replies != ReplyStyle::Simple);
+        Session {
+            export: index,
+            size_bytes: export.size_bytes,
+            flags,
+            block_min_bytes: export.block_min_bytes,
+            replies: self.replies,
+            base_allocation: self.base_allocation == Some(index),
+        }
+    }
+}
+
+fn find(exports: &[Export], name: &[u8]) -> Option<usize> {
+    let named = exports.iter().position(|export| export.name.as_bytes() == name);
+    // The empty name stands for the default export.
+    named.or((name.is_empty() && !exports.is_empty()).then_some(0))
+}
+
+/// Kind and text of an error reply.
+type Refusal = (u32, &'static str);
+const INVALID: Refusal = (option_reply::ERR_INVALID, "malformed option");
+const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "no such export");
+
+/// The fields of an option's data that are left.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take<T: FromBytes>(&mut self) -> Result<T, Refusal> {
+        let (value, rest) = T::read_from_prefix(self.0).map_err(|_| INVALID)?;
+        self.0 = rest;
+        Ok(value)
+    }
+
+    /// A length of 32 bits and as many bytes.
+    fn string(&mut self) -> Result<&'a [u8], Refusal> {
+        let length = self.take::<U32>()?.get() as usize;
+        let (string, rest) = self.0.split_at_checked(length).ok_or(INVALID)?;
+        if length > STRING_MAX_BYTES {
+            return Err((option_reply::ERR_TOO_BIG, "string too long"));
+        }
+        self.0 = rest;
+        Ok(string)
+    }
+}
+
+/// Writes replies to one option.
+struct Reply<'a> {
+    option: u32,
+    output: &'a mut Vec<u8>,
+}
+
+impl Reply<'_> {
+    fn send(&mut self, reply: u32, parts: &[&[u8]]) {
+        let length: usize = parts.iter().map(|part| part.len()).sum();
+        let header = OptionReplyHeader {
+            magic: OPTION_REPLY_MAGIC.into(),
+            option: self.option.into(),
+            reply: reply.into(),
+            length: (length as u32).into(),
+        };
+        self.output.extend_from_slice(header.as_bytes());
+        for part in parts {
+            self.output.extend_from_slice(part);
+        }
+    }
+
+    fn error(&mut self, reply: u32, text: &str) {
+        self.send(reply, &[text.as_bytes()]);
+    }
+
+    fn refuse(&mut self, (reply, text): Refusal) {
+        self.error(reply, text);
+    }
+}

@@ -1,0 +1,20 @@
+//! NBD: fixed newstyle, with structured and extended replies.
+//!
+//! [`proto`], [`handshake`], [`transmission`] and [`reply`] are the protocol alone, over bytes
+//! in memory: no socket, no clock, no block layer. [`NbdServer`] puts it on sockets and engines.
+
+mod buffers;
+mod connection;
+pub mod handshake;
+mod listener;
+mod outgoing;
+pub mod proto;
+pub mod reply;
+mod server;
+mod source;
+mod status;
+pub mod transmission;
+
+pub use listener::Listen;
+pub use server::{NbdExport, NbdOptions, NbdServer};
+pub use status::ConnectionInfo;

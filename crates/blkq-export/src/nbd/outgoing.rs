@@ -1,0 +1,109 @@
+//! What leaves a connection with one vectored send: headers, and between them content that
+//! goes out from where it lies.
+
+use blkq::IoBuffer;
+
+use super::buffers::BufferPool;
+
+/// Room for headers that is kept for the next time, in bytes.
+const HEADERS_KEPT_BYTES: usize = 64 << 10;
+
+struct Content {
+    /// Headers up to here go before it.
+    headers_end: usize,
+    buffer: IoBuffer,
+    length: usize,
+}
+
+/// Replies gathered, then sent. At most two iovecs per reply; the kernel takes 1024.
+pub(super) struct Outgoing {
+    /// Everything but content, in order.
+    pub headers: Vec<u8>,
+    contents: Vec<Content>,
+    /// Replies in here.
+    pub replies: usize,
+    iovecs: Vec<libc::iovec>,
+    /// Of the iovecs, those that have left.
+    sent: usize,
+    message: libc::msghdr,
+}
+
+impl Outgoing {
+    pub fn new() -> Outgoing {
+        Outgoing {
+            headers: Vec::new(),
+            contents: Vec::new(),
+            replies: 0,
+            iovecs: Vec::new(),
+            sent: 0,
+            // SAFETY: a msghdr of zeroes is an empty message.
+            message: unsafe { std::mem::zeroed() },
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.headers.is_empty()
+    }
+
+    /// Appends the first `length` bytes of `buffer` after the headers that are there.
+    pub fn push_content(&mut self, buffer: IoBuffer, length: usize) {
+        self.contents.push(Content { headers_end: self.headers.len(), buffer, length });
+    }
+
+    /// Lays out everything for sending; nothing may be appended until it has been recycled.
+    /// Returns the number of bytes.
+    pub fn prepare(&mut self) -> usize {
+        debug_assert!(self.iovecs.is_empty() && !self.is_empty());
+        let mut start = 0;
+        for content in &self.contents {
+            push_iovec(&mut self.iovecs, &self.headers[start..content.headers_end]);
+            push_iovec(&mut self.iovecs, &content.buffer[..content.length]);
+            start = content.headers_end;
+        }
+        push_iovec(&mut self.iovecs, &self.headers[start..]);
+        self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
+    }
+
+    /// What is still to be sent. Valid until the next call of anything here.
+    pub fn message(&mut self) -> *const libc::msghdr {
+        let rest = &mut self.iovecs[self.sent..];
+        self.message.msg_iov = rest.as_mut_ptr();
+        self.message.msg_iovlen = rest.len();
+        &raw const self.message
+    }
+
+    /// Notes that `bytes` more have left. True if that was all.
+    pub fn advance(&mut self, mut bytes: usize) -> bool {
+        while let Some(iovec) = self.iovecs.get_mut(self.sent) {
+            if bytes < iovec.iov_len {
+                iovec.iov_len -= bytes;
+                iovec.iov_base = iovec.iov_base.wrapping_byte_add(bytes);
+                return false;
+            }
+            bytes -= iovec.iov_len;
+            self.sent += 1;
+        }
+        true
+    }
+
+    /// Empties it; the buffers go back to `pool`, and their sizes, summed, to the caller.
+    pub fn recycle(&mut self, pool: &mut BufferPool) -> usize {
+        let mut freed = 0;
+        for content in self.contents.drain(..) {
+            freed += content.buffer.len();
+            pool.put(content.buffer);
+        }
+        self.headers.clear();
+        self.headers.shrink_to(HEADERS_KEPT_BYTES);
+        self.iovecs.clear();
+        self.sent = 0;
+        self.replies = 0;
+        freed
+    }
+}
+
+fn push_iovec(iovecs: &mut Vec<libc::iovec>, bytes: &[u8]) {
+    if !bytes.is_empty() {
+        iovecs.push(libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() });
+    }
+}

@@ -1,0 +1,142 @@
+//! Replies: everything but the content of a read, which goes out from where it lies.
+
+use blkq::Extent;
+use zerocopy::IntoBytes;
+use zerocopy::byteorder::big_endian::U32;
+
+use super::handshake::BASE_ALLOCATION_ID;
+use super::proto::*;
+
+/// Most extents of one reply; the specification's bound is 2^20.
+pub const EXTENTS_MAX: usize = 4096;
+
+/// How replies look, as negotiated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReplyStyle {
+    /// One header; the content of a read follows.
+    Simple,
+    /// Chunks that say what they hold.
+    Structured,
+    /// The same with 64-bit headers.
+    Extended,
+}
+
+/// What of a request its reply repeats.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ReplyTo {
+    /// The client's mark.
+    pub cookie: u64,
+    /// The offset in bytes.
+    pub offset: u64,
+}
+
+impl ReplyStyle {
+    /// Appends the reply to a request that was done and has no content.
+    pub fn done(self, to: ReplyTo, output: &mut Vec<u8>) {
+        match self {
+            ReplyStyle::Simple => simple(to, 0, output),
+            _ => self.chunk(to, reply_type::NONE, 0, output),
+        }
+    }
+
+    /// Appends the reply to a request that failed.
+    pub fn error(self, to: ReplyTo, error: NbdError, output: &mut Vec<u8>) {
+        if self == ReplyStyle::Simple {
+            return simple(to, error as u32, output);
+        }
+        let payload = ErrorPayload { error: (error as u32).into(), message_length: 0.into() };
+        self.chunk(to, reply_type::ERROR, size_of_val(&payload), output);
+        output.extend_from_slice(payload.as_bytes());
+    }
+
+    /// Appends what comes before the content of a read of `length` bytes, at most
+    /// [`PAYLOAD_MAX_BYTES`]. The content must follow.
+    pub fn data(self, to: ReplyTo, length: u32, output: &mut Vec<u8>) {
+        if self == ReplyStyle::Simple {
+            return simple(to, 0, output);
+        }
+        // The content is there already: nothing can fail any more, so this chunk is the last.
+        self.chunk(to, reply_type::OFFSET_DATA, size_of::<u64>() + length as usize, output);
+        output.extend_from_slice(&to.offset.to_be_bytes());
+    }
+
+    /// Appends the reply to a block status request: `extents`, at least one and none of
+    /// length 0, from the request's offset on. Those beyond [`EXTENTS_MAX`] are left out, as
+    /// is what comes after an extent too long for a 32-bit reply.
+    ///
+    /// # Panics
+    /// If the style is simple, in which block status cannot have been negotiated.
+    pub fn block_status(self, to: ReplyTo, extents: &[Extent], output: &mut Vec<u8>) {
+        /// Longest extent of a 32-bit reply: a multiple of every block size.
+        const LENGTH_MAX: u64 = (1 << 32) - (1 << 16);
+        let mut extents = &extents[..extents.len().min(EXTENTS_MAX)];
+        let context = U32::new(BASE_ALLOCATION_ID);
+        match self {
+            ReplyStyle::Simple => panic!("block status needs structured replies"),
+            ReplyStyle::Structured => {
+                if let Some(long) = extents.iter().position(|extent| extent.length > LENGTH_MAX) {
+                    extents = &extents[..=long];
+                }
+                let length = 4 + extents.len() * size_of::<BlockStatusExtent>();
+                self.chunk(to, reply_type::BLOCK_STATUS, length, output);
+                output.extend_from_slice(context.as_bytes());
+                for extent in extents {
+                    let length = extent.length.min(LENGTH_MAX) as u32;
+                    let descriptor =
+                        BlockStatusExtent { length: length.into(), flags: state(extent).bits().into() };
+                    output.extend_from_slice(descriptor.as_bytes());
+                }
+            }
+            ReplyStyle::Extended => {
+                let count = U32::new(extents.len() as u32);
+                let length = 8 + extents.len() * size_of::<BlockStatusExtentExt>();
+                self.chunk(to, reply_type::BLOCK_STATUS_EXT, length, output);
+                output.extend_from_slice(context.as_bytes());
+                output.extend_from_slice(count.as_bytes());
+                for extent in extents {
+                    let flags = u64::from(state(extent).bits());
+                    let descriptor =
+                        BlockStatusExtentExt { length: extent.length.into(), flags: flags.into() };
+                    output.extend_from_slice(descriptor.as_bytes());
+                }
+            }
+        }
+    }
+
+    /// Appends the head of a reply's only chunk.
+    fn chunk(self, to: ReplyTo, kind: u16, length: usize, output: &mut Vec<u8>) {
+        let flags = ReplyFlags::DONE.bits().into();
+        if self == ReplyStyle::Extended {
+            let head = ExtendedReply {
+                magic: EXTENDED_REPLY_MAGIC.into(),
+                flags,
+                kind: kind.into(),
+                cookie: to.cookie.into(),
+                offset: to.offset.into(),
+                length: (length as u64).into(),
+            };
+            return output.extend_from_slice(head.as_bytes());
+        }
+        let head = StructuredReply {
+            magic: STRUCTURED_REPLY_MAGIC.into(),
+            flags,
+            kind: kind.into(),
+            cookie: to.cookie.into(),
+            length: (length as u32).into(),
+        };
+        output.extend_from_slice(head.as_bytes());
+    }
+}
+
+fn simple(to: ReplyTo, error: u32, output: &mut Vec<u8>) {
+    let reply =
+        SimpleReply { magic: SIMPLE_REPLY_MAGIC.into(), error: error.into(), cookie: to.cookie.into() };
+    output.extend_from_slice(reply.as_bytes());
+}
+
+fn state(extent: &Extent) -> AllocationFlags {
+    let mut flags = AllocationFlags::empty();
+    flags.set(AllocationFlags::HOLE, extent.hole);
+    flags.set(AllocationFlags::ZERO, extent.zero);
+    flags
+}

@@ -1,0 +1,172 @@
+//! The server as its owner sees it: start, look, stop.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use blkq::{EngineHandle, Error, ErrorKind};
+
+use super::listener::{Listen, Socket};
+use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
+use super::source::{Arrivals, Loads, NbdSource};
+use super::status::{ConnectionInfo, Registry};
+
+/// Most requests in flight per connection: two iovecs each, of the 1024 that one send takes.
+const REQUESTS_MAX: usize = 500;
+
+/// A disk under a name.
+#[derive(Clone, Debug)]
+pub struct NbdExport {
+    /// What clients ask for, at most 4096 bytes. The first export also goes by the empty name.
+    pub name: String,
+    /// A line for people, at most 4096 bytes.
+    pub description: String,
+    /// The disk's queue among the queues of the engine, the same number on every engine.
+    pub queue: usize,
+}
+
+/// What is served, and how much of it one may have.
+#[derive(Clone, Debug)]
+pub struct NbdOptions {
+    /// At least one.
+    pub exports: Vec<NbdExport>,
+    /// Connections at once; more are closed at once.
+    pub connections_max: usize,
+    /// Requests in flight per connection, 1 to 500; more wait in the socket.
+    pub requests_max: usize,
+    /// Bytes in buffers per connection; what would go beyond waits. One request always fits.
+    pub buffered_bytes_max: usize,
+    /// Time for the handshake, in seconds.
+    pub handshake_timeout_s: u64,
+    /// Time in which a client must take replies, in seconds, plus one for each MiB of them.
+    pub send_timeout_s: u64,
+}
+
+impl Default for NbdOptions {
+    /// No export; 64 connections of 256 requests and 64 MiB, 10 s to begin, 30 s to take a reply.
+    fn default() -> NbdOptions {
+        NbdOptions {
+            exports: Vec::new(),
+            connections_max: 64,
+            requests_max: 256,
+            buffered_bytes_max: 2 * PAYLOAD_MAX_BYTES as usize,
+            handshake_timeout_s: 10,
+            send_timeout_s: 30,
+        }
+    }
+}
+
+impl NbdOptions {
+    fn validate(&self) -> Result<(), Error> {
+        let invalid = |what: &str| Err(Error::new(ErrorKind::Invalid, format!("nbd: {what}")));
+        if self.exports.is_empty() {
+            return invalid("there is nothing to export");
+        }
+        let long = |text: &str| text.len() > STRING_MAX_BYTES;
+        if self.exports.iter().any(|export| long(&export.name) || long(&export.description)) {
+            return invalid("names and descriptions of exports have at most 4096 bytes");
+        }
+        if !(1..=REQUESTS_MAX).contains(&self.requests_max) {
+            return invalid("give 1 to 500 requests per connection");
+        }
+        if self.connections_max == 0 || self.handshake_timeout_s == 0 || self.send_timeout_s == 0 {
+            return invalid("limits of connections and times are at least 1");
+        }
+        Ok(())
+    }
+}
+
+/// A running server. Stop it before its engines; dropped, it goes on until they end.
+pub struct NbdServer {
+    address: String,
+    registry: Arc<Registry>,
+    /// The source that accepts is the first.
+    sources: Vec<(EngineHandle, u16)>,
+}
+
+impl NbdServer {
+    /// Serves clients of `listen` on `engines`, the first of which accepts them and gives
+    /// each to the one with the fewest. Clients can connect when this returns.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for options out of range, [`ErrorKind::Busy`] if somebody
+    /// listens there already, and what the system says.
+    ///
+    /// # Panics
+    /// If there is no engine.
+    pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
+        options.validate()?;
+        let socket = listen.open()?;
+        let address = match &socket {
+            Socket::Listening(listener) => listener.to_string(),
+            Socket::Connected(_) => "nbd on an inherited connection".into(),
+        };
+        let (options, registry) = (Arc::new(options), Arc::new(Registry::new()));
+        // A single client needs no more than one engine.
+        let engines = if matches!(socket, Socket::Connected(_)) { &engines[..1] } else { engines };
+        let loads: Arc<Loads> = Arc::new(engines.iter().map(|_| AtomicUsize::new(0)).collect());
+        let add = |engine: usize, arrivals: Arrivals| {
+            let (options, registry, loads) = (options.clone(), registry.clone(), loads.clone());
+            let make = move || Box::new(NbdSource::new(options, registry, loads, engine, arrivals)) as _;
+            let handle = engines[engine].clone();
+            handle.add_source(make).map(|id| (handle, id))
+        };
+        let mut others = Vec::new();
+        let first = (1..engines.len())
+            .try_for_each(|engine| add(engine, Arrivals::Elsewhere).map(|source| others.push(source)))
+            .and_then(|()| {
+                let arrivals = match socket {
+                    Socket::Listening(listener) => Arrivals::Listener(listener, others.clone()),
+                    Socket::Connected(client) => Arrivals::Client(Some(client)),
+                };
+                add(0, arrivals)
+            });
+        match first {
+            Ok(first) => {
+                others.insert(0, first);
+                Ok(NbdServer { address, registry, sources: others })
+            }
+            Err(error) => {
+                others.iter().for_each(|(handle, id)| handle.stop_source(*id, true));
+                Err(error)
+            }
+        }
+    }
+
+    /// Where clients connect: `nbd+unix:///?socket=/run/blkq/disk.nbd`, `nbd://127.0.0.1:10809`.
+    pub fn uri(&self) -> &str {
+        &self.address
+    }
+
+    /// Connections that are there now.
+    pub fn connection_count(&self) -> usize {
+        self.registry.open()
+    }
+
+    /// The connections, oldest first.
+    pub fn connections(&self) -> Vec<ConnectionInfo> {
+        self.registry.list()
+    }
+
+    /// Connections turned away because there were too many, or the server was going down.
+    pub fn refused_connections(&self) -> u64 {
+        self.registry.refused()
+    }
+
+    /// Ends the server: nobody new is let in, and its socket is gone when this returns.
+    /// With `force` clients are dropped when their I/O in flight has ended.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server goes on.
+    pub fn stop(&self, force: bool) -> Result<(), Error> {
+        if force {
+            self.registry.close();
+        } else if !self.registry.close_if_empty() {
+            let message = format!("{} clients are connected: disconnect them or use --force", self.connection_count());
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        for (handle, id) in &self.sources {
+            handle.stop_source(*id, force);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,448 @@
+//! The server's part on one engine: its connections, and what they share there.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, Token};
+use io_uring::{opcode, types};
+
+use super::buffers::BufferPool;
+use super::connection::Connection;
+use super::handshake::Export;
+use super::listener::{Listener, peer_name, tune};
+use super::proto::{Command, TransmissionFlags};
+use super::reply::ReplyTo;
+use super::server::NbdOptions;
+use super::status::Registry;
+
+/// Kinds of submissions, in the token above the slot of the connection.
+pub(super) const RECEIVED: u64 = 0;
+pub(super) const SENT: u64 = 1;
+const ACCEPTED: u64 = 2;
+const CANCELLED: u64 = 3;
+
+/// How long accepting rests after it failed for want of descriptors or memory.
+const ACCEPT_REST_NS: u64 = 100_000_000;
+/// How long unused buffers are kept.
+const IDLE_NS: u64 = 1_000_000_000;
+
+pub(super) fn token(kind: u64, slot: u32) -> u64 {
+    kind << 32 | u64::from(slot)
+}
+
+/// A request that the block layer, or the worker, has.
+#[derive(Clone, Copy)]
+pub(super) struct Pending {
+    pub connection: u32,
+    pub command: Command,
+    pub to: ReplyTo,
+    /// In bytes.
+    pub length: u64,
+}
+
+/// Messages of other threads.
+pub(super) enum Message {
+    /// A client for this engine.
+    Client(OwnedFd),
+    /// The extents of a pending request, `None` if they could not be found out.
+    Extents(u32, Option<Vec<Extent>>),
+}
+
+/// What the connections of one engine share.
+pub(super) struct Core {
+    pub options: Arc<NbdOptions>,
+    pub buffers: BufferPool,
+    pending: Vec<Pending>,
+    free: Vec<u32>,
+    /// Bios for which the queue had no room, with the queue.
+    refused: VecDeque<(usize, Bio)>,
+    /// The earliest deadline of a connection, or earlier.
+    deadline_ns: u64,
+}
+
+impl Core {
+    /// Whether the block layer wants nothing more for now.
+    pub fn is_full(&self) -> bool {
+        !self.refused.is_empty()
+    }
+
+    pub fn expect_deadline(&mut self, at_ns: u64) {
+        self.deadline_ns = self.deadline_ns.min(at_ns);
+    }
+
+    fn remember(&mut self, pending: Pending) -> u32 {
+        match self.free.pop() {
+            Some(index) => {
+                self.pending[index as usize] = pending;
+                index
+            }
+            None => {
+                self.pending.push(pending);
+                self.pending.len() as u32 - 1
+            }
+        }
+    }
+
+    fn recall(&mut self, index: u32) -> Pending {
+        self.free.push(index);
+        self.pending[index as usize]
+    }
+
+    /// Submits `bio`, now or as soon as there is room.
+    pub fn submit(&mut self, pending: Pending, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
+        bio.user_data = self.remember(pending).into();
+        if let Err(bio) = cx.submit(queue, bio) {
+            self.refused.push_back((queue, bio));
+        }
+    }
+
+    /// Finds out the extents of the range of `pending`.
+    pub fn query_extents(&mut self, pending: Pending, queue: usize, max: usize, cx: &mut SourceContext<'_>) {
+        let range = pending.to.offset..pending.to.offset + pending.length;
+        let index = self.remember(pending);
+        let disk = cx.disk(queue).clone();
+        cx.offload(move || Box::new(Message::Extents(index, disk.driver().extents(range, max).ok())));
+    }
+}
+
+/// Where clients of this engine come from.
+pub(super) enum Arrivals {
+    /// A socket, and other engines that may take the client over.
+    Listener(Listener, Vec<(EngineHandle, u16)>),
+    /// One client.
+    Client(Option<OwnedFd>),
+    /// The engine with the socket.
+    Elsewhere,
+}
+
+/// The server on one engine.
+pub(super) struct NbdSource {
+    core: Core,
+    registry: Arc<Registry>,
+    arrivals: Arrivals,
+    /// Connections per engine, this one first; kept by the one that accepts.
+    loads: Arc<Loads>,
+    engine: usize,
+    connections: Vec<Option<Box<Connection>>>,
+    ready: Vec<u32>,
+    accept_armed: bool,
+    cancel_armed: bool,
+    accept_at_ns: u64,
+    /// Since when nothing is in use.
+    idle_since_ns: Option<u64>,
+    stopping: bool,
+}
+
+/// Connections of every engine.
+pub(super) type Loads = Box<[std::sync::atomic::AtomicUsize]>;
+
+impl NbdSource {
+    pub fn new(
+        options: Arc<NbdOptions>,
+        registry: Arc<Registry>,
+        loads: Arc<Loads>,
+        engine: usize,
+        arrivals: Arrivals,
+    ) -> NbdSource {
+        NbdSource {
+            core: Core {
+                options,
+                buffers: BufferPool::new(),
+                pending: Vec::new(),
+                free: Vec::new(),
+                refused: VecDeque::new(),
+                deadline_ns: u64::MAX,
+            },
+            registry,
+            arrivals,
+            loads,
+            engine,
+            connections: Vec::new(),
+            ready: Vec::new(),
+            accept_armed: false,
+            cancel_armed: false,
+            accept_at_ns: 0,
+            idle_since_ns: None,
+            stopping: false,
+        }
+    }
+
+    fn accept(&mut self, cx: &mut SourceContext<'_>) {
+        let Arrivals::Listener(listener, _) = &self.arrivals else { return };
+        let entry = opcode::AcceptMulti::new(types::Fd(listener.raw_fd())).flags(libc::SOCK_CLOEXEC).build();
+        self.accept_armed = true;
+        // SAFETY: the listener stays open as long as the source, and no memory is passed.
+        unsafe { cx.push(entry, token(ACCEPTED, 0)) }
+    }
+
+    fn accepted(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
+        self.accept_armed = cqe.more();
+        if cqe.result >= 0 {
+            // SAFETY: the kernel made this descriptor for us.
+            let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
+            if self.registry.admit(self.core.options.connections_max) {
+                self.place(cx, socket);
+            }
+        } else if matches!(-cqe.result, libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) {
+            // Again at once would only fail again.
+            self.accept_at_ns = cx.now_ns() + ACCEPT_REST_NS;
+        }
+    }
+
+    /// Gives a client to the engine that has the fewest.
+    fn place(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
+        let load = |engine: &usize| self.loads[*engine].load(Relaxed);
+        let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
+        self.loads[engine].fetch_add(1, Relaxed);
+        match &self.arrivals {
+            Arrivals::Listener(_, others) if engine > 0 => {
+                let (handle, id) = &others[engine - 1];
+                handle.send(*id, Box::new(Message::Client(socket)));
+            }
+            _ => self.connect(cx, socket),
+        }
+    }
+
+    /// Begins with a client that was admitted.
+    fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
+        if self.stopping {
+            self.loads[self.engine].fetch_sub(1, Relaxed);
+            return self.registry.leave();
+        }
+        tune(socket.as_fd());
+        let status = self.registry.begin(peer_name(socket.as_fd()));
+        let exports = self.core.options.exports.iter().map(|export| {
+            let limits = cx.limits(export.queue);
+            Export {
+                name: export.name.clone(),
+                description: export.description.clone(),
+                size_bytes: limits.capacity_bytes,
+                flags: transmission_flags(limits),
+                block_min_bytes: limits.logical_block_bytes,
+                block_preferred_bytes: limits.physical_block_bytes.max(4096),
+            }
+        });
+        let exports: Vec<Export> = exports.collect();
+        let until_ns = cx.now_ns() + self.core.options.handshake_timeout_s * 1_000_000_000;
+        self.core.expect_deadline(until_ns);
+        let slot = match self.connections.iter().position(Option::is_none) {
+            Some(slot) => slot,
+            None => {
+                self.connections.push(None);
+                self.connections.len() - 1
+            }
+        };
+        let connection = Connection::new(slot as u32, socket, status, exports, until_ns);
+        self.connections[slot] = Some(Box::new(connection));
+        self.make_ready(slot as u32);
+    }
+
+    fn make_ready(&mut self, slot: u32) {
+        if let Some(Some(connection)) = self.connections.get_mut(slot as usize)
+            && !connection.ready
+        {
+            connection.ready = true;
+            self.ready.push(slot);
+        }
+    }
+
+    fn make_all_ready(&mut self) {
+        (0..self.connections.len() as u32).for_each(|slot| self.make_ready(slot));
+    }
+
+    /// Submits what the queues had no room for. The connections that waited for that go on.
+    fn retry_refused(&mut self, cx: &mut SourceContext<'_>) {
+        if self.core.refused.is_empty() {
+            return;
+        }
+        while let Some((queue, bio)) = self.core.refused.pop_front() {
+            if let Err(bio) = cx.submit(queue, bio) {
+                self.core.refused.push_front((queue, bio));
+                return;
+            }
+        }
+        self.make_all_ready();
+    }
+
+    /// Looks at the clock when a deadline may have passed.
+    fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
+        let Some(deadline_ns) = self.deadline_ns() else { return };
+        let now_ns = cx.now_ns();
+        if now_ns < deadline_ns {
+            return;
+        }
+        if now_ns >= self.core.deadline_ns {
+            self.core.deadline_ns = u64::MAX;
+            for connection in self.connections.iter_mut().flatten() {
+                connection.check_deadline(now_ns);
+                self.core.deadline_ns = self.core.deadline_ns.min(connection.deadline_ns());
+            }
+            self.make_all_ready();
+        }
+        if self.idle_since_ns.is_some_and(|since_ns| now_ns >= since_ns + IDLE_NS) {
+            self.core.buffers.trim();
+            self.idle_since_ns = None;
+        }
+    }
+
+    fn drop_connection(&mut self, slot: u32) {
+        if let Some(mut connection) = self.connections[slot as usize].take() {
+            connection.release(&mut self.core.buffers);
+            self.registry.end(connection.status());
+            self.loads[self.engine].fetch_sub(1, Relaxed);
+        }
+    }
+}
+
+use std::sync::atomic::Ordering::Relaxed;
+
+impl Source for NbdSource {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        cx.ring().require(&[
+            ("IORING_OP_ACCEPT", opcode::AcceptMulti::CODE),
+            ("IORING_OP_RECV", opcode::Recv::CODE),
+            ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE),
+            ("IORING_OP_SENDMSG", opcode::SendMsg::CODE),
+        ])?;
+        if let Arrivals::Client(client) = &mut self.arrivals
+            && let Some(socket) = client.take()
+            && self.registry.admit(1)
+        {
+            self.place(cx, socket);
+        }
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
+        let payload = cqe.token.payload();
+        let slot = payload as u32;
+        match payload >> 32 {
+            ACCEPTED => return self.accepted(cx, cqe),
+            CANCELLED => {
+                self.cancel_armed = false;
+                return;
+            }
+            kind => {
+                let Some(Some(connection)) = self.connections.get_mut(slot as usize) else { return };
+                match kind {
+                    SENT => connection.sent(cqe.result, &mut self.core, cx),
+                    _ => connection.received(cqe.result),
+                }
+            }
+        }
+        self.make_ready(slot);
+    }
+
+    fn on_bio(&mut self, _cx: &mut SourceContext<'_>, completion: Completion) {
+        let pending = self.core.recall(completion.user_data as u32);
+        if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
+            connection.complete(pending, completion, &mut self.core);
+            self.make_ready(pending.connection);
+        }
+    }
+
+    fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
+        let Ok(message) = message.downcast::<Message>() else { return };
+        match *message {
+            Message::Client(socket) => self.connect(cx, socket),
+            Message::Extents(index, extents) => {
+                let pending = self.core.recall(index);
+                if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
+                    connection.complete_extents(pending, extents);
+                    self.make_ready(pending.connection);
+                }
+            }
+        }
+    }
+
+    fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
+        self.check_deadlines(cx);
+        self.retry_refused(cx);
+        let mut ready = std::mem::take(&mut self.ready);
+        for slot in ready.drain(..) {
+            let Some(connection) = &mut self.connections[slot as usize] else { continue };
+            connection.ready = false;
+            connection.turn(&mut self.core, cx);
+            if connection.is_over() {
+                self.drop_connection(slot);
+            }
+        }
+        self.ready = ready;
+        match (self.core.buffers.is_idle(), self.idle_since_ns) {
+            (true, None) => self.idle_since_ns = Some(cx.now_ns()),
+            (false, Some(_)) => self.idle_since_ns = None,
+            _ => {}
+        }
+        if !self.accept_armed && !self.stopping && (self.accept_at_ns == 0 || cx.now_ns() >= self.accept_at_ns)
+        {
+            self.accept_at_ns = 0;
+            self.accept(cx);
+        }
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        let mut deadline_ns = self.core.deadline_ns;
+        if let Some(since_ns) = self.idle_since_ns {
+            deadline_ns = deadline_ns.min(since_ns + IDLE_NS);
+        }
+        if self.accept_at_ns > 0 && !self.stopping {
+            deadline_ns = deadline_ns.min(self.accept_at_ns);
+        }
+        (deadline_ns < u64::MAX).then_some(deadline_ns)
+    }
+
+    fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
+        self.stopping = true;
+        if self.accept_armed && !self.cancel_armed {
+            let accept = Token::new(cx.id(), token(ACCEPTED, 0)).0;
+            self.cancel_armed = true;
+            // SAFETY: no memory and no descriptor is passed.
+            unsafe { cx.push(opcode::AsyncCancel::new(accept).build(), token(CANCELLED, 0)) }
+        }
+        for connection in self.connections.iter_mut().flatten() {
+            connection.stop(force);
+        }
+        self.make_all_ready();
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopping
+            && !self.accept_armed
+            && !self.cancel_armed
+            && self.connections.iter().all(Option::is_none)
+    }
+}
+
+impl Drop for NbdSource {
+    fn drop(&mut self) {
+        // An engine that ends without stopping its sources leaves operations to the kernel:
+        // their memory is left to it too.
+        for mut connection in self.connections.drain(..).flatten() {
+            if connection.is_armed() {
+                let _ = ManuallyDrop::new(connection);
+            } else {
+                connection.release(&mut self.core.buffers);
+            }
+        }
+    }
+}
+
+/// What a disk with these limits offers.
+fn transmission_flags(limits: &blkq::QueueLimits) -> TransmissionFlags {
+    // All connections share one disk: a flush covers the completed writes of all of them.
+    let mut flags = TransmissionFlags::HAS_FLAGS
+        | TransmissionFlags::SEND_FLUSH
+        | TransmissionFlags::SEND_FUA
+        | TransmissionFlags::SEND_CACHE
+        | TransmissionFlags::CAN_MULTI_CONN;
+    flags.set(TransmissionFlags::ROTATIONAL, limits.rotational);
+    flags.set(TransmissionFlags::READ_ONLY, limits.read_only);
+    if !limits.read_only {
+        flags |= TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::SEND_FAST_ZERO;
+        flags.set(TransmissionFlags::SEND_TRIM, limits.max_discard_bytes > 0);
+    }
+    flags
+}

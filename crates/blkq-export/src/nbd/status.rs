@@ -1,0 +1,145 @@
+//! What the control plane sees of connections.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// One connection, as it is now.
+#[derive(Clone, Debug)]
+pub struct ConnectionInfo {
+    /// Counted up from 1.
+    pub id: u64,
+    /// Who: `pid 123, uid 0`, or an address and port.
+    pub peer: String,
+    /// The export it chose; `None` during the handshake.
+    pub export: Option<String>,
+    /// How long it has been there.
+    pub age: Duration,
+    /// Requests received.
+    pub requests: u64,
+    /// Of these, those answered with an error.
+    pub errors: u64,
+    /// Content sent, in bytes.
+    pub read_bytes: u64,
+    /// Content received and written, in bytes.
+    pub written_bytes: u64,
+    /// Requests received whose replies have not left.
+    pub in_flight: u64,
+}
+
+/// Counters of one connection, written by its engine once per turn.
+pub(super) struct ConnectionStatus {
+    id: u64,
+    peer: String,
+    pub export: OnceLock<String>,
+    since: Instant,
+    pub requests: AtomicU64,
+    pub errors: AtomicU64,
+    pub read_bytes: AtomicU64,
+    pub written_bytes: AtomicU64,
+    pub in_flight: AtomicU64,
+}
+
+/// What all engines of a server and its control share.
+pub(super) struct Registry {
+    /// Held for a push, a removal or a copy of pointers, never across anything that waits;
+    /// engines take it when a connection begins and ends, not on the data path.
+    connections: Mutex<Vec<Arc<ConnectionStatus>>>,
+    /// Connections that were let in and are not gone.
+    open: AtomicUsize,
+    /// No more are let in.
+    closed: AtomicBool,
+    accepted: AtomicU64,
+    refused: AtomicU64,
+}
+
+impl Registry {
+    pub fn new() -> Registry {
+        Registry {
+            connections: Mutex::new(Vec::new()),
+            open: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+            accepted: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+        }
+    }
+
+    fn connections(&self) -> MutexGuard<'_, Vec<Arc<ConnectionStatus>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether one more connection is let in; it then counts until [`Registry::leave`].
+    pub fn admit(&self, connections_max: usize) -> bool {
+        let before = self.open.fetch_add(1, Ordering::SeqCst);
+        let admitted = before < connections_max && !self.closed.load(Ordering::SeqCst);
+        if !admitted {
+            self.open.fetch_sub(1, Ordering::SeqCst);
+            self.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        admitted
+    }
+
+    /// A connection that was admitted is gone, or was never begun.
+    pub fn leave(&self) {
+        self.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    pub fn begin(&self, peer: String) -> Arc<ConnectionStatus> {
+        let id = self.accepted.fetch_add(1, Ordering::Relaxed) + 1;
+        let status = Arc::new(ConnectionStatus {
+            id,
+            peer,
+            export: OnceLock::new(),
+            since: Instant::now(),
+            requests: AtomicU64::new(0),
+            errors: AtomicU64::new(0),
+            read_bytes: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
+            in_flight: AtomicU64::new(0),
+        });
+        self.connections().push(status.clone());
+        status
+    }
+
+    pub fn end(&self, status: &Arc<ConnectionStatus>) {
+        self.connections().retain(|other| !Arc::ptr_eq(other, status));
+        self.leave();
+    }
+
+    /// Lets nobody in any more; false, and all as before, if somebody is there.
+    pub fn close_if_empty(&self) -> bool {
+        self.closed.store(true, Ordering::SeqCst);
+        let empty = self.open() == 0;
+        self.closed.store(empty, Ordering::SeqCst);
+        empty
+    }
+
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::SeqCst)
+    }
+
+    pub fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+
+    pub fn list(&self) -> Vec<ConnectionInfo> {
+        let connections = self.connections().clone();
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let info = |status: &Arc<ConnectionStatus>| ConnectionInfo {
+            id: status.id,
+            peer: status.peer.clone(),
+            export: status.export.get().cloned(),
+            age: status.since.elapsed(),
+            requests: get(&status.requests),
+            errors: get(&status.errors),
+            read_bytes: get(&status.read_bytes),
+            written_bytes: get(&status.written_bytes),
+            in_flight: get(&status.in_flight),
+        };
+        connections.iter().map(info).collect()
+    }
+}

@@ -1,0 +1,313 @@
+//! The NBD handshake against byte-exact vectors of the specification.
+
+use blkq_export::nbd::handshake::{
+    BASE_ALLOCATION_ID, Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX,
+};
+use blkq_export::nbd::proto::{TransmissionFlags, option, option_reply};
+use blkq_export::nbd::reply::ReplyStyle;
+use proptest::prelude::*;
+
+fn exports() -> Vec<Export> {
+    let export = |name: &str, description: &str, size_bytes| Export {
+        name: name.into(),
+        description: description.into(),
+        size_bytes,
+        flags: TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH,
+        block_min_bytes: 512,
+        block_preferred_bytes: 4096,
+    };
+    vec![export("disk", "a disk", 0x1234_0000), export("other", "", 1 << 20)]
+}
+
+fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = b"IHAVEOPT".to_vec();
+    bytes.extend(option.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+fn reply_bytes(option: u32, reply: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0x00, 0x03, 0xe8, 0x89, 0x04, 0x55, 0x65, 0xa9];
+    bytes.extend(option.to_be_bytes());
+    bytes.extend(reply.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+fn go_data(name: &[u8], infos: &[u16]) -> Vec<u8> {
+    let mut data = (name.len() as u32).to_be_bytes().to_vec();
+    data.extend(name);
+    data.extend((infos.len() as u16).to_be_bytes());
+    data.extend(infos.iter().flat_map(|info| info.to_be_bytes()));
+    data
+}
+
+fn context_data(name: &[u8], queries: &[&[u8]]) -> Vec<u8> {
+    let mut data = (name.len() as u32).to_be_bytes().to_vec();
+    data.extend(name);
+    data.extend((queries.len() as u32).to_be_bytes());
+    for query in queries {
+        data.extend((query.len() as u32).to_be_bytes());
+        data.extend(*query);
+    }
+    data
+}
+
+/// A client that has sent its flags.
+struct Client {
+    handshake: Handshake,
+    exports: Vec<Export>,
+    input: Vec<u8>,
+}
+
+impl Client {
+    fn new(flags: u32) -> Client {
+        let handshake = Handshake::new(&mut Vec::new());
+        let mut client = Client { handshake, exports: exports(), input: Vec::new() };
+        assert_eq!(client.send(&flags.to_be_bytes()), (vec![], Next::Receive));
+        client
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> (Vec<u8>, Next) {
+        self.input.extend(bytes);
+        let mut output = Vec::new();
+        let (consumed, next) = self.handshake.receive(&self.input, &self.exports, &mut output);
+        self.input.drain(..consumed);
+        (output, next)
+    }
+
+    fn option(&mut self, option: u32, data: &[u8]) -> (Vec<u8>, Next) {
+        self.send(&option_bytes(option, data))
+    }
+
+    /// Sends an option and expects to be refused with `reply`, and to go on.
+    fn refused(&mut self, option: u32, data: &[u8], reply: u32) {
+        let (output, next) = self.option(option, data);
+        assert_eq!(next, Next::Receive);
+        assert_eq!(output[..16], reply_bytes(option, reply, &[])[..16], "option {option} with {data:?}");
+    }
+
+    /// Sends an option and expects it to be acknowledged, with nothing else.
+    fn acknowledged(&mut self, option: u32, data: &[u8]) {
+        assert_eq!(self.option(option, data), (reply_bytes(option, option_reply::ACK, &[]), Next::Receive));
+    }
+}
+
+#[test]
+fn the_server_greets_as_fixed_newstyle_without_zeroes() {
+    let mut output = Vec::new();
+    Handshake::new(&mut output);
+    assert_eq!(output, b"NBDMAGICIHAVEOPT\x00\x03");
+}
+
+#[test]
+fn export_name_answers_with_size_flags_and_zeroes() {
+    for (client_flags, zeroes) in [(1, 124), (3, 0), (0, 124)] {
+        let (output, next) = Client::new(client_flags).option(option::EXPORT_NAME, b"disk");
+        let mut expected = vec![0, 0, 0, 0, 0x12, 0x34, 0, 0, 0, 0x05];
+        expected.resize(10 + zeroes, 0);
+        assert_eq!(output, expected);
+        let Next::Transmission(session) = next else { panic!("{next:?}") };
+        assert_eq!((session.export, session.replies), (0, ReplyStyle::Simple));
+    }
+}
+
+#[test]
+fn go_describes_the_export_and_begins() {
+    let mut client = Client::new(3);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+    let (output, next) = client.option(option::GO, &go_data(b"", &[3, 1, 2, 77]));
+    let mut expected = reply_bytes(7, option_reply::INFO, &[0, 0, 0, 0, 0, 0, 0x12, 0x34, 0, 0, 0, 0x85]);
+    expected.extend(reply_bytes(7, option_reply::INFO, b"\x00\x01disk"));
+    expected.extend(reply_bytes(7, option_reply::INFO, b"\x00\x02a disk"));
+    expected.extend(reply_bytes(7, option_reply::INFO, &[0, 3, 0, 0, 2, 0, 0, 0, 16, 0, 2, 0, 0, 0]));
+    expected.extend(reply_bytes(7, option_reply::ACK, &[]));
+    assert_eq!(output, expected);
+    let Next::Transmission(session) = next else { panic!("{next:?}") };
+    assert_eq!(session.replies, ReplyStyle::Structured);
+    assert_eq!(session.size_bytes, 0x1234_0000);
+    assert!(session.flags.contains(TransmissionFlags::SEND_DF));
+    assert!(!session.base_allocation);
+}
+
+#[test]
+fn info_describes_and_the_handshake_goes_on() {
+    let mut client = Client::new(3);
+    let (output, next) = client.option(option::INFO, &go_data(b"other", &[]));
+    let mut expected = reply_bytes(6, option_reply::INFO, &[0, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 5]);
+    expected.extend(reply_bytes(6, option_reply::ACK, &[]));
+    assert_eq!((output, next), (expected, Next::Receive));
+    client.refused(option::INFO, &go_data(b"nobody", &[]), option_reply::ERR_UNKNOWN);
+    client.refused(option::GO, &go_data(b"nobody", &[3]), option_reply::ERR_UNKNOWN);
+    let (_, next) = client.option(option::GO, &go_data(b"other", &[3]));
+    assert!(matches!(next, Next::Transmission(session) if session.export == 1));
+}
+
+#[test]
+fn list_names_every_export() {
+    let mut client = Client::new(3);
+    let mut expected = reply_bytes(3, option_reply::SERVER, b"\x00\x00\x00\x04diska disk");
+    expected.extend(reply_bytes(3, option_reply::SERVER, b"\x00\x00\x00\x05other"));
+    expected.extend(reply_bytes(3, option_reply::ACK, &[]));
+    assert_eq!(client.option(option::LIST, &[]), (expected, Next::Receive));
+    client.refused(option::LIST, b"x", option_reply::ERR_INVALID);
+}
+
+#[test]
+fn abort_is_acknowledged_and_nothing_is_read_after_it() {
+    let mut client = Client::new(3);
+    let expected = (reply_bytes(2, option_reply::ACK, &[]), Next::Close);
+    assert_eq!(client.option(option::ABORT, b"ignored"), expected);
+    assert_eq!(client.option(option::LIST, &[]), (vec![], Next::Close));
+}
+
+#[test]
+fn metadata_contexts_need_structured_replies_and_belong_to_one_export() {
+    let mut client = Client::new(3);
+    let base: &[u8] = b"base:allocation";
+    client.refused(option::SET_META_CONTEXT, &context_data(b"", &[base]), option_reply::ERR_INVALID);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+
+    let reply = |option: u32, id: u32| {
+        let mut data = id.to_be_bytes().to_vec();
+        data.extend(base);
+        let mut bytes = reply_bytes(option, option_reply::META_CONTEXT, &data);
+        bytes.extend(reply_bytes(option, option_reply::ACK, &[]));
+        (bytes, Next::Receive)
+    };
+    // Listing: no query is all, `base:` is the name space; both name the context.
+    for queries in [&[][..], &[b"base:".as_slice()], &[b"x-none:1", base]] {
+        assert_eq!(client.option(9, &context_data(b"disk", queries)), reply(9, 0));
+    }
+    client.acknowledged(option::LIST_META_CONTEXT, &context_data(b"disk", &[b"qemu:dirty-bitmap:"]));
+    // Setting: no query is none, the name space alone is ignored.
+    client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[]));
+    client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[b"base:"]));
+    client.refused(option::SET_META_CONTEXT, &context_data(b"nobody", &[base]), option_reply::ERR_UNKNOWN);
+
+    let set = |client: &mut Client, name: &[u8]| {
+        let answer = client.option(option::SET_META_CONTEXT, &context_data(name, &[b"x-none:", base]));
+        assert_eq!(answer, reply(10, BASE_ALLOCATION_ID));
+    };
+    let go = |mut client: Client, name: &[u8]| match client.option(option::GO, &go_data(name, &[])).1 {
+        Next::Transmission(session) => session.base_allocation,
+        next => panic!("{next:?}"),
+    };
+    let structured = || {
+        let mut client = Client::new(3);
+        client.acknowledged(option::STRUCTURED_REPLY, &[]);
+        client
+    };
+    let mut same = structured();
+    set(&mut same, b"disk");
+    assert!(go(same, b""));
+    let mut another = structured();
+    set(&mut another, b"disk");
+    assert!(!go(another, b"other"));
+    let mut failed_later = structured();
+    set(&mut failed_later, b"disk");
+    failed_later.refused(option::SET_META_CONTEXT, b"junk", option_reply::ERR_INVALID);
+    assert!(!go(failed_later, b"disk"));
+}
+
+#[test]
+fn extended_headers_take_precedence() {
+    let mut client = Client::new(3);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+    client.refused(option::EXTENDED_HEADERS, b"x", option_reply::ERR_INVALID);
+    client.acknowledged(option::EXTENDED_HEADERS, &[]);
+    client.refused(option::STRUCTURED_REPLY, &[], option_reply::ERR_EXT_HEADER_REQD);
+    let (_, next) = client.option(option::GO, &go_data(b"", &[]));
+    assert!(matches!(next, Next::Transmission(session) if session.replies == ReplyStyle::Extended));
+
+    let mut client = Client::new(3);
+    client.acknowledged(option::EXTENDED_HEADERS, &[]);
+    assert_eq!(client.option(option::EXPORT_NAME, b""), (vec![], Next::Close));
+}
+
+#[test]
+fn what_is_not_known_or_malformed_is_refused_one_by_one() {
+    let mut client = Client::new(3);
+    client.refused(option::STARTTLS, &[], option_reply::ERR_POLICY);
+    client.refused(option::STARTTLS, b"x", option_reply::ERR_INVALID);
+    client.refused(4, &[], option_reply::ERR_UNSUP);
+    client.refused(0xffff_ffff, b"data", option_reply::ERR_UNSUP);
+    for data in [&b""[..], b"\0\0\0", &[0xff; 6], b"\0\0\0\0\0\x01", b"\0\0\0\x05abcd\0\0"] {
+        client.refused(option::GO, data, option_reply::ERR_INVALID);
+    }
+    let mut trailing = go_data(b"disk", &[3]);
+    trailing.push(0);
+    client.refused(option::INFO, &trailing, option_reply::ERR_INVALID);
+    client.refused(option::GO, &go_data(&[b'x'; 4097], &[]), option_reply::ERR_TOO_BIG);
+    client.refused(option::GO, &go_data(&[b'x'; 4096], &[]), option_reply::ERR_UNKNOWN);
+}
+
+#[test]
+fn long_options_are_skipped_and_longer_ones_end_the_session() {
+    let mut client = Client::new(3);
+    client.refused(99, &vec![0; OPTION_MAX_BYTES], option_reply::ERR_UNSUP);
+    client.refused(99, &vec![0; OPTION_MAX_BYTES + 1], option_reply::ERR_TOO_BIG);
+    client.refused(99, &vec![b'I'; OPTION_SKIP_MAX_BYTES], option_reply::ERR_TOO_BIG);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+    let header = &option_bytes(99, &vec![0; OPTION_SKIP_MAX_BYTES + 1])[..16];
+    assert_eq!(client.send(header), (vec![], Next::Close));
+}
+
+#[test]
+fn what_cannot_be_answered_ends_the_session() {
+    // Flags that were not offered.
+    let mut output = Vec::new();
+    let mut handshake = Handshake::new(&mut output);
+    assert_eq!(handshake.receive(&[0, 0, 0, 4], &exports(), &mut output), (4, Next::Close));
+    // Not an option.
+    assert_eq!(Client::new(3).send(b"IHAVEOPS\0\0\0\x03\0\0\0\0"), (vec![], Next::Close));
+    // An export that does not exist, by the option that cannot say so.
+    assert_eq!(Client::new(3).option(option::EXPORT_NAME, b"nobody"), (vec![], Next::Close));
+    let header = &option_bytes(option::EXPORT_NAME, &[b'x'; 4097])[..16];
+    assert_eq!(Client::new(3).send(header), (vec![], Next::Close));
+    // A client that did not take up fixed newstyle has one option only.
+    assert_eq!(Client::new(2).option(option::LIST, &[]), (vec![], Next::Close));
+    // More options than anybody needs.
+    let mut client = Client::new(3);
+    for _ in 0..OPTIONS_MAX {
+        client.refused(99, &[], option_reply::ERR_UNSUP);
+    }
+    assert_eq!(client.option(99, &[]), (vec![], Next::Close));
+}
+
+proptest! {
+    /// However the stream is cut, the answers are the same.
+    #[test]
+    fn cuts_do_not_matter(
+        options in prop::collection::vec((0u32..13, prop::sample::select(vec![
+            vec![], go_data(b"disk", &[3, 2]), go_data(b"nobody", &[]),
+            context_data(b"disk", &[b"base:allocation"]), b"other".to_vec(), vec![7; 70_000],
+        ])), 0..8),
+        cuts in prop::collection::vec(1usize..40_000, 0..60),
+    ) {
+        let mut stream = 3u32.to_be_bytes().to_vec();
+        for (option, data) in &options {
+            stream.extend(option_bytes(*option, data));
+        }
+        let exports = exports();
+        let whole = {
+            let mut output = Vec::new();
+            let mut handshake = Handshake::new(&mut output);
+            let (consumed, next) = handshake.receive(&stream, &exports, &mut output);
+            (output, consumed, next)
+        };
+        let mut output = Vec::new();
+        let mut handshake = Handshake::new(&mut output);
+        let (mut consumed, mut arrived, mut next) = (0, 0, Next::Receive);
+        let mut cuts = cuts.into_iter();
+        while arrived < stream.len() && next == Next::Receive {
+            arrived = (arrived + cuts.next().unwrap_or(usize::MAX / 2)).min(stream.len());
+            let (taken, after) = handshake.receive(&stream[consumed..arrived], &exports, &mut output);
+            consumed += taken;
+            next = after;
+        }
+        prop_assert_eq!((output, consumed, next), whole);
+    }
+}

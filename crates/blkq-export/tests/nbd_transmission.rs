@@ -1,0 +1,392 @@
+//! NBD requests and replies against byte-exact vectors of the specification.
+
+use blkq::{Extent, Status};
+use blkq_export::nbd::handshake::Session;
+use blkq_export::nbd::proto::{Command, CommandFlags, NbdError, PAYLOAD_MAX_BYTES, TransmissionFlags};
+use blkq_export::nbd::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
+use blkq_export::nbd::transmission::{Request, Step, Transmission};
+use proptest::prelude::*;
+
+const SIZE: u64 = 64 << 20;
+const COOKIE: u64 = 0x0102_0304_0506_0708;
+
+fn session(replies: ReplyStyle) -> Session {
+    let mut flags = TransmissionFlags::all() - TransmissionFlags::READ_ONLY;
+    flags.set(TransmissionFlags::SEND_DF, replies != ReplyStyle::Simple);
+    Session {
+        export: 0,
+        size_bytes: SIZE,
+        flags,
+        block_min_bytes: 512,
+        replies,
+        base_allocation: replies != ReplyStyle::Simple,
+    }
+}
+
+fn encode(style: ReplyStyle, command: u16, flags: u16, offset: u64, length: u64) -> Vec<u8> {
+    let extended = style == ReplyStyle::Extended;
+    let mut bytes = if extended { 0x21e4_1c71u32 } else { 0x2560_9513 }.to_be_bytes().to_vec();
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(COOKIE.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    if extended {
+        bytes.extend(length.to_be_bytes());
+    } else {
+        bytes.extend((length as u32).to_be_bytes());
+    }
+    bytes
+}
+
+fn one(session: Session, bytes: &[u8]) -> Step {
+    Transmission::new(session).next(&mut &bytes[..])
+}
+
+fn refused(offset: u64, error: NbdError) -> Step {
+    Step::Refused { cookie: COOKIE, offset, error }
+}
+
+#[test]
+fn a_compact_request_is_28_bytes() {
+    let bytes =
+        [0x25, 0x60, 0x95, 0x13, 0, 4, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 2, 0];
+    let request = Request {
+        command: Command::Read,
+        flags: CommandFlags::DF,
+        cookie: COOKIE,
+        offset: 4096,
+        length: 512,
+    };
+    assert_eq!(one(session(ReplyStyle::Structured), &bytes), Step::Request(request));
+    for end in 0..bytes.len() {
+        let mut input = &bytes[..end];
+        assert_eq!(Transmission::new(session(ReplyStyle::Structured)).next(&mut input), Step::Receive);
+        assert_eq!(input.len(), end);
+    }
+}
+
+#[test]
+fn an_extended_request_is_32_bytes_and_reaches_beyond_32_bits() {
+    let bytes = [
+        0x21, 0xe4, 0x1c, 0x71, 0, 0, 0, 4, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 0, 5, 0,
+        0, 0, 0,
+    ];
+    let large = Session { size_bytes: 1 << 40, ..session(ReplyStyle::Extended) };
+    let request = Request {
+        command: Command::Trim,
+        flags: CommandFlags::empty(),
+        cookie: COOKIE,
+        offset: 4096,
+        length: 5 << 32,
+    };
+    assert_eq!(one(large, &bytes), Step::Request(request));
+    assert_eq!(one(large, &bytes[..31]), Step::Receive);
+}
+
+#[test]
+fn every_command_takes_the_flags_that_the_specification_gives_it() {
+    // FUA, NO_HOLE, DF, REQ_ONE, FAST_ZERO, PAYLOAD_LEN
+    let allowed: [(Command, u16); 6] = [
+        (Command::Read, 0b00101),
+        (Command::Write, 0b00001),
+        (Command::Trim, 0b00001),
+        (Command::Cache, 0b00001),
+        (Command::WriteZeroes, 0b10011),
+        (Command::BlockStatus, 0b01001),
+    ];
+    for style in [ReplyStyle::Structured, ReplyStyle::Extended] {
+        for (command, flags) in allowed {
+            for bit in 0..16 {
+                let payload =
+                    if style == ReplyStyle::Extended && command == Command::Write { 0x20 } else { 0 };
+                let step = one(session(style), &encode(style, command as u16, 1 << bit | payload, 0, 512));
+                if (flags | payload) & (1 << bit) != 0 {
+                    assert!(matches!(step, Step::Request(r) if r.command == command), "{command:?} {bit}");
+                } else {
+                    assert_eq!(step, refused(0, NbdError::Invalid), "{command:?} {bit}");
+                }
+            }
+        }
+    }
+    let flush = |flags, offset, length| {
+        one(session(ReplyStyle::Simple), &encode(ReplyStyle::Simple, 3, flags, offset, length))
+    };
+    assert!(matches!(flush(1, 0, 0), Step::Request(_)));
+    assert_eq!(flush(2, 0, 0), refused(0, NbdError::Invalid));
+    assert_eq!(flush(0, 512, 0), refused(512, NbdError::Invalid));
+    assert_eq!(flush(0, 0, 512), refused(0, NbdError::Invalid));
+    let unknown = one(session(ReplyStyle::Simple), &encode(ReplyStyle::Simple, 8, 0, 0, 512));
+    assert_eq!(unknown, refused(0, NbdError::Invalid));
+}
+
+#[test]
+fn what_was_not_advertised_is_refused() {
+    let bare =
+        |replies| Session { flags: TransmissionFlags::HAS_FLAGS, base_allocation: false, ..session(replies) };
+    for (command, flags) in [(0, 1), (0, 4), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)] {
+        let length = if command == 3 { 0 } else { 512 };
+        let bytes = encode(ReplyStyle::Structured, command, flags, 0, length);
+        assert_eq!(one(bare(ReplyStyle::Structured), &bytes), refused(0, NbdError::Invalid), "{command}");
+    }
+    // Fast zeroes only where write zeroes says so.
+    let slow = Session {
+        flags: TransmissionFlags::all() - TransmissionFlags::READ_ONLY - TransmissionFlags::SEND_FAST_ZERO,
+        ..session(ReplyStyle::Simple)
+    };
+    assert_eq!(one(slow, &encode(ReplyStyle::Simple, 6, 16, 0, 512)), refused(0, NbdError::Invalid));
+}
+
+#[test]
+fn ranges_are_checked_with_the_errors_of_the_specification() {
+    let check = |style, command: Command, flags, offset, length| {
+        one(session(style), &encode(style, command as u16, flags, offset, length))
+    };
+    use ReplyStyle::{Extended, Simple, Structured};
+    for command in [Command::Read, Command::Trim, Command::Cache] {
+        assert_eq!(check(Simple, command, 0, SIZE, 512), refused(SIZE, NbdError::Invalid));
+        assert_eq!(check(Simple, command, 0, SIZE - 512, 1024), refused(SIZE - 512, NbdError::Invalid));
+    }
+    let huge = u64::MAX - 511;
+    for command in [Command::Write, Command::WriteZeroes] {
+        assert_eq!(check(Simple, command, 0, SIZE - 512, 1024), refused(SIZE - 512, NbdError::NoSpace));
+        assert_eq!(check(Simple, command, 0, huge, 1024), refused(huge, NbdError::NoSpace));
+        assert_eq!(check(Simple, command, 0, 100, 512), refused(100, NbdError::Invalid));
+        assert_eq!(check(Simple, command, 0, 0, 100), refused(0, NbdError::Invalid));
+        assert_eq!(check(Simple, command, 0, 0, 0), refused(0, NbdError::Invalid));
+    }
+    assert_eq!(check(Extended, Command::WriteZeroes, 0, 512, huge), refused(512, NbdError::NoSpace));
+    let big = u64::from(PAYLOAD_MAX_BYTES) + 512;
+    assert_eq!(check(Simple, Command::Read, 0, 0, big), refused(0, NbdError::Invalid));
+    assert_eq!(check(Structured, Command::Read, 4, 0, big), refused(0, NbdError::Overflow));
+    assert!(matches!(check(Structured, Command::Read, 4, 0, big - 512), Step::Request(_)));
+    assert!(matches!(check(Simple, Command::WriteZeroes, 0, 0, SIZE), Step::Request(_)));
+}
+
+#[test]
+fn a_read_only_export_refuses_every_write() {
+    let flags = TransmissionFlags::HAS_FLAGS | TransmissionFlags::READ_ONLY | TransmissionFlags::SEND_FUA;
+    let read_only = Session { flags, ..session(ReplyStyle::Simple) };
+    for command in [Command::Write, Command::Trim, Command::WriteZeroes] {
+        let bytes = encode(ReplyStyle::Simple, command as u16, 0, 0, 512);
+        assert_eq!(one(read_only, &bytes), refused(0, NbdError::Permission));
+    }
+    assert!(matches!(one(read_only, &encode(ReplyStyle::Simple, 0, 0, 0, 512)), Step::Request(_)));
+}
+
+#[test]
+fn the_payload_of_a_refused_write_is_dropped() {
+    let style = ReplyStyle::Simple;
+    let mut bytes = encode(style, 1, 0, SIZE, 1024);
+    // Payload that looks like requests.
+    bytes.extend(encode(style, 2, 0, 0, 0).iter().cycle().take(1024));
+    bytes.extend(encode(style, 3, 0, 0, 0));
+    let mut transmission = Transmission::new(session(style));
+    let (head, tail) = bytes.split_at(500);
+    let mut input = head;
+    assert_eq!(transmission.next(&mut input), refused(SIZE, NbdError::NoSpace));
+    assert_eq!(transmission.payload_bytes(), 0);
+    assert_eq!(transmission.next(&mut input), Step::Receive);
+    assert!(input.is_empty());
+    let mut input = tail;
+    assert!(matches!(transmission.next(&mut input), Step::Request(r) if r.command == Command::Flush));
+}
+
+#[test]
+fn extended_payloads_are_consumed_whatever_the_command() {
+    let style = ReplyStyle::Extended;
+    let mut transmission = Transmission::new(session(style));
+    let mut bytes = encode(style, 7, 0x20, 0, 12);
+    bytes.extend([0xee; 12]);
+    // A write without the flag has no payload, and is refused.
+    bytes.extend(encode(style, 1, 0, 0, 512));
+    bytes.extend(encode(style, 1, 0x20, 0, 512));
+    bytes.extend([0xee; 512]);
+    let mut input = &bytes[..];
+    assert_eq!(transmission.next(&mut input), refused(0, NbdError::Invalid));
+    assert_eq!(transmission.next(&mut input), refused(0, NbdError::Invalid));
+    assert!(matches!(transmission.next(&mut input), Step::Request(r) if r.command == Command::Write));
+    assert_eq!((transmission.payload_bytes(), input.len()), (512, 512));
+}
+
+#[test]
+fn what_breaks_the_stream_ends_it() {
+    for style in [ReplyStyle::Simple, ReplyStyle::Extended] {
+        let other = if style == ReplyStyle::Simple { ReplyStyle::Extended } else { ReplyStyle::Simple };
+        assert_eq!(one(session(style), &encode(other, 0, 0, 0, 512)), Step::Violation);
+        assert_eq!(one(session(style), b"GET / HTTP/1.1\r\n"), Step::Violation);
+        let big = u64::from(PAYLOAD_MAX_BYTES) + 1;
+        let mut transmission = Transmission::new(session(style));
+        assert_eq!(transmission.next(&mut &encode(style, 1, 0x20, 0, big)[..]), Step::Violation);
+        assert_eq!(transmission.next(&mut &encode(style, 0, 0, 0, 512)[..]), Step::Violation);
+    }
+    assert_eq!(one(session(ReplyStyle::Simple), &encode(ReplyStyle::Simple, 2, 0, 0, 0)), Step::Disconnect);
+}
+
+#[test]
+fn a_server_going_down_says_so() {
+    let mut transmission = Transmission::new(session(ReplyStyle::Simple));
+    transmission.shut_down();
+    let mut bytes = encode(ReplyStyle::Simple, 1, 0, 0, 512);
+    bytes.extend([0; 512]);
+    bytes.extend(encode(ReplyStyle::Simple, 2, 0, 0, 0));
+    let mut input = &bytes[..];
+    assert_eq!(transmission.next(&mut input), refused(0, NbdError::Shutdown));
+    assert_eq!(transmission.next(&mut input), Step::Disconnect);
+}
+
+const TO: ReplyTo = ReplyTo { cookie: COOKIE, offset: 0x1000 };
+
+fn written(write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+    let mut output = Vec::new();
+    write(&mut output);
+    output
+}
+
+#[test]
+fn simple_replies() {
+    let style = ReplyStyle::Simple;
+    let head = |error| [0x67, 0x44, 0x66, 0x98, 0, 0, 0, error, 1, 2, 3, 4, 5, 6, 7, 8];
+    assert_eq!(written(|out| style.done(TO, out)), head(0));
+    assert_eq!(written(|out| style.data(TO, 512, out)), head(0));
+    assert_eq!(written(|out| style.error(TO, NbdError::NoSpace, out)), head(28));
+}
+
+#[test]
+fn structured_replies() {
+    let style = ReplyStyle::Structured;
+    let none = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0];
+    assert_eq!(written(|out| style.done(TO, out)), none);
+    let data =
+        [0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 2, 8, 0, 0, 0, 0, 0, 0, 0x10, 0];
+    assert_eq!(written(|out| style.data(TO, 512, out)), data);
+    let error = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0x80, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 6, 0, 0, 0, 5, 0, 0];
+    assert_eq!(written(|out| style.error(TO, NbdError::Io, out)), error);
+    let extents = [
+        Extent { length: 0x1000, hole: true, zero: true },
+        Extent { length: 9 << 32, hole: false, zero: false },
+    ];
+    let status = [
+        0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 5, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 20, 0, 0, 0, 1, 0, 0, 0x10, 0,
+        0, 0, 0, 3, 0xff, 0xff, 0, 0, 0, 0, 0, 0,
+    ];
+    assert_eq!(written(|out| style.block_status(TO, &extents, out)), status);
+    // What comes after an extent that had to be cut short would be misplaced.
+    let after = [extents[1], extents[0]];
+    assert_eq!(written(|out| style.block_status(TO, &after, out)).len(), 20 + 4 + 8);
+}
+
+#[test]
+fn extended_replies() {
+    let style = ReplyStyle::Extended;
+    let head = |kind: u16, length: u8| {
+        let mut bytes = vec![0x6e, 0x8a, 0x27, 0x8c, 0, 1];
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend([1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, length]);
+        bytes
+    };
+    assert_eq!(written(|out| style.done(TO, out)), head(0, 0));
+    let mut data = head(1, 108);
+    data.extend([0, 0, 0, 0, 0, 0, 0x10, 0]);
+    assert_eq!(written(|out| style.data(TO, 100, out)), data);
+    let mut error = head(0x8001, 6);
+    error.extend([0, 0, 0, 75, 0, 0]);
+    assert_eq!(written(|out| style.error(TO, NbdError::Overflow, out)), error);
+    let extents = [
+        Extent { length: 9 << 32, hole: false, zero: true },
+        Extent { length: 512, hole: true, zero: false },
+    ];
+    let mut status = head(6, 40);
+    status.extend([0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2]);
+    status.extend([0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+    assert_eq!(written(|out| style.block_status(TO, &extents, out)), status);
+}
+
+#[test]
+fn the_extents_of_a_reply_are_bounded() {
+    let extents = vec![Extent { length: 512, hole: false, zero: false }; EXTENTS_MAX + 1];
+    let length = |style: ReplyStyle| written(|out| style.block_status(TO, &extents, out)).len();
+    assert_eq!(length(ReplyStyle::Structured), 20 + 4 + 8 * EXTENTS_MAX);
+    assert_eq!(length(ReplyStyle::Extended), 32 + 8 + 16 * EXTENTS_MAX);
+}
+
+#[test]
+fn every_status_has_the_number_of_the_protocol() {
+    for status in Status::ALL {
+        assert_eq!(NbdError::from(status) as u32, status.nbd());
+    }
+}
+
+fn style() -> impl Strategy<Value = ReplyStyle> {
+    prop::sample::select(vec![ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended])
+}
+
+/// Everything found in `stream` when it arrives in pieces of the given lengths, with the
+/// payloads of the writes.
+fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)> {
+    let mut transmission = Transmission::new(session);
+    let mut found: Vec<(Step, Vec<u8>)> = Vec::new();
+    let (mut start, mut end) = (0, 0);
+    let mut cuts = cuts.iter();
+    loop {
+        let mut input = &stream[start..end];
+        let wanted = (transmission.payload_bytes() as usize).min(input.len());
+        if wanted > 0 {
+            let (payload, rest) = input.split_at(wanted);
+            found.last_mut().unwrap().1.extend(payload);
+            transmission.took_payload(wanted as u32);
+            input = rest;
+        }
+        let step =
+            if transmission.payload_bytes() > 0 { Step::Receive } else { transmission.next(&mut input) };
+        start = end - input.len();
+        match step {
+            Step::Receive if end == stream.len() => return found,
+            Step::Receive => end = (end + cuts.next().copied().unwrap_or(usize::MAX / 2)).min(stream.len()),
+            Step::Request(_) | Step::Refused { .. } => found.push((step, Vec::new())),
+            Step::Disconnect | Step::Violation => {
+                found.push((step, Vec::new()));
+                return found;
+            }
+        }
+    }
+}
+
+proptest! {
+    /// What is found is what was sent, in order, however the stream is cut.
+    #[test]
+    fn parsed_is_encoded_whatever_the_cuts(
+        style in style(),
+        requests in prop::collection::vec((0u16..10, 0u16..0x40, 0u64..(SIZE >> 9) + 4, 0u64..9), 0..20),
+        cuts in prop::collection::vec(1usize..3000, 0..100),
+    ) {
+        let mut stream = Vec::new();
+        let mut sent = Vec::new();
+        for &(command, flags, block, blocks) in &requests {
+            let (offset, length) = (block << 9, blocks << 9);
+            stream.extend(encode(style, command, flags, offset, length));
+            let payload = match style {
+                ReplyStyle::Extended => flags & 0x20 != 0,
+                _ => command == 1,
+            };
+            let content = vec![block as u8; if payload && command != 2 { length as usize } else { 0 }];
+            stream.extend(&content);
+            sent.push((command, flags, offset, length, content));
+            if command == 2 {
+                break;
+            }
+        }
+        let found = parse(session(style), &stream, &cuts);
+        prop_assert_eq!(found.len(), sent.len());
+        for ((step, payload), (command, flags, at, bytes, content)) in found.iter().zip(&sent) {
+            match step {
+                Step::Request(Request { command: c, flags: f, cookie, offset, length }) => {
+                    prop_assert_eq!((*c as u16, f.bits(), *cookie, offset, length), (*command, *flags, COOKIE, at, bytes));
+                    prop_assert_eq!(payload, content);
+                }
+                Step::Refused { cookie, offset, .. } => prop_assert_eq!((*cookie, offset), (COOKIE, at)),
+                Step::Disconnect => prop_assert_eq!(*command, 2),
+                step => prop_assert!(false, "{:?}", step),
+            }
+        }
+    }
+}
