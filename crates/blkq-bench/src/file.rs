@@ -56,11 +56,7 @@ fn cpu_seed() -> u64 {
 pub fn run(path: &Path, seconds: f64, rounds: usize) -> Result<()> {
     let blocks = std::fs::metadata(path)?.len() / BLOCK;
     let open = || -> Result<Arc<Disk>> {
-        let options = LoopOptions {
-            direct_io: DirectIo::On,
-            read_only: true,
-            ..LoopOptions::new(path)
-        };
+        let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(path) };
         Ok(Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?)
     };
     let disk = open()?;

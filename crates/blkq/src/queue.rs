@@ -40,28 +40,39 @@ pub(crate) struct FastLimits {
     capacity_sectors: u64,
     /// Bits that must be zero in the sector and the length.
     block_mask: u64,
-    /// Largest read or write that surely needs no split; 0 sends all through the slow path.
-    whole_sectors: u64,
+    /// Largest read and write that surely need no split; 0 sends all through the slow path.
+    whole_sectors: [u64; 2],
 }
 
 impl FastLimits {
     fn new(limits: &QueueLimits) -> FastLimits {
         let whole = limits.max_request_bytes.min(limits.max_segment_bytes);
-        let whole = if limits.chunk_bytes == 0 { whole } else { 0 };
+        let whole = if limits.chunk_bytes == 0 { u64::from(whole >> SECTOR_SHIFT) } else { 0 };
         FastLimits {
             capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
             block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
-            whole_sectors: u64::from(whole >> SECTOR_SHIFT),
+            whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
         }
     }
 
-    /// Whether a read or write of one buffer is legal and in one piece.
+    /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
     #[inline]
-    fn fits(&self, sector: Sector, sectors: u64) -> bool {
+    fn fits(
+        &self,
+        operation: Operation,
+        flags: BioFlags,
+        sector: Sector,
+        sectors: u64,
+        data: DataWords,
+    ) -> bool {
+        // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
+        let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
         (sector.0 | sectors) & self.block_mask == 0
-            && sectors.wrapping_sub(1) < self.whole_sectors
+            && sectors.wrapping_sub(1) < whole
+            && sectors <= data.buffer_sectors()
             && sector.0 <= self.capacity_sectors
             && sectors <= self.capacity_sectors - sector.0
+            && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
     }
 }
 
@@ -91,6 +102,8 @@ pub(crate) struct Queue {
     pub(crate) done: Vec<Completion>,
     pub(crate) clock: Clock,
     pub(crate) stats: StatsWriter,
+    /// Between `enter` and `leave`: limits and settings stay as they are.
+    pub(crate) entered: bool,
     /// Requests built and not ended.
     pub(crate) in_use: u32,
     /// Requests that the driver has.
@@ -177,6 +190,7 @@ impl Queue {
             clock: Clock::new(settings.clock),
             stats: StatsWriter::over(disk.hardware_queue(index).stats.clone()),
             settings,
+            entered: false,
             in_use: 0,
             started: 0,
             rerun_at_ns: None,
@@ -210,31 +224,23 @@ impl Queue {
 
     /// Makes the bio this queue's own and sends it on its way.
     #[inline]
-    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, ring: Option<&mut Ring>) {
+    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, mut ring: Option<&mut Ring>) {
+        if !self.entered {
+            self.enter(ring.as_deref_mut());
+        }
         let bio = ManuallyDrop::new(bio);
         let Bio { operation, flags, sector, sectors, .. } = *bio;
         // SAFETY: the bio is not dropped.
         let data = unsafe { DataWords::of(&bio.data) };
-        let plain = match data.buffer_len() {
-            Some(len) => {
-                operation.has_data()
-                    && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
-                    && self.fast.fits(sector, sectors)
-                    && sectors << SECTOR_SHIFT <= u64::from(len)
-                    && !(operation == Operation::Write && self.limits.read_only)
-            }
-            None => false,
-        };
+        let plain = self.fast.fits(operation, flags, sector, sectors, data);
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        let bio = NewBio { operation, flags, sector, sectors, data, end, marks, start_ns };
-        let index = self.bios.insert(bio);
-        if plain {
-            if !self.waiting.is_empty() || !self.admit(index, ring) {
-                self.wait(index);
-            }
-        } else {
+        let index =
+            self.bios.insert(NewBio { operation, flags, sector, sectors, data, end, marks, start_ns });
+        if !plain {
             self.accept_slow(index);
             self.admit_waiting(ring);
+        } else if !self.waiting.is_empty() || !self.admit(index, ring) {
+            self.wait(index);
         }
     }
 
@@ -261,7 +267,7 @@ impl Queue {
     }
 
     /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
-    fn check(&self, index: u32) -> IoResult {
+    pub(crate) fn check(&self, index: u32) -> IoResult {
         let slot = &self.bios[index];
         if slot.operation == Operation::Flush {
             return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
@@ -294,6 +300,9 @@ impl Queue {
 
     /// Turns waiting bios into requests while there are tags.
     pub(crate) fn admit_waiting(&mut self, mut ring: Option<&mut Ring>) {
+        if self.waiting.is_empty() || !(self.entered || self.enter(ring.as_deref_mut())) {
+            return;
+        }
         while let Some(index) = self.waiting.pop_front(&mut self.bios) {
             if self.admit(index, ring.as_deref_mut()) {
                 continue;
@@ -323,9 +332,6 @@ impl Queue {
     /// A tag, out of the plug's batch.
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
-        if self.in_use == 0 && !self.enter() {
-            return None;
-        }
         match self.plug.tags.next() {
             Some(tag) => Some(tag),
             None => self.refill_tags(),
@@ -335,21 +341,19 @@ impl Queue {
     #[cold]
     fn refill_tags(&mut self) -> Option<Tag> {
         // A frozen disk takes no new request; those in flight end.
-        if !self.disk.control.is_frozen() {
-            let want = self.plug.tags_wanted(self.waiting.len() as usize);
-            self.plug.tags = match &self.sharing {
-                None => self.tags.get_batch(&mut self.hint, want),
-                Some(_) => self.get_shared_tags(),
-            };
-            if let Some(tag) = self.plug.tags.next() {
-                return Some(tag);
-            }
+        if !self.entered || self.disk.control.is_frozen() {
+            return None;
+        }
+        let want = self.plug.tags_wanted(self.waiting.len() as usize);
+        self.plug.tags = match &self.sharing {
+            None => self.tags.get_batch(&mut self.hint, want),
+            Some(_) => self.get_shared_tags(),
+        };
+        let tag = self.plug.tags.next();
+        if tag.is_none() {
             self.stats.count(Counter::TagWaits, 1);
         }
-        if self.in_use == 0 {
-            self.leave();
-        }
-        None
+        tag
     }
 
     /// A tag of a set that other queues use too: never more than the fair share, and a
@@ -378,7 +382,7 @@ impl Queue {
         slot.next = NIL;
         let request = &mut self.requests[tag.index()];
         debug_assert!(request.state == RequestState::Idle);
-        // Field by field: a literal would go through the stack (see `BioSlot`).
+        // Field by field: a literal would go through the stack (see `DataWords`).
         request.sector = slot.sector;
         request.sectors = slot.sectors;
         request.first_bio = index;
@@ -389,36 +393,37 @@ impl Queue {
         request.flags = slot.flags;
         request.state = RequestState::Busy;
         request.pdu = [0; 2];
-        let (operation, start_ns) = (slot.operation, slot.start_ns);
         self.in_use += 1;
-        if self.settings.iostats {
-            self.stats.start(operation.into(), 1, start_ns);
-        }
+        self.plug.count(slot.operation, slot.start_ns);
     }
 
-    /// The queue goes from rest to having requests. False while the disk is frozen.
+    /// The queue goes from rest to having requests, and takes over what changed meanwhile.
+    /// False while the disk is frozen.
     #[cold]
-    pub(crate) fn enter(&mut self) -> bool {
-        if !self.disk.control.enter(self.index) {
-            return false;
+    pub(crate) fn enter(&mut self, ring: Option<&mut Ring>) -> bool {
+        self.entered = self.disk.control.enter(self.index);
+        if self.entered {
+            if self.sharing.is_some() {
+                self.tags.join();
+            }
+            self.reload_if_changed(ring);
         }
-        if self.sharing.is_some() {
-            self.tags.join();
-        }
-        self.reload_if_changed(None);
-        true
+        self.entered
     }
 
-    /// The queue has no request any more.
-    pub(crate) fn leave(&mut self) {
-        if self.sharing.is_some() {
-            self.tags.leave();
+    /// The queue is at rest again, if it has no request any more.
+    #[inline]
+    fn leave_if_idle(&mut self) {
+        if self.entered && self.in_use == 0 {
+            self.entered = false;
+            if self.sharing.is_some() {
+                self.tags.leave();
+            }
+            self.disk.control.leave(self.index);
         }
-        self.disk.control.leave(self.index);
     }
 
-    /// Takes over limits and settings that were changed under a freeze. Only called
-    /// between `enter` and `leave`, so that no freeze is under way.
+    /// Takes over limits and settings that were changed under a freeze.
     fn reload_if_changed(&mut self, ring: Option<&mut Ring>) {
         let generation = self.disk.control.generation();
         if generation == self.generation {
@@ -455,15 +460,10 @@ impl Queue {
     }
 
     /// Takes over changed settings even while nothing is submitted.
+    #[inline]
     fn refresh(&mut self, ring: Option<&mut Ring>) {
-        if self.disk.control.generation() == self.generation {
-            return;
-        }
-        if self.in_use > 0 {
-            self.reload_if_changed(ring);
-        } else if self.disk.control.enter(self.index) {
-            self.reload_if_changed(ring);
-            self.disk.control.leave(self.index);
+        if !self.entered && self.disk.control.generation() != self.generation {
+            self.enter(ring);
         }
     }
 
@@ -482,7 +482,7 @@ impl Queue {
             self.complete_batch();
         }
         self.refresh(ring.as_deref_mut());
-        self.kick_flush();
+        self.kick_flush(ring.as_deref_mut());
         self.pull_software_queues(ring.as_deref_mut());
         self.admit_waiting(ring);
     }
@@ -491,7 +491,7 @@ impl Queue {
     #[inline]
     pub fn flush(&mut self, mut ring: Option<&mut Ring>) {
         loop {
-            self.kick_flush();
+            self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());
             if self.completed.is_empty() {
                 break;
@@ -501,6 +501,7 @@ impl Queue {
         }
         self.plug.return_tags(&self.tags);
         self.clock.invalidate();
+        self.leave_if_idle();
     }
 
     /// Requests and bios that have not ended.
@@ -518,7 +519,9 @@ impl Queue {
         !self.done.is_empty()
             || !self.completed.is_empty()
             || (self.can_take() && self.shared().software.has_pending())
-            || (self.disk.control.generation() != self.generation && !self.disk.control.is_frozen())
+            || (!self.entered
+                && self.disk.control.generation() != self.generation
+                && !self.disk.control.is_frozen())
     }
 }
 
@@ -529,9 +532,9 @@ impl Drop for Queue {
         if self.bios.len() > 0 {
             std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
         }
-        if self.in_use > 0 {
-            self.leave();
-        }
+        self.plug.return_tags(&self.tags);
+        self.in_use = 0;
+        self.leave_if_idle();
         if let Some(waiter) = self.sharing.take() {
             self.tags.unregister(waiter);
         }

@@ -279,7 +279,8 @@ impl Drop for Medium {
     }
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests {
     use super::*;
     use crate::drivers::harness::{Harness, filled, pattern};

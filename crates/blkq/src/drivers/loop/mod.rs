@@ -10,7 +10,8 @@ mod extents;
 mod lock;
 mod options;
 mod queue;
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests;
 mod writer;
 
