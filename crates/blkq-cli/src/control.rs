@@ -9,7 +9,6 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
@@ -53,38 +52,25 @@ pub enum Request {
 /// What a daemon answers.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Reply {
+pub enum Reply<T> {
     /// Done; what was asked for.
-    Ok(Value),
+    Ok(T),
     /// Refused or failed: why, and the cure.
     Error(String),
 }
 
-impl Reply {
-    /// The reply for an outcome.
-    pub fn from_outcome<T: Serialize>(outcome: Outcome<T>) -> Reply {
-        let value = outcome.and_then(|value| {
-            serde_json::to_value(value)
-                .map_err(|e| Failure::new(format!("cannot put the answer into JSON: {e}")))
-        });
-        match value {
-            Ok(value) => Reply::Ok(value),
-            Err(failure) => Reply::Error(failure.to_string()),
-        }
-    }
-
-    /// The reply as the line that is sent.
-    pub fn to_line(&self) -> Vec<u8> {
-        let line = |reply: &Reply| {
-            let mut line =
-                serde_json::to_vec(reply).unwrap_or_else(|_| br#"{"error":"unspeakable answer"}"#.to_vec());
+/// An outcome as the line that tells a client of it.
+pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
+    let reply = match outcome {
+        Ok(value) => Reply::Ok(value),
+        Err(failure) => Reply::Error(failure.to_string()),
+    };
+    match serde_json::to_vec(&reply) {
+        Ok(mut line) if line.len() < LINE_BYTES_MAX => {
             line.push(b'\n');
             line
-        };
-        match line(self) {
-            line if line.len() <= LINE_BYTES_MAX => line,
-            _ => line(&Reply::Error("the answer is too long for the protocol".to_owned())),
         }
+        _ => b"{\"error\":\"the answer does not fit the protocol\"}\n".to_vec(),
     }
 }
 
@@ -145,12 +131,7 @@ pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) 
                 let mut fds = [PollFd::new(&daemon, PollFlags::IN)];
                 while poll(&mut fds, None).is_err_and(|e| e == rustix::io::Errno::INTR) {}
             }
-            let value = serde_json::from_value(value);
-            value.map(Called::Answered).map_err(|e| {
-                Failure::new(format!(
-                    "{name}: its daemon answers in another version's words ({e}); detach and attach it"
-                ))
-            })
+            Ok(Called::Answered(value))
         }
         Reply::Error(message) => Err(Failure::new(message)),
     }
@@ -181,7 +162,11 @@ pub fn died(name: &str, last_words: &str) -> Failure {
     Failure::new(format!("{name}: its daemon died ({last_words}); what it left is cleared, attach it again"))
 }
 
-fn exchange(mut stream: &UnixStream, request: &Request, timeout: Option<Duration>) -> io::Result<Reply> {
+fn exchange<T: DeserializeOwned>(
+    mut stream: &UnixStream,
+    request: &Request,
+    timeout: Option<Duration>,
+) -> io::Result<Reply<T>> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     stream.set_read_timeout(timeout)?;
     let mut line = serde_json::to_vec(request)?;
@@ -243,10 +228,11 @@ mod tests {
 
     #[test]
     fn a_reply_is_one_bounded_line() {
-        let long = Reply::Error("x".repeat(LINE_BYTES_MAX));
-        let line = long.to_line();
-        assert!(line.len() < 200 && line.ends_with(b"\n"));
-        let reply = Reply::Error("two\nlines".to_owned()).to_line();
-        assert_eq!(reply.iter().filter(|b| **b == b'\n').count(), 1);
+        let long = reply_line(Ok("x".repeat(LINE_BYTES_MAX)));
+        assert!(long.len() < 200 && long.ends_with(b"\n"));
+        assert!(matches!(serde_json::from_slice(&long).unwrap(), Reply::<String>::Error(_)));
+        let lines = reply_line(Ok("two\nlines"));
+        assert_eq!(lines.iter().filter(|b| **b == b'\n').count(), 1);
+        assert_eq!(serde_json::from_slice::<Reply<()>>(&reply_line(Ok(()))).unwrap(), Reply::Ok(()));
     }
 }

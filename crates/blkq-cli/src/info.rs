@@ -9,10 +9,10 @@ pub struct DeviceInfo {
     pub name: String,
     /// Its daemon's process.
     pub pid: u32,
-    /// Where clients find it, in the words of `attach`.
+    /// Where clients find it: URIs.
     pub exports: Vec<String>,
-    /// Clients connected now.
-    pub clients: usize,
+    /// Who is connected now.
+    pub clients: Vec<ClientInfo>,
     /// The image's path, or `null:SIZE`, `ram:SIZE`.
     pub image: String,
     /// The driver: `loop`, `null`, `ram`.
@@ -29,9 +29,11 @@ pub struct DeviceInfo {
     pub direct_io: DirectIoInfo,
     /// What the device can do besides reading and writing.
     pub capabilities: Vec<String>,
-    /// What `set` changes, and its fixed companions: name and value, in order.
+    /// How it is set, in order.
+    #[serde(with = "ordered")]
     pub settings: Vec<(String, String)>,
-    /// Facts of the driver: name and value, in order.
+    /// Facts of the driver, in order.
+    #[serde(with = "ordered")]
     pub driver_facts: Vec<(String, String)>,
     /// What the user should know.
     pub warnings: Vec<String>,
@@ -44,6 +46,59 @@ pub struct DirectIoInfo {
     pub requested: String,
     /// `on` or `off`.
     pub effective: String,
-    /// Why it is as it is; empty if it is as asked.
+    /// Why it is off, or what it demands.
     pub reason: String,
+}
+
+/// A connection.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ClientInfo {
+    /// Process and user, or address and port.
+    pub peer: String,
+    /// For how long it has been there.
+    pub seconds: u64,
+    /// Requests received.
+    pub requests: u64,
+    /// Of these, those answered with an error.
+    pub errors: u64,
+    /// Content sent.
+    pub read_bytes: u64,
+    /// Content received.
+    pub written_bytes: u64,
+    /// Requests not yet answered.
+    pub in_flight: u64,
+}
+
+/// Pairs of name and value as a JSON object that keeps their order.
+mod ordered {
+    use std::fmt;
+
+    use serde::de::{MapAccess, Visitor};
+    use serde::{Deserializer, Serializer};
+
+    type Pairs = Vec<(String, String)>;
+
+    pub fn serialize<S: Serializer>(pairs: &Pairs, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(pairs.iter().map(|(name, value)| (name, value)))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Pairs, D::Error> {
+        struct Object;
+        impl<'de> Visitor<'de> for Object {
+            type Value = Pairs;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of strings")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Pairs, A::Error> {
+                let mut pairs = Vec::new();
+                while let Some(pair) = object.next_entry()? {
+                    pairs.push(pair);
+                }
+                Ok(pairs)
+            }
+        }
+        deserializer.deserialize_map(Object)
+    }
 }
