@@ -319,8 +319,12 @@ impl Engine {
     }
 
     fn run(&mut self) {
-        while !(self.exit && self.queues.iter().all(|queue| queue.in_flight() == 0)) {
+        loop {
             self.turn();
+            // Before it waits again: nobody would wake it.
+            if self.exit && self.queues.iter().all(|queue| queue.in_flight() == 0) {
+                break;
+            }
             self.enter();
         }
         self.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.ring)));
