@@ -205,6 +205,13 @@ mod shuttle_gate {
     }
 
     #[test]
+    fn shuttle_a_batch_ends() {
+        model("batching, 64 requests, two that never wait", 1_000, || {
+            everybody_gets_through(64, true, 2, 6, 40, 0)
+        });
+    }
+
+    #[test]
     fn shuttle_nobody_overtakes() {
         model("base", 10_000, || nobody_overtakes(false, 4));
         model("batching", 10_000, || nobody_overtakes(true, 4));
