@@ -206,8 +206,9 @@ mod shuttle_gate {
 
     #[test]
     fn shuttle_a_batch_ends() {
-        model("batching, 64 requests, two that never wait", 1_000, || {
-            everybody_gets_through(64, true, 2, 6, 40, 0)
+        // Both together fill the queue and never wait, so that nothing but filling grants.
+        model("batching, 8 requests, two that hold 4", 1_000, || {
+            everybody_gets_through(8, true, 2, 40, 4, 0)
         });
     }
 
