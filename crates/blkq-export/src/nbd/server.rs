@@ -161,7 +161,8 @@ impl NbdServer {
         if force {
             self.registry.close();
         } else if !self.registry.close_if_empty() {
-            let message = format!("{} clients are connected: disconnect them or use --force", self.connection_count());
+            let message =
+                format!("{} clients are connected: disconnect them or use --force", self.connection_count());
             return Err(Error::new(ErrorKind::Busy, message));
         }
         for (handle, id) in &self.sources {

@@ -376,7 +376,9 @@ impl Source for NbdSource {
             (false, Some(_)) => self.idle_since_ns = None,
             _ => {}
         }
-        if !self.accept_armed && !self.stopping && (self.accept_at_ns == 0 || cx.now_ns() >= self.accept_at_ns)
+        if !self.accept_armed
+            && !self.stopping
+            && (self.accept_at_ns == 0 || cx.now_ns() >= self.accept_at_ns)
         {
             self.accept_at_ns = 0;
             self.accept(cx);
