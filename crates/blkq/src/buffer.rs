@@ -70,6 +70,23 @@ impl IoBuffer {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
     }
 
+    /// Takes the buffer apart; [`IoBuffer::from_segment`] puts it together again.
+    #[inline]
+    pub(crate) fn into_segment(self) -> Segment {
+        let segment = self.segment();
+        std::mem::forget(self);
+        segment
+    }
+
+    /// # Safety
+    /// `segment` comes from [`IoBuffer::into_segment`], and is used for this once.
+    #[inline]
+    pub(crate) unsafe fn from_segment(segment: Segment) -> IoBuffer {
+        // SAFETY: a buffer's pointer is not null.
+        let ptr = unsafe { NonNull::new_unchecked(segment.ptr) };
+        IoBuffer { ptr, len: segment.len, registered: segment.registered }
+    }
+
     /// Notes that the ring knows this memory as registered buffer `index`.
     pub(crate) fn set_registered(&mut self, index: u16) {
         self.registered = index;

@@ -99,10 +99,6 @@ impl Queue {
         if self.gate_owed != [0; 2] {
             self.pay_gate();
         }
-        if self.in_use == 0 {
-            self.plug.return_tags(&self.tags);
-            self.leave();
-        }
     }
 
     #[inline]
@@ -132,24 +128,30 @@ impl Queue {
     }
 
     /// Ends a bio, or the step of it that this was.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn end_bio(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.bios[index];
-        if slot.marks.is_empty() && slot.step == FlushStep::None && slot.parent == NIL && result.is_ok() {
-            if let End::Owner(user_data) = slot.end {
-                let data = std::mem::take(&mut slot.data);
-                self.bios.remove(index);
-                self.done.push(Completion { user_data, result, data });
-                return;
-            }
+        if let (Some(user_data), Ok(())) = (slot.plain_mark(), result) {
+            let data = slot.take_data();
+            self.bios.remove(index);
+            self.done.push(Completion { user_data, result, data });
+            return;
         }
         self.end_bio_slow(index, result);
     }
 
+    #[cold]
     fn end_bio_slow(&mut self, index: u32, result: IoResult) {
         let slot = &self.bios[index];
-        let is_zeroes = slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
-        if is_zeroes && result == Err(Status::NotSupported) && !slot.flags.contains(BioFlags::NO_FALLBACK) {
+        let is_zeroes =
+            slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
+        // Once it waits for a flush the answer is the flush's, not that of the zeroes.
+        let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
+        if is_zeroes
+            && is_data
+            && result == Err(Status::NotSupported)
+            && !slot.flags.contains(BioFlags::NO_FALLBACK)
+        {
             // The driver found out that it cannot after all.
             return self.begin_zeroes(index);
         }
@@ -160,8 +162,7 @@ impl Queue {
         if slot.marks.contains(SlotMarks::GATED) {
             self.gate_owed[usize::from(slot.operation.is_write())] += 1;
         }
-        let (data, parent) = (std::mem::take(&mut slot.data), slot.parent);
-        let end = std::mem::replace(&mut slot.end, End::Taken);
+        let (data, parent, end) = (slot.take_data(), slot.parent, slot.take_end());
         self.bios.remove(index);
         match end {
             End::Owner(user_data) => self.done.push(Completion { user_data, result, data }),

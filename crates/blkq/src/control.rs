@@ -1,18 +1,175 @@
-//! shim
+//! Freeze and quiesce: how control threads stop the queues of a disk, which their owners
+//! drive without a lock (the kernel's `blk_mq_freeze_queue` and `blk_mq_quiesce_queue`).
+//!
+//! An owner marks its queue before it looks whether it may go on; a control thread says
+//! stop before it looks at the marks. So one of the two always sees the other.
+
+#[cfg(all(test, any(loom, shuttle)))]
+mod model;
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests;
+
 use std::time::Duration;
-use std::sync::atomic::*;
-pub(crate) struct DiskControl { frozen: AtomicU32, generation: AtomicU64, active: Vec<AtomicU32> }
+
+use crossbeam_utils::CachePadded;
+
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
+use crate::sync::{WaitQueue, seq_cst_for_loom};
+
+/// Mark of a queue that has requests.
+const ACTIVE: u32 = 1 << 0;
+/// Mark of a queue that is giving requests to its driver.
+const DISPATCHING: u32 = 1 << 1;
+
+/// What the queues of a disk and its control threads tell each other.
+///
+/// The methods that take a queue's number first, [`enter`](Self::enter) to
+/// [`end_dispatch`](Self::end_dispatch), are for the one thread that owns that queue and
+/// never block; the others are for control threads.
+#[derive(Debug)]
+pub struct DiskControl {
+    /// How many freezes and quiesces last: read by every owner, written by few.
+    frozen: AtomicU32,
+    quiesced: AtomicU32,
+    generation: AtomicU64,
+    /// The marks of each queue, written by its owner alone.
+    queues: Box<[CachePadded<AtomicU32>]>,
+    /// Control threads that wait for marks to go.
+    drained: CachePadded<WaitQueue>,
+}
+
 impl DiskControl {
- pub fn new(n: usize) -> Self { DiskControl { frozen: AtomicU32::new(0), generation: AtomicU64::new(0), active: (0..n).map(|_| AtomicU32::new(0)).collect() } }
- pub fn enter(&self, q: usize) -> bool { self.active[q].swap(1, Ordering::SeqCst); if self.is_frozen() { self.active[q].store(0, Ordering::SeqCst); false } else { true } }
- pub fn leave(&self, q: usize) { self.active[q].store(0, Ordering::SeqCst); }
- pub fn begin_dispatch(&self, _q: usize) -> bool { self.active[_q].swap(3, Ordering::SeqCst); true }
- pub fn end_dispatch(&self, _q: usize) { self.active[_q].store(1, Ordering::Release); }
- pub fn is_frozen(&self) -> bool { self.frozen.load(Ordering::SeqCst) > 0 }
- pub fn generation(&self) -> u64 { self.generation.load(Ordering::SeqCst) }
- pub fn freeze_timeout(&self, _t: Duration, mut k: impl FnMut(usize)) -> bool { self.frozen.fetch_add(1, Ordering::SeqCst); for q in 0..self.active.len() { k(q); while self.active[q].load(Ordering::SeqCst) != 0 { std::thread::yield_now(); } } true }
- pub fn freeze(&self, k: impl FnMut(usize)) { self.freeze_timeout(Duration::MAX, k); }
- pub fn unfreeze(&self) { self.generation.fetch_add(1, Ordering::SeqCst); self.frozen.fetch_sub(1, Ordering::SeqCst); }
- pub fn quiesce(&self) {}
- pub fn unquiesce(&self) {}
+    /// The control of a disk with that many queues, numbered from 0: not frozen.
+    pub fn new(queues: usize) -> DiskControl {
+        DiskControl {
+            frozen: AtomicU32::new(0),
+            quiesced: AtomicU32::new(0),
+            generation: AtomicU64::new(0),
+            queues: (0..queues).map(|_| CachePadded::new(AtomicU32::new(0))).collect(),
+            drained: CachePadded::new(WaitQueue::default()),
+        }
+    }
+
+    /// The queue, which has no requests, is to get some. If `false`, the disk is frozen:
+    /// what is to be submitted waits until the kick of [`DiskControl::unfreeze`]. If `true`,
+    /// compare [`DiskControl::generation`].
+    #[inline]
+    pub fn enter(&self, queue: usize) -> bool {
+        self.mark(queue, ACTIVE, &self.frozen)
+    }
+
+    /// The queue has no requests any more.
+    #[inline]
+    pub fn leave(&self, queue: usize) {
+        self.unmark(queue, ACTIVE, &self.frozen);
+    }
+
+    /// The queue is to give requests to its driver. If `false`, the disk is quiesced: they
+    /// stay where they are until the kick of [`DiskControl::unquiesce`].
+    #[inline]
+    pub fn begin_dispatch(&self, queue: usize) -> bool {
+        self.mark(queue, DISPATCHING, &self.quiesced)
+    }
+
+    /// The queue has given what it had to its driver.
+    #[inline]
+    pub fn end_dispatch(&self, queue: usize) {
+        self.unmark(queue, DISPATCHING, &self.quiesced);
+    }
+
+    #[inline]
+    fn mark(&self, queue: usize, mark: u32, stopped: &AtomicU32) -> bool {
+        self.queues[queue].fetch_or(mark, SeqCst);
+        seq_cst_for_loom();
+        if stopped.load(SeqCst) == 0 {
+            return true;
+        }
+        self.unmark(queue, mark, stopped);
+        false
+    }
+
+    #[inline]
+    fn unmark(&self, queue: usize, mark: u32, stopped: &AtomicU32) {
+        self.queues[queue].fetch_and(!mark, SeqCst);
+        seq_cst_for_loom();
+        if stopped.load(SeqCst) != 0 {
+            self.drained.wake_all();
+        }
+    }
+
+    fn is_clear(&self, mark: u32) -> bool {
+        self.queues.iter().all(|queue| queue.load(SeqCst) & mark == 0)
+    }
+
+    /// Lets no request begin and waits until none is left in any queue. Freezes nest: each
+    /// needs its [`DiskControl::unfreeze`]. `kick` is called for every queue, to have its
+    /// owner finish what waits for company, in the plug for instance.
+    pub fn freeze(&self, kick: impl FnMut(usize)) {
+        self.begin_freeze(kick);
+        self.drained.wait_until(|| self.is_clear(ACTIVE));
+    }
+
+    /// The same, but gives up after `timeout`: then `false`, and the disk is as it was.
+    pub fn freeze_timeout(&self, timeout: Duration, mut kick: impl FnMut(usize)) -> bool {
+        self.begin_freeze(&mut kick);
+        let frozen = self.drained.wait_until_timeout(timeout, || self.is_clear(ACTIVE));
+        if !frozen {
+            self.resume(&self.frozen, kick);
+        }
+        frozen
+    }
+
+    fn begin_freeze(&self, kick: impl FnMut(usize)) {
+        self.frozen.fetch_add(1, SeqCst);
+        seq_cst_for_loom();
+        (0..self.queues.len()).for_each(kick);
+    }
+
+    /// Ends a freeze. The generation goes up, and after the last of nested freezes `kick` is
+    /// called for every queue, to have its owner submit what waited.
+    pub fn unfreeze(&self, kick: impl FnMut(usize)) {
+        self.generation.fetch_add(1, SeqCst);
+        self.resume(&self.frozen, kick);
+    }
+
+    /// Lets no request go to a driver and waits until no owner is about to give it one; what
+    /// the drivers have goes on. Nests like [`DiskControl::freeze`].
+    pub fn quiesce(&self) {
+        self.quiesced.fetch_add(1, SeqCst);
+        seq_cst_for_loom();
+        self.drained.wait_until(|| self.is_clear(DISPATCHING));
+    }
+
+    /// Ends a quiesce; after the last of nested ones `kick` is called for every queue, to
+    /// have its owner dispatch what stayed.
+    pub fn unquiesce(&self, kick: impl FnMut(usize)) {
+        self.resume(&self.quiesced, kick);
+    }
+
+    fn resume(&self, stopped: &AtomicU32, kick: impl FnMut(usize)) {
+        let before = stopped.fetch_sub(1, SeqCst);
+        assert!(before > 0, "resumed more often than stopped");
+        if before == 1 {
+            (0..self.queues.len()).for_each(kick);
+        }
+    }
+
+    /// Whether a freeze lasts or begins.
+    #[inline]
+    pub fn is_frozen(&self) -> bool {
+        self.frozen.load(SeqCst) != 0
+    }
+
+    /// Whether a quiesce lasts or begins.
+    #[inline]
+    pub fn is_quiesced(&self) -> bool {
+        self.quiesced.load(SeqCst) != 0
+    }
+
+    /// How many freezes have ended. An owner that has entered and finds another number than
+    /// at its last look reads the limits and the configuration anew.
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.generation.load(SeqCst)
+    }
 }

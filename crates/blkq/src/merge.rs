@@ -31,7 +31,13 @@ pub(crate) fn side(start: Sector, end: Sector, sector: Sector, sectors: u64) -> 
 
 /// Whether a request that begins at `start` may have `sectors` and `segments`.
 #[inline]
-pub(crate) fn fits(limits: &QueueLimits, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
+pub(crate) fn fits(
+    limits: &QueueLimits,
+    operation: Operation,
+    start: Sector,
+    sectors: u64,
+    segments: u32,
+) -> bool {
     segments <= u32::from(limits.max_segments)
         && sectors << SECTOR_SHIFT <= limits.max_bytes_at(operation, false, start.bytes())
 }
@@ -59,7 +65,8 @@ impl Queue {
             return false;
         }
         let Some(scheduler) = &self.scheduler else { return false };
-        let Some((tag, side)) = scheduler.find_merge(&self.requests, slot.operation, slot.sector, slot.sectors)
+        let Some((tag, side)) =
+            scheduler.find_merge(&self.requests, slot.operation, slot.sector, slot.sectors)
         else {
             return false;
         };

@@ -3,11 +3,11 @@
 //! write-zeroes needs little memory.
 
 use crate::bio::{BioFlags, Operation};
-use crate::buffer::{Data, Segment};
+use crate::buffer::Segment;
 use crate::completion::End;
 use crate::error::{IoResult, Status};
 use crate::queue::Queue;
-use crate::request::{BioSlot, FlushStep, Memory, NIL, SlotMarks};
+use crate::request::{DataWords, Memory, NewBio, SlotMarks};
 use crate::sector::SECTOR_SHIFT;
 use crate::split;
 use crate::stats::Counter;
@@ -48,7 +48,8 @@ impl Queue {
     fn is_whole(&self, index: u32, no_unmap: bool) -> bool {
         let slot = &self.bios[index];
         let length = slot.sectors << SECTOR_SHIFT;
-        slot.data.with_segments(|segments| {
+        let (root, _) = self.bios.memory_of(index);
+        root.with_segments(|segments| {
             !split::needs_split(&self.limits, slot.operation, no_unmap, slot.sector.bytes(), length, segments)
         })
     }
@@ -80,6 +81,12 @@ impl Queue {
             if slot.pending >= PARTS_MAX || slot.issued == slot.sectors || slot.error.is_some() {
                 return;
             }
+            // Limits may have changed since the first part.
+            if let Err(status) = self.check_rest(index) {
+                self.bios[index].error = Some(status);
+                continue;
+            }
+            let slot = &self.bios[index];
             let as_zeroes = slot.marks.contains(SlotMarks::AS_ZEROES);
             let operation = if as_zeroes { Operation::Write } else { slot.operation };
             let sector = slot.sector + slot.issued;
@@ -89,32 +96,54 @@ impl Queue {
                 self.bios[index].error = Some(Status::Invalid);
                 continue;
             }
-            let part = BioSlot {
-                data: Data::None,
-                end: End::Taken,
+            let (mut flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
+            if as_zeroes {
+                flags.remove(BioFlags::NO_UNMAP);
+            }
+            let part = self.bios.insert(NewBio {
+                operation,
+                flags,
                 sector,
                 sectors,
-                start_ns: slot.start_ns,
-                issued: 0,
-                next: NIL,
-                parent: index,
-                // Only bios with memory have an offset into it, and those are below 4 GiB.
-                data_offset: (slot.issued << SECTOR_SHIFT) as u32,
-                pending: 0,
-                operation,
-                flags: slot.flags,
-                memory: if as_zeroes { Memory::Zeroes } else { Memory::Parent },
+                data: DataWords::NONE,
+                end: End::Taken,
                 marks: SlotMarks::empty(),
-                step: FlushStep::None,
-                error: None,
-            };
-            let part = self.bios.insert(part);
+                start_ns,
+            });
+            let slot = &mut self.bios[part];
+            slot.parent = index;
+            slot.memory = if as_zeroes { Memory::Zeroes } else { Memory::Parent };
+            // Only bios with memory have an offset into it, and those are below 4 GiB.
+            slot.data_offset = (issued << SECTOR_SHIFT) as u32;
             let slot = &mut self.bios[index];
             slot.issued += sectors;
             slot.pending += 1;
             self.stats.count(Counter::Splits, 1);
             self.wait(part);
         }
+    }
+
+    /// Whether the device still takes what is left of bio `index`; write zeroes that it no
+    /// longer does go on as zeroes to be written.
+    fn check_rest(&mut self, index: u32) -> IoResult {
+        let slot = &self.bios[index];
+        self.limits.check_range(slot.sector.bytes(), slot.sectors << SECTOR_SHIFT)?;
+        if slot.operation.is_write() && self.limits.read_only {
+            return Err(Status::ReadOnly);
+        }
+        let bytes = match (slot.operation, slot.flags.contains(BioFlags::NO_UNMAP)) {
+            (Operation::Discard, _) if self.limits.max_discard_bytes == 0 => return Err(Status::NotSupported),
+            (Operation::WriteZeroes, true) => self.limits.max_write_zeroes_no_unmap_bytes,
+            (Operation::WriteZeroes, false) => self.limits.max_write_zeroes_bytes,
+            _ => return Ok(()),
+        };
+        if bytes == 0 && !slot.marks.contains(SlotMarks::AS_ZEROES) {
+            if slot.flags.contains(BioFlags::NO_FALLBACK) {
+                return Err(Status::NotSupported);
+            }
+            self.bios[index].marks.insert(SlotMarks::AS_ZEROES);
+        }
+        Ok(())
     }
 
     /// Length of the next part of bio `index`, in sectors; 0 if not even a block fits.
@@ -129,12 +158,9 @@ impl Queue {
             let left = left.min(page * u64::from(self.limits.max_segments));
             split::split_point(&self.limits, operation, false, offset, left, &[], 0)
         } else {
-            let (mut skip, mut root) = (slot.issued << SECTOR_SHIFT, slot);
-            while root.memory == Memory::Parent {
-                skip += u64::from(root.data_offset);
-                root = &self.bios[root.parent];
-            }
-            root.data.with_segments(|segments: &[Segment]| {
+            let (root, skip) = self.bios.memory_of(index);
+            let skip = skip + (slot.issued << SECTOR_SHIFT);
+            root.with_segments(|segments: &[Segment]| {
                 split::split_point(&self.limits, operation, no_unmap, offset, left, segments, skip)
             })
         };

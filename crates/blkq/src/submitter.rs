@@ -39,7 +39,7 @@ impl Submitter {
         Submitter {
             software: disk.hardware_queue(queue).software.assign(),
             queue,
-            batcher: Batcher::new(),
+            batcher: Batcher::default(),
             limits: disk.limits(),
             generation: disk.control.generation(),
             disk: disk.clone(),
@@ -110,7 +110,8 @@ impl Submitter {
     pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
         let bio = ranged(Operation::Read, offset, memory.len() as u64)?;
         if !self.may_use(memory) {
-            let (result, data) = self.submit_and_wait(Bio { data: IoBuffer::zeroed(memory.len()).into(), ..bio });
+            let (result, data) =
+                self.submit_and_wait(Bio { data: IoBuffer::zeroed(memory.len()).into(), ..bio });
             result?;
             memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
             return Ok(());

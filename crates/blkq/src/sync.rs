@@ -24,7 +24,7 @@ pub(crate) use std::{
 };
 
 use std::sync::TryLockError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use atomic::Ordering::SeqCst;
 
@@ -57,14 +57,15 @@ pub(crate) fn seq_cst_for_loom() {
 
 /// Threads that sleep until a condition holds (the kernel's `wait_event`). Waking takes
 /// no lock, so that a thread that must not block can do it.
-#[cfg(not(any(loom, shuttle)))]
 #[derive(Default, Debug)]
 pub(crate) struct WaitQueue {
     /// Counts the wake-ups: the futex that sleepers compare.
     wakes: atomic::AtomicU32,
+    /// The kernel's side of the futex, for the checkers.
+    #[cfg(any(loom, shuttle))]
+    sleepers: (Mutex<()>, Condvar),
 }
 
-#[cfg(not(any(loom, shuttle)))]
 impl WaitQueue {
     /// Sleeps until `condition` holds; looked at first, and after every wake-up.
     pub fn wait_until(&self, condition: impl FnMut() -> bool) {
@@ -74,69 +75,61 @@ impl WaitQueue {
     /// The same, but for `timeout` at most: whether the condition came to hold.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
         // A timeout beyond the clock's range is none.
-        self.wait(condition, std::time::Instant::now().checked_add(timeout))
+        self.wait(condition, Instant::now().checked_add(timeout))
     }
 
-    fn wait(&self, mut condition: impl FnMut() -> bool, until: Option<std::time::Instant>) -> bool {
-        use rustix::thread::futex;
+    fn wait(&self, mut condition: impl FnMut() -> bool, until: Option<Instant>) -> bool {
         loop {
             let seen = self.wakes.load(SeqCst);
+            seq_cst_for_loom();
             if condition() {
                 return true;
             }
-            let left = until.map(|until| until.saturating_duration_since(std::time::Instant::now()));
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
                 return false;
             }
-            let left = left.and_then(|left| rustix::time::Timespec::try_from(left).ok());
-            // Woken, interrupted, timed out, or the count moved on: look again in any case.
-            let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, left.as_ref());
+            self.futex_wait(seen, left);
         }
     }
 
     /// Has every sleeper look at its condition again; to be called after what makes it hold.
     pub fn wake_all(&self) {
-        use rustix::thread::futex;
         self.wakes.fetch_add(1, SeqCst);
-        // The futex is ours and mapped: waking it cannot fail.
+        self.futex_wake_all();
+    }
+
+    /// Sleeps unless more wake-ups than `seen` were counted.
+    #[cfg(not(any(loom, shuttle)))]
+    fn futex_wait(&self, seen: u32, timeout: Option<Duration>) {
+        use rustix::thread::futex;
+        let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());
+        // Woken, interrupted, timed out, or the count went on: the caller looks again in any case.
+        let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, timeout.as_ref());
+    }
+
+    #[cfg(not(any(loom, shuttle)))]
+    fn futex_wake_all(&self) {
+        use rustix::thread::futex;
+        // The word is ours and mapped: this cannot fail.
         let _ = futex::wake(&self.wakes, futex::Flags::PRIVATE, i32::MAX as u32);
     }
-}
 
-/// The twin of the futex for the checkers, which know locks and no system calls.
-#[cfg(any(loom, shuttle))]
-#[derive(Default, Debug)]
-pub(crate) struct WaitQueue {
-    wakes: Mutex<u32>,
-    woken: Condvar,
-}
-
-#[cfg(any(loom, shuttle))]
-impl WaitQueue {
-    pub fn wait_until(&self, mut condition: impl FnMut() -> bool) {
-        loop {
-            let seen = *lock(&self.wakes);
-            if condition() {
-                return;
-            }
-            let mut wakes = lock(&self.wakes);
-            while *wakes == seen {
-                wakes = match self.woken.wait(wakes) {
-                    Ok(guard) => guard,
-                    Err(poisoned) => poisoned.into_inner(),
-                };
-            }
+    #[cfg(any(loom, shuttle))]
+    fn futex_wait(&self, seen: u32, _timeout: Option<Duration>) {
+        let mut guard = lock(&self.sleepers.0);
+        while self.wakes.load(SeqCst) == seen {
+            guard = match self.sleepers.1.wait(guard) {
+                Ok(guard) => guard,
+                Err(poisoned) => poisoned.into_inner(),
+            };
         }
     }
 
-    /// Time does not pass under the checkers.
-    pub fn wait_until_timeout(&self, _timeout: Duration, mut condition: impl FnMut() -> bool) -> bool {
-        condition()
-    }
-
-    pub fn wake_all(&self) {
-        *lock(&self.wakes) += 1;
-        self.woken.notify_all();
+    #[cfg(any(loom, shuttle))]
+    fn futex_wake_all(&self) {
+        drop(lock(&self.sleepers.0));
+        self.sleepers.1.notify_all();
     }
 }
 
@@ -157,9 +150,9 @@ pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync 
     {
         let _ = schedules;
         let mut builder = loom::model::Builder::new();
-        // Exhaustive up to three forced switches per thread, as most defects need two.
-        builder.preemption_bound = builder.preemption_bound.or(Some(3));
-        builder.max_branches = 100_000;
+        // Exhaustive up to two forced switches, which is what most defects need.
+        builder.preemption_bound = builder.preemption_bound.or(Some(2));
+        builder.max_branches = 10_000;
         builder.check(counted);
     }
     #[cfg(shuttle)]

@@ -320,28 +320,29 @@ impl TagSet {
     }
 
     /// Undoes [`TagSet::register`]. If it was waiting, another is woken in its place.
-    pub fn unregister(&self, waiter: WaiterId) {
-        self.cancel_wait(&waiter);
+    pub fn unregister(&self, mut waiter: WaiterId) {
+        self.cancel_wait(&mut waiter);
         self.waiters.unregister(waiter);
     }
 
     /// Puts `waiter` among those to be woken; no effect if it is. Having found no tag, call
     /// this, *try again*, and only then sleep; after a wake-up try, and begin anew if there
     /// was no tag.
-    pub fn prepare_wait(&self, waiter: &WaiterId) {
+    pub fn prepare_wait(&self, waiter: &mut WaiterId) {
         self.waiters.add(waiter);
         seq_cst_for_loom();
     }
 
     /// Ends the wait of one that took a tag.
-    pub fn finish_wait(&self, waiter: &WaiterId) {
+    pub fn finish_wait(&self, waiter: &mut WaiterId) {
         self.waiters.remove(waiter);
     }
 
     /// Ends the wait of one that took no tag and wants none any more: a wake-up that was
     /// meant for it goes to another.
-    pub fn cancel_wait(&self, waiter: &WaiterId) {
-        if !self.waiters.remove(waiter) {
+    pub fn cancel_wait(&self, waiter: &mut WaiterId) {
+        if self.waiters.remove(waiter) {
+            seq_cst_for_loom();
             self.waiters.wake(1);
         }
     }

@@ -1,6 +1,9 @@
 //! A block layer in miniature for the tests of drivers: builds requests by hand, offers
 //! them to one queue, and turns its ring.
 
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::bio::{BioFlags, Operation};
@@ -9,9 +12,10 @@ use crate::clock::{Clock, ClockMode};
 use crate::completion::End;
 use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult};
-use crate::request::{BioSlab, BioSlot, Memory, NIL, Request, RequestState, SlotMarks, Tag};
+use crate::request::{BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
 use crate::ring::{Cqe, Ring, Token};
 use crate::sector::Sector;
+use crate::tags::Wake;
 
 pub(super) const TAGS: usize = 64;
 const OWNER: u16 = 7;
@@ -25,8 +29,20 @@ pub(super) struct Harness {
     pub ring: Option<Ring>,
     queue: Option<Box<dyn DriverQueue>>,
     pub limits_changed: bool,
+    /// Completions of the ring still to be dropped.
+    pub swallow: usize,
     /// Results by tag of what has ended and was not yet asked for.
     ended: Vec<Option<IoResult>>,
+}
+
+/// Counts how often a queue was woken; the harness polls every millisecond by itself.
+#[derive(Default)]
+pub struct CountWakes(pub AtomicU32);
+
+impl Wake for CountWakes {
+    fn wake(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl Harness {
@@ -35,9 +51,13 @@ impl Harness {
     }
 
     pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
+        Harness::open_waking(driver, index, Arc::new(CountWakes::default()))
+    }
+
+    pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
-        let queue = driver.open_queue(index, TAGS, ring.as_mut())?;
+        let queue = driver.open_queue(index, TAGS, ring.as_mut(), wake)?;
         Ok(Harness {
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
             bios: BioSlab::new(256),
@@ -47,6 +67,7 @@ impl Harness {
             ring,
             queue: Some(queue),
             limits_changed: false,
+            swallow: 0,
             ended: vec![None; TAGS],
         })
     }
@@ -65,7 +86,7 @@ impl Harness {
         let result = f(self.queue.as_mut().unwrap().as_mut(), &mut cx);
         for (tag, result) in self.completed.drain(..) {
             let request = &mut self.requests[tag.index()];
-            assert_eq!(request.state, RequestState::Started, "{tag:?} completed twice");
+            assert_eq!(request.state, RequestState::Busy, "{tag:?} completed twice");
             request.state = RequestState::Idle;
             self.ended[tag.index()] = Some(result);
         }
@@ -82,13 +103,13 @@ impl Harness {
         buffers: Vec<IoBuffer>,
     ) -> Tag {
         let free = |(index, request): (usize, &Request)| {
-            request.state == RequestState::Idle && request.bios == 0 && self.ended[index].is_none()
+            request.state == RequestState::Idle && request.first_bio == NIL && self.ended[index].is_none()
         };
         let index = self.requests.iter().enumerate().position(free).expect("a free tag");
         let sector = Sector::from_bytes(offset).unwrap();
         let mut request = Request::idle();
         (request.operation, request.flags, request.sector) = (operation, flags, sector);
-        request.state = RequestState::Started;
+        request.state = RequestState::Busy;
         let count = buffers.len() as u16;
         let parts: Vec<(u64, Data)> = if buffers.is_empty() {
             vec![(bytes, Data::None)]
@@ -97,20 +118,17 @@ impl Harness {
         };
         for (length, data) in parts {
             let sectors = length >> 9;
-            let slot = self.bios.insert(BioSlot {
-                data,
+            let data = ManuallyDrop::new(data);
+            let slot = self.bios.insert(NewBio {
+                // SAFETY: the data is not dropped.
+                data: unsafe { DataWords::of(&data) },
                 end: End::Taken,
                 sector: request.end(),
                 sectors,
-                next: NIL,
-                parent: NIL,
-                data_offset: 0,
-                pending: 0,
                 operation,
                 flags,
-                memory: Memory::Own,
                 marks: SlotMarks::empty(),
-                error: None,
+                start_ns: 0,
             });
             if request.first_bio == NIL {
                 request.first_bio = slot;
@@ -118,8 +136,7 @@ impl Harness {
                 self.bios[request.last_bio].next = slot;
             }
             request.last_bio = slot;
-            request.bios += 1;
-            request.sectors += sectors as u32;
+            request.sectors += sectors;
         }
         request.segments = count;
         self.requests[index] = request;
@@ -138,6 +155,11 @@ impl Harness {
 
     pub fn bare(&mut self, operation: Operation, flags: BioFlags, offset: u64, bytes: u64) -> Tag {
         self.build(operation, flags, offset, bytes, Vec::new())
+    }
+
+    /// Gives the driver's words of a request a value to begin with.
+    pub fn set_pdu(&mut self, tag: Tag, words: [u64; 2]) {
+        self.requests[tag.index()].pdu = words;
     }
 
     /// Offers requests without ending the batch.
@@ -165,6 +187,9 @@ impl Harness {
         if let Some(ring) = &mut self.ring {
             ring.enter(1, Some(Duration::from_millis(1)));
             ring.reap_all(&mut cqes);
+            let dropped = self.swallow.min(cqes.len());
+            self.swallow -= dropped;
+            cqes.drain(..dropped);
         }
         self.with(|queue, cx| {
             for cqe in cqes {
@@ -201,7 +226,7 @@ impl Harness {
         let mut bio = self.requests[tag.index()].first_bio;
         while bio != NIL {
             let next = self.bios[bio].next;
-            if let Some(buffer) = std::mem::take(&mut self.bios[bio].data).into_buffer() {
+            if let Some(buffer) = self.bios[bio].take_data().into_buffer() {
                 bytes.extend_from_slice(&buffer);
             }
             self.bios.remove(bio);
@@ -225,9 +250,25 @@ impl Harness {
         bytes
     }
 
-    /// Closes the queue.
-    pub fn close(mut self) {
-        self.queue.take();
+    /// Closes the queue; the ring lives on.
+    pub fn close(mut self) -> Option<Ring> {
+        self.close_queue();
+        self.ring.take()
+    }
+
+    fn close_queue(&mut self) {
+        if self.queue.is_some() {
+            self.with(|queue, cx| queue.close(cx));
+            self.queue = None;
+        }
+    }
+}
+
+impl Drop for Harness {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.close_queue();
+        }
     }
 }
 

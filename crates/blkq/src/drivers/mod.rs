@@ -1,7 +1,201 @@
-//! The drivers, and the one list of them.
+//! The drivers, and the one list of them: [`open`].
 
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::driver::Driver;
+use crate::error::{Error, ErrorKind};
+
+pub mod r#loop;
 pub mod null;
 pub mod ram;
 
 #[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod harness;
+
+use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use null::{Null, NullOptions};
+use ram::Ram;
+
+/// What is to be attached, as it is written on the command line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum DriverSpec {
+    /// `null:SIZE`: stores nothing; the size in bytes.
+    Null(u64),
+    /// `ram:SIZE`: in memory; the size in bytes.
+    Ram(u64),
+    /// Anything else: the path of an image. One that is called `null:...` is written `./null:...`.
+    Image(PathBuf),
+}
+
+impl FromStr for DriverSpec {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<DriverSpec, Error> {
+        match text.split_once(':') {
+            Some(("null", size)) => Ok(DriverSpec::Null(parse_bytes(size)?)),
+            Some(("ram", size)) => Ok(DriverSpec::Ram(parse_bytes(size)?)),
+            _ if text.is_empty() => Err(Error::new(ErrorKind::Invalid, "the path of the image is empty")),
+            _ => Ok(DriverSpec::Image(text.into())),
+        }
+    }
+}
+
+/// A size in bytes: digits, then K, M, G or T (powers of 1024) or nothing.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] for anything else, and above 8 EiB.
+pub fn parse_bytes(text: &str) -> Result<u64, Error> {
+    let (digits, shift) = match text.as_bytes().last() {
+        Some(b'K' | b'k') => (&text[..text.len() - 1], 10),
+        Some(b'M' | b'm') => (&text[..text.len() - 1], 20),
+        Some(b'G' | b'g') => (&text[..text.len() - 1], 30),
+        Some(b'T' | b't') => (&text[..text.len() - 1], 40),
+        _ => (text, 0),
+    };
+    // `u64::from_str` would take a sign.
+    let number = if digits.starts_with('+') { None } else { digits.parse::<u64>().ok() };
+    number.and_then(|n| n.checked_mul(1 << shift)).filter(|n| *n <= i64::MAX as u64).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Invalid,
+            format!("{text:?} is not a size: write digits and K, M, G, T or nothing"),
+        )
+    })
+}
+
+/// How a driver is to be opened. What a driver cannot do it refuses.
+#[derive(Clone, Debug, Default)]
+pub struct DriverOptions {
+    /// Where in the image the device begins, in bytes.
+    pub offset: u64,
+    /// Size of the device in bytes; `None`: up to the end of the image.
+    pub size_limit: Option<u64>,
+    /// Logical block, 512 or 4096 bytes; `None`: chosen by the driver.
+    pub sector_size: Option<u32>,
+    /// Whether I/O goes around the page cache.
+    pub direct_io: DirectIo,
+    /// How requests are put to the file.
+    pub dispatch: Dispatch,
+    /// Refuse to write.
+    pub read_only: bool,
+    /// Let others use the same bytes of the image.
+    pub shared: bool,
+}
+
+/// A driver, and what the user should know about how it was opened.
+pub struct Opened {
+    /// The driver.
+    pub driver: Box<dyn Driver>,
+    /// Each one line.
+    pub warnings: Vec<String>,
+}
+
+/// Opens the driver that `spec` names: the list of drivers.
+///
+/// # Errors
+/// One line that says what is wrong, why, and the cure.
+pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
+    let silent = |driver: Box<dyn Driver>| Opened { driver, warnings: Vec::new() };
+    match spec {
+        DriverSpec::Null(bytes) => {
+            let sector = memory_sector("null", options)?;
+            let mut null = NullOptions::new(whole_sectors("null", *bytes, sector)?);
+            null.limits.logical_block_bytes = sector;
+            null.limits.physical_block_bytes = sector;
+            null.limits.discard_granularity = sector;
+            null.limits.read_only = options.read_only;
+            Ok(silent(Box::new(Null::new(null)?)))
+        }
+        DriverSpec::Ram(bytes) => {
+            let sector = memory_sector("ram", options)?;
+            let bytes = whole_sectors("ram", *bytes, sector)?;
+            Ok(silent(Box::new(Ram::new(bytes, sector, options.read_only)?)))
+        }
+        DriverSpec::Image(path) => {
+            let device = LoopDevice::open(&LoopOptions {
+                path: path.clone(),
+                offset: options.offset,
+                size_limit: options.size_limit,
+                sector_size: options.sector_size,
+                direct_io: options.direct_io,
+                dispatch: options.dispatch,
+                read_only: options.read_only,
+                shared: options.shared,
+            })?;
+            let warnings = device.warnings();
+            Ok(Opened { driver: Box::new(device), warnings })
+        }
+    }
+}
+
+/// The sector size for a driver without an image, which has no use for most options.
+fn memory_sector(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
+    let refused = [
+        ("--offset", options.offset != 0),
+        ("--size-limit", options.size_limit.is_some()),
+        ("--direct-io on", options.direct_io == DirectIo::On),
+        ("--dispatch serial", options.dispatch == Dispatch::Serial),
+    ];
+    if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
+        let message = format!("{option} is for images, and {driver} has none; leave it away");
+        return Err(Error::new(ErrorKind::Invalid, message));
+    }
+    match options.sector_size.unwrap_or(512) {
+        sector @ (512 | 4096) => Ok(sector),
+        sector => {
+            Err(Error::new(ErrorKind::Invalid, format!("a sector has 512 or 4096 bytes, not {sector}")))
+        }
+    }
+}
+
+fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
+    if bytes != 0 && bytes.is_multiple_of(u64::from(sector)) {
+        return Ok(bytes);
+    }
+    let message =
+        format!("{driver}:{bytes}: the size must be a multiple of the sector size {sector} above 0");
+    Err(Error::new(ErrorKind::Invalid, message))
+}
+
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn specs_and_sizes_parse() {
+        assert_eq!("null:1G".parse::<DriverSpec>().unwrap(), DriverSpec::Null(1 << 30));
+        assert_eq!("ram:512".parse::<DriverSpec>().unwrap(), DriverSpec::Ram(512));
+        assert_eq!("./null:1G".parse::<DriverSpec>().unwrap(), DriverSpec::Image("./null:1G".into()));
+        assert_eq!("a:b".parse::<DriverSpec>().unwrap(), DriverSpec::Image("a:b".into()));
+        for bad in
+            ["null:", "null:+1", "null:-1", "ram:1X", "ram:99999999T", "ram:K", "ram:1KB", "null:1é", ""]
+        {
+            assert!(bad.parse::<DriverSpec>().is_err(), "{bad}");
+        }
+        assert_eq!(parse_bytes("4k").unwrap(), 4096);
+    }
+
+    #[test]
+    fn opens_each_driver_and_refuses_what_does_not_fit() {
+        let options = DriverOptions { sector_size: Some(4096), read_only: true, ..Default::default() };
+        for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {
+            let opened = open(&spec, &options).unwrap();
+            let limits = opened.driver.limits();
+            assert_eq!((limits.logical_block_bytes, limits.read_only), (4096, true));
+            limits.validate().unwrap();
+            for options in [
+                DriverOptions { offset: 512, ..Default::default() },
+                DriverOptions { size_limit: Some(512), ..Default::default() },
+                DriverOptions { direct_io: DirectIo::On, ..Default::default() },
+                DriverOptions { dispatch: Dispatch::Serial, ..Default::default() },
+                DriverOptions { sector_size: Some(1024), ..Default::default() },
+            ] {
+                assert_eq!(open(&spec, &options).err().unwrap().kind(), ErrorKind::Invalid);
+            }
+        }
+        assert!(open(&DriverSpec::Ram(1000), &DriverOptions::default()).is_err());
+        assert!(open(&DriverSpec::Image("/nonexistent/image".into()), &options).is_err());
+    }
+}

@@ -18,7 +18,7 @@ struct Sleeper {
 
 impl Wake for Sleeper {
     fn wake(&self) {
-        self.woken.store(true, SeqCst);
+        self.woken.swap(true, SeqCst);
         self.queue.wake_all();
     }
 }
@@ -51,7 +51,7 @@ impl Checked {
     }
 
     /// Waits for a tag as the protocol says.
-    fn take_waiting(&self, hint: &mut TagHint, id: &WaiterId, sleeper: &Sleeper) -> Vec<Tag> {
+    fn take_waiting(&self, hint: &mut TagHint, id: &mut WaiterId, sleeper: &Sleeper) -> Vec<Tag> {
         loop {
             let tags = self.take(hint, 1);
             if !tags.is_empty() {
@@ -82,11 +82,11 @@ fn join(threads: Vec<thread::JoinHandle<()>>) {
 /// No tag is handed out twice, and at the end none is missing.
 fn no_tag_twice(depth: u16, threads: usize, rounds: usize, want: usize) {
     let checked = Checked::new(depth);
-    let work = |checked: Arc<Checked>| {
+    let work = move |checked: Arc<Checked>| {
         let mut hint = checked.set.hint();
         for _ in 0..rounds {
             let tags = checked.take(&mut hint, want);
-            assert!(checked.set.in_use() >= tags.len() as u32 || rounds == 0);
+            assert!(checked.set.in_use() >= tags.len() as u32);
             checked.put(&tags);
         }
     };
@@ -116,10 +116,10 @@ fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize)
         .map(|_| {
             let checked = checked.clone();
             thread::spawn(move || {
-                let (id, sleeper) = checked.waiter();
+                let (mut id, sleeper) = checked.waiter();
                 let mut hint = checked.set.hint();
                 for _ in 0..rounds {
-                    let tags = checked.take_waiting(&mut hint, &id, &sleeper);
+                    let tags = checked.take_waiting(&mut hint, &mut id, &sleeper);
                     checked.put(&tags);
                 }
                 checked.set.unregister(id);
@@ -139,16 +139,16 @@ fn a_wake_up_is_handed_on(quitters: usize) {
     let held = checked.take(&mut checked.set.hint(), 1);
     let mut others: Vec<_> = (0..quitters)
         .map(|_| {
-            let (id, _sleeper) = checked.waiter();
-            checked.set.prepare_wait(&id);
+            let (mut id, _sleeper) = checked.waiter();
+            checked.set.prepare_wait(&mut id);
             let checked = checked.clone();
             thread::spawn(move || checked.set.unregister(id))
         })
         .collect();
-    let (id, sleeper) = checked.waiter();
+    let (mut id, sleeper) = checked.waiter();
     let stays = checked.clone();
     others.push(thread::spawn(move || {
-        let tags = stays.take_waiting(&mut stays.set.hint(), &id, &sleeper);
+        let tags = stays.take_waiting(&mut stays.set.hint(), &mut id, &sleeper);
         stays.put(&tags);
     }));
     checked.put(&held);

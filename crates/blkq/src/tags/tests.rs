@@ -106,9 +106,9 @@ fn waiters_are_woken_a_batch_at_a_time() {
     let set = TagSet::new(64);
     let all = take_all(&set);
     let counters: Vec<_> = (0..20).map(|_| Arc::new(Counter::default())).collect();
-    let ids: Vec<_> = counters.iter().map(|c| set.register(c.clone()).expect("room")).collect();
-    ids.iter().for_each(|id| set.prepare_wait(id));
-    ids.iter().for_each(|id| set.prepare_wait(id));
+    let mut ids: Vec<_> = counters.iter().map(|c| set.register(c.clone()).expect("room")).collect();
+    ids.iter_mut().for_each(|id| set.prepare_wait(id));
+    ids.iter_mut().for_each(|id| set.prepare_wait(id));
     let woken = || counters.iter().map(|c| c.0.load(SeqCst)).sum::<u32>();
     set.put_batch(&all[..7]);
     assert_eq!(woken(), 0);
@@ -129,8 +129,8 @@ fn the_last_put_wakes_though_its_batch_is_not_full() {
     let all = take_all(&set);
     set.put_batch(&all[3..]);
     let counter = Arc::new(Counter::default());
-    let id = set.register(counter.clone()).expect("room");
-    set.prepare_wait(&id);
+    let mut id = set.register(counter.clone()).expect("room");
+    set.prepare_wait(&mut id);
     set.put_batch(&all[..3]);
     assert_eq!(counter.0.load(SeqCst), 1);
 }
@@ -145,20 +145,18 @@ fn every_waiter_of_a_full_table_has_its_turn() {
             self.1.lock().expect("not poisoned").push(self.0);
         }
     }
-    let ids: Vec<_> = (0..WAITERS_MAX)
-        .map(|n| set.register(Arc::new(Note(n, order.clone()))).expect("room"))
-        .collect();
+    let mut ids: Vec<_> =
+        (0..WAITERS_MAX).map(|n| set.register(Arc::new(Note(n, order.clone()))).expect("room")).collect();
     assert!(set.register(Arc::new(Counter::default())).is_none());
     // Each that was woken waits again at once; nobody is passed over for long.
-    ids.iter().for_each(|id| set.prepare_wait(id));
+    ids.iter_mut().for_each(|id| set.prepare_wait(id));
     for _ in 0..WAITERS_MAX {
         set.waiters.wake(1);
         let last = *order.lock().expect("not poisoned").last().expect("one was woken");
-        set.prepare_wait(&ids[last]);
+        set.prepare_wait(&mut ids[last]);
     }
     let woken: HashSet<usize> = order.lock().expect("not poisoned").iter().copied().collect();
     assert_eq!(woken.len(), WAITERS_MAX);
-    let mut ids = ids;
     set.unregister(ids.pop().expect("one"));
     assert!(set.register(Arc::new(Counter::default())).is_some());
 }

@@ -27,12 +27,16 @@ pub trait Wake: Send + Sync {
 
 /// One registered waiter of a tag set.
 #[derive(Debug)]
-pub struct WaiterId(u16);
+pub struct WaiterId {
+    number: u16,
+    /// Between [`Waiters::add`] and [`Waiters::remove`].
+    waits: bool,
+}
 
 impl WaiterId {
     /// Its wait queue and its bit there: neighbours are in different queues.
     fn place(&self) -> (usize, u32) {
-        let number = usize::from(self.0);
+        let number = usize::from(self.number);
         (number % QUEUES, 1 << (number / QUEUES))
     }
 }
@@ -76,11 +80,11 @@ impl Waiters {
         let free = |slot: &RwLock<Option<_>>| slot.read().unwrap_or_else(PoisonError::into_inner).is_none();
         let number = self.slots.iter().position(free)?;
         *self.slots[number].write().unwrap_or_else(PoisonError::into_inner) = Some(wake);
-        Some(WaiterId(number as u16))
+        Some(WaiterId { number: number as u16, waits: false })
     }
 
     pub fn unregister(&self, waiter: WaiterId) {
-        let slot = &self.slots[usize::from(waiter.0)];
+        let slot = &self.slots[usize::from(waiter.number)];
         *slot.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
@@ -90,8 +94,9 @@ impl Waiters {
         self.waiting.load(SeqCst) > 0
     }
 
-    pub fn add(&self, waiter: &WaiterId) {
+    pub fn add(&self, waiter: &mut WaiterId) {
         let (queue, bit) = waiter.place();
+        waiter.waits = true;
         // Counted first: the count may say too much for a moment, never too little.
         self.waiting.fetch_add(1, SeqCst);
         if self.queues[queue].fetch_or(bit, SeqCst) & bit != 0 {
@@ -99,14 +104,17 @@ impl Waiters {
         }
     }
 
-    /// Whether it was still waiting; otherwise it was woken.
-    pub fn remove(&self, waiter: &WaiterId) -> bool {
+    /// Whether it had been woken.
+    pub fn remove(&self, waiter: &mut WaiterId) -> bool {
+        if !std::mem::take(&mut waiter.waits) {
+            return false;
+        }
         let (queue, bit) = waiter.place();
-        let waited = self.queues[queue].fetch_and(!bit, SeqCst) & bit != 0;
-        if waited {
+        let sleeps = self.queues[queue].fetch_and(!bit, SeqCst) & bit != 0;
+        if sleeps {
             self.waiting.fetch_sub(1, SeqCst);
         }
-        waited
+        !sleeps
     }
 
     /// Counts `count` tags that were put. Every full batch of them wakes as many waiters;
@@ -177,6 +185,9 @@ impl Waiters {
 impl fmt::Debug for Waiters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Waiters { waiting, counters, .. } = self;
-        f.debug_struct("Waiters").field("waiting", waiting).field("counters", counters).finish_non_exhaustive()
+        f.debug_struct("Waiters")
+            .field("waiting", waiting)
+            .field("counters", counters)
+            .finish_non_exhaustive()
     }
 }

@@ -2,14 +2,45 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::time::Duration;
 
 use crate::bio::Operation;
+use crate::clock::monotonic_ns;
 use crate::driver::DriverContext;
 use crate::request::Tag;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::Relaxed;
 
 use super::NullCompletion;
+
+/// What taking a request costs the engine thread: a bad driver, on purpose
+/// (what BLK_MQ_F_BLOCKING announces in the kernel).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum NullBlocking {
+    /// Nothing.
+    #[default]
+    Never,
+    /// That many nanoseconds of CPU per request.
+    Spin(u64),
+    /// That many nanoseconds of sleep per request.
+    Sleep(u64),
+}
+
+impl NullBlocking {
+    #[inline]
+    pub(super) fn hold_up(self) {
+        match self {
+            NullBlocking::Never => {}
+            NullBlocking::Spin(ns) => {
+                let end = monotonic_ns() + ns;
+                while monotonic_ns() < end {
+                    std::hint::spin_loop();
+                }
+            }
+            NullBlocking::Sleep(ns) => std::thread::sleep(Duration::from_nanos(ns)),
+        }
+    }
+}
 
 /// A disk with one arm, which does one request at a time: a seek that grows with the
 /// distance (none where the last request ended), half a rotation after each seek, then
@@ -190,6 +221,7 @@ impl NullCounters {
 }
 
 #[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests {
     use super::*;
 

@@ -1,0 +1,186 @@
+//! Opening an image, and finding out what its file system and its device can do.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, seek, statx};
+
+use crate::error::{Error, ErrorKind};
+
+/// What direct I/O demands of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct DirectAlign {
+    /// Of addresses in memory, in bytes.
+    pub memory: u32,
+    /// Of offsets in the file and of lengths, in bytes.
+    pub offset: u32,
+    /// Nobody says so: it is what disks usually demand.
+    pub assumed: bool,
+}
+
+/// An open image and what is known about it.
+pub(super) struct Backing {
+    pub file: File,
+    /// Absolute, without symbolic links.
+    pub path: PathBuf,
+    pub block_device: bool,
+    /// What direct I/O demands, or why there is none.
+    pub direct: Result<DirectAlign, String>,
+    /// The block device's own logical block; 512 for a file.
+    pub logical_block: u32,
+    /// The unit in which space is allocated.
+    pub physical_block: u32,
+    /// The unit in which space is freed.
+    pub discard_granularity: u32,
+    /// Whether space can be freed at all, as far as can be told without trying.
+    pub discards: bool,
+    pub rotational: bool,
+}
+
+impl Backing {
+    /// Opens the image at `path`, a regular file or a block device.
+    ///
+    /// # Errors
+    /// One line: what, why, and the cure.
+    pub fn open(path: &Path, read_only: bool) -> Result<Backing, Error> {
+        let shown = path.display();
+        let path = std::fs::canonicalize(path).map_err(|e| {
+            let cure = match e.kind() {
+                std::io::ErrorKind::NotFound => format!("; create it with `truncate -s SIZE {shown}`"),
+                _ => String::new(),
+            };
+            Error::system(format!("cannot find the image {shown}{cure}"), e)
+        })?;
+        let metadata = std::fs::metadata(&path)
+            .map_err(|e| Error::system(format!("cannot look at the image {shown}"), e))?;
+        // Before it is opened, because opening a device may do something; and after, because
+        // the name may have changed hands meanwhile.
+        check_type(&path, &metadata)?;
+        // O_NONBLOCK: should it be a pipe by now, that opens instead of hanging.
+        let file = OpenOptions::new()
+            .read(true)
+            .write(!read_only)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(&path)
+            .map_err(|e| {
+                let cure = match e.raw_os_error() {
+                    Some(libc::EACCES | libc::EPERM | libc::EROFS | libc::ETXTBSY) if !read_only => {
+                        " for writing; give write permission, or attach it with --read-only"
+                    }
+                    Some(libc::EACCES | libc::EPERM) => "; give read permission, or attach it as its owner",
+                    _ => "",
+                };
+                Error::system(format!("cannot open the image {shown}{cure}"), e)
+            })?;
+        let metadata =
+            file.metadata().map_err(|e| Error::system(format!("cannot look at the image {shown}"), e))?;
+        check_type(&path, &metadata)?;
+        set_flag(&file, OFlags::NONBLOCK, false)
+            .map_err(|e| Error::system(format!("cannot make the image {shown} block"), e))?;
+
+        let block_device = metadata.file_type().is_block_device();
+        let device = if block_device { metadata.rdev() } else { metadata.dev() };
+        let queue = |name| queue_attribute(device, name);
+        let logical_block = if block_device { queue("logical_block_size").unwrap_or(512) } else { 512 };
+        let physical_block = if block_device {
+            queue("physical_block_size").unwrap_or(512)
+        } else {
+            fstatfs(&file).map_or(4096, |stat| u64::try_from(stat.f_bsize).unwrap_or(4096))
+        };
+        let granularity = if block_device { queue("discard_granularity") } else { Some(physical_block) };
+        let direct = probe_direct(&file, block_device, device);
+        Ok(Backing {
+            block_device,
+            direct,
+            logical_block: power_of_two(logical_block),
+            physical_block: power_of_two(physical_block),
+            discard_granularity: granularity.and_then(|g| u32::try_from(g).ok()).unwrap_or(0).max(512),
+            discards: !block_device || queue("discard_max_bytes").is_none_or(|most| most > 0),
+            rotational: queue("rotational") == Some(1),
+            file,
+            path,
+        })
+    }
+}
+
+/// The size of the image in bytes.
+pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
+    // Says the size of files and of block devices alike.
+    seek(file, SeekFrom::End(0))
+        .map_err(|e| Error::system(format!("cannot tell the size of {}", path.display()), e))
+}
+
+/// Sets or clears a status flag of the open file description.
+pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<()> {
+    let flags = fcntl_getfl(file)?;
+    let wanted = if on { flags | flag } else { flags - flag };
+    if wanted != flags {
+        fcntl_setfl(file, wanted)?;
+    }
+    Ok(())
+}
+
+/// The same file opened anew for writing.
+pub(super) fn reopen_for_writing(file: &File, path: &Path) -> Result<File, Error> {
+    let same = format!("/proc/self/fd/{}", file.as_raw_fd());
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(same)
+        .map_err(|e| Error::system(format!("cannot open the image {} for writing", path.display()), e))
+}
+
+fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {
+    let kind = metadata.file_type();
+    let what = if kind.is_file() || kind.is_block_device() {
+        return Ok(());
+    } else if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else if kind.is_socket() {
+        "a socket"
+    } else {
+        "a character device"
+    };
+    let message = format!("{} is {what}: an image must be a regular file or a block device", path.display());
+    Err(Error::new(ErrorKind::Invalid, message))
+}
+
+fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAlign, String> {
+    // What the file system says is one thing, whether it lets the flag be set the other.
+    let settable = set_flag(file, OFlags::DIRECT, true).and_then(|()| set_flag(file, OFlags::DIRECT, false));
+    settable.map_err(|e| format!("its file system refuses O_DIRECT ({e})"))?;
+    let told = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+        .ok()
+        .filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
+    if let Some(stat) = told {
+        return match (stat.stx_dio_mem_align, stat.stx_dio_offset_align) {
+            (0, _) | (_, 0) => Err("its file system does no direct I/O on this file".to_owned()),
+            (memory, offset) => Ok(DirectAlign { memory, offset, assumed: false }),
+        };
+    }
+    // A block device before Linux 6.10, or a file system that does not say: the block of
+    // the device below decides.
+    match queue_attribute(device, "logical_block_size").and_then(|block| u32::try_from(block).ok()) {
+        Some(block) => Ok(DirectAlign { memory: block, offset: block, assumed: false }),
+        None => Ok(DirectAlign { memory: 512, offset: 512, assumed: !block_device }),
+    }
+}
+
+/// A number that sysfs shows about the queue of block device `device`, or of the disk
+/// that it is a partition of.
+fn queue_attribute(device: u64, name: &str) -> Option<u64> {
+    let (major, minor) = (libc::major(device), libc::minor(device));
+    ["", "../"].iter().find_map(|of| {
+        let path = format!("/sys/dev/block/{major}:{minor}/{of}queue/{name}");
+        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    })
+}
+
+/// `size` as a block size: a power of two, 512 to 65536.
+fn power_of_two(size: u64) -> u32 {
+    size.clamp(512, 65536).next_power_of_two() as u32
+}

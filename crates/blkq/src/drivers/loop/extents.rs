@@ -1,0 +1,69 @@
+//! Which bytes of the served range are data and which are holes.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use crate::driver::Extent;
+
+/// The extents of `range` (bytes of the device), at most `max`, of a device that begins at
+/// byte `offset` of `file`. Holes are narrowed to whole sectors.
+pub(super) fn of_file(
+    file: &File,
+    offset: u64,
+    sector: u64,
+    range: Range<u64>,
+    max: usize,
+) -> io::Result<Vec<Extent>> {
+    let end = offset + range.end;
+    let mut at = offset + range.start;
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut append = |until: u64, at: &mut u64, hole: bool| {
+        let length = until - *at;
+        *at = until;
+        match extents.last_mut() {
+            _ if length == 0 => true,
+            Some(last) if last.hole == hole => {
+                last.length += length;
+                true
+            }
+            _ => {
+                let room = extents.len() < max;
+                if room {
+                    extents.push(Extent { length, hole, zero: hole });
+                }
+                room
+            }
+        }
+    };
+    // Whole sectors of the device, rounded down and up.
+    let down = |position: u64| offset + (position - offset) / sector * sector;
+    let up = |position: u64| offset + (position - offset).div_ceil(sector) * sector;
+    while at < end {
+        let data = match seek(file, SeekFrom::Data(at)) {
+            Ok(data) => down(data).clamp(at, end),
+            // No data up to the end of the file.
+            Err(Errno::NXIO) => end,
+            // The file system cannot tell.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
+            Err(error) => return Err(error.into()),
+        };
+        if !append(data, &mut at, true) || at == end {
+            break;
+        }
+        let hole = match seek(file, SeekFrom::Hole(at)) {
+            Ok(hole) => up(hole).clamp(at, end),
+            Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => end,
+            Err(error) => return Err(error.into()),
+        };
+        // A file that is changed meanwhile may show no progress: a sector of data is one.
+        let hole = if hole == at { up(at + 1).min(end) } else { hole };
+        if !append(hole, &mut at, false) {
+            break;
+        }
+    }
+    Ok(extents)
+}

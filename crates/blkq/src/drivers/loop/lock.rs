@@ -1,0 +1,85 @@
+//! Locks on the served bytes of an image, held by the open file description: they end
+//! with it, so a killed process leaves none behind.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use crate::error::{Error, ErrorKind};
+
+/// What others may do with the bytes meanwhile.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum LockKind {
+    /// Nothing: a writer's.
+    Exclusive,
+    /// Lock them in the same way: a reader's, or a writer's that shares.
+    Shared,
+}
+
+impl LockKind {
+    pub fn of(read_only: bool, shared: bool) -> LockKind {
+        if read_only || shared { LockKind::Shared } else { LockKind::Exclusive }
+    }
+}
+
+/// Locks `range` of `file`, or turns the lock it has there into one of `kind`. Returns a
+/// warning if the file system has no locks and `shared` allows to do without.
+///
+/// # Errors
+/// [`ErrorKind::Busy`] if somebody else's lock forbids it, [`ErrorKind::Unsupported`] if the
+/// file system has no locks.
+pub(super) fn acquire(
+    file: &File,
+    path: &Path,
+    range: &Range<u64>,
+    kind: LockKind,
+    shared: bool,
+) -> Result<Option<String>, Error> {
+    let l_type = if kind == LockKind::Exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
+    let Err(error) = set(file, range, l_type) else { return Ok(None) };
+    let (path, Range { start, end }) = (path.display(), range);
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => {
+            let message = format!(
+                "{path} is in use: bytes {start} to {end} are attached elsewhere; \
+                 detach it there first, or attach with --shared on both sides"
+            );
+            Err(Error::new(ErrorKind::Busy, message))
+        }
+        _ if shared => Ok(Some(format!("{path} cannot be locked ({error}): nothing keeps others from it"))),
+        _ => {
+            let message = format!(
+                "{path} cannot be locked ({error}), so others could use it; if none does, attach with --shared"
+            );
+            Err(Error::new(ErrorKind::Unsupported, message))
+        }
+    }
+}
+
+/// Gives up the lock on `range`.
+pub(super) fn release(file: &File, range: &Range<u64>) {
+    // What was locked can be unlocked; and if it cannot, closing the file does it.
+    let _ = set(file, range, libc::F_UNLCK);
+}
+
+fn set(file: &File, range: &Range<u64>, l_type: libc::c_int) -> io::Result<()> {
+    if range.is_empty() {
+        // A length of 0 would mean: to the end of all files.
+        return Ok(());
+    }
+    let too_large = |_| io::Error::from_raw_os_error(libc::EOVERFLOW);
+    let lock = libc::flock {
+        l_type: l_type as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: range.start.try_into().map_err(too_large)?,
+        l_len: (range.end - range.start).try_into().map_err(too_large)?,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, the structure lives through the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,446 @@
+//! The loop driver: a regular file or a block device as a device, through the page cache
+//! or around it.
+//!
+//! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `writer` the token that
+//! keeps writers from each other, `lock` the locks against other processes, `extents` what
+//! is data and what is a hole.
+
+mod backing;
+mod extents;
+mod lock;
+mod options;
+mod queue;
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
+mod tests;
+mod writer;
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use rustix::fs::OFlags;
+
+use crate::driver::{Driver, DriverQueue, Extent};
+use crate::error::{Error, ErrorKind};
+use crate::limits::QueueLimits;
+use crate::ring::Ring;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Arc, Mutex, lock as locked};
+use crate::tags::Wake;
+
+use backing::{Backing, DirectAlign};
+use lock::LockKind;
+pub use options::{DirectIo, Dispatch, LoopOptions};
+use options::{Mode, Window, choose_mode, choose_sector, invalid};
+use queue::LoopQueue;
+use writer::{QUEUES_MAX, WriterToken};
+
+/// Largest read or write, as of the kernel's loop driver (2560 sectors).
+const REQUEST_MAX_BYTES: u32 = 2560 << 9;
+/// Largest discard and write zeroes: what the file system does in one call.
+const DISCARD_MAX_BYTES: u64 = 1 << 30;
+
+/// What takes turns on the file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Turns {
+    /// Nothing: direct I/O.
+    None,
+    /// Writes of any kind, across all queues: buffered.
+    Writes,
+    /// Everything: serial dispatch.
+    All,
+}
+
+/// What the driver did, over all queues.
+#[derive(Debug, Default)]
+pub struct LoopCounters {
+    /// Most reads that one queue had in flight.
+    pub reads_in_flight_max: AtomicU64,
+    /// Calls in flight that wait for their turn to write. 0 or 1.
+    pub writers: AtomicU64,
+    /// The most there were of them, over all queues; more than 1 is a defect.
+    pub writers_max: AtomicU64,
+    /// Writes that were done by the call of the one before them.
+    pub writes_joined: AtomicU64,
+    /// Transfers that were shorter than asked.
+    pub short_transfers: AtomicU64,
+    /// Calls that were interrupted or would have blocked, and were made again.
+    pub retries: AtomicU64,
+    /// Calls of fdatasync for flushes.
+    pub flushes: AtomicU64,
+}
+
+/// What the device and its queues share.
+struct Shared {
+    /// Where in the file the device begins.
+    offset: u64,
+    state: Mutex<State>,
+    writer: WriterToken,
+    wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
+    counters: LoopCounters,
+    /// Discards go to the block device itself instead of through fallocate.
+    discard_by_command: AtomicBool,
+    /// What the file system turned out not to do becomes false for good.
+    discards: AtomicBool,
+    zeroes: AtomicBool,
+    zeroes_no_unmap: AtomicBool,
+}
+
+/// What live changes change.
+struct State {
+    file: Arc<File>,
+    /// Whether it is open for writing.
+    writable: bool,
+    requested: DirectIo,
+    mode: Mode,
+    dispatch: Dispatch,
+    read_only: bool,
+    size_limit: Option<u64>,
+    capacity: u64,
+}
+
+/// What a queue needs to know of the state.
+struct QueueSettings {
+    file: Arc<File>,
+    align: u64,
+    read_only: bool,
+    turns: Turns,
+}
+
+impl Shared {
+    fn queue_settings(&self) -> QueueSettings {
+        let state = locked(&self.state);
+        let turns = match (state.dispatch, &state.mode.direct) {
+            (Dispatch::Serial, _) => Turns::All,
+            (Dispatch::Concurrent, None) => Turns::Writes,
+            (Dispatch::Concurrent, Some(_)) => Turns::None,
+        };
+        QueueSettings {
+            file: Arc::clone(&state.file),
+            align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
+            read_only: state.read_only,
+            turns,
+        }
+    }
+
+    fn wake(&self, queue: u16) {
+        if let Some(wake) = self.wakes.get(usize::from(queue)).and_then(OnceLock::get) {
+            wake.wake();
+        }
+    }
+}
+
+/// A device backed by an image.
+pub struct LoopDevice {
+    shared: Arc<Shared>,
+    path: PathBuf,
+    block_device: bool,
+    /// What direct I/O demands, or why there is none.
+    direct: Result<DirectAlign, String>,
+    sector: u32,
+    physical_block: u32,
+    discard_granularity: u32,
+    rotational: bool,
+    shared_use: bool,
+    warnings: Vec<String>,
+}
+
+impl LoopDevice {
+    /// Opens and locks an image.
+    ///
+    /// # Errors
+    /// One line that says what is wrong, why, and the cure.
+    pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
+        let backing = Backing::open(&options.path, options.read_only)?;
+        let mut warnings = Vec::new();
+        let sector = choose_sector(options, &backing)?;
+        if !options.offset.is_multiple_of(u64::from(sector)) {
+            return Err(invalid(format!(
+                "the offset {} is not a multiple of the sector size {sector}; choose one that is",
+                options.offset
+            )));
+        }
+        let mode = choose_mode(options.direct_io, &backing.direct, &backing.path, sector, options.offset)?;
+        if options.direct_io == DirectIo::On && mode.direct.is_some_and(|align| align.assumed) {
+            warnings.push(format!(
+                "the file system of {} does not say what direct I/O demands: 512 bytes are assumed",
+                backing.path.display()
+            ));
+        }
+        if options.direct_io == DirectIo::Auto && mode.direct.is_none() {
+            warnings.push(format!("direct I/O is off: {}", mode.reason));
+        }
+        let file_size = backing::size(&backing.file, &backing.path)?;
+        let window = Window { path: &backing.path, offset: options.offset, sector };
+        let (capacity, left_out) = window.capacity(file_size, options.size_limit)?;
+        if left_out > 0 {
+            warnings.push(format!(
+                "the last {left_out} bytes of {} do not fill a sector of {sector} and are left out",
+                backing.path.display()
+            ));
+        }
+        let range = options.offset..options.offset + capacity;
+        let kind = LockKind::of(options.read_only, options.shared);
+        warnings.extend(lock::acquire(&backing.file, &backing.path, &range, kind, options.shared)?);
+        backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
+            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
+        // A block device whose block is larger than the sector does neither on odd blocks.
+        let able = !backing.block_device || backing.logical_block <= sector;
+        let shared = Shared {
+            offset: options.offset,
+            state: Mutex::new(State {
+                file: Arc::new(backing.file),
+                writable: !options.read_only,
+                requested: options.direct_io,
+                mode,
+                dispatch: options.dispatch,
+                read_only: options.read_only,
+                size_limit: options.size_limit,
+                capacity,
+            }),
+            writer: WriterToken::new(),
+            wakes: std::array::from_fn(|_| OnceLock::new()),
+            counters: LoopCounters::default(),
+            discard_by_command: AtomicBool::new(backing.block_device),
+            discards: AtomicBool::new(able && backing.discards),
+            zeroes: AtomicBool::new(able),
+            zeroes_no_unmap: AtomicBool::new(able),
+        };
+        Ok(LoopDevice {
+            shared: Arc::new(shared),
+            path: backing.path,
+            block_device: backing.block_device,
+            direct: backing.direct,
+            sector,
+            physical_block: backing.physical_block,
+            discard_granularity: backing.discard_granularity,
+            rotational: backing.rotational,
+            shared_use: options.shared,
+            warnings,
+        })
+    }
+
+    /// What the user should know about how the image was opened; each one line.
+    pub fn warnings(&self) -> Vec<String> {
+        self.warnings.clone()
+    }
+
+    /// The image: absolute, without symbolic links.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the driver did so far.
+    pub fn counters(&self) -> &LoopCounters {
+        &self.shared.counters
+    }
+
+    fn window(&self) -> Window<'_> {
+        Window { path: &self.path, offset: self.shared.offset, sector: self.sector }
+    }
+
+    /// Makes durable what the page cache holds, without holding up whoever asks for the state.
+    fn sync(&self) -> Result<(), Error> {
+        let file = Arc::clone(&locked(&self.shared.state).file);
+        file.sync_data().map_err(|e| Error::system(format!("cannot make {} durable", self.path.display()), e))
+    }
+
+    fn set_direct(&self, file: &File, on: bool) -> Result<(), Error> {
+        backing::set_flag(file, OFlags::DIRECT, on)
+            .map_err(|e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e))
+    }
+
+    fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
+        let mode = choose_mode(requested, &self.direct, &self.path, self.sector, self.shared.offset)?;
+        // What the page cache still holds must be in the file before I/O goes around it.
+        self.sync()?;
+        let mut state = locked(&self.shared.state);
+        self.set_direct(&state.file, mode.direct.is_some())?;
+        state.requested = requested;
+        state.mode = mode;
+        Ok(())
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.sync()?;
+        let mut state = locked(&self.shared.state);
+        if read_only == state.read_only {
+            return Ok(());
+        }
+        let range = self.shared.offset..self.shared.offset + state.capacity;
+        let kind = LockKind::of(read_only, self.shared_use);
+        let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
+        if read_only || state.writable {
+            relock(&state.file, kind)?;
+        } else {
+            let file = backing::reopen_for_writing(&state.file, &self.path)?;
+            self.set_direct(&file, state.mode.direct.is_some())?;
+            // The two descriptions are strangers to each other, and so are their locks.
+            lock::release(&state.file, &range);
+            if let Err(error) = relock(&file, kind) {
+                relock(&state.file, LockKind::Shared)?;
+                return Err(error);
+            }
+            state.file = Arc::new(file);
+            state.writable = true;
+        }
+        state.read_only = read_only;
+        Ok(())
+    }
+}
+
+impl Driver for LoopDevice {
+    fn name(&self) -> &'static str {
+        "loop"
+    }
+
+    fn uses_ring(&self) -> bool {
+        true
+    }
+
+    fn limits(&self) -> QueueLimits {
+        let state = locked(&self.shared.state);
+        let most = |able: &AtomicBool| {
+            if able.load(Relaxed) && !state.read_only { DISCARD_MAX_BYTES } else { 0 }
+        };
+        // Kernels before 6.18 demand of each segment's length what they demand of the offset.
+        let memory_align = state.mode.direct.map_or(1, |align| align.memory.max(align.offset));
+        QueueLimits {
+            capacity_bytes: state.capacity,
+            logical_block_bytes: self.sector,
+            physical_block_bytes: self.physical_block.max(self.sector),
+            max_request_bytes: REQUEST_MAX_BYTES,
+            max_segments: queue::SEGMENTS_MAX,
+            memory_align,
+            max_discard_bytes: most(&self.shared.discards),
+            discard_granularity: self.discard_granularity.max(self.sector),
+            discard_zeroes: !self.block_device,
+            max_write_zeroes_bytes: most(&self.shared.zeroes),
+            max_write_zeroes_no_unmap_bytes: most(&self.shared.zeroes_no_unmap),
+            write_cache: !state.read_only,
+            fua: !state.read_only,
+            read_only: state.read_only,
+            rotational: self.rotational,
+            ..QueueLimits::default()
+        }
+    }
+
+    fn open_queue(
+        &self,
+        index: u16,
+        tags: usize,
+        ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        if index >= QUEUES_MAX {
+            return Err(invalid(format!("a loop device has at most {QUEUES_MAX} queues")));
+        }
+        // A queue that is opened again has the same wake: it is the disk's, not the owner's.
+        let _ = self.shared.wakes[usize::from(index)].set(wake);
+        let ring = ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;
+        Ok(Box::new(LoopQueue::open(Arc::clone(&self.shared), index, tags, ring)?))
+    }
+
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        let (file, capacity) = {
+            let state = locked(&self.shared.state);
+            (Arc::clone(&state.file), state.capacity)
+        };
+        let range = range.start.min(capacity)..range.end.min(capacity);
+        if self.block_device {
+            return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
+        }
+        extents::of_file(&file, self.shared.offset, u64::from(self.sector), range, max)
+            .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
+    }
+
+    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+        match key {
+            "direct-io" => self.set_direct_io(value.parse()?),
+            "dispatch" => {
+                locked(&self.shared.state).dispatch = value.parse()?;
+                Ok(())
+            }
+            "read-only" => match value {
+                "on" | "true" => self.set_read_only(true),
+                "off" | "false" => self.set_read_only(false),
+                _ => Err(invalid(format!("read-only is on or off, not {value:?}"))),
+            },
+            _ => {
+                let message =
+                    format!("the loop driver has no setting {key:?}; it has direct-io, dispatch, read-only");
+                Err(Error::new(ErrorKind::NotFound, message))
+            }
+        }
+    }
+
+    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+        let mut state = locked(&self.shared.state);
+        let window = self.window();
+        let file_size = backing::size(&state.file, &self.path)?;
+        let capacity = match bytes {
+            None => {
+                // A limit beyond the end that the file has now limits nothing.
+                let there = file_size.saturating_sub(window.offset);
+                let limit = state.size_limit.filter(|limit| *limit <= there);
+                window.capacity(file_size, limit)?.0
+            }
+            Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?.0,
+        };
+        let (old_end, end) = (window.offset + state.capacity, window.offset + capacity);
+        if end > file_size && (self.block_device || !state.writable || state.read_only) {
+            let why = if self.block_device { "it is a block device" } else { "it is read-only" };
+            let message = format!("{} ends at byte {file_size} and cannot grow: {why}", self.path.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let kind = LockKind::of(state.read_only, self.shared_use);
+        lock::acquire(&state.file, &self.path, &(window.offset..end), kind, self.shared_use)?;
+        if end > file_size
+            && let Err(e) = state.file.set_len(end)
+        {
+            lock::release(&state.file, &(old_end.min(end)..end));
+            let message = format!("cannot extend {} to {end} bytes", self.path.display());
+            return Err(Error::system(message, e));
+        }
+        lock::release(&state.file, &(end..old_end.max(end)));
+        state.capacity = capacity;
+        if bytes.is_some() && state.size_limit.is_some() {
+            state.size_limit = bytes;
+        }
+        Ok(())
+    }
+
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let state = locked(&self.shared.state);
+        let counters = &self.shared.counters;
+        let effective = match &state.mode.direct {
+            Some(align) => format!("on (offsets by {}, memory by {})", align.offset, align.memory),
+            None => format!("off ({})", state.mode.reason),
+        };
+        let count = |counter: &AtomicU64| counter.load(Relaxed).to_string();
+        vec![
+            ("backing-file", self.path.display().to_string()),
+            ("offset", self.shared.offset.to_string()),
+            ("direct-io-requested", state.requested.name().to_owned()),
+            ("direct-io", effective),
+            ("dispatch", state.dispatch.name().to_owned()),
+            ("reads-in-flight-max", count(&counters.reads_in_flight_max)),
+            ("writers-max", count(&counters.writers_max)),
+            ("writes-joined", count(&counters.writes_joined)),
+            ("short-transfers", count(&counters.short_transfers)),
+            ("retries", count(&counters.retries)),
+            ("fdatasyncs", count(&counters.flushes)),
+        ]
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        // A ring may keep the file open for longer than the device is used.
+        let state = locked(&self.shared.state);
+        lock::release(&state.file, &(self.shared.offset..self.shared.offset + state.capacity));
+    }
+}

@@ -1,0 +1,216 @@
+//! What a user may ask for, and what follows from it for a given image.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, ErrorKind};
+
+use super::backing::{Backing, DirectAlign};
+
+/// Largest sector that clients are offered.
+const SECTOR_MAX_BYTES: u32 = 4096;
+
+/// Whether I/O goes around the page cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DirectIo {
+    /// It does, or the image is refused.
+    On,
+    /// It does not.
+    Off,
+    /// If the image allows it with the sector size that was asked for.
+    #[default]
+    Auto,
+}
+
+impl DirectIo {
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DirectIo::On => "on",
+            DirectIo::Off => "off",
+            DirectIo::Auto => "auto",
+        }
+    }
+}
+
+impl std::str::FromStr for DirectIo {
+    type Err = Error;
+    fn from_str(text: &str) -> Result<DirectIo, Error> {
+        [DirectIo::On, DirectIo::Off, DirectIo::Auto]
+            .into_iter()
+            .find(|mode| mode.name() == text)
+            .ok_or_else(|| invalid(format!("direct-io is on, off or auto, not {text:?}")))
+    }
+}
+
+/// How requests are put to the file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Dispatch {
+    /// At once; only buffered writes take turns, because a file admits one writer anyway.
+    #[default]
+    Concurrent,
+    /// One at a time, in order: what the loop driver did before it had hardware queues.
+    Serial,
+}
+
+impl Dispatch {
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Dispatch::Concurrent => "concurrent",
+            Dispatch::Serial => "serial",
+        }
+    }
+}
+
+impl std::str::FromStr for Dispatch {
+    type Err = Error;
+    fn from_str(text: &str) -> Result<Dispatch, Error> {
+        [Dispatch::Concurrent, Dispatch::Serial]
+            .into_iter()
+            .find(|mode| mode.name() == text)
+            .ok_or_else(|| invalid(format!("dispatch is concurrent or serial, not {text:?}")))
+    }
+}
+
+/// What of an image is served, and how.
+#[derive(Clone, Debug)]
+pub struct LoopOptions {
+    /// The image: a regular file or a block device.
+    pub path: PathBuf,
+    /// Where in the image the device begins, in bytes.
+    pub offset: u64,
+    /// How much of it is served, in bytes; `None`: up to the end.
+    pub size_limit: Option<u64>,
+    /// The logical block, 512 or 4096 bytes; `None`: 512, the block of a block device, or
+    /// what [`DirectIo::On`] demands.
+    pub sector_size: Option<u32>,
+    /// Around the page cache or through it.
+    pub direct_io: DirectIo,
+    /// How requests are put to the file.
+    pub dispatch: Dispatch,
+    /// Refuse to write, and open the image for reading only.
+    pub read_only: bool,
+    /// Let others use the same bytes who say so too.
+    pub shared: bool,
+}
+
+impl LoopOptions {
+    /// All of the image at `path`, for reading and writing.
+    pub fn new(path: impl Into<PathBuf>) -> LoopOptions {
+        LoopOptions {
+            path: path.into(),
+            offset: 0,
+            size_limit: None,
+            sector_size: None,
+            direct_io: DirectIo::Auto,
+            dispatch: Dispatch::Concurrent,
+            read_only: false,
+            shared: false,
+        }
+    }
+}
+
+/// The part of an image that is served.
+pub(super) struct Window<'a> {
+    pub path: &'a Path,
+    pub offset: u64,
+    pub sector: u32,
+}
+
+impl Window<'_> {
+    /// The size of the device in an image of `file_size` bytes, and how many bytes after it
+    /// do not fill a sector.
+    pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
+        let (path, offset, sector) = (self.path.display(), self.offset, u64::from(self.sector));
+        if file_size == 0 {
+            return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {path}`")));
+        }
+        let there = file_size.saturating_sub(offset);
+        if there == 0 {
+            return Err(invalid(format!(
+                "the offset {offset} is beyond the end of {path} ({file_size} bytes); choose a smaller one"
+            )));
+        }
+        match limit {
+            Some(limit) if limit == 0 || !limit.is_multiple_of(sector) => Err(invalid(format!(
+                "the size {limit} is not a multiple of the sector size {sector}; choose one that is"
+            ))),
+            Some(limit) if limit > there => Err(invalid(format!(
+                "{limit} bytes from offset {offset} on end beyond the end of {path} ({file_size} bytes); \
+                 choose less, or extend the image"
+            ))),
+            Some(limit) => Ok((limit, 0)),
+            None if there < sector => Err(invalid(format!(
+                "{path} has {there} bytes there, less than a sector of {sector}; extend it, or use a smaller --sector-size"
+            ))),
+            None => Ok((there - there % sector, there % sector)),
+        }
+    }
+}
+
+/// The logical block to serve.
+pub(super) fn choose_sector(options: &LoopOptions, backing: &Backing) -> Result<u32, Error> {
+    if let Some(sector) = options.sector_size {
+        if sector != 512 && sector != SECTOR_MAX_BYTES {
+            return Err(invalid(format!("a sector has 512 or {SECTOR_MAX_BYTES} bytes, not {sector}")));
+        }
+        return Ok(sector);
+    }
+    let demanded = match &backing.direct {
+        Ok(align) if options.direct_io == DirectIo::On => align.offset,
+        _ => 512,
+    };
+    Ok(demanded.max(backing.logical_block).clamp(512, SECTOR_MAX_BYTES).next_power_of_two())
+}
+
+/// How I/O is done in effect.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Mode {
+    pub direct: Option<DirectAlign>,
+    /// Why it is not direct.
+    pub reason: String,
+}
+
+/// How I/O is to be done if `requested` is asked for.
+pub(super) fn choose_mode(
+    requested: DirectIo,
+    possible: &Result<DirectAlign, String>,
+    path: &Path,
+    sector: u32,
+    offset: u64,
+) -> Result<Mode, Error> {
+    if requested == DirectIo::Off {
+        return Ok(Mode { direct: None, reason: "as asked for".to_owned() });
+    }
+    let off = || "use --direct-io off or auto".to_owned();
+    // What stands against it, and the cure.
+    let obstacle = match possible {
+        Err(why) => (why.clone(), off()),
+        Ok(align) if align.memory > 4096 || align.offset > SECTOR_MAX_BYTES => {
+            (format!("it demands an alignment of {} bytes", align.memory.max(align.offset)), off())
+        }
+        Ok(align) if sector < align.offset => (
+            format!("it demands an alignment of {} bytes, and the sector size is {sector}", align.offset),
+            format!("attach with --sector-size {SECTOR_MAX_BYTES}, or use --direct-io off"),
+        ),
+        Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
+            format!("it demands an alignment of {} bytes, and the offset is {offset}", align.offset),
+            "choose another offset, or use --direct-io off".to_owned(),
+        ),
+        Ok(align) if align.assumed && requested == DirectIo::Auto => {
+            ("its file system does not say what direct I/O demands".to_owned(), off())
+        }
+        Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),
+    };
+    let (reason, cure) = obstacle;
+    if requested == DirectIo::Auto {
+        return Ok(Mode { direct: None, reason });
+    }
+    let message = format!("no direct I/O on {}: {reason}; {cure}", path.display());
+    Err(Error::new(ErrorKind::Unsupported, message))
+}
+
+/// An error of kind [`ErrorKind::Invalid`].
+pub(super) fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::Invalid, message)
+}

@@ -1,0 +1,539 @@
+//! The data path: one queue of a loop device on one ring.
+//!
+//! What may run at once goes to the ring as it comes. What must not (see [`Turns`]) waits
+//! in a FIFO for its turn, one call on the file at a time; adjacent writes that wait are
+//! then issued as one.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+
+use io_uring::{opcode, squeue, types};
+
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::Segment;
+use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::error::{Error, IoResult, Status};
+use crate::request::Tag;
+use crate::ring::{Cqe, FileSlot, Ring};
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering::Relaxed;
+
+use super::{Shared, Turns};
+
+/// Segments of a request.
+pub(super) const SEGMENTS_MAX: u16 = 128;
+/// Segments of a call that writes several requests; the kernel's own bound is 1024.
+const GROUP_SEGMENTS: usize = 256;
+/// Bytes of such a call: as many as one request may have.
+const GROUP_BYTES: u64 = super::REQUEST_MAX_BYTES as u64;
+/// Calls in a row after which a queue hands the writer's token to one that waits for it.
+const TOKEN_TURNS: u32 = 16;
+/// How often a queue looks whether it has the token, should no wake-up reach it (a thread
+/// that polls its queue itself sleeps where none does), in nanoseconds.
+const TOKEN_POLL_NS: u64 = 1_000_000;
+/// Attempts that would have blocked or were interrupted before a worker of the kernel
+/// gets the operation, and before it fails.
+const ATTEMPTS_INLINE: u64 = 4;
+const ATTEMPTS_MAX: u64 = 64;
+/// Marks the completion of what waited for its turn; below it is the tag.
+const IN_TURN: u64 = 1 << 16;
+/// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
+const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
+
+/// The operations it submits, to be probed.
+pub(super) const OPERATIONS: [(&str, u8); 8] = [
+    ("IORING_OP_READ", opcode::Read::CODE),
+    ("IORING_OP_WRITE", opcode::Write::CODE),
+    ("IORING_OP_READV", opcode::Readv::CODE),
+    ("IORING_OP_WRITEV", opcode::Writev::CODE),
+    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE),
+    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE),
+    ("IORING_OP_FSYNC", opcode::Fsync::CODE),
+    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
+];
+
+/// What of a request is done, kept in the request's own words: that of the first one of
+/// a group counts for all of it.
+#[derive(Clone, Copy)]
+struct Progress {
+    /// Bytes transferred.
+    done: u64,
+    /// Attempts in a row that came to nothing.
+    attempts: u64,
+    /// The space is freed or zeroed; what remains is to make that durable.
+    syncing: bool,
+}
+
+impl Progress {
+    fn load(words: &[u64; 2]) -> Progress {
+        Progress { done: words[0], attempts: words[1] >> 1, syncing: words[1] & 1 != 0 }
+    }
+
+    fn store(self, words: &mut [u64; 2]) {
+        *words = [self.done, self.attempts << 1 | u64::from(self.syncing)];
+    }
+}
+
+/// What a completion of the ring means.
+enum Outcome {
+    /// The requests have ended.
+    Ended(IoResult),
+    /// There is more to do.
+    Unfinished,
+}
+
+/// How the queue stands with the writer's token.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hold {
+    No,
+    /// Waits since; looks again at that time.
+    Waiting(u64),
+    /// Has it, for that many calls so far.
+    Yes(u32),
+}
+
+/// One queue of a loop device.
+pub(super) struct LoopQueue {
+    shared: Arc<Shared>,
+    index: u16,
+    file: Arc<File>,
+    slot: FileSlot,
+    /// Unit in which a direct transfer makes progress; 1 if buffered.
+    align: u64,
+    read_only: bool,
+    turns: Turns,
+    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag, then
+    /// [`GROUP_SEGMENTS`] for what runs in turn. Not initialised, so that what is never
+    /// used takes no memory.
+    iovecs: Box<[MaybeUninit<libc::iovec>]>,
+    tags: usize,
+    /// Requests waiting for their turn, in order.
+    waiting: VecDeque<Tag>,
+    /// The requests whose turn it is.
+    current: Vec<Tag>,
+    hold: Hold,
+    in_flight: u32,
+    reads_in_flight: u32,
+}
+
+impl LoopQueue {
+    pub fn open(shared: Arc<Shared>, index: u16, tags: usize, ring: &mut Ring) -> Result<LoopQueue, Error> {
+        ring.require(&OPERATIONS)?;
+        let settings = shared.queue_settings();
+        let slot = ring.register_file(settings.file.as_fd())?;
+        let iovecs = Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX) + GROUP_SEGMENTS);
+        Ok(LoopQueue {
+            index,
+            file: settings.file,
+            slot,
+            align: settings.align,
+            read_only: settings.read_only,
+            turns: settings.turns,
+            iovecs,
+            tags,
+            waiting: VecDeque::with_capacity(tags),
+            current: Vec::with_capacity(tags),
+            hold: Hold::No,
+            in_flight: 0,
+            reads_in_flight: 0,
+            shared,
+        })
+    }
+
+    fn waits_for_its_turn(&self, operation: Operation) -> bool {
+        match self.turns {
+            Turns::None => false,
+            Turns::Writes => operation.is_write(),
+            Turns::All => true,
+        }
+    }
+
+    /// Counts requests that begin, then submits them.
+    fn begin(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
+        let operation = cx.request(tags[0]).operation();
+        let counters = &self.shared.counters;
+        self.in_flight += 1;
+        match operation {
+            Operation::Read => {
+                self.reads_in_flight += 1;
+                if u64::from(self.reads_in_flight) > counters.reads_in_flight_max.load(Relaxed) {
+                    counters.reads_in_flight_max.fetch_max(u64::from(self.reads_in_flight), Relaxed);
+                }
+            }
+            Operation::Flush => _ = counters.flushes.fetch_add(1, Relaxed),
+            _ if in_turn => {
+                let writers = counters.writers.fetch_add(1, Relaxed) + 1;
+                if writers > counters.writers_max.load(Relaxed) {
+                    counters.writers_max.fetch_max(writers, Relaxed);
+                }
+                if tags.len() > 1 {
+                    counters.writes_joined.fetch_add(tags.len() as u64 - 1, Relaxed);
+                }
+            }
+            _ => {}
+        }
+        self.submit(cx, tags, in_turn);
+    }
+
+    /// Submits what `tags`, adjacent in this order, still have to do.
+    fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
+        let first = tags[0];
+        let progress = Progress::load(cx.pdu(first));
+        let request = cx.request(first);
+        let (operation, flags, bytes) = (request.operation(), request.flags(), request.bytes());
+        let offset = self.shared.offset + request.offset() + progress.done;
+        let file = types::Fixed(self.slot.0);
+        let fallocate = |mode| opcode::Fallocate::new(file, bytes).offset(offset).mode(mode).build();
+        let punch_hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let entry = match operation {
+            _ if progress.syncing => self.sync_entry(),
+            Operation::Flush => self.sync_entry(),
+            Operation::Read | Operation::Write => {
+                self.transfer_entry(cx, tags, offset, progress.done, in_turn)
+            }
+            Operation::Discard if self.shared.discard_by_command.load(Relaxed) => {
+                let mut length = [0; 16];
+                length[..8].copy_from_slice(&bytes.to_ne_bytes());
+                opcode::UringCmd16::new(file, BLOCK_URING_CMD_DISCARD).addr(Some(offset)).cmd(length).build()
+            }
+            Operation::WriteZeroes if flags.contains(BioFlags::NO_UNMAP) => {
+                fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE)
+            }
+            Operation::Discard | Operation::WriteZeroes => fallocate(punch_hole),
+        };
+        let entry =
+            if progress.attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
+        let payload = u64::from(first.0) | if in_turn { IN_TURN } else { 0 };
+        // SAFETY: the memory of a request in flight is kept valid by the block layer; the
+        // argument arrays and the registered file live as long as this queue, which ends
+        // only when nothing is in flight (see `drop`).
+        unsafe { cx.push(entry, payload) }
+    }
+
+    fn sync_entry(&self) -> squeue::Entry {
+        opcode::Fsync::new(types::Fixed(self.slot.0)).flags(types::FsyncFlags::DATASYNC).build()
+    }
+
+    /// The call that transfers `tags` from byte `done` on, which is at `offset` of the
+    /// file. If that has more segments than the arguments have room for, the call is
+    /// shorter, and goes on as after a short transfer.
+    fn transfer_entry(
+        &mut self,
+        cx: &DriverContext<'_>,
+        tags: &[Tag],
+        offset: u64,
+        done: u64,
+        in_turn: bool,
+    ) -> squeue::Entry {
+        let begin = if in_turn { self.tags } else { tags[0].index() } * usize::from(SEGMENTS_MAX);
+        let room = if in_turn { GROUP_SEGMENTS } else { usize::from(SEGMENTS_MAX) };
+        let iovecs = &mut self.iovecs[begin..begin + room];
+        let mut skip = done;
+        let mut count = 0;
+        let mut only = Segment { ptr: std::ptr::null_mut(), len: 0, registered: Segment::UNREGISTERED };
+        for &tag in tags {
+            cx.for_each_segment(tag, |segment| {
+                if skip >= u64::from(segment.len) {
+                    skip -= u64::from(segment.len);
+                    return;
+                }
+                // What is left may begin in the middle of a segment.
+                only = Segment {
+                    ptr: segment.ptr.wrapping_add(skip as usize),
+                    len: segment.len - skip as u32,
+                    registered: segment.registered,
+                };
+                skip = 0;
+                if let Some(place) = iovecs.get_mut(count) {
+                    place.write(libc::iovec { iov_base: only.ptr.cast(), iov_len: only.len as usize });
+                    count += 1;
+                }
+            });
+        }
+        let file = types::Fixed(self.slot.0);
+        let request = cx.request(tags[0]);
+        let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
+        let read = request.operation() == Operation::Read;
+        let Segment { ptr, len, registered } = only;
+        let vectors = iovecs.as_ptr().cast();
+        match (read, count == 1, registered != Segment::UNREGISTERED) {
+            (true, true, true) => opcode::ReadFixed::new(file, ptr, len, registered).offset(offset).build(),
+            (true, true, false) => opcode::Read::new(file, ptr, len).offset(offset).build(),
+            (true, false, _) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
+            (false, true, true) => {
+                opcode::WriteFixed::new(file, ptr, len, registered).offset(offset).rw_flags(rw_flags).build()
+            }
+            (false, true, false) => {
+                opcode::Write::new(file, ptr, len).offset(offset).rw_flags(rw_flags).build()
+            }
+            (false, false, _) => {
+                opcode::Writev::new(file, vectors, count as u32).offset(offset).rw_flags(rw_flags).build()
+            }
+        }
+    }
+
+    /// Takes the result of a call for `tags`.
+    fn outcome(&self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) -> Outcome {
+        let request = cx.request(tags[0]);
+        let operation = request.operation();
+        let progress = Progress::load(cx.pdu(tags[0]));
+        if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
+            return self.again(cx, tags[0], progress, Status::Resource);
+        }
+        if !operation.has_data() {
+            return self.outcome_without_data(cx, tags[0], progress, result);
+        }
+        if result < 0 {
+            return Outcome::Ended(Err(Status::from_errno(-result)));
+        }
+        let total: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
+        let reached = progress.done + result as u64;
+        if reached >= total {
+            return Outcome::Ended(Ok(()));
+        }
+        self.shared.counters.short_transfers.fetch_add(1, Relaxed);
+        // Direct I/O can go on only at a multiple of its unit: an odd rest is done again.
+        let done = reached - reached % self.align;
+        if done > progress.done {
+            Progress { done, attempts: 0, ..progress }.store(cx.pdu(tags[0]));
+            return Outcome::Unfinished;
+        }
+        match (operation, result) {
+            // The file has become shorter than the device.
+            (Operation::Read, _) => Outcome::Ended(Err(Status::Io)),
+            (_, 0) => Outcome::Ended(Err(Status::NoSpace)),
+            _ => self.again(cx, tags[0], progress, Status::Io),
+        }
+    }
+
+    /// An attempt that came to nothing: there is another one, or the request ends as `spent`.
+    fn again(&self, cx: &mut DriverContext<'_>, tag: Tag, progress: Progress, spent: Status) -> Outcome {
+        let attempts = progress.attempts + 1;
+        Progress { attempts, ..progress }.store(cx.pdu(tag));
+        self.shared.counters.retries.fetch_add(1, Relaxed);
+        if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Ended(Err(spent)) }
+    }
+
+    fn outcome_without_data(
+        &self,
+        cx: &mut DriverContext<'_>,
+        tag: Tag,
+        progress: Progress,
+        result: i32,
+    ) -> Outcome {
+        let request = cx.request(tag);
+        let (operation, flags) = (request.operation(), request.flags());
+        let shared = &self.shared;
+        if result >= 0 {
+            if flags.contains(BioFlags::FUA) && operation.is_write() && !progress.syncing {
+                Progress { syncing: true, attempts: 0, ..progress }.store(cx.pdu(tag));
+                return Outcome::Unfinished;
+            }
+            return Outcome::Ended(Ok(()));
+        }
+        let status = Status::from_errno(-result);
+        if operation == Operation::Flush || progress.syncing {
+            return Outcome::Ended(Err(status));
+        }
+        let by_command = operation == Operation::Discard && shared.discard_by_command.load(Relaxed);
+        if by_command && matches!(status, Status::NotSupported | Status::Invalid) {
+            // A kernel before 6.12: there is the slower way through fallocate.
+            shared.discard_by_command.store(false, Relaxed);
+            return Outcome::Unfinished;
+        }
+        if status == Status::NotSupported {
+            let able = match operation {
+                Operation::Discard => &shared.discards,
+                _ if flags.contains(BioFlags::NO_UNMAP) => &shared.zeroes_no_unmap,
+                _ => &shared.zeroes,
+            };
+            able.store(false, Relaxed);
+            cx.limits_changed();
+        }
+        Outcome::Ended(Err(status))
+    }
+
+    fn end(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: IoResult) {
+        self.in_flight -= 1;
+        match cx.request(tags[0]).operation() {
+            Operation::Read => self.reads_in_flight -= 1,
+            Operation::Flush => {}
+            _ if in_turn => _ = self.shared.counters.writers.fetch_sub(1, Relaxed),
+            _ => {}
+        }
+        for &tag in tags {
+            cx.complete(tag, result);
+        }
+    }
+
+    /// Begins what waits for its turn, if it has come.
+    fn take_turn(&mut self, cx: &mut DriverContext<'_>) {
+        if !self.current.is_empty() {
+            return;
+        }
+        if let Hold::Yes(calls) = self.hold {
+            let unfair = calls >= TOKEN_TURNS && self.shared.writer.is_wanted();
+            if self.waiting.is_empty() || unfair {
+                self.release_token();
+            }
+        }
+        if self.waiting.is_empty() || !self.has_token(cx) {
+            return;
+        }
+        let mut tags = std::mem::take(&mut self.current);
+        tags.extend(self.waiting.pop_front());
+        self.join_adjacent(cx, &mut tags);
+        self.begin(cx, &tags, true);
+        self.current = tags;
+    }
+
+    fn has_token(&mut self, cx: &mut DriverContext<'_>) -> bool {
+        let token = &self.shared.writer;
+        let held = match self.hold {
+            Hold::Yes(calls) => {
+                self.hold = Hold::Yes(calls + 1);
+                return true;
+            }
+            Hold::Waiting(_) => token.was_handed_to(self.index),
+            Hold::No => token.acquire(self.index),
+        };
+        self.hold = if held { Hold::Yes(1) } else { Hold::Waiting(cx.now_ns() + TOKEN_POLL_NS) };
+        held
+    }
+
+    fn release_token(&mut self) {
+        self.hold = Hold::No;
+        if let Some(next) = self.shared.writer.release(self.index) {
+            self.shared.wake(next);
+        }
+    }
+
+    /// Adds the writes to `tags` that come next and go on where it ends.
+    fn join_adjacent(&mut self, cx: &DriverContext<'_>, tags: &mut Vec<Tag>) {
+        let joinable = |tag: Tag| {
+            let request = cx.request(tag);
+            let alone = request.flags().intersects(BioFlags::FUA | BioFlags::NO_MERGE);
+            request.operation() == Operation::Write && !alone
+        };
+        let first = tags[0];
+        if self.turns != Turns::Writes || !joinable(first) {
+            return;
+        }
+        let mut segments = cx.request(first).segment_count();
+        let mut bytes = cx.request(first).bytes();
+        let begin = cx.request(first).offset();
+        while let Some(&next) = self.waiting.front() {
+            let request = cx.request(next);
+            segments += request.segment_count();
+            let fits = segments <= GROUP_SEGMENTS && bytes + request.bytes() <= GROUP_BYTES;
+            if !joinable(next) || request.offset() != begin + bytes || !fits {
+                return;
+            }
+            bytes += request.bytes();
+            self.waiting.pop_front();
+            tags.push(next);
+        }
+    }
+}
+
+impl DriverQueue for LoopQueue {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        for &tag in tags {
+            let operation = cx.request(tag).operation();
+            if self.read_only && operation.is_write() {
+                cx.complete(tag, Err(Status::ReadOnly));
+            } else if self.waits_for_its_turn(operation) {
+                self.waiting.push_back(tag);
+            } else {
+                self.begin(cx, &[tag], false);
+            }
+        }
+        Taken::All
+    }
+
+    fn commit(&mut self, cx: &mut DriverContext<'_>) {
+        self.take_turn(cx);
+    }
+
+    fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
+        let payload = cqe.token.payload();
+        if payload & IN_TURN == 0 {
+            let tags = [Tag(payload as u16)];
+            match self.outcome(cx, &tags, cqe.result) {
+                Outcome::Ended(result) => self.end(cx, &tags, false, result),
+                Outcome::Unfinished => self.submit(cx, &tags, false),
+            }
+            return;
+        }
+        let mut tags = std::mem::take(&mut self.current);
+        match self.outcome(cx, &tags, cqe.result) {
+            Outcome::Ended(result) => {
+                self.end(cx, &tags, true, result);
+                tags.clear();
+                self.current = tags;
+                self.take_turn(cx);
+            }
+            Outcome::Unfinished => {
+                self.submit(cx, &tags, true);
+                self.current = tags;
+            }
+        }
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        if matches!(self.hold, Hold::Waiting(_)) {
+            self.take_turn(cx);
+        }
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        match self.hold {
+            Hold::Waiting(again_ns) => Some(again_ns),
+            _ => None,
+        }
+    }
+
+    fn reload(&mut self, cx: &mut DriverContext<'_>) {
+        let settings = self.shared.queue_settings();
+        self.align = settings.align;
+        self.read_only = settings.read_only;
+        self.turns = settings.turns;
+        if Arc::ptr_eq(&self.file, &settings.file) {
+            return;
+        }
+        let Some(ring) = cx.ring() else { return };
+        match ring.register_file(settings.file.as_fd()) {
+            Ok(slot) => {
+                ring.unregister_file(self.slot);
+                self.slot = slot;
+                self.file = settings.file;
+            }
+            // The old file is the same image, opened for reading: it goes on as such.
+            Err(_) => self.read_only = true,
+        }
+    }
+
+    fn close(&mut self, cx: &mut DriverContext<'_>) {
+        if let Some(ring) = cx.ring() {
+            ring.unregister_file(self.slot);
+        }
+    }
+}
+
+impl Drop for LoopQueue {
+    fn drop(&mut self) {
+        match self.hold {
+            Hold::Yes(_) => self.release_token(),
+            // Handed over after all: pass it on.
+            Hold::Waiting(_) if !self.shared.writer.withdraw(self.index) => self.release_token(),
+            _ => {}
+        }
+        if self.in_flight > 0 {
+            // Dropped before its requests ended, on the way out of a panic: the kernel may
+            // still read the arguments.
+            std::mem::forget(std::mem::take(&mut self.iovecs));
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Tests of the loop driver on real files: those under the system's temporary directory
+//! need a file system with direct I/O, holes and FALLOC_FL_ZERO_RANGE (ext4, xfs), and some
+//! need root for mounting. What is missing is a failure, not a reason to skip.
+
+mod control;
+mod data;
+mod open;
+
+use std::fs::OpenOptions;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::process::Command;
+use std::sync::atomic::AtomicU32;
+
+use super::*;
+use crate::drivers::harness::{Harness, filled, pattern};
+
+const MIB: u64 = 1 << 20;
+
+/// A directory of one test, gone with it.
+struct Directory {
+    path: PathBuf,
+    mounted: bool,
+}
+
+impl Directory {
+    fn new() -> Directory {
+        Directory::below(&std::env::temp_dir())
+    }
+
+    fn below(parent: &Path) -> Directory {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Relaxed);
+        let path = parent.join(format!("blkq-loop-{}-{number}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        Directory { path, mounted: false }
+    }
+
+    /// A tmpfs of its own.
+    fn tmpfs(options: &str) -> Directory {
+        let mut directory = Directory::new();
+        run("mount", &["-t", "tmpfs", "-o", options, "blkq-test", directory.path.to_str().unwrap()]);
+        directory.mounted = true;
+        directory
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// A sparse image.
+    fn image(&self, bytes: u64) -> PathBuf {
+        let path = self.file("image");
+        File::create(&path).unwrap().set_len(bytes).unwrap();
+        path
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if self.mounted {
+            run("umount", &[self.path.to_str().unwrap()]);
+        }
+        std::fs::remove_dir_all(&self.path).unwrap();
+    }
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn options(path: &Path, direct_io: DirectIo) -> LoopOptions {
+    LoopOptions { direct_io, ..LoopOptions::new(path) }
+}
+
+fn open(path: &Path, direct_io: DirectIo) -> LoopDevice {
+    LoopDevice::open(&options(path, direct_io)).unwrap()
+}
+
+fn refusal(options: &LoopOptions) -> String {
+    let message = LoopDevice::open(options).err().expect("a refusal").to_string();
+    assert!(!message.contains('\n'), "one line: {message}");
+    message
+}
+
+fn bytes_of(path: &Path, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    File::open(path).unwrap().read_exact_at(&mut bytes, offset).unwrap();
+    bytes
+}
+
+fn allocated(path: &Path) -> u64 {
+    File::open(path).unwrap().sync_all().unwrap();
+    std::fs::metadata(path).unwrap().blocks() * 512
+}
+
+fn fact(device: &LoopDevice, name: &str) -> String {
+    device.describe().into_iter().find(|(key, _)| *key == name).unwrap().1
+}
+
+/// Pages of the image in the page cache, and those of them that are dirty or being written.
+fn cached(path: &Path) -> (u64, u64) {
+    #[repr(C)]
+    struct Range(u64, u64);
+    #[repr(C)]
+    #[derive(Default)]
+    struct Stat([u64; 5]);
+    const SYS_CACHESTAT: libc::c_long = 451;
+    let file = File::open(path).unwrap();
+    let (range, mut stat) = (Range(0, 0), Stat::default());
+    // SAFETY: both structures have the layout of the kernel's and live through the call.
+    let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &range, &mut stat, 0) };
+    assert_eq!(result, 0, "cachestat: {}", std::io::Error::last_os_error());
+    (stat.0[0], stat.0[1] + stat.0[2])
+}

@@ -1,0 +1,284 @@
+//! Live changes, sizes, extents, block devices.
+
+use super::*;
+use crate::bio::{BioFlags, Operation};
+use crate::error::Status;
+
+#[test]
+fn direct_io_is_switched_without_losing_a_byte() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    for (round, value) in ["on", "off", "auto", "on"].iter().enumerate() {
+        let round = round as u64;
+        let write = h.write(round * 65536, vec![pattern(65536, round)]);
+        assert_eq!(h.run(write).0, Ok(()));
+        device.set("direct-io", value).unwrap();
+        assert_eq!(cached(&path).1, 0, "the switch makes durable what the page cache held");
+        h.reload();
+        let direct = *value != "off";
+        assert_eq!(fact(&device, "direct-io-requested"), *value);
+        assert_eq!(fact(&device, "direct-io").starts_with("on"), direct);
+        assert_eq!(device.limits().memory_align > 1, direct);
+        for earlier in 0..=round {
+            assert_eq!(h.read_back(earlier * 65536, 65536), pattern(65536, earlier).to_vec());
+        }
+    }
+    drop(device);
+    // The switch is one of the open file, not only one of what is shown.
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    device.set("direct-io", "on").unwrap();
+    h.reload();
+    let file = File::open(&path).unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    assert_eq!(cached(&path).0, 0);
+    let write = h.write(0, vec![pattern(65536, 9)]);
+    assert_eq!(h.run(write).0, Ok(()));
+    assert_eq!(cached(&path).0, 0, "a direct write adds nothing to the page cache");
+}
+
+#[test]
+fn settings_are_checked() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let kind = |key, value| device.set(key, value).unwrap_err().kind();
+    assert_eq!(kind("colour", "red"), ErrorKind::NotFound);
+    assert_eq!(kind("direct-io", "maybe"), ErrorKind::Invalid);
+    assert_eq!(kind("dispatch", ""), ErrorKind::Invalid);
+    assert_eq!(kind("read-only", "2"), ErrorKind::Invalid);
+}
+
+#[test]
+fn dispatch_changes_how_many_run_at_once() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    for (value, most) in [("serial", 1), ("concurrent", 8)] {
+        device.set("dispatch", value).unwrap();
+        h.reload();
+        let tags: Vec<_> = (0..8).map(|i| h.read(i * 4096, &[4096])).collect();
+        h.start(&tags);
+        for tag in tags {
+            assert_eq!(h.wait(tag).0, Ok(()));
+        }
+        assert_eq!(device.counters().reads_in_flight_max.load(Relaxed), most);
+        assert_eq!(fact(&device, "dispatch"), value);
+    }
+}
+
+#[test]
+fn read_only_is_switched_both_ways_from_either_beginning() {
+    for read_only in [false, true] {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let given = LoopOptions { read_only, ..options(&path, DirectIo::On) };
+        let device = LoopDevice::open(&given).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        for (value, result) in [("on", Err(Status::ReadOnly)), ("off", Ok(())), ("on", Err(Status::ReadOnly))]
+        {
+            device.set("read-only", value).unwrap();
+            h.reload();
+            let limits = device.limits();
+            assert_eq!((limits.read_only, limits.write_cache), (value == "on", value == "off"));
+            let write = h.write(0, vec![filled(512, 1)]);
+            assert_eq!(h.run(write).0, result);
+            // The lock follows.
+            let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) });
+            assert_eq!(reader.is_ok(), value == "on");
+        }
+        let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
+        assert_eq!(device.set("read-only", "off").unwrap_err().kind(), ErrorKind::Busy);
+        drop(reader);
+        device.set("read-only", "off").unwrap();
+    }
+}
+
+#[test]
+fn the_size_follows_the_file_or_the_file_the_size() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = LoopDevice::open(&LoopOptions { offset: 4096, ..options(&path, DirectIo::Off) }).unwrap();
+    let capacity = || device.limits().capacity_bytes;
+    let set_len = |bytes| OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+    assert_eq!(capacity(), MIB - 4096);
+    set_len(2 * MIB + 100);
+    device.resize(None).unwrap();
+    assert_eq!(capacity(), 2 * MIB - 4096);
+    device.resize(Some(65536)).unwrap();
+    assert_eq!((capacity(), std::fs::metadata(&path).unwrap().len()), (65536, 2 * MIB + 100));
+    // What is no longer served is no longer locked.
+    let tail = LoopOptions { offset: 4096 + 65536, size_limit: Some(512), ..LoopOptions::new(&path) };
+    let other = LoopDevice::open(&tail).unwrap();
+    assert_eq!(device.resize(Some(MIB)).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(capacity(), 65536);
+    drop(other);
+    device.resize(Some(4 * MIB)).unwrap();
+    assert_eq!((capacity(), std::fs::metadata(&path).unwrap().len()), (4 * MIB, 4 * MIB + 4096));
+    refusal(&tail);
+    let mut h = Harness::open(&device).unwrap();
+    let write = h.write(4 * MIB - 512, vec![filled(512, 1)]);
+    assert_eq!(h.run(write).0, Ok(()));
+    assert_eq!(device.resize(Some(1000)).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(device.resize(Some(0)).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(device.resize(Some(u64::MAX)).is_err() && device.resize(Some(1 << 62)).is_err());
+    set_len(4096);
+    assert!(device.resize(None).is_err());
+    assert_eq!(capacity(), 4 * MIB, "a refused change changes nothing");
+    set_len(8192);
+    device.resize(None).unwrap();
+    assert_eq!(capacity(), 4096);
+}
+
+#[test]
+fn a_size_limit_stays_one_when_the_file_grows_or_shrinks() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let limited = LoopOptions { offset: 4096, size_limit: Some(65536), ..options(&path, DirectIo::Off) };
+    let device = LoopDevice::open(&limited).unwrap();
+    let capacity = || device.limits().capacity_bytes;
+    let set_len = |bytes| OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+    for (bytes, expected) in [(2 * MIB, 65536), (16384, 12288), (MIB, 65536)] {
+        set_len(bytes);
+        device.resize(None).unwrap();
+        assert_eq!(capacity(), expected);
+    }
+    device.resize(Some(131072)).unwrap();
+    set_len(4 * MIB);
+    device.resize(None).unwrap();
+    assert_eq!(capacity(), 131072);
+}
+
+#[test]
+fn extents_tell_data_from_holes() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = LoopDevice::open(&LoopOptions { offset: 65536, ..options(&path, DirectIo::Off) }).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    for place in [131072, 262144] {
+        let write = h.write(place, vec![filled(65536, 1)]);
+        assert_eq!(h.run(write).0, Ok(()));
+    }
+    let hole = |length| Extent { length, hole: true, zero: true };
+    let data = |length| Extent { length, hole: false, zero: false };
+    let size = device.limits().capacity_bytes;
+    let all = [hole(131072), data(65536), hole(65536), data(65536), hole(size - 327680)];
+    assert_eq!(device.extents(0..size, 100).unwrap(), all);
+    assert_eq!(device.extents(0..size, 3).unwrap(), all[..3]);
+    assert_eq!(device.extents(131584..262656, 9).unwrap(), [data(65024), hole(65536), data(512)]);
+    assert_eq!(device.extents(512..1024, 9).unwrap(), [hole(512)]);
+    assert_eq!(device.extents(size..size + 4096, 9).unwrap(), []);
+    let discard = h.bare(Operation::Discard, BioFlags::empty(), 131072, 65536);
+    assert_eq!(h.run(discard).0, Ok(()));
+    assert_eq!(device.extents(0..size, 1).unwrap(), [hole(262144)]);
+}
+
+/// A block device: the kernel's own loop driver on a file.
+struct BlockDevice {
+    node: PathBuf,
+    _directory: Directory,
+    image: PathBuf,
+}
+
+impl BlockDevice {
+    fn new(bytes: u64, sector: u32) -> BlockDevice {
+        let directory = Directory::new();
+        let image = directory.image(bytes);
+        let sector = sector.to_string();
+        let node = run("losetup", &["--find", "--show", "--sector-size", &sector, image.to_str().unwrap()]);
+        BlockDevice { node: node.trim().into(), _directory: directory, image }
+    }
+}
+
+impl Drop for BlockDevice {
+    fn drop(&mut self) {
+        run("losetup", &["--detach", self.node.to_str().unwrap()]);
+    }
+}
+
+#[test]
+fn a_block_device_is_served_with_its_own_discard() {
+    let block = BlockDevice::new(4 * MIB, 512);
+    for direct_io in [DirectIo::On, DirectIo::Off] {
+        let device = open(&block.node, direct_io);
+        let limits = device.limits();
+        limits.validate().unwrap();
+        assert_eq!((limits.capacity_bytes, limits.logical_block_bytes), (4 * MIB, 512));
+        assert!(limits.max_discard_bytes > 0 && !limits.discard_zeroes);
+        let mut h = Harness::open(&device).unwrap();
+        let write = h.write(0, vec![pattern(MIB as usize, 1)]);
+        assert_eq!(h.run(write).0, Ok(()));
+        assert_eq!(h.read_back(0, MIB as usize), pattern(MIB as usize, 1).to_vec());
+        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+        assert_eq!(h.run(flush).0, Ok(()));
+        let before = allocated(&block.image);
+        let discard = h.bare(Operation::Discard, BioFlags::empty(), 65536, 65536);
+        assert_eq!(h.run(discard).0, Ok(()));
+        assert!(device.shared.discard_by_command.load(Relaxed), "by the command, not by the way round it");
+        assert!(allocated(&block.image) <= before - 65536);
+        for flags in [BioFlags::NO_UNMAP, BioFlags::empty()] {
+            let zeroes = h.bare(Operation::WriteZeroes, flags, 131072, 65536);
+            assert_eq!(h.run(zeroes).0, Ok(()));
+        }
+        assert_eq!(h.read_back(131072, 65536), vec![0; 65536]);
+        assert_eq!(device.extents(0..MIB, 9).unwrap(), [Extent { length: MIB, hole: false, zero: false }]);
+        if direct_io == DirectIo::On {
+            // What no layer above lets through fails, and the device lives on.
+            let misaligned = h.read(0, &[4096]);
+            h.set_pdu(misaligned, [100, 0]);
+            assert_eq!(h.run(misaligned).0, Err(Status::Invalid));
+            // Short transfers that end within a sector: the kernel's own answer to the first
+            // attempt is dropped, the odd one put in its place.
+            for (short, expected) in [(700, Ok(())), (512, Ok(())), (200, Err(Status::Io))] {
+                let read = h.read(0, &[4096]);
+                h.start(&[read]);
+                h.swallow += 1;
+                h.inject(u64::from(read.0), short);
+                // The memory is the kernel's until it has answered.
+                while h.swallow > 0 {
+                    h.turn();
+                }
+                let (result, bytes) = h.wait(read);
+                assert_eq!(result, expected, "{short}");
+                if expected.is_ok() {
+                    assert_eq!(bytes, pattern(MIB as usize, 1)[..4096]);
+                }
+                let write = h.write(0, vec![pattern(4096, 1)]);
+                h.start(&[write]);
+                h.swallow += 1;
+                h.inject(u64::from(write.0), short);
+                assert_eq!(h.wait(write).0, Ok(()), "a write without a whole step is made again");
+            }
+            assert_eq!(h.read_back(131072, 512), vec![0; 512]);
+        }
+        assert_eq!(device.resize(Some(8 * MIB)).unwrap_err().kind(), ErrorKind::Unsupported);
+        device.resize(Some(2 * MIB)).unwrap();
+        device.resize(None).unwrap();
+        assert_eq!(device.limits().capacity_bytes, 4 * MIB);
+    }
+}
+
+#[test]
+fn the_sector_follows_the_block_of_a_block_device() {
+    let block = BlockDevice::new(4 * MIB, 4096);
+    let device = open(&block.node, DirectIo::Auto);
+    assert_eq!(device.limits().logical_block_bytes, 4096);
+    assert!(fact(&device, "direct-io").starts_with("on"));
+    drop(device);
+    let small = LoopOptions { sector_size: Some(512), ..options(&block.node, DirectIo::On) };
+    assert!(refusal(&small).contains("--sector-size 4096"));
+    let small = LoopOptions { direct_io: DirectIo::Auto, ..small };
+    let device = LoopDevice::open(&small).unwrap();
+    let limits = device.limits();
+    assert_eq!(
+        (limits.logical_block_bytes, limits.max_discard_bytes, limits.max_write_zeroes_bytes),
+        (512, 0, 0)
+    );
+    let mut h = Harness::open(&device).unwrap();
+    let write = h.write(512, vec![pattern(512, 1)]);
+    assert_eq!(h.run(write).0, Ok(()));
+    assert_eq!(h.read_back(512, 512), pattern(512, 1).to_vec());
+}

@@ -1,0 +1,407 @@
+//! The data path.
+
+use super::*;
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::Segment;
+use crate::error::Status;
+use crate::request::Tag;
+
+const PLAIN: BioFlags = BioFlags::empty();
+
+fn modes() -> [(DirectIo, Dispatch); 4] {
+    let (concurrent, serial) = (Dispatch::Concurrent, Dispatch::Serial);
+    [(DirectIo::Off, concurrent), (DirectIo::Off, serial), (DirectIo::On, concurrent), (DirectIo::On, serial)]
+}
+
+#[test]
+fn what_is_written_is_in_the_file_and_read_back_in_every_mode() {
+    for (direct_io, dispatch) in modes() {
+        let directory = Directory::new();
+        let path = directory.image(4 * MIB);
+        let offset = 8192;
+        let device = LoopDevice::open(&LoopOptions {
+            offset,
+            size_limit: Some(2 * MIB),
+            dispatch,
+            ..options(&path, direct_io)
+        })
+        .unwrap();
+        assert_eq!(device.limits().capacity_bytes, 2 * MIB);
+        let mut h = Harness::open(&device).unwrap();
+        let parts = [pattern(4096, 1), pattern(512, 2), pattern(1536, 3), pattern(65536, 4)];
+        let want: Vec<u8> = parts.iter().flat_map(|p| p.to_vec()).collect();
+        let several = h.write(512, parts.into());
+        let single = h.write(MIB, vec![pattern(8192, 5)]);
+        let last = h.write(2 * MIB - 512, vec![pattern(512, 6)]);
+        h.start(&[several, single, last]);
+        for tag in [last, single, several] {
+            assert_eq!(h.wait(tag).0, Ok(()), "{direct_io:?} {dispatch:?}");
+        }
+        assert_eq!(bytes_of(&path, offset + 512, want.len()), want, "{direct_io:?} {dispatch:?}");
+        assert_eq!(bytes_of(&path, offset + MIB, 8192), pattern(8192, 5).to_vec());
+        let several = h.read(512, &[1024, 512, 4096, want.len() - 5632]);
+        assert_eq!(h.run(several), (Ok(()), want));
+        assert_eq!(h.read_back(2 * MIB - 512, 512), pattern(512, 6).to_vec());
+        assert_eq!(bytes_of(&path, offset + 2 * MIB, 512), vec![0; 512], "nothing beyond the limit");
+    }
+}
+
+#[test]
+fn direct_io_leaves_nothing_in_the_page_cache() {
+    for (direct_io, expected) in [(DirectIo::On, true), (DirectIo::Auto, true), (DirectIo::Off, false)] {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        let write = h.write(0, vec![pattern(256 << 10, 1)]);
+        assert_eq!(h.run(write).0, Ok(()));
+        assert_eq!(h.read_back(0, 256 << 10), pattern(256 << 10, 1).to_vec());
+        assert_eq!(cached(&path).0 == 0, expected, "{direct_io:?}");
+    }
+}
+
+#[test]
+fn registered_memory_is_used_in_place() {
+    for direct_io in [DirectIo::Off, DirectIo::On] {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        let mut buffers = [pattern(8192, 1), filled(8192, 0xEE)];
+        for buffer in &mut buffers {
+            h.ring.as_mut().unwrap().register_buffer(buffer);
+            assert_ne!(buffer.segment().registered, Segment::UNREGISTERED);
+        }
+        let [source, target] = buffers;
+        let write = h.write(4096, vec![source]);
+        assert_eq!(h.run(write).0, Ok(()));
+        let read = h.build(Operation::Read, PLAIN, 4096, 0, vec![target]);
+        assert_eq!(h.run(read), (Ok(()), pattern(8192, 1).to_vec()));
+    }
+}
+
+#[test]
+fn a_transfer_goes_on_in_the_middle_of_a_segment() {
+    // As after a short transfer: the first bytes count as done, and must not be touched.
+    for (direct_io, done) in [(DirectIo::Off, 700), (DirectIo::Off, 4096), (DirectIo::On, 1024)] {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let content: Vec<u8> = pattern(8192, 1).to_vec();
+        std::fs::write(&path, &content).unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(MIB).unwrap();
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        let read = h.read(0, &[512, 3584, 4096]);
+        h.set_pdu(read, [done as u64, 0]);
+        let (result, bytes) = h.run(read);
+        assert_eq!(result, Ok(()));
+        assert!(bytes[..done].iter().all(|b| *b == 0xEE) && bytes[done..] == content[done..]);
+        let write = h.write(0, vec![filled(512, 9), filled(3584, 9), filled(4096, 9)]);
+        h.set_pdu(write, [done as u64, 0]);
+        assert_eq!(h.run(write).0, Ok(()));
+        let after = bytes_of(&path, 0, 8192);
+        assert!(after[..done] == content[..done] && after[done..].iter().all(|b| *b == 9));
+    }
+}
+
+#[test]
+fn more_segments_than_a_call_takes_are_done_in_several() {
+    for (direct_io, dispatch) in modes() {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let parts: Vec<_> = (0..150).map(|i| pattern(512, i)).collect();
+        let want: Vec<u8> = parts.iter().flat_map(|p| p.to_vec()).collect();
+        let write = h.write(512, parts);
+        assert_eq!(h.run(write).0, Ok(()));
+        let read = h.read(512, &[512; 150]);
+        assert_eq!(h.run(read), (Ok(()), want));
+        let calls_were_short = device.counters().short_transfers.load(Relaxed) > 0;
+        // What takes turns has room for a whole group; with serial dispatch that is all.
+        assert_eq!(calls_were_short, dispatch == Dispatch::Concurrent);
+    }
+}
+
+#[test]
+fn reading_past_the_end_of_a_truncated_file_is_an_error_not_zeroes() {
+    for (direct_io, left) in [(DirectIo::Off, 1000), (DirectIo::On, 1000), (DirectIo::On, 1024)] {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(8192 + left).unwrap();
+        let across = h.read(8192, &[4096, 4096]);
+        let beyond = h.read(65536, &[4096]);
+        let inside = h.read(0, &[4096]);
+        h.start(&[across, beyond, inside]);
+        assert_eq!(h.wait(across).0, Err(Status::Io), "{direct_io:?} {left}");
+        assert_eq!(h.wait(beyond).0, Err(Status::Io));
+        assert_eq!(h.wait(inside).0, Ok(()));
+        assert!(device.counters().short_transfers.load(Relaxed) > 0);
+    }
+}
+
+#[test]
+fn a_full_file_system_is_said_to_be_full() {
+    let directory = Directory::tmpfs("size=64k");
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    let small = h.write(0, vec![pattern(4096, 1)]);
+    assert_eq!(h.run(small).0, Ok(()));
+    let large = h.write(4096, vec![pattern(128 << 10, 2), pattern(128 << 10, 3)]);
+    assert_eq!(h.run(large).0, Err(Status::NoSpace));
+    assert!(device.counters().short_transfers.load(Relaxed) > 0, "it wrote what fits first");
+    assert_eq!(h.read_back(0, 4096), pattern(4096, 1).to_vec(), "the device lives on");
+}
+
+#[test]
+fn waiting_adjacent_writes_are_one_call_and_others_are_not() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    let mut tags: Vec<Tag> = (0..8).map(|i| h.write(i * 4096, vec![pattern(4096, i)])).collect();
+    tags.push(h.build(Operation::Write, BioFlags::FUA, 32768, 0, vec![pattern(4096, 8)]));
+    tags.push(h.build(Operation::Write, BioFlags::NO_MERGE, 36864, 0, vec![pattern(4096, 9)]));
+    tags.push(h.write(40960, vec![pattern(4096, 10)]));
+    tags.push(h.write(65536, vec![pattern(4096, 11)]));
+    // To the same place: the later one must win.
+    tags.push(h.write(65536, vec![pattern(4096, 12)]));
+    // In two batches, of which the first has not been committed.
+    assert_eq!(h.queue(&tags[..3]), crate::Taken::All);
+    h.start(&tags[3..]);
+    for tag in tags {
+        assert_eq!(h.wait(tag).0, Ok(()));
+    }
+    for i in 0..11 {
+        assert_eq!(bytes_of(&path, i * 4096, 4096), pattern(4096, i).to_vec(), "{i}");
+    }
+    assert_eq!(bytes_of(&path, 65536, 4096), pattern(4096, 12).to_vec());
+    let counters = device.counters();
+    assert_eq!(counters.writes_joined.load(Relaxed), 7);
+    assert_eq!((counters.writers.load(Relaxed), counters.writers_max.load(Relaxed)), (0, 1));
+}
+
+#[test]
+fn an_error_of_joined_writes_reaches_each_of_them() {
+    let directory = Directory::tmpfs("size=16k");
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    let tags: Vec<Tag> = (0..16).map(|i| h.write(i * 8192, vec![pattern(8192, i)])).collect();
+    h.start(&tags);
+    for tag in tags {
+        assert_eq!(h.wait(tag).0, Err(Status::NoSpace));
+    }
+    assert_eq!(device.counters().writes_joined.load(Relaxed), 15);
+}
+
+#[test]
+fn flush_and_fua_leave_nothing_dirty() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    let write = h.write(0, vec![pattern(65536, 1)]);
+    assert_eq!(h.run(write).0, Ok(()));
+    assert!(cached(&path).1 > 0, "a plain write stays in the page cache");
+    let flush = h.bare(Operation::Flush, PLAIN, 0, 0);
+    assert_eq!(h.run(flush).0, Ok(()));
+    assert_eq!(cached(&path).1, 0);
+    for parts in [vec![pattern(65536, 2)], vec![pattern(4096, 3), pattern(4096, 4)]] {
+        let fua = h.build(Operation::Write, BioFlags::FUA, 0, 0, parts);
+        assert_eq!(h.run(fua).0, Ok(()));
+        assert_eq!(cached(&path).1, 0);
+    }
+    let write = h.write(0, vec![pattern(65536, 1)]);
+    assert_eq!(h.run(write).0, Ok(()));
+    // Not whole pages: those at the edges are zeroed in the page cache.
+    let fua = h.bare(Operation::WriteZeroes, BioFlags::FUA, 512, 8192);
+    assert_eq!(h.run(fua).0, Ok(()));
+    assert_eq!(cached(&path).1, 0);
+    assert_eq!(device.counters().flushes.load(Relaxed), 1);
+}
+
+#[test]
+fn discard_frees_and_no_unmap_keeps() {
+    for direct_io in [DirectIo::Off, DirectIo::On] {
+        let directory = Directory::new();
+        let path = directory.image(4 * MIB);
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        let all = [filled(MIB as usize, 7), filled(MIB as usize, 7), filled(MIB as usize, 7)];
+        for (i, buffer) in all.into_iter().enumerate() {
+            let write = h.write(i as u64 * MIB, vec![buffer]);
+            assert_eq!(h.run(write).0, Ok(()));
+        }
+        let full = allocated(&path);
+        assert!(full >= 3 * MIB);
+        let kept = h.bare(Operation::WriteZeroes, BioFlags::NO_UNMAP, 0, MIB);
+        assert_eq!(h.run(kept).0, Ok(()));
+        assert!(allocated(&path) >= full, "no-unmap deallocated");
+        let freed = h.bare(Operation::WriteZeroes, PLAIN, MIB, MIB);
+        assert_eq!(h.run(freed).0, Ok(()));
+        assert!(allocated(&path) <= full - MIB);
+        let discarded = h.bare(Operation::Discard, PLAIN, 2 * MIB + 512, MIB - 1024);
+        assert_eq!(h.run(discarded).0, Ok(()));
+        assert!(allocated(&path) < full - MIB - MIB / 2);
+        assert_eq!(h.read_back(0, 2 * MIB as usize), vec![0; 2 * MIB as usize]);
+        let last = h.read_back(2 * MIB, MIB as usize);
+        let (edge, inner) = (512, MIB as usize - 512);
+        assert!(last[..edge].iter().chain(&last[inner..]).all(|b| *b == 7));
+        assert!(last[edge..inner].iter().all(|b| *b == 0));
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 4 * MIB, "the size is kept");
+    }
+}
+
+#[test]
+fn what_the_file_system_cannot_do_is_said_once_and_then_not_offered() {
+    // tmpfs punches holes and does not know FALLOC_FL_ZERO_RANGE.
+    let directory = Directory::tmpfs("size=4m");
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    assert!(device.limits().max_write_zeroes_no_unmap_bytes > 0);
+    let zeroes = h.bare(Operation::WriteZeroes, BioFlags::NO_UNMAP, 0, 4096);
+    assert_eq!(h.run(zeroes).0, Err(Status::NotSupported));
+    assert!(h.limits_changed);
+    let limits = device.limits();
+    assert_eq!(limits.max_write_zeroes_no_unmap_bytes, 0);
+    assert!(limits.max_discard_bytes > 0 && limits.max_write_zeroes_bytes > 0);
+    let zeroes = h.bare(Operation::WriteZeroes, PLAIN, 0, 4096);
+    assert_eq!(h.run(zeroes).0, Ok(()));
+}
+
+#[test]
+fn interruptions_are_made_again_but_not_for_ever() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = open(&path, DirectIo::Off);
+    for (errno, times) in [(libc::EINTR, 3), (libc::EAGAIN, 10)] {
+        let mut h = Harness::open(&device).unwrap();
+        let before = device.counters().retries.load(Relaxed);
+        let read = h.read(0, &[4096]);
+        h.start(&[read]);
+        for _ in 0..times {
+            h.inject(u64::from(read.0), -errno);
+            assert!(!h.ended(read));
+        }
+        // Each of them was submitted again; the kernel's answers to those before the last
+        // one stand for the interruptions.
+        h.swallow = times;
+        assert_eq!(h.wait(read), (Ok(()), vec![0; 4096]));
+        assert_eq!(device.counters().retries.load(Relaxed) - before, times as u64);
+    }
+    let mut h = Harness::open(&device).unwrap();
+    let read = h.read(0, &[4096]);
+    h.start(&[read]);
+    while !h.ended(read) {
+        h.inject(u64::from(read.0), -libc::EAGAIN);
+        h.swallow += 1;
+    }
+    assert!(h.swallow < 1000);
+    while h.swallow > 0 {
+        h.turn();
+    }
+    assert_eq!(h.wait(read).0, Err(Status::Resource));
+}
+
+#[test]
+fn reads_run_together_and_serial_dispatch_does_one_at_a_time() {
+    for (direct_io, dispatch) in modes() {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let reads: Vec<Tag> = (0..16).map(|i| h.read(i * 8192, &[4096])).collect();
+        h.start(&reads);
+        for tag in reads {
+            assert_eq!(h.wait(tag).0, Ok(()));
+        }
+        let most = device.counters().reads_in_flight_max.load(Relaxed);
+        assert_eq!(most, if dispatch == Dispatch::Serial { 1 } else { 16 });
+    }
+}
+
+#[test]
+fn two_queues_have_one_writer_and_neither_starves() {
+    let directory = Directory::new();
+    let path = directory.image(4 * MIB);
+    let device = open(&path, DirectIo::Off);
+    std::thread::scope(|scope| {
+        for index in 0..2_u16 {
+            let device = &device;
+            scope.spawn(move || {
+                let mut h = Harness::open_index(device, index).unwrap();
+                for round in 0..50 {
+                    let value = (round * 2 + u64::from(index)) as u8;
+                    let place = u64::from(index) * 2 * MIB + round * 4096;
+                    let parts: Vec<Tag> =
+                        (0..8).map(|i| h.write(place + i * 8192, vec![filled(4096, value)])).collect();
+                    h.start(&parts);
+                    for tag in parts {
+                        assert_eq!(h.wait(tag).0, Ok(()));
+                    }
+                    assert_eq!(h.read_back(place, 4096), vec![value; 4096]);
+                }
+            });
+        }
+    });
+    assert_eq!(device.counters().writers_max.load(Relaxed), 1);
+    assert_eq!(device.counters().writers.load(Relaxed), 0);
+}
+
+#[test]
+fn the_writer_hands_over_and_kicks() {
+    let directory = Directory::new();
+    let path = directory.image(4 * MIB);
+    let device = open(&path, DirectIo::Off);
+    let kicks = std::sync::Arc::new(crate::drivers::harness::CountWakes::default());
+    let counted = std::sync::Arc::clone(&kicks);
+    let mut first = Harness::open_index(&device, 0).unwrap();
+    let mut second = Harness::open_waking(&device, 1, counted).unwrap();
+    let ours: Vec<Tag> = (0..40).map(|i| first.write(i * 8192, vec![filled(4096, 1)])).collect();
+    let theirs = second.write(2 * MIB, vec![filled(4096, 2)]);
+    first.start(&ours);
+    second.start(&[theirs]);
+    second.turn();
+    assert!(!second.ended(theirs) && kicks.0.load(Relaxed) == 0);
+    // The first queue has much to write, and yet lets the second one in.
+    while kicks.0.load(Relaxed) == 0 {
+        first.turn();
+    }
+    assert!(!first.ended(ours[39]), "it gave way in between");
+    assert_eq!(second.wait(theirs).0, Ok(()));
+    for tag in ours {
+        assert_eq!(first.wait(tag).0, Ok(()));
+    }
+    assert_eq!(device.counters().writers_max.load(Relaxed), 1);
+    // A queue that is closed while it holds or awaits the token leaves nobody waiting.
+    let theirs = second.write(2 * MIB, vec![filled(4096, 3)]);
+    second.start(&[theirs]);
+    assert_eq!(second.wait(theirs).0, Ok(()));
+    drop(second.close());
+    let ours = first.write(0, vec![filled(4096, 4)]);
+    assert_eq!(first.run(ours).0, Ok(()));
+}
+
+#[test]
+fn writes_to_a_read_only_device_are_refused() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device = LoopDevice::open(&LoopOptions { read_only: true, ..options(&path, DirectIo::Off) }).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    let tags = [
+        h.write(0, vec![filled(512, 1)]),
+        h.bare(Operation::Discard, PLAIN, 0, 512),
+        h.bare(Operation::WriteZeroes, PLAIN, 0, 512),
+    ];
+    h.start(&tags);
+    for tag in tags {
+        assert_eq!(h.wait(tag).0, Err(Status::ReadOnly));
+    }
+    let flush = h.bare(Operation::Flush, PLAIN, 0, 0);
+    assert_eq!(h.run(flush).0, Ok(()));
+}

@@ -1,0 +1,163 @@
+//! The writer's token: of all queues of a device, one at a time writes to the file.
+//!
+//! One word says who: the top bit that the token is held, the others which queues wait
+//! for it. A holder that ends hands the token to the next queue in turn, so that nobody
+//! is overtaken twice and there is no moment in which a wake-up can be lost.
+
+use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+
+/// Queues that can share a token.
+pub(super) const QUEUES_MAX: u16 = 63;
+const HELD: u64 = 1 << 63;
+
+/// See the module.
+pub(super) struct WriterToken {
+    word: AtomicU64,
+}
+
+impl WriterToken {
+    pub fn new() -> WriterToken {
+        WriterToken { word: AtomicU64::new(0) }
+    }
+
+    /// Takes the token for `queue`, or notes that it waits for it: then
+    /// [`WriterToken::was_handed_to`] says when it has it.
+    pub fn acquire(&self, queue: u16) -> bool {
+        let before = self.update(|word| if word & HELD == 0 { word | HELD } else { word | 1 << queue });
+        before & HELD == 0
+    }
+
+    /// Whether `queue`, which waits, has the token now.
+    pub fn was_handed_to(&self, queue: u16) -> bool {
+        self.word.load(Acquire) & (1 << queue) == 0
+    }
+
+    /// Whether a queue waits for the token.
+    pub fn is_wanted(&self) -> bool {
+        self.word.load(Relaxed) & !HELD != 0
+    }
+
+    /// Gives up the token that `queue` holds. If another queue waited, that one now holds
+    /// it, and is to be told.
+    #[must_use]
+    pub fn release(&self, queue: u16) -> Option<u16> {
+        let next = |word: u64| {
+            let waiting = word & !HELD;
+            // In turn: the first one above this queue, or else the first one.
+            let above = waiting & (u64::MAX << queue << 1);
+            let turn = if above != 0 { above } else { waiting };
+            (turn != 0).then(|| turn.trailing_zeros() as u16)
+        };
+        let before = self.update(|word| match next(word) {
+            Some(queue) => word & !(1 << queue),
+            None => 0,
+        });
+        next(before)
+    }
+
+    /// Ends the waiting of `queue`. `false`: it had been handed the token, and holds it.
+    #[must_use]
+    pub fn withdraw(&self, queue: u16) -> bool {
+        self.update(|word| word & !(1 << queue)) & (1 << queue) != 0
+    }
+
+    /// Changes the word; what it was before is returned.
+    fn update(&self, change: impl Fn(u64) -> u64) -> u64 {
+        let mut before = self.word.load(Relaxed);
+        loop {
+            match self.word.compare_exchange_weak(before, change(before), AcqRel, Relaxed) {
+                Ok(_) => return before,
+                Err(now) => before = now,
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn goes_round_and_ends_free() {
+        let token = WriterToken::new();
+        assert!(token.acquire(5) && !token.is_wanted());
+        for queue in [2, 62, 0] {
+            assert!(!token.acquire(queue) && !token.was_handed_to(queue));
+        }
+        assert_eq!(token.release(5), Some(62));
+        assert!(token.was_handed_to(62) && !token.was_handed_to(0));
+        assert_eq!(token.release(62), Some(0));
+        assert!(token.withdraw(2), "it was still waiting");
+        assert_eq!(token.release(0), None);
+        assert!(token.acquire(2));
+    }
+
+    #[test]
+    fn a_withdrawal_after_the_hand_over_leaves_the_token_with_the_queue() {
+        let token = WriterToken::new();
+        assert!(token.acquire(0) && !token.acquire(1));
+        assert_eq!(token.release(0), Some(1));
+        assert!(!token.withdraw(1));
+        assert_eq!(token.release(1), None);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use super::*;
+    use loom::cell::UnsafeCell;
+    use loom::sync::{Arc, Notify};
+    use loom::thread;
+
+    struct Shared {
+        token: WriterToken,
+        kicks: [Notify; 3],
+        file: UnsafeCell<u32>,
+    }
+
+    impl Shared {
+        /// What a queue does for one write: take the token or wait for the kick.
+        fn write(&self, queue: u16) {
+            if !self.token.acquire(queue) {
+                // Loom wakes without a reason, too, and fails the model if none ever comes.
+                while !self.token.was_handed_to(queue) {
+                    self.kicks[queue as usize].wait();
+                }
+            }
+            // Loom fails the model if two threads are in here at once, or if the writes
+            // of one are not visible to the next.
+            self.file.with_mut(|count| {
+                // SAFETY: the token makes the access exclusive; loom checks that it does.
+                unsafe { *count += 1 }
+            });
+            if let Some(next) = self.token.release(queue) {
+                self.kicks[next as usize].notify();
+            }
+        }
+    }
+
+    #[test]
+    fn one_writer_at_a_time_and_no_waiter_is_forgotten() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let shared = Arc::new(Shared {
+                token: WriterToken::new(),
+                kicks: std::array::from_fn(|_| Notify::new()),
+                file: UnsafeCell::new(0),
+            });
+            let threads: Vec<_> = (1..3)
+                .map(|queue| {
+                    let shared = Arc::clone(&shared);
+                    thread::spawn(move || shared.write(queue))
+                })
+                .collect();
+            shared.write(0);
+            threads.into_iter().for_each(|t| t.join().unwrap());
+            // SAFETY: the other threads have ended.
+            assert_eq!(shared.file.with(|count| unsafe { *count }), 3);
+            assert!(shared.token.acquire(0), "the token is free at the end");
+        });
+    }
+}

@@ -1,0 +1,164 @@
+# shellcheck shell=bash disable=SC2034
+# What the lab's scripts share: tools, scratch space, steps that are timed and counted, and blkq.
+
+LAB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname -- "$LAB")
+PYTHON=/usr/bin/python3 # Debian's own, which has libnbd's bindings
+MIB=$((1024 * 1024))
+
+# The blkq command under test: $BLKQ, or the release build.
+BLKQ=${BLKQ:-${CARGO_TARGET_DIR:-$ROOT/target}/release/blkq}
+
+PASSED=0
+FAILED=0
+LEFT_OUT=()
+
+die() {
+    printf '%s: %s\n' "${0##*/}" "$*" >&2
+    exit 1
+}
+
+wrong_usage() {
+    printf '%s: %s\n' "${0##*/}" "$*" >&2
+    exit 2
+}
+
+# need COMMAND...: every tool that is promised must be there; nothing is skipped in silence.
+need() {
+    local tool missing=()
+    for tool in "$@"; do
+        command -v "$tool" >/dev/null || missing+=("$tool")
+    done
+    [[ ${#missing[@]} -eq 0 ]] || die "missing: ${missing[*]} (run ./check, which installs them)"
+}
+
+need_blkq() {
+    [[ -x $BLKQ ]] || die "no $BLKQ: run cargo build --release, or set BLKQ"
+}
+
+# A scratch directory that goes away with the script, after its processes and mounts.
+scratch() {
+    SCRATCH=$(mktemp -d "${LAB_DIR:-/var/tmp}/blkq-lab.XXXXXX")
+    export BLKQ_STATE_DIR=$SCRATCH/state
+    mkdir -m 700 "$BLKQ_STATE_DIR"
+    trap finish EXIT
+    trap 'exit 130' INT TERM
+}
+
+finish() {
+    local mount process
+    [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state timeout 20 "$BLKQ" detach --all --force >/dev/null 2>&1
+    daemons | xargs -r kill -9
+    for process in $(jobs -p); do
+        kill "$process" 2>/dev/null
+    done
+    while read -r mount; do
+        umount "$mount"
+    done < <(awk -v at="$SCRATCH/" 'index($2, at) == 1 { print $2 }' /proc/mounts)
+    rm -rf -- "$SCRATCH"
+}
+
+now_ms() {
+    date +%s%3N
+}
+
+seconds_since() {
+    local elapsed_ms=$(($(now_ms) - $1))
+    printf '%d.%d' $((elapsed_ms / 1000)) $((elapsed_ms % 1000 / 100))
+}
+
+# step NAME COMMAND...: runs it in a subshell that stops at the first failure, and counts.
+# Never call it left of || or &&, or in an if: bash then ignores set -e, and failures with it.
+step() {
+    local name=$1 begin_ms code log=$SCRATCH/step.log
+    shift
+    begin_ms=$(now_ms)
+    (
+        set -eo pipefail
+        "$@"
+    ) >"$log" 2>&1 </dev/null
+    code=$?
+    if [[ $code -eq 0 ]]; then
+        PASSED=$((PASSED + 1))
+        printf '  %-44s %7s s  ok\n' "$name" "$(seconds_since "$begin_ms")"
+        grep -E '^    left out ' "$log" | sed 's/^/  /' || true
+    else
+        FAILED=$((FAILED + 1))
+        printf '  %-44s %7s s  FAIL (exit %d)\n' "$name" "$(seconds_since "$begin_ms")" "$code"
+        tail -n "${LAB_TAIL:-25}" "$log" | sed 's/^/      /'
+    fi
+    return "$code"
+}
+
+leave_out() {
+    LEFT_OUT+=("$1")
+}
+
+# The closing lines; the exit code tells whether all passed.
+verdict() {
+    local reason
+    for reason in "${LEFT_OUT[@]}"; do
+        printf 'left out on purpose: %s\n' "$reason"
+    done
+    printf '%d passed, %d failed\n' "$PASSED" "$FAILED"
+    [[ $FAILED -eq 0 && $PASSED -gt 0 ]]
+}
+
+# equal ACTUAL EXPECTED WHAT
+equal() {
+    [[ $1 == "$2" ]] || {
+        printf '%s: %q, want %q\n' "$3" "$1" "$2"
+        return 1
+    }
+}
+
+# fail TEXT: for use inside a step.
+fail() {
+    printf '%s\n' "$*"
+    return 1
+}
+
+# A file of pseudo-random bytes, the same for the same seed: random_file PATH BYTES [SEED]
+random_file() {
+    head -c "$2" /dev/zero |
+        openssl enc -aes-128-ctr -nosalt -pass "pass:${3:-1}" -pbkdf2 >"$1"
+}
+
+# wait_for SECONDS COMMAND...: until it succeeds.
+wait_for() {
+    local deadline_ms=$(($(now_ms) + $1 * 1000))
+    shift
+    until "$@" 2>/dev/null; do
+        [[ $(now_ms) -lt $deadline_ms ]] || return 1
+        sleep 0.02
+    done
+}
+
+# attach NAME IMAGE [OPTION...]: serves over NBD; the URI in $URI.
+attach() {
+    local name=$1 image=$2
+    shift 2
+    URI=$(timeout 20 "$BLKQ" attach "$image" --name "$name" --export nbd "$@") || return
+    [[ $URI == nbd* ]] || fail "attach printed: $URI"
+}
+
+detach() {
+    timeout 30 "$BLKQ" detach "$@"
+}
+
+# The processes that serve devices of this lab's state directory.
+daemons() {
+    local process
+    while read -r process; do
+        if grep -qzxF "BLKQ_STATE_DIR=$BLKQ_STATE_DIR" "/proc/$process/environ"; then
+            printf '%s\n' "$process"
+        fi
+    done 2>/dev/null < <(find /proc -maxdepth 2 -path '/proc/[0-9]*/exe' \
+        -lname "$(readlink -f "$BLKQ")" -printf '%h\n' 2>/dev/null | sed 's|/proc/||')
+}
+
+# Nothing of a detached device is left behind.
+no_leftovers() {
+    equal "$(find "$BLKQ_STATE_DIR" -mindepth 1 -printf '%P ')" "" "left in the state directory"
+    equal "$(daemons)" "" "processes left"
+}
