@@ -1,4 +1,5 @@
 //! The NBD server and clients that mean harm, or die: nobody else suffers, nothing is kept.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod nbd;
 
@@ -79,7 +80,7 @@ fn who_does_not_finish_the_handshake_is_dropped() {
     let silent = served.raw();
     let mut halfway = served.raw();
     halfway.write_all(b"\0\0\0\x03IHAVEOPT\0\0").unwrap();
-    assert_eq!(served.server.connection_count(), 3);
+    wait_until("all are let in", || served.server.connection_count() == 3);
     for stream in [silent, halfway] {
         let mut client = Client { stream, style: ReplyStyle::Simple, flags: 0 };
         client.take(18);
@@ -107,7 +108,8 @@ fn too_many_connections_are_closed_at_once() {
 
 #[test]
 fn who_does_not_read_is_held_back_then_dropped_and_slows_nobody() {
-    let served = serve(ram(), 1, NbdOptions { send_timeout_s: 1, ..options() });
+    let limits = NbdOptions { send_timeout_s: 1, buffered_bytes_max: 2 << 20, ..options() };
+    let served = serve(ram(), 1, limits);
     let mut stuck = served.client(ReplyStyle::Simple);
     stuck.stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
     // Asks for gigabytes and takes nothing.
@@ -118,21 +120,16 @@ fn who_does_not_read_is_held_back_then_dropped_and_slows_nobody() {
     }
     assert!(sent < 20_000, "nobody holds it back");
     let info = &served.server.connections()[0];
-    assert!(info.in_flight <= 64, "{info:?}");
+    // Two with buffers, one that waits for room.
+    assert!(info.in_flight <= 3, "{info:?}");
     let begin = Instant::now();
     let mut other = served.client(ReplyStyle::Simple);
     for _ in 0..500 {
         other.read(0, 4096);
     }
-    assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
-    // 64 MiB to take, and one second.
-    std::thread::sleep(Duration::from_secs(1));
-    assert!(served.server.connection_count() >= 1);
-    let dropped_within = Instant::now() + Duration::from_secs(80);
-    while served.server.connection_count() > 1 && Instant::now() < dropped_within {
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    assert_eq!(served.server.connection_count(), 1);
+    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    assert_eq!(served.server.connection_count(), 2, "one second and one for each MiB have not passed");
+    wait_until("the stuck one is dropped", || served.server.connection_count() == 1);
     other.read(0, 4096);
 }
 

@@ -1,4 +1,5 @@
 //! The NBD server over real sockets: what well-behaved clients get.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod nbd;
 
@@ -33,7 +34,7 @@ fn every_command_in_every_style() {
     for (style, base) in STYLES.into_iter().zip([0, 64 << 20, 128 << 20]) {
         let mut client = served.client(style);
         // Everything is offered: flush, FUA, trim, zeroes, multi-conn, cache, fast zero.
-        assert_eq!(client.flags & !0x80, 0b1101_0110_1101 | 0, "{style:?}");
+        assert_eq!(client.flags & !0x80, 0b1101_0110_1101, "{style:?}");
         for (at, length) in [(0, 512), (512, 4096), (1 << 20, 300 << 10), (4 << 20, 32 << 20)] {
             let data = pattern(base + at, length);
             assert_eq!(client.write(base + at, &data), 0);
@@ -123,7 +124,7 @@ fn many_clients_at_once_get_their_own_data() {
                 let base = (number * share).next_multiple_of(4096);
                 let sizes = [512, 4096, 4096, 65536, 1024, 200 << 10, 4096, 1 << 20];
                 let mut wanted: HashMap<u64, Vec<u8>> = HashMap::new();
-                for round in 0..6 {
+                for round in 0..3 {
                     let mut at = base;
                     let mut stream = Vec::new();
                     for (index, size) in sizes.iter().cycle().take(40).enumerate() {
@@ -152,7 +153,6 @@ fn many_clients_at_once_get_their_own_data() {
             });
         }
     });
-    // Both engines had their part.
     wait_until("all connections gone", || served.server.connection_count() == 0);
 }
 

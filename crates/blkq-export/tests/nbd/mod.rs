@@ -1,4 +1,5 @@
 //! A server to test, and a small client that says exactly what a test wants it to say.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::io::{Read, Write};
@@ -26,11 +27,11 @@ pub fn slow(range_ns: std::ops::RangeInclusive<u64>) -> Box<dyn Driver> {
     Box::new(Null::new(NullOptions { completion, ..NullOptions::new(SIZE) }).unwrap())
 }
 
-/// A path that nobody else uses.
+/// A path that nobody else uses, with characters that a URI cannot have.
 pub fn socket_path() -> PathBuf {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    std::env::temp_dir().join(format!("blkq-nbd-{}-{number}", std::process::id()))
+    std::env::temp_dir().join(format!("blkq nbd+{}-{number}", std::process::id()))
 }
 
 pub struct Served {
