@@ -145,7 +145,13 @@ impl Queue {
         let slot = &self.bios[index];
         let is_zeroes =
             slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
-        if is_zeroes && result == Err(Status::NotSupported) && !slot.flags.contains(BioFlags::NO_FALLBACK) {
+        // Once it waits for a flush the answer is the flush's, not that of the zeroes.
+        let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
+        if is_zeroes
+            && is_data
+            && result == Err(Status::NotSupported)
+            && !slot.flags.contains(BioFlags::NO_FALLBACK)
+        {
             // The driver found out that it cannot after all.
             return self.begin_zeroes(index);
         }

@@ -63,6 +63,9 @@ impl Queue {
     pub(crate) fn begin_flush_sequence(&mut self, index: u32) {
         if self.bios[index].flags.contains(BioFlags::PREFLUSH) {
             self.await_flush(index, FlushStep::Preflush);
+        } else if self.limits.fua && self.bios[index].operation == Operation::Write {
+            // The driver does it all: no flush need wait for such a write.
+            self.begin_data(index);
         } else {
             self.begin_sequence_data(index);
         }
@@ -127,24 +130,24 @@ impl Queue {
         if self.disk.control.is_frozen() || !(self.entered || self.enter(ring)) {
             return;
         }
-        let flush = &mut self.flush;
-        flush.pending_since_ns = None;
-        flush.in_flight = true;
-        std::mem::swap(&mut flush.pending, &mut flush.running);
+        self.flush.pending_since_ns = None;
+        self.flush.in_flight = true;
+        std::mem::swap(&mut self.flush.pending, &mut self.flush.running);
         self.in_use += 1;
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        self.plug.count(Operation::Flush, start_ns);
-        self.requests[flush.tag.index()] =
+        if self.settings.iostats {
+            self.plug.count(Operation::Flush, start_ns);
+        }
+        self.requests[self.flush.tag.index()] =
             Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() };
-        self.dispatch.push_front(flush.tag);
+        self.dispatch.push_front(self.flush.tag);
     }
 
     /// The driver's flush ended: every bio it served takes its next step.
     pub(crate) fn end_flush(&mut self, result: IoResult) {
         self.flush.in_flight = false;
         while let Some(index) = self.flush.running.pop_front() {
-            let step = std::mem::take(&mut self.bios[index].step);
-            if step == FlushStep::Preflush && result.is_ok() {
+            if self.bios[index].step == FlushStep::Preflush && result.is_ok() {
                 self.begin_sequence_data(index);
             } else {
                 self.end_bio(index, result);

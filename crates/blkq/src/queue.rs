@@ -32,7 +32,13 @@ const BIOS_PER_TAG: u32 = 8;
 /// Fewest bios that a queue takes.
 const BIOS_MIN: u32 = 1024;
 /// Size of the queue's zeroes, from which emulated write-zeroes write.
-const ZEROES_BYTES: usize = 64 << 10;
+const ZEROES_BYTES: u32 = 64 << 10;
+
+/// The zeroes that emulated write-zeroes write from: as a segment they must be legal.
+fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
+    let longest = limits.max_segment_bytes & !(limits.logical_block_bytes - 1);
+    IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
+}
 
 /// The limits in the units of the fast path, so that it is a few compares.
 #[derive(Clone, Copy)]
@@ -72,7 +78,7 @@ impl FastLimits {
             && sectors <= data.buffer_sectors()
             && sector.0 <= self.capacity_sectors
             && sectors <= self.capacity_sectors - sector.0
-            && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
+            && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
 }
 
@@ -111,6 +117,8 @@ pub(crate) struct Queue {
     /// When a driver that was out of resources is asked again.
     pub(crate) rerun_at_ns: Option<u64>,
     pub(crate) limits_changed: bool,
+    /// The software queue that is looked at first.
+    pub(crate) software_from: u32,
     /// The place among the tag set's waiters, if other queues use the set too.
     sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
@@ -156,7 +164,8 @@ impl Queue {
         let tags = disk.hardware_queue(index).tags.clone();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(tags.capacity()) + 1;
-        let driver = disk.driver().open_queue(index as u16, slots, ring)?;
+        let driver =
+            disk.driver().open_queue(index as u16, slots, ring, disk.hardware_queue(index).kick.clone())?;
         let sharing = if disk.has_shared_tags() {
             let kick = disk.hardware_queue(index).kick.clone();
             Some(
@@ -166,6 +175,7 @@ impl Queue {
         } else {
             None
         };
+        let zeroes = zeroes_for(&limits);
         let bios = BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN));
         Ok(Queue {
             disk: disk.clone(),
@@ -195,9 +205,10 @@ impl Queue {
             started: 0,
             rerun_at_ns: None,
             limits_changed: false,
+            software_from: 0,
             sharing,
             gate_owed: [0; 2],
-            zeroes: IoBuffer::zeroed(ZEROES_BYTES),
+            zeroes,
         })
     }
 
@@ -239,6 +250,8 @@ impl Queue {
         if !plain {
             self.accept_slow(index);
             self.admit_waiting(ring);
+            // It may have ended already: then nobody need poll for a freeze to go on.
+            self.leave_if_idle();
         } else if !self.waiting.is_empty() || !self.admit(index, ring) {
             self.wait(index);
         }
@@ -256,6 +269,10 @@ impl Queue {
         }
         if slot.sectors == 0 {
             return self.end_bio(index, Ok(()));
+        }
+        if slot.operation != Operation::WriteZeroes {
+            // It means nothing to other operations, and their drivers did not declare it.
+            slot.flags.remove(BioFlags::NO_UNMAP);
         }
         if !self.limits.write_cache {
             slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
@@ -282,7 +299,8 @@ impl Queue {
         if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
             return Err(Status::Invalid);
         }
-        if slot.operation.has_data() {
+        // The memory of a part is its parent's, checked with that.
+        if slot.operation.has_data() && slot.parent == NIL {
             slot.with_segments(|segments| {
                 if length > u64::from(u32::MAX) {
                     return Err(Status::Invalid);
@@ -295,6 +313,11 @@ impl Queue {
 
     /// Puts a bio at the end of those that wait for a tag.
     pub(crate) fn wait(&mut self, index: u32) {
+        let slot = &self.bios[index];
+        let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
+        if !may_wait && !self.waiting.is_empty() {
+            return self.end_bio(index, Err(Status::Again));
+        }
         self.waiting.push_back(&mut self.bios, index);
     }
 
@@ -394,7 +417,13 @@ impl Queue {
         request.state = RequestState::Busy;
         request.pdu = [0; 2];
         self.in_use += 1;
-        self.plug.count(slot.operation, slot.start_ns);
+        if self.settings.iostats {
+            if slot.start_ns == 0 {
+                // Statistics were off when the bio came.
+                request.start_ns = self.clock.now_ns();
+            }
+            self.plug.count(slot.operation, request.start_ns);
+        }
     }
 
     /// The queue goes from rest to having requests, and takes over what changed meanwhile.
@@ -448,6 +477,10 @@ impl Queue {
             return;
         }
         self.limits = limits;
+        // A driver in use only gives up capabilities: then no segment becomes too long.
+        if self.in_use == 0 {
+            self.zeroes = zeroes_for(&self.limits);
+        }
         self.fast = FastLimits::new(&self.limits);
         // What waits was checked against the old limits: check and split it again.
         for _ in 0..self.waiting.len() {
@@ -502,6 +535,12 @@ impl Queue {
         self.plug.return_tags(&self.tags);
         self.clock.invalidate();
         self.leave_if_idle();
+    }
+
+    /// Has the driver give back what it registered with a ring that lives on.
+    pub fn close(&mut self, ring: Option<&mut Ring>) {
+        let mut cx = driver_context!(self, ring);
+        self.driver.close(&mut cx);
     }
 
     /// Requests and bios that have not ended.

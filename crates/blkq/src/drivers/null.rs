@@ -22,6 +22,7 @@ use crate::request::Tag;
 use crate::ring::Ring;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Arc, Mutex, lock};
+use crate::tags::Wake;
 
 use model::Delays;
 pub use model::{NullBlocking, NullCounters, SeekModel};
@@ -127,6 +128,7 @@ impl Driver for Null {
         _index: u16,
         tags: usize,
         _ring: Option<&mut Ring>,
+        _wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);
         if matches!(self.options.completion, NullCompletion::Disk(_))

@@ -18,7 +18,7 @@ struct Sleeper {
 
 impl Wake for Sleeper {
     fn wake(&self) {
-        self.woken.store(true, SeqCst);
+        self.woken.swap(true, SeqCst);
         self.queue.wake_all();
     }
 }
