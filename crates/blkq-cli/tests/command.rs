@@ -267,6 +267,22 @@ fn signals_end_a_daemon_in_order() {
     }
 }
 
+/// SIGTERM to a daemon that is being detached is the same wish again, not haste.
+#[test]
+fn a_signal_during_a_detach_loses_nothing() {
+    let place = Place::new("both");
+    let image = place.image("disk.img", 1 << 20);
+    for _ in 0..5 {
+        place.done(&["attach", &image, "--name", "d"]);
+        let pid = place.pid("d");
+        let mut detach = place.command(&["detach", "d"]).stderr(Stdio::null()).spawn().unwrap();
+        signal(pid, rustix::process::Signal::TERM);
+        detach.wait().unwrap();
+        wait_until("the daemon ends", || is_gone(pid));
+        assert!(place.files().is_empty());
+    }
+}
+
 fn foreground(place: &Place, words: &[&str], notify: &Path) -> (Child, UnixDatagram) {
     let socket = UnixDatagram::bind(notify).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
