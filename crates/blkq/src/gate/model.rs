@@ -14,6 +14,8 @@ struct Checked {
     gate: RequestGate,
     in_flight: Plain,
     limit: u32,
+    /// Requests that came out of a batch.
+    batched: Plain64,
     clock_ns: Plain64,
 }
 
@@ -21,7 +23,13 @@ impl Checked {
     fn new(nr_requests: u32, batching: bool) -> Arc<Checked> {
         let limit = if batching { nr_requests + nr_requests / 2 } else { nr_requests };
         let gate = RequestGate::new(nr_requests, batching);
-        Arc::new(Checked { gate, in_flight: Plain::new(0), limit, clock_ns: Plain64::new(1) })
+        Arc::new(Checked {
+            gate,
+            in_flight: Plain::new(0),
+            limit,
+            batched: Plain64::new(0),
+            clock_ns: Plain64::new(1),
+        })
     }
 
     fn enter(&self, batcher: &mut Batcher) {
@@ -38,7 +46,7 @@ impl Checked {
             !used || credit == BATCH_REQUESTS || read.get() < waited + BATCH_TIME_NS,
             "a request of a batch whose time is over"
         );
-        assert!(self.gate.counters().largest_grant <= BATCH_REQUESTS);
+        self.batched.fetch_add(u64::from(batcher.credit != credit), SeqCst);
     }
 
     fn leave(&self, count: u32) {
@@ -74,6 +82,8 @@ fn everybody_gets_through(nr: u32, batching: bool, threads: usize, rounds: usize
     work(&checked);
     join(others);
     assert_eq!((checked.gate.in_flight(W), checked.gate.waiting(W)), (0, 0));
+    let batches = checked.gate.counters().grants;
+    assert!(checked.batched.load(SeqCst) <= batches * u64::from(BATCH_REQUESTS), "a batch was too large");
 }
 
 /// Who comes while another waits does not get in before it.
@@ -129,6 +139,26 @@ fn a_higher_limit_wakes(waiters: u32) {
     assert_eq!(checked.gate.in_flight(W), waiters + 1);
 }
 
+/// The last request comes back while the settings change: whoever of the two has the lock
+/// wakes for both.
+fn a_change_loses_nobody(waiters: usize) {
+    let checked = Checked::new(1, false);
+    checked.gate.enter(W, &mut Batcher::default(), || 1, || {});
+    let mut threads: Vec<_> = (0..waiters)
+        .map(|_| {
+            let checked = checked.clone();
+            thread::spawn(move || {
+                checked.gate.enter(W, &mut Batcher::default(), || 1, || {});
+                checked.gate.leave(W, 1);
+            })
+        })
+        .collect();
+    let changed = checked.clone();
+    threads.push(thread::spawn(move || changed.gate.set(1, false)));
+    checked.gate.leave(W, 1);
+    join(threads);
+}
+
 #[cfg(loom)]
 mod loom_gate {
     use super::*;
@@ -150,6 +180,11 @@ mod loom_gate {
     fn loom_a_higher_limit_wakes() {
         model("one waits while the limit is raised", 0, || a_higher_limit_wakes(1));
     }
+
+    #[test]
+    fn loom_a_change_loses_nobody() {
+        model("one waits while the settings change", 0, || a_change_loses_nobody(1));
+    }
 }
 
 #[cfg(shuttle)]
@@ -170,6 +205,14 @@ mod shuttle_gate {
     }
 
     #[test]
+    fn shuttle_a_batch_ends() {
+        // Both together fill the queue and never wait, so that nothing but filling grants.
+        model("batching, 8 requests, two that hold 4", 1_000, || {
+            everybody_gets_through(8, true, 2, 40, 4, 0)
+        });
+    }
+
+    #[test]
     fn shuttle_nobody_overtakes() {
         model("base", 10_000, || nobody_overtakes(false, 4));
         model("batching", 10_000, || nobody_overtakes(true, 4));
@@ -178,5 +221,10 @@ mod shuttle_gate {
     #[test]
     fn shuttle_a_higher_limit_wakes() {
         model("four wait while the limit is raised", 10_000, || a_higher_limit_wakes(4));
+    }
+
+    #[test]
+    fn shuttle_a_change_loses_nobody() {
+        model("three wait while the settings change", 10_000, || a_change_loses_nobody(3));
     }
 }
