@@ -22,7 +22,7 @@ pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
 pub(crate) fn side(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
     if sector == end {
         Some(MergeSide::Back)
-    } else if sector.0 + sectors == start.0 {
+    } else if sector.0.checked_add(sectors) == Some(start.0) {
         Some(MergeSide::Front)
     } else {
         None

@@ -132,7 +132,9 @@ impl Queue {
             return Err(Status::ReadOnly);
         }
         let bytes = match (slot.operation, slot.flags.contains(BioFlags::NO_UNMAP)) {
-            (Operation::Discard, _) if self.limits.max_discard_bytes == 0 => return Err(Status::NotSupported),
+            (Operation::Discard, _) if self.limits.max_discard_bytes == 0 => {
+                return Err(Status::NotSupported);
+            }
             (Operation::WriteZeroes, true) => self.limits.max_write_zeroes_no_unmap_bytes,
             (Operation::WriteZeroes, false) => self.limits.max_write_zeroes_bytes,
             _ => return Ok(()),

@@ -59,7 +59,7 @@ impl Plug {
 
     /// Tells the statistics of the requests that were built.
     #[inline]
-    fn publish(&mut self, stats: &mut StatsWriter) {
+    pub fn publish(&mut self, stats: &mut StatsWriter) {
         for group in StatGroup::ALL {
             let built = std::mem::take(&mut self.built[group as usize]);
             if built > 0 {

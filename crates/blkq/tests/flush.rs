@@ -139,11 +139,17 @@ fn a_failed_flush_fails_those_that_it_served_and_their_data_does_not_follow() {
         queue.submit(write(0, BioFlags::PREFLUSH, 2)).unwrap();
         queue.submit(Bio::write_zeroes(Sector(9), 1, 3).with_flags(BioFlags::PREFLUSH)).unwrap();
         let ended = drain(&mut queue);
-        assert!(ended.len() == 3 && ended.iter().all(|completion| completion.result == Err(status)), "{ended:?}");
+        assert!(
+            ended.len() == 3 && ended.iter().all(|completion| completion.result == Err(status)),
+            "{ended:?}"
+        );
         assert_eq!(operations(&device), [F]);
         // After the data: it was written, but is not durable.
         assert_eq!(run(&mut queue, write(0, BioFlags::FUA, 2)).result, Err(status));
-        assert_eq!(run(&mut queue, Bio::write_zeroes(Sector(9), 1, 3).with_flags(BioFlags::FUA)).result, Err(status));
+        assert_eq!(
+            run(&mut queue, Bio::write_zeroes(Sector(9), 1, 3).with_flags(BioFlags::FUA)).result,
+            Err(status)
+        );
         device.state().flush_result = Ok(());
         assert_eq!(run(&mut queue, Bio::flush(1)).result, Ok(()));
     }

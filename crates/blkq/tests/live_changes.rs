@@ -63,7 +63,12 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     // Whole before, split after; and the other way round once more.
     for mark in 0..16 {
         let bytes = if mark % 2 == 0 { 64 << 10 } else { 512 };
-        queue.submit(Bio::write(Sector(mark * 128), filled(bytes, mark as u8 + 1), mark).with_flags(BioFlags::NO_MERGE)).unwrap();
+        queue
+            .submit(
+                Bio::write(Sector(mark * 128), filled(bytes, mark as u8 + 1), mark)
+                    .with_flags(BioFlags::NO_MERGE),
+            )
+            .unwrap();
     }
     (0..10).for_each(|_| queue.poll());
     assert_eq!((device.log().len(), queue.in_flight()), (0, 16));
@@ -206,7 +211,11 @@ fn the_depth_in_force_is_the_most_that_the_driver_has() {
                 queue.submit(Bio::read(Sector(n * 2), filled(512, 1), n)).unwrap();
             }
             assert_eq!(drain(&mut queue).len(), 300);
-            assert!(device.state().held_max <= usize::from(depth), "{depth} {scheduler}: {}", device.state().held_max);
+            assert!(
+                device.state().held_max <= usize::from(depth),
+                "{depth} {scheduler}: {}",
+                device.state().held_max
+            );
             assert!(device.state().held_max >= usize::from(depth.min(30)), "{depth} {scheduler}");
         }
     }
@@ -219,8 +228,16 @@ fn senseless_values_and_unknown_keys_are_refused_and_change_nothing() {
     let (disk, mut queue) = device.open();
     let before = disk.settings();
     for (key, value) in [
-        ("depth", "0"), ("depth", "99999"), ("depth", "-1"), ("depth", "x"), ("scheduler", "bfq"),
-        ("merge", "yes"), ("clock", "slow"), ("iostats", ""), ("batching", "1"), ("no-such", "1"),
+        ("depth", "0"),
+        ("depth", "99999"),
+        ("depth", "-1"),
+        ("depth", "x"),
+        ("scheduler", "bfq"),
+        ("merge", "yes"),
+        ("clock", "slow"),
+        ("iostats", ""),
+        ("batching", "1"),
+        ("no-such", "1"),
     ] {
         assert!(disk.set(key, value).is_err(), "{key}={value}");
     }
@@ -234,14 +251,23 @@ fn changes_of_several_threads_at_once_are_all_in_force() {
         let device = Device::plain(Behaviour::default());
         let disk = device.builder().build().unwrap();
         std::thread::scope(|scope| {
-            for (key, value) in [("depth", "7"), ("merge", "off"), ("iostats", "off"), ("clock", "precise"), ("scheduler", "mq-deadline")] {
+            for (key, value) in [
+                ("depth", "7"),
+                ("merge", "off"),
+                ("iostats", "off"),
+                ("clock", "precise"),
+                ("scheduler", "mq-deadline"),
+            ] {
                 let disk = &disk;
                 scope.spawn(move || disk.set(key, value).unwrap());
             }
         });
         let settings = disk.settings();
         assert_eq!((settings.depth, settings.merge, settings.iostats), (7, false, false));
-        assert_eq!((settings.clock, settings.scheduler), (blkq::ClockMode::Precise, blkq::SchedulerKind::MqDeadline));
+        assert_eq!(
+            (settings.clock, settings.scheduler),
+            (blkq::ClockMode::Precise, blkq::SchedulerKind::MqDeadline)
+        );
     }
 }
 

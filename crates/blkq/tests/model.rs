@@ -8,7 +8,9 @@ mod common;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use blkq::{Bio, BioFlags, ClockMode, Completion, Data, Operation, QueueLimits, SchedulerKind, Sector, Status};
+use blkq::{
+    Bio, BioFlags, ClockMode, Completion, Data, Operation, QueueLimits, SchedulerKind, Sector, Status,
+};
 use common::{Behaviour, Device, Finish, Scattered, bytes_of, content};
 use proptest::prelude::*;
 
@@ -75,12 +77,20 @@ fn setup() -> impl Strategy<Value = Setup> {
         prop_oneof![2 => Just(0u64), 1 => 4u64..200],
         prop_oneof![4 => Just(None), 1 => (0u32..10).prop_map(Some)],
     );
-    let bad = (0..SECTORS, 1u64..6, prop_oneof![Just(Status::Medium), Just(Status::Io), Just(Status::NoSpace)]);
+    let bad =
+        (0..SECTORS, 1u64..6, prop_oneof![Just(Status::Medium), Just(Status::Io), Just(Status::NoSpace)]);
     let bad = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec(bad, 1..4)];
     let depth = prop_oneof![Just(1u16), Just(2), 3u16..40, Just(128)];
     let scheduler = prop::sample::select(SchedulerKind::ALL.to_vec());
     (limits(), behaviour, depth, scheduler, any::<(bool, bool, bool)>(), bad).prop_map(
-        |(limits, (finish, seed, busy_every, revoke_after), depth, scheduler, (merge, iostats, cached), bad)| Setup {
+        |(
+            limits,
+            (finish, seed, busy_every, revoke_after),
+            depth,
+            scheduler,
+            (merge, iostats, cached),
+            bad,
+        )| Setup {
             limits,
             behaviour: Behaviour { finish, seed, busy_every, revoke_after },
             depth,
@@ -104,17 +114,18 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let flags = (any::<u8>(), any::<u8>()).prop_map(|(a, b)| BioFlags::from_bits_truncate(a & b));
     let cuts = prop_oneof![1 => Just(vec![]), 1 => prop::collection::vec(0usize..3000, 1..8)];
     let sectors = prop_oneof![4 => 1u64..16, 1 => 1u64..200];
-    let step = (operation, flags, 0..SECTORS, sectors, cuts, 0usize..600, any::<bool>(), prop::bool::weighted(0.2))
-        .prop_map(|(operation, flags, sector, sectors, cuts, surplus, sequential, poll)| Step {
-            operation,
-            flags,
-            sector,
-            sectors,
-            cuts,
-            surplus,
-            sequential,
-            poll,
-        });
+    let step =
+        (operation, flags, 0..SECTORS, sectors, cuts, 0usize..600, any::<bool>(), prop::bool::weighted(0.2))
+            .prop_map(|(operation, flags, sector, sectors, cuts, surplus, sequential, poll)| Step {
+                operation,
+                flags,
+                sector,
+                sectors,
+                cuts,
+                surplus,
+                sequential,
+                poll,
+            });
     prop::collection::vec(step, 1..120)
 }
 
@@ -150,14 +161,19 @@ struct Model {
 
 impl Model {
     fn complete(&mut self, completion: Completion) {
-        let bio = self.in_flight.remove(&completion.user_data).expect("a bio in flight that ends for the first time");
+        let bio = self
+            .in_flight
+            .remove(&completion.user_data)
+            .expect("a bio in flight that ends for the first time");
         let (range, result) = (bio.range.clone(), completion.result);
         let state = self.device.state();
         let log = &state.log[bio.log..];
         if bio.operation != Operation::Flush {
             let own = |seen: &&common::Seen| seen.overlaps(&range) && seen.result.is_some();
-            let failed: Vec<Status> = log.iter().filter(own).filter_map(|s| s.result.unwrap().err()).collect();
-            let worked_around = bio.operation == Operation::WriteZeroes && !bio.flags.contains(BioFlags::NO_FALLBACK);
+            let failed: Vec<Status> =
+                log.iter().filter(own).filter_map(|s| s.result.unwrap().err()).collect();
+            let worked_around =
+                bio.operation == Operation::WriteZeroes && !bio.flags.contains(BioFlags::NO_FALLBACK);
             let fatal: Vec<_> =
                 failed.iter().filter(|s| !(worked_around && **s == Status::NotSupported)).copied().collect();
             match result {
@@ -166,7 +182,8 @@ impl Model {
                 Err(Status::NotSupported) if fatal.is_empty() => {
                     assert!(
                         bio.operation == Operation::Discard
-                            || bio.operation == Operation::WriteZeroes && bio.flags.contains(BioFlags::NO_FALLBACK)
+                            || bio.operation == Operation::WriteZeroes
+                                && bio.flags.contains(BioFlags::NO_FALLBACK)
                     );
                 }
                 Err(Status::Invalid) => {
@@ -194,7 +211,10 @@ impl Model {
             let bytes = bytes_of(&completion.data, ((range.end - range.start) << 9) as usize);
             for (sector, bytes) in range.zip(bytes.chunks_exact(512)) {
                 let sector = sector as usize;
-                assert!(sectors.may_be(sector, sectors.now[sector], bytes), "sector {sector} read back wrong");
+                assert!(
+                    sectors.may_be(sector, sectors.now[sector], bytes),
+                    "sector {sector} read back wrong"
+                );
             }
         }
         let flushed = bio.operation == Operation::Flush || bio.flags.contains(BioFlags::PREFLUSH);
@@ -267,7 +287,8 @@ fn check(setup: Setup, steps: Vec<Step>) {
         };
         if step.operation.is_write() {
             for sector in range.clone() {
-                let version = if step.operation == Operation::Write { content(sector, number) } else { [0; 512] };
+                let version =
+                    if step.operation == Operation::Write { content(sector, number) } else { [0; 512] };
                 model.sectors.history[sector as usize].push(version);
             }
         }

@@ -97,7 +97,11 @@ fn what_must_stay_alone_never_merges() {
             let mut queue = disk.open_queue(0).unwrap();
             for sector in 10..20 {
                 // A plain write on either side.
-                let bio = if sector % 2 == 0 { kind(sector) } else { Bio::write(Sector(sector), filled(512, 1), 0) };
+                let bio = if sector % 2 == 0 {
+                    kind(sector)
+                } else {
+                    Bio::write(Sector(sector), filled(512, 1), 0)
+                };
                 queue.submit(bio).unwrap();
             }
             assert!(drain(&mut queue).iter().all(|completion| completion.result == Ok(())));

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use blkq::clock::monotonic_ns;
 use blkq::{
-    BioFlags, Busy, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult, LocalQueue,
-    Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
+    BioFlags, Busy, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
+    LocalQueue, Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
 };
 
 pub use scattered::{Scattered, bytes_of};
@@ -205,7 +205,13 @@ impl Driver for Device {
         self.state().limits.clone()
     }
 
-    fn open_queue(&self, index: u16, tags: usize, _: Option<&mut Ring>, _: Arc<dyn Wake>) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(
+        &self,
+        index: u16,
+        tags: usize,
+        _: Option<&mut Ring>,
+        _: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
         let random = self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(index) | 1;
         let device = self.clone();
         Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(tags as u16 - 1), pending: Vec::new() }))
@@ -298,8 +304,7 @@ impl DeviceQueue {
             rule(bytes > 0 && limits.check_range(offset, bytes).is_ok(), "range");
             let no_unmap = flags.contains(BioFlags::NO_UNMAP);
             // What was on its way when the device found out is forgiven.
-            let revoked = matches!(operation, Operation::Discard | Operation::WriteZeroes)
-                && state_revoked;
+            let revoked = matches!(operation, Operation::Discard | Operation::WriteZeroes) && state_revoked;
             let fits = bytes <= limits.max_bytes_at(operation, no_unmap, offset);
             rule(fits || revoked, "size, chunk or support");
             rule(tag != self.own_flush, "the tag of the flush");
@@ -355,7 +360,13 @@ impl DeviceQueue {
         cx.complete(tag, result);
     }
 
-    fn effect(&self, state: &mut State, cx: &mut DriverContext<'_>, tag: Tag, covers: Option<Snapshot>) -> IoResult {
+    fn effect(
+        &self,
+        state: &mut State,
+        cx: &mut DriverContext<'_>,
+        tag: Tag,
+        covers: Option<Snapshot>,
+    ) -> IoResult {
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());
         let start = request.offset() as usize;
@@ -401,7 +412,8 @@ impl DeviceQueue {
         }
         if operation.is_write() {
             state.changes += 1;
-            let (change, durable) = (state.changes, flags.contains(BioFlags::FUA) || !state.limits.write_cache);
+            let (change, durable) =
+                (state.changes, flags.contains(BioFlags::FUA) || !state.limits.write_cache);
             for sector in sectors {
                 let sector = sector as usize;
                 state.current_change[sector] = change;
@@ -439,7 +451,10 @@ impl DriverQueue for DeviceQueue {
             if behaviour.busy_every > 0 && self.random(behaviour.busy_every) == 0 {
                 device.state().refusals += 1;
                 let until_completion = !self.pending.is_empty() && self.random(4) > 0;
-                return Taken::First(index, if until_completion { Busy::UntilCompletion } else { Busy::Resource });
+                return Taken::First(
+                    index,
+                    if until_completion { Busy::UntilCompletion } else { Busy::Resource },
+                );
             }
             self.take(cx, tag);
             if behaviour.finish == Finish::AtOnce {
