@@ -99,10 +99,6 @@ impl Queue {
         if self.gate_owed != [0; 2] {
             self.pay_gate();
         }
-        if self.in_use == 0 {
-            self.plug.return_tags(&self.tags);
-            self.leave();
-        }
     }
 
     #[inline]
@@ -132,7 +128,7 @@ impl Queue {
     }
 
     /// Ends a bio, or the step of it that this was.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn end_bio(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.bios[index];
         if let (Some(user_data), Ok(())) = (slot.plain_mark(), result) {
@@ -144,11 +140,18 @@ impl Queue {
         self.end_bio_slow(index, result);
     }
 
+    #[cold]
     fn end_bio_slow(&mut self, index: u32, result: IoResult) {
         let slot = &self.bios[index];
         let is_zeroes =
             slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
-        if is_zeroes && result == Err(Status::NotSupported) && !slot.flags.contains(BioFlags::NO_FALLBACK) {
+        // Once it waits for a flush the answer is the flush's, not that of the zeroes.
+        let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
+        if is_zeroes
+            && is_data
+            && result == Err(Status::NotSupported)
+            && !slot.flags.contains(BioFlags::NO_FALLBACK)
+        {
             // The driver found out that it cannot after all.
             return self.begin_zeroes(index);
         }

@@ -74,6 +74,8 @@ pub struct Disk {
     name: String,
     driver: Box<dyn Driver>,
     settings: Mutex<Settings>,
+    /// Held while a change is made: one at a time.
+    changing: Mutex<()>,
     read_only: bool,
     shared_tags: bool,
     pub(crate) control: DiskControl,
@@ -200,6 +202,7 @@ impl DiskBuilder {
             name,
             driver,
             settings: Mutex::new(settings),
+            changing: Mutex::new(()),
             read_only,
             shared_tags,
             next_queue: AtomicUsize::new(0),
@@ -295,6 +298,7 @@ impl Disk {
     /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad
     /// value, [`ErrorKind::Busy`] if I/O in flight does not end within 30 seconds.
     pub fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+        let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
         match key {
             "scheduler" => settings.scheduler = parse(key, value)?,
@@ -333,6 +337,7 @@ impl Disk {
     /// # Errors
     /// The driver's, and [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
+        let _one_at_a_time = lock(&self.changing);
         self.frozen(|| self.driver.resize(bytes))?;
         Ok(self.limits().capacity_bytes)
     }

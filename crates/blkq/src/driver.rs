@@ -2,6 +2,7 @@
 //! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use io_uring::squeue;
 
@@ -11,6 +12,7 @@ use crate::error::{Error, ErrorKind, IoResult};
 use crate::limits::QueueLimits;
 use crate::request::{BioSlab, NIL, Request, Tag};
 use crate::ring::{Cqe, Ring, Token};
+use crate::tags::Wake;
 
 /// A device: what it is, how large, what it can do, and how its queues are opened.
 pub trait Driver: Send + Sync + 'static {
@@ -28,7 +30,7 @@ pub trait Driver: Send + Sync + 'static {
 
     /// Opens queue `index` (0 to one below the disk's number of queues) on the thread
     /// that will use it. `tags` is the number of requests, `ring` is there if
-    /// [`Driver::uses_ring`].
+    /// [`Driver::uses_ring`]; through `wake` any thread can have an engine's queue polled.
     ///
     /// # Errors
     /// Whatever keeps the queue from working; the disk then is not opened.
@@ -37,6 +39,7 @@ pub trait Driver: Send + Sync + 'static {
         index: u16,
         tags: usize,
         ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error>;
 
     /// The state of the bytes of `range` (data, zero, hole), up to `max` extents from its

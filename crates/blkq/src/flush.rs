@@ -13,6 +13,7 @@ use crate::clock::monotonic_ns;
 use crate::error::IoResult;
 use crate::queue::Queue;
 use crate::request::{FlushStep, Request, RequestState, Tag};
+use crate::ring::Ring;
 
 /// How long data of other sequences in flight may delay a flush (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;
@@ -62,6 +63,9 @@ impl Queue {
     pub(crate) fn begin_flush_sequence(&mut self, index: u32) {
         if self.bios[index].flags.contains(BioFlags::PREFLUSH) {
             self.await_flush(index, FlushStep::Preflush);
+        } else if self.limits.fua && self.bios[index].operation == Operation::Write {
+            // The driver does it all: no flush need wait for such a write.
+            self.begin_data(index);
         } else {
             self.begin_sequence_data(index);
         }
@@ -79,7 +83,11 @@ impl Queue {
             slot.step = FlushStep::Data;
         }
         self.flush.data_in_flight += 1;
-        self.begin_data(index);
+        // The flush took its time, and the device may have changed meanwhile.
+        match self.check(index) {
+            Ok(()) => self.begin_data(index),
+            Err(status) => self.end_bio(index, Err(status)),
+        }
     }
 
     fn await_flush(&mut self, index: u32, step: FlushStep) {
@@ -104,14 +112,14 @@ impl Queue {
     /// Issues a flush if somebody waits for one, none is in flight, and no data of other
     /// sequences is about to ask for another (for at most five seconds).
     #[inline]
-    pub(crate) fn kick_flush(&mut self) {
+    pub(crate) fn kick_flush(&mut self, ring: Option<&mut Ring>) {
         if !self.flush.pending.is_empty() && !self.flush.in_flight {
-            self.issue_flush();
+            self.issue_flush(ring);
         }
     }
 
     #[cold]
-    fn issue_flush(&mut self) {
+    fn issue_flush(&mut self, ring: Option<&mut Ring>) {
         let now_ns = monotonic_ns();
         if self.flush.data_in_flight > 0 {
             let since_ns = *self.flush.pending_since_ns.get_or_insert(now_ns);
@@ -119,29 +127,27 @@ impl Queue {
                 return;
             }
         }
-        if self.in_use == 0 && !self.enter() {
+        if self.disk.control.is_frozen() || !(self.entered || self.enter(ring)) {
             return;
         }
-        let flush = &mut self.flush;
-        flush.pending_since_ns = None;
-        flush.in_flight = true;
-        std::mem::swap(&mut flush.pending, &mut flush.running);
+        self.flush.pending_since_ns = None;
+        self.flush.in_flight = true;
+        std::mem::swap(&mut self.flush.pending, &mut self.flush.running);
         self.in_use += 1;
-        self.requests[flush.tag.index()] = Request {
-            operation: Operation::Flush,
-            state: RequestState::Busy,
-            start_ns: if self.settings.iostats { self.clock.now_ns() } else { 0 },
-            ..Request::idle()
-        };
-        self.dispatch.push_front(flush.tag);
+        let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
+        if self.settings.iostats {
+            self.plug.count(Operation::Flush, start_ns);
+        }
+        self.requests[self.flush.tag.index()] =
+            Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() };
+        self.dispatch.push_front(self.flush.tag);
     }
 
     /// The driver's flush ended: every bio it served takes its next step.
     pub(crate) fn end_flush(&mut self, result: IoResult) {
         self.flush.in_flight = false;
         while let Some(index) = self.flush.running.pop_front() {
-            let step = std::mem::take(&mut self.bios[index].step);
-            if step == FlushStep::Preflush && result.is_ok() {
+            if self.bios[index].step == FlushStep::Preflush && result.is_ok() {
                 self.begin_sequence_data(index);
             } else {
                 self.end_bio(index, result);

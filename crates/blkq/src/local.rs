@@ -160,5 +160,6 @@ impl Drop for LocalQueue {
             self.turn(1, Some(IDLE_WAIT));
             self.queue.done.clear();
         }
+        self.queue.close(self.ring.as_mut());
     }
 }

@@ -81,6 +81,12 @@ impl Queue {
             if slot.pending >= PARTS_MAX || slot.issued == slot.sectors || slot.error.is_some() {
                 return;
             }
+            // Limits may have changed since the first part.
+            if let Err(status) = self.check_rest(index) {
+                self.bios[index].error = Some(status);
+                continue;
+            }
+            let slot = &self.bios[index];
             let as_zeroes = slot.marks.contains(SlotMarks::AS_ZEROES);
             let operation = if as_zeroes { Operation::Write } else { slot.operation };
             let sector = slot.sector + slot.issued;
@@ -90,7 +96,10 @@ impl Queue {
                 self.bios[index].error = Some(Status::Invalid);
                 continue;
             }
-            let (flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
+            let (mut flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
+            if as_zeroes {
+                flags.remove(BioFlags::NO_UNMAP);
+            }
             let part = self.bios.insert(NewBio {
                 operation,
                 flags,
@@ -112,6 +121,31 @@ impl Queue {
             self.stats.count(Counter::Splits, 1);
             self.wait(part);
         }
+    }
+
+    /// Whether the device still takes what is left of bio `index`; write zeroes that it no
+    /// longer does go on as zeroes to be written.
+    fn check_rest(&mut self, index: u32) -> IoResult {
+        let slot = &self.bios[index];
+        self.limits.check_range(slot.sector.bytes(), slot.sectors << SECTOR_SHIFT)?;
+        if slot.operation.is_write() && self.limits.read_only {
+            return Err(Status::ReadOnly);
+        }
+        let bytes = match (slot.operation, slot.flags.contains(BioFlags::NO_UNMAP)) {
+            (Operation::Discard, _) if self.limits.max_discard_bytes == 0 => {
+                return Err(Status::NotSupported);
+            }
+            (Operation::WriteZeroes, true) => self.limits.max_write_zeroes_no_unmap_bytes,
+            (Operation::WriteZeroes, false) => self.limits.max_write_zeroes_bytes,
+            _ => return Ok(()),
+        };
+        if bytes == 0 && !slot.marks.contains(SlotMarks::AS_ZEROES) {
+            if slot.flags.contains(BioFlags::NO_FALLBACK) {
+                return Err(Status::NotSupported);
+            }
+            self.bios[index].marks.insert(SlotMarks::AS_ZEROES);
+        }
+        Ok(())
     }
 
     /// Length of the next part of bio `index`, in sectors; 0 if not even a block fits.

@@ -2,10 +2,11 @@
 //! that neighbours merge, tags are taken in one go, the clock is read once, and the
 //! driver sees a batch (`struct blk_plug` in the kernel).
 
+use crate::bio::Operation;
 use crate::queue::Queue;
 use crate::request::{RequestState, Tag};
 use crate::ring::Ring;
-use crate::stats::Counter;
+use crate::stats::{Counter, StatGroup, StatsWriter};
 use crate::tags::{TagBatch, TagSet};
 
 /// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT).
@@ -23,6 +24,9 @@ pub(crate) struct Plug {
     pub tags: TagBatch,
     /// Requests before a flush: see the constants.
     pub limit: usize,
+    /// Requests built since the statistics were last told, by group, and when the first was.
+    built: [u32; StatGroup::COUNT],
+    first_ns: u64,
     /// How many requests the last plug had: so many tags the next one takes at once.
     last_len: usize,
 }
@@ -33,6 +37,8 @@ impl Plug {
             requests: Vec::with_capacity(PLUG_REQUESTS_SEVERAL_QUEUES),
             tags: TagBatch::default(),
             limit: PLUG_REQUESTS,
+            built: [0; StatGroup::COUNT],
+            first_ns: 0,
             last_len: 1,
         }
     }
@@ -40,6 +46,26 @@ impl Plug {
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
+    }
+
+    /// Counts a request that was built.
+    #[inline]
+    pub fn count(&mut self, operation: Operation, start_ns: u64) {
+        if self.built == [0; StatGroup::COUNT] {
+            self.first_ns = start_ns;
+        }
+        self.built[StatGroup::from(operation) as usize] += 1;
+    }
+
+    /// Tells the statistics of the requests that were built.
+    #[inline]
+    fn publish(&mut self, stats: &mut StatsWriter) {
+        for group in StatGroup::ALL {
+            let built = std::mem::take(&mut self.built[group as usize]);
+            if built > 0 {
+                stats.start(group, u64::from(built), self.first_ns);
+            }
+        }
     }
 
     /// How many tags to take at once: as many as the last plug used, or as bios wait.
@@ -71,6 +97,9 @@ impl Queue {
     #[inline]
     pub(crate) fn flush_plug(&mut self, ring: Option<&mut Ring>) {
         self.clock.invalidate();
+        if self.settings.iostats {
+            self.plug.publish(&mut self.stats);
+        }
         if !self.plug.is_empty() {
             self.plug.last_len = self.plug.requests.len();
             self.stats.count(Counter::PlugFlushes, 1);

@@ -32,7 +32,13 @@ const BIOS_PER_TAG: u32 = 8;
 /// Fewest bios that a queue takes.
 const BIOS_MIN: u32 = 1024;
 /// Size of the queue's zeroes, from which emulated write-zeroes write.
-const ZEROES_BYTES: usize = 64 << 10;
+const ZEROES_BYTES: u32 = 64 << 10;
+
+/// The zeroes that emulated write-zeroes write from: as a segment they must be legal.
+fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
+    let longest = limits.max_segment_bytes & !(limits.logical_block_bytes - 1);
+    IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
+}
 
 /// The limits in the units of the fast path, so that it is a few compares.
 #[derive(Clone, Copy)]
@@ -40,28 +46,39 @@ pub(crate) struct FastLimits {
     capacity_sectors: u64,
     /// Bits that must be zero in the sector and the length.
     block_mask: u64,
-    /// Largest read or write that surely needs no split; 0 sends all through the slow path.
-    whole_sectors: u64,
+    /// Largest read and write that surely need no split; 0 sends all through the slow path.
+    whole_sectors: [u64; 2],
 }
 
 impl FastLimits {
     fn new(limits: &QueueLimits) -> FastLimits {
         let whole = limits.max_request_bytes.min(limits.max_segment_bytes);
-        let whole = if limits.chunk_bytes == 0 { whole } else { 0 };
+        let whole = if limits.chunk_bytes == 0 { u64::from(whole >> SECTOR_SHIFT) } else { 0 };
         FastLimits {
             capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
             block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
-            whole_sectors: u64::from(whole >> SECTOR_SHIFT),
+            whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
         }
     }
 
-    /// Whether a read or write of one buffer is legal and in one piece.
+    /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
     #[inline]
-    fn fits(&self, sector: Sector, sectors: u64) -> bool {
+    fn fits(
+        &self,
+        operation: Operation,
+        flags: BioFlags,
+        sector: Sector,
+        sectors: u64,
+        data: DataWords,
+    ) -> bool {
+        // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
+        let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
         (sector.0 | sectors) & self.block_mask == 0
-            && sectors.wrapping_sub(1) < self.whole_sectors
+            && sectors.wrapping_sub(1) < whole
+            && sectors <= data.buffer_sectors()
             && sector.0 <= self.capacity_sectors
             && sectors <= self.capacity_sectors - sector.0
+            && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
 }
 
@@ -91,6 +108,8 @@ pub(crate) struct Queue {
     pub(crate) done: Vec<Completion>,
     pub(crate) clock: Clock,
     pub(crate) stats: StatsWriter,
+    /// Between `enter` and `leave`: limits and settings stay as they are.
+    pub(crate) entered: bool,
     /// Requests built and not ended.
     pub(crate) in_use: u32,
     /// Requests that the driver has.
@@ -98,6 +117,8 @@ pub(crate) struct Queue {
     /// When a driver that was out of resources is asked again.
     pub(crate) rerun_at_ns: Option<u64>,
     pub(crate) limits_changed: bool,
+    /// The software queue that is looked at first.
+    pub(crate) software_from: u32,
     /// The place among the tag set's waiters, if other queues use the set too.
     sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
@@ -143,7 +164,8 @@ impl Queue {
         let tags = disk.hardware_queue(index).tags.clone();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(tags.capacity()) + 1;
-        let driver = disk.driver().open_queue(index as u16, slots, ring)?;
+        let driver =
+            disk.driver().open_queue(index as u16, slots, ring, disk.hardware_queue(index).kick.clone())?;
         let sharing = if disk.has_shared_tags() {
             let kick = disk.hardware_queue(index).kick.clone();
             Some(
@@ -153,6 +175,7 @@ impl Queue {
         } else {
             None
         };
+        let zeroes = zeroes_for(&limits);
         let bios = BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN));
         Ok(Queue {
             disk: disk.clone(),
@@ -177,13 +200,15 @@ impl Queue {
             clock: Clock::new(settings.clock),
             stats: StatsWriter::over(disk.hardware_queue(index).stats.clone()),
             settings,
+            entered: false,
             in_use: 0,
             started: 0,
             rerun_at_ns: None,
             limits_changed: false,
+            software_from: 0,
             sharing,
             gate_owed: [0; 2],
-            zeroes: IoBuffer::zeroed(ZEROES_BYTES),
+            zeroes,
         })
     }
 
@@ -210,31 +235,25 @@ impl Queue {
 
     /// Makes the bio this queue's own and sends it on its way.
     #[inline]
-    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, ring: Option<&mut Ring>) {
+    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, mut ring: Option<&mut Ring>) {
+        if !self.entered {
+            self.enter(ring.as_deref_mut());
+        }
         let bio = ManuallyDrop::new(bio);
         let Bio { operation, flags, sector, sectors, .. } = *bio;
         // SAFETY: the bio is not dropped.
         let data = unsafe { DataWords::of(&bio.data) };
-        let plain = match data.buffer_len() {
-            Some(len) => {
-                operation.has_data()
-                    && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
-                    && self.fast.fits(sector, sectors)
-                    && sectors << SECTOR_SHIFT <= u64::from(len)
-                    && !(operation == Operation::Write && self.limits.read_only)
-            }
-            None => false,
-        };
+        let plain = self.fast.fits(operation, flags, sector, sectors, data);
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        let bio = NewBio { operation, flags, sector, sectors, data, end, marks, start_ns };
-        let index = self.bios.insert(bio);
-        if plain {
-            if !self.waiting.is_empty() || !self.admit(index, ring) {
-                self.wait(index);
-            }
-        } else {
+        let index =
+            self.bios.insert(NewBio { operation, flags, sector, sectors, data, end, marks, start_ns });
+        if !plain {
             self.accept_slow(index);
             self.admit_waiting(ring);
+            // It may have ended already: then nobody need poll for a freeze to go on.
+            self.leave_if_idle();
+        } else if !self.waiting.is_empty() || !self.admit(index, ring) {
+            self.wait(index);
         }
     }
 
@@ -251,6 +270,10 @@ impl Queue {
         if slot.sectors == 0 {
             return self.end_bio(index, Ok(()));
         }
+        if slot.operation != Operation::WriteZeroes {
+            // It means nothing to other operations, and their drivers did not declare it.
+            slot.flags.remove(BioFlags::NO_UNMAP);
+        }
         if !self.limits.write_cache {
             slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
         }
@@ -261,7 +284,7 @@ impl Queue {
     }
 
     /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
-    fn check(&self, index: u32) -> IoResult {
+    pub(crate) fn check(&self, index: u32) -> IoResult {
         let slot = &self.bios[index];
         if slot.operation == Operation::Flush {
             return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
@@ -276,7 +299,8 @@ impl Queue {
         if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
             return Err(Status::Invalid);
         }
-        if slot.operation.has_data() {
+        // The memory of a part is its parent's, checked with that.
+        if slot.operation.has_data() && slot.parent == NIL {
             slot.with_segments(|segments| {
                 if length > u64::from(u32::MAX) {
                     return Err(Status::Invalid);
@@ -289,11 +313,19 @@ impl Queue {
 
     /// Puts a bio at the end of those that wait for a tag.
     pub(crate) fn wait(&mut self, index: u32) {
+        let slot = &self.bios[index];
+        let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
+        if !may_wait && !self.waiting.is_empty() {
+            return self.end_bio(index, Err(Status::Again));
+        }
         self.waiting.push_back(&mut self.bios, index);
     }
 
     /// Turns waiting bios into requests while there are tags.
     pub(crate) fn admit_waiting(&mut self, mut ring: Option<&mut Ring>) {
+        if self.waiting.is_empty() || !(self.entered || self.enter(ring.as_deref_mut())) {
+            return;
+        }
         while let Some(index) = self.waiting.pop_front(&mut self.bios) {
             if self.admit(index, ring.as_deref_mut()) {
                 continue;
@@ -323,9 +355,6 @@ impl Queue {
     /// A tag, out of the plug's batch.
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
-        if self.in_use == 0 && !self.enter() {
-            return None;
-        }
         match self.plug.tags.next() {
             Some(tag) => Some(tag),
             None => self.refill_tags(),
@@ -335,21 +364,19 @@ impl Queue {
     #[cold]
     fn refill_tags(&mut self) -> Option<Tag> {
         // A frozen disk takes no new request; those in flight end.
-        if !self.disk.control.is_frozen() {
-            let want = self.plug.tags_wanted(self.waiting.len() as usize);
-            self.plug.tags = match &self.sharing {
-                None => self.tags.get_batch(&mut self.hint, want),
-                Some(_) => self.get_shared_tags(),
-            };
-            if let Some(tag) = self.plug.tags.next() {
-                return Some(tag);
-            }
+        if !self.entered || self.disk.control.is_frozen() {
+            return None;
+        }
+        let want = self.plug.tags_wanted(self.waiting.len() as usize);
+        self.plug.tags = match &self.sharing {
+            None => self.tags.get_batch(&mut self.hint, want),
+            Some(_) => self.get_shared_tags(),
+        };
+        let tag = self.plug.tags.next();
+        if tag.is_none() {
             self.stats.count(Counter::TagWaits, 1);
         }
-        if self.in_use == 0 {
-            self.leave();
-        }
-        None
+        tag
     }
 
     /// A tag of a set that other queues use too: never more than the fair share, and a
@@ -378,7 +405,7 @@ impl Queue {
         slot.next = NIL;
         let request = &mut self.requests[tag.index()];
         debug_assert!(request.state == RequestState::Idle);
-        // Field by field: a literal would go through the stack (see `BioSlot`).
+        // Field by field: a literal would go through the stack (see `DataWords`).
         request.sector = slot.sector;
         request.sectors = slot.sectors;
         request.first_bio = index;
@@ -389,36 +416,43 @@ impl Queue {
         request.flags = slot.flags;
         request.state = RequestState::Busy;
         request.pdu = [0; 2];
-        let (operation, start_ns) = (slot.operation, slot.start_ns);
         self.in_use += 1;
         if self.settings.iostats {
-            self.stats.start(operation.into(), 1, start_ns);
+            if slot.start_ns == 0 {
+                // Statistics were off when the bio came.
+                request.start_ns = self.clock.now_ns();
+            }
+            self.plug.count(slot.operation, request.start_ns);
         }
     }
 
-    /// The queue goes from rest to having requests. False while the disk is frozen.
+    /// The queue goes from rest to having requests, and takes over what changed meanwhile.
+    /// False while the disk is frozen.
     #[cold]
-    pub(crate) fn enter(&mut self) -> bool {
-        if !self.disk.control.enter(self.index) {
-            return false;
+    pub(crate) fn enter(&mut self, ring: Option<&mut Ring>) -> bool {
+        self.entered = self.disk.control.enter(self.index);
+        if self.entered {
+            if self.sharing.is_some() {
+                self.tags.join();
+            }
+            self.reload_if_changed(ring);
         }
-        if self.sharing.is_some() {
-            self.tags.join();
-        }
-        self.reload_if_changed(None);
-        true
+        self.entered
     }
 
-    /// The queue has no request any more.
-    pub(crate) fn leave(&mut self) {
-        if self.sharing.is_some() {
-            self.tags.leave();
+    /// The queue is at rest again, if it has no request any more.
+    #[inline]
+    fn leave_if_idle(&mut self) {
+        if self.entered && self.in_use == 0 {
+            self.entered = false;
+            if self.sharing.is_some() {
+                self.tags.leave();
+            }
+            self.disk.control.leave(self.index);
         }
-        self.disk.control.leave(self.index);
     }
 
-    /// Takes over limits and settings that were changed under a freeze. Only called
-    /// between `enter` and `leave`, so that no freeze is under way.
+    /// Takes over limits and settings that were changed under a freeze.
     fn reload_if_changed(&mut self, ring: Option<&mut Ring>) {
         let generation = self.disk.control.generation();
         if generation == self.generation {
@@ -443,6 +477,10 @@ impl Queue {
             return;
         }
         self.limits = limits;
+        // A driver in use only gives up capabilities: then no segment becomes too long.
+        if self.in_use == 0 {
+            self.zeroes = zeroes_for(&self.limits);
+        }
         self.fast = FastLimits::new(&self.limits);
         // What waits was checked against the old limits: check and split it again.
         for _ in 0..self.waiting.len() {
@@ -455,15 +493,10 @@ impl Queue {
     }
 
     /// Takes over changed settings even while nothing is submitted.
+    #[inline]
     fn refresh(&mut self, ring: Option<&mut Ring>) {
-        if self.disk.control.generation() == self.generation {
-            return;
-        }
-        if self.in_use > 0 {
-            self.reload_if_changed(ring);
-        } else if self.disk.control.enter(self.index) {
-            self.reload_if_changed(ring);
-            self.disk.control.leave(self.index);
+        if !self.entered && self.disk.control.generation() != self.generation {
+            self.enter(ring);
         }
     }
 
@@ -482,7 +515,7 @@ impl Queue {
             self.complete_batch();
         }
         self.refresh(ring.as_deref_mut());
-        self.kick_flush();
+        self.kick_flush(ring.as_deref_mut());
         self.pull_software_queues(ring.as_deref_mut());
         self.admit_waiting(ring);
     }
@@ -491,7 +524,7 @@ impl Queue {
     #[inline]
     pub fn flush(&mut self, mut ring: Option<&mut Ring>) {
         loop {
-            self.kick_flush();
+            self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());
             if self.completed.is_empty() {
                 break;
@@ -501,6 +534,13 @@ impl Queue {
         }
         self.plug.return_tags(&self.tags);
         self.clock.invalidate();
+        self.leave_if_idle();
+    }
+
+    /// Has the driver give back what it registered with a ring that lives on.
+    pub fn close(&mut self, ring: Option<&mut Ring>) {
+        let mut cx = driver_context!(self, ring);
+        self.driver.close(&mut cx);
     }
 
     /// Requests and bios that have not ended.
@@ -518,7 +558,9 @@ impl Queue {
         !self.done.is_empty()
             || !self.completed.is_empty()
             || (self.can_take() && self.shared().software.has_pending())
-            || (self.disk.control.generation() != self.generation && !self.disk.control.is_frozen())
+            || (!self.entered
+                && self.disk.control.generation() != self.generation
+                && !self.disk.control.is_frozen())
     }
 }
 
@@ -529,9 +571,9 @@ impl Drop for Queue {
         if self.bios.len() > 0 {
             std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
         }
-        if self.in_use > 0 {
-            self.leave();
-        }
+        self.plug.return_tags(&self.tags);
+        self.in_use = 0;
+        self.leave_if_idle();
         if let Some(waiter) = self.sharing.take() {
             self.tags.unregister(waiter);
         }

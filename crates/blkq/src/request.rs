@@ -167,10 +167,10 @@ impl DataWords {
         }
     }
 
-    /// The length of the buffer, if it is one.
+    /// The length of the buffer in sectors; 0 if it is none.
     #[inline]
-    pub fn buffer_len(&self) -> Option<u32> {
-        (self.kind == DataKind::Buffer).then_some(self.len)
+    pub fn buffer_sectors(&self) -> u64 {
+        if self.kind == DataKind::Buffer { u64::from(self.len >> SECTOR_SHIFT) } else { 0 }
     }
 }
 

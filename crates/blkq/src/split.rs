@@ -47,8 +47,8 @@ pub(crate) fn split_point(
     if !segments.is_empty() {
         bytes = bytes_of_segments(limits, segments, skip, bytes);
     }
-    if bytes == length {
-        return length;
+    if bytes == length || bytes == 0 {
+        return bytes;
     }
     let unit = match operation {
         Operation::Discard => limits.discard_granularity,

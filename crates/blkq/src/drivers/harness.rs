@@ -2,6 +2,8 @@
 //! them to one queue, and turns its ring.
 
 use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::bio::{BioFlags, Operation};
@@ -13,6 +15,7 @@ use crate::error::{Error, IoResult};
 use crate::request::{BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
 use crate::ring::{Cqe, Ring, Token};
 use crate::sector::Sector;
+use crate::tags::Wake;
 
 pub(super) const TAGS: usize = 64;
 const OWNER: u16 = 7;
@@ -32,15 +35,29 @@ pub(super) struct Harness {
     ended: Vec<Option<IoResult>>,
 }
 
+/// Counts how often a queue was woken; the harness polls every millisecond by itself.
+#[derive(Default)]
+pub struct CountWakes(pub AtomicU32);
+
+impl Wake for CountWakes {
+    fn wake(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 impl Harness {
     pub fn open(driver: &dyn Driver) -> Result<Harness, Error> {
         Harness::open_index(driver, 0)
     }
 
     pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
+        Harness::open_waking(driver, index, Arc::new(CountWakes::default()))
+    }
+
+    pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
-        let queue = driver.open_queue(index, TAGS, ring.as_mut())?;
+        let queue = driver.open_queue(index, TAGS, ring.as_mut(), wake)?;
         Ok(Harness {
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
             bios: BioSlab::new(256),

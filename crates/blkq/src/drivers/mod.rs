@@ -10,7 +10,8 @@ pub mod r#loop;
 pub mod null;
 pub mod ram;
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod harness;
 
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
@@ -157,7 +158,8 @@ fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
     Err(Error::new(ErrorKind::Invalid, message))
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests {
     use super::*;
 

@@ -24,6 +24,7 @@ use crate::limits::QueueLimits;
 use crate::request::Tag;
 use crate::ring::Ring;
 use crate::sync::Arc;
+use crate::tags::Wake;
 
 /// Largest discard: giving pages back takes the kernel about a tenth of a microsecond
 /// each, and the engine thread waits for it.
@@ -82,6 +83,7 @@ impl Driver for Ram {
         _index: u16,
         _tags: usize,
         _ring: Option<&mut Ring>,
+        _wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(RamQueue { medium: Arc::clone(&self.medium) }))
     }
@@ -279,7 +281,8 @@ impl Drop for Medium {
     }
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests {
     use super::*;
     use crate::drivers::harness::{Harness, filled, pattern};

@@ -10,7 +10,8 @@ mod extents;
 mod lock;
 mod options;
 mod queue;
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
 mod tests;
 mod writer;
 
@@ -28,6 +29,7 @@ use crate::ring::Ring;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex, lock as locked};
+use crate::tags::Wake;
 
 use backing::{Backing, DirectAlign};
 use lock::LockKind;
@@ -71,17 +73,13 @@ pub struct LoopCounters {
     pub flushes: AtomicU64,
 }
 
-/// Wakes the thread of a queue, so that it calls [`DriverQueue::poll`]. Called on the
-/// thread of another queue: must not block.
-pub type Kick = std::sync::Arc<dyn Fn() + Send + Sync>;
-
 /// What the device and its queues share.
 struct Shared {
     /// Where in the file the device begins.
     offset: u64,
     state: Mutex<State>,
     writer: WriterToken,
-    kicks: [OnceLock<Kick>; QUEUES_MAX as usize],
+    wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
     counters: LoopCounters,
     /// Discards go to the block device itself instead of through fallocate.
     discard_by_command: AtomicBool,
@@ -128,14 +126,10 @@ impl Shared {
         }
     }
 
-    fn kick(&self, queue: u16) {
-        if let Some(kick) = self.kicks.get(usize::from(queue)).and_then(OnceLock::get) {
-            kick();
+    fn wake(&self, queue: u16) {
+        if let Some(wake) = self.wakes.get(usize::from(queue)).and_then(OnceLock::get) {
+            wake.wake();
         }
-    }
-
-    fn has_kick(&self, queue: u16) -> bool {
-        self.kicks.get(usize::from(queue)).is_some_and(|kick| kick.get().is_some())
     }
 }
 
@@ -208,7 +202,7 @@ impl LoopDevice {
                 capacity,
             }),
             writer: WriterToken::new(),
-            kicks: std::array::from_fn(|_| OnceLock::new()),
+            wakes: std::array::from_fn(|_| OnceLock::new()),
             counters: LoopCounters::default(),
             discard_by_command: AtomicBool::new(backing.block_device),
             discards: AtomicBool::new(able && backing.discards),
@@ -242,15 +236,6 @@ impl LoopDevice {
     /// What the driver did so far.
     pub fn counters(&self) -> &LoopCounters {
         &self.shared.counters
-    }
-
-    /// Sets how the thread of queue `queue` is woken when it is its turn to write. The
-    /// first one set stays. A queue without one looks by itself, every millisecond.
-    pub fn set_kick(&self, queue: u16, kick: Kick) {
-        if let Some(place) = self.shared.kicks.get(usize::from(queue)) {
-            // Taken: by the contract above the first one stays.
-            let _ = place.set(kick);
-        }
     }
 
     fn window(&self) -> Window<'_> {
@@ -348,10 +333,13 @@ impl Driver for LoopDevice {
         index: u16,
         tags: usize,
         ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         if index >= QUEUES_MAX {
             return Err(invalid(format!("a loop device has at most {QUEUES_MAX} queues")));
         }
+        // A queue that is opened again has the same wake: it is the disk's, not the owner's.
+        let _ = self.shared.wakes[usize::from(index)].set(wake);
         let ring = ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;
         Ok(Box::new(LoopQueue::open(Arc::clone(&self.shared), index, tags, ring)?))
     }

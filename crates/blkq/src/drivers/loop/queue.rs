@@ -30,7 +30,8 @@ const GROUP_SEGMENTS: usize = 256;
 const GROUP_BYTES: u64 = super::REQUEST_MAX_BYTES as u64;
 /// Calls in a row after which a queue hands the writer's token to one that waits for it.
 const TOKEN_TURNS: u32 = 16;
-/// How often a queue without a kick looks whether it has the token, in nanoseconds.
+/// How often a queue looks whether it has the token, should no wake-up reach it (a thread
+/// that polls its queue itself sleeps where none does), in nanoseconds.
 const TOKEN_POLL_NS: u64 = 1_000_000;
 /// Attempts that would have blocked or were interrupted before a worker of the kernel
 /// gets the operation, and before it fails.
@@ -405,7 +406,7 @@ impl LoopQueue {
     fn release_token(&mut self) {
         self.hold = Hold::No;
         if let Some(next) = self.shared.writer.release(self.index) {
-            self.shared.kick(next);
+            self.shared.wake(next);
         }
     }
 
@@ -489,7 +490,7 @@ impl DriverQueue for LoopQueue {
 
     fn deadline_ns(&self) -> Option<u64> {
         match self.hold {
-            Hold::Waiting(again_ns) if !self.shared.has_kick(self.index) => Some(again_ns),
+            Hold::Waiting(again_ns) => Some(again_ns),
             _ => None,
         }
     }

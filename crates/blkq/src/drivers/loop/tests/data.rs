@@ -327,37 +327,30 @@ fn reads_run_together_and_serial_dispatch_does_one_at_a_time() {
 
 #[test]
 fn two_queues_have_one_writer_and_neither_starves() {
-    for with_kicks in [true, false] {
-        let directory = Directory::new();
-        let path = directory.image(4 * MIB);
-        let device = open(&path, DirectIo::Off);
-        let rounds = if with_kicks { 200 } else { 20 };
-        std::thread::scope(|scope| {
-            for index in 0..2_u16 {
-                let device = &device;
-                scope.spawn(move || {
-                    if with_kicks {
-                        // The harness polls every millisecond by itself.
-                        device.set_kick(index, std::sync::Arc::new(|| {}));
+    let directory = Directory::new();
+    let path = directory.image(4 * MIB);
+    let device = open(&path, DirectIo::Off);
+    std::thread::scope(|scope| {
+        for index in 0..2_u16 {
+            let device = &device;
+            scope.spawn(move || {
+                let mut h = Harness::open_index(device, index).unwrap();
+                for round in 0..50 {
+                    let value = (round * 2 + u64::from(index)) as u8;
+                    let place = u64::from(index) * 2 * MIB + round * 4096;
+                    let parts: Vec<Tag> =
+                        (0..8).map(|i| h.write(place + i * 8192, vec![filled(4096, value)])).collect();
+                    h.start(&parts);
+                    for tag in parts {
+                        assert_eq!(h.wait(tag).0, Ok(()));
                     }
-                    let mut h = Harness::open_index(device, index).unwrap();
-                    for round in 0..rounds {
-                        let value = (round * 2 + u64::from(index)) as u8;
-                        let place = u64::from(index) * 2 * MIB + round * 4096;
-                        let parts: Vec<Tag> =
-                            (0..8).map(|i| h.write(place + i * 8192, vec![filled(4096, value)])).collect();
-                        h.start(&parts);
-                        for tag in parts {
-                            assert_eq!(h.wait(tag).0, Ok(()));
-                        }
-                        assert_eq!(h.read_back(place, 4096), vec![value; 4096]);
-                    }
-                });
-            }
-        });
-        assert_eq!(device.counters().writers_max.load(Relaxed), 1);
-        assert_eq!(device.counters().writers.load(Relaxed), 0);
-    }
+                    assert_eq!(h.read_back(place, 4096), vec![value; 4096]);
+                }
+            });
+        }
+    });
+    assert_eq!(device.counters().writers_max.load(Relaxed), 1);
+    assert_eq!(device.counters().writers.load(Relaxed), 0);
 }
 
 #[test]
@@ -365,19 +358,18 @@ fn the_writer_hands_over_and_kicks() {
     let directory = Directory::new();
     let path = directory.image(4 * MIB);
     let device = open(&path, DirectIo::Off);
-    let kicks = std::sync::Arc::new(AtomicU32::new(0));
+    let kicks = std::sync::Arc::new(crate::drivers::harness::CountWakes::default());
     let counted = std::sync::Arc::clone(&kicks);
-    device.set_kick(1, std::sync::Arc::new(move || _ = counted.fetch_add(1, Relaxed)));
     let mut first = Harness::open_index(&device, 0).unwrap();
-    let mut second = Harness::open_index(&device, 1).unwrap();
+    let mut second = Harness::open_waking(&device, 1, counted).unwrap();
     let ours: Vec<Tag> = (0..40).map(|i| first.write(i * 8192, vec![filled(4096, 1)])).collect();
     let theirs = second.write(2 * MIB, vec![filled(4096, 2)]);
     first.start(&ours);
     second.start(&[theirs]);
     second.turn();
-    assert!(!second.ended(theirs) && kicks.load(Relaxed) == 0);
+    assert!(!second.ended(theirs) && kicks.0.load(Relaxed) == 0);
     // The first queue has much to write, and yet lets the second one in.
-    while kicks.load(Relaxed) == 0 {
+    while kicks.0.load(Relaxed) == 0 {
         first.turn();
     }
     assert!(!first.ended(ours[39]), "it gave way in between");

@@ -1,0 +1,292 @@
+//! Contract 11: changes under a freeze lose no request and take effect on all that follow.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use blkq::{Bio, BioFlags, Counter, Disk, LocalQueue, Operation, Sector, Status};
+use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
+
+/// Makes a change on another thread while this one keeps its queue going.
+fn change(queue: &mut LocalQueue, disk: &Arc<Disk>, change: impl FnOnce(&Disk) + Send) {
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            change(disk);
+            done.store(true, Ordering::SeqCst);
+        });
+        while !done.load(Ordering::SeqCst) {
+            queue.poll();
+        }
+    });
+}
+
+#[test]
+fn the_first_write_after_read_only_was_set_is_refused() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
+    // The queue is at rest: nothing need be waited for, and nothing tells it.
+    disk.set("read-only", "on").unwrap();
+    assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 2), 0)).result, Err(Status::ReadOnly));
+    disk.set("read-only", "off").unwrap();
+    assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 3), 0)).result, Ok(()));
+    device.assert_legal();
+    assert_eq!(device.state().current[0], 3);
+}
+
+#[test]
+fn the_first_bio_after_a_resize_is_held_to_the_new_size() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    for last in [Sector(2047), Sector(1023)] {
+        assert_eq!(run(&mut queue, Bio::read(last, filled(512, 1), 0)).result, Ok(()));
+    }
+    assert_eq!(disk.resize(Some(512 << 10)).unwrap(), 512 << 10);
+    assert_eq!(run(&mut queue, Bio::read(Sector(1024), filled(512, 1), 0)).result, Err(Status::Invalid));
+    assert_eq!(run(&mut queue, Bio::read(Sector(1023), filled(512, 1), 0)).result, Ok(()));
+    disk.resize(Some(1 << 20)).unwrap();
+    assert_eq!(run(&mut queue, Bio::read(Sector(2047), filled(512, 1), 0)).result, Ok(()));
+    device.assert_legal();
+}
+
+#[test]
+fn bios_that_wait_across_a_change_are_checked_and_split_again() {
+    let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let disk = device.builder().depth(2).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    change(&mut queue, &disk, |disk| disk.freeze());
+    device.state().closed = true;
+    // Whole before, split after; and the other way round once more.
+    for mark in 0..16 {
+        let bytes = if mark % 2 == 0 { 64 << 10 } else { 512 };
+        queue
+            .submit(
+                Bio::write(Sector(mark * 128), filled(bytes, mark as u8 + 1), mark)
+                    .with_flags(BioFlags::NO_MERGE),
+            )
+            .unwrap();
+    }
+    (0..10).for_each(|_| queue.poll());
+    assert_eq!((device.log().len(), queue.in_flight()), (0, 16));
+    change(&mut queue, &disk, |disk| disk.set("max-request", "4096").unwrap());
+    change(&mut queue, &disk, |disk| assert!(disk.resize(Some(15 * 64 << 10)).is_ok()));
+    device.state().closed = false;
+    disk.unfreeze();
+    let ended = drain(&mut queue);
+    assert_eq!(ended.len(), 16);
+    for completion in ended {
+        let want = if completion.user_data == 15 { Err(Status::Invalid) } else { Ok(()) };
+        assert_eq!(completion.result, want, "bio {}", completion.user_data);
+    }
+    device.assert_legal();
+    let state = device.state();
+    assert!(state.log.iter().all(|seen| seen.sectors <= 8));
+    for mark in 0..15usize {
+        assert_eq!(state.current[mark << 16], mark as u8 + 1);
+    }
+}
+
+#[test]
+fn parts_that_wait_for_a_tag_outlive_a_change() {
+    let limits = blkq::QueueLimits { max_request_bytes: 4096, ..plain_limits() };
+    let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let disk = device.builder().depth(1).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let mut buffer = filled(256 << 10, 0);
+    buffer.iter_mut().enumerate().for_each(|(index, byte)| *byte = (index / 512) as u8);
+    let want = buffer.to_vec();
+    queue.submit(Bio::write(Sector(0), buffer, 1)).unwrap();
+    queue.submit(Bio::write_zeroes(Sector(1024), 512, 2)).unwrap();
+    queue.poll();
+    change(&mut queue, &disk, |disk| disk.set("max-request", "2048").unwrap());
+    change(&mut queue, &disk, |disk| disk.set("max-request", "16384").unwrap());
+    change(&mut queue, &disk, |disk| disk.set("depth", "7").unwrap());
+    assert!(drain(&mut queue).into_iter().all(|completion| completion.result == Ok(())));
+    device.assert_legal();
+    assert!(device.state().current[..want.len()] == want);
+}
+
+#[test]
+fn the_rest_of_a_split_bio_is_not_issued_beyond_a_smaller_size() {
+    let limits = blkq::QueueLimits { max_request_bytes: 4096, ..plain_limits() };
+    let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let (disk, mut queue) = device.open();
+    change(&mut queue, &disk, |disk| disk.freeze());
+    queue.submit(Bio::write(Sector(0), filled(1 << 20, 1), 1)).unwrap();
+    change(&mut queue, &disk, |disk| assert!(disk.resize(Some(128 << 10)).is_ok()));
+    disk.unfreeze();
+    assert_eq!(drain(&mut queue).pop().unwrap().result, Err(Status::Invalid));
+    device.assert_legal();
+}
+
+#[test]
+fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
+    let device = Device::plain(Behaviour { finish: Finish::Random, busy_every: 20, ..Behaviour::default() });
+    let disk = device.builder().depth(4).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let mut ended = 0;
+    for round in 0..30u64 {
+        for n in 0..20 {
+            queue.submit(Bio::write(Sector((round * 20 + n) * 3), filled(512, 1), 0)).unwrap();
+        }
+        change(&mut queue, &disk, |disk| disk.freeze());
+        let seen = {
+            let mut state = device.state();
+            assert_eq!(state.held, 0, "a request is in the driver of a frozen disk");
+            state.closed = true;
+            state.log.len()
+        };
+        disk.freeze();
+        (0..5).for_each(|_| queue.poll());
+        disk.unfreeze();
+        (0..5).for_each(|_| queue.poll());
+        assert_eq!(device.log().len(), seen, "freezes nest");
+        device.state().closed = false;
+        disk.unfreeze();
+        ended += queue.completions().count();
+    }
+    ended += drain(&mut queue).len();
+    assert_eq!(ended, 600);
+    device.assert_legal();
+    assert_eq!(device.count(Operation::Write), 600);
+}
+
+#[test]
+fn a_quiesced_disk_gives_the_driver_nothing_but_takes_its_completions() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
+    queue.poll();
+    disk.quiesce();
+    device.state().closed = true;
+    queue.submit(Bio::read(Sector(9), filled(512, 1), 2)).unwrap();
+    device.release(2);
+    (0..3).for_each(|_| queue.poll());
+    assert_eq!(queue.completions().map(|c| c.user_data).collect::<Vec<_>>(), [1]);
+    device.state().closed = false;
+    disk.unquiesce();
+    assert_eq!(drain(&mut queue).len(), 1);
+    device.assert_legal();
+}
+
+#[test]
+fn statistics_that_are_turned_on_time_no_io_from_before_the_machine_started() {
+    let device = Device::plain(Behaviour::default());
+    let disk = device.builder().iostats(false).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    change(&mut queue, &disk, |disk| disk.freeze());
+    for mark in 0..4 {
+        queue.submit(Bio::read(Sector(mark * 8), filled(512, 1), mark)).unwrap();
+    }
+    change(&mut queue, &disk, |disk| disk.set("iostats", "on").unwrap());
+    disk.unfreeze();
+    drain(&mut queue);
+    disk.set("iostats", "off").unwrap();
+    run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0));
+    disk.set("iostats", "on").unwrap();
+    run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0));
+    let stats = disk.stats();
+    assert_eq!((stats.groups[0].ios, stats.in_flight), (5, [0, 0]));
+    assert!(stats.groups[0].latency.max_ns < 1_000_000_000, "{} ns", stats.groups[0].latency.max_ns);
+    assert!(stats.busy_ns < 1_000_000_000);
+    assert_eq!(stats.counter(Counter::NegativeLatencies), 0);
+}
+
+#[test]
+fn the_depth_in_force_is_the_most_that_the_driver_has() {
+    let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let (disk, mut queue) = device.open();
+    for depth in [1u16, 2, 5, 128, 3] {
+        for scheduler in ["none", "mq-deadline"] {
+            change(&mut queue, &disk, |disk| {
+                disk.set("depth", &depth.to_string()).unwrap();
+                disk.set("scheduler", scheduler).unwrap();
+            });
+            device.state().held_max = 0;
+            for n in 0..300 {
+                queue.submit(Bio::read(Sector(n * 2), filled(512, 1), n)).unwrap();
+            }
+            assert_eq!(drain(&mut queue).len(), 300);
+            assert!(
+                device.state().held_max <= usize::from(depth),
+                "{depth} {scheduler}: {}",
+                device.state().held_max
+            );
+            assert!(device.state().held_max >= usize::from(depth.min(30)), "{depth} {scheduler}");
+        }
+    }
+    device.assert_legal();
+}
+
+#[test]
+fn senseless_values_and_unknown_keys_are_refused_and_change_nothing() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    let before = disk.settings();
+    for (key, value) in [
+        ("depth", "0"),
+        ("depth", "99999"),
+        ("depth", "-1"),
+        ("depth", "x"),
+        ("scheduler", "bfq"),
+        ("merge", "yes"),
+        ("clock", "slow"),
+        ("iostats", ""),
+        ("batching", "1"),
+        ("no-such", "1"),
+    ] {
+        assert!(disk.set(key, value).is_err(), "{key}={value}");
+    }
+    assert_eq!(disk.settings(), before);
+    assert_eq!(run(&mut queue, Bio::read(Sector(0), filled(512, 0), 0)).result, Ok(()));
+}
+
+#[test]
+fn changes_of_several_threads_at_once_are_all_in_force() {
+    for _ in 0..50 {
+        let device = Device::plain(Behaviour::default());
+        let disk = device.builder().build().unwrap();
+        std::thread::scope(|scope| {
+            for (key, value) in [
+                ("depth", "7"),
+                ("merge", "off"),
+                ("iostats", "off"),
+                ("clock", "precise"),
+                ("scheduler", "mq-deadline"),
+            ] {
+                let disk = &disk;
+                scope.spawn(move || disk.set(key, value).unwrap());
+            }
+        });
+        let settings = disk.settings();
+        assert_eq!((settings.depth, settings.merge, settings.iostats), (7, false, false));
+        assert_eq!(
+            (settings.clock, settings.scheduler),
+            (blkq::ClockMode::Precise, blkq::SchedulerKind::MqDeadline)
+        );
+    }
+}
+
+#[test]
+fn a_change_that_io_keeps_from_happening_says_so() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
+    queue.poll();
+    // Nobody lets it end: the change waits. It goes on once the I/O has ended.
+    change(&mut queue, &disk, |disk| {
+        std::thread::scope(|scope| {
+            let set = scope.spawn(|| disk.set("merge", "off"));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!set.is_finished());
+            device.release(1);
+            set.join().unwrap().unwrap();
+        });
+    });
+    assert!(!disk.settings().merge);
+    assert_eq!(drain(&mut queue).len(), 1);
+}
