@@ -173,7 +173,7 @@ impl Queue {
     }
 
     /// Gives allocations back to the request gate and so lets submitters go on.
-    fn pay_gate(&mut self) {
+    pub(crate) fn pay_gate(&mut self) {
         let [reads, writes] = std::mem::take(&mut self.gate_owed);
         for (direction, count) in [(Direction::Read, reads), (Direction::Write, writes)] {
             if count > 0 {

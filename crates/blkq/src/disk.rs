@@ -19,7 +19,7 @@ use crate::local::LocalQueue;
 use crate::sched::SchedulerKind;
 use crate::software::SoftwareQueues;
 use crate::stats::{QueueStats, StatsSnapshot};
-use crate::submitter::Submitter;
+use crate::submitter::{self, Submitter};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
 
@@ -391,12 +391,18 @@ impl Disk {
         self.next_queue.fetch_add(1, Ordering::Relaxed) % self.queues.len()
     }
 
+    pub(crate) fn check_queue(&self, index: usize) -> Result<(), Error> {
+        if index < self.queues.len() {
+            return Ok(());
+        }
+        let message = format!("{}: there is no queue {index} of {}", self.name, self.queues.len());
+        Err(Error::new(ErrorKind::NotFound, message))
+    }
+
     pub(crate) fn claim_queue(&self, index: usize) -> Result<(), Error> {
-        let Some(queue) = self.queues.get(index) else {
-            let message = format!("{}: there is no queue {index} of {}", self.name, self.queues.len());
-            return Err(Error::new(ErrorKind::NotFound, message));
-        };
-        if queue.open.swap(true, Ordering::Acquire) {
+        self.check_queue(index)?;
+        let queue = &self.queues[index];
+        if queue.open.swap(true, Ordering::SeqCst) {
             let message = format!("{}: queue {index} is open already; each is used by one thread", self.name);
             return Err(Error::new(ErrorKind::Busy, message));
         }
@@ -405,15 +411,31 @@ impl Disk {
 
     /// The owner of a queue is gone: what submitters left there will never be done.
     pub(crate) fn release_queue(&self, index: usize) {
-        let queue = &self.queues[index];
-        for (bio, end) in queue.software.take_all() {
-            match end {
-                End::Callback(callback) => callback(Err(Status::Offline), bio.data),
-                End::Waiter(waiter) => waiter.end(Err(Status::Offline), bio.data),
-                End::Owner(_) | End::Taken => {}
+        self.queues[index].open.store(false, Ordering::SeqCst);
+        self.end_staged(index);
+    }
+
+    /// Ends what submitters staged, if nobody owns the queue. A submitter calls it after it
+    /// has staged a bio, and the owner after it said that it goes: one of them finds the bio.
+    pub(crate) fn end_staged_if_closed(&self, index: usize) {
+        if !self.queues[index].open.load(Ordering::SeqCst) {
+            self.end_staged(index);
+        }
+    }
+
+    fn end_staged(&self, index: usize) {
+        for staged in self.queues[index].software.take_all() {
+            for (bio, end) in staged.bios {
+                match end {
+                    End::Callback(callback) => callback(Err(Status::Offline), bio.data),
+                    End::Waiter(waiter) => waiter.end(Err(Status::Offline), bio.data),
+                    End::Owner(_) | End::Taken => {}
+                }
+            }
+            if staged.gated {
+                self.gate.leave(submitter::direction(staged.operation), 1);
             }
         }
-        queue.open.store(false, Ordering::Release);
     }
 }
 

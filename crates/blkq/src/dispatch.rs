@@ -62,7 +62,11 @@ impl Queue {
     #[inline]
     pub(crate) fn issue(&mut self, tags: &[Tag], ring: Option<&mut Ring>) -> usize {
         // While quiesced nothing reaches the driver; whoever ends it kicks the queue.
-        if tags.is_empty() || !self.disk.control.begin_dispatch(self.index) {
+        if tags.is_empty() {
+            return 0;
+        }
+        self.held_back = !self.disk.control.begin_dispatch(self.index);
+        if self.held_back {
             return 0;
         }
         let mut cx = driver_context!(self, ring);

@@ -21,13 +21,15 @@ use crate::limits::QueueLimits;
 use crate::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::queue::Queue;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, lock, try_lock};
 
 /// Submissions that an engine's ring has room for.
 const RING_ENTRIES: u32 = 512;
 /// Owners on the ring: queues from 0, sources from here, the engine itself last.
 const FIRST_SOURCE: u16 = 0x100;
 const ENGINE: u16 = u16::MAX;
+/// Times in one turn that sources get what has ended and submit more.
+const TURN_ROUNDS: usize = 16;
 /// Stack of an engine thread and of its worker, in bytes.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -62,6 +64,7 @@ pub trait Source {
     }
 
     /// Begin to stop: take nothing new, end what is in flight; with `force`, drop clients.
+    /// Called again, with `force`, if the engine ends meanwhile.
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);
 
     /// Whether nothing is left in flight and the source may be dropped.
@@ -177,7 +180,8 @@ enum Message {
 }
 
 struct Mailbox {
-    messages: Mutex<Vec<Message>>,
+    /// None once the engine has ended.
+    messages: Mutex<Option<Vec<Message>>>,
     kick: Arc<Kick>,
 }
 
@@ -187,7 +191,10 @@ pub struct EngineHandle(Arc<Mailbox>);
 
 impl EngineHandle {
     fn post(&self, message: Message) {
-        lock(&self.0.messages).push(message);
+        // Dropped if the engine has ended: who waits for an answer sees that.
+        if let Some(messages) = &mut *lock(&self.0.messages) {
+            messages.push(message);
+        }
         self.0.kick.kick();
     }
 
@@ -232,8 +239,11 @@ impl EngineThread {
     /// If there is no queue, or more than 256.
     pub fn spawn(name: &str, queues: Vec<(Arc<Disk>, usize)>) -> Result<EngineThread, Error> {
         assert!((1..=usize::from(FIRST_SOURCE)).contains(&queues.len()), "an engine has 1 to 256 queues");
+        for (disk, index) in &queues {
+            disk.check_queue(*index)?;
+        }
         let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
-        let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Vec::new()), kick }));
+        let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick }));
         let (sender, receiver) = channel();
         let engine_handle = handle.clone();
         let body = move || match Engine::new(queues, engine_handle) {
@@ -322,12 +332,17 @@ impl Engine {
         loop {
             self.turn();
             // Before it waits again: nobody would wake it.
-            if self.exit && self.queues.iter().all(|queue| queue.in_flight() == 0) {
+            if self.exit && self.is_stopped() {
                 break;
             }
             self.enter();
         }
         self.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.ring)));
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.sources.iter().flatten().all(|source| source.is_stopped())
+            && self.queues.iter().all(Queue::is_drained)
     }
 
     fn turn(&mut self) {
@@ -341,7 +356,8 @@ impl Engine {
         for queue in &mut self.queues {
             queue.run(Some(&mut self.ring));
         }
-        loop {
+        // Bounded, so that a source whose bios end at once does not keep the engine from all else.
+        for _ in 0..TURN_ROUNDS {
             self.deliver();
             for index in 0..self.sources.len() {
                 self.with_source(index, |source, cx| source.on_turn(cx));
@@ -412,8 +428,10 @@ impl Engine {
 
     fn take_messages(&mut self) {
         // Held by a thread that is posting just now: its kick brings the engine back.
-        if let Ok(mut messages) = self.handle.0.messages.try_lock() {
-            std::mem::swap(&mut *messages, &mut self.messages);
+        if let Some(mut mail) = try_lock(&self.handle.0.messages)
+            && let Some(messages) = &mut *mail
+        {
+            std::mem::swap(messages, &mut self.messages);
         }
         let mut messages = std::mem::take(&mut self.messages);
         for message in messages.drain(..) {
@@ -431,13 +449,22 @@ impl Engine {
                     self.with_source(index, |source, cx| source.stop(cx, force));
                     self.stopping.push((id, stopped));
                 }
-                Message::Exit => self.exit = true,
+                Message::Exit => {
+                    self.exit = true;
+                    self.queues.iter_mut().for_each(|queue| queue.closing = true);
+                    for index in 0..self.sources.len() {
+                        self.with_source(index, |source, cx| source.stop(cx, true));
+                    }
+                }
             }
         }
         self.messages = messages;
     }
 
     fn add(&mut self, source: Box<dyn Source>) -> Result<u16, Error> {
+        if self.exit {
+            return Err(Error::new(ErrorKind::System, "the engine has ended"));
+        }
         let index = match self.sources.iter().position(Option::is_none) {
             Some(index) => index,
             None => {
@@ -488,7 +515,8 @@ impl Engine {
 
     fn has_work(&self) -> bool {
         // A poster holds the lock for a moment only, and what it posts is work.
-        let mail = self.handle.0.messages.try_lock().map_or(true, |messages| !messages.is_empty());
+        let mail = try_lock(&self.handle.0.messages)
+            .is_none_or(|mail| mail.as_ref().is_some_and(|messages| !messages.is_empty()));
         mail || self.queues.iter().any(Queue::has_work)
     }
 
@@ -502,6 +530,9 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         // Sources own memory that the kernel may still use; closing the ring first ends that.
+        // Who waits for an answer, to these or to what was posted too late, sees it dropped.
+        let late = lock(&self.handle.0.messages).take();
+        drop(late);
         for waiting in self.stopping.drain(..) {
             let _ = waiting.1.send(());
         }

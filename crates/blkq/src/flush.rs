@@ -44,6 +44,11 @@ impl FlushMachine {
         }
     }
 
+    /// Whether anybody waits for a flush that has not begun.
+    pub fn is_wanted(&self) -> bool {
+        !self.pending.is_empty() && !self.in_flight
+    }
+
     /// When a delayed flush must go out at the latest.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.pending_since_ns.filter(|_| !self.in_flight).map(|since| since + PENDING_NS_MAX)
@@ -141,6 +146,13 @@ impl Queue {
         self.requests[self.flush.tag.index()] =
             Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() };
         self.dispatch.push_front(self.flush.tag);
+    }
+
+    /// Ends those that wait for the next flush, which will not come.
+    pub(crate) fn end_pending_flushes(&mut self, result: IoResult) {
+        while let Some(index) = self.flush.pending.pop_front() {
+            self.end_bio(index, result);
+        }
     }
 
     /// The driver's flush ended: every bio it served takes its next step.

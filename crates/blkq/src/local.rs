@@ -83,7 +83,7 @@ impl LocalQueue {
             if have >= want {
                 return;
             }
-            self.turn(want - have, self.timeout());
+            self.turn(want, self.timeout());
         }
     }
 
@@ -91,12 +91,13 @@ impl LocalQueue {
         self.queue.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())))
     }
 
+    /// `want` completions are to be there: otherwise it sleeps.
     #[inline]
     fn turn(&mut self, want: usize, timeout: Option<Duration>) {
         self.queue.flush(self.ring.as_mut());
         match &mut self.ring {
             Some(ring) => {
-                if want > 0 && self.queue.done.is_empty() {
+                if self.queue.done.len() < want {
                     // A merged request ends several bios: one completion of the ring may do.
                     // With nothing in the driver (frozen, quiesced, tags held elsewhere) none comes.
                     let idle = if self.queue.started == 0 { Some(IDLE_WAIT) } else { None };
@@ -109,7 +110,7 @@ impl LocalQueue {
                     self.queue.complete_cqe(cqe, Some(ring));
                 }
             }
-            None if want > 0 && self.queue.done.is_empty() && self.queue.completed.is_empty() => {
+            None if self.queue.done.len() < want && self.queue.completed.is_empty() => {
                 std::thread::sleep(timeout.unwrap_or(IDLE_WAIT).min(IDLE_WAIT));
             }
             None => {}
@@ -156,6 +157,7 @@ impl LocalQueue {
 impl Drop for LocalQueue {
     fn drop(&mut self) {
         // The kernel may still write into buffers of I/O in flight: wait for it.
+        self.queue.closing = true;
         while self.queue.started > 0 {
             self.turn(1, Some(IDLE_WAIT));
             self.queue.done.clear();

@@ -22,7 +22,7 @@ pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
 pub(crate) fn side(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
     if sector == end {
         Some(MergeSide::Back)
-    } else if sector.0 + sectors == start.0 {
+    } else if sector.0.checked_add(sectors) == Some(start.0) {
         Some(MergeSide::Front)
     } else {
         None
@@ -50,10 +50,10 @@ impl Queue {
         let slot = &self.bios[index];
         if let Some(&tag) = self.plug.requests.last() {
             let request = &self.requests[tag.index()];
-            if let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors) {
-                if self.merge_into(tag, index, side) {
-                    return true;
-                }
+            if let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors)
+                && self.merge_into(tag, index, side)
+            {
+                return true;
             }
         }
         self.scheduler.is_some() && self.try_scheduler_merge(index)

@@ -59,7 +59,7 @@ impl Plug {
 
     /// Tells the statistics of the requests that were built.
     #[inline]
-    fn publish(&mut self, stats: &mut StatsWriter) {
+    pub fn publish(&mut self, stats: &mut StatsWriter) {
         for group in StatGroup::ALL {
             let built = std::mem::take(&mut self.built[group as usize]);
             if built > 0 {
@@ -85,9 +85,8 @@ impl Queue {
     #[inline]
     pub(crate) fn plug_request(&mut self, tag: Tag, ring: Option<&mut Ring>) {
         self.plug.requests.push(tag);
-        if self.plug.requests.len() >= self.plug.limit {
-            self.flush_plug(ring);
-        } else if self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES && self.settings.merge {
+        let full = self.plug.requests.len() >= self.plug.limit;
+        if full || (self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES && self.settings.merge) {
             self.flush_plug(ring);
         }
     }

@@ -119,6 +119,10 @@ pub(crate) struct Queue {
     pub(crate) limits_changed: bool,
     /// The software queue that is looked at first.
     pub(crate) software_from: u32,
+    /// The owner goes: nothing more is taken from submitters.
+    pub(crate) closing: bool,
+    /// The driver was not to be given requests when there were some.
+    pub(crate) held_back: bool,
     /// The place among the tag set's waiters, if other queues use the set too.
     sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
@@ -206,6 +210,8 @@ impl Queue {
             rerun_at_ns: None,
             limits_changed: false,
             software_from: 0,
+            closing: false,
+            held_back: false,
             sharing,
             gate_owed: [0; 2],
             zeroes,
@@ -336,6 +342,10 @@ impl Queue {
                 return;
             }
             self.end_bio(index, Err(Status::Again));
+        }
+        // Nothing needs a tag any more: a wake-up is for another queue.
+        if let Some(waiter) = &mut self.sharing {
+            self.tags.cancel_wait(waiter);
         }
     }
 
@@ -518,6 +528,10 @@ impl Queue {
         self.kick_flush(ring.as_deref_mut());
         self.pull_software_queues(ring.as_deref_mut());
         self.admit_waiting(ring);
+        // Some may have ended without a request: refused, or empty.
+        if self.gate_owed != [0; 2] {
+            self.pay_gate();
+        }
     }
 
     /// Flushes the plug and dispatches until nothing moves any more.
@@ -558,14 +572,55 @@ impl Queue {
         !self.done.is_empty()
             || !self.completed.is_empty()
             || (self.can_take() && self.shared().software.has_pending())
-            || (!self.entered
-                && self.disk.control.generation() != self.generation
-                && !self.disk.control.is_frozen())
+            || (!self.disk.control.is_frozen() && self.was_held_up())
+            || (self.held_back && !self.disk.control.is_quiesced())
+    }
+
+    /// Whether something waits although nothing holds it up now: a freeze ended, or another
+    /// queue gave tags back, after this one had looked and before it said that it sleeps.
+    fn was_held_up(&self) -> bool {
+        if !self.entered {
+            return !self.waiting.is_empty()
+                || self.flush.is_wanted()
+                || self.disk.control.generation() != self.generation;
+        }
+        self.sharing.is_some()
+            && !self.waiting.is_empty()
+            && self.tags.may_get(self.in_use)
+            && self.tags.in_use() < u32::from(self.tags.depth())
+    }
+
+    /// Whether all that can end has: of a disk that is stopped nothing else does.
+    pub fn is_drained(&self) -> bool {
+        let stopped = self.disk.control.is_frozen() || self.disk.control.is_quiesced();
+        self.in_flight() == 0 || (stopped && self.started == 0)
+    }
+
+    /// Ends with [`Status::Offline`] what the driver never got.
+    fn abandon(&mut self) {
+        if self.settings.iostats {
+            self.plug.publish(&mut self.stats);
+        }
+        self.dispatch.extend(self.plug.requests.drain(..));
+        while let Some(tag) = self.scheduler.as_mut().and_then(|s| s.dispatch(&self.requests, 0)) {
+            self.dispatch.push_back(tag);
+        }
+        self.started += self.dispatch.len() as u32;
+        self.completed.extend(self.dispatch.drain(..).map(|tag| (tag, Err(Status::Offline))));
+        self.complete_batch();
+        self.end_pending_flushes(Err(Status::Offline));
+        while let Some(index) = self.waiting.pop_front(&mut self.bios) {
+            self.end_bio(index, Err(Status::Offline));
+        }
+        if self.gate_owed != [0; 2] {
+            self.pay_gate();
+        }
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
+        self.abandon();
         // Memory of I/O in flight belongs to the kernel until it completes: whoever drops
         // a queue drains it first (LocalQueue and Engine do); what is left is leaked, not freed.
         if self.bios.len() > 0 {

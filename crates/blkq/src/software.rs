@@ -26,15 +26,15 @@ const MERGE_CANDIDATES: usize = 8;
 const TAKE_AT_ONCE: usize = 8;
 
 /// Bios of one submitter that continue each other, not yet with the queue's owner.
-struct Staged {
-    operation: Operation,
+pub(crate) struct Staged {
+    pub operation: Operation,
     start: Sector,
     end: Sector,
     segments: u32,
     mergeable: bool,
     /// The gate counts it as one request, to be given back when its first bio ends.
-    gated: bool,
-    bios: VecDeque<(Bio, End)>,
+    pub gated: bool,
+    pub bios: VecDeque<(Bio, End)>,
 }
 
 impl Staged {
@@ -42,9 +42,10 @@ impl Staged {
         Staged {
             operation: bio.operation,
             start: bio.sector,
-            end: bio.sector + bio.sectors,
+            // Nobody has checked the bio yet: its end may be beyond all numbers.
+            end: Sector(bio.sector.0.saturating_add(bio.sectors)),
             segments: segments(&bio),
-            mergeable: merge::is_mergeable(bio.operation, bio.flags),
+            mergeable: is_mergeable(&bio),
             gated,
             bios: VecDeque::from([(bio, end)]),
         }
@@ -74,6 +75,14 @@ impl Staged {
             }
         }
     }
+}
+
+/// Whether the bio may join another, as far as can be told before it is checked.
+fn is_mergeable(bio: &Bio) -> bool {
+    merge::is_mergeable(bio.operation, bio.flags)
+        && bio.sectors != 0
+        && bio.sectors <= u64::from(u32::MAX)
+        && bio.sector.0.checked_add(bio.sectors).is_some()
 }
 
 fn segments(bio: &Bio) -> u32 {
@@ -112,7 +121,7 @@ impl SoftwareQueues {
         end: End,
         limits: &QueueLimits,
     ) -> Result<(), (Bio, End)> {
-        if !merge::is_mergeable(bio.operation, bio.flags) || bio.sectors == 0 {
+        if !is_mergeable(&bio) {
             return Err((bio, end));
         }
         let mut queue = lock(&self.queues[index]);
@@ -137,9 +146,8 @@ impl SoftwareQueues {
     }
 
     /// Takes everything out: the queue's owner will never come.
-    pub fn take_all(&self) -> Vec<(Bio, End)> {
-        let staged = self.queues.iter().flat_map(|queue| std::mem::take(&mut *lock(queue)));
-        staged.flat_map(|staged| staged.bios).collect()
+    pub fn take_all(&self) -> Vec<Staged> {
+        self.queues.iter().flat_map(|queue| std::mem::take(&mut *lock(queue))).collect()
     }
 }
 
@@ -171,7 +179,8 @@ impl Queue {
 
     /// Whether staged bios can become requests now.
     pub(crate) fn can_take(&self) -> bool {
-        self.waiting.is_empty()
+        !self.closing
+            && self.waiting.is_empty()
             && self.dispatch.is_empty()
             && self.in_use < u32::from(self.settings.requests())
             && self.bios.room() > 0

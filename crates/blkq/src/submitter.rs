@@ -17,7 +17,8 @@ use crate::sector::Sector;
 /// [`Disk::submitter`], or clone one.
 ///
 /// Somebody must own the disk's queues: an [`EngineThread`](crate::EngineThread), or a
-/// thread that polls a [`LocalQueue`](crate::LocalQueue).
+/// thread that polls a [`LocalQueue`](crate::LocalQueue). While nobody does, bios end with
+/// [`Status::Offline`].
 pub struct Submitter {
     disk: Arc<Disk>,
     queue: usize,
@@ -62,7 +63,7 @@ impl Submitter {
     /// # Errors
     /// The bio and its callback, where [`Submitter::submit`] would wait.
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
-        let direction = direction(&bio);
+        let direction = direction(bio.operation);
         let disk = self.disk.clone();
         if bio.operation != Operation::Flush
             && !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns)
@@ -72,6 +73,7 @@ impl Submitter {
         let gated = bio.operation != Operation::Flush;
         self.shared().software.push(self.software, bio, End::Callback(Box::new(callback)), gated);
         self.shared().kick.kick();
+        disk.end_staged_if_closed(self.queue);
         Ok(())
     }
 
@@ -96,10 +98,11 @@ impl Submitter {
         };
         let gated = bio.operation != Operation::Flush;
         if gated {
-            disk.gate.enter(direction(&bio), &mut self.batcher, monotonic_ns, || shared.kick.kick());
+            disk.gate.enter(direction(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
         }
         shared.software.push(self.software, bio, end, gated);
         shared.kick.kick();
+        disk.end_staged_if_closed(self.queue);
     }
 
     /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the
@@ -110,8 +113,7 @@ impl Submitter {
     pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
         let bio = ranged(Operation::Read, offset, memory.len() as u64)?;
         if !self.may_use(memory) {
-            let (result, data) =
-                self.submit_and_wait(Bio { data: IoBuffer::zeroed(memory.len()).into(), ..bio });
+            let (result, data) = self.submit_and_wait(Bio { data: copy_buffer(memory)?.into(), ..bio });
             result?;
             memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
             return Ok(());
@@ -130,7 +132,7 @@ impl Submitter {
     pub fn write_at(&mut self, memory: &[u8], offset: u64) -> std::io::Result<()> {
         let bio = ranged(Operation::Write, offset, memory.len() as u64)?;
         if !self.may_use(memory) {
-            let mut buffer = IoBuffer::zeroed(memory.len());
+            let mut buffer = copy_buffer(memory)?;
             buffer.copy_from_slice(memory);
             return Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio }).0?);
         }
@@ -168,12 +170,12 @@ impl Submitter {
     /// Whether the device can use the memory as it is; otherwise it is copied.
     fn may_use(&self, memory: &[u8]) -> bool {
         let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
-        (memory.as_ptr() as usize | memory.len()) % align == 0 && memory.len() <= u32::MAX as usize
+        (memory.as_ptr() as usize | memory.len()).is_multiple_of(align) && memory.len() <= u32::MAX as usize
     }
 }
 
-fn direction(bio: &Bio) -> Direction {
-    if bio.operation.is_write() { Direction::Write } else { Direction::Read }
+pub(crate) fn direction(operation: Operation) -> Direction {
+    if operation.is_write() { Direction::Write } else { Direction::Read }
 }
 
 fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status> {
@@ -181,6 +183,11 @@ fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status>
     let sectors = Sector::from_bytes(length).ok_or(Status::Invalid)?.0;
     let flags = BioFlags::empty();
     Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
+}
+
+/// A buffer for a copy of `memory`, which is not aligned as the device needs it.
+fn copy_buffer(memory: &[u8]) -> Result<IoBuffer, Status> {
+    if memory.len() > i32::MAX as usize { Err(Status::Invalid) } else { Ok(IoBuffer::zeroed(memory.len())) }
 }
 
 /// Memory that a caller lent for the time of a call.

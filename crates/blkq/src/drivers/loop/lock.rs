@@ -70,8 +70,8 @@ fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Re
     if kind == LockKind::Exclusive {
         return set(file, range, libc::F_WRLCK);
     }
-    set(file, &(range.start..range.end.min(QEMU_BYTES.start)), libc::F_RDLCK)?;
-    set(file, &(range.start.max(QEMU_BYTES.end)..range.end), libc::F_RDLCK)?;
+    set(file, range, libc::F_RDLCK)?;
+    set(file, &(range.start.max(QEMU_BYTES.start)..range.end.min(QEMU_BYTES.end)), libc::F_UNLCK)?;
     if shared || range.start > QEMU_WRITES || range.end <= QEMU_KEEPS_WRITERS_OUT {
         return Ok(());
     }

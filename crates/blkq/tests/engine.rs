@@ -1,0 +1,249 @@
+//! Engines and their sources: load from the engine's thread, messages, offloaded work, stopping.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::{Bio, Completion, Cqe, Disk, EngineThread, Error, ErrorKind, Sector, Source, SourceContext};
+use common::{Device, filled};
+
+#[derive(Default)]
+struct Seen {
+    done: AtomicU64,
+    turns: AtomicU64,
+    cqes: AtomicU64,
+    stops: Mutex<Vec<bool>>,
+    dropped: AtomicBool,
+    /// The threads that anything of the source ran on.
+    threads: Mutex<Vec<String>>,
+}
+
+/// Keeps so many reads in flight, on all queues of the engine.
+struct Load {
+    seen: Arc<Seen>,
+    wanted: u64,
+    in_flight: u64,
+    next: u64,
+    stopping: bool,
+    refuse_start: bool,
+}
+
+impl Load {
+    fn new(seen: &Arc<Seen>, wanted: u64) -> Load {
+        Load { seen: seen.clone(), wanted, in_flight: 0, next: 0, stopping: false, refuse_start: false }
+    }
+
+    fn note_thread(&self) {
+        let name = std::thread::current().name().unwrap_or("").to_string();
+        let mut threads = self.seen.threads.lock().unwrap();
+        if !threads.contains(&name) {
+            threads.push(name);
+        }
+    }
+}
+
+struct Ask(Sender<u64>);
+
+impl Source for Load {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        self.note_thread();
+        if self.refuse_start {
+            return Err(Error::new(ErrorKind::Invalid, "no"));
+        }
+        assert!(cx.queue_count() > 0 && cx.limits(0).capacity_bytes == cx.disk(0).limits().capacity_bytes);
+        let entry = io_uring_nop();
+        // SAFETY: it has no memory.
+        unsafe { cx.push(entry, 42) };
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, cqe: Cqe) {
+        assert_eq!((cqe.token.payload(), cqe.result), (42, 0));
+        self.seen.cqes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, completion: Completion) {
+        assert!(completion.user_data < self.next && completion.data.into_buffer().is_some());
+        self.in_flight -= 1;
+        self.seen.done.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
+        self.note_thread();
+        match message.downcast::<Ask>() {
+            Ok(ask) => cx.offload(move || {
+                // Blocks, and says on which thread.
+                std::thread::sleep(Duration::from_millis(20));
+                let is_worker = std::thread::current().name() == Some("blkq-worker");
+                Box::new((ask.0, u64::from(is_worker)))
+            }),
+            Err(other) => {
+                let (reply, value) = *other.downcast::<(Sender<u64>, u64)>().unwrap();
+                reply.send(value).unwrap();
+            }
+        }
+    }
+
+    fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
+        self.seen.turns.fetch_add(1, Ordering::Relaxed);
+        while !self.stopping && self.in_flight < self.wanted {
+            let queue = self.next as usize % cx.queue_count();
+            if cx.submit(queue, Bio::read(Sector(self.next % 500 * 4), filled(512, 0), self.next)).is_err() {
+                return;
+            }
+            self.next += 1;
+            self.in_flight += 1;
+        }
+    }
+
+    fn stop(&mut self, _: &mut SourceContext<'_>, force: bool) {
+        self.stopping = true;
+        self.seen.stops.lock().unwrap().push(force);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopping && self.in_flight == 0
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.note_thread();
+        assert_eq!(self.in_flight, 0, "dropped with I/O in flight");
+        self.seen.dropped.store(true, Ordering::SeqCst);
+    }
+}
+
+fn io_uring_nop() -> io_uring::squeue::Entry {
+    io_uring::opcode::Nop::new().build()
+}
+
+fn wait_for(condition: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < Duration::from_secs(20), "never happens");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn null_disk(queues: usize) -> Arc<Disk> {
+    Disk::builder(Box::new(Null::new(NullOptions::new(1 << 30)).unwrap())).queues(queues).build().unwrap()
+}
+
+#[test]
+fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
+    let (disk, other) = (null_disk(2), null_disk(1));
+    let queues = vec![(disk.clone(), 0), (disk.clone(), 1), (other, 0)];
+    let engine = EngineThread::spawn("test-engine", queues).unwrap();
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    let id = engine.handle().add_source(move || Box::new(Load::new(&source, 64))).unwrap();
+    wait_for(|| seen.done.load(Ordering::Relaxed) > 10_000 && seen.cqes.load(Ordering::Relaxed) == 1);
+    // Messages, freezes and other threads' I/O get through.
+    let (reply, answer) = channel();
+    engine.handle().send(id, Box::new(Ask(reply)));
+    assert_eq!(answer.recv_timeout(Duration::from_secs(10)).unwrap(), 1);
+    disk.submitter().read_at(&mut [0; 512], 0).unwrap();
+    disk.freeze();
+    disk.unfreeze();
+    let before = seen.done.load(Ordering::Relaxed);
+    wait_for(|| seen.done.load(Ordering::Relaxed) > before + 1000);
+    engine.handle().stop_source(id, false);
+    assert!(seen.dropped.load(Ordering::SeqCst));
+    assert_eq!(*seen.stops.lock().unwrap(), [false]);
+    assert_eq!(*seen.threads.lock().unwrap(), ["test-engine"]);
+    // Its number is free, and what is sent to it is dropped.
+    engine.handle().send(id, Box::new(()));
+    engine.handle().stop_source(id, true);
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    assert_eq!(engine.handle().add_source(move || Box::new(Load::new(&source, 1))).unwrap(), id);
+    drop(engine);
+    assert!(seen.dropped.load(Ordering::SeqCst));
+    assert_eq!(*seen.stops.lock().unwrap(), [true]);
+}
+
+#[test]
+fn stopping_waits_for_the_io_in_flight() {
+    let device = Device::held();
+    let disk = device.builder().build().unwrap();
+    let engine = EngineThread::spawn("test-engine", vec![(disk, 0)]).unwrap();
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    let id = engine.handle().add_source(move || Box::new(Load::new(&source, 8))).unwrap();
+    wait_for(|| device.state().held == 8);
+    std::thread::scope(|scope| {
+        let stop = scope.spawn(|| engine.handle().stop_source(id, true));
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!stop.is_finished() && !seen.dropped.load(Ordering::SeqCst));
+        device.release(8);
+        stop.join().unwrap();
+    });
+    assert!(seen.dropped.load(Ordering::SeqCst));
+    assert_eq!(seen.done.load(Ordering::Relaxed), 8);
+}
+
+#[test]
+fn a_source_that_does_not_start_is_gone() {
+    let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    let error = engine.handle().add_source(move || {
+        let mut load = Load::new(&source, 1);
+        load.refuse_start = true;
+        Box::new(load)
+    });
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Invalid);
+    wait_for(|| seen.dropped.load(Ordering::SeqCst));
+}
+
+#[test]
+fn a_handle_outlives_its_engine_and_says_so() {
+    let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
+    let handle = engine.handle().clone();
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    let id = handle.add_source(move || Box::new(Load::new(&source, 4))).unwrap();
+    drop(engine);
+    assert!(seen.dropped.load(Ordering::SeqCst));
+    let (done, ended) = channel();
+    std::thread::spawn(move || {
+        let late = seen.clone();
+        let error = handle.add_source(move || Box::new(Load::new(&late, 4)));
+        handle.stop_source(id, false);
+        handle.send(id, Box::new(()));
+        done.send(error.is_err()).unwrap();
+    });
+    assert_eq!(ended.recv_timeout(Duration::from_secs(10)), Ok(true));
+}
+
+#[test]
+fn an_engine_at_rest_sleeps() {
+    let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    engine.handle().add_source(move || Box::new(Load::new(&source, 0))).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let before = seen.turns.load(Ordering::Relaxed);
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(seen.turns.load(Ordering::Relaxed) - before < 3, "it turns without work");
+}
+
+#[test]
+fn queues_that_do_not_exist_or_are_taken_are_refused() {
+    let disk = null_disk(2);
+    let kind = |queues| EngineThread::spawn("test-engine", queues).err().map(|error: Error| error.kind());
+    assert_eq!(kind(vec![(disk.clone(), 2)]), Some(ErrorKind::NotFound));
+    assert_eq!(kind(vec![(disk.clone(), 0), (disk.clone(), 0)]), Some(ErrorKind::Busy));
+    assert!(disk.open_queue(7).is_err());
+    let engine = EngineThread::spawn("test-engine", vec![(disk.clone(), 0)]).unwrap();
+    assert_eq!(kind(vec![(disk.clone(), 0)]), Some(ErrorKind::Busy));
+    drop(engine);
+    assert_eq!(kind(vec![(disk, 0)]), None);
+}

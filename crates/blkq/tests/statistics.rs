@@ -1,0 +1,116 @@
+//! Contract 10: what the 17 fields say after a known sequence.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::time::Duration;
+
+use blkq::{Bio, BioFlags, Counter, Operation, QueueLimits, Sector, StatGroup, Status};
+use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
+
+#[test]
+fn the_fields_are_those_of_the_kernel() {
+    let limits = QueueLimits { write_cache: true, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    let (disk, mut queue) = device.open();
+    // Three bios in two read requests of 3 and 1 sectors.
+    queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap();
+    queue.submit(Bio::read(Sector(1), filled(1024, 0), 0)).unwrap();
+    queue.submit(Bio::read(Sector(9), filled(512, 0), 0)).unwrap();
+    drain(&mut queue);
+    // A write, write zeroes (counted as a write), a discard, a flush, and a write with its flush.
+    run(&mut queue, Bio::write(Sector(0), filled(2048, 0), 0));
+    run(&mut queue, Bio::write_zeroes(Sector(0), 16, 0));
+    run(&mut queue, Bio::discard(Sector(0), 32, 0));
+    run(&mut queue, Bio::flush(0));
+    run(&mut queue, Bio::write(Sector(0), filled(512, 0), 0).with_flags(BioFlags::FUA));
+    let f = disk.stats().fields();
+    assert_eq!((f[0], f[1], f[2]), (2, 1, 4), "reads");
+    assert_eq!((f[4], f[5], f[6]), (3, 0, 4 + 16 + 1), "writes");
+    assert_eq!(f[8], 0, "in flight");
+    assert_eq!((f[11], f[12], f[13]), (1, 0, 32), "discards");
+    assert_eq!(f[15], 2, "flushes");
+    assert_eq!(f[10], f[3] + f[7] + f[14] + f[16]);
+}
+
+#[test]
+fn in_flight_busy_time_and_latency_are_of_requests_from_submission_to_end() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap();
+    queue.submit(Bio::write(Sector(9), filled(512, 0), 0)).unwrap();
+    queue.submit(Bio::write(Sector(30), filled(512, 0), 0)).unwrap();
+    queue.poll();
+    assert_eq!((disk.stats().in_flight, disk.stats().fields()[8]), ([1, 2], 3));
+    std::thread::sleep(Duration::from_millis(30));
+    assert!(disk.stats().fields()[9] >= 30, "busy counts while it lasts");
+    device.release(3);
+    drain(&mut queue);
+    let (stats, rest) = (disk.stats(), disk.stats().fields()[9]);
+    assert_eq!((stats.in_flight, stats.in_flight_max), ([0, 0], [1, 2]));
+    let f = stats.fields();
+    assert!(f[3] >= 30 && f[7] >= 60 && f[10] >= 90 && (30..f[10]).contains(&f[9]), "{f:?}");
+    for group in [StatGroup::Read, StatGroup::Write] {
+        assert_eq!(stats[group].latency.count(), stats[group].ios);
+        assert!(stats[group].latency.percentile_ns(0.0) >= 30_000_000);
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(disk.stats().fields()[9], rest, "at rest it is not busy");
+}
+
+#[test]
+fn errors_are_counted_by_kind_and_leave_the_device_working() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    device.state().bad = vec![(0..1, Status::Medium), (9..10, Status::NoSpace)];
+    for _ in 0..3 {
+        assert_eq!(run(&mut queue, Bio::read(Sector(0), filled(512, 0), 0)).result, Err(Status::Medium));
+        assert_eq!(run(&mut queue, Bio::write(Sector(9), filled(512, 0), 0)).result, Err(Status::NoSpace));
+        assert_eq!(run(&mut queue, Bio::read(Sector(5), filled(512, 0), 0)).result, Ok(()));
+    }
+    let stats = disk.stats();
+    assert_eq!((stats[StatGroup::Read].failed_with(Status::Medium), stats[StatGroup::Read].ios), (3, 6));
+    assert_eq!(
+        (stats[StatGroup::Write].failed_with(Status::NoSpace), stats[StatGroup::Write].failed()),
+        (3, 3)
+    );
+    assert_eq!(stats.in_flight, [0, 0]);
+}
+
+#[test]
+fn counters_show_each_part_at_work() {
+    let limits = QueueLimits { max_request_bytes: 4096, ..plain_limits() };
+    let device =
+        Device::new(limits, Behaviour { finish: Finish::Random, busy_every: 5, ..Behaviour::default() });
+    let disk = device.builder().depth(4).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    for n in 0..40 {
+        queue.submit(Bio::write(Sector(n * 40), filled(16 << 10, 1), n)).unwrap();
+    }
+    drain(&mut queue);
+    let stats = disk.stats();
+    assert_eq!(stats.counter(Counter::Splits), 160);
+    assert!(stats.counter(Counter::Requeues) >= device.state().refusals && device.state().refusals > 0);
+    assert!(stats.counter(Counter::TagWaits) > 0);
+    assert_eq!(stats.counter(Counter::DispatchBatches), device.state().commits as u64);
+}
+
+#[test]
+fn with_statistics_off_nothing_is_counted_and_with_them_on_again_in_flight_is_right() {
+    let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let disk = device.builder().iostats(false).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    for round in 0..4u64 {
+        for n in 0..100 {
+            queue.submit(Bio::read(Sector(n * 3), filled(512, 0), 0)).unwrap();
+        }
+        drain(&mut queue);
+        let stats = disk.stats();
+        assert_eq!(stats[StatGroup::Read].ios, round.div_ceil(2) * 100);
+        assert_eq!(stats.in_flight, [0, 0]);
+        queue.poll();
+        disk.set("iostats", if round % 2 == 0 { "on" } else { "off" }).unwrap();
+    }
+    assert!(disk.stats().in_flight_max[0] <= 128, "{:?}", disk.stats().in_flight_max);
+    assert_eq!(device.count(Operation::Read), 400);
+}

@@ -1,0 +1,454 @@
+//! Many threads on one disk: nothing is lost, nothing hangs, whatever happens meanwhile.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blkq::drivers::null::{Null, NullCompletion, NullOptions};
+use blkq::drivers::ram::Ram;
+use blkq::{Bio, BioFlags, Data, Disk, EngineThread, Operation, QueueLimits, Sector, Status};
+use common::{Behaviour, Device, Finish, filled, plain_limits};
+
+/// Fails if `body` does not end in time, instead of hanging.
+#[track_caller]
+fn within<R: Send + 'static>(seconds: u64, body: impl FnOnce() -> R + Send + 'static) -> R {
+    let (sender, receiver) = channel();
+    let thread = std::thread::spawn(move || {
+        let _ = sender.send(body());
+    });
+    match receiver.recv_timeout(Duration::from_secs(seconds)) {
+        Ok(result) => result,
+        Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("hangs"),
+        Err(_) => std::panic::resume_unwind(thread.join().unwrap_err()),
+    }
+}
+
+fn engine(disk: &Arc<Disk>) -> EngineThread {
+    EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
+}
+
+/// One thread writes and reads its own piece of the disk until told to stop; says how often.
+fn work(disk: &Arc<Disk>, number: u64, stop: &AtomicBool) -> std::io::Result<u64> {
+    let mut submitter = disk.submitter();
+    let base = number * (32 << 10);
+    let mut rounds = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let value = (number * 31 + rounds) as u8 | 1;
+        let out = vec![value; 4096 + 512 * (rounds as usize % 9)];
+        // Odd addresses take the way through a copy.
+        let mut back = vec![0; out.len() + 1];
+        let shift = rounds as usize % 2;
+        submitter.write_at(&out, base)?;
+        if rounds % 7 == 0 {
+            submitter.flush()?;
+        }
+        submitter.read_at(&mut back[shift..shift + out.len()], base)?;
+        assert_eq!(back[shift..shift + out.len()], out);
+        if rounds % 5 == 0 {
+            submitter.write_zeroes(base + 512, 1024, rounds % 2 == 0)?;
+            submitter.discard(base + 2048, 512)?;
+            submitter.read_at(&mut back[..4096], base)?;
+            assert!(
+                back[..512].iter().all(|byte| *byte == value)
+                    && back[512..1536].iter().all(|byte| *byte == 0)
+            );
+        }
+        rounds += 1;
+    }
+    Ok(rounds)
+}
+
+/// Runs `threads` of them while `meanwhile` runs.
+fn under_load(disk: &Arc<Disk>, threads: u64, meanwhile: impl FnOnce()) -> u64 {
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let stop = &stop;
+        let workers: Vec<_> = (0..threads).map(|n| scope.spawn(move || work(disk, n, stop))).collect();
+        meanwhile();
+        stop.store(true, Ordering::Relaxed);
+        workers.into_iter().map(|worker| worker.join().unwrap().unwrap()).sum()
+    })
+}
+
+fn cached_device(seed: u64) -> Device {
+    let limits = QueueLimits { write_cache: true, max_request_bytes: 6144, ..plain_limits() };
+    Device::new(limits, Behaviour { finish: Finish::Random, seed, busy_every: 500, ..Behaviour::default() })
+}
+
+fn at_rest(disk: &Disk) {
+    let stats = disk.stats();
+    assert_eq!(stats.in_flight, [0, 0]);
+    assert_eq!(stats.counter(blkq::Counter::NegativeLatencies), 0);
+}
+
+#[test]
+fn threads_get_back_what_they_wrote() {
+    within(60, || {
+        let ram = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).depth(3).build().unwrap();
+        let device = cached_device(3);
+        let checked = device.builder().depth(5).scheduler(blkq::SchedulerKind::MqDeadline).build().unwrap();
+        for disk in [ram, checked] {
+            let engine = engine(&disk);
+            let rounds = under_load(&disk, 16, || std::thread::sleep(Duration::from_millis(500)));
+            assert!(rounds > 100, "{rounds}");
+            drop(engine);
+            at_rest(&disk);
+        }
+        device.assert_legal();
+    });
+}
+
+#[test]
+fn callbacks_come_once_each_through_a_full_device() {
+    within(60, || {
+        let mut options = NullOptions::new(1 << 30);
+        options.completion = NullCompletion::Random(0..=50_000, 7);
+        let disk = Disk::builder(Box::new(Null::new(options).unwrap())).depth(4).build().unwrap();
+        let _engine = engine(&disk);
+        let calls: Arc<Vec<AtomicUsize>> = Arc::new((0..8000).map(|_| AtomicUsize::new(0)).collect());
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (disk, calls) = (&disk, calls.clone());
+                scope.spawn(move || {
+                    let mut submitter = disk.submitter();
+                    for n in 0..1000usize {
+                        let (index, calls) = (thread * 1000 + n, calls.clone());
+                        let bio = Bio::read(Sector(index as u64 * 3 / 2), filled(512, 0), 0);
+                        submitter.submit(bio, move |result, data| {
+                            assert!(result.is_ok() && matches!(data, Data::Buffer(_)));
+                            calls[index].fetch_add(1, Ordering::Relaxed);
+                        });
+                    }
+                    // Whoever waits comes after all that it submitted, or soon.
+                    submitter.read_at(&mut [0; 512], 0).unwrap();
+                });
+            }
+        });
+        while calls.iter().any(|count| count.load(Ordering::Relaxed) == 0) {
+            std::thread::yield_now();
+        }
+        assert!(calls.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        let stats = disk.stats();
+        assert_eq!(stats.groups[0].ios + stats.groups[0].merges, 8008);
+    });
+}
+
+#[test]
+fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
+    within(60, || {
+        let device = cached_device(5);
+        let disk = device.builder().depth(6).queues(2).build().unwrap();
+        let engine = engine(&disk);
+        let rounds = under_load(&disk, 8, || {
+            for round in 0..150 {
+                if round % 2 == 0 {
+                    disk.freeze();
+                    let mut state = device.state();
+                    assert_eq!(state.held, 0);
+                    state.closed = true;
+                } else {
+                    disk.quiesce();
+                    device.state().closed = true;
+                }
+                std::thread::sleep(Duration::from_micros(300));
+                device.state().closed = false;
+                if round % 2 == 0 {
+                    disk.unfreeze()
+                } else {
+                    disk.unquiesce()
+                }
+                std::thread::sleep(Duration::from_micros(round * 7 % 900));
+            }
+        });
+        assert!(rounds > 20);
+        drop(engine);
+        device.assert_legal();
+        at_rest(&disk);
+    });
+}
+
+#[test]
+fn a_submitter_alone_goes_on_after_every_freeze_and_quiesce() {
+    // With one bio at a time nothing but the wake-up under test brings the engine back.
+    within(60, || {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        let _engine = engine(&disk);
+        let rounds = under_load(&disk, 1, || {
+            let begin = Instant::now();
+            while begin.elapsed() < Duration::from_millis(500) {
+                disk.quiesce();
+                disk.unquiesce();
+                disk.freeze();
+                disk.unfreeze();
+            }
+        });
+        assert!(rounds > 10);
+    });
+}
+
+#[test]
+fn every_setting_can_change_under_load() {
+    within(90, || {
+        let device = cached_device(9);
+        let disk = device.builder().queues(2).build().unwrap();
+        let engine = engine(&disk);
+        under_load(&disk, 8, || {
+            let values = [
+                ("depth", ["1", "2", "64", "128"]),
+                ("scheduler", ["none", "mq-deadline", "none", "mq-deadline"]),
+                ("merge", ["off", "on", "off", "on"]),
+                ("iostats", ["off", "on", "off", "on"]),
+                ("clock", ["precise", "cached", "precise", "cached"]),
+                ("batching", ["off", "on", "off", "on"]),
+                ("max-request", ["512", "4096", "1536", "8192"]),
+            ];
+            for round in 0..8 {
+                for (key, values) in values {
+                    disk.set(key, values[round % 4]).unwrap();
+                }
+                assert_eq!(
+                    disk.resize(Some((1 << 20) - 512 * round as u64)).unwrap(),
+                    (1 << 20) - 512 * round as u64
+                );
+            }
+        });
+        drop(engine);
+        device.assert_legal();
+        at_rest(&disk);
+        assert!(device.state().reloads >= 2);
+    });
+}
+
+#[test]
+fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
+    within(90, || {
+        for depth in [1, 2, 8] {
+            let device = cached_device(11).with_shared_tags();
+            let disk = device.builder().queues(3).shared_tags(true).depth(depth).build().unwrap();
+            let engines: Vec<_> = (0..3)
+                .map(|index| EngineThread::spawn("test", vec![(disk.clone(), index)]).unwrap())
+                .collect();
+            let refused = Arc::new(AtomicUsize::new(0));
+            let rounds = under_load(&disk, 9, || {
+                // Those who do not wait must not take the wake-ups of those who do.
+                let mut submitter = disk.submitter();
+                for n in 0..2000 {
+                    let refused = refused.clone();
+                    let bio = Bio::read(Sector(n % 64), filled(512, 0), 0).with_flags(BioFlags::NO_WAIT);
+                    submitter.submit(bio, move |result, _| {
+                        // Offline: the engines go before it is done.
+                        assert!(matches!(result, Ok(()) | Err(Status::Again | Status::Offline)));
+                        refused.fetch_add(usize::from(result.is_err()), Ordering::Relaxed);
+                    });
+                }
+            });
+            assert!(rounds > 9, "depth {depth}: {rounds}");
+            drop(engines);
+            device.assert_legal();
+            assert!(device.state().held_max <= usize::from(depth) + 3, "the flushes have slots of their own");
+            at_rest(&disk);
+        }
+    });
+}
+
+#[test]
+fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
+    within(60, || {
+        for round in 0..6 {
+            let device = Device::held();
+            let disk = device.builder().depth(2).build().unwrap();
+            let mut queue = disk.open_queue(0).unwrap();
+            let ends = Arc::new(Mutex::new(Vec::new()));
+            std::thread::scope(|scope| {
+                for thread in 0..12u64 {
+                    let (disk, ends) = (&disk, ends.clone());
+                    scope.spawn(move || {
+                        let mut submitter = disk.submitter();
+                        let bio = match thread % 4 {
+                            0 => Bio::flush(0),
+                            1 => Bio::write_zeroes(Sector(thread * 100), 8, 0),
+                            _ => {
+                                Bio::write(Sector(thread * 100), filled(4096, 1), 0).with_flags(BioFlags::FUA)
+                            }
+                        };
+                        let result = submitter.submit_and_wait(bio).0;
+                        ends.lock().unwrap().push(result);
+                        let again = submitter.submit_and_wait(Bio::read(Sector(0), filled(512, 0), 0)).0;
+                        // The queue may still be there, if the first was quick.
+                        assert!(matches!(again, Ok(()) | Err(Status::Offline)));
+                    });
+                }
+                let begin = Instant::now();
+                if round == 3 {
+                    disk.freeze();
+                }
+                if round == 4 {
+                    disk.quiesce();
+                }
+                // Some are with the driver, some wait for tags, some are staged.
+                while begin.elapsed() < Duration::from_millis(20) {
+                    if round > 0 {
+                        queue.poll();
+                    }
+                }
+                device.release_all();
+                drop(queue);
+            });
+            let late = disk.submitter().submit_and_wait(Bio::read(Sector(0), filled(512, 0), 0)).0;
+            assert_eq!(late, Err(Status::Offline));
+            let ends = ends.lock().unwrap();
+            assert_eq!(ends.len(), 12);
+            assert!(ends.iter().all(|result| matches!(result, Ok(()) | Err(Status::Offline))));
+            assert!(ends.contains(&Err(Status::Offline)));
+            if round == 3 {
+                disk.unfreeze();
+            }
+            if round == 4 {
+                disk.unquiesce();
+            }
+            device.assert_legal();
+            at_rest(&disk);
+            // The queue can be opened again, and has all its tags.
+            let mut queue = disk.open_queue(0).unwrap();
+            for n in 0..10 {
+                queue.submit(Bio::read(Sector(n * 9), filled(512, 0), n)).unwrap();
+            }
+            assert_eq!(common::drain(&mut queue).len(), 10);
+            drop(queue);
+            disk.set("depth", "1").unwrap();
+        }
+    });
+}
+
+#[test]
+fn an_engine_dropped_under_load_ends_and_so_does_everybody_who_waits() {
+    within(60, || {
+        for round in 0..10 {
+            let device = cached_device(round);
+            let disk = device.builder().depth(4).build().unwrap();
+            let engine = engine(&disk);
+            let stop = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                for n in 0..12 {
+                    let (disk, stop) = (&disk, &stop);
+                    scope.spawn(move || {
+                        // It ends by itself, with an error.
+                        let error = work(disk, n, stop).unwrap_err();
+                        assert_eq!(error.raw_os_error(), Some(Status::Offline.errno()));
+                    });
+                }
+                std::thread::sleep(Duration::from_millis(10 + round * 3));
+                if round == 9 {
+                    disk.freeze();
+                }
+                drop(engine);
+            });
+            device.assert_legal();
+            at_rest(&disk);
+        }
+    });
+}
+
+#[test]
+fn bios_that_never_become_requests_do_not_use_the_device_up() {
+    within(30, || {
+        let ram = Ram::new(1 << 20, 512, true).unwrap();
+        let disk = Disk::builder(Box::new(ram)).depth(1).build().unwrap();
+        let _engine = engine(&disk);
+        let mut submitter = disk.submitter();
+        for _ in 0..300 {
+            assert!(submitter.write_at(&[0; 512], 0).is_err());
+            assert!(submitter.read_at(&mut [0; 512], 1 << 20).is_err());
+            submitter.read_at(&mut [], 0).unwrap();
+        }
+        let ended = Arc::new(AtomicUsize::new(0));
+        for _ in 0..300 {
+            let ended = ended.clone();
+            submitter.submit(Bio::discard(Sector(0), 1, 0), move |result, _| {
+                assert_eq!(result, Err(Status::ReadOnly));
+                ended.fetch_add(1, Ordering::Relaxed);
+            });
+        }
+        submitter.read_at(&mut [0; 512], 0).unwrap();
+        while ended.load(Ordering::Relaxed) < 300 {
+            std::thread::yield_now();
+        }
+    });
+}
+
+#[test]
+fn senseless_bios_end_with_an_error_and_nothing_panics() {
+    within(30, || {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        let _engine = engine(&disk);
+        let mut submitter = disk.submitter();
+        let ends = Arc::new(AtomicUsize::new(0));
+        let mut submitted = 0;
+        for operation in Operation::ALL {
+            for sector in [0, 1, 2047, 2048, 1 << 55, u64::MAX - 1, u64::MAX] {
+                for sectors in [0, 1, 3, 1 << 23, 1 << 55, u64::MAX] {
+                    for flags in [BioFlags::empty(), BioFlags::all(), BioFlags::FUA, BioFlags::NO_MERGE] {
+                        let bio = Bio {
+                            operation,
+                            flags,
+                            sector: Sector(sector),
+                            sectors,
+                            data: filled(512, 0).into(),
+                            user_data: 0,
+                        };
+                        let good = sector.checked_add(sectors).is_some_and(|end| end <= 2048);
+                        let ends = ends.clone();
+                        submitted += 1;
+                        submitter.submit(bio, move |result, _| {
+                            assert!(
+                                good || result.is_err() || operation == Operation::Flush,
+                                "{operation:?} {sector} {sectors}"
+                            );
+                            ends.fetch_add(1, Ordering::Relaxed);
+                        });
+                    }
+                }
+            }
+        }
+        let (mut few, offset) = ([0; 512], 1u64 << 40);
+        assert!(submitter.read_at(&mut few, 100).is_err());
+        assert!(submitter.read_at(&mut few[..100], 0).is_err());
+        assert!(submitter.read_at(&mut few, offset).is_err());
+        assert!(submitter.discard(u64::MAX - 511, 512).is_err());
+        assert!(submitter.write_zeroes(0, u64::MAX - 511, false).is_err());
+        submitter.read_at(&mut few, 0).unwrap();
+        while ends.load(Ordering::Relaxed) < submitted {
+            std::thread::yield_now();
+        }
+    });
+}
+
+#[test]
+fn a_bio_that_may_not_wait_is_handed_back_by_a_full_device_or_ends() {
+    within(30, || {
+        let device = Device::held();
+        let disk = device.builder().depth(2).build().unwrap();
+        let _engine = engine(&disk);
+        let ended = Arc::new(AtomicUsize::new(0));
+        let mut submitter = disk.submitter();
+        let mut accepted = 0;
+        for n in 0..200u64 {
+            let ended = ended.clone();
+            let callback = Box::new(move |_, _| _ = ended.fetch_add(1, Ordering::Relaxed));
+            match submitter.try_submit(Bio::read(Sector(n * 9), filled(512, 7), 0), callback) {
+                Ok(()) => accepted += 1,
+                Err((bio, _)) => assert_eq!(bio.data.into_buffer().unwrap()[0], 7),
+            }
+        }
+        device.release_all();
+        submitter.read_at(&mut [0; 512], 0).unwrap();
+        while ended.load(Ordering::Relaxed) < accepted {
+            std::thread::yield_now();
+        }
+        assert!(accepted >= 2);
+    });
+}
