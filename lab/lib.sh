@@ -48,6 +48,7 @@ scratch() {
 finish() {
     local mount process
     [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state timeout 20 "$BLKQ" detach --all --force >/dev/null 2>&1
+    daemons | xargs -r kill -9
     for process in $(jobs -p); do
         kill "$process" 2>/dev/null
     done

@@ -1,2 +1,4 @@
-//! The blkq command.
-fn main() {}
+//! The `blkq` command.
+fn main() -> std::process::ExitCode {
+    blkq_cli::main()
+}

@@ -1,4 +1,5 @@
 //! The NBD handshake against byte-exact vectors of the specification.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use blkq_export::nbd::handshake::{
     BASE_ALLOCATION_ID, Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX,

@@ -4,6 +4,7 @@
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
 use std::any::Any;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
@@ -284,8 +285,6 @@ struct Engine {
     stopping: Vec<(u16, Sender<()>)>,
     handle: EngineHandle,
     kicks: Vec<Arc<Kick>>,
-    /// Where the ring puts the counts of the kicks' eventfds.
-    kick_counts: Box<[u64]>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
     worker: Worker,
@@ -311,7 +310,6 @@ impl Engine {
             sources: Vec::new(),
             stopping: Vec::new(),
             handle,
-            kick_counts: vec![0; kicks.len()].into(),
             kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
@@ -324,16 +322,16 @@ impl Engine {
 
     /// Waits, on the ring, for kick `index`.
     fn arm_kick(&mut self, index: usize) {
-        let fd = types::Fd(self.kicks[index].raw_fd());
-        let count = (&raw mut self.kick_counts[index]).cast();
-        let entry = opcode::Read::new(fd, count, size_of::<u64>() as u32).build();
-        // SAFETY: the boxed counts and the kicks live as long as the ring.
+        let fd = types::Fd(self.kicks[index].fd().as_raw_fd());
+        let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
+        // SAFETY: the kicks live as long as the ring.
         unsafe { self.ring.push(entry, Token::new(ENGINE, index as u64)) }
     }
 
     fn run(&mut self) {
         loop {
             self.turn();
+            // Before it waits again: nobody would wake it.
             if self.exit && self.is_stopped() {
                 break;
             }
@@ -379,7 +377,11 @@ impl Engine {
     #[inline]
     fn route(&mut self, cqe: Cqe) {
         match cqe.token.owner() {
-            ENGINE => self.arm_kick(cqe.token.payload() as usize),
+            ENGINE => {
+                let index = cqe.token.payload() as usize;
+                self.kicks[index].drain();
+                self.arm_kick(index);
+            }
             queue if queue < FIRST_SOURCE => {
                 self.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.ring));
             }

@@ -1,50 +1,142 @@
-//! shim
-use std::os::fd::*;
-use std::sync::atomic::*;
-pub(crate) struct Kick {
-    fd: OwnedFd,
+//! Waking the owner of a queue, which may sleep in the kernel: an eventfd that is written
+//! only if the owner sleeps.
+
+#[cfg(all(test, any(loom, shuttle)))]
+mod model;
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests;
+
+#[cfg(not(any(loom, shuttle)))]
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use crate::error::Error;
+use crate::sync::atomic::{AtomicU32, Ordering::SeqCst, fence};
+use crate::tags::Wake;
+
+const RUNNING: u32 = 0;
+const SLEEPING: u32 = 1;
+/// The eventfd was written since the owner went to sleep.
+const KICKED: u32 = 2;
+
+/// How other threads wake the owner of a queue.
+///
+/// Others make their work visible and then [`kick`](Kick::kick). The owner calls
+/// [`prepare_sleep`](Kick::prepare_sleep), looks for work once more, sleeps until
+/// [`fd`](Kick::fd) is readable if there is none, and calls [`woke`](Kick::woke) in any
+/// case. If the descriptor was readable it calls [`drain`](Kick::drain) before it prepares
+/// to sleep again. A kick that came late may end the next sleep without a cause.
+#[derive(Debug)]
+pub struct Kick {
     state: AtomicU32,
+    event: Event,
 }
+
 impl Kick {
-    pub fn new() -> Result<Kick, crate::Error> {
-        Ok(Kick {
-            fd: rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
-                .map_err(|e| crate::Error::system("eventfd", e))?,
-            state: AtomicU32::new(0),
-        })
+    /// A kick whose owner runs.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the process has no descriptor left.
+    pub fn new() -> Result<Kick, Error> {
+        Ok(Kick { state: AtomicU32::new(RUNNING), event: Event::new()? })
     }
+
+    /// The owner, to sleep next, looks for work after this and before it sleeps.
+    #[inline]
+    pub fn prepare_sleep(&self) {
+        self.state.swap(SLEEPING, SeqCst);
+        fence(SeqCst);
+    }
+
+    /// The owner does not sleep, or no longer.
+    #[inline]
+    pub fn woke(&self) {
+        self.state.swap(RUNNING, SeqCst);
+    }
+
+    /// Wakes the owner if it sleeps; else it will look for work before it sleeps. Never blocks.
+    #[inline]
     pub fn kick(&self) {
-        if self.state.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        // What the caller made visible comes before the look at the state.
+        fence(SeqCst);
+        if self.state.load(SeqCst) == SLEEPING {
+            self.kick_sleeper();
         }
     }
-    pub fn prepare_sleep(&self) {
-        self.state.store(1, Ordering::SeqCst);
+
+    #[cold]
+    fn kick_sleeper(&self) {
+        if self.state.compare_exchange(SLEEPING, KICKED, SeqCst, SeqCst).is_ok() {
+            self.event.write();
+        }
     }
-    pub fn woke(&self) {
-        self.state.store(0, Ordering::SeqCst);
+
+    /// Empties the descriptor, which may be empty.
+    pub fn drain(&self) {
+        self.event.drain();
     }
-    pub fn raw_fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
+
+    /// What becomes readable when the sleeping owner is kicked.
+    #[cfg(not(any(loom, shuttle)))]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.event.0.as_fd()
     }
 }
-impl crate::tags::Wake for Kick {
+
+impl Wake for Kick {
     fn wake(&self) {
-        self.kick()
+        self.kick();
     }
 }
-pub(crate) struct PendingMap(AtomicU64);
-impl PendingMap {
-    pub fn new(_n: usize) -> Self {
-        PendingMap(AtomicU64::new(0))
+
+#[cfg(not(any(loom, shuttle)))]
+#[derive(Debug)]
+struct Event(OwnedFd);
+
+#[cfg(not(any(loom, shuttle)))]
+impl Event {
+    fn new() -> Result<Event, Error> {
+        use rustix::event::{EventfdFlags, eventfd};
+        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map(Event)
+            .map_err(|e| Error::system("cannot make an eventfd", e))
     }
-    pub fn set(&self, i: usize) -> bool {
-        self.0.fetch_or(1 << i, Ordering::SeqCst) & (1 << i) == 0
+
+    fn write(&self) {
+        // It fails only when the counter is at its end, and then it is readable.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
-    pub fn take(&self, i: usize) -> bool {
-        self.0.fetch_and(!(1 << i), Ordering::SeqCst) & (1 << i) != 0
+
+    fn drain(&self) {
+        // One read empties it; it fails when it was empty.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
-    pub fn any(&self) -> bool {
-        self.0.load(Ordering::SeqCst) != 0
+}
+
+/// The twin of the eventfd for the checkers.
+#[cfg(any(loom, shuttle))]
+#[derive(Default, Debug)]
+struct Event {
+    count: AtomicU32,
+    readable: crate::sync::WaitQueue,
+}
+
+#[cfg(any(loom, shuttle))]
+impl Event {
+    fn new() -> Result<Event, Error> {
+        Ok(Event::default())
+    }
+
+    fn write(&self) {
+        self.count.fetch_add(1, SeqCst);
+        self.readable.wake_all();
+    }
+
+    fn drain(&self) {
+        self.count.swap(0, SeqCst);
+    }
+
+    #[cfg(test)]
+    fn wait(&self) {
+        self.readable.wait_until(|| self.count.load(SeqCst) > 0);
     }
 }

@@ -18,6 +18,7 @@ pub mod limits;
 mod local;
 mod merge;
 mod parts;
+mod pending;
 pub mod plug;
 mod queue;
 pub mod request;

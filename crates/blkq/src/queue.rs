@@ -121,6 +121,8 @@ pub(crate) struct Queue {
     pub(crate) closing: bool,
     /// The driver was not to be given requests when there were some.
     pub(crate) held_back: bool,
+    /// The software queue that is looked at first.
+    pub(crate) software_from: u32,
     /// The place among the tag set's waiters, if other queues use the set too.
     sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
@@ -209,6 +211,7 @@ impl Queue {
             limits_changed: false,
             closing: false,
             held_back: false,
+            software_from: 0,
             sharing,
             gate_owed: [0; 2],
             zeroes,

@@ -7,9 +7,9 @@ use crossbeam_utils::CachePadded;
 
 use crate::bio::{Bio, Operation};
 use crate::completion::End;
-use crate::kick::PendingMap;
 use crate::limits::QueueLimits;
 use crate::merge;
+use crate::pending::PendingMap;
 use crate::queue::Queue;
 use crate::request::SlotMarks;
 use crate::ring::Ring;
@@ -19,7 +19,7 @@ use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock, try_lock};
 
 /// Software queues of one hardware queue: submitters share them round robin.
-pub(crate) const SOFTWARE_QUEUES: usize = 64;
+pub(crate) const SOFTWARE_QUEUES: usize = u64::BITS as usize;
 /// Staged requests that a bio is compared with, youngest first (blk_bio_list_merge).
 const MERGE_CANDIDATES: usize = 8;
 /// Staged requests that the owner takes from one software queue before it goes to the next.
@@ -142,7 +142,7 @@ impl SoftwareQueues {
 
     /// Whether anything waits.
     pub fn has_pending(&self) -> bool {
-        self.pending.any()
+        !self.pending.is_empty()
     }
 
     /// Takes everything out: the queue's owner will never come.
@@ -156,13 +156,19 @@ impl Queue {
     /// for them; what stays can still merge.
     pub(crate) fn pull_software_queues(&mut self, mut ring: Option<&mut Ring>) {
         while self.can_take() && self.shared().software.has_pending() {
+            let from = self.software_from;
+            let mut pending = 0u64;
+            self.shared().software.pending.take_all(|index| pending |= 1 << index);
+            let mut rotated = pending.rotate_right(from);
             let mut moved = false;
-            for index in 0..SOFTWARE_QUEUES {
-                if self.shared().software.pending.take(index) {
-                    moved |= self.pull_one(index, ring.as_deref_mut());
-                }
-                if !self.can_take() {
-                    return;
+            while rotated != 0 {
+                let index = (rotated.trailing_zeros() + from) % SOFTWARE_QUEUES as u32;
+                rotated &= rotated - 1;
+                if self.can_take() {
+                    moved |= self.pull_one(index as usize, ring.as_deref_mut());
+                    self.software_from = index + 1;
+                } else {
+                    self.shared().software.pending.set(index as usize);
                 }
             }
             if !moved {
@@ -181,6 +187,7 @@ impl Queue {
             && !self.disk.control.is_frozen()
     }
 
+    /// Takes some of one software queue. False if nothing could be taken.
     fn pull_one(&mut self, index: usize, mut ring: Option<&mut Ring>) -> bool {
         let mut moved = false;
         for _ in 0..TAKE_AT_ONCE {

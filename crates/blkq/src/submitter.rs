@@ -40,7 +40,7 @@ impl Submitter {
         Submitter {
             software: disk.hardware_queue(queue).software.assign(),
             queue,
-            batcher: Batcher::new(),
+            batcher: Batcher::default(),
             limits: disk.limits(),
             generation: disk.control.generation(),
             disk: disk.clone(),

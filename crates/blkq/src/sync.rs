@@ -61,6 +61,9 @@ pub(crate) fn seq_cst_for_loom() {
 pub(crate) struct WaitQueue {
     /// Counts the wake-ups: the futex that sleepers compare.
     wakes: atomic::AtomicU32,
+    /// The kernel's side of the futex, for the checkers.
+    #[cfg(any(loom, shuttle))]
+    sleepers: (Mutex<()>, Condvar),
 }
 
 impl WaitQueue {
@@ -86,44 +89,49 @@ impl WaitQueue {
             if left.is_some_and(|left| left.is_zero()) {
                 return false;
             }
-            futex_wait(&self.wakes, seen, left);
+            self.futex_wait(seen, left);
         }
     }
 
     /// Has every sleeper look at its condition again; to be called after what makes it hold.
     pub fn wake_all(&self) {
         self.wakes.fetch_add(1, SeqCst);
-        futex_wake_all(&self.wakes);
+        self.futex_wake_all();
+    }
+
+    /// Sleeps unless more wake-ups than `seen` were counted.
+    #[cfg(not(any(loom, shuttle)))]
+    fn futex_wait(&self, seen: u32, timeout: Option<Duration>) {
+        use rustix::thread::futex;
+        let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());
+        // Woken, interrupted, timed out, or the count went on: the caller looks again in any case.
+        let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, timeout.as_ref());
+    }
+
+    #[cfg(not(any(loom, shuttle)))]
+    fn futex_wake_all(&self) {
+        use rustix::thread::futex;
+        // The word is ours and mapped: this cannot fail.
+        let _ = futex::wake(&self.wakes, futex::Flags::PRIVATE, i32::MAX as u32);
+    }
+
+    #[cfg(any(loom, shuttle))]
+    fn futex_wait(&self, seen: u32, _timeout: Option<Duration>) {
+        let mut guard = lock(&self.sleepers.0);
+        while self.wakes.load(SeqCst) == seen {
+            guard = match self.sleepers.1.wait(guard) {
+                Ok(guard) => guard,
+                Err(poisoned) => poisoned.into_inner(),
+            };
+        }
+    }
+
+    #[cfg(any(loom, shuttle))]
+    fn futex_wake_all(&self) {
+        drop(lock(&self.sleepers.0));
+        self.sleepers.1.notify_all();
     }
 }
-
-/// Sleeps while `word` is `seen`, or for less.
-#[cfg(not(any(loom, shuttle)))]
-fn futex_wait(word: &atomic::AtomicU32, seen: u32, timeout: Option<Duration>) {
-    use rustix::thread::futex;
-    let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());
-    // Woken, interrupted, timed out, or the word had changed: the caller looks again in any case.
-    let _ = futex::wait(word, futex::Flags::PRIVATE, seen, timeout.as_ref());
-}
-
-#[cfg(not(any(loom, shuttle)))]
-fn futex_wake_all(word: &atomic::AtomicU32) {
-    use rustix::thread::futex;
-    // The word is ours and mapped: this cannot fail.
-    let _ = futex::wake(word, futex::Flags::PRIVATE, i32::MAX as u32);
-}
-
-/// The checkers' futex: one that nobody changes is a thread that never goes on, which they
-/// report as too long a run.
-#[cfg(any(loom, shuttle))]
-fn futex_wait(word: &atomic::AtomicU32, seen: u32, _timeout: Option<Duration>) {
-    while word.load(SeqCst) == seen {
-        thread::yield_now();
-    }
-}
-
-#[cfg(any(loom, shuttle))]
-fn futex_wake_all(_word: &atomic::AtomicU32) {}
 
 /// Runs `body` in every order that loom finds, or in `schedules` random ones under shuttle,
 /// and says how many that were.
@@ -142,8 +150,8 @@ pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync 
     {
         let _ = schedules;
         let mut builder = loom::model::Builder::new();
-        // Exhaustive up to three forced switches per thread, as most defects need two.
-        builder.preemption_bound = builder.preemption_bound.or(Some(3));
+        // Exhaustive up to two forced switches, which is what most defects need.
+        builder.preemption_bound = builder.preemption_bound.or(Some(2));
         builder.max_branches = 10_000;
         builder.check(counted);
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -127,7 +128,14 @@ impl fmt::Display for Listener {
     /// As an NBD URI without an export.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.address {
-            Address::Unix(path, _) => write!(f, "nbd+unix:///?socket={}", path.display()),
+            Address::Unix(path, _) => {
+                f.write_str("nbd+unix:///?socket=")?;
+                path.as_os_str().as_bytes().iter().try_for_each(|byte| match byte {
+                    b'/' | b'-' | b'.' | b'_' | b'~' => write!(f, "{}", char::from(*byte)),
+                    _ if byte.is_ascii_alphanumeric() => write!(f, "{}", char::from(*byte)),
+                    _ => write!(f, "%{byte:02X}"),
+                })
+            }
             Address::Tcp(address) => write!(f, "nbd://{address}"),
             Address::Inherited => write!(f, "nbd on an inherited socket"),
         }

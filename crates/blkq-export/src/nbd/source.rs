@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, Token};
 use io_uring::{opcode, types};
@@ -118,12 +120,14 @@ pub(super) enum Arrivals {
     Elsewhere,
 }
 
+/// Connections of every engine, by its number.
+pub(super) type Loads = Box<[AtomicUsize]>;
+
 /// The server on one engine.
 pub(super) struct NbdSource {
     core: Core,
     registry: Arc<Registry>,
     arrivals: Arrivals,
-    /// Connections per engine, this one first; kept by the one that accepts.
     loads: Arc<Loads>,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
@@ -135,9 +139,6 @@ pub(super) struct NbdSource {
     idle_since_ns: Option<u64>,
     stopping: bool,
 }
-
-/// Connections of every engine.
-pub(super) type Loads = Box<[std::sync::atomic::AtomicUsize]>;
 
 impl NbdSource {
     pub fn new(
@@ -296,8 +297,6 @@ impl NbdSource {
         }
     }
 }
-
-use std::sync::atomic::Ordering::Relaxed;
 
 impl Source for NbdSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {

@@ -47,8 +47,6 @@ impl Disk {
             self.control.generation(),
             "new limits without a new generation"
         );
-        // Preempted here, a request in flight.
-        thread::yield_now();
         self.requests.fetch_sub(1, SeqCst);
         self.control.leave(queue);
     }
@@ -58,7 +56,6 @@ impl Disk {
             self.kicked.wait_until(|| !self.control.is_quiesced());
         }
         self.dispatches.fetch_add(1, SeqCst);
-        thread::yield_now();
         self.dispatches.fetch_sub(1, SeqCst);
         self.control.end_dispatch(queue);
     }
@@ -72,7 +69,6 @@ impl Disk {
             self.control.freeze(|q| self.kick(q));
         }
         assert_eq!(self.requests.load(SeqCst), 0, "a request in a frozen disk");
-        thread::yield_now();
         assert_eq!(self.requests.load(SeqCst), 0, "a request began in a frozen disk");
         self.limits.fetch_add(1, SeqCst);
         self.control.unfreeze(|q| self.kick(q));
@@ -81,7 +77,6 @@ impl Disk {
     fn quiesce(&self) {
         self.control.quiesce();
         assert_eq!(self.dispatches.load(SeqCst), 0, "a dispatch in a quiesced disk");
-        thread::yield_now();
         assert_eq!(self.dispatches.load(SeqCst), 0, "a dispatch began in a quiesced disk");
         self.control.unquiesce(|q| self.kick(q));
     }

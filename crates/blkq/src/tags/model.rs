@@ -18,7 +18,7 @@ struct Sleeper {
 
 impl Wake for Sleeper {
     fn wake(&self) {
-        self.woken.store(true, SeqCst);
+        self.woken.swap(true, SeqCst);
         self.queue.wake_all();
     }
 }
@@ -155,6 +155,30 @@ fn a_wake_up_is_handed_on(quitters: usize) {
     join(others);
 }
 
+/// A waiter that is content only when nothing is in flight is woken by the last put, though
+/// no batch of wake-ups is full.
+fn the_last_put_wakes(holders: usize) {
+    let checked = Checked::new(16);
+    let mut hint = checked.set.hint();
+    let threads = (0..holders)
+        .map(|_| {
+            let tags = checked.take(&mut hint, 1);
+            let checked = checked.clone();
+            thread::spawn(move || checked.put(&tags))
+        })
+        .collect();
+    let (mut id, sleeper) = checked.waiter();
+    loop {
+        checked.set.prepare_wait(&mut id);
+        if checked.set.in_use() == 0 {
+            break;
+        }
+        sleeper.queue.wait_until(|| sleeper.woken.swap(false, SeqCst));
+    }
+    checked.set.unregister(id);
+    join(threads);
+}
+
 #[cfg(loom)]
 mod loom_tags {
     use super::*;
@@ -174,6 +198,8 @@ mod loom_tags {
     #[test]
     fn loom_a_batch_that_does_not_fill_wakes() {
         model("wake-ups in twos, two waiters", 0, || every_waiter_is_woken(16, 16, 2, 1));
+        model("wake-ups in twos, one put", 0, || the_last_put_wakes(1));
+        model("wake-ups in twos, two puts", 0, || the_last_put_wakes(2));
     }
 
     #[test]
@@ -196,6 +222,11 @@ mod shuttle_tags {
         model("eight threads, two tags", 10_000, || every_waiter_is_woken(2, 2, 8, 3));
         model("ten waiters, 16 tags, wake-ups in twos", 10_000, || every_waiter_is_woken(16, 16, 20, 2));
         model("twelve waiters, 64 tags, wake-ups in eights", 3_000, || every_waiter_is_woken(64, 64, 12, 2));
+    }
+
+    #[test]
+    fn shuttle_a_batch_that_does_not_fill_wakes() {
+        model("wake-ups in twos, five puts", 10_000, || the_last_put_wakes(5));
     }
 
     #[test]

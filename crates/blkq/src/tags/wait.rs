@@ -41,13 +41,16 @@ impl WaiterId {
     }
 }
 
+/// Whom to wake for a registered waiter.
+type Slot = RwLock<Option<Arc<dyn Wake>>>;
+
 pub(super) struct Waiters {
     /// How many bits of all queues are set, or about to be.
     waiting: AtomicU32,
     counters: CachePadded<Counters>,
     /// The waiters that sleep or are about to.
     queues: [CachePadded<AtomicU32>; QUEUES],
-    slots: Box<[RwLock<Option<Arc<dyn Wake>>>]>,
+    slots: Box<[Slot]>,
     /// One registers at a time, so that no slot but a free one is ever locked for writing.
     registering: Mutex<()>,
 }
@@ -77,7 +80,7 @@ impl Waiters {
 
     pub fn register(&self, wake: Arc<dyn Wake>) -> Option<WaiterId> {
         let _one_at_a_time = lock(&self.registering);
-        let free = |slot: &RwLock<Option<_>>| slot.read().unwrap_or_else(PoisonError::into_inner).is_none();
+        let free = |slot: &Slot| slot.read().unwrap_or_else(PoisonError::into_inner).is_none();
         let number = self.slots.iter().position(free)?;
         *self.slots[number].write().unwrap_or_else(PoisonError::into_inner) = Some(wake);
         Some(WaiterId { number: number as u16, waits: false })

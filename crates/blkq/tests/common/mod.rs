@@ -15,6 +15,7 @@ use blkq::{
     LocalQueue, Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
 };
 
+#[allow(unused_imports, reason = "as above")]
 pub use scattered::{Scattered, bytes_of};
 
 /// When the device ends requests.

@@ -1,0 +1,367 @@
+//! `blkq attach`: makes an image usable, by way of a daemon of its own.
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+
+use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use blkq::drivers::{DriverSpec, parse_bytes};
+use blkq::{ClockMode, ErrorKind, SchedulerKind};
+use clap::ValueEnum;
+use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
+
+use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
+use crate::daemon::{self, Parent};
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::size::format_size;
+use crate::{print, print_json, systemd};
+
+/// The hidden option that tells the daemon from the command that starts it.
+const DAEMON_OPTION: &str = "--daemon";
+
+/// Options of `attach`.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = "\
+Returns when the device is usable and prints one line per export; a daemon of its own
+serves it until `blkq detach`. Sizes take K, M, G, T (powers of 1024).
+
+Examples:
+  blkq attach disk.img
+      nbd+unix:///?socket=/run/blkq/disk.img.nbd
+  blkq attach disk.img --read-only --listen tcp:127.0.0.1:10809
+  blkq attach disk.img --direct-io on --queues 4 --name data
+  blkq attach ram:1G --name scratch
+  blkq attach null:1T --foreground      ends with Ctrl-C")]
+pub struct Args {
+    /// An image file or block device; null:SIZE reads zeroes and forgets what is written,
+    /// ram:SIZE keeps it in memory
+    #[arg(value_name = "IMAGE|null:SIZE|ram:SIZE", value_parser = OsStringValueParser::new().try_map(parse_image))]
+    pub image: DriverSpec,
+    /// What to call the device [default: the image's file name, made unique]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// How to serve it; may be given several times [default: nbd]
+    #[arg(long = "export", value_enum)]
+    pub exports: Vec<Export>,
+    /// Where NBD listens, unix:PATH or tcp:HOST:PORT; may be given several times
+    /// [default: a socket in the state directory, or those that systemd hands over]
+    #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen)]
+    pub listen: Vec<Address>,
+    /// Refuse writes
+    #[arg(long)]
+    pub read_only: bool,
+    /// Attach it even if others have it attached for writing: they will not see each
+    /// other's flushes in time, and can destroy the data
+    #[arg(long)]
+    pub shared: bool,
+    /// Where in the image the device begins
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0")]
+    pub offset: u64,
+    /// The device's size at most
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub size_limit: Option<u64>,
+    /// The logical block; auto takes the smallest that works
+    #[arg(long, value_enum, default_value = "auto")]
+    pub sector_size: SectorSize,
+    /// Bypass the page cache: on or an error, off, or auto where the file allows it
+    #[arg(long, default_value = "auto", value_parser = one_of::<DirectIo>(&["on", "off", "auto"]))]
+    pub direct_io: DirectIo,
+    /// How the file is read and written: serial is one request at a time, to compare with
+    #[arg(long, default_value = "concurrent", value_parser = one_of::<Dispatch>(&["concurrent", "serial"]))]
+    pub dispatch: Dispatch,
+    /// Hardware queues, each with a thread of its own
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub queues: u16,
+    /// Requests in flight per queue
+    #[arg(long, value_name = "N", default_value = "128", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub depth: u16,
+    /// The order in which requests reach the driver
+    #[arg(long, value_enum, default_value = "none")]
+    pub scheduler: Scheduler,
+    /// Do not join adjacent requests
+    #[arg(long)]
+    pub no_merge: bool,
+    /// Do not hand out tags in batches
+    #[arg(long)]
+    pub no_batching: bool,
+    /// Do not count and time requests
+    #[arg(long)]
+    pub no_iostats: bool,
+    /// Time stamps: one reading of the clock per batch, or one each
+    #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
+    pub clock: ClockMode,
+    /// NBD connections at a time
+    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub max_connections: u16,
+    /// How long an NBD client may take to say what it wants
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub handshake_timeout: u16,
+    /// Serve it in this process, until SIGINT or SIGTERM
+    #[arg(long)]
+    pub foreground: bool,
+    /// Print one JSON object, as `blkq show --json`, in place of the exports
+    #[arg(long)]
+    pub json: bool,
+    /// Be the daemon: report on standard output, then let go of it
+    #[arg(long, hide = true)]
+    pub daemon: bool,
+}
+
+/// Where NBD listens.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Address {
+    /// A unix socket.
+    Unix(PathBuf),
+    /// A TCP port of a host's name or address.
+    Tcp(String, u16),
+}
+
+/// Kinds of exports.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Export {
+    /// A server of the NBD protocol
+    Nbd,
+    /// A kernel block device
+    Ublk,
+    /// A disk for virtual machines
+    VhostUserBlk,
+}
+
+/// `--sector-size`.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SectorSize {
+    /// 512 bytes
+    #[value(name = "512")]
+    Bytes512,
+    /// 4096 bytes
+    #[value(name = "4096")]
+    Bytes4096,
+    /// The smallest that works
+    Auto,
+}
+
+/// `--scheduler`.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scheduler {
+    /// As they come
+    None,
+    /// By place, with deadlines
+    MqDeadline,
+    /// By latency targets
+    Kyber,
+}
+
+impl Scheduler {
+    /// The block layer's.
+    ///
+    /// # Errors
+    /// If this build does not have it.
+    pub fn kind(self) -> Outcome<SchedulerKind> {
+        match self {
+            Scheduler::None => Ok(SchedulerKind::None),
+            Scheduler::MqDeadline => Ok(SchedulerKind::MqDeadline),
+            Scheduler::Kyber => Err(Failure::new(
+                "--scheduler kyber: this build of blkq does not have it; use mq-deadline or none",
+            )),
+        }
+    }
+}
+
+/// One of `names`, as the block layer reads it.
+fn one_of<T>(names: &'static [&'static str]) -> impl TypedValueParser<Value = T>
+where
+    T: std::str::FromStr<Err = blkq::Error> + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
+}
+
+fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {
+    let spec = match text.into_string() {
+        Ok(text) => text.parse()?,
+        Err(path) => DriverSpec::Image(path.into()),
+    };
+    match spec {
+        DriverSpec::Null(0) | DriverSpec::Ram(0) => {
+            Err(blkq::Error::new(ErrorKind::Invalid, "a device has a size above 0"))
+        }
+        spec => Ok(spec),
+    }
+}
+
+fn parse_listen(text: &str) -> Result<Address, String> {
+    let rule = "an address is unix:PATH or tcp:HOST:PORT, such as tcp:127.0.0.1:10809 or tcp:[::1]:10809";
+    match text.split_once(':') {
+        Some(("unix", path)) if !path.is_empty() => Ok(Address::Unix(PathBuf::from(path))),
+        Some(("tcp", rest)) => {
+            let (host, port) = rest.rsplit_once(':').ok_or(rule)?;
+            let port = port.parse().map_err(|_| rule)?;
+            let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+                Some(host) => host,
+                // Colons without brackets: where the address ends is anybody's guess.
+                None if host.contains(':') => return Err(rule.to_owned()),
+                None => host,
+            };
+            if host.is_empty() { Err(rule.to_owned()) } else { Ok(Address::Tcp(host.to_owned(), port)) }
+        }
+        _ => Err(rule.to_owned()),
+    }
+}
+
+/// The image in the words of the command line.
+pub fn image_text(image: &DriverSpec) -> String {
+    match image {
+        DriverSpec::Image(path) => path.display().to_string(),
+        DriverSpec::Null(bytes) => format!("null:{}", format_size(*bytes)),
+        DriverSpec::Ram(bytes) => format!("ram:{}", format_size(*bytes)),
+    }
+}
+
+impl Args {
+    /// The name of the device if none is given, before it is made unique.
+    pub fn default_name(&self) -> String {
+        match &self.image {
+            DriverSpec::Image(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            DriverSpec::Null(_) => "null".to_owned(),
+            DriverSpec::Ram(_) => "ram".to_owned(),
+        }
+    }
+
+    /// Attaches: starts the daemon and waits until it is ready, or is it.
+    ///
+    /// # Errors
+    /// Why the device could not be attached.
+    pub fn run(self) -> Outcome<ExitCode> {
+        self.refuse_what_is_not_built().map_err(|e| self.failed(e))?;
+        // Who hands over sockets watches the process that it hands them to.
+        if self.foreground || self.daemon || systemd::is_activated() {
+            return self.serve();
+        }
+        let info = self.start_daemon()?;
+        self.report(&info)?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn failed(&self, failure: Failure) -> Failure {
+        failure.during(format_args!("attach {}", image_text(&self.image)))
+    }
+
+    /// The part of [`Args::run`] that needs to look at nothing but the options.
+    fn refuse_what_is_not_built(&self) -> Outcome {
+        for export in &self.exports {
+            let name = match export {
+                Export::Nbd => continue,
+                Export::Ublk => "ublk",
+                Export::VhostUserBlk => "vhost-user-blk",
+            };
+            return Err(Failure::new(format!(
+                "--export {name}: this build of blkq does not have it; use --export nbd"
+            )));
+        }
+        self.scheduler.kind().map(|_| ())
+    }
+
+    /// Prints what the user needs to know of the new device.
+    fn report(&self, info: &DeviceInfo) -> Outcome {
+        for warning in &info.warnings {
+            crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
+        }
+        if self.json {
+            return print_json(info);
+        }
+        print(&info.exports.iter().map(|export| format!("{export}\n")).collect::<String>())
+    }
+
+    /// Serves the device in this process until it is ended.
+    fn serve(self) -> Outcome<ExitCode> {
+        let mut parent = if self.daemon { Parent::new()? } else { Parent::none() };
+        let daemon = match daemon::Daemon::start(&self, &mut parent) {
+            Ok(daemon) => daemon,
+            Err(failure) => {
+                let failure = self.failed(failure);
+                if !self.daemon {
+                    return Err(failure);
+                }
+                // Whoever started this process tells the user.
+                parent.tell(&reply_line::<()>(Err(failure)))?;
+                return Ok(ExitCode::from(EXIT_FAILED));
+            }
+        };
+        if !self.daemon {
+            self.report(&daemon.info()?)?;
+        }
+        Ok(daemon.run())
+    }
+
+    /// Starts the daemon and waits until it is ready.
+    fn start_daemon(&self) -> Outcome<DeviceInfo> {
+        let refuse = |e: std::io::Error| self.failed(Failure::new(format!("cannot start the daemon: {e}")));
+        // This program again, with the same words after `attach`.
+        let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let (subcommand, options) = words.split_at(words.len().min(1));
+        let mut child = Command::new("/proc/self/exe")
+            .arg0("blkq")
+            .args(subcommand)
+            .arg(DAEMON_OPTION)
+            .args(options)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(refuse)?;
+        let mut line = Vec::new();
+        if let Some(stdout) = child.stdout.take() {
+            stdout.take(LINE_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
+        }
+        match serde_json::from_slice(&line) {
+            Ok(Reply::Ok(info)) => Ok(info),
+            Ok(Reply::Error(message)) => {
+                // It has said all; nothing of it may be left when this command returns.
+                child.wait().map_err(refuse)?;
+                Err(Failure::new(message))
+            }
+            Err(_) => {
+                let status = child.wait().map_err(refuse)?;
+                Err(self.failed(Failure::new(format!("the daemon ended before it was ready ({status})"))))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_told_from_drivers() {
+        let parse = |text: &str| parse_image(text.into()).ok();
+        assert_eq!(parse("null:1G"), Some(DriverSpec::Null(1 << 30)));
+        assert_eq!(parse("./null:1G"), Some(DriverSpec::Image("./null:1G".into())));
+        for bad in ["", "null:", "ram:0", "ram:1X"] {
+            assert_eq!(parse(bad), None, "{bad:?}");
+        }
+        assert_eq!(image_text(&DriverSpec::Ram(4096)), "ram:4K");
+    }
+
+    #[test]
+    fn addresses_are_unambiguous() {
+        assert_eq!(parse_listen("unix:/a:b"), Ok(Address::Unix("/a:b".into())));
+        assert_eq!(parse_listen("tcp:localhost:0"), Ok(Address::Tcp("localhost".into(), 0)));
+        assert_eq!(parse_listen("tcp:[::1]:10809"), Ok(Address::Tcp("::1".into(), 10809)));
+        for bad in [
+            "",
+            "unix:",
+            "tcp:",
+            "tcp:10809",
+            "tcp::10809",
+            "tcp:a:b",
+            "tcp:::1:10809",
+            "tcp:[]:1",
+            "tcp:a:65536",
+            "/a",
+        ] {
+            assert!(parse_listen(bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The command line: one file per subcommand.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::failure::Outcome;
+
+pub mod attach;
+pub mod detach;
+pub mod features;
+pub mod generate;
+pub mod list;
+pub mod resize;
+pub mod set;
+pub mod show;
+pub mod stat;
+
+/// The multi-queue block layer in user space: serves image files as fast block devices.
+#[derive(Parser, Debug)]
+#[command(
+    name = "blkq",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Examples:
+  blkq attach disk.img                 serve an image; prints where clients find it
+  nbdcopy \"$(blkq attach disk.img)\" -  the same, and read it all
+  blkq list                            what is attached
+  blkq stat disk.img --interval 1      what it is doing
+  blkq detach disk.img                 flush it and end it
+
+Exit codes: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage."
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Make an image usable as a block device
+    Attach(attach::Args),
+    /// List the devices
+    List(list::Args),
+    /// Tell all about one device
+    Show(show::Args),
+    /// Print what a device did, or is doing
+    Stat(stat::Args),
+    /// Change settings of a device while it is in use
+    Set(set::Args),
+    /// Change the size of a device, or take over that of its image
+    Resize(resize::Args),
+    /// Flush a device and end it
+    Detach(detach::Args),
+    /// Tell what this kernel offers and what is missing
+    Features(features::Args),
+    /// Write manual pages or shell completions into a directory
+    #[command(hide = true)]
+    Generate(generate::Args),
+}
+
+impl Command {
+    /// Does it.
+    ///
+    /// # Errors
+    /// What was refused or failed.
+    pub fn run(self) -> Outcome<ExitCode> {
+        let done = |()| ExitCode::SUCCESS;
+        match self {
+            Command::Attach(args) => args.run(),
+            Command::List(args) => args.run().map(done),
+            Command::Show(args) => args.run().map(done),
+            Command::Stat(args) => args.run().map(done),
+            Command::Set(args) => args.run().map(done),
+            Command::Resize(args) => args.run().map(done),
+            Command::Detach(args) => args.run(),
+            Command::Features(args) => args.run().map(done),
+            Command::Generate(args) => args.run().map(done),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}

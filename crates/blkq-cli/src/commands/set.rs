@@ -1,0 +1,42 @@
+//! `blkq set`: changes settings of a device in use.
+
+use crate::control::{Request, ask};
+use crate::failure::Outcome;
+use crate::state::StateDir;
+
+/// Options of `set`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+The device holds new I/O back while a change is made; nothing in flight is lost.
+`blkq show NAME` lists the settings.
+
+Examples:
+  blkq set disk.img direct-io=on
+  blkq set disk.img scheduler=mq-deadline depth=64
+  blkq set disk.img read-only=on")]
+pub struct Args {
+    /// The device, as `blkq list` names it
+    name: String,
+    /// Settings, changed in this order up to the first that is refused
+    #[arg(required = true, value_name = "KEY=VALUE", value_parser = parse_setting)]
+    settings: Vec<(String, String)>,
+}
+
+fn parse_setting(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err("a setting is KEY=VALUE, such as depth=64".to_owned()),
+    }
+}
+
+impl Args {
+    /// Makes the changes.
+    ///
+    /// # Errors
+    /// The first that was refused, and why.
+    pub fn run(self) -> Outcome {
+        let request = Request::Set { settings: self.settings };
+        ask::<()>(&StateDir::locate()?, &self.name, &request)
+            .map_err(|e| e.during(format_args!("set {}", self.name)))
+    }
+}

@@ -1,0 +1,63 @@
+//! `blkq show`: all about one device.
+
+use crate::control::{Request, ask};
+use crate::failure::Outcome;
+use crate::info::{ClientInfo, DeviceInfo};
+use crate::size::format_size;
+use crate::state::StateDir;
+use crate::table::{Align, render};
+use crate::{print, print_json};
+
+/// Options of `show`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  blkq show disk.img
+  blkq show disk.img --json | jq .direct_io")]
+pub struct Args {
+    /// The device, as `blkq list` names it
+    name: String,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Args {
+    /// Prints what is known about the device.
+    ///
+    /// # Errors
+    /// If there is no such device.
+    pub fn run(self) -> Outcome {
+        let info: DeviceInfo = ask(&StateDir::locate()?, &self.name, &Request::Show {})?;
+        if self.json { print_json(&info) } else { print(&page(&info)) }
+    }
+}
+
+fn page(info: &DeviceInfo) -> String {
+    let mut rows: Vec<[String; 2]> = Vec::new();
+    let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
+    row("name", info.name.clone());
+    row("image", info.image.clone());
+    info.exports.iter().for_each(|export| row("export", export.clone()));
+    row("clients", info.clients.len().to_string());
+    for client in &info.clients {
+        let ClientInfo { peer, seconds, requests, errors, read_bytes, written_bytes, in_flight } = client;
+        let did =
+            format!("{requests} requests, {errors} errors, {read_bytes} bytes read, {written_bytes} written");
+        row(&format!("  {peer}"), format!("{seconds} s, {did}, {in_flight} in flight"));
+    }
+    row("daemon", format!("process {}", info.pid));
+    row("size", format!("{} ({} bytes)", format_size(info.size), info.size));
+    row("sector-size", format!("{} (physical {})", info.sector_size, info.physical_sector_size));
+    row("read-only", if info.read_only { "yes" } else { "no" }.to_owned());
+    let direct = &info.direct_io;
+    let reason = if direct.reason.is_empty() { String::new() } else { format!(": {}", direct.reason) };
+    row("direct-io", format!("{} (asked for: {}){reason}", direct.effective, direct.requested));
+    row("capabilities", info.capabilities.join(" "));
+    row("driver", info.driver.clone());
+    info.driver_facts.iter().for_each(|(name, value)| row(&format!("  {name}"), value.clone()));
+    row("settings", String::new());
+    info.settings.iter().for_each(|(name, value)| row(&format!("  {name}"), value.clone()));
+    info.warnings.iter().for_each(|warning| row("warning", warning.clone()));
+    render([Align::Left, Align::Left], &rows)
+}

@@ -1,0 +1,346 @@
+//! The daemon of one device: its life from start to end, and its control socket.
+//!
+//! The first thread waits for commands and signals. Each command is answered on a
+//! short-lived thread of its own, because a change may have to wait for I/O; the
+//! device's I/O runs on the engine's threads, where nothing of this happens.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::Mode;
+use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, setsid, umask};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
+
+use crate::commands::attach::Args;
+use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::serve::Device;
+use crate::state::{Claim, StateDir};
+use crate::{log, systemd};
+
+/// Commands answered at a time; the next ones are turned away.
+const ANSWERING_MAX: usize = 16;
+/// Stack of a thread that answers a command.
+const ANSWER_STACK_BYTES: usize = 256 << 10;
+
+/// The process that started this daemon and waits for word from it, on standard output.
+#[derive(Debug)]
+pub struct Parent {
+    waits: bool,
+}
+
+impl Parent {
+    /// Nobody: this process was not started by `attach`.
+    pub fn none() -> Parent {
+        Parent { waits: false }
+    }
+
+    /// The parent of a daemon, which leaves the parent's session.
+    ///
+    /// # Errors
+    /// If it cannot.
+    pub fn new() -> Outcome<Parent> {
+        setsid().map_err(|e| Failure::new(format!("setsid: {e}")))?;
+        Ok(Parent { waits: true })
+    }
+
+    /// Gives the parent its one message, and lets go of standard output.
+    ///
+    /// # Errors
+    /// If the parent is gone.
+    pub fn tell(&mut self, reply: &[u8]) -> Outcome {
+        if !std::mem::take(&mut self.waits) {
+            return Ok(());
+        }
+        let mut stdout = std::io::stdout().lock();
+        let told = stdout.write_all(reply).and_then(|()| stdout.flush());
+        let null = std::fs::File::options().write(true).open("/dev/null");
+        told.and(null)
+            .and_then(|null| Ok(rustix::stdio::dup2_stdout(null)?))
+            .map_err(|e| Failure::new(format!("the command that started the daemon is gone: {e}")))
+    }
+}
+
+/// A device being served, and all that belongs to it.
+pub struct Daemon {
+    shared: Arc<Shared>,
+    control: UnixListener,
+    /// One byte per signal.
+    signals: UnixStream,
+    ended: Receiver<Ended>,
+    /// A byte when there is something in `ended`.
+    wake: UnixStream,
+    /// Last, so that the name is free after everything else is gone.
+    claim: Claim,
+}
+
+/// What the threads that answer commands share.
+struct Shared {
+    device: Device,
+    /// The device is ending, or has ended.
+    ending: AtomicBool,
+    answering: AtomicUsize,
+    ended: Sender<Ended>,
+    waker: UnixStream,
+}
+
+/// The device has ended.
+struct Ended {
+    /// How its last flush went.
+    flushed: Outcome,
+    /// Who asked for it and waits for the answer.
+    asker: Option<UnixStream>,
+}
+
+impl Daemon {
+    /// Takes the name, opens the device, and listens; when it returns, the device is
+    /// usable and `parent` knows.
+    ///
+    /// # Errors
+    /// Whatever keeps the device from being usable; nothing is left of it then.
+    pub fn start(args: &Args, parent: &mut Parent) -> Outcome<Daemon> {
+        let inherited = systemd::take_listeners()?;
+        raise_limits();
+        let dir = StateDir::locate()?;
+        dir.create()?;
+        // Sockets and files are for their owner alone, from the moment that they exist.
+        umask(Mode::from_bits_truncate(0o177));
+        let claim = match &args.name {
+            Some(name) => dir.claim(name)?,
+            None => dir.claim_unique(&args.default_name())?,
+        };
+        let system = |what: &'static str| move |e: std::io::Error| Failure::new(format!("{what}: {e}"));
+        let control = UnixListener::bind(claim.file(".control")).map_err(system("control socket"))?;
+        control.set_nonblocking(true).map_err(system("control socket"))?;
+        let signals = catch_signals().map_err(system("signals"))?;
+        let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
+        let (sender, ended) = channel();
+        let device = Device::open(args, claim.name(), &claim.file(".nbd"), inherited)?;
+        let info = device.info()?;
+        claim.write_state(&info)?;
+        if parent.waits {
+            log::redirect(&claim.file(".log"))?;
+            // Not to keep a file system busy that has nothing to do with the device.
+            std::env::set_current_dir("/").map_err(system("chdir"))?;
+        }
+        parent.tell(&reply_line(Ok(&info)))?;
+        let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
+        systemd::notify(&format!("READY=1\nSTATUS={status}"));
+        let shared = Shared {
+            device,
+            ending: AtomicBool::new(false),
+            answering: AtomicUsize::new(0),
+            ended: sender,
+            waker,
+        };
+        Ok(Daemon { shared: Arc::new(shared), control, signals, ended, wake, claim })
+    }
+
+    /// The device as it is now.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        self.shared.device.info()
+    }
+
+    /// Serves until the device is detached or a signal ends it.
+    pub fn run(mut self) -> ExitCode {
+        loop {
+            let mut fds = [
+                PollFd::new(&self.control, PollFlags::IN),
+                PollFd::new(&self.signals, PollFlags::IN),
+                PollFd::new(&self.wake, PollFlags::IN),
+            ];
+            // Interrupted, or out of memory: look again. The signal is in its pipe.
+            let _ = poll(&mut fds, None);
+            let [commands, signals, ended] = fds.map(|fd| !fd.revents().is_empty());
+            if signals {
+                let mut bytes = [0; 16];
+                let mut count = self.signals.read(&mut bytes).unwrap_or(0);
+                if !self.shared.ending.swap(true, Ordering::SeqCst) {
+                    count -= 1;
+                    log::line("ending: a signal asked for it");
+                    spawn_answer(&self.shared, |shared| {
+                        // Forced, and so refused only if the device has ended.
+                        let _ = shared.device.close(true);
+                        shared.end(None);
+                    });
+                }
+                if count > 0 {
+                    log::line("ending at once: another signal asked for it; what was in flight may be lost");
+                    return ExitCode::from(EXIT_FAILED);
+                }
+            }
+            if ended && let Ok(ended) = self.ended.try_recv() {
+                return self.finish(ended);
+            }
+            if commands && let Ok((stream, _)) = self.control.accept() {
+                accept(&self.shared, stream);
+            }
+        }
+    }
+
+    /// Removes what is left of the device, and then says so to who asked for it.
+    fn finish(self, ended: Ended) -> ExitCode {
+        let Daemon { shared, control, claim, .. } = self;
+        drop(control);
+        drop(claim);
+        drop(shared);
+        let outcome = ended.flushed.map_err(|e| e.during("detached, but data may be lost"));
+        let code = match &outcome {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(failure) => {
+                log::line(&failure.to_string());
+                ExitCode::from(EXIT_FAILED)
+            }
+        };
+        if let Some(asker) = ended.asker {
+            answer(&asker, &reply_line(outcome));
+        }
+        code
+    }
+}
+
+impl Shared {
+    /// Ends the device for good; `ending` is set.
+    fn end(&self, asker: Option<UnixStream>) {
+        systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
+        let flushed = self.device.end();
+        // The other ends are in the first thread, which lives longer than any other.
+        let _ = self.ended.send(Ended { flushed, asker });
+        let _ = (&self.waker).write_all(&[0]);
+    }
+
+    /// Does what a client asks, and answers.
+    fn serve(&self, stream: UnixStream) {
+        let request = match read_request(&stream) {
+            Ok(request) => request,
+            Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
+        };
+        let reply = match request {
+            Request::Ping {} => reply_line(Ok(())),
+            Request::Show {} => reply_line(self.device.info()),
+            Request::Stat {} => reply_line(self.device.statistics()),
+            Request::Set { settings } => reply_line(self.set(&settings)),
+            Request::Resize { size } => {
+                log::line(&format!("resize to {size:?}"));
+                reply_line(self.device.resize(size))
+            }
+            Request::Detach { force } => {
+                if self.ending.swap(true, Ordering::SeqCst) {
+                    reply_line::<()>(Err(Failure::new("it is ending already")))
+                } else if let Err(failure) = self.device.close(force) {
+                    self.ending.store(false, Ordering::SeqCst);
+                    reply_line::<()>(Err(failure))
+                } else {
+                    log::line("ending: detach asked for it");
+                    return self.end(Some(stream));
+                }
+            }
+        };
+        answer(&stream, &reply);
+    }
+
+    fn set(&self, settings: &[(String, String)]) -> Outcome {
+        for (done, (key, value)) in settings.iter().enumerate() {
+            log::line(&format!("set {key:?} to {value:?}"));
+            self.device.set(key, value).map_err(|e| {
+                let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
+                let note =
+                    if done > 0 { format!(" (done before: {})", before.join(", ")) } else { String::new() };
+                Failure::new(format!("{key}={value}: {e}{note}"))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Looks who is there and has a thread listen to it.
+fn accept(shared: &Arc<Shared>, stream: UnixStream) {
+    let turn_away = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
+    // The socket's mode says the same; this holds wherever somebody moves the socket.
+    match rustix::net::sockopt::socket_peercred(&stream) {
+        Ok(peer) if peer.uid == geteuid() || peer.uid.is_root() => {}
+        _ => return turn_away("only the owner of the daemon may talk to it"),
+    }
+    if shared.answering.load(Ordering::Relaxed) >= ANSWERING_MAX {
+        return turn_away("too many commands at a time; try again");
+    }
+    spawn_answer(shared, |shared| shared.serve(stream));
+}
+
+/// Runs `job` on a thread of its own.
+fn spawn_answer(shared: &Arc<Shared>, job: impl FnOnce(&Shared) + Send + 'static) {
+    let count = shared.clone();
+    shared.answering.fetch_add(1, Ordering::Relaxed);
+    let thread = std::thread::Builder::new().name("blkq-control".into()).stack_size(ANSWER_STACK_BYTES);
+    let spawned = thread.spawn(move || {
+        job(&count);
+        count.answering.fetch_sub(1, Ordering::Relaxed);
+    });
+    if let Err(e) = spawned {
+        shared.answering.fetch_sub(1, Ordering::Relaxed);
+        log::line(&format!("cannot start a thread: {e}"));
+    }
+}
+
+/// Reads one line, bounded in length and time.
+fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
+    let until = Instant::now() + LINE_TIMEOUT;
+    let mut line = Vec::new();
+    let mut piece = [0; 4096];
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Failure::new("no request came in time"));
+        }
+        let read = stream.set_read_timeout(Some(left)).and_then(|()| stream.read(&mut piece));
+        match read {
+            Ok(0) => return Err(Failure::new("malformed request: the line has no end")),
+            Ok(length) => line.extend_from_slice(&piece[..length]),
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(e) => return Err(Failure::new(format!("cannot read the request: {e}"))),
+        }
+        if let Some(end) = line.iter().position(|byte| *byte == b'\n') {
+            return parse_request(&line[..end]);
+        }
+        if line.len() >= LINE_BYTES_MAX {
+            return Err(Failure::new(format!("malformed request: longer than {LINE_BYTES_MAX} bytes")));
+        }
+    }
+}
+
+/// Sends the reply; a client that does not take it goes without.
+fn answer(mut stream: &UnixStream, reply: &[u8]) {
+    let _ = stream.set_write_timeout(Some(LINE_TIMEOUT));
+    let _ = stream.write_all(reply);
+}
+
+/// A stream that gets one byte for each signal that asks for the end.
+fn catch_signals() -> std::io::Result<UnixStream> {
+    let (receiver, sender) = UnixStream::pair()?;
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
+    }
+    // A write beyond the file size limit shall fail, not end the process.
+    signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    Ok(receiver)
+}
+
+/// Takes what the user is allowed: descriptors for connections, locked memory for
+/// registered buffers. What is refused is missed where it is needed, not here.
+fn raise_limits() {
+    for resource in [Resource::Nofile, Resource::Memlock] {
+        let maximum = getrlimit(resource).maximum;
+        let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
+    }
+}

@@ -1,0 +1,51 @@
+//! Why a command did not do what was asked: one line for the user, and an exit code.
+
+use std::fmt;
+
+/// Exit code of a command that was refused or failed.
+pub const EXIT_FAILED: u8 = 1;
+
+/// One line: what was tried, why it did not work, and the cure.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Failure(String);
+
+/// What a command ends with.
+pub type Outcome<T = ()> = Result<T, Failure>;
+
+impl Failure {
+    /// A failure told in one line of the form `what: why; cure`. Control characters of
+    /// names that came from outside are replaced, so that it stays one line.
+    pub fn new(line: impl AsRef<str>) -> Failure {
+        Failure(line.as_ref().chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
+    }
+
+    /// The same failure, told as part of doing `what`.
+    pub fn during(self, what: impl fmt::Display) -> Failure {
+        Failure::new(format!("{what}: {self}"))
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl From<blkq::Error> for Failure {
+    fn from(error: blkq::Error) -> Failure {
+        Failure::new(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_one_line_whatever_it_quotes() {
+        let failure = Failure::new("open evil\nname\x1b[31m: no").during("attach");
+        assert_eq!(failure.to_string(), "attach: open evil name [31m: no");
+    }
+}

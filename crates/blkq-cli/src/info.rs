@@ -1,0 +1,104 @@
+//! What is known about a device: the answer to `show`, and the content of its state file.
+
+use serde::{Deserialize, Serialize};
+
+/// A device. Sizes in bytes.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DeviceInfo {
+    /// Its name.
+    pub name: String,
+    /// Its daemon's process.
+    pub pid: u32,
+    /// Where clients find it: URIs.
+    pub exports: Vec<String>,
+    /// Who is connected now.
+    pub clients: Vec<ClientInfo>,
+    /// The image's path, or `null:SIZE`, `ram:SIZE`.
+    pub image: String,
+    /// The driver: `loop`, `null`, `ram`.
+    pub driver: String,
+    /// Size of the device.
+    pub size: u64,
+    /// Logical block.
+    pub sector_size: u32,
+    /// Physical block.
+    pub physical_sector_size: u32,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// How the backing file is read and written.
+    pub direct_io: DirectIoInfo,
+    /// What the device can do besides reading and writing.
+    pub capabilities: Vec<String>,
+    /// How it is set, in order.
+    #[serde(with = "ordered")]
+    pub settings: Vec<(String, String)>,
+    /// Facts of the driver, in order.
+    #[serde(with = "ordered")]
+    pub driver_facts: Vec<(String, String)>,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+}
+
+/// Direct I/O: asked for and got.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct DirectIoInfo {
+    /// `on`, `off` or `auto`.
+    pub requested: String,
+    /// `on` or `off`.
+    pub effective: String,
+    /// Why it is off, or what it demands.
+    pub reason: String,
+}
+
+/// A connection.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ClientInfo {
+    /// Process and user, or address and port.
+    pub peer: String,
+    /// For how long it has been there.
+    pub seconds: u64,
+    /// Requests received.
+    pub requests: u64,
+    /// Of these, those answered with an error.
+    pub errors: u64,
+    /// Content sent.
+    pub read_bytes: u64,
+    /// Content received.
+    pub written_bytes: u64,
+    /// Requests not yet answered.
+    pub in_flight: u64,
+}
+
+/// Pairs of name and value as a JSON object that keeps their order.
+mod ordered {
+    use std::fmt;
+
+    use serde::de::{MapAccess, Visitor};
+    use serde::{Deserializer, Serializer};
+
+    type Pairs = Vec<(String, String)>;
+
+    pub fn serialize<S: Serializer>(pairs: &Pairs, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(pairs.iter().map(|(name, value)| (name, value)))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Pairs, D::Error> {
+        struct Object;
+        impl<'de> Visitor<'de> for Object {
+            type Value = Pairs;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of strings")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Pairs, A::Error> {
+                let mut pairs = Vec::new();
+                while let Some(pair) = object.next_entry()? {
+                    pairs.push(pair);
+                }
+                Ok(pairs)
+            }
+        }
+        deserializer.deserialize_map(Object)
+    }
+}

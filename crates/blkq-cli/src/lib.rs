@@ -1,0 +1,67 @@
+//! The `blkq` command: attaches images as block devices and looks after them.
+//!
+//! `attach` turns into one daemon per device ([`daemon`]); the other commands find it by
+//! its name in the state directory ([`state`]) and talk to it over its control socket
+//! ([`control`]). [`serve`] is where a daemon meets the block layer and its attachments.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+pub mod commands;
+pub mod control;
+pub mod daemon;
+pub mod failure;
+pub mod info;
+pub mod log;
+pub mod serve;
+pub mod size;
+pub mod state;
+pub mod statistics;
+pub mod systemd;
+pub mod table;
+
+use commands::Cli;
+use failure::{EXIT_FAILED, Failure, Outcome};
+
+/// Runs the command line of this process: 0 if it was done, 1 if it was refused or
+/// failed (one line on stderr says why), 2 if it was not understood.
+pub fn main() -> ExitCode {
+    match Cli::parse().command.run() {
+        Ok(code) => code,
+        Err(failure) => {
+            complain(&failure);
+            ExitCode::from(EXIT_FAILED)
+        }
+    }
+}
+
+/// Puts a failure on stderr.
+pub fn complain(failure: &Failure) {
+    // Not eprintln!, which panics where stderr is closed.
+    let _ = writeln!(std::io::stderr(), "blkq: {failure}");
+}
+
+/// Puts `text` on stdout, at once.
+///
+/// # Errors
+/// If it cannot be written. That the reader has gone away is the reader's business and
+/// ends the process quietly.
+pub fn print(text: &str) -> Outcome {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(e) => Err(Failure::new(format!("standard output: {e}"))),
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Puts a value on stdout as one line of JSON.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_json(value: &impl serde::Serialize) -> Outcome {
+    let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("JSON: {e}")))?;
+    print(&format!("{line}\n"))
+}

@@ -1,0 +1,303 @@
+//! Where a daemon meets the block layer and its attachments.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blkq::clock::monotonic_ns;
+use blkq::drivers::{self, DriverOptions, DriverSpec};
+use blkq::{Disk, EngineHandle, EngineThread, QueueLimits};
+use blkq_export::nbd::{ConnectionInfo, Listen, NbdExport, NbdOptions, NbdServer};
+
+use crate::commands::attach::{Address, Args, SectorSize, image_text};
+use crate::failure::{Failure, Outcome};
+use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+use crate::statistics::Statistics;
+
+/// A device being served, until it is ended.
+pub struct Device {
+    name: String,
+    image: String,
+    warnings: Vec<String>,
+    opened_ns: u64,
+    running: Mutex<Option<Arc<Running>>>,
+}
+
+/// What of a device ends with it, in the order in which it goes.
+struct Running {
+    servers: Vec<NbdServer>,
+    /// One per hardware queue. They end with the last use of this, before the disk.
+    _engines: Vec<EngineThread>,
+    disk: Arc<Disk>,
+}
+
+impl Device {
+    /// Opens the image and serves it on the addresses of `args`, if there are none on the
+    /// sockets `inherited`, and if there are none on the unix socket `default`.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being served; nothing is left open then.
+    pub fn open(args: &Args, name: &str, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Device> {
+        let opened = drivers::open(&args.image, &driver_options(args))?;
+        let driver = opened.driver.name();
+        let disk = Disk::builder(opened.driver)
+            .name(name)
+            .queues(usize::from(args.queues))
+            .depth(args.depth)
+            .scheduler(args.scheduler.kind()?)
+            .merge(!args.no_merge)
+            .batching(!args.no_batching)
+            .iostats(!args.no_iostats)
+            .clock(args.clock)
+            .build()?;
+        let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
+        let engines = (0..disk.queue_count()).map(spawn).collect::<Result<Vec<_>, _>>()?;
+        let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
+        let image = image_name(&args.image);
+        let export = NbdExport { name: name.to_owned(), description: format!("{driver} {image}"), queue: 0 };
+        let options = NbdOptions {
+            exports: vec![export],
+            connections_max: usize::from(args.max_connections),
+            handshake_timeout_s: u64::from(args.handshake_timeout),
+            ..NbdOptions::default()
+        };
+        // Made before the servers, so that these end first if one of them does not start.
+        let mut running = Running { servers: Vec::new(), _engines: engines, disk };
+        for listen in addresses(args, default, inherited)? {
+            match NbdServer::start(listen, options.clone(), &handles) {
+                Ok(server) => running.servers.push(server),
+                Err(error) => {
+                    running.close();
+                    return Err(error.into());
+                }
+            }
+        }
+        let mut warnings = opened.warnings;
+        warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server.uri())));
+        Ok(Device {
+            name: name.to_owned(),
+            image,
+            warnings,
+            opened_ns: monotonic_ns(),
+            running: Mutex::new(Some(Arc::new(running))),
+        })
+    }
+
+    fn running(&self) -> Outcome<Arc<Running>> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running.clone().ok_or_else(|| Failure::new("the device is ending"))
+    }
+
+    /// The device as it is now.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        let running = self.running()?;
+        let disk = &running.disk;
+        let (limits, settings) = (disk.limits(), disk.settings());
+        let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
+        let mut facts = disk.driver().describe();
+        let mut fact = |name: &str| {
+            let at = facts.iter().position(|(key, _)| *key == name)?;
+            Some(facts.remove(at).1)
+        };
+        let direct_io = match (fact("direct-io-requested"), fact("direct-io")) {
+            (Some(requested), Some(effective)) => direct_io_info(&requested, &effective),
+            _ => direct_io_info("auto", "off (there is no file behind the device)"),
+        };
+        let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
+        let settings = [
+            ("queues", disk.queue_count().to_string()),
+            ("depth", settings.depth.to_string()),
+            ("scheduler", settings.scheduler.to_string()),
+            ("merge", switch(settings.merge)),
+            ("batching", switch(settings.batching)),
+            ("iostats", switch(settings.iostats)),
+            ("clock", settings.clock.to_string()),
+        ];
+        let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
+        Ok(DeviceInfo {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            exports: running.servers.iter().map(|server| server.uri().to_owned()).collect(),
+            clients: running.connections().map(client_info).collect(),
+            image: self.image.clone(),
+            driver: disk.driver().name().to_owned(),
+            size: limits.capacity_bytes,
+            sector_size: limits.logical_block_bytes,
+            physical_sector_size: limits.physical_block_bytes,
+            read_only: limits.read_only,
+            direct_io,
+            capabilities: capabilities(&limits),
+            settings: settings.into_iter().chain(dispatch).map(owned).collect(),
+            driver_facts: facts.into_iter().map(owned).collect(),
+            warnings: self.warnings.clone(),
+        })
+    }
+
+    /// The counters.
+    ///
+    /// # Errors
+    /// If the device has ended.
+    pub fn statistics(&self) -> Outcome<Statistics> {
+        let snapshot = self.running()?.disk.stats();
+        let now_ns = monotonic_ns();
+        Ok(Statistics::new(&snapshot, now_ns, now_ns - self.opened_ns))
+    }
+
+    /// Changes a setting of the disk or its driver, while no I/O is in flight.
+    ///
+    /// # Errors
+    /// If there is no such setting, or it cannot have that value.
+    pub fn set(&self, key: &str, value: &str) -> Outcome {
+        Ok(self.running()?.disk.set(key, value)?)
+    }
+
+    /// Changes the size; `None` takes over that of the image. Returns the new one in bytes.
+    ///
+    /// # Errors
+    /// If the device cannot have that size.
+    pub fn resize(&self, bytes: Option<u64>) -> Outcome<u64> {
+        Ok(self.running()?.disk.resize(bytes)?)
+    }
+
+    /// Refuses to end a device that has clients, unless they are to be dropped by `force`.
+    /// When it returns well, there are no clients and no sockets any more.
+    ///
+    /// # Errors
+    /// How many clients there are; the device goes on.
+    pub fn close(&self, force: bool) -> Outcome {
+        let running = self.running()?;
+        if force {
+            running.close();
+            return Ok(());
+        }
+        let busy = |clients: usize| {
+            let are = if clients == 1 { "client is" } else { "clients are" };
+            Err(Failure::new(format!("{clients} {are} connected; disconnect first, or use --force")))
+        };
+        let clients = running.connections().count();
+        if clients > 0 {
+            return busy(clients);
+        }
+        // The first one that refuses goes on, unless another one has gone already: then
+        // a client that came in between is dropped.
+        for (stopped, server) in running.servers.iter().enumerate() {
+            if server.stop(stopped > 0).is_err() {
+                return busy(server.connection_count().max(1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a device that is closed: flushes, ends the engines and lets go of the image.
+    ///
+    /// # Errors
+    /// If the flush failed; the device has ended all the same.
+    pub fn end(&self) -> Outcome {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(running) = running else { return Ok(()) };
+        let limits = running.disk.limits();
+        let flushed =
+            if limits.write_cache && !limits.read_only { running.disk.submitter().flush() } else { Ok(()) };
+        drop(running);
+        flushed.map_err(|e| Failure::new(format!("flush: {e}")))
+    }
+}
+
+impl Running {
+    fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
+        self.servers.iter().flat_map(NbdServer::connections)
+    }
+
+    /// Ends all servers, whoever is connected.
+    fn close(&self) {
+        for server in &self.servers {
+            // Forced, it does not refuse.
+            let _ = server.stop(true);
+        }
+    }
+}
+
+fn driver_options(args: &Args) -> DriverOptions {
+    DriverOptions {
+        offset: args.offset,
+        size_limit: args.size_limit,
+        sector_size: match args.sector_size {
+            SectorSize::Bytes512 => Some(512),
+            SectorSize::Bytes4096 => Some(4096),
+            SectorSize::Auto => None,
+        },
+        direct_io: args.direct_io,
+        dispatch: args.dispatch,
+        read_only: args.read_only,
+        shared: args.shared,
+    }
+}
+
+/// Where to serve.
+fn addresses(args: &Args, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Vec<Listen>> {
+    if args.listen.is_empty() && inherited.is_empty() {
+        return Ok(vec![Listen::Unix(default.to_owned())]);
+    }
+    if args.listen.is_empty() {
+        return Ok(inherited.into_iter().map(Listen::Inherited).collect());
+    }
+    let listen = |address: &Address| match address {
+        // The daemon changes its directory, and removes the socket from there.
+        Address::Unix(path) => std::path::absolute(path)
+            .map(Listen::Unix)
+            .map_err(|e| Failure::new(format!("cannot listen on {}: {e}", path.display()))),
+        Address::Tcp(host, port) => Ok(Listen::Tcp(host.clone(), *port)),
+    };
+    args.listen.iter().map(listen).collect()
+}
+
+/// What the user should know of an address that other machines reach.
+fn warn_of_the_world(uri: &str) -> Option<String> {
+    let address: SocketAddr = uri.strip_prefix("nbd://")?.parse().ok()?;
+    (!address.ip().is_loopback()).then(|| {
+        format!("whoever reaches {address} can use the device: no password is asked for; keep others out with a firewall, or listen on 127.0.0.1 or a unix socket")
+    })
+}
+
+/// The image as another process finds it.
+fn image_name(image: &DriverSpec) -> String {
+    match image {
+        DriverSpec::Image(path) => path.canonicalize().unwrap_or_else(|_| path.clone()).display().to_string(),
+        _ => image_text(image),
+    }
+}
+
+fn client_info(connection: ConnectionInfo) -> ClientInfo {
+    ClientInfo {
+        peer: connection.peer,
+        seconds: connection.age.as_secs(),
+        requests: connection.requests,
+        errors: connection.errors,
+        read_bytes: connection.read_bytes,
+        written_bytes: connection.written_bytes,
+        in_flight: connection.in_flight,
+    }
+}
+
+/// Splits what a driver says of direct I/O: `on` or `off`, then more in brackets.
+fn direct_io_info(requested: &str, effective: &str) -> DirectIoInfo {
+    let (effective, reason) = effective.split_once(' ').unwrap_or((effective, ""));
+    let reason = reason.strip_prefix('(').and_then(|reason| reason.strip_suffix(')')).unwrap_or(reason);
+    let [requested, effective, reason] = [requested, effective, reason].map(str::to_owned);
+    DirectIoInfo { requested, effective, reason }
+}
+
+fn capabilities(limits: &QueueLimits) -> Vec<String> {
+    let able = [
+        (limits.write_cache, "flush"),
+        (limits.fua, "fua"),
+        (limits.max_discard_bytes > 0, "discard"),
+        (limits.max_write_zeroes_bytes > 0, "write-zeroes"),
+        (limits.max_write_zeroes_no_unmap_bytes > 0, "write-zeroes-no-unmap"),
+    ];
+    able.into_iter().filter(|(able, _)| *able).map(|(_, name)| name.to_owned()).collect()
+}

@@ -1,0 +1,421 @@
+//! The state directory: which devices there are, and who owns which name.
+//!
+//! A device NAME has up to five files there. `NAME.lock` is locked by its daemon for as
+//! long as that lives, so a daemon that was killed owns nothing any more: its other files
+//! (`.json`, `.control`, `.nbd`, `.log`) are leftovers, and whoever gets the lock next
+//! removes them before it does anything else.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::failure::{Failure, Outcome};
+
+/// Overrides the place of the state directory.
+pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";
+/// Longest path of a unix socket: `sun_path` of unix(7) without its final NUL.
+pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// The longest of the endings, which a name must leave room for.
+const LONGEST_ENDING: &str = ".control";
+/// Everything a device may leave behind, the lock last.
+const ENDINGS: [&str; 6] = [".control", ".nbd", ".json", ".json.new", ".log", ".lock"];
+/// How long an attach waits for a name whose owner is just going away.
+const CLAIM_WAIT: Duration = Duration::from_millis(200);
+/// Devices of one image's name before attach gives up finding a free one.
+const UNIQUE_NAMES_MAX: u32 = 10_000;
+
+/// The directory in which the devices of one user are found.
+#[derive(Clone, Debug)]
+pub struct StateDir(PathBuf);
+
+impl StateDir {
+    /// The place for this user, whether it exists or not: `/run/blkq` for root,
+    /// `$XDG_RUNTIME_DIR/blkq` for others. (Root's own XDG_RUNTIME_DIR goes away with
+    /// the session; root's devices do not.)
+    ///
+    /// # Errors
+    /// If a user has no runtime directory.
+    pub fn locate() -> Outcome<StateDir> {
+        if let Some(path) = std::env::var_os(STATE_DIR_VARIABLE).filter(|path| !path.is_empty()) {
+            let path = std::path::absolute(&path)
+                .map_err(|e| Failure::new(format!("state directory {}: {e}", Path::new(&path).display())))?;
+            return Ok(StateDir(path));
+        }
+        if rustix::process::geteuid().is_root() {
+            return Ok(StateDir(PathBuf::from("/run/blkq")));
+        }
+        match std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute()) {
+            Some(path) => Ok(StateDir(path.join("blkq"))),
+            None => Err(Failure::new(format!(
+                "state directory: XDG_RUNTIME_DIR is not set; set it, or {STATE_DIR_VARIABLE}, to a directory of yours"
+            ))),
+        }
+    }
+
+    /// Makes the directory, for its owner alone, if it is not there yet.
+    ///
+    /// # Errors
+    /// If it cannot be made, belongs to somebody else, or others may write to it.
+    pub fn create(&self) -> Outcome {
+        let refuse = |why: String| {
+            Failure::new(format!(
+                "state directory {}: {why}; or set {STATE_DIR_VARIABLE} to a directory of yours",
+                self.0.display()
+            ))
+        };
+        if let Err(e) = DirBuilder::new().mode(0o700).recursive(true).create(&self.0) {
+            return Err(refuse(format!("cannot be made ({e}); make it, writable for you alone")));
+        }
+        let metadata = fs::metadata(&self.0).map_err(|e| refuse(e.to_string()))?;
+        if metadata.uid() != rustix::process::geteuid().as_raw() {
+            return Err(refuse(format!("belongs to user {}; run blkq as that user", metadata.uid())));
+        }
+        if metadata.mode() & 0o022 != 0 {
+            return Err(refuse("others may write to it; chmod it to 700".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// The path of a device's file.
+    pub fn file(&self, name: &str, ending: &str) -> PathBuf {
+        self.0.join(format!("{name}{ending}"))
+    }
+
+    /// The socket on which a device's daemon takes commands.
+    pub fn control_socket(&self, name: &str) -> PathBuf {
+        self.file(name, ".control")
+    }
+
+    /// The names that have a lock file, sorted; some may be of daemons that died.
+    ///
+    /// # Errors
+    /// If the directory is there but cannot be read.
+    pub fn names(&self) -> Outcome<Vec<String>> {
+        let entries = match fs::read_dir(&self.0) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(Failure::new(format!("state directory {}: {e}", self.0.display()))),
+        };
+        let mut names: Vec<String> = entries
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter_map(|file| Some(file.strip_suffix(".lock")?.to_owned()))
+            .filter(|name| check_name(name).is_ok())
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Bytes that a name may have here, so that its sockets' paths are not too long.
+    fn name_bytes_max(&self) -> usize {
+        let room = SOCKET_PATH_BYTES_MAX.saturating_sub(self.0.as_os_str().len() + 1 + LONGEST_ENDING.len());
+        // NAME_MAX is no limit of its own: SOCKET_PATH_BYTES_MAX is smaller.
+        room.min(SOCKET_PATH_BYTES_MAX)
+    }
+
+    /// Takes `name` for a new device.
+    ///
+    /// # Errors
+    /// If the name is malformed, too long for this directory, or taken.
+    pub fn claim(&self, name: &str) -> Outcome<Claim> {
+        check_name(name).map_err(|why| Failure::new(format!("name {name:?}: {why}")))?;
+        let max = self.name_bytes_max();
+        if name.len() > max {
+            return Err(Failure::new(format!(
+                "name {name:?}: its sockets' paths in {} would be too long; take at most {max} characters",
+                self.0.display()
+            )));
+        }
+        let until = Instant::now() + CLAIM_WAIT;
+        loop {
+            if let Some(claim) = Claim::take(self, name, true)? {
+                return Ok(claim);
+            }
+            // The lock may be held for a moment by one who clears up after a dead daemon.
+            let serving = std::os::unix::net::UnixStream::connect(self.control_socket(name)).is_ok();
+            if serving || Instant::now() > until {
+                return Err(Failure::new(format!(
+                    "name {name:?}: taken by another device; choose another --name, or blkq detach {name}"
+                )));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Takes the first free one of `wanted`, `wanted-2`, `wanted-3`, ...; what a name may
+    /// not contain is replaced.
+    ///
+    /// # Errors
+    /// If the directory's path leaves no room for names, or cannot be written.
+    pub fn claim_unique(&self, wanted: &str) -> Outcome<Claim> {
+        let room = self.name_bytes_max();
+        // Room for "-9999" as well.
+        if room < 8 {
+            return Err(Failure::new(format!(
+                "state directory {}: the path is too long for sockets; set {STATE_DIR_VARIABLE} to a shorter one",
+                self.0.display()
+            )));
+        }
+        let base = name_from(wanted, room - 5);
+        for number in 1..UNIQUE_NAMES_MAX {
+            let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
+            if let Some(claim) = Claim::take(self, &name, true)? {
+                return Ok(claim);
+            }
+        }
+        Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
+    }
+
+    /// Clears up after a daemon that died: takes its name and drops it. The last line of
+    /// its log, or an empty one, if it had died; `None` if it lives or there is none.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn clear_dead(&self, name: &str) -> Outcome<Option<String>> {
+        let mut log = String::new();
+        if let Ok(file) = File::open(self.file(name, ".log")) {
+            // A log is bounded; a reader need not trust that.
+            let _ = file.take(1 << 20).read_to_string(&mut log);
+        }
+        let last_line = log.lines().last().unwrap_or_default().to_owned();
+        Ok(Claim::take(self, name, false)?.map(|_claim| last_line))
+    }
+}
+
+/// Ownership of a name: dropped, the name is free and nothing is left of the device.
+#[derive(Debug)]
+pub struct Claim {
+    dir: StateDir,
+    name: String,
+    /// Locked; the kernel unlocks it when this process ends, however it ends.
+    _lock: File,
+}
+
+impl Claim {
+    /// Takes the lock of `name` if it is free, and removes what a dead owner left.
+    /// Without `create`, only a lock file that is there is taken.
+    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Option<Claim>> {
+        let path = dir.file(name, ".lock");
+        let refuse = |e: io::Error| {
+            let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
+            Failure::new(format!("lock {}: {e}; {cure}", path.display()))
+        };
+        loop {
+            let lock = match OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path)
+            {
+                Ok(lock) => lock,
+                Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(e) => return Err(refuse(e)),
+            };
+            match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                Err(e) => return Err(refuse(e.into())),
+            }
+            // The owner before us may have removed the file between our open and our lock.
+            let ours = lock.metadata().map_err(refuse)?;
+            match fs::symlink_metadata(&path) {
+                Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
+                _ => continue,
+            }
+            for ending in ENDINGS.iter().filter(|ending| **ending != ".lock") {
+                remove(&dir.file(name, ending)).map_err(refuse)?;
+            }
+            let pid = format!("{}\n", std::process::id());
+            lock.set_len(0).and_then(|()| lock.write_all_at(pid.as_bytes(), 0)).map_err(refuse)?;
+            return Ok(Some(Claim { dir: dir.clone(), name: name.to_owned(), _lock: lock }));
+        }
+    }
+
+    /// The device's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The path of one of the device's files.
+    pub fn file(&self, ending: &str) -> PathBuf {
+        self.dir.file(&self.name, ending)
+    }
+
+    /// Writes the device's state file, as a whole or not at all.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome {
+        let path = self.file(".json");
+        let new = self.file(".json.new");
+        let refuse = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
+        let mut text = serde_json::to_vec(state).map_err(|e| refuse(e.into()))?;
+        text.push(b'\n');
+        let mut file = File::create(&new).map_err(refuse)?;
+        file.write_all(&text).map_err(refuse)?;
+        fs::rename(&new, &path).map_err(refuse)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        for ending in ENDINGS {
+            // What cannot be removed now is cleared by the next one who takes the name.
+            let _ = remove(&self.file(ending));
+        }
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+fn allowed(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '@')
+}
+
+/// Whether `name` may be a device's: letters, digits and `. _ - + @`, beginning with a
+/// letter or a digit.
+///
+/// # Errors
+/// The rule that is broken.
+pub fn check_name(name: &str) -> Result<(), &'static str> {
+    if !name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        return Err("a name begins with a letter or a digit");
+    }
+    if !name.chars().all(allowed) {
+        return Err("a name consists of letters, digits and . _ - + @");
+    }
+    Ok(())
+}
+
+/// A name of at most `bytes_max` bytes that resembles `wanted`.
+fn name_from(wanted: &str, bytes_max: usize) -> String {
+    let mapped: String = wanted.chars().map(|c| if allowed(c) { c } else { '_' }).collect();
+    let mut name = mapped.trim_start_matches(|c: char| !c.is_ascii_alphanumeric()).to_owned();
+    name.truncate(bytes_max);
+    if name.is_empty() { "disk".to_owned() } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scratch(test: &str) -> StateDir {
+        let path = std::env::temp_dir().join(format!("blkq-state-{}-{test}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        let dir = StateDir(path);
+        dir.create().unwrap();
+        dir
+    }
+
+    fn files(dir: &StateDir) -> Vec<String> {
+        let mut files: Vec<String> =
+            fs::read_dir(&dir.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        files.sort();
+        files
+    }
+
+    #[test]
+    fn names_are_checked() {
+        for good in ["a", "disk.img", "disk.img-2", "9p", "a_b+c@d"] {
+            assert_eq!(check_name(good), Ok(()), "{good:?}");
+        }
+        for bad in ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "a\n", "é", "a\0"] {
+            assert!(check_name(bad).is_err(), "{bad:?}");
+        }
+        assert_eq!(name_from("my disk.img", 50), "my_disk.img");
+        assert_eq!(name_from("..", 50), "disk");
+        assert_eq!(name_from("éa", 50), "a");
+        assert_eq!(name_from("abcdef", 3), "abc");
+    }
+
+    #[test]
+    fn a_name_has_one_owner_and_leaves_nothing() {
+        let dir = scratch("owner");
+        let claim = dir.claim("a").unwrap();
+        claim.write_state(&"x").unwrap();
+        assert!(dir.claim("a").unwrap_err().to_string().contains("taken"));
+        assert_eq!(dir.clear_dead("a").unwrap(), None);
+        assert_eq!(files(&dir), ["a.json", "a.lock"]);
+        drop(claim);
+        assert!(files(&dir).is_empty());
+        drop(dir.claim("a").unwrap());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn unique_names_count_on() {
+        let dir = scratch("unique");
+        let first = dir.claim_unique("d.img").unwrap();
+        let second = dir.claim_unique("d.img").unwrap();
+        assert_eq!((first.name(), second.name()), ("d.img", "d.img-2"));
+        drop(first);
+        assert_eq!(dir.claim_unique("d.img").unwrap().name(), "d.img");
+        drop(second);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn leftovers_of_the_dead_are_cleared_under_the_lock() {
+        let dir = scratch("dead");
+        for ending in ENDINGS {
+            fs::write(dir.file("a", ending), "first\nlast\n").unwrap();
+        }
+        fs::write(dir.file("ab", ".nbd"), "of another").unwrap();
+        assert_eq!(dir.names().unwrap(), ["a"]);
+        assert_eq!(dir.clear_dead("a").unwrap().as_deref(), Some("last"));
+        assert_eq!(files(&dir), ["ab.nbd"]);
+        assert_eq!(dir.clear_dead("a").unwrap(), None);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn many_threads_never_own_one_name_together() {
+        let dir = scratch("race");
+        let owners = std::sync::atomic::AtomicU32::new(0);
+        let taken = std::sync::atomic::AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..300 {
+                        if let Some(claim) = Claim::take(&dir, "a", true).unwrap() {
+                            use std::sync::atomic::Ordering::SeqCst;
+                            assert_eq!(owners.fetch_add(1, SeqCst), 0);
+                            taken.fetch_add(1, SeqCst);
+                            owners.fetch_sub(1, SeqCst);
+                            drop(claim);
+                        }
+                    }
+                });
+            }
+        });
+        assert!(taken.into_inner() > 0);
+        assert!(files(&dir).is_empty());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn names_that_do_not_fit_a_socket_path_are_refused() {
+        let dir = scratch("long");
+        let max = dir.name_bytes_max();
+        let fits = "n".repeat(max);
+        drop(dir.claim(&fits).unwrap());
+        assert!(dir.control_socket(&fits).as_os_str().len() == SOCKET_PATH_BYTES_MAX);
+        assert!(dir.claim(&"n".repeat(max + 1)).unwrap_err().to_string().contains("at most"));
+        assert!(dir.claim_unique(&"n".repeat(400)).unwrap().name().len() <= max);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn a_directory_that_others_may_write_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = scratch("mode");
+        assert_eq!(fs::metadata(&dir.0).unwrap().mode() & 0o777, 0o700);
+        fs::set_permissions(&dir.0, fs::Permissions::from_mode(0o770)).unwrap();
+        assert!(dir.create().unwrap_err().to_string().contains("chmod"));
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+}

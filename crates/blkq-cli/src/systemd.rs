@@ -1,0 +1,100 @@
+//! What a service manager and its service say to each other: sockets handed over at
+//! start (sd_listen_fds(3)) and word of the state (sd_notify(3)).
+
+use std::ffi::OsStr;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+
+use crate::failure::{Failure, Outcome};
+
+/// The first descriptor that a service manager hands over: `SD_LISTEN_FDS_START`.
+const LISTEN_FDS_START: RawFd = 3;
+/// More sockets than anybody hands over.
+const LISTEN_FDS_MAX: RawFd = 64;
+
+/// Whether this very process was handed listening sockets.
+pub fn is_activated() -> bool {
+    let pid = std::env::var("LISTEN_PID").ok().and_then(|pid| pid.parse::<u32>().ok());
+    pid == Some(std::process::id()) && std::env::var_os("LISTEN_FDS").is_some()
+}
+
+/// The sockets that this process was handed; to be called once, before any descriptor
+/// is opened or closed.
+///
+/// # Errors
+/// If `LISTEN_FDS` is not a number of descriptors that are open.
+pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
+    if !is_activated() {
+        return Ok(Vec::new());
+    }
+    let count = std::env::var("LISTEN_FDS").ok().and_then(|count| count.parse::<RawFd>().ok());
+    let Some(count) = count.filter(|count| (0..=LISTEN_FDS_MAX).contains(count)) else {
+        return Err(Failure::new(format!(
+            "socket activation: LISTEN_FDS is not a number from 0 to {LISTEN_FDS_MAX}; start blkq from a .socket unit"
+        )));
+    };
+    let fds = LISTEN_FDS_START..LISTEN_FDS_START + count;
+    if let Some(fd) = fds.clone().find(|fd| !is_open(*fd)) {
+        return Err(Failure::new(format!(
+            "socket activation: descriptor {fd} of LISTEN_FDS is not open; start blkq from a .socket unit"
+        )));
+    }
+    fds.map(|fd| {
+        // SAFETY: it is open, and by the protocol of LISTEN_PID it was opened for this
+        // process to own; nothing here has opened a descriptor before.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|e| Failure::new(format!("socket activation: {e}")))?;
+        Ok(fd)
+    })
+    .collect()
+}
+
+fn is_open(fd: RawFd) -> bool {
+    // SAFETY: F_GETFD looks at the descriptor table only.
+    unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
+}
+
+/// Tells the service manager, if there is one that wants to know, lines such as
+/// `READY=1`. It is only word: that it cannot be delivered stops nothing.
+pub fn notify(lines: &str) {
+    if let Some(address) = std::env::var_os("NOTIFY_SOCKET") {
+        let _ = notify_to(&address, lines);
+    }
+}
+
+fn notify_to(address: &OsStr, lines: &str) -> std::io::Result<()> {
+    let address = match address.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
+        path => SocketAddr::from_pathname(OsStr::from_bytes(path))?,
+    };
+    let socket = UnixDatagram::unbound()?;
+    // A manager that does not read must not stop the daemon.
+    socket.set_nonblocking(true)?;
+    socket.send_to_addr(lines.as_bytes(), &address).map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn word_reaches_paths_and_abstract_names() {
+        let name = format!("blkq-notify-{}", std::process::id());
+        let path = std::env::temp_dir().join(&name);
+        let _ = std::fs::remove_file(&path);
+        let by_path = UnixDatagram::bind(&path).unwrap();
+        let by_name = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+        notify_to(path.as_os_str(), "READY=1").unwrap();
+        notify_to(OsStr::new(&format!("@{name}")), "STOPPING=1").unwrap();
+        let mut buffer = [0; 32];
+        let length = by_path.recv(&mut buffer).unwrap();
+        assert_eq!(&buffer[..length], b"READY=1");
+        let length = by_name.recv(&mut buffer).unwrap();
+        assert_eq!(&buffer[..length], b"STOPPING=1");
+        std::fs::remove_file(&path).unwrap();
+    }
+}

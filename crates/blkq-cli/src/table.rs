@@ -1,0 +1,45 @@
+//! Tables of text whose columns line up.
+
+/// On which side of its column a cell stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Align {
+    /// Words.
+    Left,
+    /// Numbers.
+    Right,
+}
+
+/// The rows as lines, each column as wide as its widest cell, two spaces apart.
+pub fn render<const N: usize>(align: [Align; N], rows: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for ((cell, width), align) in row.iter().zip(widths).zip(align) {
+            match align {
+                Align::Left => line.push_str(&format!("{cell:<width$}  ")),
+                Align::Right => line.push_str(&format!("{cell:>width$}  ")),
+            }
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [["name", "size"], ["a", "1"], ["long-name", "1000"]].map(|row| row.map(str::to_owned));
+        let text = render([Align::Left, Align::Right], &rows);
+        assert_eq!(text, "name       size\na             1\nlong-name  1000\n");
+    }
+}

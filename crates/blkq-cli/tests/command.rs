@@ -1,0 +1,501 @@
+//! The `blkq` command as a user runs it: real processes, sockets and files.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// A directory with images and a state directory of its own; its devices end with it.
+struct Place {
+    dir: PathBuf,
+}
+
+impl Place {
+    fn new(test: &str) -> Place {
+        // Short, because sockets' paths are.
+        let dir = std::env::temp_dir().join(format!("blkq-t-{}-{test}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir(&dir).unwrap();
+        Place { dir }
+    }
+
+    fn state(&self) -> PathBuf {
+        self.dir.join("s")
+    }
+
+    fn image(&self, name: &str, bytes: u64) -> String {
+        let path = self.dir.join(name);
+        fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blkq"));
+        command.args(words).env("BLKQ_STATE_DIR", self.state()).stdin(Stdio::null());
+        for name in ["LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    fn run(&self, words: &[&str]) -> Output {
+        self.command(words).output().unwrap()
+    }
+
+    /// Standard output of a command that must succeed and say nothing else.
+    fn done(&self, words: &[&str]) -> String {
+        let output = self.run(words);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The one line of a command that must be refused.
+    fn refused(&self, words: &[&str]) -> String {
+        let output = self.run(words);
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {line}");
+        assert!(output.stdout.is_empty(), "{words:?}");
+        assert!(line.starts_with("blkq: ") && line.ends_with('\n') && line.lines().count() == 1, "{line}");
+        line
+    }
+
+    fn json(&self, words: &[&str]) -> Value {
+        serde_json::from_str(&self.done(words)).unwrap()
+    }
+
+    fn pid(&self, name: &str) -> i32 {
+        self.json(&["show", name, "--json"])["pid"].as_i64().unwrap().try_into().unwrap()
+    }
+
+    fn files(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.state()).into_iter().flatten();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    fn ask(&self, name: &str, line: &[u8]) -> String {
+        let mut stream = UnixStream::connect(self.state().join(format!("{name}.control"))).unwrap();
+        // The daemon may answer and hang up before it has read everything.
+        let _ = stream.write_all(line);
+        let mut answer = String::new();
+        let _ = stream.read_to_string(&mut answer);
+        answer
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = self.run(&["detach", "--all", "--force"]);
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+fn signal(pid: i32, signal: rustix::process::Signal) {
+    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), signal).unwrap();
+}
+
+fn wait_until(what: &str, done: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether a process has ended; what it held is free then, though its parent may not
+/// have taken note of it yet.
+fn is_gone(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    !status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
+}
+
+fn kill(pid: i32) {
+    signal(pid, rustix::process::Signal::KILL);
+    wait_until("the killed daemon goes away", || is_gone(pid));
+}
+
+/// A client that stays: connected, greeted, in the middle of its handshake.
+fn client(uri: &str) -> UnixStream {
+    let mut stream = UnixStream::connect(uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap()).unwrap();
+    let mut greeting = [0; 18];
+    stream.read_exact(&mut greeting).unwrap();
+    assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
+    stream
+}
+
+#[test]
+fn a_device_lives_from_attach_to_detach() {
+    let place = Place::new("life");
+    let image = place.image("disk.img", 8 << 20);
+    let uri = place.done(&["attach", &image]);
+    let socket = place.state().join("disk.img.nbd");
+    assert_eq!(uri, format!("nbd+unix:///?socket={}\n", socket.display()));
+    drop(client(&uri));
+    let shown = place.json(&["show", "disk.img", "--json"]);
+    assert_eq!((&shown["name"], &shown["size"]), (&"disk.img".into(), &(8 << 20).into()));
+    assert_eq!((&shown["driver"], &shown["image"]), (&"loop".into(), &image.clone().into()));
+    assert_eq!(shown["direct_io"]["requested"], "auto");
+    let listed = place.json(&["list", "--json"]);
+    assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"disk.img".into()));
+    let table = place.done(&["list"]);
+    assert!(table.lines().count() == 2 && table.contains(uri.trim()), "{table}");
+    let pid = place.pid("disk.img");
+    assert_eq!(place.done(&["detach", "disk.img"]), "");
+    assert!(is_gone(pid));
+    assert!(place.files().is_empty());
+    assert_eq!(place.json(&["list", "--json"]), Value::Array(Vec::new()));
+    // Nothing stands against the next one: not the name, not the locks on the image.
+    for _ in 0..5 {
+        assert_eq!(place.done(&["attach", &image, "--name", "disk.img"]), uri);
+        place.done(&["detach", "disk.img"]);
+    }
+}
+
+#[test]
+fn attach_tells_all_in_json() {
+    let place = Place::new("json");
+    let told = place.json(&["attach", "ram:1M", "--json", "--queues", "2", "--depth", "32", "--no-merge"]);
+    assert_eq!(
+        (&told["name"], &told["size"], &told["sector_size"]),
+        (&"ram".into(), &(1 << 20).into(), &512.into())
+    );
+    assert_eq!(told["exports"].as_array().unwrap().len(), 1);
+    let settings = &told["settings"];
+    assert_eq!(
+        (&settings["queues"], &settings["depth"], &settings["merge"]),
+        (&"2".into(), &"32".into(), &"off".into())
+    );
+    assert_eq!(
+        (&told["direct_io"]["requested"], &told["direct_io"]["effective"]),
+        (&"auto".into(), &"off".into())
+    );
+    assert_eq!(told["clients"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn names_are_unique_checked_and_bounded() {
+    let place = Place::new("names");
+    place.done(&["attach", "ram:1M"]);
+    let told = place.json(&["attach", "ram:1M", "--json"]);
+    assert_eq!(told["name"], "ram-2");
+    assert!(place.refused(&["attach", "ram:1M", "--name", "ram"]).contains("taken"));
+    for name in ["", ".", "..", "a/b", "../a", "a\nb", "-x", &"x".repeat(300)] {
+        place.refused(&["attach", "ram:1M", &format!("--name={name}")]);
+    }
+    let image = place.image("a strange näme", 1 << 20);
+    assert_eq!(place.json(&["attach", &image, "--json"])["name"], "a_strange_n_me");
+    assert_eq!(place.json(&["list", "--json"]).as_array().unwrap().len(), 3);
+}
+
+#[test]
+fn a_killed_daemon_stops_nothing() {
+    let place = Place::new("killed");
+    let image = place.image("disk.img", 1 << 20);
+    let custom = place.dir.join("c.sock");
+    let listen = format!("unix:{}", custom.display());
+    place.done(&["attach", &image, "--listen", &listen]);
+    place.done(&["attach", "ram:1M", "--name", "other"]);
+    kill(place.pid("disk.img"));
+    assert!(place.files().contains(&"disk.img.control".to_owned()));
+    // An attach takes over what it left,
+    place.done(&["attach", &image, "--name", "disk.img", "--listen", &listen]);
+    drop(client(&format!("nbd+unix:///?socket={}", custom.display())));
+    // a list clears it away and says so,
+    kill(place.pid("disk.img"));
+    let listed = place.run(&["list", "--json"]);
+    assert!(String::from_utf8(listed.stderr).unwrap().starts_with("blkq: disk.img: its daemon died"));
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
+    assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
+    // and so does every command that is for the dead one.
+    kill(place.pid("other"));
+    assert!(place.refused(&["show", "other"]).contains("died"));
+    assert!(place.files().is_empty());
+    assert!(place.refused(&["show", "other"]).contains("no such device"));
+}
+
+#[test]
+fn detach_spares_clients_unless_forced() {
+    let place = Place::new("clients");
+    let uri = place.done(&["attach", "ram:1M"]);
+    let mut connected = client(&uri);
+    wait_until("the client is counted", || {
+        place.json(&["show", "ram", "--json"])["clients"].as_array().unwrap().len() == 1
+    });
+    assert!(place.refused(&["detach", "ram"]).contains("1 client is connected"));
+    let refused = place.run(&["detach", "--all"]);
+    assert_eq!(refused.status.code(), Some(1));
+    // The refusal left everything as it was.
+    drop(client(&uri));
+    place.done(&["show", "ram"]);
+    place.done(&["detach", "ram", "--force"]);
+    assert_eq!(connected.read(&mut [0]).unwrap_or(0), 0);
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn detach_all_tells_of_each() {
+    let place = Place::new("all");
+    assert_eq!(place.done(&["detach", "--all"]), "");
+    for name in ["a", "b", "c"] {
+        place.done(&["attach", "null:1M", "--name", name]);
+    }
+    assert_eq!(place.done(&["detach", "--all"]), "a: detached\nb: detached\nc: detached\n");
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn signals_end_a_daemon_in_order() {
+    let place = Place::new("signals");
+    for end in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+        let uri = place.done(&["attach", "ram:1M"]);
+        let mut connected = client(&uri);
+        let pid = place.pid("ram");
+        signal(pid, end);
+        wait_until("the daemon ends", || is_gone(pid));
+        assert_eq!(connected.read(&mut [0]).unwrap_or(0), 0);
+        assert!(place.files().is_empty());
+    }
+}
+
+fn foreground(place: &Place, words: &[&str], notify: &Path) -> (Child, UnixDatagram) {
+    let socket = UnixDatagram::bind(notify).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let child = place
+        .command(&[&["attach", "--foreground"], words].concat())
+        .env("NOTIFY_SOCKET", notify)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    (child, socket)
+}
+
+fn word(socket: &UnixDatagram) -> String {
+    let mut buffer = [0; 1024];
+    let length = socket.recv(&mut buffer).unwrap();
+    String::from_utf8(buffer[..length].to_vec()).unwrap()
+}
+
+#[test]
+fn in_the_foreground_it_tells_the_service_manager() {
+    let place = Place::new("front");
+    let (mut child, manager) = foreground(&place, &["ram:1M"], &place.dir.join("n"));
+    assert!(word(&manager).starts_with("READY=1\nSTATUS=Serving ram:1M as nbd+unix"));
+    place.done(&["show", "ram"]);
+    signal(child.id().try_into().unwrap(), rustix::process::Signal::TERM);
+    assert!(word(&manager).starts_with("STOPPING=1"));
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let mut printed = String::new();
+    child.stdout.unwrap().read_to_string(&mut printed).unwrap();
+    assert!(printed.starts_with("nbd+unix:///") && printed.lines().count() == 1);
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn sockets_of_the_service_manager_are_served_and_left_there() {
+    let place = Place::new("activated");
+    let path = place.dir.join("a.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    // A shell knows the process that it becomes; descriptor 3 is its standard input's copy.
+    let mut command = place.command(&[]);
+    let program = command.get_program().to_owned();
+    command = Command::new("sh");
+    command
+        .args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" attach ram:1M"])
+        .arg(program)
+        .env("BLKQ_STATE_DIR", place.state())
+        .stdin(std::os::fd::OwnedFd::from(listener.try_clone().unwrap()))
+        .stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    drop(client(&format!("nbd+unix:///?socket={}", path.display())));
+    assert!(!place.files().contains(&"ram.nbd".to_owned()));
+    assert_eq!(place.pid("ram"), i32::try_from(child.id()).unwrap());
+    place.done(&["detach", "ram", "--force"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(path.exists());
+}
+
+#[test]
+fn settings_and_size_change_while_it_is_attached() {
+    let place = Place::new("set");
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image, "--name", "d"]);
+    place.done(&["set", "d", "depth=16", "scheduler=mq-deadline", "direct-io=off", "read-only=on"]);
+    let shown = place.json(&["show", "d", "--json"]);
+    assert_eq!(
+        (&shown["settings"]["depth"], &shown["settings"]["scheduler"]),
+        (&"16".into(), &"mq-deadline".into())
+    );
+    assert_eq!((&shown["direct_io"]["effective"], &shown["read_only"]), (&"off".into(), &true.into()));
+    let line = place.refused(&["set", "d", "depth=8", "bogus=1", "depth=4"]);
+    assert!(line.contains("bogus=1") && line.contains("done before: depth"), "{line}");
+    assert_eq!(place.json(&["show", "d", "--json"])["settings"]["depth"], "8");
+    place.done(&["set", "d", "read-only=off"]);
+    assert_eq!(place.done(&["resize", "d", "3M"]), "3M\n");
+    assert_eq!(fs::metadata(&image).unwrap().len(), 3 << 20);
+    fs::File::options().write(true).open(&image).unwrap().set_len(5 << 20).unwrap();
+    assert_eq!(place.done(&["resize", "d"]), "5M\n");
+    place.refused(&["resize", "d", "1000"]);
+    assert_eq!(place.json(&["show", "d", "--json"])["size"], 5 << 20);
+}
+
+#[test]
+fn stat_reports_once_or_again_and_again() {
+    let place = Place::new("stat");
+    place.done(&["attach", "ram:1M"]);
+    let once = place.json(&["stat", "ram", "--json"]);
+    assert_eq!(once["fields"].as_array().unwrap().len(), 17);
+    assert_eq!((&once["in_flight"], &once["read"]["iops"]), (&0.into(), &0.0.into()));
+    assert!(place.done(&["stat", "ram"]).contains("in-flight 0"));
+    let mut command = place.command(&["stat", "ram", "--interval", "0.02", "--json"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut reports = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    for _ in 0..3 {
+        let report: Value = serde_json::from_str(&reports.next().unwrap().unwrap()).unwrap();
+        assert!((0.015..5.0).contains(&report["seconds"].as_f64().unwrap()));
+    }
+    place.done(&["detach", "ram"]);
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+}
+
+#[test]
+fn the_control_socket_survives_garbage() {
+    let place = Place::new("garbage");
+    place.done(&["attach", "ram:1M"]);
+    assert_eq!(place.ask("ram", b"{\"command\":\"ping\"}\n"), "{\"ok\":null}\n");
+    let garbage: [&[u8]; 6] =
+        [b"\n", b"\0\xff\xfe\n", b"{\n", b"{\"command\":\"ping\",\"x\":1}\n", &[b'['; 70 << 10], b"null\n"];
+    for line in garbage {
+        let answer = place.ask("ram", line);
+        assert!(answer.starts_with("{\"error\":\"malformed request") || answer.is_empty(), "{answer}");
+    }
+    // Clients that say nothing hold nobody up, however many there are.
+    let idle: Vec<UnixStream> =
+        (0..8).map(|_| UnixStream::connect(place.state().join("ram.control")).unwrap()).collect();
+    assert_eq!(place.ask("ram", b"{\"command\":\"ping\"}\n"), "{\"ok\":null}\n");
+    drop(idle);
+    place.done(&["show", "ram"]);
+}
+
+#[test]
+fn sockets_and_files_are_the_owners_alone() {
+    let place = Place::new("modes");
+    let custom = place.dir.join("c.sock");
+    place.done(&["attach", "ram:1M", "--listen", &format!("unix:{}", custom.display())]);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&place.state()), 0o700);
+    assert_eq!(mode(&custom), 0o600);
+    for file in place.files() {
+        assert_eq!(mode(&place.state().join(&file)), 0o600, "{file}");
+    }
+    place.done(&["detach", "ram"]);
+    assert!(!custom.exists());
+}
+
+#[test]
+fn one_device_may_have_several_addresses() {
+    let place = Place::new("tcp");
+    let unix = format!("unix:{}", place.dir.join("u").display());
+    let printed = place.done(&["attach", "ram:1M", "--listen", "tcp:127.0.0.1:0", "--listen", &unix]);
+    let uris: Vec<&str> = printed.lines().collect();
+    assert_eq!(uris.len(), 2);
+    let address = uris[0].strip_prefix("nbd://").unwrap();
+    let mut greeting = [0; 8];
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    stream.read_exact(&mut greeting).unwrap();
+    assert_eq!(&greeting, b"NBDMAGIC");
+    drop(client(uris[1]));
+    // What is in use is refused, and nothing is left of the attempt.
+    let before = place.files();
+    place.refused(&["attach", "ram:1M", "--listen", &unix, "--name", "two"]);
+    place.refused(&["attach", "ram:1M", "--listen", &format!("tcp:{address}"), "--name", "two"]);
+    assert_eq!(place.files(), before);
+}
+
+#[test]
+fn what_this_build_lacks_is_refused() {
+    let place = Place::new("lacks");
+    for words in [["--export", "ublk"], ["--export", "vhost-user-blk"], ["--scheduler", "kyber"]] {
+        assert!(place.refused(&["attach", "ram:1M", words[0], words[1]]).contains("does not have it"));
+    }
+    place.refused(&["attach", "ram:1M", "--direct-io", "on"]);
+    place.refused(&["attach", "/nonexistent/image"]);
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn wrong_usage_is_told_from_refusal() {
+    let place = Place::new("usage");
+    for words in [
+        &["attach"][..],
+        &["attach", "ram:1Q"],
+        &["attach", "ram:0"],
+        &["attach", "ram:1M", "--depth", "0"],
+        &["attach", "ram:1M", "--listen", "banana"],
+        &["detach"],
+        &["detach", "a", "--all"],
+        &["set", "a"],
+        &["set", "a", "="],
+        &["stat", "a", "--interval", "0"],
+        &["bogus"],
+    ] {
+        assert_eq!(place.run(words).status.code(), Some(2), "{words:?}");
+    }
+    for words in
+        [&["show", "a"][..], &["detach", "a"], &["stat", "../a"], &["resize", ""], &["set", "a", "b=c"]]
+    {
+        assert!(place.refused(words).contains("no such device"), "{words:?}");
+    }
+}
+
+#[test]
+fn a_state_directory_that_cannot_be_used_is_named() {
+    let place = Place::new("dir");
+    let file = place.image("file", 0);
+    let output =
+        place.command(&["attach", "ram:1M"]).env("BLKQ_STATE_DIR", format!("{file}/s")).output().unwrap();
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), line.lines().count()), (Some(1), 1));
+    assert!(line.contains("state directory") && line.contains(&file), "{line}");
+}
+
+#[test]
+fn manuals_and_completions_come_from_the_command_line() {
+    let place = Place::new("generate");
+    let dir = place.dir.to_str().unwrap();
+    place.done(&["generate", "man", dir]);
+    place.done(&["generate", "completions", dir]);
+    for (file, holds) in [
+        ("blkq.1", "blkq"),
+        ("blkq-attach.1", "direct\\-io"),
+        ("blkq.bash", "complete"),
+        ("_blkq", "compdef"),
+    ] {
+        let text = fs::read_to_string(place.dir.join(file)).unwrap();
+        assert!(text.contains(holds), "{file}");
+    }
+    place.refused(&["generate", "man", "/nonexistent"]);
+    assert!(place.done(&["features"]).contains("io_uring"));
+}
+
+#[test]
+fn a_daemon_at_rest_is_small() {
+    let place = Place::new("small");
+    let image = place.image("disk.img", 1 << 30);
+    place.done(&["attach", &image]);
+    let status = fs::read_to_string(format!("/proc/{}/status", place.pid("disk.img"))).unwrap();
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let kib: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
+    // Debug builds are larger than what is shipped.
+    let most = if cfg!(debug_assertions) { 16 << 10 } else { 8 << 10 };
+    assert!(kib <= most, "{kib} KiB");
+}

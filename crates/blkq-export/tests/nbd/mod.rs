@@ -1,0 +1,255 @@
+//! A server to test, and a small client that says exactly what a test wants it to say.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use blkq::drivers::null::{Null, NullCompletion, NullOptions};
+use blkq::drivers::ram::Ram;
+use blkq::{Disk, Driver, EngineThread};
+use blkq_export::nbd::reply::ReplyStyle;
+use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
+
+pub const SIZE: u64 = 256 << 20;
+
+pub fn ram() -> Box<dyn Driver> {
+    Box::new(Ram::new(SIZE, 512, false).unwrap())
+}
+
+/// A device whose requests take `range_ns` nanoseconds, and so end out of order.
+pub fn slow(range_ns: std::ops::RangeInclusive<u64>) -> Box<dyn Driver> {
+    let completion = NullCompletion::Random(range_ns, 1);
+    Box::new(Null::new(NullOptions { completion, ..NullOptions::new(SIZE) }).unwrap())
+}
+
+/// A path that nobody else uses, with characters that a URI cannot have.
+pub fn socket_path() -> PathBuf {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("blkq nbd+{}-{number}", std::process::id()))
+}
+
+pub struct Served {
+    pub server: NbdServer,
+    pub path: PathBuf,
+    pub disk: Arc<Disk>,
+    _engines: Vec<EngineThread>,
+}
+
+pub fn engines(disk: &Arc<Disk>) -> Vec<EngineThread> {
+    (0..disk.queue_count())
+        .map(|i| EngineThread::spawn("nbd-test", vec![(disk.clone(), i)]).unwrap())
+        .collect()
+}
+
+pub fn options() -> NbdOptions {
+    let export = NbdExport { name: "disk".into(), description: "for a test".into(), queue: 0 };
+    NbdOptions { exports: vec![export], ..NbdOptions::default() }
+}
+
+pub fn serve(driver: Box<dyn Driver>, queues: usize, options: NbdOptions) -> Served {
+    let path = socket_path();
+    let disk = Disk::builder(driver).queues(queues).build().unwrap();
+    let engines = engines(&disk);
+    let handles: Vec<_> = engines.iter().map(|engine| engine.handle().clone()).collect();
+    let server = NbdServer::start(Listen::Unix(path.clone()), options, &handles).unwrap();
+    Served { server, path, disk, _engines: engines }
+}
+
+impl Served {
+    pub fn raw(&self) -> UnixStream {
+        let stream = UnixStream::connect(&self.path).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream
+    }
+
+    pub fn client(&self, style: ReplyStyle) -> Client<UnixStream> {
+        Client::begin(self.raw(), style)
+    }
+
+    pub fn uri(&self) -> &str {
+        self.server.uri()
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.server.stop(true).unwrap();
+        assert_eq!(self.server.connection_count(), 0);
+        assert!(!self.path.exists());
+        if !std::thread::panicking() {
+            assert_eq!(self.disk.stats().in_flight, [0, 0]);
+        }
+    }
+}
+
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < end, "{what}: not within ten seconds");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = b"IHAVEOPT".to_vec();
+    bytes.extend(option.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+/// A reply: cookie, error (0: none), and content or payload.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Reply {
+    pub cookie: u64,
+    pub error: u32,
+    pub payload: Vec<u8>,
+}
+
+pub struct Client<S> {
+    pub stream: S,
+    pub style: ReplyStyle,
+    pub flags: u16,
+}
+
+impl<S: Read + Write> Client<S> {
+    /// Greets and goes into transmission.
+    pub fn begin(stream: S, style: ReplyStyle) -> Client<S> {
+        let mut client = Client { stream, style, flags: 0 };
+        assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\0\x03");
+        client.stream.write_all(&3u32.to_be_bytes()).unwrap();
+        match style {
+            ReplyStyle::Simple => {}
+            ReplyStyle::Structured => client.option(8, &[]),
+            ReplyStyle::Extended => client.option(11, &[]),
+        }
+        if style != ReplyStyle::Simple {
+            client.option(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
+        }
+        client.option(7, b"\0\0\0\0\0\0");
+        client
+    }
+
+    pub fn take(&mut self, bytes: usize) -> Vec<u8> {
+        let mut taken = vec![0; bytes];
+        self.stream.read_exact(&mut taken).unwrap();
+        taken
+    }
+
+    /// Sends an option and expects it to be acknowledged.
+    fn option(&mut self, option: u32, data: &[u8]) {
+        self.stream.write_all(&option_bytes(option, data)).unwrap();
+        loop {
+            let header = self.take(20);
+            let payload = self.take(u32::from_be_bytes(header[16..20].try_into().unwrap()) as usize);
+            match u32::from_be_bytes(header[12..16].try_into().unwrap()) {
+                1 => return,
+                3 => self.flags = u16::from_be_bytes(payload[10..12].try_into().unwrap()),
+                4 => {}
+                error => panic!("option {option}: {error:#x} {}", String::from_utf8_lossy(&payload)),
+            }
+        }
+    }
+
+    /// The bytes of a request.
+    pub fn bytes(
+        &self,
+        command: u16,
+        flags: u16,
+        cookie: u64,
+        offset: u64,
+        length: u64,
+        data: &[u8],
+    ) -> Vec<u8> {
+        let extended = self.style == ReplyStyle::Extended;
+        let mut bytes = if extended { 0x21e4_1c71u32 } else { 0x2560_9513 }.to_be_bytes().to_vec();
+        let payload = if extended && !data.is_empty() { 0x20 } else { 0 };
+        bytes.extend((flags | payload).to_be_bytes());
+        bytes.extend(command.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(offset.to_be_bytes());
+        if extended {
+            bytes.extend(length.to_be_bytes());
+        } else {
+            bytes.extend((length as u32).to_be_bytes());
+        }
+        bytes.extend(data);
+        bytes
+    }
+
+    pub fn send(&mut self, command: u16, flags: u16, cookie: u64, offset: u64, length: u64, data: &[u8]) {
+        let bytes = self.bytes(command, flags, cookie, offset, length, data);
+        self.stream.write_all(&bytes).unwrap();
+    }
+
+    /// The next reply. `read_bytes` tells how long the content of a simple reply is.
+    pub fn reply(&mut self, read_bytes: impl FnOnce(u64) -> usize) -> Reply {
+        let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
+        if self.style == ReplyStyle::Simple {
+            let header = self.take(16);
+            assert_eq!(header[..4], [0x67, 0x44, 0x66, 0x98]);
+            let error = u32::from_be_bytes(header[4..8].try_into().unwrap());
+            let cookie = word(&header[8..16]);
+            let payload = if error == 0 { self.take(read_bytes(cookie)) } else { Vec::new() };
+            return Reply { cookie, error, payload };
+        }
+        let extended = self.style == ReplyStyle::Extended;
+        let header = self.take(if extended { 32 } else { 20 });
+        let magic = if extended { [0x6e, 0x8a, 0x27, 0x8c] } else { [0x66, 0x8e, 0x33, 0xef] };
+        assert_eq!((&header[..4], &header[4..6]), (&magic[..], &[0, 1][..]));
+        let length = if extended { word(&header[24..]) } else { word(&[&[0; 4], &header[16..]].concat()) };
+        let mut payload = self.take(length as usize);
+        let cookie = word(&header[8..16]);
+        let kind = u16::from_be_bytes(header[6..8].try_into().unwrap());
+        let mut error = 0;
+        match kind {
+            0 | 5 | 6 => {}
+            1 => drop(payload.drain(..8)),
+            0x8001 => error = u32::from_be_bytes(payload[..4].try_into().unwrap()),
+            kind => panic!("chunk of type {kind:#x}"),
+        }
+        Reply { cookie, error, payload }
+    }
+
+    /// One request and its reply.
+    pub fn call(
+        &mut self,
+        command: u16,
+        flags: u16,
+        offset: u64,
+        length: u64,
+        data: &[u8],
+    ) -> (u32, Vec<u8>) {
+        let cookie = offset ^ length << 32 ^ u64::from(command);
+        self.send(command, flags, cookie, offset, length, data);
+        let reply = self.reply(|_| if command == 0 { length as usize } else { 0 });
+        assert_eq!(reply.cookie, cookie);
+        (reply.error, reply.payload)
+    }
+
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> u32 {
+        self.call(1, 0, offset, data.len() as u64, data).0
+    }
+
+    pub fn read(&mut self, offset: u64, length: usize) -> Vec<u8> {
+        let (error, data) = self.call(0, 0, offset, length as u64, &[]);
+        assert_eq!(error, 0);
+        data
+    }
+
+    /// Expects that the server says nothing more.
+    pub fn expect_end(&mut self) {
+        let mut rest = Vec::new();
+        // A reset is an end too: the server closed before it had read all.
+        if let Err(error) = self.stream.read_to_end(&mut rest) {
+            assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+        }
+        assert_eq!(rest, b"");
+    }
+}

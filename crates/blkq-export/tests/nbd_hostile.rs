@@ -1,0 +1,188 @@
+//! The NBD server and clients that mean harm, or die: nobody else suffers, nothing is kept.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod nbd;
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use blkq_export::nbd::NbdOptions;
+use blkq_export::nbd::reply::ReplyStyle;
+use nbd::*;
+
+/// Another client is served as ever.
+fn assert_serves(served: &Served) {
+    let mut client = served.client(ReplyStyle::Structured);
+    assert_eq!(client.write(4096, &[5; 4096]), 0);
+    assert_eq!(client.read(4096, 4096).len(), 4096);
+}
+
+#[test]
+fn garbage_ends_its_own_connection_only() {
+    let served = serve(ram(), 1, options());
+    let long = |option: u32, length: u32| {
+        let mut bytes = b"\0\0\0\x03IHAVEOPT".to_vec();
+        bytes.extend(option.to_be_bytes());
+        bytes.extend(length.to_be_bytes());
+        bytes
+    };
+    let garbage = [
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        vec![0xff; 300_000],
+        b"\0\0\0\x03IHAVEOPS\0\0\0\0\0\0\0\0".to_vec(),
+        long(7, u32::MAX),
+        long(1, 5000),
+        [long(1, 6), b"nobody".to_vec()].concat(),
+    ];
+    for bytes in garbage {
+        let mut stream = served.raw();
+        // The server may close before it has taken all.
+        let _ = stream.write_all(&bytes);
+        let mut greeting = Vec::new();
+        let _ = stream.read_to_end(&mut greeting);
+        assert!(greeting.len() <= 18);
+    }
+    for style in [ReplyStyle::Simple, ReplyStyle::Extended] {
+        let mut client = served.client(style);
+        client.stream.write_all(&[0x55; 1000]).unwrap();
+        client.expect_end();
+        // A payload beyond what was announced.
+        let mut client = served.client(style);
+        let header = client.bytes(1, 0x20, 0, 0, (32 << 20) + 1, &[]);
+        client.stream.write_all(&header).unwrap();
+        client.expect_end();
+    }
+    wait_until("all are gone", || served.server.connection_count() == 0);
+    assert_serves(&served);
+}
+
+#[test]
+fn an_oversized_option_is_refused_and_skipped() {
+    let served = serve(ram(), 1, options());
+    let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
+    client.take(18);
+    let mut bytes = 3u32.to_be_bytes().to_vec();
+    bytes.extend(option_bytes(6, &vec![b'I'; 1 << 20]));
+    bytes.extend(option_bytes(1, b"disk"));
+    client.stream.write_all(&bytes).unwrap();
+    let header = client.take(20);
+    assert_eq!(header[12..16], [0x80, 0, 0, 9]);
+    client.take(header[19].into());
+    client.take(10);
+    assert_eq!(client.read(0, 512), [0; 512]);
+}
+
+#[test]
+fn who_does_not_finish_the_handshake_is_dropped() {
+    let served = serve(ram(), 1, NbdOptions { handshake_timeout_s: 1, ..options() });
+    let mut working = served.client(ReplyStyle::Simple);
+    let begin = Instant::now();
+    let silent = served.raw();
+    let mut halfway = served.raw();
+    halfway.write_all(b"\0\0\0\x03IHAVEOPT\0\0").unwrap();
+    wait_until("all are let in", || served.server.connection_count() == 3);
+    for stream in [silent, halfway] {
+        let mut client = Client { stream, style: ReplyStyle::Simple, flags: 0 };
+        client.take(18);
+        client.expect_end();
+    }
+    assert!(begin.elapsed() >= Duration::from_millis(900));
+    // The one that had finished stays.
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(working.read(0, 512), [0; 512]);
+}
+
+#[test]
+fn too_many_connections_are_closed_at_once() {
+    let served = serve(ram(), 1, NbdOptions { connections_max: 2, ..options() });
+    let mut first = served.client(ReplyStyle::Simple);
+    let second = served.client(ReplyStyle::Simple);
+    let mut third = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
+    third.expect_end();
+    assert_eq!(served.server.refused_connections(), 1);
+    assert_eq!(first.read(0, 512), [0; 512]);
+    drop(second);
+    wait_until("there is room", || served.server.connection_count() == 1);
+    assert_serves(&served);
+}
+
+#[test]
+fn who_does_not_read_is_held_back_then_dropped_and_slows_nobody() {
+    let limits = NbdOptions { send_timeout_s: 1, buffered_bytes_max: 2 << 20, ..options() };
+    let served = serve(ram(), 1, limits);
+    let mut stuck = served.client(ReplyStyle::Simple);
+    stuck.stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    // Asks for gigabytes and takes nothing.
+    let request = stuck.bytes(0, 0, 0, 0, 1 << 20, &[]);
+    let mut sent = 0;
+    while sent < 20_000 && stuck.stream.write_all(&request).is_ok() {
+        sent += 1;
+    }
+    assert!(sent < 20_000, "nobody holds it back");
+    let info = &served.server.connections()[0];
+    // Two with buffers, one that waits for room.
+    assert!(info.in_flight <= 3, "{info:?}");
+    let begin = Instant::now();
+    let mut other = served.client(ReplyStyle::Simple);
+    for _ in 0..500 {
+        other.read(0, 4096);
+    }
+    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    assert_eq!(served.server.connection_count(), 2, "one second and one for each MiB have not passed");
+    wait_until("the stuck one is dropped", || served.server.connection_count() == 1);
+    other.read(0, 4096);
+}
+
+#[test]
+fn errors_not_taken_are_bounded_too() {
+    let served = serve(ram(), 1, options());
+    let mut client = served.client(ReplyStyle::Structured);
+    client.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    let request = client.bytes(77, 0, 1, 0, 512, &[]).repeat(1000);
+    let mut sent = 0;
+    while sent < 2000 && client.stream.write_all(&request).is_ok() {
+        sent += 1;
+    }
+    assert!(sent < 2000, "two million errors were kept");
+    assert!(served.server.connections()[0].in_flight <= 256);
+    assert_serves(&served);
+}
+
+/// A client that dies at any byte of its conversation, with I/O in flight, leaves nothing.
+#[test]
+fn a_client_may_vanish_at_any_step() {
+    let served = serve(slow(100_000..=2_000_000), 2, options());
+    let mut conversation = b"\0\0\0\x03".to_vec();
+    conversation.extend(option_bytes(8, &[]));
+    conversation.extend(option_bytes(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation"));
+    conversation.extend(option_bytes(7, b"\0\0\0\0\0\0"));
+    let handshake = conversation.len();
+    let template = Client { stream: std::io::empty(), style: ReplyStyle::Structured, flags: 0 };
+    for cookie in 0..10u64 {
+        conversation.extend(template.bytes(0, 0, cookie, cookie << 20, 65536, &[]));
+        conversation.extend(template.bytes(
+            1,
+            0,
+            cookie,
+            cookie << 20,
+            70_000 / 512 * 512,
+            &[7; 70_000 / 512 * 512],
+        ));
+        conversation.extend(template.bytes(7, 0, cookie, 0, 1 << 20, &[]));
+        conversation.extend(template.bytes(3, 0, cookie, 0, 0, &[]));
+        conversation.extend(template.bytes(4, 1, cookie, 0, 1 << 20, &[]));
+    }
+    let cuts = (0..handshake).step_by(3).chain((handshake..conversation.len()).step_by(9973));
+    for (number, cut) in cuts.enumerate() {
+        let mut stream = served.raw();
+        stream.write_all(&conversation[..cut]).unwrap();
+        if number % 3 == 0 {
+            // Some see the beginning of the answer before they die.
+            let _ = stream.read(&mut [0; 40]);
+        }
+        drop(stream);
+    }
+    wait_until("all are gone", || served.server.connection_count() == 0);
+    wait_until("all I/O has ended", || served.disk.stats().in_flight == [0, 0]);
+    assert_serves(&served);
+}

@@ -1,0 +1,347 @@
+//! The NBD server over real sockets: what well-behaved clients get.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod nbd;
+
+use std::collections::HashMap;
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::Command;
+
+use blkq::drivers::ram::Ram;
+use blkq::{Disk, ErrorKind};
+use blkq_export::nbd::reply::ReplyStyle;
+use blkq_export::nbd::{Listen, NbdServer};
+use nbd::*;
+
+const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];
+
+fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    std::iter::repeat_with(next).take(bytes).collect()
+}
+
+#[test]
+fn every_command_in_every_style() {
+    let served = serve(ram(), 1, options());
+    for (style, base) in STYLES.into_iter().zip([0, 64 << 20, 128 << 20]) {
+        let mut client = served.client(style);
+        // Everything is offered: flush, FUA, trim, zeroes, multi-conn, cache, fast zero.
+        assert_eq!(client.flags & !0x80, 0b1101_0110_1101, "{style:?}");
+        for (at, length) in [(0, 512), (512, 4096), (1 << 20, 300 << 10), (4 << 20, 32 << 20)] {
+            let data = pattern(base + at, length);
+            assert_eq!(client.write(base + at, &data), 0);
+            assert_eq!(client.read(base + at, length), data, "{style:?} {length} at {at}");
+        }
+        let data = pattern(7, 8192);
+        assert_eq!(client.call(1, 1, base, 8192, &data), (0, vec![]), "write with FUA");
+        assert_eq!(client.call(3, 0, 0, 0, &[]), (0, vec![]), "flush");
+        assert_eq!(client.call(5, 0, base, 64 << 20, &[]), (0, vec![]), "cache");
+        assert_eq!(client.read(base, 8192), data);
+        assert_eq!(client.call(6, 0b10, base, 4096, &[]), (0, vec![]), "zeroes, no hole");
+        assert_eq!(client.read(base, 8192), [vec![0; 4096], data[4096..].to_vec()].concat());
+        assert_eq!(client.call(6, 0b1_0000, base, 8192, &[]), (0, vec![]), "zeroes, fast");
+        assert_eq!(client.read(base, 8192), vec![0; 8192]);
+        assert_eq!(client.call(4, 1, base + (4 << 20), 32 << 20, &[]), (0, vec![]), "trim with FUA");
+        assert_eq!(client.read(base + (5 << 20), 4096), vec![0; 4096]);
+        client.send(2, 0, 0, 0, 0, &[]);
+        client.expect_end();
+    }
+}
+
+#[test]
+fn block_status_tells_data_from_holes() {
+    let served = serve(ram(), 1, options());
+    for style in [ReplyStyle::Structured, ReplyStyle::Extended] {
+        let mut client = served.client(style);
+        assert_eq!(client.write(1 << 20, &[7; 65536]), 0);
+        let (error, status) = client.call(7, 0, 0, 2 << 20, &[]);
+        assert_eq!((error, &status[..4]), (0, &[0, 0, 0, 1][..]));
+        let (head, width) = if style == ReplyStyle::Extended { (8, 8) } else { (4, 4) };
+        let extents: Vec<(u64, u64)> = status[head..]
+            .chunks(2 * width)
+            .map(|e| {
+                let number = |bytes: &[u8]| bytes.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+                (number(&e[..width]), number(&e[width..]))
+            })
+            .collect();
+        assert_eq!(extents, [(1 << 20, 3), (65536, 0), ((1 << 20) - 65536, 3)], "{style:?}");
+        let (error, one) = client.call(7, 8, 0, 2 << 20, &[]);
+        assert_eq!((error, one.len()), (0, head + 2 * width));
+        assert_eq!(client.call(6, 0, 1 << 20, 65536, &[]).0, 0);
+    }
+    let mut client = served.client(ReplyStyle::Simple);
+    assert_eq!(client.call(7, 0, 0, 4096, &[]).0, 22, "was not negotiated");
+}
+
+#[test]
+fn what_is_not_allowed_is_answered_and_the_connection_goes_on() {
+    let read_only = Disk::builder(ram()).read_only(true).build().unwrap();
+    let path = socket_path();
+    let engine = engines(&read_only);
+    let handle = engine[0].handle().clone();
+    let server = NbdServer::start(Listen::Unix(path.clone()), options(), &[handle]).unwrap();
+    let mut client = Client::begin(UnixStream::connect(&path).unwrap(), ReplyStyle::Structured);
+    assert_eq!(client.flags & 0b10, 0b10);
+    for (command, data) in [(1, &[0; 512][..]), (4, &[]), (6, &[])] {
+        assert_eq!(client.call(command, 0, 0, 512, data).0, 1, "{command}");
+    }
+    assert_eq!(client.read(0, 512), [0; 512]);
+    server.stop(true).unwrap();
+
+    let served = serve(ram(), 1, options());
+    let mut client = served.client(ReplyStyle::Simple);
+    assert_eq!(client.write(SIZE, &[0; 4096]), 28);
+    assert_eq!(client.write(100, &[0; 4096]), 22);
+    assert_eq!(client.call(0, 0, SIZE - 512, 1024, &[]).0, 22);
+    assert_eq!(client.call(4, 0, SIZE - 512, 1024, &[]).0, 22);
+    assert_eq!(client.call(99, 0, 0, 512, &[]).0, 22);
+    assert_eq!(client.read(0, 512), [0; 512]);
+    let info = &served.server.connections()[0];
+    assert_eq!((info.requests, info.errors, info.read_bytes, info.written_bytes), (6, 5, 512, 0));
+    assert_eq!(info.export.as_deref(), Some("disk"));
+    assert!(info.peer.contains(&format!("pid {}", std::process::id())), "{}", info.peer);
+}
+
+/// Several clients on several engines, each with many requests of many sizes in flight, whose
+/// replies come in any order: everybody reads what they wrote.
+#[test]
+fn many_clients_at_once_get_their_own_data() {
+    let served = serve(ram(), 2, options());
+    let share = SIZE / 6;
+    std::thread::scope(|scope| {
+        for number in 0..6u64 {
+            let served = &served;
+            scope.spawn(move || {
+                let mut client = served.client(STYLES[number as usize % 3]);
+                let base = (number * share).next_multiple_of(4096);
+                let sizes = [512, 4096, 4096, 65536, 1024, 200 << 10, 4096, 1 << 20];
+                let mut wanted: HashMap<u64, Vec<u8>> = HashMap::new();
+                for round in 0..3 {
+                    let mut at = base;
+                    let mut stream = Vec::new();
+                    for (index, size) in sizes.iter().cycle().take(40).enumerate() {
+                        let data = pattern(round << 32 | number << 16 | index as u64, *size);
+                        stream.extend(client.bytes(1, 0, at, at, *size as u64, &data));
+                        wanted.insert(at, data);
+                        at += *size as u64;
+                    }
+                    std::io::Write::write_all(&mut client.stream, &stream).unwrap();
+                    for _ in 0..40 {
+                        let reply = client.reply(|_| 0);
+                        assert!(reply.error == 0 && wanted.contains_key(&reply.cookie));
+                    }
+                    // Reads, more than the buffers hold at once, whose replies wait for us.
+                    let mut stream = Vec::new();
+                    for (at, data) in &wanted {
+                        stream.extend(client.bytes(0, 0, *at, *at, data.len() as u64, &[]));
+                    }
+                    std::io::Write::write_all(&mut client.stream, &stream).unwrap();
+                    for _ in 0..wanted.len() {
+                        let reply = client.reply(|cookie| wanted[&cookie].len());
+                        assert_eq!(reply.error, 0);
+                        assert!(reply.payload == wanted[&reply.cookie], "at {}", reply.cookie);
+                    }
+                }
+            });
+        }
+    });
+    wait_until("all connections gone", || served.server.connection_count() == 0);
+}
+
+#[test]
+fn replies_come_in_any_order_and_disconnect_waits_for_all() {
+    let served = serve(slow(10_000..=3_000_000), 1, options());
+    let mut client = served.client(ReplyStyle::Structured);
+    for cookie in 0..200 {
+        client.send(0, 0, cookie, cookie * 8192, 4096, &[]);
+    }
+    client.send(2, 0, 0, 0, 0, &[]);
+    let mut order: Vec<u64> = (0..200).map(|_| client.reply(|_| 4096).cookie).collect();
+    client.expect_end();
+    assert!(!order.is_sorted());
+    order.sort();
+    assert!(order.into_iter().eq(0..200));
+}
+
+#[test]
+fn a_half_closed_connection_is_answered() {
+    let served = serve(slow(1_000_000..=2_000_000), 1, options());
+    let mut client = served.client(ReplyStyle::Simple);
+    client.send(0, 0, 5, 0, 4096, &[]);
+    client.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    assert_eq!(client.reply(|_| 4096), Reply { cookie: 5, error: 0, payload: vec![0; 4096] });
+    client.expect_end();
+}
+
+#[test]
+fn one_large_request_fits_whatever_the_limit() {
+    let limits = blkq_export::nbd::NbdOptions { buffered_bytes_max: 4096, requests_max: 2, ..options() };
+    let served = serve(ram(), 1, limits);
+    let mut client = served.client(ReplyStyle::Simple);
+    let data = pattern(3, 32 << 20);
+    assert_eq!(client.write(0, &data), 0);
+    assert!(client.read(0, 32 << 20) == data);
+    // More than the limits let in at once wait their turn.
+    let mut stream = Vec::new();
+    for cookie in 0..50u64 {
+        stream.extend(client.bytes(1, 0, cookie, cookie << 16, 65536, &pattern(cookie, 65536)));
+    }
+    let mut writer = client.stream.try_clone().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || std::io::Write::write_all(&mut writer, &stream).unwrap());
+        for _ in 0..50 {
+            assert_eq!(client.reply(|_| 0).error, 0);
+        }
+    });
+    for cookie in 0..50u64 {
+        assert!(client.read(cookie << 16, 65536) == pattern(cookie, 65536));
+    }
+}
+
+#[test]
+fn the_socket_is_its_owners_and_goes_with_the_server() {
+    let served = serve(ram(), 1, options());
+    let mode = std::fs::metadata(&served.path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    // Somebody answers there.
+    let start = |path: &std::path::Path| {
+        let disk = Disk::builder(ram()).build().unwrap();
+        let engine = engines(&disk).remove(0);
+        let server = NbdServer::start(Listen::Unix(path.into()), options(), &[engine.handle().clone()]);
+        server.map(|server| (engine, server))
+    };
+    let busy = start(&served.path).err().unwrap();
+    assert_eq!(busy.kind(), ErrorKind::Busy, "{busy}");
+    // A file that is no socket stays.
+    let file = socket_path();
+    std::fs::write(&file, "precious").unwrap();
+    assert_eq!(start(&file).err().unwrap().kind(), ErrorKind::Busy);
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+    std::fs::remove_file(&file).unwrap();
+    // What a killed server left behind is replaced.
+    let stale = socket_path();
+    drop(UnixListener::bind(&stale).unwrap());
+    let (_engine, server) = start(&stale).unwrap();
+    let mut client = Client::begin(UnixStream::connect(&stale).unwrap(), ReplyStyle::Simple);
+    assert_eq!(client.read(0, 512), [0; 512]);
+    // With a client it stays, unless forced; without one it goes.
+    let refused = server.stop(false).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Busy);
+    assert_eq!(client.read(0, 512), [0; 512]);
+    drop(Client::begin(UnixStream::connect(&stale).unwrap(), ReplyStyle::Simple));
+    drop(client);
+    wait_until("the clients are gone", || server.connection_count() == 0);
+    server.stop(false).unwrap();
+    assert!(!stale.exists());
+}
+
+#[test]
+fn force_answers_what_is_in_flight_and_drops_the_client() {
+    let served = serve(slow(20_000_000..=30_000_000), 1, options());
+    let mut client = served.client(ReplyStyle::Simple);
+    for cookie in 0..20 {
+        client.send(0, 0, cookie, 0, 4096, &[]);
+    }
+    wait_until("all have arrived", || served.server.connections()[0].in_flight == 20);
+    served.server.stop(true).unwrap();
+    assert_eq!(served.server.connection_count(), 0);
+    for _ in 0..20 {
+        assert_eq!(client.reply(|_| 4096).error, 0);
+    }
+    client.expect_end();
+    assert!(UnixStream::connect(&served.path).is_err());
+}
+
+#[test]
+fn tcp_and_inherited_sockets() {
+    let disk = Disk::builder(ram()).queues(1).build().unwrap();
+    let engine = engines(&disk);
+    let handles = [engine[0].handle().clone()];
+    let start = |listen| NbdServer::start(listen, options(), &handles).unwrap();
+
+    let tcp = start(Listen::Tcp("127.0.0.1".into(), 0));
+    let address = tcp.uri().strip_prefix("nbd://").unwrap().to_string();
+    let mut client = Client::begin(TcpStream::connect(&address).unwrap(), ReplyStyle::Structured);
+    let data = pattern(1, 1 << 20);
+    assert_eq!(client.write(0, &data), 0);
+    assert!(client.read(0, 1 << 20) == data);
+    assert!(tcp.connections()[0].peer.starts_with("127.0.0.1:"));
+    let port = address.rsplit(':').next().unwrap().parse().unwrap();
+    let busy = NbdServer::start(Listen::Tcp("127.0.0.1".into(), port), options(), &handles);
+    assert_eq!(busy.err().unwrap().kind(), ErrorKind::Busy);
+    tcp.stop(true).unwrap();
+    client.expect_end();
+
+    let path = socket_path();
+    let listener = UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let inherited = start(Listen::Inherited(listener.into()));
+    let mut client = Client::begin(UnixStream::connect(&path).unwrap(), ReplyStyle::Simple);
+    assert!(client.read(0, 1 << 20) == data);
+    inherited.stop(true).unwrap();
+    std::fs::remove_file(&path).unwrap();
+
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let one = start(Listen::Inherited(theirs.into()));
+    let mut client = Client::begin(ours, ReplyStyle::Extended);
+    assert!(client.read(0, 1 << 20) == data);
+    drop(client);
+    wait_until("the client is gone", || one.connection_count() == 0);
+    one.stop(false).unwrap();
+
+    let file = std::fs::File::open("/dev/null").unwrap();
+    assert!(NbdServer::start(Listen::Inherited(file.into()), options(), &handles).is_err());
+}
+
+#[test]
+fn a_logical_block_of_4096_is_announced_and_enforced() {
+    let served = serve(Box::new(Ram::new(SIZE, 4096, false).unwrap()), 1, options());
+    let mut client = served.client(ReplyStyle::Simple);
+    assert_eq!(client.write(512, &[0; 4096]), 22);
+    assert_eq!(client.write(4096, &[1; 4096]), 0);
+    let output = run("nbdinfo", &[served.uri()]);
+    assert!(output.contains("block_size_minimum: 4096"), "{output}");
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().expect("libnbd-bin is installed");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{program}: {text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+/// Another implementation of the protocol copies in and out, with several connections, and
+/// finds the holes again.
+#[test]
+fn libnbd_copies_an_image_there_and_back() {
+    let served = serve(ram(), 2, options());
+    let output = run("nbdinfo", &["--list", served.uri()]);
+    assert!(output.contains("export=\"disk\"") && output.contains("description: for a test"), "{output}");
+    let (image, copy) = (socket_path(), socket_path());
+    let mut content = vec![0; SIZE as usize];
+    for (at, length) in [(0, 1 << 20), (10 << 20, 12345), (100 << 20, 40 << 20)] {
+        content[at..at + length].copy_from_slice(&pattern(at as u64, length));
+    }
+    std::fs::write(&image, &content).unwrap();
+    let (image_name, copy_name) = (image.to_str().unwrap(), copy.to_str().unwrap());
+    run("nbdcopy", &["--connections=4", image_name, served.uri()]);
+    run("nbdcopy", &["--connections=4", "--flush", served.uri(), copy_name]);
+    assert!(std::fs::read(&copy).unwrap() == content);
+    let map = run("nbdinfo", &["--map", served.uri()]);
+    assert!(map.contains("hole,zero") && map.lines().count() >= 5, "{map}");
+    let script = "h.zero(4096, 0, nbd.CMD_FLAG_FAST_ZERO); h.trim(4096, 8192); h.flush(); h.cache(65536, 0)\n\
+                  h.pwrite(b'x' * 512, 512, nbd.CMD_FLAG_FUA); assert h.pread(512, 512) == b'x' * 512\n\
+                  assert h.pread(4096, 0)[:512] == bytes(512); h.shutdown()";
+    run("/usr/bin/python3", &["-m", "nbd", "-u", served.uri(), "-c", script]);
+    std::fs::remove_file(image).unwrap();
+    std::fs::remove_file(copy).unwrap();
+}

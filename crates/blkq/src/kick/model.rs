@@ -1,0 +1,60 @@
+//! What the checkers prove of the kick: no work stays behind while the owner sleeps.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::pending::PendingMap;
+use crate::sync::{model, thread};
+
+/// Submitters mark work, `rounds` times each, and kick; the owner sleeps in between. A kick
+/// that is lost is a deadlock.
+fn no_work_stays_behind(submitters: usize, rounds: u32) {
+    let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
+    let pending = Arc::new(PendingMap::new(submitters));
+    let work: Arc<Vec<AtomicU32>> = Arc::new((0..submitters).map(|_| AtomicU32::new(0)).collect());
+    let threads: Vec<_> = (0..submitters)
+        .map(|index| {
+            let (kick, pending, work) = (kick.clone(), pending.clone(), work.clone());
+            thread::spawn(move || {
+                for _ in 0..rounds {
+                    work[index].fetch_add(1, SeqCst);
+                    if pending.set(index) {
+                        kick.kick();
+                    }
+                }
+            })
+        })
+        .collect();
+    let mut left = submitters as u32 * rounds;
+    while left > 0 {
+        pending.take_all(|index| left -= work[index].swap(0, SeqCst));
+        if left == 0 {
+            break;
+        }
+        kick.prepare_sleep();
+        let sleeps = pending.is_empty();
+        if sleeps {
+            kick.event.wait();
+        }
+        kick.woke();
+        if sleeps {
+            kick.drain();
+        }
+    }
+    for thread in threads {
+        thread.join().expect("a thread panicked");
+    }
+}
+
+#[cfg(loom)]
+#[test]
+fn loom_no_work_stays_behind() {
+    model("one submitter, twice", 0, || no_work_stays_behind(1, 2));
+    model("two submitters", 0, || no_work_stays_behind(2, 1));
+}
+
+#[cfg(shuttle)]
+#[test]
+fn shuttle_no_work_stays_behind() {
+    model("four submitters", 10_000, || no_work_stays_behind(4, 5));
+}
