@@ -7,10 +7,10 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Mode;
@@ -20,13 +20,15 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use crate::commands::attach::Args;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
-use crate::info::DeviceInfo;
+use crate::info::{DeviceInfo, StateFile};
 use crate::serve::Device;
 use crate::state::{Claim, StateDir};
 use crate::{log, systemd};
 
 /// Commands answered at a time; the next ones are turned away.
 const ANSWERING_MAX: usize = 16;
+/// How long to wait when a connection cannot be taken.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Stack of a thread that answers a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
@@ -84,8 +86,8 @@ pub struct Daemon {
 /// What the threads that answer commands share.
 struct Shared {
     device: Device,
-    /// The device is ending, or has ended.
-    ending: AtomicBool,
+    /// The device is closed and ends, or has ended. Locked while that is decided.
+    ending: Mutex<bool>,
     answering: AtomicUsize,
     ended: Sender<Ended>,
     waker: UnixStream,
@@ -124,7 +126,7 @@ impl Daemon {
         let (sender, ended) = channel();
         let device = Device::open(args, claim.name(), &claim.file(".nbd"), inherited)?;
         let info = device.info()?;
-        claim.write_state(&info)?;
+        claim.write_state(&StateFile::new(&info))?;
         if parent.waits {
             log::redirect(&claim.file(".log"))?;
             // Not to keep a file system busy that has nothing to do with the device.
@@ -135,7 +137,7 @@ impl Daemon {
         systemd::notify(&format!("READY=1\nSTATUS={status}"));
         let shared = Shared {
             device,
-            ending: AtomicBool::new(false),
+            ending: Mutex::new(false),
             answering: AtomicUsize::new(0),
             ended: sender,
             waker,
@@ -153,6 +155,7 @@ impl Daemon {
 
     /// Serves until the device is detached or a signal ends it.
     pub fn run(mut self) -> ExitCode {
+        let mut signalled = false;
         loop {
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
@@ -163,27 +166,30 @@ impl Daemon {
             let _ = poll(&mut fds, None);
             let [commands, signals, ended] = fds.map(|fd| !fd.revents().is_empty());
             if signals {
+                let before = std::mem::replace(&mut signalled, true);
                 let mut bytes = [0; 16];
-                let mut count = self.signals.read(&mut bytes).unwrap_or(0);
-                if !self.shared.ending.swap(true, Ordering::SeqCst) {
-                    count -= 1;
-                    log::line("ending: a signal asked for it");
-                    spawn_answer(&self.shared, |shared| {
-                        // Forced, and so refused only if the device has ended.
-                        let _ = shared.device.close(true);
-                        shared.end(None);
-                    });
-                }
-                if count > 0 {
+                let count = self.signals.read(&mut bytes).unwrap_or(0);
+                if before || count > 1 {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
                     return ExitCode::from(EXIT_FAILED);
                 }
+                spawn_answer(&self.shared, |shared| {
+                    // Refused only if it is ending already, which is what was asked for.
+                    if shared.close(true).is_ok() {
+                        log::line("ending: a signal asked for it");
+                        shared.end(None);
+                    }
+                });
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
                 return self.finish(ended);
             }
-            if commands && let Ok((stream, _)) = self.control.accept() {
-                accept(&self.shared, stream);
+            if commands {
+                match self.control.accept() {
+                    Ok((stream, _)) => accept(&self.shared, stream),
+                    // Out of descriptors, say: others may give some back.
+                    Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+                }
             }
         }
     }
@@ -210,7 +216,21 @@ impl Daemon {
 }
 
 impl Shared {
-    /// Ends the device for good; `ending` is set.
+    /// Closes the device, for who then ends it.
+    ///
+    /// # Errors
+    /// If clients are connected and not to be dropped, or it is ending already.
+    fn close(&self, force: bool) -> Outcome {
+        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        if *ending {
+            return Err(Failure::new("it is ending already; blkq list tells when it is gone"));
+        }
+        self.device.close(force)?;
+        *ending = true;
+        Ok(())
+    }
+
+    /// Ends the device, which is closed.
     fn end(&self, asker: Option<UnixStream>) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
         let flushed = self.device.end();
@@ -234,17 +254,13 @@ impl Shared {
                 log::line(&format!("resize to {size:?}"));
                 reply_line(self.device.resize(size))
             }
-            Request::Detach { force } => {
-                if self.ending.swap(true, Ordering::SeqCst) {
-                    reply_line::<()>(Err(Failure::new("it is ending already")))
-                } else if let Err(failure) = self.device.close(force) {
-                    self.ending.store(false, Ordering::SeqCst);
-                    reply_line::<()>(Err(failure))
-                } else {
+            Request::Detach { force } => match self.close(force) {
+                Ok(()) => {
                     log::line("ending: detach asked for it");
                     return self.end(Some(stream));
                 }
-            }
+                Err(failure) => reply_line::<()>(Err(failure)),
+            },
         };
         answer(&stream, &reply);
     }

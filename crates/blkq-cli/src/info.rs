@@ -1,4 +1,4 @@
-//! What is known about a device: the answer to `show`, and the content of its state file.
+//! What is known about a device: the answer to `show`, and what of it the state file holds.
 
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +37,22 @@ pub struct DeviceInfo {
     pub driver_facts: Vec<(String, String)>,
     /// What the user should know.
     pub warnings: Vec<String>,
+}
+
+/// What of a device never changes, for whoever finds its files without a daemon.
+#[derive(Serialize, Debug)]
+pub struct StateFile<'a> {
+    name: &'a str,
+    pid: u32,
+    image: &'a str,
+    exports: &'a [String],
+}
+
+impl<'a> StateFile<'a> {
+    /// The part of `info` that is kept in a file.
+    pub fn new(info: &'a DeviceInfo) -> StateFile<'a> {
+        StateFile { name: &info.name, pid: info.pid, image: &info.image, exports: &info.exports }
+    }
 }
 
 /// Direct I/O: asked for and got.

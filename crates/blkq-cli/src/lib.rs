@@ -60,7 +60,7 @@ pub fn print(text: &str) -> Outcome {
 /// Puts a value on stdout as one line of JSON.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub fn print_json(value: &impl serde::Serialize) -> Outcome {
     let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("JSON: {e}")))?;
     print(&format!("{line}\n"))

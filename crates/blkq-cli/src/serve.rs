@@ -4,16 +4,20 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
-use blkq::drivers::{self, DriverOptions, DriverSpec};
-use blkq::{Disk, EngineHandle, EngineThread, QueueLimits};
+use blkq::drivers::{self, DriverOptions, DriverSpec, Opened};
+use blkq::{Disk, EngineHandle, EngineThread, ErrorKind, QueueLimits};
 use blkq_export::nbd::{ConnectionInfo, Listen, NbdExport, NbdOptions, NbdServer};
 
 use crate::commands::attach::{Address, Args, SectorSize, image_text};
 use crate::failure::{Failure, Outcome};
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::statistics::Statistics;
+
+/// How long an image may still be in use by a daemon that was killed.
+const IN_USE_WAIT: Duration = Duration::from_millis(300);
 
 /// A device being served, until it is ended.
 pub struct Device {
@@ -39,7 +43,7 @@ impl Device {
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
     pub fn open(args: &Args, name: &str, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Device> {
-        let opened = drivers::open(&args.image, &driver_options(args))?;
+        let opened = open_driver(args)?;
         let driver = opened.driver.name();
         let disk = Disk::builder(opened.driver)
             .name(name)
@@ -217,6 +221,20 @@ impl Running {
         for server in &self.servers {
             // Forced, it does not refuse.
             let _ = server.stop(true);
+        }
+    }
+}
+
+/// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
+/// files of a daemon that was killed only some time after the process is gone.
+fn open_driver(args: &Args) -> Outcome<Opened> {
+    let until = Instant::now() + IN_USE_WAIT;
+    loop {
+        match drivers::open(&args.image, &driver_options(args)) {
+            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            opened => return Ok(opened?),
         }
     }
 }

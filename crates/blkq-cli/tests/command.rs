@@ -1,4 +1,5 @@
 //! The `blkq` command as a user runs it: real processes, sockets and files.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::fs;
 use std::io::{Read, Write};
@@ -262,6 +263,22 @@ fn signals_end_a_daemon_in_order() {
         signal(pid, end);
         wait_until("the daemon ends", || is_gone(pid));
         assert_eq!(connected.read(&mut [0]).unwrap_or(0), 0);
+        assert!(place.files().is_empty());
+    }
+}
+
+/// SIGTERM to a daemon that is being detached is the same wish again, not haste.
+#[test]
+fn a_signal_during_a_detach_loses_nothing() {
+    let place = Place::new("both");
+    let image = place.image("disk.img", 1 << 20);
+    for _ in 0..5 {
+        place.done(&["attach", &image, "--name", "d"]);
+        let pid = place.pid("d");
+        let mut detach = place.command(&["detach", "d"]).stderr(Stdio::null()).spawn().unwrap();
+        signal(pid, rustix::process::Signal::TERM);
+        detach.wait().unwrap();
+        wait_until("the daemon ends", || is_gone(pid));
         assert!(place.files().is_empty());
     }
 }

@@ -198,15 +198,19 @@ fn extended_payloads_are_consumed_whatever_the_command() {
     let mut transmission = Transmission::new(session(style));
     let mut bytes = encode(style, 7, 0x20, 0, 12);
     bytes.extend([0xee; 12]);
-    // A write without the flag has no payload, and is refused.
-    bytes.extend(encode(style, 1, 0, 0, 512));
-    bytes.extend(encode(style, 1, 0x20, 0, 512));
-    bytes.extend([0xee; 512]);
+    // A write has a payload even if its client forgets to say so.
+    for flags in [0, 0x20] {
+        bytes.extend(encode(style, 1, flags, 0, 512));
+        bytes.extend([0xee; 512]);
+    }
     let mut input = &bytes[..];
     assert_eq!(transmission.next(&mut input), refused(0, NbdError::Invalid));
-    assert_eq!(transmission.next(&mut input), refused(0, NbdError::Invalid));
-    assert!(matches!(transmission.next(&mut input), Step::Request(r) if r.command == Command::Write));
-    assert_eq!((transmission.payload_bytes(), input.len()), (512, 512));
+    for left in [512 + 32 + 512, 512] {
+        assert!(matches!(transmission.next(&mut input), Step::Request(r) if r.command == Command::Write));
+        assert_eq!((transmission.payload_bytes(), input.len()), (512, left));
+        transmission.took_payload(512);
+        input = &input[512..];
+    }
 }
 
 #[test]
@@ -365,10 +369,7 @@ proptest! {
         for &(command, flags, block, blocks) in &requests {
             let (offset, length) = (block << 9, blocks << 9);
             stream.extend(encode(style, command, flags, offset, length));
-            let payload = match style {
-                ReplyStyle::Extended => flags & 0x20 != 0,
-                _ => command == 1,
-            };
+            let payload = command == 1 || style == ReplyStyle::Extended && flags & 0x20 != 0;
             let content = vec![block as u8; if payload && command != 2 { length as usize } else { 0 }];
             stream.extend(&content);
             sent.push((command, flags, offset, length, content));

@@ -70,16 +70,8 @@ impl IoBuffer {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
     }
 
-    /// Takes the buffer apart; [`IoBuffer::from_segment`] puts it together again.
-    #[inline]
-    pub(crate) fn into_segment(self) -> Segment {
-        let segment = self.segment();
-        std::mem::forget(self);
-        segment
-    }
-
     /// # Safety
-    /// `segment` comes from [`IoBuffer::into_segment`], and is used for this once.
+    /// `segment` is that of a buffer that was forgotten, and is used for this once.
     #[inline]
     pub(crate) unsafe fn from_segment(segment: Segment) -> IoBuffer {
         // SAFETY: a buffer's pointer is not null.

@@ -50,10 +50,10 @@ impl Queue {
         let slot = &self.bios[index];
         if let Some(&tag) = self.plug.requests.last() {
             let request = &self.requests[tag.index()];
-            if let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors) {
-                if self.merge_into(tag, index, side) {
-                    return true;
-                }
+            if let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors)
+                && self.merge_into(tag, index, side)
+            {
+                return true;
             }
         }
         self.scheduler.is_some() && self.try_scheduler_merge(index)

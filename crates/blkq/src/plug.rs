@@ -85,9 +85,8 @@ impl Queue {
     #[inline]
     pub(crate) fn plug_request(&mut self, tag: Tag, ring: Option<&mut Ring>) {
         self.plug.requests.push(tag);
-        if self.plug.requests.len() >= self.plug.limit {
-            self.flush_plug(ring);
-        } else if self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES && self.settings.merge {
+        let full = self.plug.requests.len() >= self.plug.limit;
+        if full || (self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES && self.settings.merge) {
             self.flush_plug(ring);
         }
     }

@@ -117,12 +117,12 @@ pub(crate) struct Queue {
     /// When a driver that was out of resources is asked again.
     pub(crate) rerun_at_ns: Option<u64>,
     pub(crate) limits_changed: bool,
+    /// The software queue that is looked at first.
+    pub(crate) software_from: u32,
     /// The owner goes: nothing more is taken from submitters.
     pub(crate) closing: bool,
     /// The driver was not to be given requests when there were some.
     pub(crate) held_back: bool,
-    /// The software queue that is looked at first.
-    pub(crate) software_from: u32,
     /// The place among the tag set's waiters, if other queues use the set too.
     sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
@@ -209,9 +209,9 @@ impl Queue {
             started: 0,
             rerun_at_ns: None,
             limits_changed: false,
+            software_from: 0,
             closing: false,
             held_back: false,
-            software_from: 0,
             sharing,
             gate_owed: [0; 2],
             zeroes,

@@ -269,9 +269,9 @@ impl BioSlot {
             DataKind::None => f(&[]),
             DataKind::Buffer => f(&[Segment { ptr: word, len, registered }]),
             DataKind::Segments => {
+                let owner = word.cast::<Box<dyn SegmentOwner>>();
                 // SAFETY: the box that `DataWords::of` took over and that was not taken since.
-                let owner: &Box<dyn SegmentOwner> = unsafe { &*word.cast() };
-                f(owner.segments())
+                f(unsafe { (**owner).segments() })
             }
         }
     }

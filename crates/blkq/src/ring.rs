@@ -263,6 +263,14 @@ impl Ring {
     }
 }
 
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // The kernel takes a ring apart some time after it was closed. The files shall be
+        // free at once: somebody may wait to unmount what they are on.
+        let _ = self.uring.submitter().unregister_files();
+    }
+}
+
 /// The operations that every blkq engine uses, by name, to be probed.
 pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
     ("IORING_OP_READ", opcode::Read::CODE),

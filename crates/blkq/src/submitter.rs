@@ -170,7 +170,7 @@ impl Submitter {
     /// Whether the device can use the memory as it is; otherwise it is copied.
     fn may_use(&self, memory: &[u8]) -> bool {
         let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
-        (memory.as_ptr() as usize | memory.len()) % align == 0 && memory.len() <= u32::MAX as usize
+        (memory.as_ptr() as usize | memory.len()).is_multiple_of(align) && memory.len() <= u32::MAX as usize
     }
 }
 

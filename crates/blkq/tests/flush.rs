@@ -28,6 +28,7 @@ const F: (Operation, bool) = (Operation::Flush, false);
 #[test]
 fn each_kind_of_write_costs_the_steps_that_it_needs() {
     let (fua, preflush) = (BioFlags::FUA, BioFlags::PREFLUSH);
+    #[allow(clippy::type_complexity, reason = "a table")]
     let cases: [(bool, BioFlags, &[(Operation, bool)]); 6] = [
         (true, fua, &[WF]),
         (false, fua, &[W, F]),

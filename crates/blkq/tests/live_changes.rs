@@ -73,7 +73,7 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     (0..10).for_each(|_| queue.poll());
     assert_eq!((device.log().len(), queue.in_flight()), (0, 16));
     change(&mut queue, &disk, |disk| disk.set("max-request", "4096").unwrap());
-    change(&mut queue, &disk, |disk| assert!(disk.resize(Some(15 * 64 << 10)).is_ok()));
+    change(&mut queue, &disk, |disk| assert!(disk.resize(Some((15 * 64) << 10)).is_ok()));
     device.state().closed = false;
     disk.unfreeze();
     let ended = drain(&mut queue);

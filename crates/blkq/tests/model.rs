@@ -204,14 +204,12 @@ impl Model {
         drop(state);
         let sectors = &mut self.sectors;
         for sector in range.clone().map(|sector| sector as usize) {
-            if result.is_ok() {
-                if bio.operation.is_write() {
-                    let last = sectors.history[sector].len() - 1;
-                    let undefined = bio.operation == Operation::Discard;
-                    sectors.now[sector] = if undefined { sectors.now[sector].min(last) } else { last };
-                    if bio.flags.contains(BioFlags::FUA) && !undefined {
-                        sectors.promised[sector] = last;
-                    }
+            if result.is_ok() && bio.operation.is_write() {
+                let last = sectors.history[sector].len() - 1;
+                let undefined = bio.operation == Operation::Discard;
+                sectors.now[sector] = if undefined { sectors.now[sector].min(last) } else { last };
+                if bio.flags.contains(BioFlags::FUA) && !undefined {
+                    sectors.promised[sector] = last;
                 }
             }
         }

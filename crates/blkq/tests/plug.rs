@@ -81,6 +81,7 @@ fn neighbours_merge_at_both_ends_and_in_order() {
 #[test]
 fn what_must_stay_alone_never_merges() {
     let limits = blkq::QueueLimits { write_cache: true, fua: true, ..common::plain_limits() };
+    #[allow(clippy::type_complexity, reason = "a table")]
     let kinds: [(&str, fn(u64) -> Bio); 7] = [
         ("no-merge", |s| Bio::write(Sector(s), filled(512, 1), 0).with_flags(BioFlags::NO_MERGE)),
         ("fua", |s| Bio::write(Sector(s), filled(512, 1), 0).with_flags(BioFlags::FUA)),

@@ -440,9 +440,7 @@ fn a_bio_that_may_not_wait_is_handed_back_by_a_full_device_or_ends() {
         let mut accepted = 0;
         for n in 0..200u64 {
             let ended = ended.clone();
-            let callback = Box::new(move |_, _| {
-                ended.fetch_add(1, Ordering::Relaxed);
-            });
+            let callback = Box::new(move |_, _| _ = ended.fetch_add(1, Ordering::Relaxed));
             match submitter.try_submit(Bio::read(Sector(n * 9), filled(512, 7), 0), callback) {
                 Ok(()) => accepted += 1,
                 Err((bio, _)) => assert_eq!(bio.data.into_buffer().unwrap()[0], 7),

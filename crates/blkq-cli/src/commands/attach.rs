@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
+use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::{ClockMode, ErrorKind, SchedulerKind};
@@ -53,8 +54,8 @@ pub struct Args {
     /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
-    /// Attach it even if others have it attached for writing: they will not see each
-    /// other's flushes in time, and can destroy the data
+    /// Let others attach the same bytes who say so too; file systems that do not know of
+    /// each other destroy the data
     #[arg(long)]
     pub shared: bool,
     /// Where in the image the device begins
@@ -73,10 +74,10 @@ pub struct Args {
     #[arg(long, default_value = "concurrent", value_parser = one_of::<Dispatch>(&["concurrent", "serial"]))]
     pub dispatch: Dispatch,
     /// Hardware queues, each with a thread of its own
-    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=QUEUES_MAX as i64))]
     pub queues: u16,
     /// Requests in flight per queue
-    #[arg(long, value_name = "N", default_value = "128", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(long, value_name = "N", default_value = "128", value_parser = clap::value_parser!(u16).range(1..=i64::from(DEPTH_MAX)))]
     pub depth: u16,
     /// The order in which requests reach the driver
     #[arg(long, value_enum, default_value = "none")]

@@ -147,14 +147,15 @@ impl Report {
         for (name, group) in StatGroup::ALL.iter().zip(groups) {
             let errors: Vec<String> =
                 group.errors.iter().map(|(name, count)| format!("{name}:{count}")).collect();
+            // Wide enough that the columns of most reports stand below each other.
             rows.push([
-                name.name().to_owned(),
-                format!("{:.0}", group.iops),
-                format!("{:.2}", group.mb_per_s),
-                format!("{:.0}", group.merges_per_s),
-                format!("{:.1}", group.latency_average_us),
-                format!("{:.1}", group.latency_p99_us),
-                format!("{:.1}", group.latency_max_us),
+                format!("{:8}", name.name()),
+                format!("{:8.0}", group.iops),
+                format!("{:8.2}", group.mb_per_s),
+                format!("{:8.0}", group.merges_per_s),
+                format!("{:8.1}", group.latency_average_us),
+                format!("{:8.1}", group.latency_p99_us),
+                format!("{:8.1}", group.latency_max_us),
                 if errors.is_empty() { "0".to_owned() } else { errors.join(",") },
             ]);
         }

@@ -1,7 +1,7 @@
 //! The server as its owner sees it: start, look, stop.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use blkq::{EngineHandle, Error, ErrorKind};
 
@@ -79,8 +79,9 @@ impl NbdOptions {
 pub struct NbdServer {
     address: String,
     registry: Arc<Registry>,
-    /// The source that accepts is the first.
-    sources: Vec<(EngineHandle, u16)>,
+    /// The source that accepts is the first. Empty once stopped: its numbers may then be
+    /// those of others.
+    sources: Mutex<Vec<(EngineHandle, u16)>>,
 }
 
 impl NbdServer {
@@ -123,7 +124,7 @@ impl NbdServer {
         match first {
             Ok(first) => {
                 others.insert(0, first);
-                Ok(NbdServer { address, registry, sources: others })
+                Ok(NbdServer { address, registry, sources: Mutex::new(others) })
             }
             Err(error) => {
                 others.iter().for_each(|(handle, id)| handle.stop_source(*id, true));
@@ -165,8 +166,9 @@ impl NbdServer {
                 format!("{} clients are connected: disconnect them or use --force", self.connection_count());
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        for (handle, id) in &self.sources {
-            handle.stop_source(*id, force);
+        let sources = std::mem::take(&mut *self.sources.lock().unwrap_or_else(PoisonError::into_inner));
+        for (handle, id) in sources {
+            handle.stop_source(id, force);
         }
         Ok(())
     }

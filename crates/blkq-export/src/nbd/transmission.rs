@@ -124,10 +124,11 @@ impl Transmission {
             return self.end(Step::Disconnect);
         }
         let flags = CommandFlags::from_bits(header.flags);
-        let has_payload = match self.session.replies {
-            ReplyStyle::Extended => header.flags & CommandFlags::PAYLOAD_LEN.bits() != 0,
-            _ => command == Some(Command::Write),
-        };
+        // With extended headers a write has to say that its length is that of a payload. QEMU 10
+        // does not, and means it all the same.
+        let has_payload = command == Some(Command::Write)
+            || self.session.replies == ReplyStyle::Extended
+                && header.flags & CommandFlags::PAYLOAD_LEN.bits() != 0;
         if has_payload && header.length > u64::from(PAYLOAD_MAX_BYTES) {
             return self.end(Step::Violation);
         }
@@ -227,12 +228,6 @@ impl Transmission {
         }
         if command == Command::Flush {
             return if offset == 0 && length == 0 { Ok(request) } else { Err(NbdError::Invalid) };
-        }
-        if command == Command::Write
-            && session.replies == ReplyStyle::Extended
-            && !flags.contains(CommandFlags::PAYLOAD_LEN)
-        {
-            return Err(NbdError::Invalid);
         }
         if length == 0 || (offset | length) & (u64::from(session.block_min_bytes) - 1) != 0 {
             return Err(NbdError::Invalid);

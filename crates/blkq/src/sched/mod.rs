@@ -108,15 +108,6 @@ pub(crate) trait Scheduler: Send {
 
     /// How many requests are held.
     fn len(&self) -> usize;
-
-    /// Changes a tunable.
-    ///
-    /// # Errors
-    /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value.
-    fn set(&mut self, key: &str, value: &str) -> Result<(), Error>;
-
-    /// The tunables: name and value.
-    fn describe(&self) -> Vec<(&'static str, String)>;
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@ use std::collections::VecDeque;
 
 use super::{MergeSide, Scheduler};
 use crate::bio::Operation;
-use crate::error::{Error, ErrorKind};
 use crate::request::{NIL, Request, Tag};
 use crate::sector::Sector;
 
@@ -275,39 +274,6 @@ impl Scheduler for MqDeadline {
 
     fn len(&self) -> usize {
         self.directions.iter().map(|direction| direction.sorted.len()).sum()
-    }
-
-    /// `read_expire` and `write_expire` are in milliseconds, `front_merges` is 0 or 1.
-    fn set(&mut self, key: &str, value: &str) -> Result<(), Error> {
-        let number = || {
-            value.parse::<u32>().map_err(|_| {
-                let message = format!("mq-deadline: {key} is a number up to {}, not {value:?}", u32::MAX);
-                Error::new(ErrorKind::Invalid, message)
-            })
-        };
-        match key {
-            "read_expire" => self.directions[READ].expire_ns = u64::from(number()?) * NS_PER_MS,
-            "write_expire" => self.directions[WRITE].expire_ns = u64::from(number()?) * NS_PER_MS,
-            "writes_starved" => self.writes_starved = number()?,
-            "fifo_batch" => self.fifo_batch = number()?,
-            "front_merges" => self.front_merges = number()? != 0,
-            _ => {
-                let message = format!("mq-deadline has no tunable {key:?}");
-                return Err(Error::new(ErrorKind::NotFound, message));
-            }
-        }
-        Ok(())
-    }
-
-    fn describe(&self) -> Vec<(&'static str, String)> {
-        let [reads, writes] = &self.directions;
-        vec![
-            ("read_expire", (reads.expire_ns / NS_PER_MS).to_string()),
-            ("write_expire", (writes.expire_ns / NS_PER_MS).to_string()),
-            ("writes_starved", self.writes_starved.to_string()),
-            ("fifo_batch", self.fifo_batch.to_string()),
-            ("front_merges", u32::from(self.front_merges).to_string()),
-        ]
     }
 }
 

@@ -139,24 +139,10 @@ fn deadlines_end_the_wait_behind_a_stream() {
 }
 
 #[test]
-fn tunables_are_told_as_set() {
-    let mut scheduler = MqDeadline::new(4);
-    let defaults = scheduler.describe();
-    let expected = [
-        ("read_expire", "500"),
-        ("write_expire", "5000"),
-        ("writes_starved", "2"),
-        ("fifo_batch", "16"),
-        ("front_merges", "1"),
-    ];
-    assert_eq!(defaults, expected.map(|(key, value)| (key, value.to_string())));
-    for (key, value) in expected {
-        let other = if value == "1" { "0" } else { "7" };
-        assert!(scheduler.set(key, other).is_ok());
-        assert!(scheduler.describe().contains(&(key, other.to_string())));
-        assert_eq!(scheduler.set(key, "-1").map_err(|e| e.kind()), Err(ErrorKind::Invalid));
-    }
-    assert_eq!(scheduler.set("prio_aging", "1").map_err(|e| e.kind()), Err(ErrorKind::NotFound));
+fn the_tunables_are_those_of_the_kernel() {
+    let scheduler = MqDeadline::new(4);
+    assert_eq!((scheduler.writes_starved, scheduler.fifo_batch, scheduler.front_merges), (2, 16, true));
+    assert_eq!(scheduler.directions.each_ref().map(|d| d.expire_ns / NS_PER_MS), [500, 5000]);
 }
 
 #[test]
@@ -166,7 +152,7 @@ fn without_front_merges_only_the_back_is_found() {
     let find =
         |bed: &Bed, sector| bed.scheduler.find_merge(&bed.requests, Operation::Write, Sector(sector), 8);
     assert_eq!(find(&bed, 92), Some((tag, MergeSide::Front)));
-    assert!(bed.scheduler.set("front_merges", "0").is_ok());
+    bed.scheduler.front_merges = false;
     assert_eq!(find(&bed, 92), None);
     assert_eq!(find(&bed, 108), Some((tag, MergeSide::Back)));
 }
@@ -179,7 +165,14 @@ enum Step {
     Dispatch(u8),
     Remove(u8),
     Wait(u64),
-    Set(&'static str, u8),
+    Set(Tunable, u8),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Tunable {
+    WritesStarved,
+    FifoBatch,
+    ReadExpire,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -190,7 +183,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Operation::WriteZeroes),
     ];
     let place = (operation, 0u64..40, 1u64..4);
-    let key = prop::sample::select(vec!["writes_starved", "fifo_batch", "read_expire"]);
+    let key = prop::sample::select(vec![Tunable::WritesStarved, Tunable::FifoBatch, Tunable::ReadExpire]);
     prop_oneof![
         8 => place.clone().prop_map(|(operation, at, n)| Step::Insert(operation, at, n)),
         8 => place.prop_map(|(operation, at, n)| Step::Merge(operation, at, n)),
@@ -303,7 +296,11 @@ proptest! {
                     prop_assert_eq!(bed.scheduler.remove(tag), held);
                 }
                 Step::Wait(ns) => bed.now_ns += ns,
-                Step::Set(key, value) => prop_assert!(bed.scheduler.set(key, &value.to_string()).is_ok()),
+                Step::Set(Tunable::WritesStarved, value) => bed.scheduler.writes_starved = value.into(),
+                Step::Set(Tunable::FifoBatch, value) => bed.scheduler.fifo_batch = value.into(),
+                Step::Set(Tunable::ReadExpire, value) => {
+                    bed.scheduler.directions[READ].expire_ns = u64::from(value) * NS_PER_MS;
+                }
             }
             check(&bed);
         }

@@ -15,7 +15,7 @@ use blkq::{
     LocalQueue, Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
 };
 
-#[allow(unused_imports, reason = "as above")]
+#[allow(unused_imports, reason = "not every test file scatters")]
 pub use scattered::{Scattered, bytes_of};
 
 /// When the device ends requests.

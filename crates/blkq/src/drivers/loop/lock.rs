@@ -37,8 +37,7 @@ pub(super) fn acquire(
     kind: LockKind,
     shared: bool,
 ) -> Result<Option<String>, Error> {
-    let l_type = if kind == LockKind::Exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
-    let Err(error) = set(file, range, l_type) else { return Ok(None) };
+    let Err(error) = lock(file, range, kind, shared) else { return Ok(None) };
     let (path, Range { start, end }) = (path.display(), range);
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EACCES) => {
@@ -58,6 +57,43 @@ pub(super) fn acquire(
     }
 }
 
+/// QEMU's own locks on an image (its file-posix.c): byte 100 + n says that somebody uses
+/// permission n, byte 200 + n that somebody does not share it; 0 is consistent read, 1 write.
+const QEMU_BYTES: Range<u64> = 100..300;
+const QEMU_READS: u64 = 100;
+const QEMU_WRITES: u64 = 101;
+const QEMU_KEEPS_WRITERS_OUT: u64 = 201;
+
+/// A writer locks all of the range. A reader leaves QEMU's bytes alone, but for what says
+/// in QEMU's terms that it reads, and that nobody is to write: so QEMU may read too.
+fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Result<()> {
+    if kind == LockKind::Exclusive {
+        return set(file, range, libc::F_WRLCK);
+    }
+    set(file, range, libc::F_RDLCK)?;
+    set(file, &(range.start.max(QEMU_BYTES.start)..range.end.min(QEMU_BYTES.end)), libc::F_UNLCK)?;
+    if shared || range.start > QEMU_WRITES || range.end <= QEMU_KEEPS_WRITERS_OUT {
+        return Ok(());
+    }
+    if is_locked(file, QEMU_WRITES)? {
+        return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+    }
+    for byte in [QEMU_READS, QEMU_KEEPS_WRITERS_OUT] {
+        set(file, &(byte..byte + 1), libc::F_RDLCK)?;
+    }
+    Ok(())
+}
+
+/// Whether another open file holds any lock on the byte.
+fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
+    let mut lock = flock(&(byte..byte + 1), libc::F_WRLCK)?;
+    // SAFETY: the descriptor is open, the structure lives through the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
+        0 => Ok(i32::from(lock.l_type) != libc::F_UNLCK),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Gives up the lock on `range`.
 pub(super) fn release(file: &File, range: &Range<u64>) {
     // What was locked can be unlocked; and if it cannot, closing the file does it.
@@ -69,17 +105,21 @@ fn set(file: &File, range: &Range<u64>, l_type: libc::c_int) -> io::Result<()> {
         // A length of 0 would mean: to the end of all files.
         return Ok(());
     }
-    let too_large = |_| io::Error::from_raw_os_error(libc::EOVERFLOW);
-    let lock = libc::flock {
-        l_type: l_type as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: range.start.try_into().map_err(too_large)?,
-        l_len: (range.end - range.start).try_into().map_err(too_large)?,
-        l_pid: 0,
-    };
+    let lock = flock(range, l_type)?;
     // SAFETY: the descriptor is open, the structure lives through the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+fn flock(range: &Range<u64>, l_type: libc::c_int) -> io::Result<libc::flock> {
+    let too_large = |_| io::Error::from_raw_os_error(libc::EOVERFLOW);
+    Ok(libc::flock {
+        l_type: l_type as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: range.start.try_into().map_err(too_large)?,
+        l_len: (range.end - range.start).try_into().map_err(too_large)?,
+        l_pid: 0,
+    })
 }
