@@ -198,16 +198,16 @@ def check_hundreds_of_connections(target):
         equal(len(target.connect().pread(target.sector, 0)), target.sector, "a new client")
 
 
-def check_memory_stays_bounded(target):
-    """Half-sent options and writes of many clients do not grow the server without end."""
+def resident_kib():
+    """Anonymous memory of the server, whose process LAB_SERVER_PID names."""
     process = os.environ.get("LAB_SERVER_PID")
-    if not process:
-        raise AssertionError("LAB_SERVER_PID is not set")
+    true(process, "LAB_SERVER_PID is not set")
+    with open(f"/proc/{process}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
-    def resident_kib():
-        with open(f"/proc/{process}/status", encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
+def check_promised_writes_take_no_memory(target):
+    """32 clients announce 32 MiB each and send 4 KiB: memory follows what has arrived."""
     before = resident_kib()
     with Steady(target):
         clients = []
@@ -215,12 +215,25 @@ def check_memory_stays_bounded(target):
             client = wire.Wire(target.socket_path, timeout_s=5)
             clients.append(client)
             client.ready(target.export, structured=False)
-            client.request(wire.CMD_WRITE, length=32 * MIB, payload=bytes(4096))
+            client.request(wire.CMD_WRITE, length=32 * MIB, payload=bytes(4 * KIB))
         time.sleep(0.3)
         grown = resident_kib() - before
         for client in clients:
             client.socket.close()
-    true(grown < 256 * KIB, f"{grown} KiB for 32 clients that promised 32 MiB each")
+    true(grown < 256 * KIB, f"{grown} KiB more for 128 KiB that have arrived")
+
+
+def check_memory_is_given_back(target):
+    """After all of this, and large requests of clients that have left, the server is small."""
+    handles = [target.connect() for _ in range(8)]
+    for handle in handles:
+        equal(len(handle.pread(16 * MIB, 0)), 16 * MIB, "length read")
+        handle.shutdown()
+    deadline = time.monotonic() + 5
+    while resident_kib() > 32 * KIB and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = resident_kib()
+    true(left <= 32 * KIB, f"{left} KiB are held 5 s after the last client left")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def check_read_too_long(target):
     longest = handle.get_block_size(nbd.SIZE_MAXIMUM)
     length = longest + target.sector
     if not longest or length > min(64 * MIB, target.size):
-        raise LeftOut(f"longest request {longest}: the client library cannot ask for more")
+        raise LeftOut(f"the longest request, {longest} bytes, is longer than the export "
+                      "or than what the client library sends")
     refused(("EINVAL", "EOVERFLOW"), handle.pread, length, 0)
     equal(len(handle.pread(target.sector, 0)), target.sector, "a read after the refusal")
 

@@ -176,6 +176,14 @@ impl Model {
                 bio.operation == Operation::WriteZeroes && !bio.flags.contains(BioFlags::NO_FALLBACK);
             let fatal: Vec<_> =
                 failed.iter().filter(|s| !(worked_around && **s == Status::NotSupported)).copied().collect();
+            // Contract 7: a range that is to stay allocated is never given to be deallocated.
+            if bio.operation == Operation::WriteZeroes && bio.flags.contains(BioFlags::NO_UNMAP) {
+                let deallocates = |seen: &common::Seen| {
+                    matches!(seen.operation, Operation::WriteZeroes | Operation::Discard)
+                        && !seen.flags.contains(BioFlags::NO_UNMAP)
+                };
+                assert!(!log.iter().filter(own).any(deallocates), "no-unmap was not honoured");
+            }
             match result {
                 Ok(()) => assert_eq!(fatal, [], "the error did not reach {bio:?}", bio = bio.operation),
                 Err(Status::Again) => assert!(bio.flags.contains(BioFlags::NO_WAIT)),
@@ -245,11 +253,14 @@ fn check(setup: Setup, steps: Vec<Step>) {
     };
     let mut model = Model { device: device.clone(), sectors, in_flight: HashMap::new() };
     let block = u64::from(setup.limits.logical_block_bytes) >> 9;
-    let mut next = 0;
+    let (mut previous, mut next) = (0, 0);
     for (number, step) in (1..).zip(steps) {
         let start = if step.sequential { next } else { step.sector } / block * block;
         let start = if start >= SECTORS { 0 } else { start };
         let length = (step.sectors.next_multiple_of(block)).min(SECTORS - start);
+        // Or it ends where the one before began.
+        let backwards = step.sequential && step.surplus % 2 == 1 && length <= previous;
+        let start = if backwards { previous - length } else { start };
         let mut range = start..start + length;
         let mut flags = step.flags;
         if !step.operation.is_write() {
@@ -258,7 +269,7 @@ fn check(setup: Setup, steps: Vec<Step>) {
         if step.operation == Operation::Flush {
             range = 0..0;
         } else {
-            next = range.end;
+            (previous, next) = (range.start, range.end);
         }
         // The order of overlapping changes in flight is not defined; and of overlapping reads
         // one alone may fail, merged with what the other was not.
