@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use blkq::{Bio, BioFlags, Counter, Disk, LocalQueue, Operation, Sector, Status};
+use blkq::drivers::ram::Ram;
+use blkq::{Bio, BioFlags, Counter, Disk, ErrorKind, LocalQueue, Operation, Sector, Status};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
 /// Makes a change on another thread while this one keeps its queue going.
@@ -36,6 +37,26 @@ fn the_first_write_after_read_only_was_set_is_refused() {
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 3), 0)).result, Ok(()));
     device.assert_legal();
     assert_eq!(device.state().current[0], 3);
+}
+
+#[test]
+fn read_only_is_the_disks_whether_the_driver_knows_it_or_not() {
+    let write = || Bio::write(Sector(0), filled(512, 1), 0);
+    let disk =
+        Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).read_only(true).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    assert_eq!(run(&mut queue, write()).result, Err(Status::ReadOnly));
+    for (value, result) in [("off", Ok(())), ("on", Err(Status::ReadOnly)), ("off", Ok(()))] {
+        disk.set("read-only", value).unwrap();
+        assert_eq!(disk.limits().read_only, value == "on");
+        assert_eq!(run(&mut queue, write()).result, result, "{value}");
+    }
+    assert_eq!(disk.set("read-only", "maybe").unwrap_err().kind(), ErrorKind::Invalid);
+    // A device that cannot be written to stays so.
+    let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, true).unwrap())).build().unwrap();
+    disk.set("read-only", "on").unwrap();
+    assert_eq!(disk.set("read-only", "off").unwrap_err().kind(), ErrorKind::Unsupported);
+    assert!(disk.limits().read_only);
 }
 
 #[test]
