@@ -75,6 +75,23 @@ fn the_first_bio_after_a_resize_is_held_to_the_new_size() {
 }
 
 #[test]
+fn a_bio_that_may_not_wait_does_not_wait_for_a_freeze_to_end() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    disk.freeze();
+    let whole = Bio::read(Sector(0), filled(512, 0), 1);
+    let pieces = common::Scattered::data(&[0; 1024], &[512], 512, 0);
+    let scattered = Bio { data: pieces, sectors: 2, ..Bio::read(Sector(8), filled(512, 0), 2) };
+    for bio in [whole, scattered] {
+        queue.submit(bio.with_flags(BioFlags::NO_WAIT)).unwrap();
+        assert_eq!(queue.take_completion().map(|c| c.result), Some(Err(Status::Again)));
+    }
+    disk.unfreeze();
+    let bio = Bio::read(Sector(0), filled(512, 0), 1).with_flags(BioFlags::NO_WAIT);
+    assert_eq!(run(&mut queue, bio).result, Ok(()));
+}
+
+#[test]
 fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
     let disk = device.builder().depth(2).build().unwrap();
