@@ -1,6 +1,9 @@
 //! Software queues: where threads that do not own a queue leave their bios, so that
 //! neighbours merge before the owner takes them (`struct blk_mq_ctx`).
 
+#[cfg(all(test, any(loom, shuttle)))]
+mod model;
+
 use std::collections::VecDeque;
 
 use crossbeam_utils::CachePadded;
