@@ -54,6 +54,7 @@ impl Device {
             .batching(!args.no_batching)
             .iostats(!args.no_iostats)
             .clock(args.clock)
+            .read_only(args.read_only)
             .build()?;
         let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
         let engines = (0..disk.queue_count()).map(spawn).collect::<Result<Vec<_>, _>>()?;

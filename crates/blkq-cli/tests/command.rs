@@ -366,6 +366,35 @@ fn settings_and_size_change_while_it_is_attached() {
 }
 
 #[test]
+fn every_device_can_be_made_read_only_and_writable_again() {
+    let place = Place::new("read-only");
+    let image = place.image("disk.img", 1 << 20);
+    for (number, what) in [&image, "ram:1M", "null:1M"].iter().enumerate() {
+        for begin in [&["attach", what, "--read-only"][..], &["attach", what]] {
+            let name = format!("d{number}-{}", begin.len());
+            place.done(&[begin, &["--name", &name]].concat());
+            let read_only = || place.json(&["show", &name, "--json"])["read_only"].clone();
+            assert_eq!(read_only(), begin.len() == 3, "{what}");
+            for (value, on) in [("off", false), ("on", true), ("on", true), ("off", false)] {
+                place.done(&["set", &name, &format!("read-only={value}")]);
+                assert_eq!(read_only(), on, "{what}");
+            }
+            assert!(place.refused(&["set", &name, "read-only=maybe"]).contains("on or off"));
+            place.done(&["detach", &name]);
+        }
+    }
+}
+
+#[test]
+fn more_queues_than_a_driver_has_are_refused() {
+    let place = Place::new("queues");
+    let image = place.image("disk.img", 1 << 20);
+    let line = place.refused(&["attach", &image, "--queues", "64"]);
+    assert!(line.contains("64 queues") && line.contains("at most 63"), "{line}");
+    assert!(place.files().is_empty());
+}
+
+#[test]
 fn stat_reports_once_or_again_and_again() {
     let place = Place::new("stat");
     place.done(&["attach", "ram:1M"]);
@@ -502,6 +531,13 @@ fn manuals_and_completions_come_from_the_command_line() {
     }
     place.refused(&["generate", "man", "/nonexistent"]);
     assert!(place.done(&["features"]).contains("io_uring"));
+    let features = place.json(&["features", "--json"]);
+    let listed = features["features"].as_array().unwrap();
+    let of = |name: &str| listed.iter().find(|feature| feature["name"] == name).unwrap();
+    assert!(features["kernel"].is_string() && of("ublk")["available"].is_boolean());
+    for name in ["io_uring", "IORING_OP_SENDMSG"] {
+        assert_eq!((&of(name)["available"], of(name)["purpose"].is_string()), (&true.into(), true));
+    }
 }
 
 #[test]

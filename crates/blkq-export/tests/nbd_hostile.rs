@@ -108,7 +108,7 @@ fn too_many_connections_are_closed_at_once() {
 
 #[test]
 fn who_does_not_read_is_held_back_then_dropped_and_slows_nobody() {
-    let limits = NbdOptions { send_timeout_s: 1, buffered_bytes_max: 2 << 20, ..options() };
+    let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_max: 2 << 20, ..options() };
     let served = serve(ram(), 1, limits);
     let mut stuck = served.client(ReplyStyle::Simple);
     stuck.stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
@@ -146,6 +146,24 @@ fn errors_not_taken_are_bounded_too() {
     assert!(sent < 2000, "two million errors were kept");
     assert!(served.server.connections()[0].in_flight <= 256);
     assert_serves(&served);
+}
+
+#[test]
+fn the_largest_requests_of_many_clients_share_the_memory_of_one() {
+    let served = serve(ram(), 1, NbdOptions { buffered_bytes_total: 1, ..options() });
+    std::thread::scope(|scope| {
+        for number in 0..6u8 {
+            let served = &served;
+            scope.spawn(move || {
+                let mut client = served.client(ReplyStyle::Structured);
+                let (offset, content) = (u64::from(number) << 25, vec![number; 32 << 20]);
+                for _ in 0..3 {
+                    assert_eq!(client.write(offset, &content), 0);
+                    assert!(client.read(offset, 32 << 20) == content);
+                }
+            });
+        }
+    });
 }
 
 /// A client that dies at any byte of its conversation, with I/O in flight, leaves nothing.

@@ -9,8 +9,15 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use blkq::drivers::ram::Ram;
-use blkq::{Disk, ErrorKind};
+use blkq::tags::Wake;
+use blkq::{
+    Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, Operation, QueueLimits, Ring, Status, Tag,
+    Taken,
+};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{Listen, NbdServer};
 use nbd::*;
@@ -344,4 +351,62 @@ fn libnbd_copies_an_image_there_and_back() {
     run("/usr/bin/python3", &["-m", "nbd", "-u", served.uri(), "-c", script]);
     std::fs::remove_file(image).unwrap();
     std::fs::remove_file(copy).unwrap();
+}
+
+/// A device that finds out on the way that it cannot discard.
+struct NoDiscard(Arc<AtomicBool>);
+
+impl Driver for NoDiscard {
+    fn name(&self) -> &'static str {
+        "no-discard"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        let max_discard_bytes = if self.0.load(Ordering::SeqCst) { 1 << 20 } else { 0 };
+        QueueLimits {
+            capacity_bytes: SIZE,
+            max_discard_bytes,
+            discard_granularity: 512,
+            ..Default::default()
+        }
+    }
+
+    fn open_queue(
+        &self,
+        _index: u16,
+        _tags: usize,
+        _ring: Option<&mut Ring>,
+        _wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(NoDiscard(self.0.clone())))
+    }
+}
+
+impl DriverQueue for NoDiscard {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        for &tag in tags {
+            let discard = cx.request(tag).operation() == Operation::Discard;
+            if discard {
+                self.0.store(false, Ordering::SeqCst);
+                cx.limits_changed();
+            }
+            cx.complete(tag, if discard { Err(Status::NotSupported) } else { Ok(()) });
+        }
+        Taken::All
+    }
+}
+
+#[test]
+fn a_trim_that_turns_out_to_be_impossible_is_no_error() {
+    const SEND_TRIM: u16 = 1 << 5;
+    let served = serve(Box::new(NoDiscard(Arc::new(AtomicBool::new(true)))), 1, options());
+    let mut client = served.client(ReplyStyle::Structured);
+    assert_ne!(client.flags & SEND_TRIM, 0);
+    // Trims are advice. The first finds it out; the others the block layer refuses itself.
+    for flags in [0, 0, 1] {
+        assert_eq!(client.call(4, flags, 0, 8 << 20, &[]), (0, vec![]));
+    }
+    let mut later = served.client(ReplyStyle::Structured);
+    assert_eq!(later.flags & SEND_TRIM, 0, "no longer offered");
+    assert_eq!(later.call(4, 0, 0, 512, &[]).0, 22, "not offered, not known");
 }

@@ -6,9 +6,15 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
 /// Alignment in bytes of every [`IoBuffer`]: a page, which satisfies the direct I/O of
 /// every device known.
 pub const BUFFER_ALIGN: usize = 4096;
+
+/// Buffers of at least so many bytes are mappings of their own: they take memory, and the
+/// time to zero it, page by page as they are filled.
+const MAPPED_MIN_BYTES: usize = 256 << 10;
 
 /// A piece of memory of one I/O. Whoever makes one promises that the memory stays
 /// valid, and untouched where the device writes it, until the bio has completed.
@@ -52,8 +58,15 @@ impl IoBuffer {
     pub fn zeroed(len: usize) -> IoBuffer {
         assert!(len <= 1 << 31, "an IoBuffer holds at most 2 GiB");
         let layout = Self::layout(len as u32);
-        // SAFETY: the layout's size is not zero.
-        let ptr = unsafe { alloc_zeroed(layout) };
+        let ptr = if layout.size() < MAPPED_MIN_BYTES {
+            // SAFETY: the layout's size is not zero.
+            unsafe { alloc_zeroed(layout) }
+        } else {
+            let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+            // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+            let mapped = unsafe { mmap_anonymous(null, layout.size(), protection, MapFlags::PRIVATE) };
+            mapped.map_or(std::ptr::null_mut(), |ptr| ptr.cast())
+        };
         match NonNull::new(ptr) {
             Some(ptr) => IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED },
             None => handle_alloc_error(layout),
@@ -87,8 +100,15 @@ impl IoBuffer {
 
 impl Drop for IoBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed` with this very layout, freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.len)) }
+        let layout = Self::layout(self.len);
+        if layout.size() < MAPPED_MIN_BYTES {
+            // SAFETY: allocated in `zeroed` with this very layout, freed once.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        } else {
+            // SAFETY: mapped in `zeroed` with this very size, and nobody uses it any more.
+            let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), layout.size()) };
+            debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+        }
     }
 }
 
@@ -172,3 +192,40 @@ impl From<IoBuffer> for Data {
 }
 
 const _: () = assert!(size_of::<Segment>() == 16 && size_of::<IoBuffer>() == 16);
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    /// Pages of `buffer` that take memory.
+    fn resident_pages(buffer: &IoBuffer) -> usize {
+        let mut pages = vec![0u8; buffer.len().div_ceil(BUFFER_ALIGN)];
+        // SAFETY: one byte for each page of the buffer.
+        let done =
+            unsafe { libc::mincore(buffer.as_ptr().cast_mut().cast(), buffer.len(), pages.as_mut_ptr()) };
+        assert_eq!(done, 0);
+        pages.iter().filter(|page| **page & 1 != 0).count()
+    }
+
+    #[test]
+    fn a_large_buffer_takes_memory_as_it_is_filled() {
+        let mut buffer = IoBuffer::zeroed(32 << 20);
+        assert_eq!(resident_pages(&buffer), 0);
+        buffer[5 << 20..6 << 20].fill(1);
+        // With huge pages it is some more.
+        assert!((256..=1536).contains(&resident_pages(&buffer)), "{}", resident_pages(&buffer));
+        assert_eq!((buffer[0], buffer[6 << 20], buffer[(32 << 20) - 1]), (0, 0, 0));
+    }
+
+    #[test]
+    fn buffers_of_any_size_are_aligned_and_zeroed() {
+        for len in [0, 1, 512, 4097, MAPPED_MIN_BYTES - 1, MAPPED_MIN_BYTES, MAPPED_MIN_BYTES + 1] {
+            for _ in 0..3 {
+                let mut buffer = IoBuffer::zeroed(len);
+                assert!(buffer.len() == len && buffer.iter().all(|byte| *byte == 0));
+                assert!(buffer.as_ptr().addr().is_multiple_of(BUFFER_ALIGN));
+                buffer.fill(0xff);
+            }
+        }
+    }
+}

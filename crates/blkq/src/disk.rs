@@ -75,7 +75,8 @@ pub struct Disk {
     settings: Mutex<Settings>,
     /// Held while a change is made: one at a time.
     changing: Mutex<()>,
-    read_only: bool,
+    /// Changed while frozen, read when limits are.
+    read_only: AtomicBool,
     shared_tags: bool,
     pub(crate) control: DiskControl,
     pub(crate) gate: RequestGate,
@@ -174,6 +175,10 @@ impl DiskBuilder {
         if !(1..=QUEUES_MAX).contains(&queues) {
             return invalid(format!("{queues} queues: give a number from 1 to {QUEUES_MAX}"));
         }
+        if queues > driver.queues_max() {
+            let (driver, most) = (driver.name(), driver.queues_max());
+            return invalid(format!("{queues} queues: this {driver} device has at most {most}; give fewer"));
+        }
         if !(1..=DEPTH_MAX).contains(&settings.depth) {
             return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
         }
@@ -202,7 +207,7 @@ impl DiskBuilder {
             driver,
             settings: Mutex::new(settings),
             changing: Mutex::new(()),
-            read_only,
+            read_only: AtomicBool::new(read_only),
             shared_tags,
             next_queue: AtomicUsize::new(0),
         };
@@ -254,7 +259,7 @@ impl Disk {
     /// What the device can do now, and how large it is.
     pub fn limits(&self) -> QueueLimits {
         let mut limits = self.driver.limits();
-        limits.read_only |= self.read_only;
+        limits.read_only |= self.read_only.load(Ordering::SeqCst);
         limits
     }
 
@@ -297,11 +302,12 @@ impl Disk {
 
     /// Changes a setting while I/O goes on: I/O in flight ends first, what comes
     /// meanwhile waits, nothing is lost. Keys: `scheduler`, `depth`, `merge`, `batching`,
-    /// `iostats`, `clock`, and the driver's own (`direct-io`, `dispatch`, `read-only`).
+    /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`).
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad
-    /// value, [`ErrorKind::Busy`] if I/O in flight does not end within 30 seconds.
+    /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value,
+    /// [`ErrorKind::Unsupported`] if a device that only reads is to be written to,
+    /// [`ErrorKind::Busy`] if I/O in flight does not end within 30 seconds.
     pub fn set(&self, key: &str, value: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
@@ -312,6 +318,10 @@ impl Disk {
             "batching" => settings.batching = parse_switch(key, value)?,
             "iostats" => settings.iostats = parse_switch(key, value)?,
             "clock" => settings.clock = parse(key, value)?,
+            "read-only" => {
+                let read_only = parse_switch(key, value)?;
+                return self.frozen(|| self.set_read_only(read_only));
+            }
             _ => return self.frozen(|| self.driver.set(key, value)),
         }
         self.frozen(|| {
@@ -323,6 +333,20 @@ impl Disk {
             self.gate.set(requests, settings.batching);
             Ok(())
         })
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        // A driver with a file has more to do: how that is open, and its locks.
+        match self.driver.set("read-only", if read_only { "on" } else { "off" }) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        if !read_only && self.driver.limits().read_only {
+            let message = format!("{}: the {} device itself is read-only", self.name, self.driver.name());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        self.read_only.store(read_only, Ordering::SeqCst);
+        Ok(())
     }
 
     fn parse_depth(&self, value: &str) -> Result<u16, Error> {

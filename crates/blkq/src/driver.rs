@@ -8,6 +8,7 @@ use io_uring::squeue;
 
 use crate::buffer::{IoBuffer, Segment};
 use crate::clock::Clock;
+use crate::disk::QUEUES_MAX;
 use crate::error::{Error, ErrorKind, IoResult};
 use crate::limits::QueueLimits;
 use crate::request::{BioSlab, NIL, Request, Tag};
@@ -26,6 +27,11 @@ pub trait Driver: Send + Sync + 'static {
     /// Whether its queues need an io_uring.
     fn uses_ring(&self) -> bool {
         false
+    }
+
+    /// How many queues it can have, 1 or more.
+    fn queues_max(&self) -> usize {
+        QUEUES_MAX
     }
 
     /// Opens queue `index` (0 to one below the disk's number of queues) on the thread
@@ -53,7 +59,8 @@ pub trait Driver: Send + Sync + 'static {
     }
 
     /// Changes a setting of the driver's own, called while the disk is frozen; the queues
-    /// are told through [`DriverQueue::reload`].
+    /// are told through [`DriverQueue::reload`]. `read-only` (`on`, `off`) is the disk's,
+    /// which refuses the writes; a driver that has more to do for it may know it too.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value.

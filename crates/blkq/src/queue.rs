@@ -262,7 +262,10 @@ impl Queue {
             // It may have ended already: then nobody need poll for a freeze to go on.
             self.leave_if_idle();
         } else if !self.waiting.is_empty() || !self.admit(index, ring) {
-            self.wait(index);
+            if flags.contains(BioFlags::NO_WAIT) {
+                return self.end_bio(index, Err(Status::Again));
+            }
+            self.waiting.push_back(&mut self.bios, index);
         }
     }
 
@@ -324,7 +327,7 @@ impl Queue {
     pub(crate) fn wait(&mut self, index: u32) {
         let slot = &self.bios[index];
         let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
-        if !may_wait && !self.waiting.is_empty() {
+        if !may_wait && (!self.waiting.is_empty() || !self.entered) {
             return self.end_bio(index, Err(Status::Again));
         }
         self.waiting.push_back(&mut self.bios, index);

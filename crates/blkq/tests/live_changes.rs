@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use blkq::{Bio, BioFlags, Counter, Disk, LocalQueue, Operation, Sector, Status};
+use blkq::drivers::ram::Ram;
+use blkq::{Bio, BioFlags, Counter, Disk, ErrorKind, LocalQueue, Operation, Sector, Status};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
 /// Makes a change on another thread while this one keeps its queue going.
@@ -39,6 +40,26 @@ fn the_first_write_after_read_only_was_set_is_refused() {
 }
 
 #[test]
+fn read_only_is_the_disks_whether_the_driver_knows_it_or_not() {
+    let write = || Bio::write(Sector(0), filled(512, 1), 0);
+    let disk =
+        Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).read_only(true).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    assert_eq!(run(&mut queue, write()).result, Err(Status::ReadOnly));
+    for (value, result) in [("off", Ok(())), ("on", Err(Status::ReadOnly)), ("off", Ok(()))] {
+        disk.set("read-only", value).unwrap();
+        assert_eq!(disk.limits().read_only, value == "on");
+        assert_eq!(run(&mut queue, write()).result, result, "{value}");
+    }
+    assert_eq!(disk.set("read-only", "maybe").unwrap_err().kind(), ErrorKind::Invalid);
+    // A device that cannot be written to stays so.
+    let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, true).unwrap())).build().unwrap();
+    disk.set("read-only", "on").unwrap();
+    assert_eq!(disk.set("read-only", "off").unwrap_err().kind(), ErrorKind::Unsupported);
+    assert!(disk.limits().read_only);
+}
+
+#[test]
 fn the_first_bio_after_a_resize_is_held_to_the_new_size() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
@@ -51,6 +72,23 @@ fn the_first_bio_after_a_resize_is_held_to_the_new_size() {
     disk.resize(Some(1 << 20)).unwrap();
     assert_eq!(run(&mut queue, Bio::read(Sector(2047), filled(512, 1), 0)).result, Ok(()));
     device.assert_legal();
+}
+
+#[test]
+fn a_bio_that_may_not_wait_does_not_wait_for_a_freeze_to_end() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    disk.freeze();
+    let whole = Bio::read(Sector(0), filled(512, 0), 1);
+    let pieces = common::Scattered::data(&[0; 1024], &[512], 512, 0);
+    let scattered = Bio { data: pieces, sectors: 2, ..Bio::read(Sector(8), filled(512, 0), 2) };
+    for bio in [whole, scattered] {
+        queue.submit(bio.with_flags(BioFlags::NO_WAIT)).unwrap();
+        assert_eq!(queue.take_completion().map(|c| c.result), Some(Err(Status::Again)));
+    }
+    disk.unfreeze();
+    let bio = Bio::read(Sector(0), filled(512, 0), 1).with_flags(BioFlags::NO_WAIT);
+    assert_eq!(run(&mut queue, bio).result, Ok(()));
 }
 
 #[test]

@@ -247,6 +247,8 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
                         refused.fetch_add(usize::from(result.is_err()), Ordering::Relaxed);
                     });
                 }
+                // These may be through with it before the others have begun.
+                std::thread::sleep(Duration::from_millis(200));
             });
             assert!(rounds > 9, "depth {depth}: {rounds}");
             drop(engines);

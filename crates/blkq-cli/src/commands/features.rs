@@ -2,17 +2,22 @@
 
 use blkq::Ring;
 use io_uring::opcode;
+use serde::Serialize;
 
 use crate::failure::Outcome;
-use crate::print;
 use crate::table::{Align, render};
+use crate::{print, print_json};
 
 /// Options of `features`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Example:
   blkq features | grep missing")]
-pub struct Args {}
+pub struct Args {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
 
 /// Operations of io_uring: name, number, what they are for.
 const OPERATIONS: [(&str, u8, &str); 14] = [
@@ -24,13 +29,49 @@ const OPERATIONS: [(&str, u8, &str); 14] = [
     ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE, "direct writes from registered buffers"),
     ("IORING_OP_FSYNC", opcode::Fsync::CODE, "flush"),
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE, "discard, write zeroes"),
-    ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waiting for sockets"),
+    ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waking an engine"),
     ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE, "detach, ending connections"),
     ("IORING_OP_ACCEPT", opcode::Accept::CODE, "NBD connections"),
     ("IORING_OP_RECV", opcode::Recv::CODE, "NBD requests"),
-    ("IORING_OP_SEND", opcode::Send::CODE, "NBD replies"),
-    ("IORING_OP_SENDMSG", opcode::SendMsg::CODE, "NBD replies with data"),
+    ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
+    ("IORING_OP_SENDMSG", opcode::SendMsg::CODE, "NBD replies"),
 ];
+
+/// One thing that the kernel may have.
+#[derive(Serialize)]
+struct Feature {
+    name: &'static str,
+    available: bool,
+    /// What it is for; of what is missing, also why.
+    purpose: String,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Features {
+    kernel: String,
+    features: Vec<Feature>,
+}
+
+impl Features {
+    fn probe() -> Features {
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let mut features = Vec::new();
+        let mut add = |name, available, purpose: String| features.push(Feature { name, available, purpose });
+        match Ring::new(8) {
+            Ok(ring) => {
+                add("io_uring", true, "everything".into());
+                for (name, code, purpose) in OPERATIONS {
+                    add(name, ring.supports(code), purpose.into());
+                }
+            }
+            Err(e) => add("io_uring", false, format!("everything: {e}")),
+        }
+        let ublk = std::path::Path::new("/dev/ublk-control").exists();
+        add("ublk", ublk, "kernel block devices; this build does not use it yet".into());
+        Features { kernel: kernel.trim().to_owned(), features }
+    }
+}
 
 impl Args {
     /// Prints the table.
@@ -38,23 +79,16 @@ impl Args {
     /// # Errors
     /// If it cannot be printed.
     pub fn run(self) -> Outcome {
-        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-        let mut rows = vec![["kernel".into(), release.trim().to_owned(), String::new()]];
-        match Ring::new(8) {
-            Ok(ring) => {
-                rows.push(["io_uring".into(), "yes".into(), "everything".into()]);
-                for (name, code, purpose) in OPERATIONS {
-                    rows.push([name.into(), yes(ring.supports(code)), purpose.into()]);
-                }
-            }
-            Err(e) => rows.push(["io_uring".into(), "missing".into(), format!("everything: {e}")]),
+        let probed = Features::probe();
+        if self.json {
+            return print_json(&probed);
         }
-        let ublk = std::path::Path::new("/dev/ublk-control").exists();
-        rows.push(["ublk".into(), yes(ublk), "kernel block devices; this build does not use it yet".into()]);
+        let Features { kernel, features } = probed;
+        let mut rows = vec![["kernel".into(), kernel, String::new()]];
+        rows.extend(features.into_iter().map(|Feature { name, available, purpose }| {
+            let available = if available { "yes" } else { "missing" };
+            [name.to_owned(), available.to_owned(), purpose]
+        }));
         print(&render([Align::Left; 3], &rows))
     }
-}
-
-fn yes(there: bool) -> String {
-    if there { "yes" } else { "missing" }.to_owned()
 }

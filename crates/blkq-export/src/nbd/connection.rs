@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector, SourceContext};
+use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector, SourceContext, Status};
 use io_uring::{opcode, types};
 use rustix::net::{Shutdown, shutdown};
 
@@ -26,8 +26,10 @@ const STREAM_BYTES: usize = 128 << 10;
 const _: () = assert!(STREAM_BYTES >= INPUT_BYTES);
 /// Most that one cache request reads ahead, in bytes.
 const CACHE_MAX_BYTES: u64 = 4 << 20;
-/// Bytes that a client must at least take per second.
-const SEND_RATE_MIN: u64 = 1 << 20;
+/// What the extents of one request may take, in bytes.
+const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<Extent>();
+/// Bytes that a client must at least take, or send of a payload, per second.
+const RATE_MIN: u64 = 1 << 20;
 const NS_PER_SECOND: u64 = 1_000_000_000;
 /// How long a connection rests, at most how many requests came before it does, and how
 /// many bytes of replies its client has not read.
@@ -97,6 +99,7 @@ pub(super) struct Connection {
     ending: Ending,
     handshake_until_ns: u64,
     send_until_ns: u64,
+    payload_until_ns: u64,
     /// Until when nothing is received, 0 if that is not so.
     rest_until_ns: u64,
     /// Whether all that was asked had been answered when the last bytes came: then the client
@@ -144,6 +147,7 @@ impl Connection {
             ending: Ending::No,
             handshake_until_ns,
             send_until_ns: u64::MAX,
+            payload_until_ns: u64::MAX,
             rest_until_ns: 0,
             device_idle: false,
             requests_at_rest: 0,
@@ -161,12 +165,17 @@ impl Connection {
     /// When something of this connection is due.
     pub fn deadline_ns(&self) -> u64 {
         let rest_until_ns = if self.rest_until_ns == 0 { u64::MAX } else { self.rest_until_ns };
-        self.handshake_until_ns.min(self.send_until_ns).min(rest_until_ns)
+        self.client_until_ns().min(rest_until_ns)
+    }
+
+    /// When its client is late.
+    fn client_until_ns(&self) -> u64 {
+        self.handshake_until_ns.min(self.send_until_ns).min(self.payload_until_ns)
     }
 
     /// Gives up on a client that is late.
     pub fn check_deadline(&mut self, now_ns: u64) {
-        if now_ns >= self.handshake_until_ns.min(self.send_until_ns) {
+        if now_ns >= self.client_until_ns() {
             self.break_off();
         }
     }
@@ -185,12 +194,20 @@ impl Connection {
     }
 
     /// Gives its buffers back, before it is dropped.
-    pub fn release(&mut self, pool: &mut BufferPool) {
-        self.gathering.recycle(pool);
-        self.sending.recycle(pool);
+    pub fn release(&mut self, core: &mut Core) {
+        self.gathering.recycle(&mut core.buffers);
+        self.sending.recycle(&mut core.buffers);
         if let Some(incoming) = self.incoming.take() {
-            pool.put(incoming.buffer);
+            core.buffers.put(incoming.buffer);
         }
+        core.budget.forget(self.slot);
+        self.give(self.buffered, core);
+    }
+
+    /// Notes that `bytes` of its buffers are free.
+    fn give(&mut self, bytes: usize, core: &mut Core) {
+        core.budget.give(self.buffered, bytes);
+        self.buffered -= bytes;
     }
 
     /// The server goes down: new requests are refused, or with `force` not even read.
@@ -211,6 +228,7 @@ impl Connection {
         self.ending = Ending::Broken;
         self.handshake_until_ns = u64::MAX;
         self.send_until_ns = u64::MAX;
+        self.payload_until_ns = u64::MAX;
         // Ends what is in flight in the kernel. The peer may be gone already.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
@@ -218,14 +236,18 @@ impl Connection {
     /// Does all that can be done now: parses, submits, sends, receives.
     pub fn turn(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
         let hungry = self.parse(core, cx);
+        if self.ending != Ending::No {
+            core.budget.forget(self.slot);
+        }
         if self.ending == Ending::Broken {
             // A send in flight keeps its memory until it ends.
-            self.buffered -= self.gathering.recycle(&mut core.buffers);
+            let freed = self.gathering.recycle(&mut core.buffers);
+            self.give(freed, core);
         } else if !self.send_armed && !self.gathering.is_empty() {
             self.send(core, cx);
         }
         if hungry && !self.receive_armed && !self.rests(core, cx) {
-            self.receive(cx);
+            self.receive(core, cx);
         }
         self.publish();
     }
@@ -282,9 +304,12 @@ impl Connection {
                 return false;
             } else if let Some(request) = self.stalled {
                 let bytes = buffer_bytes(&request);
-                if self.buffered > 0 && self.buffered + bytes > core.options.buffered_bytes_max {
+                if self.buffered > 0 && self.buffered + bytes > core.options.buffered_bytes_max
+                    || !core.budget.take(self.slot, self.buffered, bytes)
+                {
                     return false;
                 }
+                self.buffered += bytes;
                 self.stalled = None;
                 self.begin(request, core, cx);
             } else if self.outstanding >= core.options.requests_max {
@@ -317,7 +342,6 @@ impl Connection {
 
     /// Sets a request going.
     fn begin(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
-        self.buffered += buffer_bytes(&request);
         match request.command {
             Command::Write => {
                 let buffer = core.buffers.take(request.length as u32);
@@ -351,6 +375,7 @@ impl Connection {
 
     fn submit_write(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
         if let Some(Incoming { request, buffer, .. }) = self.incoming.take() {
+            self.payload_until_ns = u64::MAX;
             self.submit(request, Operation::Write, request.length, buffer.into(), core, cx);
         }
     }
@@ -397,24 +422,31 @@ impl Connection {
                 self.gathering.replies += 1;
                 return;
             }
-            self.buffered -= buffer.len();
+            self.give(buffer.len(), core);
             core.buffers.put(buffer);
         }
         match completion.result {
+            // Of a device that turned out not to discard: a trim is advice.
+            Err(Status::NotSupported) if pending.command == Command::Trim => self.done(pending.to),
             Err(status) => self.error(pending.to, status.into()),
             Ok(()) => {
                 if pending.command == Command::Write {
                     self.counters.written_bytes += pending.length;
                 }
-                self.style.done(pending.to, &mut self.gathering.headers);
-                self.gathering.replies += 1;
+                self.done(pending.to);
             }
         }
+    }
+
+    fn done(&mut self, to: ReplyTo) {
+        self.style.done(to, &mut self.gathering.headers);
+        self.gathering.replies += 1;
     }
 
     /// A query of extents ended.
     pub fn complete_extents(&mut self, pending: Pending, extents: Option<Vec<Extent>>) {
         self.busy -= 1;
+        self.gathering.extents_bytes += EXTENTS_MAX_BYTES;
         let mut left = pending.length;
         let mut extents = extents.unwrap_or_default();
         // Exactly what was asked for, whatever the driver says.
@@ -470,9 +502,7 @@ impl Connection {
     fn send(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
         std::mem::swap(&mut self.gathering, &mut self.sending);
         let bytes = self.sending.prepare() as u64;
-        let seconds = core.options.send_timeout_s + bytes / SEND_RATE_MIN;
-        self.send_until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
-        core.expect_deadline(self.send_until_ns);
+        self.send_until_ns = transfer_until_ns(bytes, core, cx);
         self.push_send(cx);
     }
 
@@ -498,12 +528,13 @@ impl Connection {
         }
         self.send_until_ns = u64::MAX;
         self.outstanding -= self.sending.replies;
-        self.buffered -= self.sending.recycle(&mut core.buffers);
+        let freed = self.sending.recycle(&mut core.buffers);
+        self.give(freed, core);
     }
 
     /// Waits for more of the stream, and before that for the rest of a payload right where
     /// it belongs.
-    fn receive(&mut self, cx: &mut SourceContext<'_>) {
+    fn receive(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
         self.stream.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
@@ -514,6 +545,9 @@ impl Connection {
         let entry = match &mut self.incoming {
             None => opcode::Recv::new(fd, stream.as_mut_ptr(), stream.len() as u32).ioprio(ioprio).build(),
             Some(incoming) => {
+                if self.payload_until_ns == u64::MAX {
+                    self.payload_until_ns = transfer_until_ns(incoming.request.length, core, cx);
+                }
                 let rest = &mut incoming.buffer[incoming.received..incoming.request.length as usize];
                 self.receive_iovecs = [iovec(rest), iovec(stream)];
                 self.receive_message.msg_iov = self.receive_iovecs.as_mut_ptr();
@@ -558,6 +592,14 @@ impl Connection {
 /// `IORING_RECVSEND_POLL_FIRST` of the kernel's io_uring.h.
 const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
+/// When `bytes` must have left or arrived, which the engine then looks at.
+fn transfer_until_ns(bytes: u64, core: &mut Core, cx: &SourceContext<'_>) -> u64 {
+    let seconds = core.options.transfer_timeout_s + bytes / RATE_MIN;
+    let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
+    core.expect_deadline(until_ns);
+    until_ns
+}
+
 /// Memory of a socket that its peer has not yet taken, in bytes.
 fn unread_bytes(socket: i32) -> i32 {
     let mut bytes: libc::c_int = 0;
@@ -570,11 +612,12 @@ fn iovec(bytes: &mut [u8]) -> libc::iovec {
     libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
 }
 
-/// Size of the buffer that a request needs.
+/// Size of the buffers that a request needs.
 fn buffer_bytes(request: &Request) -> usize {
     match request.command {
         Command::Read | Command::Write => BufferPool::size(request.length as u32),
         Command::Cache => BufferPool::size(request.length.min(CACHE_MAX_BYTES) as u32),
+        Command::BlockStatus => EXTENTS_MAX_BYTES,
         _ => 0,
     }
 }

@@ -22,6 +22,8 @@ pub(super) struct Outgoing {
     contents: Vec<Content>,
     /// Replies in here.
     pub replies: usize,
+    /// Bytes that its connection has for the extents in `headers`.
+    pub extents_bytes: usize,
     iovecs: Vec<libc::iovec>,
     /// Of the iovecs, those that have left.
     sent: usize,
@@ -34,6 +36,7 @@ impl Outgoing {
             headers: Vec::new(),
             contents: Vec::new(),
             replies: 0,
+            extents_bytes: 0,
             iovecs: Vec::new(),
             sent: 0,
             // SAFETY: a msghdr of zeroes is an empty message.
@@ -86,9 +89,9 @@ impl Outgoing {
         true
     }
 
-    /// Empties it; the buffers go back to `pool`, and their sizes, summed, to the caller.
+    /// Empties it; the buffers go back to `pool`. Returns how many bytes are free with that.
     pub fn recycle(&mut self, pool: &mut BufferPool) -> usize {
-        let mut freed = 0;
+        let mut freed = std::mem::take(&mut self.extents_bytes);
         for content in self.contents.drain(..) {
             freed += content.buffer.len();
             pool.put(content.buffer);

@@ -35,22 +35,29 @@ pub struct NbdOptions {
     pub requests_max: usize,
     /// Bytes in buffers per connection; what would go beyond waits. One request always fits.
     pub buffered_bytes_max: usize,
+    /// Bytes in buffers of all connections together, beyond 256 KiB each; divided among the
+    /// engines, but at least 32 MiB, one largest request, for each of them. Who finds none
+    /// left waits in line, and its requests in the socket.
+    pub buffered_bytes_total: usize,
     /// Time for the handshake, in seconds.
     pub handshake_timeout_s: u64,
-    /// Time in which a client must take replies, in seconds, plus one for each MiB of them.
-    pub send_timeout_s: u64,
+    /// Time in which a client must take replies, or send the whole payload of a write that it
+    /// began, in seconds, plus one for each MiB. Then it is dropped.
+    pub transfer_timeout_s: u64,
 }
 
 impl Default for NbdOptions {
-    /// No export; 64 connections of 256 requests and 64 MiB, 10 s to begin, 30 s to take a reply.
+    /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
+    /// begin, 30 s to take a reply or send a payload.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),
             connections_max: 64,
             requests_max: 256,
             buffered_bytes_max: 2 * PAYLOAD_MAX_BYTES as usize,
+            buffered_bytes_total: 256 << 20,
             handshake_timeout_s: 10,
-            send_timeout_s: 30,
+            transfer_timeout_s: 30,
         }
     }
 }
@@ -68,7 +75,7 @@ impl NbdOptions {
         if !(1..=REQUESTS_MAX).contains(&self.requests_max) {
             return invalid("give 1 to 500 requests per connection");
         }
-        if self.connections_max == 0 || self.handshake_timeout_s == 0 || self.send_timeout_s == 0 {
+        if self.connections_max == 0 || self.handshake_timeout_s == 0 || self.transfer_timeout_s == 0 {
             return invalid("limits of connections and times are at least 1");
         }
         Ok(())

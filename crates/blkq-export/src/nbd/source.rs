@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, Token};
 use io_uring::{opcode, types};
 
-use super::buffers::BufferPool;
+use super::buffers::{Budget, BufferPool};
 use super::connection::Connection;
 use super::handshake::Export;
 use super::listener::{Listener, peer_name, tune};
@@ -57,6 +57,7 @@ pub(super) enum Message {
 pub(super) struct Core {
     pub options: Arc<NbdOptions>,
     pub buffers: BufferPool,
+    pub budget: Budget,
     pending: Vec<Pending>,
     free: Vec<u32>,
     /// Bios for which the queue had no room, with the queue.
@@ -150,8 +151,10 @@ impl NbdSource {
     ) -> NbdSource {
         NbdSource {
             core: Core {
-                options,
                 buffers: BufferPool::new(),
+                // Engines share no memory, so that none has to wait for another.
+                budget: Budget::new(options.buffered_bytes_total / loads.len()),
+                options,
                 pending: Vec::new(),
                 free: Vec::new(),
                 refused: VecDeque::new(),
@@ -291,7 +294,7 @@ impl NbdSource {
 
     fn drop_connection(&mut self, slot: u32) {
         if let Some(mut connection) = self.connections[slot as usize].take() {
-            connection.release(&mut self.core.buffers);
+            connection.release(&mut self.core);
             self.registry.end(connection.status());
             self.loads[self.engine].fetch_sub(1, Relaxed);
         }
@@ -360,16 +363,22 @@ impl Source for NbdSource {
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
         self.check_deadlines(cx);
         self.retry_refused(cx);
-        let mut ready = std::mem::take(&mut self.ready);
-        for slot in ready.drain(..) {
-            let Some(connection) = &mut self.connections[slot as usize] else { continue };
-            connection.ready = false;
-            connection.turn(&mut self.core, cx);
-            if connection.is_over() {
-                self.drop_connection(slot);
+        while !self.ready.is_empty() {
+            let mut ready = std::mem::take(&mut self.ready);
+            for slot in ready.drain(..) {
+                let Some(connection) = &mut self.connections[slot as usize] else { continue };
+                connection.ready = false;
+                connection.turn(&mut self.core, cx);
+                if connection.is_over() {
+                    self.drop_connection(slot);
+                }
+            }
+            self.ready = ready;
+            // Who waited for memory may have its turn now.
+            if let Some(slot) = self.core.budget.next() {
+                self.make_ready(slot);
             }
         }
-        self.ready = ready;
         match (self.core.buffers.is_idle(), self.idle_since_ns) {
             (true, None) => self.idle_since_ns = Some(cx.now_ns()),
             (false, Some(_)) => self.idle_since_ns = None,
@@ -425,7 +434,7 @@ impl Drop for NbdSource {
             if connection.is_armed() {
                 let _ = ManuallyDrop::new(connection);
             } else {
-                connection.release(&mut self.core.buffers);
+                connection.release(&mut self.core);
             }
         }
     }

@@ -77,7 +77,8 @@ pub struct DriverOptions {
     pub direct_io: DirectIo,
     /// How requests are put to the file.
     pub dispatch: Dispatch,
-    /// Refuse to write.
+    /// Open the image for reading only. Drivers without an image leave it to the disk
+    /// ([`DiskBuilder::read_only`](crate::DiskBuilder::read_only)), which can be changed.
     pub read_only: bool,
     /// Let others use the same bytes of the image.
     pub shared: bool,
@@ -104,13 +105,12 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error>
             null.limits.logical_block_bytes = sector;
             null.limits.physical_block_bytes = sector;
             null.limits.discard_granularity = sector;
-            null.limits.read_only = options.read_only;
             Ok(silent(Box::new(Null::new(null)?)))
         }
         DriverSpec::Ram(bytes) => {
             let sector = memory_sector("ram", options)?;
             let bytes = whole_sectors("ram", *bytes, sector)?;
-            Ok(silent(Box::new(Ram::new(bytes, sector, options.read_only)?)))
+            Ok(silent(Box::new(Ram::new(bytes, sector, false)?)))
         }
         DriverSpec::Image(path) => {
             let device = LoopDevice::open(&LoopOptions {
@@ -183,7 +183,7 @@ mod tests {
         for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {
             let opened = open(&spec, &options).unwrap();
             let limits = opened.driver.limits();
-            assert_eq!((limits.logical_block_bytes, limits.read_only), (4096, true));
+            assert_eq!((limits.logical_block_bytes, limits.read_only), (4096, false));
             limits.validate().unwrap();
             for options in [
                 DriverOptions { offset: 512, ..Default::default() },

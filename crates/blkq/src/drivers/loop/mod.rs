@@ -301,6 +301,10 @@ impl Driver for LoopDevice {
         true
     }
 
+    fn queues_max(&self) -> usize {
+        usize::from(QUEUES_MAX)
+    }
+
     fn limits(&self) -> QueueLimits {
         let state = locked(&self.shared.state);
         let most = |able: &AtomicBool| {
@@ -335,9 +339,6 @@ impl Driver for LoopDevice {
         ring: Option<&mut Ring>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
-        if index >= QUEUES_MAX {
-            return Err(invalid(format!("a loop device has at most {QUEUES_MAX} queues")));
-        }
         // A queue that is opened again has the same wake: it is the disk's, not the owner's.
         let _ = self.shared.wakes[usize::from(index)].set(wake);
         let ring = ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;

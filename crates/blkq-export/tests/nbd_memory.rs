@@ -1,0 +1,49 @@
+//! The NBD server and clients that ask for much memory. Alone in its process, whose memory
+//! is what is measured.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod nbd;
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use blkq_export::nbd::NbdOptions;
+use blkq_export::nbd::reply::ReplyStyle;
+use nbd::*;
+
+/// Kilobytes of memory that this process takes.
+fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn payloads_promised_and_not_sent_take_no_memory_and_hold_up_nobody_for_long() {
+    let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_total: 32 << 20, ..options() };
+    let served = serve(ram(), 1, limits);
+    let before_kib = resident_kib();
+    let begin = Instant::now();
+    // Eight of them use up what there is for all.
+    let stuck: Vec<_> = (0..12)
+        .map(|_| {
+            let mut client = served.client(ReplyStyle::Simple);
+            let promise = client.bytes(1, 0, 0, 0, 4 << 20, &[]);
+            client.stream.write_all(&promise).unwrap();
+            client
+        })
+        .collect();
+    let mut small = served.client(ReplyStyle::Simple);
+    for _ in 0..200 {
+        assert_eq!(small.write(0, &[1; 65536]), 0);
+        assert_eq!(small.read(0, 65536).len(), 65536);
+    }
+    assert!(begin.elapsed() < Duration::from_secs(4), "{:?}", begin.elapsed());
+    assert!(resident_kib() < before_kib + (20 << 10), "promises take memory");
+    // The largest request of all has its turn when the stuck ones are dropped.
+    assert_eq!(small.write(0, &vec![2; 32 << 20]), 0);
+    assert_eq!(small.read((32 << 20) - 512, 512), [2; 512]);
+    wait_until("the stuck ones are dropped", || served.server.connection_count() == 1);
+    assert!(begin.elapsed() >= Duration::from_millis(4900), "one second and one for each MiB");
+    drop(stuck);
+}
