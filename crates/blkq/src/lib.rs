@@ -124,3 +124,8 @@ pub use sched::SchedulerKind;
 pub use sector::Sector;
 pub use stats::{Counter, StatGroup, StatsSnapshot};
 pub use submitter::Submitter;
+
+/// The driver of the guide is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/driver.md")]
+struct DriverGuide;
