@@ -57,7 +57,7 @@ fn expand(program: &[u8], session: &Session) -> Vec<u8> {
         } else {
             stream.extend((length as u32).to_be_bytes());
         }
-        let payload = if extended { flags & 0x20 != 0 } else { command % 16 == 1 };
+        let payload = command % 16 == 1 || extended && flags & 0x20 != 0;
         if payload && length < 9000 {
             stream.resize(stream.len() + length as usize, cookie);
         }
@@ -125,7 +125,7 @@ fn walk<'a>(session: &Session, stream: &'a [u8]) -> Vec<(u64, u64, &'a [u8])> {
         } else {
             u32::from_be_bytes(rest[24..28].try_into().unwrap()).into()
         };
-        let payload = if extended { flags & 0x20 != 0 } else { command == 1 };
+        let payload = command == 1 || extended && flags & 0x20 != 0;
         let payload = if payload { length } else { 0 };
         if rest[..4] != magic.to_be_bytes() || command == 2 || payload > u64::from(PAYLOAD_MAX_BYTES) {
             break;

@@ -1,6 +1,7 @@
 //! How the end of a bio reaches whoever asked for it.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bio::{BioFlags, Completion, Operation};
 use crate::buffer::Data;
@@ -24,6 +25,22 @@ pub(crate) enum End {
     Waiter(Arc<Waiter>),
     /// Nothing: the slot is a part of another bio, or its end was taken.
     Taken,
+}
+
+impl End {
+    /// Tells whoever waits on another thread. A callback that panics is that thread's
+    /// defect; the queue goes on for all others.
+    pub fn tell(self, result: IoResult, data: Data) {
+        match self {
+            End::Callback(callback) => {
+                let call = AssertUnwindSafe(move || callback(result, data));
+                // The panic hook has printed it.
+                let _ = catch_unwind(call);
+            }
+            End::Waiter(waiter) => waiter.end(result, data),
+            End::Owner(_) | End::Taken => {}
+        }
+    }
 }
 
 impl fmt::Debug for End {
@@ -78,13 +95,12 @@ impl Queue {
         }
         // A fresh reading: no completion is stamped earlier than its issue.
         self.clock.invalidate();
-        let now_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
         self.rerun_at_ns = None;
         let mut completed = std::mem::take(&mut self.completed);
         let count = completed.len() as u32;
         let mut batch = StatsBatch::default();
         for &(tag, result) in &completed {
-            self.end_request(tag, result, now_ns, &mut batch);
+            self.end_request(tag, result, &mut batch);
         }
         batch.finish(&mut self.stats);
         self.stats.set(Counter::ClockReads, self.clock.reads());
@@ -99,10 +115,11 @@ impl Queue {
         if self.gate_owed != [0; 2] {
             self.pay_gate();
         }
+        self.tell_ended();
     }
 
     #[inline]
-    fn end_request(&mut self, tag: Tag, result: IoResult, now_ns: u64, batch: &mut StatsBatch) {
+    fn end_request(&mut self, tag: Tag, result: IoResult, batch: &mut StatsBatch) {
         let request = &mut self.requests[tag.index()];
         // Always on: a request that ends twice has already lost somebody's data.
         assert!(request.state == RequestState::Busy, "the driver completed tag {} twice", tag.0);
@@ -110,6 +127,7 @@ impl Queue {
         let operation = request.operation;
         let first_bio = request.first_bio;
         if self.settings.iostats {
+            let now_ns = self.clock.now_ns();
             batch.done(&mut self.stats, operation.into(), request.sectors, request.start_ns, now_ns);
         }
         if let Err(status) = result {
@@ -166,9 +184,19 @@ impl Queue {
         self.bios.remove(index);
         match end {
             End::Owner(user_data) => self.done.push(Completion { user_data, result, data }),
-            End::Callback(callback) => callback(result, data),
-            End::Waiter(waiter) => waiter.end(result, data),
+            End::Callback(_) | End::Waiter(_) => self.untold.push((end, result, data)),
             End::Taken => self.end_part(parent, result),
+        }
+    }
+
+    /// Tells other threads of bios that ended, when all that is counted of them is.
+    #[inline]
+    pub(crate) fn tell_ended(&mut self) {
+        if self.untold.is_empty() {
+            return;
+        }
+        for (end, result, data) in self.untold.drain(..) {
+            end.tell(result, data);
         }
     }
 

@@ -8,7 +8,6 @@ use std::time::Duration;
 use crossbeam_utils::CachePadded;
 
 use crate::clock::ClockMode;
-use crate::completion::End;
 use crate::control::DiskControl;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind, Status};
@@ -202,7 +201,7 @@ impl DiskBuilder {
         };
         let disk = Disk {
             control: DiskControl::new(queues),
-            gate: RequestGate::new(u32::from(settings.depth) * queues as u32, settings.batching),
+            gate: RequestGate::new(gate_requests(&settings, queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
             name,
             driver,
@@ -214,6 +213,12 @@ impl DiskBuilder {
         };
         Ok(Arc::new(disk))
     }
+}
+
+/// Requests that all submitters together may have (`nr_requests`): as many as there are tags.
+fn gate_requests(settings: &Settings, queues: usize, shared_tags: bool) -> u32 {
+    let sets = if shared_tags { 1 } else { queues as u32 };
+    u32::from(settings.requests()) * sets
 }
 
 /// Tags that a disk of `depth` is made with: room for a scheduler and for growing live.
@@ -324,7 +329,8 @@ impl Disk {
             for queue in &self.queues {
                 queue.tags.set_depth(settings.requests());
             }
-            self.gate.set(u32::from(settings.depth) * self.queues.len() as u32, settings.batching);
+            let requests = gate_requests(&settings, self.queues.len(), self.shared_tags);
+            self.gate.set(requests, settings.batching);
             Ok(())
         })
     }
@@ -344,7 +350,7 @@ impl Disk {
     }
 
     fn parse_depth(&self, value: &str) -> Result<u16, Error> {
-        let most = self.queues[0].tags.capacity() / 2;
+        let most = self.queues[0].tags.capacity();
         match value.parse() {
             Ok(depth) if (1..=most).contains(&depth) => Ok(depth),
             _ => Err(Error::new(
@@ -450,15 +456,9 @@ impl Disk {
     fn end_staged(&self, index: usize) {
         for staged in self.queues[index].software.take_all() {
             for (bio, end) in staged.bios {
-                match end {
-                    End::Callback(callback) => callback(Err(Status::Offline), bio.data),
-                    End::Waiter(waiter) => waiter.end(Err(Status::Offline), bio.data),
-                    End::Owner(_) | End::Taken => {}
-                }
+                end.tell(Err(Status::Offline), bio.data);
             }
-            if staged.gated {
-                self.gate.leave(submitter::direction(staged.operation), 1);
-            }
+            self.gate.leave(submitter::direction(staged.operation), 1);
         }
     }
 }

@@ -82,6 +82,14 @@ impl Kick {
     }
 }
 
+#[cfg(all(test, any(loom, shuttle)))]
+impl Kick {
+    /// Sleeps until kicked.
+    pub(crate) fn wait(&self) {
+        self.event.wait();
+    }
+}
+
 impl Wake for Kick {
     fn wake(&self) {
         self.kick();

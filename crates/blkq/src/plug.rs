@@ -83,12 +83,20 @@ impl Plug {
 impl Queue {
     /// Puts a request under the plug; flushes it when it is full or the request large.
     #[inline]
-    pub(crate) fn plug_request(&mut self, tag: Tag, ring: Option<&mut Ring>) {
+    pub(crate) fn plug_request(&mut self, tag: Tag, mut ring: Option<&mut Ring>) {
+        // One that has grown large by merging goes before a new one comes.
+        if self.plug.requests.last().is_some_and(|last| self.is_large(*last)) {
+            self.flush_plug(ring.as_deref_mut());
+        }
         self.plug.requests.push(tag);
-        let full = self.plug.requests.len() >= self.plug.limit;
-        if full || (self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES && self.settings.merge) {
+        if self.plug.requests.len() >= self.plug.limit || self.is_large(tag) {
             self.flush_plug(ring);
         }
+    }
+
+    #[inline]
+    fn is_large(&self, tag: Tag) -> bool {
+        self.settings.merge && self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES
     }
 
     /// Hands everything under the plug to the scheduler, or straight to the driver. The

@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use crate::bio::{Bio, BioFlags, Completion, Operation};
-use crate::buffer::IoBuffer;
+use crate::buffer::{Data, IoBuffer};
 use crate::clock::Clock;
 use crate::completion::End;
 use crate::disk::{Disk, HardwareQueue, Settings};
@@ -106,6 +106,8 @@ pub(crate) struct Queue {
     pub(crate) completed: Vec<(Tag, IoResult)>,
     pub(crate) freed: Vec<Tag>,
     pub(crate) done: Vec<Completion>,
+    /// Ends that other threads are to be told of.
+    pub(crate) untold: Vec<(End, IoResult, Data)>,
     pub(crate) clock: Clock,
     pub(crate) stats: StatsWriter,
     /// Between `enter` and `leave`: limits and settings stay as they are.
@@ -201,6 +203,7 @@ impl Queue {
             completed: Vec::with_capacity(slots),
             freed: Vec::with_capacity(slots),
             done: Vec::with_capacity(slots),
+            untold: Vec::new(),
             clock: Clock::new(settings.clock),
             stats: StatsWriter::over(disk.hardware_queue(index).stats.clone()),
             settings,
@@ -535,6 +538,7 @@ impl Queue {
         if self.gate_owed != [0; 2] {
             self.pay_gate();
         }
+        self.tell_ended();
     }
 
     /// Flushes the plug and dispatches until nothing moves any more.
@@ -552,6 +556,7 @@ impl Queue {
         self.plug.return_tags(&self.tags);
         self.clock.invalidate();
         self.leave_if_idle();
+        self.tell_ended();
     }
 
     /// Has the driver give back what it registered with a ring that lives on.
@@ -619,6 +624,7 @@ impl Queue {
         if self.gate_owed != [0; 2] {
             self.pay_gate();
         }
+        self.tell_ended();
     }
 }
 

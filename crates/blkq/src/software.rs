@@ -1,6 +1,9 @@
 //! Software queues: where threads that do not own a queue leave their bios, so that
 //! neighbours merge before the owner takes them (`struct blk_mq_ctx`).
 
+#[cfg(all(test, any(loom, shuttle)))]
+mod model;
+
 use std::collections::VecDeque;
 
 use crossbeam_utils::CachePadded;
@@ -32,13 +35,11 @@ pub(crate) struct Staged {
     end: Sector,
     segments: u32,
     mergeable: bool,
-    /// The gate counts it as one request, to be given back when its first bio ends.
-    pub gated: bool,
     pub bios: VecDeque<(Bio, End)>,
 }
 
 impl Staged {
-    fn new(bio: Bio, end: End, gated: bool) -> Staged {
+    fn new(bio: Bio, end: End) -> Staged {
         Staged {
             operation: bio.operation,
             start: bio.sector,
@@ -46,7 +47,6 @@ impl Staged {
             end: Sector(bio.sector.0.saturating_add(bio.sectors)),
             segments: segments(&bio),
             mergeable: is_mergeable(&bio),
-            gated,
             bios: VecDeque::from([(bio, end)]),
         }
     }
@@ -135,8 +135,8 @@ impl SoftwareQueues {
     }
 
     /// Puts the bio into software queue `index`.
-    pub fn push(&self, index: usize, bio: Bio, end: End, gated: bool) {
-        lock(&self.queues[index]).push_back(Staged::new(bio, end, gated));
+    pub fn push(&self, index: usize, bio: Bio, end: End) {
+        lock(&self.queues[index]).push_back(Staged::new(bio, end));
         self.pending.set(index);
     }
 
@@ -196,7 +196,7 @@ impl Queue {
             let Some(staged) = queue.pop_front() else { return moved };
             drop(queue);
             moved = true;
-            let mut marks = if staged.gated { SlotMarks::GATED } else { SlotMarks::empty() };
+            let mut marks = SlotMarks::GATED;
             for (bio, end) in staged.bios {
                 self.accept(bio, end, marks, ring.as_deref_mut());
                 marks = SlotMarks::empty();

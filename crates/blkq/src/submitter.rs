@@ -65,13 +65,10 @@ impl Submitter {
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
         let direction = direction(bio.operation);
         let disk = self.disk.clone();
-        if bio.operation != Operation::Flush
-            && !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns)
-        {
+        if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
         }
-        let gated = bio.operation != Operation::Flush;
-        self.shared().software.push(self.software, bio, End::Callback(Box::new(callback)), gated);
+        self.shared().software.push(self.software, bio, End::Callback(Box::new(callback)));
         self.shared().kick.kick();
         disk.end_staged_if_closed(self.queue);
         Ok(())
@@ -96,11 +93,8 @@ impl Submitter {
             Ok(()) => return,
             Err(back) => back,
         };
-        let gated = bio.operation != Operation::Flush;
-        if gated {
-            disk.gate.enter(direction(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
-        }
-        shared.software.push(self.software, bio, end, gated);
+        disk.gate.enter(direction(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
+        shared.software.push(self.software, bio, end);
         shared.kick.kick();
         disk.end_staged_if_closed(self.queue);
     }

@@ -2,7 +2,7 @@
 //! (the kernel's sbitmap and `blk-mq-tag.c`).
 //!
 //! Tags are taken and given back a word at a time: one atomic operation for a plug,
-//! one per word for a completion batch. Who finds no tag waits as [`wait`] says.
+//! one per word for a completion batch. Who finds no tag waits as `tags/wait.rs` says.
 
 mod wait;
 

@@ -13,6 +13,8 @@ mod model;
 
 use std::ops::RangeInclusive;
 
+use std::sync::Arc;
+
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Taken};
@@ -21,7 +23,7 @@ use crate::limits::QueueLimits;
 use crate::request::Tag;
 use crate::ring::Ring;
 use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Mutex, lock};
 use crate::tags::Wake;
 
 use model::Delays;

@@ -23,8 +23,8 @@ use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::request::Tag;
 use crate::ring::Ring;
-use crate::sync::Arc;
 use crate::tags::Wake;
+use std::sync::Arc;
 
 /// Largest discard: giving pages back takes the kernel about a tenth of a microsecond
 /// each, and the engine thread waits for it.

@@ -34,7 +34,7 @@ fn no_work_stays_behind(submitters: usize, rounds: u32) {
         kick.prepare_sleep();
         let sleeps = pending.is_empty();
         if sleeps {
-            kick.event.wait();
+            kick.wait();
         }
         kick.woke();
         if sleeps {

@@ -18,7 +18,7 @@ mod writer;
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use rustix::fs::OFlags;
 
@@ -28,7 +28,7 @@ use crate::limits::QueueLimits;
 use crate::ring::Ring;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Arc, Mutex, lock as locked};
+use crate::sync::{Mutex, lock as locked};
 use crate::tags::Wake;
 
 use backing::{Backing, DirectAlign};

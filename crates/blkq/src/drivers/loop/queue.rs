@@ -17,8 +17,8 @@ use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::request::Tag;
 use crate::ring::{Cqe, FileSlot, Ring};
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering::Relaxed;
+use std::sync::Arc;
 
 use super::{Shared, Turns};
 

@@ -138,7 +138,7 @@ mod model {
     }
 
     #[test]
-    fn one_writer_at_a_time_and_no_waiter_is_forgotten() {
+    fn loom_one_writer_at_a_time_and_no_waiter_is_forgotten() {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {

@@ -1,0 +1,86 @@
+//! What the checkers prove of the software queues: whatever submitters stage reaches the
+//! owner once, in each submitter's order, and none stays behind while the owner sleeps.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::buffer::IoBuffer;
+use crate::kick::Kick;
+use crate::sync::{model, thread};
+
+const BLOCK_BYTES: usize = 512;
+
+/// Each submitter stages `count` blocks, every other one next to the last, on a software
+/// queue that it may share. The owner takes them in as a queue does, and sleeps in between.
+fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize) {
+    let software = Arc::new(SoftwareQueues::new());
+    let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
+    let threads: Vec<_> = (0..submitters)
+        .map(|submitter| {
+            let (software, kick) = (software.clone(), kick.clone());
+            thread::spawn(move || {
+                let limits = QueueLimits { capacity_bytes: 1 << 30, ..QueueLimits::default() };
+                for number in 0..count {
+                    let sector = Sector(((submitter as u64) << 16) + number / 2 * 8 + number % 2);
+                    let mark = ((submitter as u64) << 32) + number;
+                    let bio = Bio::write(sector, IoBuffer::zeroed(BLOCK_BYTES), mark);
+                    let index = submitter % queues;
+                    if let Err((bio, end)) = software.try_merge(index, bio, End::Owner(mark), &limits) {
+                        software.push(index, bio, end);
+                        kick.kick();
+                    }
+                }
+            })
+        })
+        .collect();
+    let mut next = vec![0; submitters];
+    let mut left = submitters as u64 * count;
+    while left > 0 {
+        software.pending.take_all(|index| {
+            let Some(mut queue) = try_lock(&software.queues[index]) else {
+                software.pending.set(index);
+                return;
+            };
+            while let Some(staged) = queue.pop_front() {
+                let mut at = staged.start;
+                for (bio, _) in staged.bios {
+                    assert_eq!(bio.sector, at, "merged bios continue each other");
+                    at = at + bio.sectors;
+                    let (submitter, number) = ((bio.user_data >> 32) as usize, bio.user_data & 0xffff_ffff);
+                    assert_eq!(number, next[submitter], "once, and in order");
+                    next[submitter] += 1;
+                    left -= 1;
+                }
+                assert_eq!(at, staged.end);
+            }
+        });
+        if left == 0 {
+            break;
+        }
+        kick.prepare_sleep();
+        let sleeps = !software.has_pending();
+        if sleeps {
+            kick.wait();
+        }
+        kick.woke();
+        if sleeps {
+            kick.drain();
+        }
+    }
+    for thread in threads {
+        thread.join().expect("a thread panicked");
+    }
+}
+
+#[cfg(loom)]
+#[test]
+fn loom_all_that_is_staged_arrives_once() {
+    model("one submitter, two blocks", 0, || all_that_is_staged_arrives_once(1, 2, 1));
+}
+
+#[cfg(shuttle)]
+#[test]
+fn shuttle_all_that_is_staged_arrives_once() {
+    model("three submitters, a queue each", 5_000, || all_that_is_staged_arrives_once(3, 5, 3));
+    model("three submitters on one queue", 5_000, || all_that_is_staged_arrives_once(3, 5, 1));
+}
