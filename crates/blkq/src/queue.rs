@@ -263,7 +263,8 @@ impl Queue {
             self.leave_if_idle();
         } else if !self.waiting.is_empty() || !self.admit(index, ring) {
             if flags.contains(BioFlags::NO_WAIT) {
-                return self.end_bio(index, Err(Status::Again));
+                self.end_bio(index, Err(Status::Again));
+                return self.want_no_tags();
             }
             self.waiting.push_back(&mut self.bios, index);
         }
@@ -335,7 +336,10 @@ impl Queue {
 
     /// Turns waiting bios into requests while there are tags.
     pub(crate) fn admit_waiting(&mut self, mut ring: Option<&mut Ring>) {
-        if self.waiting.is_empty() || !(self.entered || self.enter(ring.as_deref_mut())) {
+        if self.waiting.is_empty() {
+            return self.want_no_tags();
+        }
+        if !(self.entered || self.enter(ring.as_deref_mut())) {
             return;
         }
         while let Some(index) = self.waiting.pop_front(&mut self.bios) {
@@ -349,8 +353,15 @@ impl Queue {
             }
             self.end_bio(index, Err(Status::Again));
         }
-        // Nothing needs a tag any more: a wake-up is for another queue.
-        if let Some(waiter) = &mut self.sharing {
+        self.want_no_tags();
+    }
+
+    /// If nothing needs a tag any more, a wake-up is for another queue.
+    #[inline]
+    fn want_no_tags(&mut self) {
+        if let Some(waiter) = &mut self.sharing
+            && self.waiting.is_empty()
+        {
             self.tags.cancel_wait(waiter);
         }
     }
@@ -591,10 +602,11 @@ impl Queue {
         if !self.entered && (self.flush.is_wanted() || changed) {
             return true;
         }
-        // At rest only a freeze, or want of shared tags, can have held up what waits.
+        // At rest only a freeze, or want of shared tags, can have held up what waits. Whoever
+        // was woken while it ran must look again: nobody wakes it twice.
         let may_get = match &self.sharing {
             None => !self.entered,
-            Some(_) => self.tags.may_get(self.in_use) && self.tags.in_use() < u32::from(self.tags.depth()),
+            Some(waiter) => self.tags.may_get(self.in_use) && !self.tags.is_waiting(waiter),
         };
         may_get && !self.waiting.is_empty()
     }

@@ -333,6 +333,11 @@ impl TagSet {
         seq_cst_for_loom();
     }
 
+    /// Whether it waits and has not been woken.
+    pub fn is_waiting(&self, waiter: &WaiterId) -> bool {
+        self.waiters.contains(waiter)
+    }
+
     /// Ends the wait of one that took a tag.
     pub fn finish_wait(&self, waiter: &mut WaiterId) {
         self.waiters.remove(waiter);

@@ -107,6 +107,12 @@ impl Waiters {
         }
     }
 
+    /// Whether it waits and has not been woken.
+    pub fn contains(&self, waiter: &WaiterId) -> bool {
+        let (queue, bit) = waiter.place();
+        waiter.waits && self.queues[queue].load(SeqCst) & bit != 0
+    }
+
     /// Whether it had been woken.
     pub fn remove(&self, waiter: &mut WaiterId) -> bool {
         if !std::mem::take(&mut waiter.waits) {
