@@ -329,15 +329,16 @@ impl Queue {
     /// Whether something waits although nothing holds it up now: a freeze ended, or another
     /// queue gave tags back, after this one had looked and before it said that it sleeps.
     fn was_held_up(&self) -> bool {
-        if !self.entered {
-            return !self.waiting.is_empty()
-                || self.flush.is_wanted()
-                || self.disk.control.generation() != self.generation;
+        let changed = self.disk.control.generation() != self.generation;
+        if !self.entered && (self.flush.is_wanted() || changed) {
+            return true;
         }
-        self.sharing.is_some()
-            && !self.waiting.is_empty()
-            && self.tags.may_get(self.in_use)
-            && self.tags.in_use() < u32::from(self.tags.depth())
+        // At rest only a freeze, or want of shared tags, can have held up what waits.
+        let may_get = match &self.sharing {
+            None => !self.entered,
+            Some(_) => self.tags.may_get(self.in_use) && self.tags.in_use() < u32::from(self.tags.depth()),
+        };
+        may_get && !self.waiting.is_empty()
     }
 
     /// Whether all that can end has: of a disk that is stopped nothing else does.
