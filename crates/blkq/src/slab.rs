@@ -142,6 +142,19 @@ impl BioSlot {
         }
     }
 
+    /// Gives the memory back, if it is one buffer.
+    #[inline(always)]
+    pub fn take_buffer(&mut self) -> Option<IoBuffer> {
+        if self.data.kind != DataKind::Buffer {
+            return None;
+        }
+        self.data.kind = DataKind::None;
+        let DataWords { word: ptr, len, registered, .. } = self.data;
+        // SAFETY: `DataWords::of` took a buffer apart, and the kind said that it was not
+        // taken since.
+        Some(unsafe { IoBuffer::from_segment(Segment { ptr, len, registered }) })
+    }
+
     /// Gives the memory back.
     #[inline]
     pub fn take_data(&mut self) -> Data {
@@ -150,8 +163,7 @@ impl BioSlot {
         match kind {
             DataKind::None => Data::None,
             DataKind::Buffer => {
-                // SAFETY: `DataWords::of` took a buffer apart, and the kind says that it was
-                // not taken since.
+                // SAFETY: as in `take_buffer`.
                 Data::Buffer(unsafe { IoBuffer::from_segment(Segment { ptr: word, len, registered }) })
             }
             // SAFETY: as above, with the box of an owner.
@@ -298,7 +310,11 @@ impl BioSlab {
         let slot = &mut self.slots[index as usize];
         self.free = slot.next;
         self.used += 1;
-        slot.data = bio.data;
+        // Word by word, for the reason that `DataWords` gives.
+        slot.data.word = bio.data.word;
+        slot.data.len = bio.data.len;
+        slot.data.registered = bio.data.registered;
+        slot.data.kind = bio.data.kind;
         slot.set_end(bio.end);
         slot.sector = bio.sector;
         slot.sectors = bio.sectors;
