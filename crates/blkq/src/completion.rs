@@ -8,7 +8,8 @@ use crate::buffer::Data;
 use crate::error::{IoResult, Status};
 use crate::gate::Direction;
 use crate::queue::Queue;
-use crate::request::{FlushStep, NIL, RequestState, SlotMarks, Tag};
+use crate::request::{RequestState, Tag};
+use crate::slab::{FlushStep, NIL, SlotMarks};
 use crate::stats::{Counter, StatsBatch};
 use crate::sync::{Arc, Condvar, Mutex, lock};
 

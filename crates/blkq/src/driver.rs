@@ -11,8 +11,9 @@ use crate::clock::Clock;
 use crate::disk::QUEUES_MAX;
 use crate::error::{Error, ErrorKind, IoResult};
 use crate::limits::QueueLimits;
-use crate::request::{BioSlab, NIL, Request, Tag};
+use crate::request::{Request, Tag};
 use crate::ring::{Cqe, Ring, Token};
+use crate::slab::{BioSlab, NIL};
 use crate::tags::Wake;
 
 /// A device: what it is, how large, what it can do, and how its queues are opened.

@@ -76,6 +76,7 @@
 //! handed back and does not end. The contracts in full, each with its tests, are in
 //! ARCHITECTURE.md; what survives which loss is in docs/durability.md.
 
+mod accept;
 pub mod bio;
 pub mod buffer;
 pub mod clock;
@@ -103,6 +104,7 @@ pub mod request;
 pub mod ring;
 pub mod sched;
 pub mod sector;
+mod slab;
 mod software;
 mod split;
 pub mod stats;

@@ -3,9 +3,10 @@
 use crate::bio::{BioFlags, Operation};
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
-use crate::request::{FlushStep, NIL, Request, Tag};
+use crate::request::{Request, Tag};
 use crate::sched::MergeSide;
 use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::slab::{FlushStep, NIL};
 
 /// Flags that keep a bio or a request alone.
 pub(crate) const ALONE: BioFlags =

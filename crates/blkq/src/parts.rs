@@ -7,8 +7,8 @@ use crate::buffer::Segment;
 use crate::completion::End;
 use crate::error::{IoResult, Status};
 use crate::queue::Queue;
-use crate::request::{DataWords, Memory, NewBio, SlotMarks};
 use crate::sector::SECTOR_SHIFT;
+use crate::slab::{DataWords, Memory, NewBio, SlotMarks};
 use crate::split;
 use crate::stats::Counter;
 

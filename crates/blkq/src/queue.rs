@@ -6,10 +6,10 @@
 //! ring and perhaps several queues.
 
 use std::collections::VecDeque;
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
-use crate::bio::{Bio, BioFlags, Completion, Operation};
+use crate::accept::FastLimits;
+use crate::bio::Completion;
 use crate::buffer::{Data, IoBuffer};
 use crate::clock::Clock;
 use crate::completion::End;
@@ -19,13 +19,12 @@ use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::flush::FlushMachine;
 use crate::limits::QueueLimits;
 use crate::plug::Plug;
-use crate::request::{BioList, BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
+use crate::request::{Request, Tag};
 use crate::ring::{Cqe, Ring};
 use crate::sched::Scheduler;
-use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::split;
-use crate::stats::{Counter, StatsWriter};
-use crate::tags::{TagBatch, TagHint, TagSet, WaiterId};
+use crate::slab::{BioList, BioSlab};
+use crate::stats::StatsWriter;
+use crate::tags::{TagHint, TagSet, WaiterId};
 
 /// Bios that a queue takes for each of its tags before it refuses more.
 const BIOS_PER_TAG: u32 = 8;
@@ -38,48 +37,6 @@ const ZEROES_BYTES: u32 = 64 << 10;
 fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
     let longest = limits.max_segment_bytes & !(limits.logical_block_bytes - 1);
     IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
-}
-
-/// The limits in the units of the fast path, so that it is a few compares.
-#[derive(Clone, Copy)]
-pub(crate) struct FastLimits {
-    capacity_sectors: u64,
-    /// Bits that must be zero in the sector and the length.
-    block_mask: u64,
-    /// Largest read and write that surely need no split; 0 sends all through the slow path.
-    whole_sectors: [u64; 2],
-}
-
-impl FastLimits {
-    fn new(limits: &QueueLimits) -> FastLimits {
-        let whole = limits.max_request_bytes.min(limits.max_segment_bytes);
-        let whole = if limits.chunk_bytes == 0 { u64::from(whole >> SECTOR_SHIFT) } else { 0 };
-        FastLimits {
-            capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
-            block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
-            whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
-        }
-    }
-
-    /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
-    #[inline]
-    fn fits(
-        &self,
-        operation: Operation,
-        flags: BioFlags,
-        sector: Sector,
-        sectors: u64,
-        data: DataWords,
-    ) -> bool {
-        // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
-        let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
-        (sector.0 | sectors) & self.block_mask == 0
-            && sectors.wrapping_sub(1) < whole
-            && sectors <= data.buffer_sectors()
-            && sector.0 <= self.capacity_sectors
-            && sectors <= self.capacity_sectors - sector.0
-            && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
-    }
 }
 
 /// One hardware queue of a disk, owned by one thread.
@@ -126,7 +83,7 @@ pub(crate) struct Queue {
     /// The driver was not to be given requests when there were some.
     pub(crate) held_back: bool,
     /// The place among the tag set's waiters, if other queues use the set too.
-    sharing: Option<WaiterId>,
+    pub(crate) sharing: Option<WaiterId>,
     /// Ends owed to the request gate: reads, writes.
     pub(crate) gate_owed: [u32; 2],
     pub(crate) zeroes: IoBuffer,
@@ -227,221 +184,6 @@ impl Queue {
         self.disk.hardware_queue(self.index)
     }
 
-    /// Takes a bio of the queue's owner. What is wrong with the bio itself is told in
-    /// its completion.
-    ///
-    /// # Errors
-    /// The bio, when the queue has no room; there will be some after a completion.
-    #[inline]
-    pub fn submit(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
-        if self.bios.room() == 0 {
-            return Err(bio);
-        }
-        let end = End::Owner(bio.user_data);
-        self.accept(bio, end, SlotMarks::empty(), ring);
-        Ok(())
-    }
-
-    /// Makes the bio this queue's own and sends it on its way.
-    #[inline]
-    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, mut ring: Option<&mut Ring>) {
-        if !self.entered {
-            self.enter(ring.as_deref_mut());
-        }
-        let bio = ManuallyDrop::new(bio);
-        let Bio { operation, flags, sector, sectors, .. } = *bio;
-        // SAFETY: the bio is not dropped.
-        let data = unsafe { DataWords::of(&bio.data) };
-        let plain = self.fast.fits(operation, flags, sector, sectors, data);
-        let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        let index =
-            self.bios.insert(NewBio { operation, flags, sector, sectors, data, end, marks, start_ns });
-        if !plain {
-            self.accept_slow(index);
-            self.admit_waiting(ring);
-            // It may have ended already: then nobody need poll for a freeze to go on.
-            self.leave_if_idle();
-        } else if !self.waiting.is_empty() || !self.admit(index, ring) {
-            if flags.contains(BioFlags::NO_WAIT) {
-                return self.end_bio(index, Err(Status::Again));
-            }
-            self.waiting.push_back(&mut self.bios, index);
-        }
-    }
-
-    /// What is not one legal piece of reading or writing: checks, flush sequences,
-    /// splits, emulation.
-    fn accept_slow(&mut self, index: u32) {
-        if let Err(status) = self.check(index) {
-            return self.end_bio(index, Err(status));
-        }
-        let slot = &mut self.bios[index];
-        if slot.operation == Operation::Flush {
-            return self.begin_flush(index);
-        }
-        if slot.sectors == 0 {
-            return self.end_bio(index, Ok(()));
-        }
-        if slot.operation != Operation::WriteZeroes {
-            // It means nothing to other operations, and their drivers did not declare it.
-            slot.flags.remove(BioFlags::NO_UNMAP);
-        }
-        if !self.limits.write_cache {
-            slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
-        }
-        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) {
-            return self.begin_flush_sequence(index);
-        }
-        self.begin_data(index);
-    }
-
-    /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
-    pub(crate) fn check(&self, index: u32) -> IoResult {
-        let slot = &self.bios[index];
-        if slot.operation == Operation::Flush {
-            return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
-        }
-        if slot.operation.is_write() && self.limits.read_only {
-            return Err(Status::ReadOnly);
-        }
-        let offset = slot.sector.0.checked_mul(512).ok_or(Status::Invalid)?;
-        let length = slot.sectors.checked_mul(512).ok_or(Status::Invalid)?;
-        self.limits.check_range(offset, length)?;
-        let is_write = slot.operation.is_write();
-        if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
-            return Err(Status::Invalid);
-        }
-        // The memory of a part is its parent's, checked with that.
-        if slot.operation.has_data() && slot.parent == NIL {
-            slot.with_segments(|segments| {
-                if length > u64::from(u32::MAX) {
-                    return Err(Status::Invalid);
-                }
-                split::check_memory(&self.limits, segments, length)
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Puts a bio at the end of those that wait for a tag.
-    pub(crate) fn wait(&mut self, index: u32) {
-        let slot = &self.bios[index];
-        let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
-        if !may_wait && (!self.waiting.is_empty() || !self.entered) {
-            return self.end_bio(index, Err(Status::Again));
-        }
-        self.waiting.push_back(&mut self.bios, index);
-    }
-
-    /// Turns waiting bios into requests while there are tags.
-    pub(crate) fn admit_waiting(&mut self, mut ring: Option<&mut Ring>) {
-        if self.waiting.is_empty() || !(self.entered || self.enter(ring.as_deref_mut())) {
-            return;
-        }
-        while let Some(index) = self.waiting.pop_front(&mut self.bios) {
-            if self.admit(index, ring.as_deref_mut()) {
-                continue;
-            }
-            let slot = &self.bios[index];
-            if !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL {
-                self.waiting.push_front(&mut self.bios, index);
-                return;
-            }
-            self.end_bio(index, Err(Status::Again));
-        }
-        // Nothing needs a tag any more: a wake-up is for another queue.
-        if let Some(waiter) = &mut self.sharing {
-            self.tags.cancel_wait(waiter);
-        }
-    }
-
-    /// Makes the bio part of a request under the plug: merged with one, or its own.
-    /// False if there is no tag.
-    #[inline]
-    fn admit(&mut self, index: u32, ring: Option<&mut Ring>) -> bool {
-        if self.settings.merge && self.try_merge(index) {
-            return true;
-        }
-        let Some(tag) = self.take_tag() else { return false };
-        self.build(tag, index);
-        self.plug_request(tag, ring);
-        true
-    }
-
-    /// A tag, out of the plug's batch.
-    #[inline]
-    fn take_tag(&mut self) -> Option<Tag> {
-        match self.plug.tags.next() {
-            Some(tag) => Some(tag),
-            None => self.refill_tags(),
-        }
-    }
-
-    #[cold]
-    fn refill_tags(&mut self) -> Option<Tag> {
-        // A frozen disk takes no new request; those in flight end.
-        if !self.entered || self.disk.control.is_frozen() {
-            return None;
-        }
-        let want = self.plug.tags_wanted(self.waiting.len() as usize);
-        self.plug.tags = match &self.sharing {
-            None => self.tags.get_batch(&mut self.hint, want),
-            Some(_) => self.get_shared_tags(),
-        };
-        let tag = self.plug.tags.next();
-        if tag.is_none() {
-            self.stats.count(Counter::TagWaits, 1);
-        }
-        tag
-    }
-
-    /// A tag of a set that other queues use too: never more than the fair share, and a
-    /// queue that finds none is woken when another gives some back.
-    fn get_shared_tags(&mut self) -> TagBatch {
-        let Some(waiter) = &mut self.sharing else { return TagBatch::default() };
-        if !self.tags.may_get(self.in_use) {
-            return TagBatch::default();
-        }
-        let mut batch = self.tags.get_batch(&mut self.hint, 1);
-        if batch.is_empty() {
-            self.tags.prepare_wait(waiter);
-            batch = self.tags.get_batch(&mut self.hint, 1);
-        }
-        if !batch.is_empty() {
-            self.tags.finish_wait(waiter);
-        }
-        batch
-    }
-
-    /// Makes a request of one bio.
-    #[inline]
-    pub(crate) fn build(&mut self, tag: Tag, index: u32) {
-        let segments = self.bios.count_segments(index, &self.zeroes);
-        let slot = &mut self.bios[index];
-        slot.next = NIL;
-        let request = &mut self.requests[tag.index()];
-        debug_assert!(request.state == RequestState::Idle);
-        // Field by field: a literal would go through the stack (see `DataWords`).
-        request.sector = slot.sector;
-        request.sectors = slot.sectors;
-        request.first_bio = index;
-        request.last_bio = index;
-        request.segments = segments;
-        request.start_ns = slot.start_ns;
-        request.operation = slot.operation;
-        request.flags = slot.flags;
-        request.state = RequestState::Busy;
-        request.pdu = [0; 2];
-        self.in_use += 1;
-        if self.settings.iostats {
-            if slot.start_ns == 0 {
-                // Statistics were off when the bio came.
-                request.start_ns = self.clock.now_ns();
-            }
-            self.plug.count(slot.operation, request.start_ns);
-        }
-    }
-
     /// The queue goes from rest to having requests, and takes over what changed meanwhile.
     /// False while the disk is frozen.
     #[cold]
@@ -458,7 +200,7 @@ impl Queue {
 
     /// The queue is at rest again, if it has no request any more.
     #[inline]
-    fn leave_if_idle(&mut self) {
+    pub(crate) fn leave_if_idle(&mut self) {
         if self.entered && self.in_use == 0 {
             self.entered = false;
             if self.sharing.is_some() {
@@ -587,15 +329,16 @@ impl Queue {
     /// Whether something waits although nothing holds it up now: a freeze ended, or another
     /// queue gave tags back, after this one had looked and before it said that it sleeps.
     fn was_held_up(&self) -> bool {
-        if !self.entered {
-            return !self.waiting.is_empty()
-                || self.flush.is_wanted()
-                || self.disk.control.generation() != self.generation;
+        let changed = self.disk.control.generation() != self.generation;
+        if !self.entered && (self.flush.is_wanted() || changed) {
+            return true;
         }
-        self.sharing.is_some()
-            && !self.waiting.is_empty()
-            && self.tags.may_get(self.in_use)
-            && self.tags.in_use() < u32::from(self.tags.depth())
+        // At rest only a freeze, or want of shared tags, can have held up what waits.
+        let may_get = match &self.sharing {
+            None => !self.entered,
+            Some(_) => self.tags.may_get(self.in_use) && self.tags.in_use() < u32::from(self.tags.depth()),
+        };
+        may_get && !self.waiting.is_empty()
     }
 
     /// Whether all that can end has: of a disk that is stopped nothing else does.

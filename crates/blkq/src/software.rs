@@ -14,10 +14,10 @@ use crate::limits::QueueLimits;
 use crate::merge;
 use crate::pending::PendingMap;
 use crate::queue::Queue;
-use crate::request::SlotMarks;
 use crate::ring::Ring;
 use crate::sched::MergeSide;
 use crate::sector::Sector;
+use crate::slab::SlotMarks;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock, try_lock};
 

@@ -109,7 +109,7 @@ mod tests {
 
     use super::*;
     use crate::limits::tests::limits;
-    use crate::request::slice_segments;
+    use crate::slab::slice_segments;
 
     fn segment(len: u32) -> Segment {
         Segment { ptr: std::ptr::without_provenance_mut(4096), len, registered: Segment::UNREGISTERED }

@@ -259,6 +259,38 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
     });
 }
 
+/// Clock ticks (usually of 10 ms) that the threads of this name have run.
+fn ticks_of(name: &str) -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).ok());
+    let fields = stats.filter_map(|stat| {
+        let (begin, rest) = stat.rsplit_once(") ")?;
+        begin.ends_with(name).then(|| rest.split(' ').map(str::to_owned).collect::<Vec<_>>())
+    });
+    fields.map(|fields| fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()).sum()
+}
+
+#[test]
+fn a_queue_that_has_no_request_sleeps_until_another_gives_a_tag_back() {
+    within(60, || {
+        let completion = NullCompletion::Timer(500_000_000);
+        let null = Null::new(NullOptions { completion, ..NullOptions::new(1 << 20) }).unwrap();
+        let disk = Disk::builder(Box::new(null)).queues(2).shared_tags(true).depth(1).build().unwrap();
+        let _engines: Vec<_> = (0..2)
+            .map(|index| EngineThread::spawn("sleeper", vec![(disk.clone(), index)]).unwrap())
+            .collect();
+        let (sender, ends) = channel();
+        for mut submitter in [disk.submitter(), disk.submitter()] {
+            let sender = sender.clone();
+            let read = Bio::read(Sector(0), filled(512, 0), 0);
+            submitter.submit(read, move |result, _| sender.send(result).unwrap());
+        }
+        let before = ticks_of("sleeper");
+        assert_eq!((ends.recv().unwrap(), ends.recv().unwrap()), (Ok(()), Ok(())));
+        assert!(ticks_of("sleeper") < before + 10, "it runs all the time");
+    });
+}
+
 #[test]
 fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
     within(60, || {

@@ -26,7 +26,7 @@ pub(super) const SENT: u64 = 1;
 const ACCEPTED: u64 = 2;
 const CANCELLED: u64 = 3;
 
-/// How long accepting rests after it failed for want of descriptors or memory.
+/// How long accepting rests after it failed.
 const ACCEPT_REST_NS: u64 = 100_000_000;
 /// How long unused buffers are kept.
 const IDLE_NS: u64 = 1_000_000_000;
@@ -190,8 +190,9 @@ impl NbdSource {
             if self.registry.admit(self.core.options.connections_max) {
                 self.place(cx, socket);
             }
-        } else if matches!(-cqe.result, libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) {
-            // Again at once would only fail again.
+        } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
+            // For want of descriptors or memory, or because the socket was shut down by another
+            // process that has it: again at once would only fail again.
             self.accept_at_ns = cx.now_ns() + ACCEPT_REST_NS;
         }
     }

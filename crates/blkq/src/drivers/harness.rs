@@ -12,9 +12,10 @@ use crate::clock::{Clock, ClockMode};
 use crate::completion::End;
 use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult};
-use crate::request::{BioSlab, DataWords, NIL, NewBio, Request, RequestState, SlotMarks, Tag};
+use crate::request::{Request, RequestState, Tag};
 use crate::ring::{Cqe, Ring, Token};
 use crate::sector::Sector;
+use crate::slab::{BioSlab, DataWords, NIL, NewBio, SlotMarks};
 use crate::tags::Wake;
 
 pub(super) const TAGS: usize = 64;

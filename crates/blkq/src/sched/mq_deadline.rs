@@ -6,8 +6,9 @@ use std::collections::VecDeque;
 
 use super::{MergeSide, Scheduler};
 use crate::bio::Operation;
-use crate::request::{NIL, Request, Tag};
+use crate::request::{Request, Tag};
 use crate::sector::Sector;
+use crate::slab::NIL;
 
 const NS_PER_MS: u64 = 1_000_000;
 
