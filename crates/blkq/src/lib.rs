@@ -13,7 +13,7 @@
 //!
 //! # Three ways in
 //!
-//! | who submits | with what | waits for a tag | ends arrive |
+//! | who submits | with what | waits for room | ends arrive |
 //! |---|---|---|---|
 //! | the thread that owns the queue | [`LocalQueue`] | never: the bio is handed back | [`LocalQueue::completions`] |
 //! | any other thread | [`Submitter`] | yes, at the [`gate`] | return value, or callback on the owner's thread |
