@@ -529,7 +529,6 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Sources own memory that the kernel may still use; closing the ring first ends that.
         // Who waits for an answer, to these or to what was posted too late, sees it dropped.
         let late = lock(&self.handle.0.messages).take();
         drop(late);

@@ -298,6 +298,9 @@ impl Queue {
         self.plug.return_tags(&self.tags);
         self.clock.invalidate();
         self.leave_if_idle();
+        if self.gate_owed != [0; 2] {
+            self.pay_gate();
+        }
         self.tell_ended();
     }
 
@@ -314,7 +317,9 @@ impl Queue {
 
     /// When the queue wants to run at the latest, in nanoseconds of the monotonic clock.
     pub fn deadline_ns(&self) -> Option<u64> {
-        [self.driver.deadline_ns(), self.rerun_at_ns, self.flush.deadline_ns()].into_iter().flatten().min()
+        // A frozen disk flushes when it thaws.
+        let flush_ns = if self.disk.control.is_frozen() { None } else { self.flush.deadline_ns() };
+        [self.driver.deadline_ns(), self.rerun_at_ns, flush_ns].into_iter().flatten().min()
     }
 
     /// Whether other threads have left work, or ends are waiting to be fetched.
@@ -377,6 +382,7 @@ impl Drop for Queue {
         // Memory of I/O in flight belongs to the kernel until it completes: whoever drops
         // a queue drains it first (LocalQueue and Engine do); what is left is leaked, not freed.
         if self.bios.len() > 0 {
+            self.bios.take_ends().for_each(|end| end.tell(Err(Status::Offline), Data::None));
             std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
         }
         self.plug.return_tags(&self.tags);

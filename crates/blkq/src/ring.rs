@@ -80,6 +80,8 @@ pub struct Ring {
     files: Vec<u32>,
     buffers: Vec<u16>,
     counters: RingCounters,
+    /// Completions taken before they were asked for.
+    early: Vec<Cqe>,
 }
 
 impl Ring {
@@ -116,7 +118,7 @@ impl Ring {
             Err(_) => Vec::new(),
         };
         let files = (0..FILE_SLOTS).rev().collect();
-        Ok(Ring { uring, probe, files, buffers, counters: RingCounters::default() })
+        Ok(Ring { uring, probe, files, buffers, counters: RingCounters::default(), early: Vec::new() })
     }
 
     /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
@@ -151,7 +153,19 @@ impl Ring {
         // SAFETY: the caller's promise.
         while unsafe { self.uring.submission().push(&entry) }.is_err() {
             self.submit();
+            if self.uring.submission().is_full() {
+                self.make_room();
+            }
         }
+    }
+
+    /// The kernel takes nothing more while its completions are not taken (EBUSY), or while
+    /// it has no memory (EAGAIN): takes them, for [`Ring::reap_all`] to give out.
+    #[cold]
+    fn make_room(&mut self) {
+        let mut early = std::mem::take(&mut self.early);
+        self.reap_all(&mut early);
+        self.early = early;
     }
 
     /// Whether there is anything to submit.
@@ -191,6 +205,7 @@ impl Ring {
 
     /// Moves every completion that has arrived to the end of `into`.
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
+        into.append(&mut self.early);
         let before = into.len();
         into.extend(self.uring.completion().map(|cqe| Cqe {
             token: Token(cqe.user_data()),

@@ -58,7 +58,9 @@ impl DataWords {
                 DataWords { word: ptr, len, registered, kind: DataKind::Buffer }
             }
             Data::Segments(owner) => {
-                let word = (&raw const **owner).cast_mut().cast();
+                // SAFETY: the caller forgets the box that is read here.
+                let owner = unsafe { std::ptr::read(owner) };
+                let word = Box::into_raw(owner).cast();
                 DataWords { word, len: 0, registered: 0, kind: DataKind::Segments }
             }
         }
@@ -288,6 +290,12 @@ impl BioSlab {
             slot.next = if next < capacity { next } else { NIL };
         }
         BioSlab { slots, free: if capacity == 0 { NIL } else { 0 }, used: 0, capacity }
+    }
+
+    /// Takes the ends of all bios in flight, to be told that nothing will come of them. Their
+    /// memory stays with whoever may still use it.
+    pub fn take_ends(&mut self) -> impl Iterator<Item = End> {
+        self.slots.iter_mut().map(BioSlot::take_end)
     }
 
     /// Bios in flight.
