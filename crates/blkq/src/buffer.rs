@@ -92,6 +92,11 @@ impl IoBuffer {
         IoBuffer { ptr, len: segment.len, registered: segment.registered }
     }
 
+    /// Whether a ring knows the buffer (see [`Ring::register_buffer`](crate::Ring::register_buffer)).
+    pub fn is_registered(&self) -> bool {
+        self.registered != Segment::UNREGISTERED
+    }
+
     /// Notes that the ring knows this memory as registered buffer `index`.
     pub(crate) fn set_registered(&mut self, index: u16) {
         self.registered = index;

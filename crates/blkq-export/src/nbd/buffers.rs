@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use blkq::IoBuffer;
+use blkq::{IoBuffer, Ring};
 
 use super::proto::PAYLOAD_MAX_BYTES;
 
@@ -16,6 +16,10 @@ const FREE_MAX_BYTES: usize = 2 * PAYLOAD_MAX_BYTES as usize;
 /// Every connection may always have so many bytes: whoever takes all the rest, requests of
 /// the usual size go on.
 const OWN_BYTES: usize = 256 << 10;
+
+/// Largest buffer that is registered with the ring, which then need not pin its pages for
+/// each direct I/O. Larger ones are too few and too short-lived.
+const REGISTERED_MAX_BYTES: usize = 64 << 10;
 
 /// The buffers of one engine's connections.
 pub(super) struct BufferPool {
@@ -40,7 +44,7 @@ impl BufferPool {
     }
 
     /// A buffer of at least `bytes` (at most [`PAYLOAD_MAX_BYTES`]), with whatever was in it.
-    pub fn take(&mut self, bytes: u32) -> IoBuffer {
+    pub fn take(&mut self, bytes: u32, ring: &mut Ring) -> IoBuffer {
         self.used += 1;
         let size = Self::size(bytes);
         match self.free[Self::class(size)].pop() {
@@ -48,14 +52,21 @@ impl BufferPool {
                 self.free_bytes -= size;
                 buffer
             }
-            None => IoBuffer::zeroed(size),
+            None => {
+                let mut buffer = IoBuffer::zeroed(size);
+                if size <= REGISTERED_MAX_BYTES {
+                    ring.register_buffer(&mut buffer);
+                }
+                buffer
+            }
         }
     }
 
     /// Gives a buffer of [`BufferPool::take`] back.
     pub fn put(&mut self, buffer: IoBuffer) {
         self.used -= 1;
-        if self.free_bytes + buffer.len() <= FREE_MAX_BYTES {
+        // What is registered is kept: it goes when the pool is trimmed.
+        if self.free_bytes + buffer.len() <= FREE_MAX_BYTES || buffer.is_registered() {
             self.free_bytes += buffer.len();
             self.free[Self::class(buffer.len())].push(buffer);
         }
@@ -67,7 +78,10 @@ impl BufferPool {
     }
 
     /// Gives all free memory back to the system.
-    pub fn trim(&mut self) {
+    pub fn trim(&mut self, ring: &mut Ring) {
+        for mut buffer in self.free.iter_mut().flat_map(|free| free.drain(..)) {
+            ring.unregister_buffer(&mut buffer);
+        }
         self.free = [const { Vec::new() }; CLASSES];
         self.free_bytes = 0;
         // SAFETY: only gives unused pages of the heap back.
@@ -162,16 +176,17 @@ mod tests {
 
     #[test]
     fn the_pool_keeps_a_bounded_amount() {
+        let mut ring = Ring::new(8).unwrap();
         let mut pool = BufferPool::new();
         for bytes in [PAYLOAD_MAX_BYTES, PAYLOAD_MAX_BYTES / 2, PAYLOAD_MAX_BYTES / 4] {
-            let taken: Vec<IoBuffer> = (0..6).map(|_| pool.take(bytes)).collect();
+            let taken: Vec<IoBuffer> = (0..6).map(|_| pool.take(bytes, &mut ring)).collect();
             taken.into_iter().for_each(|buffer| pool.put(buffer));
             assert!(pool.free_bytes <= FREE_MAX_BYTES);
         }
         let kept: usize = pool.free.iter().flatten().map(|buffer| buffer.len()).sum();
         assert_eq!(kept, pool.free_bytes);
         assert!(pool.is_idle());
-        pool.trim();
+        pool.trim(&mut ring);
         assert!(!pool.is_idle());
     }
 }

@@ -344,16 +344,16 @@ impl Connection {
     fn begin(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
         match request.command {
             Command::Write => {
-                let buffer = core.buffers.take(request.length as u32);
+                let buffer = core.buffers.take(request.length as u32, cx.ring());
                 self.incoming = Some(Incoming { request, buffer, received: 0 });
             }
             Command::Read => {
-                let buffer = core.buffers.take(request.length as u32);
+                let buffer = core.buffers.take(request.length as u32, cx.ring());
                 self.submit(request, Operation::Read, request.length, buffer.into(), core, cx);
             }
             Command::Cache => {
                 let length = request.length.min(CACHE_MAX_BYTES);
-                let buffer = core.buffers.take(length as u32);
+                let buffer = core.buffers.take(length as u32, cx.ring());
                 self.submit(request, Operation::Read, length, buffer.into(), core, cx);
             }
             Command::Flush => self.submit(request, Operation::Flush, 0, Data::None, core, cx),

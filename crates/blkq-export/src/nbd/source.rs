@@ -288,7 +288,7 @@ impl NbdSource {
             self.make_all_ready();
         }
         if self.idle_since_ns.is_some_and(|since_ns| now_ns >= since_ns + IDLE_NS) {
-            self.core.buffers.trim();
+            self.core.buffers.trim(cx.ring());
             self.idle_since_ns = None;
         }
     }
