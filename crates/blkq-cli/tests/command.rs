@@ -345,7 +345,8 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
 fn settings_and_size_change_while_it_is_attached() {
     let place = Place::new("set");
     let image = place.image("disk.img", 1 << 20);
-    place.done(&["attach", &image, "--name", "d"]);
+    place.done(&["attach", &image, "--name", "d", "--scheduler", "kyber"]);
+    assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], "kyber");
     place.done(&["set", "d", "depth=16", "scheduler=mq-deadline", "direct-io=off", "read-only=on"]);
     let shown = place.json(&["show", "d", "--json"]);
     assert_eq!(
