@@ -49,7 +49,7 @@ impl Device {
             .name(name)
             .queues(usize::from(args.queues))
             .depth(args.depth)
-            .scheduler(args.scheduler.kind()?)
+            .scheduler(args.scheduler.kind())
             .merge(!args.no_merge)
             .batching(!args.no_batching)
             .iostats(!args.no_iostats)

@@ -345,7 +345,8 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
 fn settings_and_size_change_while_it_is_attached() {
     let place = Place::new("set");
     let image = place.image("disk.img", 1 << 20);
-    place.done(&["attach", &image, "--name", "d"]);
+    place.done(&["attach", &image, "--name", "d", "--scheduler", "kyber"]);
+    assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], "kyber");
     place.done(&["set", "d", "depth=16", "scheduler=mq-deadline", "direct-io=off", "read-only=on"]);
     let shown = place.json(&["show", "d", "--json"]);
     assert_eq!(
@@ -356,6 +357,10 @@ fn settings_and_size_change_while_it_is_attached() {
     let line = place.refused(&["set", "d", "depth=8", "bogus=1", "depth=4"]);
     assert!(line.contains("bogus=1") && line.contains("done before: depth"), "{line}");
     assert_eq!(place.json(&["show", "d", "--json"])["settings"]["depth"], "8");
+    for scheduler in ["kyber", "none"] {
+        place.done(&["set", "d", &format!("scheduler={scheduler}")]);
+        assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], scheduler);
+    }
     place.done(&["set", "d", "read-only=off"]);
     assert_eq!(place.done(&["resize", "d", "3M"]), "3M\n");
     assert_eq!(fs::metadata(&image).unwrap().len(), 3 << 20);
@@ -470,7 +475,7 @@ fn one_device_may_have_several_addresses() {
 #[test]
 fn what_this_build_lacks_is_refused() {
     let place = Place::new("lacks");
-    for words in [["--export", "ublk"], ["--export", "vhost-user-blk"], ["--scheduler", "kyber"]] {
+    for words in [["--export", "ublk"], ["--export", "vhost-user-blk"]] {
         assert!(place.refused(&["attach", "ram:1M", words[0], words[1]]).contains("does not have it"));
     }
     place.refused(&["attach", "ram:1M", "--direct-io", "on"]);

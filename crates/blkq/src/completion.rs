@@ -99,6 +99,9 @@ impl Queue {
         self.rerun_at_ns = None;
         let mut completed = std::mem::take(&mut self.completed);
         let count = completed.len() as u32;
+        if self.scheduler.is_some() {
+            self.tell_scheduler(&completed);
+        }
         let mut batch = StatsBatch::default();
         for &(tag, result) in &completed {
             self.end_request(tag, result, &mut batch);
@@ -117,6 +120,14 @@ impl Queue {
             self.pay_gate();
         }
         self.tell_ended();
+    }
+
+    /// Of its requests that ended, and others: most disks have no scheduler.
+    #[cold]
+    fn tell_scheduler(&mut self, completed: &[(Tag, IoResult)]) {
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.completed(completed, self.clock.now_ns());
+        }
     }
 
     #[inline]

@@ -359,8 +359,10 @@ impl Queue {
             self.plug.publish(&mut self.stats);
         }
         self.dispatch.extend(self.plug.requests.drain(..));
-        while let Some(tag) = self.scheduler.as_mut().and_then(|s| s.dispatch(&self.requests, 0)) {
-            self.dispatch.push_back(tag);
+        if let Some(scheduler) = &mut self.scheduler {
+            // Not by dispatching: it may want others to end before.
+            let tags = (0..self.requests.len()).map(|index| Tag(index as u16));
+            self.dispatch.extend(tags.filter(|&tag| scheduler.remove(tag)));
         }
         self.started += self.dispatch.len() as u32;
         self.completed.extend(self.dispatch.drain(..).map(|tag| (tag, Err(Status::Offline))));

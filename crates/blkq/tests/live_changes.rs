@@ -239,10 +239,10 @@ fn the_depth_in_force_is_the_most_that_the_driver_has() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
     let (disk, mut queue) = device.open();
     for depth in [1u16, 2, 5, 128, 3] {
-        for scheduler in ["none", "mq-deadline"] {
+        for scheduler in blkq::SchedulerKind::ALL {
             change(&mut queue, &disk, |disk| {
                 disk.set("depth", &depth.to_string()).unwrap();
-                disk.set("scheduler", scheduler).unwrap();
+                disk.set("scheduler", scheduler.name()).unwrap();
             });
             device.state().held_max = 0;
             for n in 0..300 {

@@ -90,8 +90,9 @@ fn threads_get_back_what_they_wrote() {
     within(60, || {
         let ram = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).depth(3).build().unwrap();
         let device = cached_device(3);
-        let checked = device.builder().depth(5).scheduler(blkq::SchedulerKind::MqDeadline).build().unwrap();
-        for disk in [ram, checked] {
+        let ordered = device.builder().depth(5).scheduler(blkq::SchedulerKind::MqDeadline).build().unwrap();
+        let limited = cached_device(4).builder().scheduler(blkq::SchedulerKind::Kyber).build().unwrap();
+        for disk in [ram, ordered, limited] {
             let engine = engine(&disk);
             let rounds = under_load(&disk, 16, || std::thread::sleep(Duration::from_millis(500)));
             assert!(rounds > 100, "{rounds}");
@@ -201,7 +202,7 @@ fn every_setting_can_change_under_load() {
         under_load(&disk, 8, || {
             let values = [
                 ("depth", ["1", "2", "64", "128"]),
-                ("scheduler", ["none", "mq-deadline", "none", "mq-deadline"]),
+                ("scheduler", ["none", "mq-deadline", "kyber", "mq-deadline"]),
                 ("merge", ["off", "on", "off", "on"]),
                 ("iostats", ["off", "on", "off", "on"]),
                 ("clock", ["precise", "cached", "precise", "cached"]),
@@ -356,6 +357,33 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
             assert_eq!(common::drain(&mut queue).len(), 10);
             drop(queue);
             disk.set("depth", "1").unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_queue_that_goes_ends_what_its_scheduler_holds() {
+    within(60, || {
+        for scheduler in blkq::SchedulerKind::ALL {
+            let device = cached_device(5);
+            let disk = device.builder().scheduler(scheduler).build().unwrap();
+            let mut queue = disk.open_queue(0).unwrap();
+            disk.quiesce();
+            let (sender, ends) = channel();
+            let mut submitter = disk.submitter();
+            for n in 0..40 {
+                let sender = sender.clone();
+                submitter.submit(Bio::write_zeroes(Sector(n * 16), 8, 0), move |result, _| {
+                    let _ = sender.send(result);
+                });
+            }
+            drop((submitter, sender));
+            (0..10).for_each(|_| queue.poll());
+            // More than kyber has tokens for; what did not get beyond that is staged still.
+            assert!(queue.in_flight() > 16);
+            drop(queue);
+            assert_eq!(ends.iter().collect::<Vec<_>>(), [Err(Status::Offline); 40], "{scheduler}");
+            device.assert_legal();
         }
     });
 }

@@ -157,16 +157,11 @@ pub enum Scheduler {
 
 impl Scheduler {
     /// The block layer's.
-    ///
-    /// # Errors
-    /// If this build does not have it.
-    pub fn kind(self) -> Outcome<SchedulerKind> {
+    pub fn kind(self) -> SchedulerKind {
         match self {
-            Scheduler::None => Ok(SchedulerKind::None),
-            Scheduler::MqDeadline => Ok(SchedulerKind::MqDeadline),
-            Scheduler::Kyber => Err(Failure::new(
-                "--scheduler kyber: this build of blkq does not have it; use mq-deadline or none",
-            )),
+            Scheduler::None => SchedulerKind::None,
+            Scheduler::MqDeadline => SchedulerKind::MqDeadline,
+            Scheduler::Kyber => SchedulerKind::Kyber,
         }
     }
 }
@@ -261,7 +256,7 @@ impl Args {
                 "--export {name}: this build of blkq does not have it; use --export nbd"
             )));
         }
-        self.scheduler.kind().map(|_| ())
+        Ok(())
     }
 
     /// Prints what the user needs to know of the new device.

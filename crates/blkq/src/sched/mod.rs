@@ -6,12 +6,14 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::bio::Operation;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, IoResult};
 use crate::request::{Request, Tag};
 use crate::sector::Sector;
 
+mod kyber;
 mod mq_deadline;
 
+use kyber::Kyber;
 use mq_deadline::MqDeadline;
 
 /// The schedulers that a disk can be set to.
@@ -22,17 +24,22 @@ pub enum SchedulerKind {
     None,
     /// In the order of positions, reads before writes, with a deadline for each request.
     MqDeadline,
+    /// First come, first served of each operation, with a share of the device for each
+    /// that follows from the latencies seen.
+    Kyber,
 }
 
 impl SchedulerKind {
     /// Every kind.
-    pub const ALL: [SchedulerKind; 2] = [SchedulerKind::None, SchedulerKind::MqDeadline];
+    pub const ALL: [SchedulerKind; 3] =
+        [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber];
 
     /// The name by which it is chosen.
     pub const fn name(self) -> &'static str {
         match self {
             SchedulerKind::None => "none",
             SchedulerKind::MqDeadline => "mq-deadline",
+            SchedulerKind::Kyber => "kyber",
         }
     }
 
@@ -41,6 +48,7 @@ impl SchedulerKind {
         match self {
             SchedulerKind::None => None,
             SchedulerKind::MqDeadline => Some(Box::new(MqDeadline::new(tags))),
+            SchedulerKind::Kyber => Some(Box::new(Kyber::new(tags))),
         }
     }
 }
@@ -79,7 +87,8 @@ pub(crate) trait Scheduler: Send {
     /// Takes a request.
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
-    /// Gives the request that is next to the driver.
+    /// Gives the request that is next to the driver. None if there is none, or if those
+    /// held have to wait until one that was given ends.
     fn dispatch(&mut self, requests: &[Request], now_ns: u64) -> Option<Tag>;
 
     /// A request held that `sectors` from `sector` on would continue without a gap.
@@ -108,6 +117,9 @@ pub(crate) trait Scheduler: Send {
 
     /// How many requests are held.
     fn len(&self) -> usize;
+
+    /// The driver ended these requests, whether all of them came through here or not.
+    fn completed(&mut self, _completed: &[(Tag, IoResult)], _now_ns: u64) {}
 }
 
 #[cfg(test)]

@@ -1,0 +1,290 @@
+//! kyber: for fast devices. Requests keep their order within a domain; each domain has
+//! tokens for so many requests in the driver, and gives them out in batches, in turn.
+//! Where the device is congested the domains that meet their latency target give way to
+//! those that miss it. The rules and defaults are those of block/kyber-iosched.c, except
+//! that each queue has tokens of its own, and that writes may take all of theirs, because
+//! bios do not say whether somebody waits for them.
+
+use std::collections::VecDeque;
+
+use super::{MergeSide, Scheduler};
+use crate::bio::Operation;
+use crate::error::IoResult;
+use crate::merge;
+use crate::request::{Request, Tag};
+use crate::sector::Sector;
+
+const NS_PER_MS: u64 = 1_000_000;
+
+const READ: usize = 0;
+const WRITE: usize = 1;
+const DISCARD: usize = 2;
+const OTHER: usize = 3;
+
+/// Requests that a bio is compared with, youngest first (blk_bio_list_merge).
+const MERGE_CANDIDATES: usize = 8;
+
+/// Latencies are counted in quarters of the domain's target; the last bucket is open.
+const BUCKETS: usize = 8;
+/// Buckets of latencies within the target, and so the steps in which depths change.
+const GOOD_BUCKETS: usize = 4;
+/// From the first completion to the look at the latencies.
+const LOOK_AFTER_NS: u64 = 100 * NS_PER_MS;
+/// Samples that a percentile is taken of, or the age of the first that is enough.
+const SAMPLES: u32 = 500;
+const SAMPLES_AGE_NS: u64 = 1_000 * NS_PER_MS;
+
+fn domain_of(operation: Operation) -> usize {
+    match operation {
+        Operation::Read => READ,
+        Operation::Write => WRITE,
+        Operation::Discard => DISCARD,
+        Operation::WriteZeroes | Operation::Flush => OTHER,
+    }
+}
+
+/// How often latencies of which size were seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Histogram([u32; BUCKETS]);
+
+impl Histogram {
+    fn count(&mut self, latency_ns: u64, target_ns: u64) {
+        let bucket = latency_ns.saturating_sub(1) / (target_ns / GOOD_BUCKETS as u64);
+        self.0[bucket.min(BUCKETS as u64 - 1) as usize] += 1;
+    }
+
+    /// The bucket that `percent` of the samples do not exceed.
+    fn percentile(&self, percent: u64) -> usize {
+        let samples: u64 = self.0.iter().map(|&count| u64::from(count)).sum();
+        let mut left = (samples * percent).div_ceil(100);
+        let reached = self.0.iter().position(|&count| {
+            left = left.saturating_sub(u64::from(count));
+            left == 0
+        });
+        reached.unwrap_or(BUCKETS - 1)
+    }
+}
+
+/// What has been seen of a domain since its percentiles were last taken.
+#[derive(Debug, Default)]
+struct Samples {
+    /// From when the driver got the request.
+    io: Histogram,
+    /// From when the scheduler got it.
+    total: Histogram,
+    count: u32,
+    first_ns: u64,
+}
+
+/// Requests of one sort.
+#[derive(Debug)]
+struct Domain {
+    /// In order of arrival, with room for every tag.
+    held: VecDeque<Tag>,
+    in_flight: u32,
+    /// Tokens: most requests in flight, and the most that they may become.
+    depth: u32,
+    depth_max: u32,
+    /// Most requests of a batch.
+    batch: u32,
+    /// Without one, latencies are not looked at.
+    target_ns: Option<u64>,
+    samples: Samples,
+    /// The bucket of the last 99th percentile of the total latency, until it is used up.
+    p99: Option<usize>,
+}
+
+impl Domain {
+    fn new(tags: usize, depth: u32, batch: u32, target_ms: Option<u64>) -> Domain {
+        Domain {
+            held: VecDeque::with_capacity(tags),
+            in_flight: 0,
+            depth,
+            depth_max: depth,
+            batch,
+            target_ns: target_ms.map(|target| target * NS_PER_MS),
+            samples: Samples::default(),
+            p99: None,
+        }
+    }
+
+    fn sample(&mut self, entry: &Entry, now_ns: u64) {
+        let Some(target_ns) = self.target_ns else { return };
+        if self.samples.count == 0 {
+            self.samples.first_ns = now_ns;
+        }
+        self.samples.count += 1;
+        self.samples.io.count(now_ns.saturating_sub(entry.dispatched_ns), target_ns);
+        self.samples.total.count(now_ns.saturating_sub(entry.inserted_ns), target_ns);
+    }
+
+    /// The samples, if they say enough.
+    fn take_samples(&mut self, now_ns: u64) -> Option<Samples> {
+        let Samples { count, first_ns, .. } = self.samples;
+        let aged = count > 0 && now_ns.saturating_sub(first_ns) >= SAMPLES_AGE_NS;
+        (count >= SAMPLES || aged).then(|| std::mem::take(&mut self.samples))
+    }
+}
+
+/// The times of a request, by its tag.
+#[derive(Clone, Debug, Default)]
+struct Entry {
+    inserted_ns: u64,
+    dispatched_ns: u64,
+    /// The domain whose token it has.
+    token: Option<usize>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Kyber {
+    domains: [Domain; 4],
+    entries: Box<[Entry]>,
+    /// The domain of the current batch, and how many requests it had.
+    batch_domain: usize,
+    batched: u32,
+    look_at_ns: Option<u64>,
+}
+
+impl Kyber {
+    pub fn new(tags: usize) -> Kyber {
+        Kyber {
+            domains: [
+                Domain::new(tags, 256, 16, Some(2)),
+                Domain::new(tags, 128, 8, Some(10)),
+                Domain::new(tags, 64, 1, Some(5_000)),
+                Domain::new(tags, 16, 1, None),
+            ],
+            entries: vec![Entry::default(); tags].into_boxed_slice(),
+            batch_domain: READ,
+            batched: 0,
+            look_at_ns: None,
+        }
+    }
+
+    /// The oldest request of the batch's domain, if there is a token for it.
+    fn take(&mut self, now_ns: u64) -> Option<Tag> {
+        let domain = &mut self.domains[self.batch_domain];
+        if domain.in_flight >= domain.depth {
+            return None;
+        }
+        let tag = domain.held.pop_front()?;
+        domain.in_flight += 1;
+        self.batched += 1;
+        let entry = &mut self.entries[tag.index()];
+        (entry.dispatched_ns, entry.token) = (now_ns, Some(self.batch_domain));
+        Some(tag)
+    }
+
+    /// Sets the depths by the latencies seen: a domain that misses its target gets more;
+    /// one that meets it gives way, but only if the device itself is slow for somebody.
+    fn adjust_depths(&mut self, now_ns: u64) {
+        let mut congested = false;
+        let seen = self.domains.each_mut().map(|domain| {
+            let samples = domain.take_samples(now_ns)?;
+            congested |= samples.io.percentile(90) >= GOOD_BUCKETS;
+            Some(samples.total.percentile(99))
+        });
+        for (domain, seen) in self.domains.iter_mut().zip(seen) {
+            // Domains collect enough samples at different times: what is known of one is
+            // kept for the next congestion, but limits it once only.
+            let p99 = if congested {
+                seen.or(domain.p99.take())
+            } else {
+                domain.p99 = seen.or(domain.p99);
+                seen
+            };
+            if let Some(p99) = p99
+                && (congested || p99 >= GOOD_BUCKETS)
+            {
+                let depth = domain.depth * (p99 as u32 + 1) / GOOD_BUCKETS as u32;
+                domain.depth = depth.clamp(1, domain.depth_max);
+            }
+        }
+    }
+}
+
+impl Scheduler for Kyber {
+    fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64) {
+        let entry = &mut self.entries[tag.index()];
+        debug_assert!(entry.token.is_none());
+        entry.inserted_ns = now_ns;
+        self.domains[domain_of(requests[tag.index()].operation)].held.push_back(tag);
+    }
+
+    fn dispatch(&mut self, _requests: &[Request], now_ns: u64) -> Option<Tag> {
+        if self.batched < self.domains[self.batch_domain].batch
+            && let Some(tag) = self.take(now_ns)
+        {
+            return Some(tag);
+        }
+        // The domain had its batch, or has no request, or no token: it is the last to be next.
+        self.batched = 0;
+        for _ in 0..self.domains.len() {
+            self.batch_domain = (self.batch_domain + 1) % self.domains.len();
+            if let Some(tag) = self.take(now_ns) {
+                return Some(tag);
+            }
+        }
+        None
+    }
+
+    fn find_merge(
+        &self,
+        requests: &[Request],
+        operation: Operation,
+        sector: Sector,
+        sectors: u64,
+    ) -> Option<(Tag, MergeSide)> {
+        let held = &self.domains[domain_of(operation)].held;
+        held.iter().rev().take(MERGE_CANDIDATES).find_map(|&tag| {
+            let request = &requests[tag.index()];
+            let side = merge::side(request.sector, request.end(), sector, sectors)?;
+            (request.operation == operation).then_some((tag, side))
+        })
+    }
+
+    fn merged(&mut self, _tag: Tag, _requests: &[Request]) {}
+
+    /// Requests that have come to touch stay two.
+    fn find_neighbour(&self, _requests: &[Request], _tag: Tag, _side: MergeSide) -> Option<Tag> {
+        None
+    }
+
+    fn joined(&mut self, kept: Tag, gone: Tag) {
+        let inserted_ns = self.entries[gone.index()].inserted_ns;
+        let entry = &mut self.entries[kept.index()];
+        entry.inserted_ns = entry.inserted_ns.min(inserted_ns);
+        self.remove(gone);
+    }
+
+    fn remove(&mut self, tag: Tag) -> bool {
+        self.domains.iter_mut().any(|domain| {
+            let place = domain.held.iter().position(|&held| held == tag);
+            place.and_then(|place| domain.held.remove(place)).is_some()
+        })
+    }
+
+    fn len(&self) -> usize {
+        self.domains.iter().map(|domain| domain.held.len()).sum()
+    }
+
+    fn completed(&mut self, completed: &[(Tag, IoResult)], now_ns: u64) {
+        for (tag, _) in completed {
+            let entry = &mut self.entries[tag.index()];
+            if let Some(number) = entry.token.take() {
+                let domain = &mut self.domains[number];
+                domain.in_flight -= 1;
+                domain.sample(entry, now_ns);
+            }
+        }
+        if now_ns >= *self.look_at_ns.get_or_insert(now_ns + LOOK_AFTER_NS) {
+            self.look_at_ns = None;
+            self.adjust_depths(now_ns);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "kyber_tests.rs"]
+mod tests;
