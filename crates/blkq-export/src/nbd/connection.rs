@@ -3,7 +3,7 @@
 //! Requests wait in the kernel's socket buffer, not here, when the client has too much
 //! in flight: nothing more is received until replies have left.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -16,6 +16,7 @@ use super::handshake::{Export, Handshake, INPUT_BYTES, Next};
 use super::outgoing::Outgoing;
 use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
+use super::rest::{Rest, Resting};
 use super::source::{Core, Pending, RECEIVED, SENT, token};
 use super::status::ConnectionStatus;
 use super::transmission::{Request, Step, Transmission};
@@ -31,11 +32,6 @@ const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<Extent>();
 /// Bytes that a client must at least take, or send of a payload, per second.
 const RATE_MIN: u64 = 1 << 20;
 const NS_PER_SECOND: u64 = 1_000_000_000;
-/// How long a connection rests, at most how many requests came before it does, and how
-/// many bytes of replies its client has not read.
-const REST_NS: u64 = 100_000;
-const REST_REQUESTS_MAX: u64 = 24;
-const REST_UNREAD_BYTES: i32 = 64 << 10;
 
 enum Phase {
     Handshake(Handshake, Vec<Export>),
@@ -100,13 +96,7 @@ pub(super) struct Connection {
     handshake_until_ns: u64,
     send_until_ns: u64,
     payload_until_ns: u64,
-    /// Until when nothing is received, 0 if that is not so.
-    rest_until_ns: u64,
-    /// Whether all that was asked had been answered when the last bytes came: then the client
-    /// is what is waited for, not the device.
-    device_idle: bool,
-    /// Requests when it was last considered to rest.
-    requests_at_rest: u64,
+    rest: Rest,
     receive_iovecs: [libc::iovec; 2],
     receive_message: libc::msghdr,
     /// Whether it is on its source's list for this turn.
@@ -148,9 +138,7 @@ impl Connection {
             handshake_until_ns,
             send_until_ns: u64::MAX,
             payload_until_ns: u64::MAX,
-            rest_until_ns: 0,
-            device_idle: false,
-            requests_at_rest: 0,
+            rest: Rest::default(),
             receive_iovecs: [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2],
             // SAFETY: a msghdr of zeroes is an empty message.
             receive_message: unsafe { std::mem::zeroed() },
@@ -164,8 +152,7 @@ impl Connection {
 
     /// When something of this connection is due.
     pub fn deadline_ns(&self) -> u64 {
-        let rest_until_ns = if self.rest_until_ns == 0 { u64::MAX } else { self.rest_until_ns };
-        self.client_until_ns().min(rest_until_ns)
+        self.client_until_ns().min(self.rest.until_ns())
     }
 
     /// When its client is late.
@@ -246,7 +233,9 @@ impl Connection {
         } else if !self.send_armed && !self.gathering.is_empty() {
             self.send(core, cx);
         }
-        if hungry && !self.receive_armed && !self.rests(core, cx) {
+        if !hungry || self.receive_armed {
+            self.rest.end();
+        } else if !self.rests(core, cx) {
             self.receive(core, cx);
         }
         self.publish();
@@ -468,34 +457,23 @@ impl Connection {
         self.gathering.replies += 1;
     }
 
-    /// Whether to look for requests later: few came, though the client has many replies to
-    /// read, and the device has nothing to do for it. The client does not wait for us, and what
-    /// it sends meanwhile is done in one go, for half the processor time.
+    /// Whether to look for requests later.
     fn rests(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) -> bool {
-        if self.rest_until_ns != 0 {
-            // Looked at again in the same turn, or woken by another's deadline.
-            let resting = cx.now_ns() < self.rest_until_ns;
-            if resting {
-                core.expect_deadline(self.rest_until_ns);
-            } else {
-                self.rest_until_ns = 0;
-                self.requests_at_rest = self.counters.requests;
-                // What came meanwhile is there at once.
-                self.drained = false;
+        if self.incoming.is_some() || self.ending != Ending::No {
+            self.rest.end();
+            return false;
+        }
+        match self.rest.consider(self.counters.requests, cx.now_ns(), self.socket.as_fd()) {
+            Resting::Until(until_ns) => {
+                core.expect_deadline(until_ns);
+                true
             }
-            return resting;
+            Resting::Ended => {
+                self.drained = false;
+                false
+            }
+            Resting::No => false,
         }
-        let few = self.counters.requests - self.requests_at_rest <= REST_REQUESTS_MAX;
-        self.requests_at_rest = self.counters.requests;
-        if !few || !self.device_idle || self.incoming.is_some() || self.ending != Ending::No {
-            return false;
-        }
-        if unread_bytes(self.socket.as_raw_fd()) < REST_UNREAD_BYTES {
-            return false;
-        }
-        self.rest_until_ns = cx.now_ns() + REST_NS;
-        core.expect_deadline(self.rest_until_ns);
-        true
     }
 
     /// Sends all that was gathered.
@@ -564,7 +542,7 @@ impl Connection {
     /// A receive ended with a count of bytes, or a negative errno.
     pub fn received(&mut self, result: i32) {
         self.receive_armed = false;
-        self.device_idle = self.outstanding == self.sending.replies + self.gathering.replies;
+        self.rest.device_idle = self.outstanding == self.sending.replies + self.gathering.replies;
         if result <= 0 {
             match -result {
                 libc::EINTR | libc::EAGAIN => {}
@@ -598,14 +576,6 @@ fn transfer_until_ns(bytes: u64, core: &mut Core, cx: &SourceContext<'_>) -> u64
     let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
     core.expect_deadline(until_ns);
     until_ns
-}
-
-/// Memory of a socket that its peer has not yet taken, in bytes.
-fn unread_bytes(socket: i32) -> i32 {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: SIOCOUTQ (the same number as TIOCOUTQ) writes one int.
-    let result = unsafe { libc::ioctl(socket, libc::TIOCOUTQ, &raw mut bytes) };
-    if result == 0 { bytes } else { 0 }
 }
 
 fn iovec(bytes: &mut [u8]) -> libc::iovec {

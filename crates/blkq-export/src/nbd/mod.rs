@@ -10,6 +10,7 @@ mod listener;
 mod outgoing;
 pub mod proto;
 pub mod reply;
+mod rest;
 mod server;
 mod source;
 mod status;
