@@ -114,7 +114,9 @@ impl Queue {
             return self.begin_flush(index);
         }
         if slot.sectors == 0 {
-            return self.end_bio(index, Ok(()));
+            // Without data what is left of a write with PREFLUSH is the flush.
+            let flushes = slot.flags.contains(BioFlags::PREFLUSH);
+            return if flushes { self.begin_flush(index) } else { self.end_bio(index, Ok(())) };
         }
         if slot.operation != Operation::WriteZeroes {
             // It means nothing to other operations, and their drivers did not declare it.

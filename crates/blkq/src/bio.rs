@@ -83,7 +83,8 @@ pub struct Bio {
     pub flags: BioFlags,
     /// Where it begins. Must be 0 for a flush.
     pub sector: Sector,
-    /// How long it is, in 512-byte sectors. 0 only for a flush.
+    /// How long it is, in 512-byte sectors. 0 for a flush; any other operation then does nothing,
+    /// but that PREFLUSH still flushes.
     pub sectors: u64,
     /// Memory to fill or to write.
     pub data: Data,

@@ -61,6 +61,17 @@ fn fua_of_write_zeroes_and_discard_flushes_after() {
 }
 
 #[test]
+fn an_empty_write_with_preflush_is_a_flush() {
+    let device = cached(true, Finish::AtOnce);
+    let (_disk, mut queue) = device.open();
+    run(&mut queue, write(3, BioFlags::empty(), 5));
+    let empty = Bio { sectors: 0, ..write(0, BioFlags::PREFLUSH, 1) };
+    assert_eq!(run(&mut queue, empty).result, Ok(()));
+    assert_eq!(operations(&device), [W, F]);
+    assert_eq!(device.state().durable[3 << 9], 5);
+}
+
+#[test]
 fn without_a_write_cache_nothing_flushes() {
     let device = Device::plain(Behaviour::default());
     let (_disk, mut queue) = device.open();
