@@ -312,12 +312,12 @@ impl Disk {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
         match key {
-            "scheduler" => settings.scheduler = parse(key, value)?,
+            "scheduler" => settings.scheduler = value.parse()?,
             "depth" => settings.depth = self.parse_depth(value)?,
             "merge" => settings.merge = parse_switch(key, value)?,
             "batching" => settings.batching = parse_switch(key, value)?,
             "iostats" => settings.iostats = parse_switch(key, value)?,
-            "clock" => settings.clock = parse(key, value)?,
+            "clock" => settings.clock = value.parse()?,
             "read-only" => {
                 let read_only = parse_switch(key, value)?;
                 return self.frozen(|| self.set_read_only(read_only));
@@ -461,10 +461,6 @@ impl Disk {
             self.gate.leave(submitter::direction(staged.operation), 1);
         }
     }
-}
-
-fn parse<T: std::str::FromStr<Err = Error>>(_key: &str, value: &str) -> Result<T, Error> {
-    value.parse()
 }
 
 fn parse_switch(key: &str, value: &str) -> Result<bool, Error> {

@@ -119,7 +119,8 @@ impl LocalQueue {
         self.queue.flush(self.ring.as_mut());
     }
 
-    /// The next completion, oldest first.
+    /// The next completion, oldest first. Those behind it move up: where there are many,
+    /// [`LocalQueue::completions`] is the way.
     pub fn take_completion(&mut self) -> Option<Completion> {
         if self.queue.done.is_empty() {
             return None;

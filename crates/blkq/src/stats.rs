@@ -86,8 +86,6 @@ pub enum Counter {
     Requeues,
     /// A bio was cut because it broke the limits.
     Splits,
-    /// Memory that broke the limits was copied.
-    Bounces,
     /// The clock was read.
     ClockReads,
     /// A bio had to wait for a tag.
@@ -98,14 +96,13 @@ pub enum Counter {
 
 impl Counter {
     /// Number of counters.
-    pub const COUNT: usize = 8;
+    pub const COUNT: usize = 7;
     /// Every counter, in the order of its number.
     pub const ALL: [Counter; Self::COUNT] = [
         Counter::PlugFlushes,
         Counter::DispatchBatches,
         Counter::Requeues,
         Counter::Splits,
-        Counter::Bounces,
         Counter::ClockReads,
         Counter::TagWaits,
         Counter::NegativeLatencies,
@@ -118,7 +115,6 @@ impl Counter {
             Counter::DispatchBatches => "dispatch-batches",
             Counter::Requeues => "requeues",
             Counter::Splits => "splits",
-            Counter::Bounces => "bounces",
             Counter::ClockReads => "clock-reads",
             Counter::TagWaits => "tag-waits",
             Counter::NegativeLatencies => "negative-latencies",
