@@ -62,17 +62,15 @@ struct Progress {
     done: u64,
     /// Attempts in a row that came to nothing.
     attempts: u64,
-    /// The space is freed or zeroed; what remains is to make that durable.
-    syncing: bool,
 }
 
 impl Progress {
     fn load(words: &[u64; 2]) -> Progress {
-        Progress { done: words[0], attempts: words[1] >> 1, syncing: words[1] & 1 != 0 }
+        Progress { done: words[0], attempts: words[1] }
     }
 
     fn store(self, words: &mut [u64; 2]) {
-        *words = [self.done, self.attempts << 1 | u64::from(self.syncing)];
+        *words = [self.done, self.attempts];
     }
 }
 
@@ -188,7 +186,6 @@ impl LoopQueue {
         let fallocate = |mode| opcode::Fallocate::new(file, bytes).offset(offset).mode(mode).build();
         let punch_hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let entry = match operation {
-            _ if progress.syncing => self.sync_entry(),
             Operation::Flush => self.sync_entry(),
             Operation::Read | Operation::Write => {
                 self.transfer_entry(cx, tags, offset, progress.done, in_turn)
@@ -283,7 +280,7 @@ impl LoopQueue {
             return self.again(cx, tags[0], progress, Status::Resource);
         }
         if !operation.has_data() {
-            return self.outcome_without_data(cx, tags[0], progress, result);
+            return self.outcome_without_data(cx, tags[0], result);
         }
         if result < 0 {
             return Outcome::Ended(Err(Status::from_errno(-result)));
@@ -297,7 +294,7 @@ impl LoopQueue {
         // Direct I/O can go on only at a multiple of its unit: an odd rest is done again.
         let done = reached - reached % self.align;
         if done > progress.done {
-            Progress { done, attempts: 0, ..progress }.store(cx.pdu(tags[0]));
+            Progress { done, attempts: 0 }.store(cx.pdu(tags[0]));
             return Outcome::Unfinished;
         }
         match (operation, result) {
@@ -316,25 +313,15 @@ impl LoopQueue {
         if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Ended(Err(spent)) }
     }
 
-    fn outcome_without_data(
-        &self,
-        cx: &mut DriverContext<'_>,
-        tag: Tag,
-        progress: Progress,
-        result: i32,
-    ) -> Outcome {
+    fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Outcome {
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());
         let shared = &self.shared;
         if result >= 0 {
-            if flags.contains(BioFlags::FUA) && operation.is_write() && !progress.syncing {
-                Progress { syncing: true, attempts: 0, ..progress }.store(cx.pdu(tag));
-                return Outcome::Unfinished;
-            }
             return Outcome::Ended(Ok(()));
         }
         let status = Status::from_errno(-result);
-        if operation == Operation::Flush || progress.syncing {
+        if operation == Operation::Flush {
             return Outcome::Ended(Err(status));
         }
         let by_command = operation == Operation::Discard && shared.discard_by_command.load(Relaxed);
