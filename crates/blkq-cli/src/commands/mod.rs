@@ -11,10 +11,12 @@ pub mod detach;
 pub mod features;
 pub mod generate;
 pub mod list;
+pub mod recover;
 pub mod resize;
 pub mod set;
 pub mod show;
 pub mod stat;
+pub mod upgrade;
 
 /// The multi-queue block layer in user space: serves image files as fast block devices.
 #[derive(Parser, Debug)]
@@ -24,8 +26,7 @@ pub mod stat;
     max_term_width = 100,
     after_help = "\
 Examples:
-  blkq attach disk.img                 serve an image; prints where clients find it
-  nbdcopy \"$(blkq attach disk.img)\" -  the same, and read it all
+  blkq attach disk.img                 serve an image; prints /dev/ublkb0, or an NBD URI
   blkq list                            what is attached
   blkq stat disk.img --interval 1      what it is doing
   blkq detach disk.img                 flush it and end it
@@ -55,6 +56,10 @@ pub enum Command {
     Resize(resize::Args),
     /// Flush a device and end it
     Detach(detach::Args),
+    /// Serve a block device again whose daemon died
+    Recover(recover::Args),
+    /// Hand a block device in use to a new daemon, of this program
+    Upgrade(upgrade::Args),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
     /// Write manual pages or shell completions into a directory
@@ -77,6 +82,8 @@ impl Command {
             Command::Set(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
+            Command::Recover(args) => args.run(),
+            Command::Upgrade(args) => args.run(),
             Command::Features(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),
         }

@@ -66,7 +66,9 @@ impl ControlDevice {
         let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH).map_err(|e| {
             let cure = match e.kind() {
                 io::ErrorKind::NotFound => "load the driver with modprobe ublk_drv",
-                io::ErrorKind::PermissionDenied => "become root, or have the administrator install the udev rules",
+                io::ErrorKind::PermissionDenied => {
+                    "become root, or have the administrator install the udev rules"
+                }
                 _ => "see docs/ublk.md",
             };
             Error::system(format!("cannot open {CONTROL_PATH} ({cure}, or use --export nbd)"), e)
@@ -88,8 +90,8 @@ impl ControlDevice {
         let Call { command, id, data, buffer, timeout } = call;
         // Others than root say by its path which device they mean, for its permissions to be
         // looked at; nothing needs a device to exist to make one or to ask for features.
-        let names_device = !self.privileged
-            && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
+        let names_device =
+            !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
         let path = if names_device { format!("{}\0", character_path(id)) } else { String::new() };
         let mut memory = [path.as_bytes(), &*buffer].concat();
         let request = ControlCommand {
@@ -187,8 +189,7 @@ impl ControlDevice {
     /// Whatever the kernel says.
     pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
         let mut info = DeviceInfo::new_zeroed();
-        let command =
-            if self.privileged { abi::Control::GetDevInfo } else { abi::Control::GetDevInfo2 };
+        let command = if self.privileged { abi::Control::GetDevInfo } else { abi::Control::GetDevInfo2 };
         let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
         match self.call(call) {
             Ok(()) => Ok(Some(info)),

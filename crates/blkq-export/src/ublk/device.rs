@@ -109,23 +109,22 @@ fn stop(control: &mut ControlDevice, id: u32, kernel: Features, force: bool) -> 
 }
 
 impl UblkDevice {
-    /// Makes a device of `disk` and serves it, one queue on each of `engines`.
+    /// Makes a device of `disk` and serves it, one queue on each of `engines`. One that is
+    /// `recoverable` outlives this process where the kernel and the user's rights allow it; any
+    /// other one goes with it.
     ///
     /// # Errors
     /// Whatever keeps it from being usable; nothing is left of it then.
-    pub fn start(disk: &Arc<Disk>, engines: &[EngineHandle]) -> Result<UblkDevice, Error> {
+    pub fn start(disk: &Arc<Disk>, engines: &[EngineHandle], recoverable: bool) -> Result<UblkDevice, Error> {
         let limits = disk.limits();
         let parameters = parameters(&limits)?;
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
-        let wanted = if control.is_privileged() {
-            kernel
-                & (Features::USER_RECOVERY
-                    | Features::USER_RECOVERY_REISSUE
-                    | Features::UPDATE_SIZE
-                    | Features::SAFE_STOP_DEV)
-        } else {
-            Features::UNPRIVILEGED_DEV
+        let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE;
+        let recovery = if recoverable { recovery } else { Features::empty() };
+        let wanted = match control.is_privileged() {
+            true => kernel & (recovery | Features::UPDATE_SIZE | Features::SAFE_STOP_DEV),
+            false => Features::UNPRIVILEGED_DEV,
         };
         let mut info = DeviceInfo {
             nr_hw_queues: engines.len() as u16,
@@ -183,7 +182,10 @@ impl UblkDevice {
             return refuse(ErrorKind::Invalid, "the image now has other blocks than the device; detach it");
         }
         if was.dev_sectors > is.dev_sectors {
-            return refuse(ErrorKind::Invalid, "the image is now smaller than the device; make it as large as it was, or detach the device");
+            return refuse(
+                ErrorKind::Invalid,
+                "the image is now smaller than the device; make it as large as it was, or detach the device",
+            );
         }
         let until = Instant::now() + TAKE_OVER_TIMEOUT;
         while let Err(error) = control.start_recovery(identity.id) {
@@ -343,7 +345,9 @@ fn open_node(path: &str) -> Result<File, Error> {
             Err(e) if Instant::now() > until => {
                 let cure = match e.kind() {
                     io::ErrorKind::NotFound => "mount a devtmpfs on /dev, or run udev",
-                    io::ErrorKind::PermissionDenied => "become root, or install the udev rules of docs/ublk.md",
+                    io::ErrorKind::PermissionDenied => {
+                        "become root, or install the udev rules of docs/ublk.md"
+                    }
                     _ => "see docs/ublk.md",
                 };
                 return Err(Error::system(format!("cannot open {path} ({cure})"), e));

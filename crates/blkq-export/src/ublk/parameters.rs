@@ -144,8 +144,7 @@ mod tests {
 
     #[test]
     fn blocks_larger_than_a_page_are_refused_with_the_cure() {
-        let limits =
-            QueueLimits { logical_block_bytes: 8192, physical_block_bytes: 8192, ..limits() };
+        let limits = QueueLimits { logical_block_bytes: 8192, physical_block_bytes: 8192, ..limits() };
         assert!(parameters(&limits).unwrap_err().to_string().contains("--export nbd"));
     }
 }

@@ -25,7 +25,8 @@ pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    let failed = |what: &'static str| move |e| Error::system(format!("cannot serve a block device: {what}"), e);
+    let failed =
+        |what: &'static str| move |e| Error::system(format!("cannot serve a block device: {what}"), e);
     configure_io_flusher_behavior(true).map_err(failed("PR_SET_IO_FLUSHER"))?;
     if !is_io_flusher().map_err(failed("PR_GET_IO_FLUSHER"))? {
         let message = "cannot serve a block device: PR_SET_IO_FLUSHER has no effect";
@@ -62,7 +63,8 @@ fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
     let needed = |point: &Path| {
         SYSTEM.iter().any(|path| point.starts_with(path)) || kept.iter().any(|path| path.starts_with(point))
     };
-    let mut points: Vec<PathBuf> = points.filter(|point| !needed(point) && *point != Path::new("/")).collect();
+    let mut points: Vec<PathBuf> =
+        points.filter(|point| !needed(point) && *point != Path::new("/")).collect();
     points.reverse();
     points
 }
@@ -72,7 +74,8 @@ fn unescape(text: &str) -> PathBuf {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let [byte, after @ ..] = rest {
-        let octal = after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        let octal =
+            after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
         match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
             Some(escaped) => {
                 bytes.push(escaped);

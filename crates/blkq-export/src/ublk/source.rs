@@ -13,8 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use blkq::{
-    Bio, BioFlags, Completion, Cqe, Data, Error, FileSlot, IoBuffer, Operation, Sector, Source,
-    SourceContext,
+    Bio, BioFlags, Completion, Cqe, Data, Error, FileSlot, IoBuffer, Operation, Sector, Source, SourceContext,
 };
 use io_uring::{opcode, types};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -314,7 +313,10 @@ mod tests {
         // Where it would be if the word were shifted, there is another flag.
         assert_eq!(zeroes(1 << 23).flags, BioFlags::empty());
         let flush = bio_of(&descriptor(abi::OP_FLUSH | 1 << 13, 0), &mut None).unwrap();
-        assert_eq!((flush.operation, flush.flags, flush.sector), (Operation::Flush, BioFlags::empty(), Sector(0)));
+        assert_eq!(
+            (flush.operation, flush.flags, flush.sector),
+            (Operation::Flush, BioFlags::empty(), Sector(0))
+        );
     }
 
     #[test]

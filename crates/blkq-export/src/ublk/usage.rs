@@ -22,12 +22,12 @@ pub(super) fn busy(path: &str, why: &str) -> Error {
 /// [`ErrorKind::Busy`] if somebody uses it.
 pub(super) fn claim(path: &str) -> Result<File, Error> {
     let held =
-        OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path).map_err(|e| {
-            match e.raw_os_error() {
+        OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path).map_err(
+            |e| match e.raw_os_error() {
                 Some(libc::EBUSY) => busy(path, "it, or a partition of it, is mounted or claimed"),
                 _ => Error::system(format!("cannot open {path}"), e),
-            }
-        })?;
+            },
+        )?;
     match opener(path) {
         Some(who) => Err(busy(path, &format!("process {who} has it open"))),
         None => Ok(held),
@@ -44,7 +44,11 @@ fn opener(path: &str) -> Option<String> {
         let pid = name.to_str().filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && *name != this);
         // Others' processes, or one that has just ended.
         let (Some(pid), Ok(fds)) = (pid, fs::read_dir(process.path().join("fd"))) else { continue };
-        if fds.flatten().filter_map(|fd| fs::read_link(fd.path()).ok()).any(|target| is_part_of(&target, path)) {
+        if fds
+            .flatten()
+            .filter_map(|fd| fs::read_link(fd.path()).ok())
+            .any(|target| is_part_of(&target, path))
+        {
             let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
             return Some(format!("{pid} ({})", command.trim()));
         }
@@ -89,7 +93,8 @@ mod tests {
         fs::write(&path, "").unwrap();
         let path_text = path.to_str().unwrap();
         assert_eq!(opener(path_text), None);
-        let mut child = std::process::Command::new("sleep").arg("60").stdin(File::open(&path).unwrap()).spawn().unwrap();
+        let mut child =
+            std::process::Command::new("sleep").arg("60").stdin(File::open(&path).unwrap()).spawn().unwrap();
         let found = opener(path_text);
         child.kill().unwrap();
         child.wait().unwrap();
