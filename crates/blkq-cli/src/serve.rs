@@ -373,10 +373,15 @@ fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Exports {
 /// Whether this process may make ublk devices.
 fn ublk_is_usable() -> bool {
     load_driver();
-    ControlDevice::open().is_ok_and(|mut control| {
-        let features = control.features();
-        features.is_ok_and(|has| control.is_privileged() || has.contains(Features::UNPRIVILEGED_DEV))
-    })
+    let usable = || {
+        let mut control = ControlDevice::open()?;
+        let features = control.features()?;
+        Ok(control.is_privileged() || features.contains(Features::UNPRIVILEGED_DEV))
+    };
+    // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
+    // serve a block device.
+    let answer = std::thread::spawn(usable).join();
+    answer.is_ok_and(|usable: Result<bool, blkq::Error>| usable.unwrap_or(false))
 }
 
 /// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
