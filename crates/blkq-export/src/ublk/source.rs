@@ -266,9 +266,9 @@ impl Source for QueueSource {
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
-        self.retry_refused(cx);
-        // A server that goes leaves them to the next one.
+        // A server that goes leaves the rest to the next one.
         if !self.forced {
+            self.retry_refused(cx);
             let mut arrived = std::mem::take(&mut self.arrived);
             arrived.drain(..).for_each(|tag| self.begin(cx, tag));
             self.arrived = arrived;
@@ -284,7 +284,13 @@ impl Source for QueueSource {
     /// server goes and leaves the device to another.
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
         self.stopping = true;
-        self.forced |= force;
+        if force && !self.forced {
+            self.forced = true;
+            cx.ring().abandon();
+            // They are not in flight, and go to the next server with the rest. The kernel may
+            // still be in their buffers.
+            self.in_flight -= self.refused.len();
+        }
         self.release(cx);
     }
 
