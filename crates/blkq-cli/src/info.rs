@@ -53,14 +53,14 @@ pub struct StateFile {
     pub image: String,
     /// Where clients find it.
     pub exports: Vec<String>,
-    /// The kernel's block device that outlives the daemon, if there is one.
+    /// The kernel's block device, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub ublk: Option<Recovery>,
+    pub ublk: Option<BlockDevice>,
 }
 
-/// What a new daemon needs to take over the kernel's block device of another.
+/// The kernel's block device, and what a new daemon needs to take it over.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Recovery {
+pub struct BlockDevice {
     /// The number N of `/dev/ublkbN`.
     pub id: u32,
     /// Tells it from another device of that number.
@@ -73,7 +73,7 @@ pub struct Recovery {
 
 impl StateFile {
     /// The part of `info` that is kept in a file.
-    pub fn new(info: &DeviceInfo, ublk: Option<Recovery>) -> StateFile {
+    pub fn new(info: &DeviceInfo, ublk: Option<BlockDevice>) -> StateFile {
         StateFile {
             name: info.name.clone(),
             pid: info.pid,
@@ -84,7 +84,7 @@ impl StateFile {
     }
 }
 
-impl Recovery {
+impl BlockDevice {
     /// The device that is meant.
     pub fn identity(&self) -> Identity {
         Identity { id: self.id, cookie: self.cookie }

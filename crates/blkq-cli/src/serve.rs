@@ -11,12 +11,12 @@ use blkq::clock::monotonic_ns;
 use blkq::drivers::{self, DriverOptions, DriverSpec, Opened};
 use blkq::{Disk, EngineHandle, EngineThread, ErrorKind, QueueLimits};
 use blkq_export::nbd::{ConnectionInfo, Listen, NbdExport, NbdOptions, NbdServer};
-use blkq_export::ublk::{CONTROL_PATH, ControlDevice, Features, UblkDevice, process};
+use blkq_export::ublk::{CONTROL_PATH, ControlDevice, Features, Identity, UblkDevice, process};
 use rustix::process::geteuid;
 
 use crate::commands::attach::{Address, Args, Export, SectorSize, image_text, own_words};
 use crate::failure::{Failure, Outcome};
-use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo, Recovery, StateFile};
+use crate::info::{BlockDevice, ClientInfo, DeviceInfo, DirectIoInfo, StateFile};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 
@@ -69,16 +69,16 @@ impl Device {
     /// # Errors
     /// Whatever keeps it from being taken over; it stays as it was.
     pub fn recover(args: &Args, name: &str, default: &Path, state: StateFile) -> Outcome<Device> {
-        let Some(recovery) = state.ublk else {
+        let Some(block_device) = state.ublk else {
             return Err(Failure::new("there is no block device to take over"));
         };
         let nbd = args.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(args, default, Vec::new())? } else { Vec::new() };
         let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
-            UblkDevice::take_over(recovery.identity(), disk, engines).map(Some)
+            UblkDevice::take_over(block_device.identity(), disk, engines).map(Some)
         };
         let opened = open_driver(args, RECOVERY_WAIT)?;
-        Device::serve(args, name, opened, listen, true, attach, Some(recovery.words.clone()))
+        Device::serve(args, name, opened, listen, true, attach, Some(block_device.words.clone()))
     }
 
     fn serve(
@@ -222,14 +222,14 @@ impl Device {
     /// If the device has ended.
     pub fn state_file(&self) -> Outcome<StateFile> {
         let running = self.running()?;
-        let ublk = running.ublk.as_ref().filter(|ublk| ublk.is_recoverable()).map(UblkDevice::identity);
-        let recovery = ublk.zip(self.words.clone()).map(|(identity, words)| Recovery {
-            id: identity.id,
-            cookie: identity.cookie,
-            words,
+        let identity = running.ublk.as_ref().map(UblkDevice::identity);
+        let block_device = identity.map(|Identity { id, cookie }| BlockDevice {
+            id,
+            cookie,
+            words: self.words.clone().unwrap_or_default(),
             directory: std::env::current_dir().unwrap_or_default(),
         });
-        Ok(StateFile::new(&self.info()?, recovery))
+        Ok(StateFile::new(&self.info()?, block_device))
     }
 
     /// Changes a setting of the disk or its driver, while no I/O is in flight.

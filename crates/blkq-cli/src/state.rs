@@ -278,7 +278,7 @@ impl Claim {
             }
             let state = read_state(&dir.file(name, ".json"));
             let orphan = match state.as_ref().and_then(|state| state.ublk.as_ref()) {
-                Some(ublk) if ublk.identity().exists()? => state,
+                Some(ublk) if ublk.identity().outlives_its_server()? => state,
                 _ => None,
             };
             if orphan.is_none() {

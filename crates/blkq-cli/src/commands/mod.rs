@@ -16,6 +16,7 @@ pub mod resize;
 pub mod set;
 pub mod show;
 pub mod stat;
+pub mod ublk_owner;
 pub mod upgrade;
 
 /// The multi-queue block layer in user space: serves image files as fast block devices.
@@ -62,6 +63,9 @@ pub enum Command {
     Upgrade(upgrade::Args),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
+    /// Tell who made a ublk device, for udev
+    #[command(hide = true)]
+    UblkOwner(ublk_owner::Args),
     /// Write manual pages or shell completions into a directory
     #[command(hide = true)]
     Generate(generate::Args),
@@ -85,6 +89,7 @@ impl Command {
             Command::Recover(args) => args.run(),
             Command::Upgrade(args) => args.run(),
             Command::Features(args) => args.run().map(done),
+            Command::UblkOwner(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),
         }
     }

@@ -61,16 +61,23 @@ impl Identity {
         Ok(control.info(self.id)?.filter(|info| info.ublksrv_flags == self.cookie))
     }
 
-    /// Whether the device is there, with or without a server.
+    /// Whether the device, whose server is gone, waits for a new one. What is left of a device that
+    /// does not is removed.
     ///
     /// # Errors
-    /// If the kernel cannot be asked.
-    pub fn exists(&self) -> Result<bool, Error> {
-        match ControlDevice::open() {
-            Ok(mut control) => Ok(self.info(&mut control)?.is_some()),
+    /// If the kernel cannot be asked, or does not remove it.
+    pub fn outlives_its_server(&self) -> Result<bool, Error> {
+        let mut control = match ControlDevice::open() {
+            Ok(control) => control,
             // The driver was unloaded, and that it is only without devices.
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
-            Err(e) => Err(e),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(e) => return Err(e),
+        };
+        match self.info(&mut control)? {
+            None => Ok(false),
+            Some(info) if info.flags & Features::USER_RECOVERY.bits() != 0 => Ok(true),
+            // The kernel ends the block device, and leaves the character device.
+            Some(_) => control.stop(self.id).and_then(|()| control.delete(self.id)).map(|()| false),
         }
     }
 
