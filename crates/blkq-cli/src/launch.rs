@@ -4,12 +4,17 @@ use std::ffi::OsString;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::print;
+
+/// How long a daemon that did not come up may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The hidden option that tells the daemon from the command that starts it.
 const DAEMON_OPTION: &str = "--daemon";
@@ -35,8 +40,12 @@ pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Ou
     match serde_json::from_slice(&line) {
         Ok(Reply::Ok(info)) => Ok(info),
         Ok(Reply::Error(message)) => {
-            // It has said all; nothing of it may be left when this command returns.
-            child.wait().map_err(refuse)?;
+            // It has said all; nothing of it may be left when this command returns, unless a
+            // defect of the kernel keeps it, which nobody can do anything about.
+            let until = Instant::now() + END_TIMEOUT;
+            while child.try_wait().map_err(refuse)?.is_none() && Instant::now() < until {
+                std::thread::sleep(END_POLL_INTERVAL);
+            }
             Err(Failure::new(message))
         }
         Err(_) => {

@@ -115,15 +115,6 @@ pub const NO_QUEUE: u16 = u16::MAX;
 /// `dev_id` of a device that shall get any free number.
 pub const ANY_ID: u32 = u32::MAX;
 
-/// `UBLK_S_DEV_*`: states of a device.
-pub const STATE_DEAD: u16 = 0;
-/// It has a server.
-pub const STATE_LIVE: u16 = 1;
-/// It lost its server, and I/O waits for a new one.
-pub const STATE_QUIESCED: u16 = 2;
-/// It lost its server, and I/O fails.
-pub const STATE_FAIL_IO: u16 = 3;
-
 /// `UBLK_IO_OP_*`: the low 8 bits of [`IoDescriptor::op_flags`].
 pub const OP_READ: u32 = 0;
 /// Memory to device.
@@ -138,12 +129,6 @@ pub const OP_WRITE_ZEROES: u32 = 5;
 pub const IO_FUA: u32 = 1 << 13;
 /// `UBLK_IO_F_NOUNMAP`, not shifted.
 pub const IO_NO_UNMAP: u32 = 1 << 15;
-/// `UBLK_IO_F_NEED_REG_BUF`: the pages were not registered.
-pub const IO_NEED_REG_BUF: u32 = 1 << 17;
-
-/// `UBLK_AUTO_BUF_REG_FALLBACK`, at its place in the address of a command.
-pub const AUTO_BUF_REG_FALLBACK: u64 = 1 << 16;
-
 /// `struct ublksrv_ctrl_cmd`: the command that a control submission carries.
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
 #[repr(C)]
@@ -275,8 +260,6 @@ pub struct DiscardParameters {
 pub const PARAM_BASIC: u32 = 1 << 0;
 /// [`Parameters::discard`] is meant.
 pub const PARAM_DISCARD: u32 = 1 << 1;
-/// [`Parameters::dma_alignment`] is meant (6.15).
-pub const PARAM_DMA_ALIGN: u32 = 1 << 4;
 
 /// `struct ublk_params`, up to the last member that is used here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
@@ -292,9 +275,8 @@ pub struct Parameters {
     pub discard: DiscardParameters,
     pub(super) devt: [u32; 4],
     pub(super) zoned: [u32; 8],
-    /// Alignment of memory in bytes, minus one (`struct ublk_param_dma_align`).
-    pub dma_alignment: u32,
-    pub(super) dma_pad: [u32; 2],
+    /// The kernel's goes on here.
+    pub(super) end: u32,
 }
 
 // As `pahole` and the header's own comments have them.
@@ -312,7 +294,7 @@ const _: () = {
     assert!(size_of::<DiscardParameters>() == 20);
     assert!(offset_of!(Parameters, basic) == 8 && offset_of!(Parameters, discard) == 40);
     assert!(offset_of!(Parameters, devt) == 60 && offset_of!(Parameters, zoned) == 76);
-    assert!(offset_of!(Parameters, dma_alignment) == 108 && size_of::<Parameters>() == 120);
+    assert!(size_of::<Parameters>() == 112);
 };
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use blkq::clock::monotonic_ns;
 use blkq::{Disk, EngineHandle, Error, ErrorKind, Source};
 use rustix::thread::CpuSet;
 
-use super::abi::{self, ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX};
+use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX};
 use super::control::{ControlDevice, block_path, character_path};
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
 use super::source::{QueueOptions, QueueSource, Shared};
@@ -363,5 +363,3 @@ fn open_node(path: &str) -> Result<File, Error> {
         }
     }
 }
-
-const _: () = assert!(abi::STATE_DEAD == 0 && abi::STATE_LIVE == 1);

@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn every_limit_has_its_parameter() {
         let got = parameters(&limits()).unwrap();
-        assert_eq!((got.len, got.types), (120, 3));
+        assert_eq!((got.len, got.types), (112, 3));
         let basic = BasicParameters {
             attrs: 4 | 8,
             logical_bs_shift: 9,
