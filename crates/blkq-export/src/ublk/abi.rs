@@ -95,8 +95,6 @@ pub enum Control {
     GetDevInfo2 = control_read(0x12),
     /// The [`Features`] of the kernel.
     GetFeatures = control_read(0x13),
-    /// Removes a device, and does not wait.
-    DelDevAsync = control_read(0x14),
     /// Changes the size of a device in use.
     UpdateSize = control_write(0x15),
     /// Stops a device unless somebody has it open.
@@ -310,7 +308,6 @@ mod tests {
         assert_eq!(Control::DelDev as u32, 0xc020_7505);
         assert_eq!(Control::StartDev as u32, 0xc020_7506);
         assert_eq!(Control::GetFeatures as u32, 0x8020_7513);
-        assert_eq!(Control::DelDevAsync as u32, 0x8020_7514);
         assert_eq!(Control::UpdateSize as u32, 0xc020_7515);
         assert_eq!((FETCH, COMMIT_AND_FETCH), (0xc010_7520, 0xc010_7521));
     }
