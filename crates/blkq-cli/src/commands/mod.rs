@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 use crate::failure::Outcome;
 
 pub mod attach;
+pub mod bench;
 pub mod detach;
 pub mod features;
 pub mod generate;
@@ -55,6 +56,8 @@ pub enum Command {
     Resize(resize::Args),
     /// Flush a device and end it
     Detach(detach::Args),
+    /// Measure what each idea is worth on this machine, and blkq beside its peers
+    Bench(bench::Args),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
     /// Write manual pages or shell completions into a directory
@@ -77,6 +80,7 @@ impl Command {
             Command::Set(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
+            Command::Bench(args) => bench::run(&args).map(done),
             Command::Features(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),
         }
