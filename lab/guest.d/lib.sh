@@ -4,6 +4,69 @@
 # shellcheck source-path=SCRIPTDIR source=../lib.sh
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib.sh"
 
+# The export behind the kernel's block devices here: ublk, or nbd with the kernel's client.
+choose_export() { # [ublk|nbd]
+    EXPORT=${1:-ublk}
+    case $EXPORT in
+    ublk) modprobe ublk_drv ;;
+    nbd) modprobe nbd nbds_max=2 max_part=8 && need nbd-client ;;
+    *) wrong_usage "ublk or nbd, not $EXPORT" ;;
+    esac
+}
+
+# Makes IMAGE a block device of the kernel, in DEVICE, for the rest of the step: serve IMAGE
+# [ATTACH-OPTION...]. Its name is the file's, or the driver's.
+serve() {
+    local name=${1##*/}
+    name=${name%%:*}
+    trap clean_up EXIT
+    if [[ $EXPORT == nbd ]]; then
+        attach "$name" "$@"
+        DEVICE=/dev/nbd0
+        nbd-client -unix "$BLKQ_STATE_DIR/$name.nbd" "$DEVICE" -C 2
+    else
+        DEVICE=$(timeout 60 "$BLKQ" attach "$@" --name "$name" --export ublk)
+        [[ $DEVICE == /dev/ublkb* ]] || fail "attach printed: $DEVICE"
+    fi
+    [[ -b $DEVICE ]] || fail "no $DEVICE"
+}
+
+unserve() { # NAME
+    if [[ $EXPORT == nbd ]]; then
+        nbd-client -d "$DEVICE"
+        wait_for 10 disconnected
+    fi
+    detach "$1"
+    no_leftovers
+    [[ $EXPORT == nbd || ! -e $DEVICE ]] || fail "$DEVICE is still there"
+}
+
+disconnected() {
+    ! nbd-client -c "$DEVICE"
+}
+
+# At the end of a step, whatever became of it: nothing mounted, nothing attached.
+clean_up() {
+    local process
+    for process in $(jobs -p); do
+        kill "$process" 2>/dev/null
+    done
+    ! mountpoint -q "$SCRATCH/mnt" || umount "$SCRATCH/mnt"
+    [[ $EXPORT != nbd ]] || disconnected || nbd-client -d "$DEVICE"
+    timeout 60 "$BLKQ" detach --all --force
+}
+
+# A fresh image of SIZE, in IMAGE: image SIZE
+image() {
+    IMAGE=$SCRATCH/image
+    rm -f "$IMAGE"
+    truncate -s "$1" "$IMAGE"
+}
+
+queue_limit() { # NAME
+    cat "/sys/block/${DEVICE##*/}/queue/$1"
+}
+
 # A tree of files of all sizes around a page and a block, links and a hole: make_tree PATH
 make_tree() {
     local size number=0
@@ -15,7 +78,7 @@ make_tree() {
             head -c "$size" "$SCRATCH/tree.bytes" >"$1/deep/file-$number"
         done
     done
-    for number in {1..60}; do
+    for number in {1..40}; do
         printf 'file %d\n' "$number" >"$1/deep/er/still/$number"
     done
     ln -s deep/file-1 "$1/symbolic"
@@ -46,16 +109,15 @@ check_file_system() { # KIND DEVICE
     esac
 }
 
-# Mounts on $SCRATCH/mnt; a step that fails unmounts, so that the next one can use the device.
+# Mounts on $SCRATCH/mnt; a step that fails unmounts, so that the next one can go on.
 mount_here() { # MOUNT-ARGUMENT...
     mkdir -p "$SCRATCH/mnt"
-    trap 'umount "$SCRATCH/mnt"' EXIT
+    trap clean_up EXIT
     mount "$@" "$SCRATCH/mnt"
 }
 
 unmount_here() {
     umount "$SCRATCH/mnt"
-    trap - EXIT
 }
 
 # The file system's whole life: made, filled, unmounted, checked, mounted again, compared.
@@ -83,26 +145,8 @@ allocated_mib() { # IMAGE
     printf '%d\n' $(($(stat -c '%b * %B' "$1") / MIB))
 }
 
-# Free space that was written once is given back to the image: trim_shrinks DEVICE IMAGE
-trim_shrinks() {
-    local before after
-    make_file_system ext4 "$1" -E nodiscard
-    mount_here "$1"
-    random_file "$SCRATCH/mnt/ballast" $((64 * MIB))
-    sync -f "$SCRATCH/mnt"
-    before=$(allocated_mib "$2")
-    rm "$SCRATCH/mnt/ballast"
-    sync -f "$SCRATCH/mnt" # freed blocks are free when the journal says so
-    fstrim -v "$SCRATCH/mnt"
-    unmount_here
-    after=$(allocated_mib "$2")
-    printf 'allocated: %d MiB, after the trim %d MiB\n' "$before" "$after"
-    [[ $before -ge 64 && $after -le $((before - 60)) ]]
-    check_file_system ext4 "$1"
-}
-
 # Random writes of many sizes, each block verified: fio_verify DEVICE [OPTION...]
 fio_verify() {
     fio --name=verify --filename="$1" --ioengine=libaio --direct=1 --rw=randwrite --bsrange=4k-128k \
-        --iodepth=32 --size=48m --verify=crc32c --verify_fatal=1 --randseed=7 --minimal --output=/dev/null "${@:2}"
+        --iodepth=32 --size=16m --verify=crc32c --verify_fatal=1 --randseed=7 --minimal --output=/dev/null "${@:2}"
 }
