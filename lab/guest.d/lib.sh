@@ -4,14 +4,21 @@
 # shellcheck source-path=SCRIPTDIR source=../lib.sh
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib.sh"
 
-# The export behind the kernel's block devices here: ublk, or nbd with the kernel's client.
-choose_export() { # [ublk|nbd]
+# The export behind the kernel's block devices here: ublk, or nbd with the kernel's client; and
+# which steps are wanted: choose [ublk|nbd] [PATTERN]
+choose() {
     EXPORT=${1:-ublk}
+    ONLY=${2:-*}
     case $EXPORT in
     ublk) modprobe ublk_drv ;;
     nbd) modprobe nbd nbds_max=2 max_part=8 && need nbd-client ;;
     *) wrong_usage "ublk or nbd, not $EXPORT" ;;
     esac
+}
+
+chosen_step() { # NAME COMMAND...
+    # shellcheck disable=SC2053 # the pattern is meant as one
+    [[ $1 != $ONLY ]] || step "$@"
 }
 
 # Makes IMAGE a block device of the kernel, in DEVICE, for the rest of the step: serve IMAGE
