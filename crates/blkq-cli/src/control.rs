@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Outcome};
-use crate::state::StateDir;
+use crate::state::{Dead, StateDir};
 
 /// Longest line of either side, newline included.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
@@ -42,6 +42,8 @@ pub enum Request {
         /// The new size in bytes; `None` for what the backing file now has.
         size: Option<u64>,
     },
+    /// End the daemon, and leave the kernel's block device to the next one.
+    Leave {},
     /// End the device.
     Detach {
         /// Even if clients are connected.
@@ -91,7 +93,7 @@ pub enum Called<T> {
     Nobody,
 }
 
-/// Asks the daemon of `name` and waits for its answer; for a detach also until its
+/// Asks the daemon of `name` and waits for its answer; when it is to end also until its
 /// process is gone.
 ///
 /// # Errors
@@ -111,7 +113,7 @@ pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) 
         Request::Ping {} | Request::Show {} | Request::Stat {} => Some(ANSWER_TIMEOUT),
         Request::Set { .. } | Request::Resize { .. } => Some(CHANGE_TIMEOUT),
         // It waits for the I/O in flight and a flush, which take as long as they take.
-        Request::Detach { .. } => None,
+        Request::Detach { .. } | Request::Leave {} => None,
     };
     let reply = exchange(&stream, request, timeout).map_err(|e| {
         let of = pid.map(|pid| format!(" (process {})", pid.as_raw_nonzero())).unwrap_or_default();
@@ -126,7 +128,7 @@ pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) 
     })?;
     match reply {
         Reply::Ok(value) => {
-            if let (Request::Detach { .. }, Some(daemon)) = (request, daemon) {
+            if let (Request::Detach { .. } | Request::Leave {}, Some(daemon)) = (request, daemon) {
                 // Its end, not its answer, is when everything that it held is free.
                 let mut fds = [PollFd::new(&daemon, PollFlags::IN)];
                 while poll(&mut fds, None).is_err_and(|e| e == rustix::io::Errno::INTR) {}
@@ -146,14 +148,19 @@ pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -
     if crate::state::check_name(name).is_ok() {
         match call(dir, name, request)? {
             Called::Answered(answer) => return Ok(answer),
-            Called::Nobody => {
-                if let Some(last_words) = dir.clear_dead(name)? {
-                    return Err(died(name, &last_words));
-                }
-            }
+            Called::Nobody => match dir.clear_dead(name)? {
+                Dead::Cleared(last_words) => return Err(died(name, &last_words)),
+                Dead::Orphan(orphan) => return Err(orphan.refusal()),
+                Dead::No => {}
+            },
         }
     }
-    Err(Failure::new(format!("{name}: no such device; blkq list shows those that there are")))
+    Err(no_such_device(name))
+}
+
+/// There is nothing of that name.
+pub fn no_such_device(name: &str) -> Failure {
+    Failure::new(format!("{name}: no such device; blkq list shows those that there are"))
 }
 
 /// The daemon of `name` was found dead, and cleared away.
@@ -193,6 +200,7 @@ mod tests {
             Request::Set { settings: vec![("depth".into(), "64".into())] },
             Request::Resize { size: None },
             Request::Resize { size: Some(1 << 40) },
+            Request::Leave {},
             Request::Detach { force: true },
         ] {
             let line = serde_json::to_vec(&request).unwrap();

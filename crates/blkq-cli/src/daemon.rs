@@ -20,9 +20,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use crate::commands::attach::Args;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
-use crate::info::{DeviceInfo, StateFile};
+use crate::info::DeviceInfo;
 use crate::serve::Device;
-use crate::state::{Claim, StateDir};
+use crate::state::{Claim, Orphan, StateDir};
 use crate::{log, systemd};
 
 /// Commands answered at a time; the next ones are turned away.
@@ -99,6 +99,8 @@ struct Ended {
     flushed: Outcome,
     /// Who asked for it and waits for the answer.
     asker: Option<UnixStream>,
+    /// The kernel's block device stays, for the next daemon.
+    leaves: bool,
 }
 
 impl Daemon {
@@ -109,32 +111,73 @@ impl Daemon {
     /// Whatever keeps the device from being usable; nothing is left of it then.
     pub fn start(args: &Args, parent: &mut Parent) -> Outcome<Daemon> {
         let inherited = systemd::take_listeners()?;
+        let dir = Daemon::begin()?;
+        let claim = match &args.name {
+            Some(name) => dir.claim(name)?,
+            None => dir.claim_unique(&args.default_name())?,
+        };
+        let open = |claim: &Claim| Device::open(args, claim.name(), &claim.file(".nbd"), inherited);
+        Daemon::ready(claim, open, parent)
+    }
+
+    /// As [`Daemon::start`], for the block device of a daemon that is gone.
+    ///
+    /// # Errors
+    /// Whatever keeps the device from being taken over; it stays an orphan then.
+    pub fn recover(args: &Args, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
+        Daemon::begin()?;
+        let Orphan { claim, state } = orphan;
+        for ending in [".control", ".nbd"] {
+            claim.remove_socket(ending)?;
+        }
+        let open = |claim: &Claim| Device::recover(args, claim.name(), &claim.file(".nbd"), state);
+        Daemon::ready(claim, open, parent)
+    }
+
+    /// What a daemon does first.
+    fn begin() -> Outcome<StateDir> {
         raise_limits();
         let dir = StateDir::locate()?;
         dir.create()?;
         // Sockets and files are for their owner alone, from the moment that they exist.
         umask(Mode::from_bits_truncate(0o177));
-        let claim = match &args.name {
-            Some(name) => dir.claim(name)?,
-            None => dir.claim_unique(&args.default_name())?,
-        };
+        Ok(dir)
+    }
+
+    /// Listens, opens the device, and tells `parent`.
+    fn ready(
+        mut claim: Claim,
+        open: impl FnOnce(&Claim) -> Outcome<Device>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
         let system = |what: &'static str| move |e: std::io::Error| Failure::new(format!("{what}: {e}"));
         let control = UnixListener::bind(claim.file(".control")).map_err(system("control socket"))?;
         control.set_nonblocking(true).map_err(system("control socket"))?;
         let signals = catch_signals().map_err(system("signals"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
         let (sender, ended) = channel();
-        let device = Device::open(args, claim.name(), &claim.file(".nbd"), inherited)?;
-        let info = device.info()?;
-        claim.write_state(&StateFile::new(&info))?;
-        if parent.waits {
-            log::redirect(&claim.file(".log"))?;
-            // Not to keep a file system busy that has nothing to do with the device.
-            std::env::set_current_dir("/").map_err(system("chdir"))?;
+        let device = open(&claim)?;
+        let mut tell = || -> Outcome {
+            let info = device.info()?;
+            claim.write_state(&device.state_file()?)?;
+            if parent.waits {
+                log::redirect(&claim.file(".log"))?;
+                // Not to keep a file system busy that has nothing to do with the device.
+                std::env::set_current_dir("/").map_err(system("chdir"))?;
+            }
+            parent.tell(&reply_line(Ok(&info)))?;
+            let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
+            systemd::notify(&format!("READY=1\nSTATUS={status}"));
+            Ok(())
+        };
+        if let Err(failure) = tell() {
+            // Nobody knows of it yet; an orphan stays one.
+            if !claim.is_kept() {
+                device.close(true)?;
+            }
+            return Err(failure);
         }
-        parent.tell(&reply_line(Ok(&info)))?;
-        let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
-        systemd::notify(&format!("READY=1\nSTATUS={status}"));
+        claim.keep(false);
         let shared = Shared {
             device,
             ending: Mutex::new(false),
@@ -173,12 +216,12 @@ impl Daemon {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
                     return ExitCode::from(EXIT_FAILED);
                 }
-                spawn_answer(&self.shared, |shared| {
-                    // Refused only if it is ending already, which is what was asked for.
-                    if shared.close(true).is_ok() {
+                spawn_answer(&self.shared, |shared| match shared.close(|device| device.close(true)) {
+                    Ok(()) => {
                         log::line("ending: a signal asked for it");
-                        shared.end(None);
+                        shared.end(None, false);
                     }
+                    Err(failure) => log::line(&format!("not ending: {failure}")),
                 });
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
@@ -196,7 +239,8 @@ impl Daemon {
 
     /// Removes what is left of the device, and then says so to who asked for it.
     fn finish(self, ended: Ended) -> ExitCode {
-        let Daemon { shared, control, claim, .. } = self;
+        let Daemon { shared, control, mut claim, .. } = self;
+        claim.keep(ended.leaves);
         drop(control);
         drop(claim);
         drop(shared);
@@ -216,26 +260,26 @@ impl Daemon {
 }
 
 impl Shared {
-    /// Closes the device, for who then ends it.
+    /// Closes the device in the way of `close`, for who then ends it.
     ///
     /// # Errors
-    /// If clients are connected and not to be dropped, or it is ending already.
-    fn close(&self, force: bool) -> Outcome {
+    /// If it is in use and that is to be respected, or it is ending already.
+    fn close(&self, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
         let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
         if *ending {
             return Err(Failure::new("it is ending already; blkq list tells when it is gone"));
         }
-        self.device.close(force)?;
+        close(&self.device)?;
         *ending = true;
         Ok(())
     }
 
     /// Ends the device, which is closed.
-    fn end(&self, asker: Option<UnixStream>) {
+    fn end(&self, asker: Option<UnixStream>, leaves: bool) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
         let flushed = self.device.end();
         // The other ends are in the first thread, which lives longer than any other.
-        let _ = self.ended.send(Ended { flushed, asker });
+        let _ = self.ended.send(Ended { flushed, asker, leaves });
         let _ = (&self.waker).write_all(&[0]);
     }
 
@@ -254,10 +298,17 @@ impl Shared {
                 log::line(&format!("resize to {size:?}"));
                 reply_line(self.device.resize(size))
             }
-            Request::Detach { force } => match self.close(force) {
+            Request::Leave {} => match self.close(Device::leave) {
+                Ok(()) => {
+                    log::line("ending: the device goes to another daemon");
+                    return self.end(Some(stream), true);
+                }
+                Err(failure) => reply_line::<()>(Err(failure)),
+            },
+            Request::Detach { force } => match self.close(|device| device.close(force)) {
                 Ok(()) => {
                     log::line("ending: detach asked for it");
-                    return self.end(Some(stream));
+                    return self.end(Some(stream), false);
                 }
                 Err(failure) => reply_line::<()>(Err(failure)),
             },

@@ -1,5 +1,8 @@
 //! What is known about a device: the answer to `show`, and what of it the state file holds.
 
+use std::path::PathBuf;
+
+use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
 /// A device. Sizes in bytes.
@@ -40,18 +43,51 @@ pub struct DeviceInfo {
 }
 
 /// What of a device never changes, for whoever finds its files without a daemon.
-#[derive(Serialize, Debug)]
-pub struct StateFile<'a> {
-    name: &'a str,
-    pid: u32,
-    image: &'a str,
-    exports: &'a [String],
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct StateFile {
+    /// Its name.
+    pub name: String,
+    /// Its daemon's process.
+    pub pid: u32,
+    /// The image's path, or `null:SIZE`, `ram:SIZE`.
+    pub image: String,
+    /// Where clients find it.
+    pub exports: Vec<String>,
+    /// The kernel's block device, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ublk: Option<BlockDevice>,
 }
 
-impl<'a> StateFile<'a> {
+/// The kernel's block device, and what a new daemon needs to take it over.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BlockDevice {
+    /// The number N of `/dev/ublkbN`.
+    pub id: u32,
+    /// Tells it from another device of that number.
+    pub cookie: u64,
+    /// The words of `blkq attach`.
+    pub words: Vec<String>,
+    /// Where they were said.
+    pub directory: PathBuf,
+}
+
+impl StateFile {
     /// The part of `info` that is kept in a file.
-    pub fn new(info: &'a DeviceInfo) -> StateFile<'a> {
-        StateFile { name: &info.name, pid: info.pid, image: &info.image, exports: &info.exports }
+    pub fn new(info: &DeviceInfo, ublk: Option<BlockDevice>) -> StateFile {
+        StateFile {
+            name: info.name.clone(),
+            pid: info.pid,
+            image: info.image.clone(),
+            exports: info.exports.clone(),
+            ublk,
+        }
+    }
+}
+
+impl BlockDevice {
+    /// The device that is meant.
+    pub fn identity(&self) -> Identity {
+        Identity { id: self.id, cookie: self.cookie }
     }
 }
 

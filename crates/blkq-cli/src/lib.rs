@@ -14,6 +14,7 @@ pub mod control;
 pub mod daemon;
 pub mod failure;
 pub mod info;
+pub mod launch;
 pub mod log;
 pub mod serve;
 pub mod size;

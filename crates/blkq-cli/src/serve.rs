@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,14 +11,19 @@ use blkq::clock::monotonic_ns;
 use blkq::drivers::{self, DriverOptions, DriverSpec, Opened};
 use blkq::{Disk, EngineHandle, EngineThread, ErrorKind, QueueLimits};
 use blkq_export::nbd::{ConnectionInfo, Listen, NbdExport, NbdOptions, NbdServer};
+use blkq_export::ublk::{CONTROL_PATH, ControlDevice, Features, Identity, UblkDevice, process};
+use rustix::process::geteuid;
 
-use crate::commands::attach::{Address, Args, SectorSize, image_text};
+use crate::commands::attach::{Address, Args, Export, SectorSize, image_text, own_words};
 use crate::failure::{Failure, Outcome};
-use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+use crate::info::{BlockDevice, ClientInfo, DeviceInfo, DirectIoInfo, StateFile};
+use crate::state::StateDir;
 use crate::statistics::Statistics;
 
 /// How long an image may still be in use by a daemon that was killed.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
+/// The same for the one that it is taken over from: until its I/O in flight has ended.
+const RECOVERY_WAIT: Duration = Duration::from_secs(30);
 
 /// A device being served, until it is ended.
 pub struct Device {
@@ -25,25 +31,65 @@ pub struct Device {
     image: String,
     warnings: Vec<String>,
     opened_ns: u64,
+    /// What the next daemon of the kernel's block device needs, but for which it is.
+    words: Option<Vec<String>>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
 /// What of a device ends with it, in the order in which it goes.
 struct Running {
     servers: Vec<NbdServer>,
+    ublk: Option<UblkDevice>,
     /// One per hardware queue. They end with the last use of this, before the disk.
     _engines: Vec<EngineThread>,
     disk: Arc<Disk>,
 }
 
 impl Device {
-    /// Opens the image and serves it on the addresses of `args`, if there are none on the
-    /// sockets `inherited`, and if there are none on the unix socket `default`.
+    /// Opens the image and serves it: over ublk, or NBD on the addresses of `args`, if there are
+    /// none on the sockets `inherited`, and if there are none on the unix socket `default`.
     ///
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
     pub fn open(args: &Args, name: &str, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Device> {
-        let opened = open_driver(args)?;
+        let exports = choose_exports(args, &inherited);
+        let listen = if exports.nbd { addresses(args, default, inherited)? } else { Vec::new() };
+        let words = own_words();
+        // What is in memory only is gone with the daemon, and so shall the device be.
+        let recoverable = words.is_some() && !matches!(args.image, DriverSpec::Ram(_));
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
+            let start = || UblkDevice::start(disk, engines, recoverable);
+            exports.ublk.then(start).transpose()
+        };
+        Device::serve(args, name, open_driver(args, IN_USE_WAIT)?, listen, exports.ublk, attach, words)
+    }
+
+    /// As [`Device::open`], for the block device that `state` tells of.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being taken over; it stays as it was.
+    pub fn recover(args: &Args, name: &str, default: &Path, state: StateFile) -> Outcome<Device> {
+        let Some(block_device) = state.ublk else {
+            return Err(Failure::new("there is no block device to take over"));
+        };
+        let nbd = args.exports.contains(&Export::Nbd);
+        let listen = if nbd { addresses(args, default, Vec::new())? } else { Vec::new() };
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
+            UblkDevice::take_over(block_device.identity(), disk, engines).map(Some)
+        };
+        let opened = open_driver(args, RECOVERY_WAIT)?;
+        Device::serve(args, name, opened, listen, true, attach, Some(block_device.words.clone()))
+    }
+
+    fn serve(
+        args: &Args,
+        name: &str,
+        opened: Opened,
+        listen: Vec<Listen>,
+        block_device: bool,
+        attach: impl FnOnce(&Arc<Disk>, &[EngineHandle]) -> Result<Option<UblkDevice>, blkq::Error>,
+        words: Option<Vec<String>>,
+    ) -> Outcome<Device> {
         let driver = opened.driver.name();
         let disk = Disk::builder(opened.driver)
             .name(name)
@@ -56,6 +102,15 @@ impl Device {
             .clock(args.clock)
             .read_only(args.read_only)
             .build()?;
+        if block_device {
+            let mut kept = vec![StateDir::locate()?.path().to_owned()];
+            kept.extend(listen.iter().filter_map(|listen| match listen {
+                Listen::Unix(path) => Some(path.clone()),
+                _ => None,
+            }));
+            // Before there are other threads.
+            process::prepare(&kept)?;
+        }
         let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
         let engines = (0..disk.queue_count()).map(spawn).collect::<Result<Vec<_>, _>>()?;
         let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
@@ -68,14 +123,21 @@ impl Device {
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
-        let mut running = Running { servers: Vec::new(), _engines: engines, disk };
-        for listen in addresses(args, default, inherited)? {
+        let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk };
+        for listen in listen {
             match NbdServer::start(listen, options.clone(), &handles) {
                 Ok(server) => running.servers.push(server),
                 Err(error) => {
-                    running.close();
+                    running.close_servers();
                     return Err(error.into());
                 }
+            }
+        }
+        match attach(&running.disk, &handles) {
+            Ok(ublk) => running.ublk = ublk,
+            Err(error) => {
+                running.close_servers();
+                return Err(error.into());
             }
         }
         let mut warnings = opened.warnings;
@@ -85,6 +147,7 @@ impl Device {
             image,
             warnings,
             opened_ns: monotonic_ns(),
+            words,
             running: Mutex::new(Some(Arc::new(running))),
         })
     }
@@ -113,6 +176,7 @@ impl Device {
             _ => direct_io_info("auto", "off (there is no file behind the device)"),
         };
         let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
+        let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
         let settings = [
             ("queues", disk.queue_count().to_string()),
             ("depth", settings.depth.to_string()),
@@ -126,7 +190,7 @@ impl Device {
         Ok(DeviceInfo {
             name: self.name.clone(),
             pid: std::process::id(),
-            exports: running.servers.iter().map(|server| server.uri().to_owned()).collect(),
+            exports: running.exports(),
             clients: running.connections().map(client_info).collect(),
             image: self.image.clone(),
             driver: disk.driver().name().to_owned(),
@@ -136,7 +200,7 @@ impl Device {
             read_only: limits.read_only,
             direct_io,
             capabilities: capabilities(&limits),
-            settings: settings.into_iter().chain(dispatch).map(owned).collect(),
+            settings: settings.into_iter().chain(dispatch).chain(ublk).map(owned).collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: self.warnings.clone(),
         })
@@ -152,12 +216,33 @@ impl Device {
         Ok(Statistics::new(&snapshot, now_ns, now_ns - self.opened_ns))
     }
 
+    /// What is kept in a file.
+    ///
+    /// # Errors
+    /// If the device has ended.
+    pub fn state_file(&self) -> Outcome<StateFile> {
+        let running = self.running()?;
+        let identity = running.ublk.as_ref().map(UblkDevice::identity);
+        let block_device = identity.map(|Identity { id, cookie }| BlockDevice {
+            id,
+            cookie,
+            words: self.words.clone().unwrap_or_default(),
+            directory: std::env::current_dir().unwrap_or_default(),
+        });
+        Ok(StateFile::new(&self.info()?, block_device))
+    }
+
     /// Changes a setting of the disk or its driver, while no I/O is in flight.
     ///
     /// # Errors
     /// If there is no such setting, or it cannot have that value.
     pub fn set(&self, key: &str, value: &str) -> Outcome {
-        Ok(self.running()?.disk.set(key, value)?)
+        let running = self.running()?;
+        running.disk.set(key, value)?;
+        match &running.ublk {
+            Some(ublk) if key == "read-only" => Ok(ublk.set_read_only(value == "on")?),
+            _ => Ok(()),
+        }
     }
 
     /// Changes the size; `None` takes over that of the image. Returns the new one in bytes.
@@ -165,35 +250,53 @@ impl Device {
     /// # Errors
     /// If the device cannot have that size.
     pub fn resize(&self, bytes: Option<u64>) -> Outcome<u64> {
-        Ok(self.running()?.disk.resize(bytes)?)
+        let running = self.running()?;
+        if let Some(ublk) = &running.ublk {
+            ublk.check_resizable()?;
+        }
+        let bytes = running.disk.resize(bytes)?;
+        if let Some(ublk) = &running.ublk {
+            ublk.resize(bytes)?;
+        }
+        Ok(bytes)
     }
 
-    /// Refuses to end a device that has clients, unless they are to be dropped by `force`.
-    /// When it returns well, there are no clients and no sockets any more.
+    /// Refuses to end a device that is in use, unless its clients are to be dropped by `force`.
+    /// When it returns well, there are no clients, no sockets and no block device any more.
     ///
     /// # Errors
-    /// How many clients there are; the device goes on.
+    /// Who uses it; the device goes on.
     pub fn close(&self, force: bool) -> Outcome {
         let running = self.running()?;
-        if force {
-            running.close();
-            return Ok(());
+        if !force {
+            running.check_no_clients()?;
         }
-        let busy = |clients: usize| {
-            let are = if clients == 1 { "client is" } else { "clients are" };
-            Err(Failure::new(format!("{clients} {are} connected; disconnect first, or use --force")))
-        };
-        let clients = running.connections().count();
-        if clients > 0 {
-            return busy(clients);
+        if let Some(ublk) = &running.ublk {
+            ublk.stop(force)?;
         }
-        // The first one that refuses goes on, unless another one has gone already: then
-        // a client that came in between is dropped.
+        // The first one that refuses goes on, unless something has gone already: then a client
+        // that came in between is dropped.
         for (stopped, server) in running.servers.iter().enumerate() {
-            if server.stop(stopped > 0).is_err() {
-                return busy(server.connection_count().max(1));
+            if server.stop(force || running.ublk.is_some() || stopped > 0).is_err() {
+                return Err(busy(server.connection_count().max(1)));
             }
         }
+        Ok(())
+    }
+
+    /// As [`Device::close`], but leaves the block device to the next daemon.
+    ///
+    /// # Errors
+    /// If there is none that could be left; the device goes on.
+    pub fn leave(&self) -> Outcome {
+        let running = self.running()?;
+        if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
+            return Err(Failure::new(
+                "there is no block device that another daemon could take over; detach it, and attach it again",
+            ));
+        }
+        running.check_no_clients()?;
+        running.close_servers();
         Ok(())
     }
 
@@ -217,8 +320,21 @@ impl Running {
         self.servers.iter().flat_map(NbdServer::connections)
     }
 
+    /// Where it is served.
+    fn exports(&self) -> Vec<String> {
+        let ublk = self.ublk.iter().map(|ublk| ublk.identity().path());
+        ublk.chain(self.servers.iter().map(|server| server.uri().to_owned())).collect()
+    }
+
+    fn check_no_clients(&self) -> Outcome {
+        match self.connections().count() {
+            0 => Ok(()),
+            clients => Err(busy(clients)),
+        }
+    }
+
     /// Ends all servers, whoever is connected.
-    fn close(&self) {
+    fn close_servers(&self) {
         for server in &self.servers {
             // Forced, it does not refuse.
             let _ = server.stop(true);
@@ -226,10 +342,63 @@ impl Running {
     }
 }
 
+fn busy(clients: usize) -> Failure {
+    let are = if clients == 1 { "client is" } else { "clients are" };
+    Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
+}
+
+/// Which attachments serve a device.
+struct Exports {
+    nbd: bool,
+    ublk: bool,
+}
+
+/// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
+/// kernel has it and the user may use it, else NBD.
+fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Exports {
+    let asked = |export| args.exports.contains(&export);
+    let addressed = !args.listen.is_empty() || !inherited.is_empty();
+    let ublk = match args.exports.is_empty() {
+        true => !addressed && ublk_is_usable(),
+        false => {
+            asked(Export::Ublk) && {
+                load_driver();
+                true
+            }
+        }
+    };
+    Exports { nbd: asked(Export::Nbd) || args.exports.is_empty() && !ublk, ublk }
+}
+
+/// Whether this process may make ublk devices.
+fn ublk_is_usable() -> bool {
+    load_driver();
+    let usable = || {
+        let mut control = ControlDevice::open()?;
+        let features = control.features()?;
+        Ok(control.is_privileged() || features.contains(Features::UNPRIVILEGED_DEV))
+    };
+    // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
+    // serve a block device.
+    let answer = std::thread::spawn(usable).join();
+    answer.is_ok_and(|usable: Result<bool, blkq::Error>| usable.unwrap_or(false))
+}
+
+/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
+/// by whoever then finds no control device.
+fn load_driver() {
+    if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
+        let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
+        let mut modprobe = Command::new(program.trim());
+        modprobe.args(["-q", "ublk_drv"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let _ = modprobe.status();
+    }
+}
+
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
 /// files of a daemon that was killed only some time after the process is gone.
-fn open_driver(args: &Args) -> Outcome<Opened> {
-    let until = Instant::now() + IN_USE_WAIT;
+fn open_driver(args: &Args, wait: Duration) -> Outcome<Opened> {
+    let until = Instant::now() + wait;
     loop {
         match drivers::open(&args.image, &driver_options(args)) {
             Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < until => {

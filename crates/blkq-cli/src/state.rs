@@ -3,7 +3,8 @@
 //! A device NAME has up to five files there. `NAME.lock` is locked by its daemon for as
 //! long as that lives, so a daemon that was killed owns nothing any more: its other files
 //! (`.json`, `.control`, `.nbd`, `.log`) are leftovers, and whoever gets the lock next
-//! removes them before it does anything else.
+//! removes them before it does anything else. But a kernel's block device outlives its daemon:
+//! then it is an orphan, and its files stay until it is recovered or detached.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 
 use crate::failure::{Failure, Outcome};
+use crate::info::StateFile;
 
 /// Overrides the place of the state directory.
 pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";
@@ -80,6 +82,11 @@ impl StateDir {
         Ok(())
     }
 
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// The path of a device's file.
     pub fn file(&self, name: &str, ending: &str) -> PathBuf {
         self.0.join(format!("{name}{ending}"))
@@ -131,8 +138,10 @@ impl StateDir {
         }
         let until = Instant::now() + CLAIM_WAIT;
         loop {
-            if let Some(claim) = Claim::take(self, name, true)? {
-                return Ok(claim);
+            match Claim::take(self, name, true)? {
+                Taken::Claim(claim) => return Ok(claim),
+                Taken::Orphan(orphan) => return Err(orphan.refusal()),
+                Taken::Held => {}
             }
             // The lock may be held for a moment by one who clears up after a dead daemon.
             let serving = std::os::unix::net::UnixStream::connect(self.control_socket(name)).is_ok();
@@ -162,26 +171,70 @@ impl StateDir {
         let base = name_from(wanted, room - 5);
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
-            if let Some(claim) = Claim::take(self, &name, true)? {
-                return Ok(claim);
+            match Claim::take(self, &name, true)? {
+                Taken::Claim(claim) => return Ok(claim),
+                // Most likely of the same image, which must not be attached twice.
+                Taken::Orphan(orphan) => return Err(orphan.refusal()),
+                Taken::Held => {}
             }
         }
         Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
     }
 
-    /// Clears up after a daemon that died: takes its name and drops it. The last line of
-    /// its log, or an empty one, if it had died; `None` if it lives or there is none.
+    /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan.
     ///
     /// # Errors
     /// If the directory cannot be written.
-    pub fn clear_dead(&self, name: &str) -> Outcome<Option<String>> {
+    pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
         let mut log = String::new();
         if let Ok(file) = File::open(self.file(name, ".log")) {
             // A log is bounded; a reader need not trust that.
             let _ = file.take(1 << 20).read_to_string(&mut log);
         }
         let last_line = log.lines().last().unwrap_or_default().to_owned();
-        Ok(Claim::take(self, name, false)?.map(|_claim| last_line))
+        Ok(match Claim::take(self, name, false)? {
+            Taken::Claim(_claim) => Dead::Cleared(last_line),
+            Taken::Orphan(orphan) => Dead::Orphan(orphan),
+            Taken::Held => Dead::No,
+        })
+    }
+}
+
+/// What [`StateDir::clear_dead`] found.
+#[derive(Debug)]
+pub enum Dead {
+    /// A daemon that had died, with this last line in its log; nothing is left of it.
+    Cleared(String),
+    /// The device of a daemon that had died.
+    Orphan(Orphan),
+    /// It lives, or there is none.
+    No,
+}
+
+/// What [`Claim::take`] found.
+enum Taken {
+    Claim(Claim),
+    Orphan(Orphan),
+    /// Another process has it; or it must be there, and is not.
+    Held,
+}
+
+/// A kernel's block device whose daemon is gone, and its name.
+#[derive(Debug)]
+pub struct Orphan {
+    /// Keeps the files.
+    pub claim: Claim,
+    /// What the daemon left written.
+    pub state: StateFile,
+}
+
+impl Orphan {
+    /// Why it is in the way, and what can be done.
+    pub fn refusal(&self) -> Failure {
+        let (name, exports) = (self.claim.name(), self.state.exports.join(" "));
+        Failure::new(format!(
+            "{name}: its daemon is gone, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
+        ))
     }
 }
 
@@ -190,14 +243,16 @@ impl StateDir {
 pub struct Claim {
     dir: StateDir,
     name: String,
+    /// The files stay when it is dropped.
+    kept: bool,
     /// Locked; the kernel unlocks it when this process ends, however it ends.
     _lock: File,
 }
 
 impl Claim {
-    /// Takes the lock of `name` if it is free, and removes what a dead owner left.
-    /// Without `create`, only a lock file that is there is taken.
-    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Option<Claim>> {
+    /// Takes the lock of `name` if it is free, and removes what a dead owner left unless its
+    /// device lives. Without `create`, only a lock file that is there is taken.
+    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Taken> {
         let path = dir.file(name, ".lock");
         let refuse = |e: io::Error| {
             let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
@@ -207,12 +262,12 @@ impl Claim {
             let lock = match OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path)
             {
                 Ok(lock) => lock,
-                Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(Taken::Held),
                 Err(e) => return Err(refuse(e)),
             };
             match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Taken::Held),
                 Err(e) => return Err(refuse(e.into())),
             }
             // The owner before us may have removed the file between our open and our lock.
@@ -221,12 +276,24 @@ impl Claim {
                 Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
                 _ => continue,
             }
-            for ending in ENDINGS.iter().filter(|ending| **ending != ".lock") {
-                remove(&dir.file(name, ending)).map_err(refuse)?;
+            let state = read_state(&dir.file(name, ".json"));
+            let orphan = match state.as_ref().and_then(|state| state.ublk.as_ref()) {
+                Some(ublk) if ublk.identity().outlives_its_server()? => state,
+                _ => None,
+            };
+            if orphan.is_none() {
+                for ending in ENDINGS.iter().filter(|ending| **ending != ".lock") {
+                    remove(&dir.file(name, ending)).map_err(refuse)?;
+                }
             }
             let pid = format!("{}\n", std::process::id());
             lock.set_len(0).and_then(|()| lock.write_all_at(pid.as_bytes(), 0)).map_err(refuse)?;
-            return Ok(Some(Claim { dir: dir.clone(), name: name.to_owned(), _lock: lock }));
+            let kept = orphan.is_some();
+            let claim = Claim { dir: dir.clone(), name: name.to_owned(), kept, _lock: lock };
+            return Ok(match orphan {
+                Some(state) => Taken::Orphan(Orphan { claim, state }),
+                None => Taken::Claim(claim),
+            });
         }
     }
 
@@ -238,6 +305,25 @@ impl Claim {
     /// The path of one of the device's files.
     pub fn file(&self, ending: &str) -> PathBuf {
         self.dir.file(&self.name, ending)
+    }
+
+    /// Whether the files stay when the name is given up.
+    pub fn is_kept(&self) -> bool {
+        self.kept
+    }
+
+    /// Says whether the files stay when the name is given up: for the next daemon of the device.
+    pub fn keep(&mut self, kept: bool) {
+        self.kept = kept;
+    }
+
+    /// Removes a socket on which nobody listens any more.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn remove_socket(&self, ending: &str) -> Outcome {
+        let path = self.file(ending);
+        remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
     }
 
     /// Writes the device's state file, as a whole or not at all.
@@ -258,11 +344,18 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        for ending in ENDINGS {
+        for ending in ENDINGS.iter().filter(|_| !self.kept) {
             // What cannot be removed now is cleared by the next one who takes the name.
             let _ = remove(&self.file(ending));
         }
     }
+}
+
+/// What a daemon left written, if it can be read.
+fn read_state(path: &Path) -> Option<StateFile> {
+    let mut text = Vec::new();
+    File::open(path).ok()?.take(1 << 20).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
 }
 
 fn remove(path: &Path) -> io::Result<()> {
@@ -338,7 +431,7 @@ mod tests {
         let claim = dir.claim("a").unwrap();
         claim.write_state(&"x").unwrap();
         assert!(dir.claim("a").unwrap_err().to_string().contains("taken"));
-        assert_eq!(dir.clear_dead("a").unwrap(), None);
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
         assert_eq!(files(&dir), ["a.json", "a.lock"]);
         drop(claim);
         assert!(files(&dir).is_empty());
@@ -366,9 +459,9 @@ mod tests {
         }
         fs::write(dir.file("ab", ".nbd"), "of another").unwrap();
         assert_eq!(dir.names().unwrap(), ["a"]);
-        assert_eq!(dir.clear_dead("a").unwrap().as_deref(), Some("last"));
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(last)) if last == "last"));
         assert_eq!(files(&dir), ["ab.nbd"]);
-        assert_eq!(dir.clear_dead("a").unwrap(), None);
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
@@ -381,7 +474,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..300 {
-                        if let Some(claim) = Claim::take(&dir, "a", true).unwrap() {
+                        if let Taken::Claim(claim) = Claim::take(&dir, "a", true).unwrap() {
                             use std::sync::atomic::Ordering::SeqCst;
                             assert_eq!(owners.fetch_add(1, SeqCst), 0);
                             taken.fetch_add(1, SeqCst);

@@ -2,7 +2,7 @@
 //!
 //! An attachment is a [`Source`](blkq::Source) on an [`EngineThread`](blkq::EngineThread): it
 //! parses what clients sent, submits bios, and sends what has ended. It knows nothing of
-//! drivers, and the block layer nothing of it. There is one so far, [`nbd`].
+//! drivers, and the block layer nothing of it. There are two: [`nbd`] and [`ublk`].
 //!
 //! ```
 //! use blkq::drivers::ram::Ram;
@@ -24,3 +24,4 @@
 //! ```
 
 pub mod nbd;
+pub mod ublk;

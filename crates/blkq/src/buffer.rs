@@ -6,7 +6,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Alignment in bytes of every [`IoBuffer`]: a page, which satisfies the direct I/O of
 /// every device known.
@@ -90,6 +90,17 @@ impl IoBuffer {
         // SAFETY: a buffer's pointer is not null.
         let ptr = unsafe { NonNull::new_unchecked(segment.ptr) };
         IoBuffer { ptr, len: segment.len, registered: segment.registered }
+    }
+
+    /// Gives the pages back to the system until they are used again; the content is zeroes
+    /// then. A buffer that a ring knows keeps its pages: the ring would go on with the old ones.
+    pub fn give_back_pages(&mut self) {
+        if !self.is_registered() {
+            let (start, bytes) = (self.ptr.as_ptr().cast(), Self::layout(self.len).size());
+            // SAFETY: whole pages that this buffer owns exclusively. That the kernel does not
+            // do it only leaves them where they are.
+            let _ = unsafe { madvise(start, bytes, Advice::LinuxDontNeed) };
+        }
     }
 
     /// Whether a ring knows the buffer (see [`Ring::register_buffer`](crate::Ring::register_buffer)).
@@ -220,6 +231,8 @@ mod tests {
         // With huge pages it is some more.
         assert!((256..=1536).contains(&resident_pages(&buffer)), "{}", resident_pages(&buffer));
         assert_eq!((buffer[0], buffer[6 << 20], buffer[(32 << 20) - 1]), (0, 0, 0));
+        buffer.give_back_pages();
+        assert_eq!((resident_pages(&buffer), buffer[5 << 20]), (0, 0));
     }
 
     #[test]

@@ -82,6 +82,8 @@ pub struct Ring {
     counters: RingCounters,
     /// Completions taken before they were asked for.
     early: Vec<Cqe>,
+    /// Dropping it does not wait for what is in flight.
+    abandoned: bool,
 }
 
 impl Ring {
@@ -118,7 +120,15 @@ impl Ring {
             Err(_) => Vec::new(),
         };
         let files = (0..FILE_SLOTS).rev().collect();
-        Ok(Ring { uring, probe, files, buffers, counters: RingCounters::default(), early: Vec::new() })
+        Ok(Ring {
+            uring,
+            probe,
+            files,
+            buffers,
+            counters: RingCounters::default(),
+            early: Vec::new(),
+            abandoned: false,
+        })
     }
 
     /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
@@ -274,6 +284,12 @@ impl Ring {
         buffer.set_registered(Segment::UNREGISTERED);
     }
 
+    /// Something on registered files that does not end by itself is in flight when the ring is
+    /// dropped: the kernel ends it, and closes the files, some time later.
+    pub fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
     /// What the ring did so far.
     pub fn counters(&self) -> RingCounters {
         self.counters
@@ -283,8 +299,10 @@ impl Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         // The kernel takes a ring apart some time after it was closed. The files shall be
-        // free at once: somebody may wait to unmount what they are on.
-        let _ = self.uring.submitter().unregister_files();
+        // free at once: somebody may wait to unmount what they are on. It waits for their use.
+        if !self.abandoned {
+            let _ = self.uring.submitter().unregister_files();
+        }
     }
 }
 

@@ -1,10 +1,8 @@
 //! `blkq attach`: makes an image usable, by way of a daemon of its own.
 
 use std::ffi::OsString;
-use std::io::Read;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
@@ -13,15 +11,12 @@ use blkq::{ClockMode, ErrorKind, SchedulerKind};
 use clap::ValueEnum;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 
-use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
-use crate::daemon::{self, Parent};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::daemon::{Daemon, Parent};
+use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
+use crate::launch::{be_daemon, launch, report, warn};
 use crate::size::format_size;
-use crate::{print, print_json, systemd};
-
-/// The hidden option that tells the daemon from the command that starts it.
-const DAEMON_OPTION: &str = "--daemon";
+use crate::{print_json, systemd};
 
 /// Options of `attach`.
 #[derive(clap::Args, Clone, Debug)]
@@ -31,6 +26,8 @@ serves it until `blkq detach`. Sizes take K, M, G, T (powers of 1024).
 
 Examples:
   blkq attach disk.img
+      /dev/ublkb0
+  blkq attach disk.img --export nbd
       nbd+unix:///?socket=/run/blkq/disk.img.nbd
   blkq attach disk.img --read-only --listen tcp:127.0.0.1:10809
   blkq attach disk.img --direct-io on --queues 4 --name data
@@ -44,7 +41,8 @@ pub struct Args {
     /// What to call the device [default: the image's file name, made unique]
     #[arg(long)]
     pub name: Option<String>,
-    /// How to serve it; may be given several times [default: nbd]
+    /// How to serve it; may be given several times [default: ublk where the kernel has it and
+    /// the user may use it, else nbd; nbd with --listen]
     #[arg(long = "export", value_enum)]
     pub exports: Vec<Export>,
     /// Where NBD listens, unix:PATH or tcp:HOST:PORT; may be given several times
@@ -230,13 +228,13 @@ impl Args {
     /// # Errors
     /// Why the device could not be attached.
     pub fn run(self) -> Outcome<ExitCode> {
-        self.refuse_what_is_not_built().map_err(|e| self.failed(e))?;
+        self.check().map_err(|e| self.failed(e))?;
         // Who hands over sockets watches the process that it hands them to.
         if self.foreground || self.daemon || systemd::is_activated() {
             return self.serve();
         }
-        let info = self.start_daemon()?;
-        self.report(&info)?;
+        // This program again, with the same words after `attach`.
+        self.report(&launch("attach", std::env::args_os().skip(2))?)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -245,84 +243,45 @@ impl Args {
     }
 
     /// The part of [`Args::run`] that needs to look at nothing but the options.
-    fn refuse_what_is_not_built(&self) -> Outcome {
-        for export in &self.exports {
-            let name = match export {
-                Export::Nbd => continue,
-                Export::Ublk => "ublk",
-                Export::VhostUserBlk => "vhost-user-blk",
-            };
-            return Err(Failure::new(format!(
-                "--export {name}: this build of blkq does not have it; use --export nbd"
-            )));
+    fn check(&self) -> Outcome {
+        if self.exports.contains(&Export::VhostUserBlk) {
+            return Err(Failure::new(
+                "--export vhost-user-blk: this build of blkq does not have it; use --export ublk or nbd",
+            ));
+        }
+        if !self.listen.is_empty() && !self.exports.is_empty() && !self.exports.contains(&Export::Nbd) {
+            return Err(Failure::new("--listen is where NBD listens; add --export nbd, or leave it out"));
         }
         Ok(())
     }
 
     /// Prints what the user needs to know of the new device.
     fn report(&self, info: &DeviceInfo) -> Outcome {
-        for warning in &info.warnings {
-            crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
+        if !self.json {
+            return report(info);
         }
-        if self.json {
-            return print_json(info);
-        }
-        print(&info.exports.iter().map(|export| format!("{export}\n")).collect::<String>())
+        warn(info);
+        print_json(info)
     }
 
     /// Serves the device in this process until it is ended.
     fn serve(self) -> Outcome<ExitCode> {
-        let mut parent = if self.daemon { Parent::new()? } else { Parent::none() };
-        let daemon = match daemon::Daemon::start(&self, &mut parent) {
-            Ok(daemon) => daemon,
-            Err(failure) => {
-                let failure = self.failed(failure);
-                if !self.daemon {
-                    return Err(failure);
-                }
-                // Whoever started this process tells the user.
-                parent.tell(&reply_line::<()>(Err(failure)))?;
-                return Ok(ExitCode::from(EXIT_FAILED));
-            }
-        };
-        if !self.daemon {
-            self.report(&daemon.info()?)?;
+        let start = |parent: &mut Parent| Daemon::start(&self, parent).map_err(|e| self.failed(e));
+        if self.daemon {
+            return be_daemon(start);
         }
+        let daemon = start(&mut Parent::none())?;
+        self.report(&daemon.info()?)?;
         Ok(daemon.run())
     }
+}
 
-    /// Starts the daemon and waits until it is ready.
-    fn start_daemon(&self) -> Outcome<DeviceInfo> {
-        let refuse = |e: std::io::Error| self.failed(Failure::new(format!("cannot start the daemon: {e}")));
-        // This program again, with the same words after `attach`.
-        let words: Vec<OsString> = std::env::args_os().skip(1).collect();
-        let (subcommand, options) = words.split_at(words.len().min(1));
-        let mut child = Command::new("/proc/self/exe")
-            .arg0("blkq")
-            .args(subcommand)
-            .arg(DAEMON_OPTION)
-            .args(options)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(refuse)?;
-        let mut line = Vec::new();
-        if let Some(stdout) = child.stdout.take() {
-            stdout.take(LINE_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
-        }
-        match serde_json::from_slice(&line) {
-            Ok(Reply::Ok(info)) => Ok(info),
-            Ok(Reply::Error(message)) => {
-                // It has said all; nothing of it may be left when this command returns.
-                child.wait().map_err(refuse)?;
-                Err(Failure::new(message))
-            }
-            Err(_) => {
-                let status = child.wait().map_err(refuse)?;
-                Err(self.failed(Failure::new(format!("the daemon ended before it was ready ({status})"))))
-            }
-        }
-    }
+/// The words that this process was started with after `attach`, for a later daemon of the same
+/// device; `None` if one is not text.
+pub fn own_words() -> Option<Vec<String>> {
+    let hidden = |word: &String| word != "--daemon";
+    let words = std::env::args_os().skip(2).map(|word| word.into_string().ok());
+    words.collect::<Option<Vec<String>>>().map(|words| words.into_iter().filter(hidden).collect())
 }
 
 #[cfg(test)]

@@ -2,16 +2,18 @@
 
 use std::process::ExitCode;
 
-use crate::control::{Called, Request, ask, call};
-use crate::failure::{EXIT_FAILED, Outcome};
-use crate::state::StateDir;
+use crate::control::{Called, Request, call, died, no_such_device};
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::state::{Dead, Orphan, StateDir, check_name};
 use crate::{complain, print};
 
 /// Options of `detach`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Returns when the data is flushed, the daemon is gone, and its sockets and files are
-removed. With clients connected it refuses, unless --force ends their connections.
+removed. With clients connected, or the block device mounted or open, it refuses, unless
+--force ends their connections and makes their I/O fail. The device of a daemon that died
+(an orphan) is removed too.
 
 Examples:
   blkq detach disk.img
@@ -23,7 +25,7 @@ pub struct Args {
     /// Every device; tells of each what became of it
     #[arg(long)]
     all: bool,
-    /// Even if clients are connected
+    /// Even if clients are connected or the block device is in use
     #[arg(long)]
     force: bool,
 }
@@ -36,27 +38,57 @@ impl Args {
     /// code remains.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
-        let request = Request::Detach { force: self.force };
+        let during = |failure: Failure, name: &str| failure.during(format_args!("detach {name}"));
         if let Some(name) = self.name {
-            ask::<()>(&dir, &name, &request).map_err(|e| e.during(format_args!("detach {name}")))?;
-            return Ok(ExitCode::SUCCESS);
+            return match detach(&dir, &name, self.force) {
+                Ok(Detached::Done) => Ok(ExitCode::SUCCESS),
+                Ok(Detached::Died(last_words)) => Err(during(died(&name, &last_words), &name)),
+                Ok(Detached::NotThere) => Err(during(no_such_device(&name), &name)),
+                Err(failure) => Err(during(failure, &name)),
+            };
         }
         let mut code = ExitCode::SUCCESS;
         for name in dir.names()? {
-            // One that died, or was just detached by somebody else, is gone as well.
-            let outcome = match call::<()>(&dir, &name, &request) {
-                Ok(Called::Answered(())) => Ok(()),
-                Ok(Called::Nobody) => dir.clear_dead(&name).map(|_| ()),
-                Err(failure) => Err(failure),
-            };
-            match outcome {
-                Ok(()) => print(&format!("{name}: detached\n"))?,
+            match detach(&dir, &name, self.force) {
+                // One that died, or was just detached by somebody else, is gone as well.
+                Ok(_) => print(&format!("{name}: detached\n"))?,
                 Err(failure) => {
-                    complain(&failure.during(format_args!("detach {name}")));
+                    complain(&during(failure, &name));
                     code = ExitCode::from(EXIT_FAILED);
                 }
             }
         }
         Ok(code)
+    }
+}
+
+/// How a device was found that is detached now.
+enum Detached {
+    /// With a daemon, or as an orphan.
+    Done,
+    /// Its daemon had died before, with these last words.
+    Died(String),
+    /// It was not.
+    NotThere,
+}
+
+fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
+    // Only what could be a device's name becomes part of a path.
+    if check_name(name).is_err() {
+        return Ok(Detached::NotThere);
+    }
+    match call::<()>(dir, name, &Request::Detach { force })? {
+        Called::Answered(()) => Ok(Detached::Done),
+        Called::Nobody => match dir.clear_dead(name)? {
+            Dead::Cleared(last_words) => Ok(Detached::Died(last_words)),
+            Dead::No => Ok(Detached::NotThere),
+            Dead::Orphan(Orphan { mut claim, state }) => {
+                if let Some(ublk) = state.ublk {
+                    ublk.identity().remove(force)?;
+                }
+                claim.keep(false);
+                Ok(Detached::Done)
+            }
+        },
     }
 }

@@ -1,6 +1,7 @@
 //! `blkq features`: what this kernel offers, what is missing, and what for.
 
 use blkq::Ring;
+use blkq_export::ublk::{self, ControlDevice};
 use io_uring::opcode;
 use serde::Serialize;
 
@@ -20,7 +21,7 @@ pub struct Args {
 }
 
 /// Operations of io_uring: name, number, what they are for.
-const OPERATIONS: [(&str, u8, &str); 14] = [
+const OPERATIONS: [(&str, u8, &str); 15] = [
     ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
     ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),
     ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE, "direct reads into registered buffers"),
@@ -31,10 +32,20 @@ const OPERATIONS: [(&str, u8, &str); 14] = [
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE, "discard, write zeroes"),
     ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waking an engine"),
     ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE, "detach, ending connections"),
+    ("IORING_OP_URING_CMD", opcode::UringCmd16::CODE, "ublk, discard of block devices"),
     ("IORING_OP_ACCEPT", opcode::Accept::CODE, "NBD connections"),
     ("IORING_OP_RECV", opcode::Recv::CODE, "NBD requests"),
     ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
     ("IORING_OP_SENDMSG", opcode::SendMsg::CODE, "NBD replies"),
+];
+
+/// Features of ublk that are used: name, what they are for.
+const UBLK_FEATURES: [(ublk::Features, &str, &str); 5] = [
+    (ublk::Features::USER_RECOVERY, "UBLK_F_USER_RECOVERY", "devices outlive their daemon"),
+    (ublk::Features::USER_RECOVERY_REISSUE, "UBLK_F_USER_RECOVERY_REISSUE", "recovery without I/O errors"),
+    (ublk::Features::UNPRIVILEGED_DEV, "UBLK_F_UNPRIVILEGED_DEV", "devices of other users than root"),
+    (ublk::Features::UPDATE_SIZE, "UBLK_F_UPDATE_SIZE", "resizing a device in use"),
+    (ublk::Features::SAFE_STOP_DEV, "UBLK_F_SAFE_STOP_DEV", "detaching only what is not open"),
 ];
 
 /// One thing that the kernel may have.
@@ -67,8 +78,15 @@ impl Features {
             }
             Err(e) => add("io_uring", false, format!("everything: {e}")),
         }
-        let ublk = std::path::Path::new("/dev/ublk-control").exists();
-        add("ublk", ublk, "kernel block devices; this build does not use it yet".into());
+        match ControlDevice::open().and_then(|mut control| control.features()) {
+            Ok(has) => {
+                add("ublk", true, "kernel block devices".into());
+                for (feature, name, purpose) in UBLK_FEATURES {
+                    add(name, has.contains(feature), purpose.into());
+                }
+            }
+            Err(e) => add("ublk", false, format!("kernel block devices: {e}")),
+        }
         Features { kernel: kernel.trim().to_owned(), features }
     }
 }

@@ -4,23 +4,25 @@ use serde::Serialize;
 
 use crate::control::{Called, Request, call, died};
 use crate::failure::Outcome;
-use crate::info::DeviceInfo;
+use crate::info::{DeviceInfo, StateFile};
 use crate::size::format_size;
-use crate::state::StateDir;
+use crate::state::{Dead, StateDir};
 use crate::table::{Align, render};
 use crate::{complain, print, print_json};
 
 /// Options of `list`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Devices whose daemon was killed are cleared away, and named on stderr.
+Devices whose daemon was killed are cleared away, and named on stderr; but a kernel's block
+device outlives its daemon: it stays listed, with the mode `orphan`, for `blkq recover` or
+`blkq detach`.
 
 Examples:
   blkq list
   blkq list --json | jq -r '.[].name'")]
 pub struct Args {
     /// One JSON array of objects as `show --json` prints them; those of daemons that do
-    /// not answer have "name" and "error" only
+    /// not answer have "name" and "error" only, and orphans "image" and "exports" besides
     #[arg(long)]
     json: bool,
 }
@@ -30,6 +32,7 @@ pub struct Args {
 #[serde(untagged)]
 enum Entry {
     Device(Box<DeviceInfo>),
+    Orphan { name: String, image: String, exports: Vec<String>, error: String },
     Silent { name: String, error: String },
 }
 
@@ -45,13 +48,18 @@ impl Args {
             match call(&dir, &name, &Request::Show {}) {
                 Ok(Called::Answered(info)) => entries.push(Entry::Device(info)),
                 Ok(Called::Nobody) => match dir.clear_dead(&name) {
-                    Ok(Some(last_words)) => complain(&died(&name, &last_words)),
+                    Ok(Dead::Cleared(last_words)) => complain(&died(&name, &last_words)),
+                    Ok(Dead::Orphan(orphan)) => {
+                        let error = orphan.refusal().to_string();
+                        let StateFile { name, image, exports, .. } = orphan.state.clone();
+                        entries.push(Entry::Orphan { name, image, exports, error });
+                    }
                     // Either it has just gone, or its daemon is just starting or ending.
-                    Ok(None) if dir.file(&name, ".lock").exists() => {
+                    Ok(Dead::No) if dir.file(&name, ".lock").exists() => {
                         let error = "starting or ending".to_owned();
                         entries.push(Entry::Silent { name, error });
                     }
-                    Ok(None) => {}
+                    Ok(Dead::No) => {}
                     Err(failure) => complain(&failure),
                 },
                 Err(failure) => entries.push(Entry::Silent { name, error: failure.to_string() }),
@@ -77,6 +85,11 @@ fn table(entries: &[Entry]) -> String {
                 info.image.clone(),
                 info.exports.join(" "),
             ]),
+            Entry::Orphan { name, image, exports, .. } => {
+                let [size, direct, clients] = ["-"; 3].map(str::to_owned);
+                let (mode, exports) = ("orphan".to_owned(), exports.join(" "));
+                rows.push([name.clone(), size, mode, direct, clients, image.clone(), exports]);
+            }
             Entry::Silent { name, error } => {
                 let [size, mode, direct, clients, image] = ["-"; 5].map(str::to_owned);
                 rows.push([name.clone(), size, mode, direct, clients, image, format!("({error})")]);

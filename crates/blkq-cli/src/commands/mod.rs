@@ -12,10 +12,13 @@ pub mod detach;
 pub mod features;
 pub mod generate;
 pub mod list;
+pub mod recover;
 pub mod resize;
 pub mod set;
 pub mod show;
 pub mod stat;
+pub mod ublk_owner;
+pub mod upgrade;
 
 /// The multi-queue block layer in user space: serves image files as fast block devices.
 #[derive(Parser, Debug)]
@@ -25,8 +28,7 @@ pub mod stat;
     max_term_width = 100,
     after_help = "\
 Examples:
-  blkq attach disk.img                 serve an image; prints where clients find it
-  nbdcopy \"$(blkq attach disk.img)\" -  the same, and read it all
+  blkq attach disk.img                 serve an image; prints /dev/ublkb0, or an NBD URI
   blkq list                            what is attached
   blkq stat disk.img --interval 1      what it is doing
   blkq detach disk.img                 flush it and end it
@@ -58,8 +60,15 @@ pub enum Command {
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
     Bench(bench::Args),
+    /// Serve a block device again whose daemon died
+    Recover(recover::Args),
+    /// Hand a block device in use to a new daemon, of this program
+    Upgrade(upgrade::Args),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
+    /// Tell who made a ublk device, for udev
+    #[command(hide = true)]
+    UblkOwner(ublk_owner::Args),
     /// Write manual pages or shell completions into a directory
     #[command(hide = true)]
     Generate(generate::Args),
@@ -81,7 +90,10 @@ impl Command {
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
+            Command::Recover(args) => args.run(),
+            Command::Upgrade(args) => args.run(),
             Command::Features(args) => args.run().map(done),
+            Command::UblkOwner(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),
         }
     }

@@ -1,0 +1,60 @@
+//! `blkq ublk-owner`: who made a ublk device, for udev rules.
+
+use blkq_export::ublk::{ControlDevice, Features};
+
+use crate::failure::{Failure, Outcome};
+use crate::print;
+
+/// Options of `ublk-owner`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Prints the user's and the group's number of who made a device as another user than root, and
+nothing for a device of root. packaging/udev/60-blkq-ublk.rules uses it.
+
+Example:
+  blkq ublk-owner ublkb0
+      1000 1000")]
+pub struct Args {
+    /// The kernel's name of the device: ublkcN or ublkbN
+    #[arg(value_parser = parse_kernel_name)]
+    device: u32,
+}
+
+fn parse_kernel_name(name: &str) -> Result<u32, &'static str> {
+    let number = name.strip_prefix("ublkc").or_else(|| name.strip_prefix("ublkb"));
+    // A partition belongs to who made the device.
+    let number = number.map(|number| number.split_once('p').map_or(number, |(number, _)| number));
+    number.and_then(|number| number.parse().ok()).ok_or("a device is ublkcN or ublkbN, such as ublkb0")
+}
+
+impl Args {
+    /// Prints the owner.
+    ///
+    /// # Errors
+    /// If the kernel cannot be asked.
+    pub fn run(self) -> Outcome {
+        let refuse = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", self.device));
+        let info = ControlDevice::open().and_then(|mut control| control.info(self.device)).map_err(refuse)?;
+        match info {
+            Some(info) if info.flags & Features::UNPRIVILEGED_DEV.bits() != 0 => {
+                print(&format!("{} {}\n", info.owner_uid, info.owner_gid))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_kernel_name;
+
+    #[test]
+    fn devices_and_partitions_are_known_by_the_kernels_names() {
+        for (name, id) in [("ublkb0", 0), ("ublkc12", 12), ("ublkb3p1", 3)] {
+            assert_eq!(parse_kernel_name(name), Ok(id));
+        }
+        for bad in ["", "ublkb", "ublkb-1", "sda", "/dev/ublkb0", "ublkbx"] {
+            assert!(parse_kernel_name(bad).is_err(), "{bad:?}");
+        }
+    }
+}

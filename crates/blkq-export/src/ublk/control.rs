@@ -1,0 +1,325 @@
+//! The control device, `/dev/ublk-control`: one command at a time, each with a bound on its
+//! time, through a small io_uring of its own.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use blkq::{Error, ErrorKind};
+use io_uring::squeue::Entry128;
+use io_uring::{IoUring, cqueue, opcode, types};
+use rustix::thread::{CapabilitySet, CpuSet, capabilities};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use super::abi::{self, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters};
+
+/// The control device.
+pub const CONTROL_PATH: &str = "/dev/ublk-control";
+
+/// How long the kernel may take for what it does from memory.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long making and starting a device may take: the kernel looks for partitions. Some
+/// kernels never end it (Linux 6.18.4, for one, which then has lost the driver).
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long stopping a device may take: it waits for the I/O in flight.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long removing a device may wait for those who still refer to it.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Bytes of the mask of processors: as many as [`CpuSet`] has.
+const MASK_BYTES: usize = CpuSet::MAX_CPU / 8;
+
+/// The control device, opened.
+pub struct ControlDevice {
+    ring: IoUring<Entry128, cqueue::Entry>,
+    file: File,
+    privileged: bool,
+}
+
+/// A command.
+struct Call<'a> {
+    command: abi::Control,
+    id: u32,
+    data: u64,
+    /// Read or written by the kernel, or both.
+    buffer: &'a mut [u8],
+    timeout: Duration,
+}
+
+/// The character device of device `id`.
+pub fn character_path(id: u32) -> String {
+    format!("/dev/ublkc{id}")
+}
+
+/// The block device of device `id`.
+pub fn block_path(id: u32) -> String {
+    format!("/dev/ublkb{id}")
+}
+
+impl ControlDevice {
+    /// Opens the control device.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if the kernel has no ublk, [`ErrorKind::Denied`] if the user may
+    /// not use it, [`ErrorKind::Unsupported`] if io_uring cannot carry its commands.
+    pub fn open() -> Result<ControlDevice, Error> {
+        let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH).map_err(|e| {
+            let cure = match e.kind() {
+                io::ErrorKind::NotFound => "load the driver with modprobe ublk_drv",
+                io::ErrorKind::PermissionDenied => {
+                    "become root, or have the administrator install the udev rules"
+                }
+                _ => "see docs/ublk.md",
+            };
+            Error::system(format!("cannot open {CONTROL_PATH} ({cure}, or use --export nbd)"), e)
+        })?;
+        let ring = IoUring::<Entry128, cqueue::Entry>::builder()
+            .build(2)
+            .map_err(|e| Error::system("cannot set up io_uring for ublk's commands", e))?;
+        let privileged =
+            capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        Ok(ControlDevice { ring, file, privileged })
+    }
+
+    /// Whether this process may make devices with all that the kernel offers.
+    pub fn is_privileged(&self) -> bool {
+        self.privileged
+    }
+
+    fn call(&mut self, call: Call<'_>) -> io::Result<()> {
+        let Call { command, id, data, buffer, timeout } = call;
+        // Others than root say by its path which device they mean, for its permissions to be
+        // looked at; nothing needs a device to exist to make one or to ask for features.
+        let names_device =
+            !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
+        let path = if names_device { format!("{}\0", character_path(id)) } else { String::new() };
+        let mut memory = [path.as_bytes(), &*buffer].concat();
+        let request = ControlCommand {
+            dev_id: id,
+            queue_id: NO_QUEUE,
+            len: memory.len() as u16,
+            addr: if memory.is_empty() { 0 } else { memory.as_mut_ptr().expose_provenance() as u64 },
+            data,
+            dev_path_len: path.len() as u16,
+            pad: 0,
+            reserved: 0,
+        };
+        let mut bytes = [0; 80];
+        bytes[..size_of::<ControlCommand>()].copy_from_slice(request.as_bytes());
+        let fd = types::Fd(self.file.as_raw_fd());
+        let entry = opcode::UringCmd80::new(fd, command as u32).cmd(bytes).build();
+        // SAFETY: the file is open as long as the ring; the memory is kept for good should the
+        // command not end.
+        unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
+        match self.wait(timeout) {
+            Ok(result) if result >= 0 => {
+                buffer.copy_from_slice(&memory[path.len()..]);
+                Ok(())
+            }
+            Ok(result) => Err(io::Error::from_raw_os_error(-result)),
+            Err(error) => {
+                // The kernel may still write it.
+                std::mem::forget(memory);
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for the end of the one command that is in flight.
+    fn wait(&mut self, timeout: Duration) -> io::Result<i32> {
+        let timespec = types::Timespec::from(timeout);
+        let args = types::SubmitArgs::new().timespec(&timespec);
+        loop {
+            match self.ring.submitter().submit_with_args(1, &args) {
+                Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
+                Err(e) if e.raw_os_error() == Some(libc::ETIME) => {
+                    // A late answer must not be taken for that of another command.
+                    self.ring = IoUring::<Entry128, cqueue::Entry>::builder().build(2)?;
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Err(e) => return Err(e),
+                Ok(_) => {}
+            }
+            if let Some(cqe) = self.ring.completion().next() {
+                return Ok(cqe.result());
+            }
+        }
+    }
+
+    /// What the kernel has.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] before Linux 6.5, which cannot tell.
+    pub fn features(&mut self) -> Result<Features, Error> {
+        let mut features = 0u64;
+        let (command, buffer) = (abi::Control::GetFeatures, features.as_mut_bytes());
+        let call = Call { command, id: abi::ANY_ID, data: 0, buffer, timeout: ANSWER_TIMEOUT };
+        match self.call(call) {
+            Ok(()) => Ok(Features::from_bits_retain(features)),
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => Err(failed("asking for the features", e)),
+            Err(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                "this kernel's ublk is too old: it needs Linux 6.5 or newer; use --export nbd",
+            )),
+        }
+    }
+
+    /// Makes a device. The kernel changes `info` to what it became.
+    ///
+    /// # Errors
+    /// Whatever the kernel says, and that it did not answer in time.
+    pub fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
+        let id = info.dev_id;
+        let command = abi::Control::AddDev;
+        self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT }).map_err(
+            |e| match e.raw_os_error() {
+                Some(libc::EACCES) => Error::system(
+                    "cannot make a ublk device: there are as many as the module's parameter ublks_max allows; raise it, or use --export nbd",
+                    e,
+                ),
+                Some(libc::EPERM) => Error::system("cannot make a ublk device; become root, or use --export nbd", e),
+                _ => failed("making a device", e),
+            },
+        )
+    }
+
+    /// What device `id` is; `None` if there is none.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
+        let mut info = DeviceInfo::new_zeroed();
+        let command = if self.privileged { abi::Control::GetDevInfo } else { abi::Control::GetDevInfo2 };
+        let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
+        match self.call(call) {
+            Ok(()) => Ok(Some(info)),
+            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(None),
+            Err(e) => Err(failed("asking for a device", e)),
+        }
+    }
+
+    /// The processors whose I/O comes through queue `queue` of device `id`.
+    ///
+    /// # Errors
+    /// Whatever the kernel says; one is that it has more processors than fit.
+    pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
+        let mut mask = [0u8; MASK_BYTES];
+        let (command, data) = (abi::Control::GetQueueAffinity, u64::from(queue));
+        self.call(Call { command, id, data, buffer: &mut mask, timeout: ANSWER_TIMEOUT })
+            .map_err(|e| failed("asking for the processors of a queue", e))?;
+        let mut set = CpuSet::new();
+        for cpu in 0..CpuSet::MAX_CPU {
+            if mask[cpu / 8] & 1 << (cpu % 8) != 0 {
+                set.set(cpu);
+            }
+        }
+        Ok(set)
+    }
+
+    /// Sets the parameters of device `id`, which is not started.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn set_parameters(&mut self, id: u32, parameters: &Parameters) -> Result<(), Error> {
+        let mut parameters = *parameters;
+        let (command, buffer) = (abi::Control::SetParams, parameters.as_mut_bytes());
+        self.call(Call { command, id, data: 0, buffer, timeout: ANSWER_TIMEOUT })
+            .map_err(|e| failed("setting the parameters of a device", e))
+    }
+
+    /// The parameters of device `id`.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn parameters(&mut self, id: u32) -> Result<Parameters, Error> {
+        let mut buffer = [0u8; size_of::<Parameters>()];
+        buffer[..4].copy_from_slice((size_of::<Parameters>() as u32).as_bytes());
+        let command = abi::Control::GetParams;
+        self.call(Call { command, id, data: 0, buffer: &mut buffer, timeout: ANSWER_TIMEOUT })
+            .map_err(|e| failed("asking for the parameters of a device", e))?;
+        Parameters::read_from_bytes(&buffer)
+            .map_err(|_| Error::new(ErrorKind::System, "ublk: the parameters have another size"))
+    }
+
+    /// A command with one argument and no buffer.
+    fn plain(&mut self, command: abi::Control, id: u32, data: u64, timeout: Duration) -> io::Result<()> {
+        self.call(Call { command, id, data, buffer: &mut [], timeout })
+    }
+
+    /// Makes the block device of `id` appear, served by this process.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn start(&mut self, id: u32) -> Result<(), Error> {
+        let pid = u64::from(std::process::id());
+        self.plain(abi::Control::StartDev, id, pid, START_TIMEOUT).map_err(|e| failed("starting a device", e))
+    }
+
+    /// Makes it disappear. I/O in flight is waited for, later I/O fails.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn stop(&mut self, id: u32) -> Result<(), Error> {
+        self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT).map_err(|e| failed("stopping a device", e))
+    }
+
+    /// As [`ControlDevice::stop`], unless somebody has the device open
+    /// ([`Features::SAFE_STOP_DEV`]).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`], and whatever the kernel says.
+    pub fn try_stop(&mut self, id: u32) -> Result<(), Error> {
+        self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT).map_err(|e| failed("stopping a device", e))
+    }
+
+    /// Removes device `id`. One that somebody still has open goes when it is closed: then this
+    /// returns after a moment all the same.
+    ///
+    /// # Errors
+    /// Whatever the kernel says; that there is no such device is none.
+    pub fn delete(&mut self, id: u32) -> Result<(), Error> {
+        match self.plain(abi::Control::DelDev, id, 0, DELETE_TIMEOUT) {
+            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => Ok(()),
+            done => done.map_err(|e| failed("removing a device", e)),
+        }
+    }
+
+    /// This process becomes the server of device `id`, whose own is gone.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] while the old one is still going, and whatever the kernel says.
+    pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
+        self.plain(abi::Control::StartUserRecovery, id, 0, ANSWER_TIMEOUT)
+            .map_err(|e| failed("taking over a device", e))
+    }
+
+    /// This process serves device `id` from now on.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
+        let pid = u64::from(std::process::id());
+        self.plain(abi::Control::EndUserRecovery, id, pid, START_TIMEOUT)
+            .map_err(|e| failed("taking over a device", e))
+    }
+
+    /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]).
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
+        self.plain(abi::Control::UpdateSize, id, sectors, ANSWER_TIMEOUT)
+            .map_err(|e| failed("changing the size of a device", e))
+    }
+}
+
+fn failed(what: &str, error: io::Error) -> Error {
+    if error.kind() == io::ErrorKind::TimedOut {
+        let message = format!(
+            "ublk: {what}: the kernel does not answer; look into its log (dmesg), or use --export nbd"
+        );
+        return Error::new(ErrorKind::System, message);
+    }
+    Error::system(format!("ublk: {what}"), error)
+}

@@ -1,0 +1,150 @@
+//! The parameters of a device, from the limits of the disk behind it.
+
+use blkq::{Error, ErrorKind, QueueLimits};
+
+use super::abi::{self, BasicParameters, DiscardParameters, Parameters};
+
+/// Largest request: what the buffer of one tag holds.
+pub(super) const REQUEST_MAX_BYTES: u32 = 512 << 10;
+/// Largest discard and write zeroes. The kernel counts both in 32 bits of bytes, and the whole of
+/// it is one request, which others wait for.
+const DISCARD_MAX_BYTES: u64 = 1 << 30;
+/// Smallest largest request that the kernel takes (`PAGE_SECTORS`), and largest logical block.
+const PAGE_BYTES: u32 = 4096;
+
+fn shift(bytes: u32) -> u8 {
+    bytes.ilog2() as u8
+}
+
+fn sectors(bytes: u64, block: u32) -> u32 {
+    // At most DISCARD_MAX_BYTES.
+    ((bytes.min(DISCARD_MAX_BYTES) & !(u64::from(block) - 1)) >> 9) as u32
+}
+
+/// The parameters of a device with `limits`.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] for blocks that are larger than a page.
+pub(super) fn parameters(limits: &QueueLimits) -> Result<Parameters, Error> {
+    let block = limits.logical_block_bytes;
+    if block > PAGE_BYTES {
+        let message = format!(
+            "ublk has no logical blocks of more than {PAGE_BYTES} bytes, and this device's are {block}; use --export nbd"
+        );
+        return Err(Error::new(ErrorKind::Unsupported, message));
+    }
+    let mut attrs = 0;
+    let mut attribute = |has, bit| attrs |= if has { bit } else { 0 };
+    attribute(limits.read_only, abi::ATTR_READ_ONLY);
+    attribute(limits.rotational, abi::ATTR_ROTATIONAL);
+    attribute(limits.write_cache, abi::ATTR_VOLATILE_CACHE);
+    attribute(limits.write_cache && limits.fua, abi::ATTR_FUA);
+    let request_bytes = limits.max_request_bytes.clamp(PAGE_BYTES, REQUEST_MAX_BYTES) & !(block - 1);
+    // Not every kernel can split at other boundaries; what it does not split, the disk does.
+    let chunk_bytes = if limits.chunk_bytes.is_power_of_two() { limits.chunk_bytes } else { 0 };
+    // The layer below does write zeroes of either kind if the driver does one of them.
+    let zeroes_bytes = limits.max_write_zeroes_bytes.max(limits.max_write_zeroes_no_unmap_bytes);
+    Ok(Parameters {
+        len: size_of::<Parameters>() as u32,
+        types: abi::PARAM_BASIC | abi::PARAM_DISCARD,
+        basic: BasicParameters {
+            attrs,
+            logical_bs_shift: shift(block),
+            physical_bs_shift: shift(limits.physical_block_bytes),
+            io_opt_shift: shift(limits.io_opt_bytes.max(limits.physical_block_bytes)),
+            io_min_shift: shift(limits.physical_block_bytes),
+            max_sectors: request_bytes >> 9,
+            chunk_sectors: chunk_bytes >> 9,
+            dev_sectors: limits.capacity_bytes >> 9,
+            virt_boundary_mask: 0,
+        },
+        discard: DiscardParameters {
+            discard_granularity: limits.discard_granularity.max(block),
+            max_discard_sectors: sectors(limits.max_discard_bytes, block),
+            max_write_zeroes_sectors: sectors(zeroes_bytes, block),
+            max_discard_segments: 1,
+            ..DiscardParameters::default()
+        },
+        ..Parameters::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> QueueLimits {
+        QueueLimits {
+            capacity_bytes: 10 << 20,
+            logical_block_bytes: 512,
+            physical_block_bytes: 4096,
+            write_cache: true,
+            fua: true,
+            max_discard_bytes: u64::MAX,
+            discard_granularity: 4096,
+            max_write_zeroes_no_unmap_bytes: 1 << 20,
+            ..QueueLimits::default()
+        }
+    }
+
+    #[test]
+    fn every_limit_has_its_parameter() {
+        let got = parameters(&limits()).unwrap();
+        assert_eq!((got.len, got.types), (120, 3));
+        let basic = BasicParameters {
+            attrs: 4 | 8,
+            logical_bs_shift: 9,
+            physical_bs_shift: 12,
+            io_opt_shift: 12,
+            io_min_shift: 12,
+            max_sectors: 1024,
+            chunk_sectors: 0,
+            dev_sectors: 20480,
+            virt_boundary_mask: 0,
+        };
+        assert_eq!(got.basic, basic);
+        let discard = DiscardParameters {
+            discard_alignment: 0,
+            discard_granularity: 4096,
+            max_discard_sectors: 1 << 21,
+            max_write_zeroes_sectors: 2048,
+            max_discard_segments: 1,
+            reserved0: 0,
+        };
+        assert_eq!(got.discard, discard);
+    }
+
+    #[test]
+    fn what_a_device_cannot_do_is_not_offered() {
+        let bare = QueueLimits { capacity_bytes: 4096, read_only: true, fua: true, ..QueueLimits::default() };
+        let got = parameters(&bare).unwrap();
+        // FUA without a cache would have no meaning.
+        assert_eq!(got.basic.attrs, abi::ATTR_READ_ONLY);
+        assert_eq!((got.discard.max_discard_sectors, got.discard.max_write_zeroes_sectors), (0, 0));
+        assert_eq!(got.discard.discard_granularity, 512, "the kernel takes none of 0");
+    }
+
+    #[test]
+    fn requests_are_whole_blocks_that_the_kernel_accepts() {
+        for (request, block, max_sectors) in
+            [(512, 512, 8), (100_000, 4096, 192), (u32::MAX, 512, 1024), (5000, 512, 9)]
+        {
+            let limits = QueueLimits {
+                max_request_bytes: request,
+                logical_block_bytes: block,
+                physical_block_bytes: block,
+                ..limits()
+            };
+            assert_eq!(parameters(&limits).unwrap().basic.max_sectors, max_sectors, "{request}");
+        }
+        let chunks = |bytes| parameters(&QueueLimits { chunk_bytes: bytes, ..limits() }).unwrap();
+        assert_eq!(chunks(65536).basic.chunk_sectors, 128);
+        assert_eq!(chunks(3 << 12).basic.chunk_sectors, 0);
+    }
+
+    #[test]
+    fn blocks_larger_than_a_page_are_refused_with_the_cure() {
+        let limits = QueueLimits { logical_block_bytes: 8192, physical_block_bytes: 8192, ..limits() };
+        assert!(parameters(&limits).unwrap_err().to_string().contains("--export nbd"));
+    }
+}

@@ -1,0 +1,113 @@
+//! What a process must be to serve a block device that others, and the kernel itself, use: it must
+//! not wait for memory that only writing to that device would free, must not be killed for memory
+//! before others are, and must not hold mounts.
+
+use std::fs;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use blkq::{Error, ErrorKind};
+use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount};
+use rustix::process::{configure_io_flusher_behavior, is_io_flusher};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+
+/// Never killed for memory (`OOM_SCORE_ADJ_MIN`).
+const OOM_SCORE_ADJ: &str = "-1000";
+/// What of the system's mounts the process goes on to use.
+const SYSTEM: [&str; 2] = ["/dev", "/proc"];
+
+/// Makes this process, which must have no other thread yet, fit to serve a block device; threads
+/// that it makes later are, too. Of the mounts it keeps those that `kept` lies on.
+///
+/// # Errors
+/// What root was refused. Others are let go without: they may do none of it.
+pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
+    if !rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    let failed =
+        |what: &'static str| move |e| Error::system(format!("cannot serve a block device: {what}"), e);
+    configure_io_flusher_behavior(true).map_err(failed("PR_SET_IO_FLUSHER"))?;
+    if !is_io_flusher().map_err(failed("PR_GET_IO_FLUSHER"))? {
+        let message = "cannot serve a block device: PR_SET_IO_FLUSHER has no effect";
+        return Err(Error::new(ErrorKind::System, message));
+    }
+    fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ)
+        .map_err(|e| Error::system("cannot serve a block device: /proc/self/oom_score_adj", e))?;
+    leave_mounts(kept)
+}
+
+/// Gives this process mounts of its own. In those of others it could be the last one, and then
+/// would, as it ends, unmount a file system on its own device and wait for itself for ever. And of
+/// these copies it keeps only what it needs, so that nobody who unmounts one is held up.
+fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
+    let failed = |e| Error::system("cannot serve a block device: a mount namespace of its own", e);
+    // SAFETY: without other threads there is none that would be surprised by other mounts; files
+    // that are open stay so.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed)?;
+    let propagation = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    mount_change("/", propagation).map_err(failed)?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo")
+        .map_err(|e| Error::system("cannot serve a block device: /proc/self/mountinfo", e))?;
+    for point in unneeded(&mounts, kept) {
+        // One that is not reachable, for another lies on it, holds nobody up by its path.
+        let _ = unmount(&point, UnmountFlags::DETACH);
+    }
+    Ok(())
+}
+
+/// The mount points of `mountinfo` (proc_pid_mountinfo(5)) that neither the system nor `kept` is
+/// on, the last one first.
+fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
+    let points = mountinfo.lines().filter_map(|line| Some(unescape(line.split(' ').nth(4)?)));
+    let needed = |point: &Path| {
+        SYSTEM.iter().any(|path| point.starts_with(path)) || kept.iter().any(|path| path.starts_with(point))
+    };
+    let mut points: Vec<PathBuf> =
+        points.filter(|point| !needed(point) && *point != Path::new("/")).collect();
+    points.reverse();
+    points
+}
+
+/// A path in which some bytes are written as backslash and three octal digits.
+fn unescape(text: &str) -> PathBuf {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [byte, after @ ..] = rest {
+        let octal =
+            after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(escaped) => {
+                bytes.push(escaped);
+                rest = &after[3..];
+            }
+            None => {
+                bytes.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    PathBuf::from(std::ffi::OsString::from_vec(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_mounts_that_are_needed_are_kept() {
+        let mountinfo = "\
+21 1 8:1 / / rw - ext4 /dev/sda1 rw
+22 21 0:5 / /proc rw - proc proc rw
+23 21 0:6 / /dev rw - devtmpfs dev rw
+24 23 0:7 / /dev/pts rw - devpts devpts rw
+25 21 0:8 / /run rw - tmpfs tmpfs rw
+26 25 0:9 / /run/user/1000 rw - tmpfs tmpfs rw
+27 21 8:2 / /mnt/my\\040disk rw - ext4 /dev/sdb1 rw
+28 27 8:3 / /mnt/my\\040disk/inner rw - ext4 /dev/sdc1 rw
+";
+        let unneeded = unneeded(mountinfo, &["/run/blkq".into(), "/mnt/other/socket".into()]);
+        let expected = ["/mnt/my disk/inner", "/mnt/my disk", "/run/user/1000"].map(PathBuf::from);
+        assert_eq!(unneeded, expected);
+    }
+}

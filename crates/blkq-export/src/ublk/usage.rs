@@ -1,0 +1,104 @@
+//! Who uses a block device. The kernel tells of those that claim it (mounts, swap, device mapper);
+//! those that only have it open are found in /proc.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use blkq::{Error, ErrorKind};
+
+/// How long a forced end waits for data on its way to the device.
+const WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
+
+pub(super) fn busy(path: &str, why: &str) -> Error {
+    Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first, or use --force"))
+}
+
+/// Claims the block device `path`, so that nobody mounts it meanwhile.
+///
+/// # Errors
+/// [`ErrorKind::Busy`] if somebody uses it.
+pub(super) fn claim(path: &str) -> Result<File, Error> {
+    let held =
+        OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path).map_err(
+            |e| match e.raw_os_error() {
+                Some(libc::EBUSY) => busy(path, "it, or a partition of it, is mounted or claimed"),
+                _ => Error::system(format!("cannot open {path}"), e),
+            },
+        )?;
+    match opener(path) {
+        Some(who) => Err(busy(path, &format!("process {who} has it open"))),
+        None => Ok(held),
+    }
+}
+
+/// A process other than this one that has the block device `path` or a partition of it open: its
+/// number and name.
+fn opener(path: &str) -> Option<String> {
+    let this = std::process::id().to_string();
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    for process in processes {
+        let name = process.file_name();
+        let pid = name.to_str().filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && *name != this);
+        // Others' processes, or one that has just ended.
+        let (Some(pid), Ok(fds)) = (pid, fs::read_dir(process.path().join("fd"))) else { continue };
+        if fds
+            .flatten()
+            .filter_map(|fd| fs::read_link(fd.path()).ok())
+            .any(|target| is_part_of(&target, path))
+        {
+            let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+            return Some(format!("{pid} ({})", command.trim()));
+        }
+    }
+    None
+}
+
+/// Whether `target` is the device `path` (`/dev/ublkb1`) or a partition of it (`/dev/ublkb1p2`).
+fn is_part_of(target: &Path, path: &str) -> bool {
+    let Some(rest) = target.to_str().and_then(|target| target.strip_prefix(path)) else { return false };
+    rest.is_empty() || rest.strip_prefix('p').is_some_and(|part| part.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Has the kernel write back what file systems hold, as far as a moment allows: the device of one
+/// of them is about to go.
+pub(super) fn write_back() {
+    let (sender, done) = channel();
+    let sync = move || {
+        rustix::fs::sync();
+        // Nobody may wait any more.
+        let _ = sender.send(());
+    };
+    if std::thread::Builder::new().name("blkq-sync".into()).spawn(sync).is_ok() {
+        let _ = done.recv_timeout(WRITE_BACK_TIMEOUT);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partitions_are_part_of_their_device_and_other_devices_are_not() {
+        let part = |target: &str| is_part_of(Path::new(target), "/dev/ublkb1");
+        assert!(part("/dev/ublkb1") && part("/dev/ublkb1p1") && part("/dev/ublkb1p12"));
+        assert!(!part("/dev/ublkb10") && !part("/dev/ublkb1.img") && !part("/dev/ublkb") && !part("/x"));
+    }
+
+    #[test]
+    fn whoever_has_a_file_open_is_found() {
+        let path = std::env::temp_dir().join(format!("blkq-usage-{}", std::process::id()));
+        fs::write(&path, "").unwrap();
+        let path_text = path.to_str().unwrap();
+        assert_eq!(opener(path_text), None);
+        let mut child =
+            std::process::Command::new("sleep").arg("60").stdin(File::open(&path).unwrap()).spawn().unwrap();
+        let found = opener(path_text);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, Some(format!("{} (sleep)", child.id())));
+        fs::remove_file(&path).unwrap();
+    }
+}
