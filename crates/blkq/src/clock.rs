@@ -95,9 +95,10 @@ impl Clock {
         self.invalidate();
     }
 
-    /// How often the clock was read.
-    pub fn reads(&self) -> u64 {
-        self.reads
+    /// How often the clock was read since this was last asked.
+    #[inline]
+    pub fn take_reads(&mut self) -> u64 {
+        std::mem::take(&mut self.reads)
     }
 
     /// The oldest cached time seen when the use count forced a new reading, in nanoseconds.

@@ -107,7 +107,7 @@ impl Queue {
             self.end_request(tag, result, &mut batch);
         }
         batch.finish(&mut self.stats);
-        self.stats.set(Counter::ClockReads, self.clock.reads());
+        self.stats.count(Counter::ClockReads, self.clock.take_reads());
         completed.clear();
         if self.completed.is_empty() {
             self.completed = completed;

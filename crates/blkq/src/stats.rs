@@ -292,12 +292,6 @@ impl StatsWriter {
         add(&self.0.counters[counter as usize], n);
     }
 
-    /// `counter`, which is counted elsewhere, is now at `value`.
-    #[inline]
-    pub fn set(&mut self, counter: Counter, value: u64) {
-        self.0.counters[counter as usize].store(value, Relaxed);
-    }
-
     /// `requests` of `group` are in flight no more.
     #[inline]
     fn end(&mut self, group: StatGroup, requests: u64, now_ns: u64) {

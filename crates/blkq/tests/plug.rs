@@ -166,6 +166,19 @@ fn the_cached_clock_is_read_once_per_plug_and_once_per_completion_batch() {
 }
 
 #[test]
+fn a_queue_that_is_opened_again_counts_on() {
+    let device = Device::plain(Behaviour::default());
+    let disk = device.open().0;
+    for opened in 1..=3 {
+        let mut queue = disk.open_queue(0).unwrap();
+        read(&mut queue, 0, 4096);
+        drain(&mut queue);
+        drop(queue);
+        assert_eq!(disk.stats().counter(Counter::ClockReads), 2 * opened);
+    }
+}
+
+#[test]
 fn without_statistics_the_clock_is_never_read() {
     assert_eq!(clock_reads(ClockMode::Cached, false, 320, 32), 0.0);
     assert_eq!(clock_reads(ClockMode::Precise, false, 320, 7), 0.0);

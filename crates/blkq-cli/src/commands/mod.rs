@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 use crate::failure::Outcome;
 
 pub mod attach;
+pub mod bench;
 pub mod detach;
 pub mod features;
 pub mod generate;
@@ -57,6 +58,8 @@ pub enum Command {
     Resize(resize::Args),
     /// Flush a device and end it
     Detach(detach::Args),
+    /// Measure what each idea is worth on this machine, and blkq beside its peers
+    Bench(bench::Args),
     /// Serve a block device again whose daemon died
     Recover(recover::Args),
     /// Hand a block device in use to a new daemon, of this program
@@ -86,6 +89,7 @@ impl Command {
             Command::Set(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
+            Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),
             Command::Upgrade(args) => args.run(),
             Command::Features(args) => args.run().map(done),

@@ -1,0 +1,81 @@
+//! The page cache of a file: how much is there, and getting rid of it.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+use crate::Result;
+
+/// Number of cachestat (Linux 6.5), the same on all architectures.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// struct cachestat_range of include/uapi/linux/mman.h.
+#[repr(C)]
+struct CachestatRange {
+    off: u64,
+    len: u64,
+}
+
+/// struct cachestat of the same.
+#[repr(C)]
+#[derive(Default)]
+struct Cachestat {
+    nr_cache: u64,
+    nr_dirty: u64,
+    nr_writeback: u64,
+    nr_evicted: u64,
+    nr_recently_evicted: u64,
+}
+
+/// Bytes of `file` that are in the page cache: by cachestat, or before Linux 6.5 by mincore.
+///
+/// # Errors
+/// If neither works on this file.
+pub fn cached_bytes(file: &File) -> Result<u64> {
+    let page = rustix::param::page_size() as u64;
+    let range = CachestatRange { off: 0, len: 0 };
+    let mut found = Cachestat::default();
+    // SAFETY: both structures are those of the kernel and outlive the call.
+    let result =
+        unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
+    if result == 0 {
+        return Ok(found.nr_cache * page);
+    }
+    let length = file.metadata()?.len() as usize;
+    if length == 0 {
+        return Ok(0);
+    }
+    let mut resident = vec![0u8; length.div_ceil(page as usize)];
+    // SAFETY: a fresh mapping of the whole file, never read through, unmapped below;
+    // `resident` has a byte for each page of it.
+    let result = unsafe {
+        let map =
+            libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        if map == libc::MAP_FAILED {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        let result = libc::mincore(map, length, resident.as_mut_ptr());
+        libc::munmap(map, length);
+        result
+    };
+    if result != 0 {
+        return Err(std::io::Error::last_os_error().into());
+    }
+    Ok(resident.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
+}
+
+/// Writes back and drops all of `file` that is in the page cache, and proves it.
+///
+/// # Errors
+/// If more than a hundredth of it stays: somebody else holds it.
+pub fn evict(file: &File) -> Result {
+    let length = file.metadata()?.len();
+    file.sync_data()?;
+    rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
+    let left = cached_bytes(file)?;
+    if left > length / 100 {
+        return Err(
+            format!("{left} bytes of the file stay in the page cache; something else has it open").into()
+        );
+    }
+    Ok(())
+}

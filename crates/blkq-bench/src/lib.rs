@@ -1,0 +1,89 @@
+//! `blkq bench`: the five ideas that blkq unites, each switched off and on, on the user's
+//! machine, with the counter that shows by which mechanism; the peak of the block layer;
+//! and blkq beside its peers.
+//!
+//! A table (`tables/`) is a function that runs its cases in turn (A B A B ...) through a
+//! [`Bench`] and states what it found ([`result`]). What was found is printed ([`print`]),
+//! and written as JSON and as a report.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+pub mod bench;
+pub mod cache;
+pub mod file;
+pub mod load;
+pub mod machine;
+pub mod metric;
+pub mod print;
+pub mod process;
+pub mod progress;
+pub mod random;
+pub mod result;
+pub mod run;
+pub mod tables;
+
+pub use run::run;
+
+/// What went wrong: one line.
+pub type Error = Box<dyn std::error::Error + Send + Sync>;
+/// What a measurement ends with.
+pub type Result<T = ()> = std::result::Result<T, Error>;
+
+/// Options of `bench`.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = "\
+Each table switches one idea off and on, in turn, and prints the median of several rounds, how far
+the rounds lie apart, and the counters that explain the figure, beside what was published for the
+idea. A ratio marked with ~ is no larger than its spread: measure longer, or on a quieter machine.
+
+Examples:
+  blkq bench all --quick             everything, in under two minutes
+  blkq bench clock                   what reading the clock once per batch is worth
+  blkq bench peers --file /data/x    beside qemu-nbd, nbdkit, the kernel, on that file system
+  blkq bench all --report out        a page with plots, and the raw figures")]
+pub struct Arguments {
+    /// Which table
+    #[arg(value_enum)]
+    pub what: What,
+    /// Fewer and shorter rounds: under two minutes for all
+    #[arg(long)]
+    pub quick: bool,
+    /// Write the figures to a file as JSON; - is the standard output
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Write a page with plots, and the raw figures, into a directory
+    #[arg(long, value_name = "DIR")]
+    pub report: Option<PathBuf>,
+    /// The file to measure on, made if it is not there; what is in it is overwritten
+    /// [default: a temporary file in the current directory]
+    #[arg(long, value_name = "PATH")]
+    pub file: Option<PathBuf>,
+    /// Size of that file [default: 1G, with --quick 256M]
+    #[arg(long, value_name = "BYTES", value_parser = blkq::drivers::parse_bytes)]
+    pub size: Option<u64>,
+}
+
+/// The tables.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum What {
+    /// Loop driver, cold page cache: one request at a time against concurrent reads and one writer
+    Dispatch,
+    /// Loop driver: through the page cache against direct, asynchronous I/O
+    Direct,
+    /// 64 submitters, 128 tags: one request per wake-up against up to 32
+    Batching,
+    /// Null driver: a clock reading per time stamp against one per batch
+    Clock,
+    /// Counters and limits: in shared cache lines against lines of their own
+    Layout,
+    /// What one core and several do, against raw io_uring
+    Peak,
+    /// blkq beside the kernel's loop device, qemu-nbd, qemu-storage-daemon and nbdkit
+    Peers,
+    /// All of them
+    All,
+}

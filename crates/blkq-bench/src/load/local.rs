@@ -1,0 +1,75 @@
+//! A queue of the block layer that the measuring thread owns: no hand-over, no lock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
+
+use crate::Result;
+use crate::bench::{Run, timed};
+use crate::load::{Load, Offsets};
+use crate::metric::Metric;
+
+/// Runs `load` through queue 0 of `disk` for `length`.
+///
+/// # Errors
+/// If the queue cannot be opened, or an I/O fails.
+pub fn run(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
+    let mut queue = disk.open_queue(0)?;
+    let before = queue.ring_counters();
+    let statistics = disk.stats();
+    let run = on(&mut queue, load, disk.limits().capacity_bytes, length)?;
+    let after = queue.ring_counters();
+    Ok(run
+        .per_io(Metric::EntersPerIo, after.enters - before.enters)
+        .per_io(Metric::SubmissionsPerIo, after.submissions - before.submissions)
+        .with_statistics(&disk.stats().delta(&statistics)))
+}
+
+/// Runs `load` through `queue` for `length`.
+///
+/// # Errors
+/// If an I/O fails.
+pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> Result<Run> {
+    let mut offsets = load.offsets(bytes);
+    let mut free: Vec<IoBuffer> =
+        (0..load.depth).map(|_| IoBuffer::zeroed(load.block_bytes as usize)).collect();
+    if let (true, Some(ring)) = (load.registered, queue.ring()) {
+        free.iter_mut().for_each(|buffer| ring.register_buffer(buffer));
+    }
+    let run = timed(length, || turn(queue, load, &mut offsets, &mut free));
+    while queue.in_flight() > 0 {
+        queue.wait(1);
+        free.extend(queue.completions().filter_map(|completion| completion.data.into_buffer()));
+    }
+    if let (true, Some(ring)) = (load.registered, queue.ring()) {
+        free.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
+    }
+    run
+}
+
+/// Submits all that is free if that is a batch, and takes what has ended.
+#[inline]
+pub fn turn(
+    queue: &mut LocalQueue,
+    load: &Load,
+    offsets: &mut Offsets,
+    free: &mut Vec<IoBuffer>,
+) -> Result<u64> {
+    if free.len() >= load.batch {
+        for buffer in free.drain(..) {
+            let sector = Sector(offsets.next_bytes() >> 9);
+            let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };
+            if queue.submit(bio).is_err() {
+                return Err("the queue has no room".into());
+            }
+        }
+    }
+    queue.wait(1);
+    let before = free.len();
+    for completion in queue.completions() {
+        completion.result?;
+        free.extend(completion.data.into_buffer());
+    }
+    Ok((free.len() - before) as u64)
+}

@@ -1,0 +1,101 @@
+//! io_uring on the file and nothing between: the limit of what a block layer over the
+//! file can give. The ring is set up as blkq sets up its own.
+
+use std::fs::OpenOptions;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+use blkq::IoBuffer;
+use io_uring::{IoUring, opcode, squeue, types};
+
+use crate::Result;
+use crate::bench::{Run, timed};
+use crate::load::Load;
+use crate::metric::Metric;
+
+/// Slots of the submission queue.
+const ENTRIES: u32 = 256;
+
+/// Runs `load` on the file for `length`, with O_DIRECT or through the page cache.
+///
+/// # Errors
+/// If the file cannot be opened so, or an I/O fails or is short.
+pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<Run> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(load.write)
+        .custom_flags(if direct { libc::O_DIRECT } else { 0 })
+        .open(path)?;
+    let mut offsets = load.offsets(file.metadata()?.len());
+    let mut ring: IoUring = IoUring::builder()
+        .setup_single_issuer()
+        .setup_defer_taskrun()
+        .setup_coop_taskrun()
+        .setup_taskrun_flag()
+        .build(ENTRIES)?;
+    ring.submitter().register_files(&[file.as_raw_fd()])?;
+    let mut buffers: Vec<IoBuffer> =
+        (0..load.depth).map(|_| IoBuffer::zeroed(load.block_bytes as usize)).collect();
+    if load.registered {
+        let iovecs: Vec<libc::iovec> = buffers
+            .iter_mut()
+            .map(|buffer| libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() })
+            .collect();
+        // SAFETY: the buffers outlive the ring's use of them: all I/O ends below.
+        unsafe { ring.submitter().register_buffers(&iovecs)? };
+    }
+    let mut free: Vec<usize> = (0..load.depth).collect();
+    let (mut enters, mut submissions) = (0, 0);
+    let run = timed(length, || {
+        while free.len() >= load.batch {
+            for slot in free.drain(free.len() - load.batch..) {
+                let entry = entry(load, slot, buffers[slot].as_mut_ptr(), offsets.next_bytes());
+                // SAFETY: each buffer is in flight once, and outlives the ring's use of it.
+                unsafe { ring.submission().push(&entry)? };
+                submissions += 1;
+            }
+            if load.batch > 1 {
+                break;
+            }
+            ring.submit()?;
+            enters += 1;
+        }
+        ring.submit_and_wait(1)?;
+        enters += 1;
+        let mut ended = 0;
+        for cqe in ring.completion() {
+            if cqe.result() != load.block_bytes as i32 {
+                return Err(format!(
+                    "io_uring: an I/O of {} bytes ended with {}",
+                    load.block_bytes,
+                    cqe.result()
+                )
+                .into());
+            }
+            free.push(cqe.user_data() as usize);
+            ended += 1;
+        }
+        Ok(ended)
+    });
+    // Also after an error: the buffers must not go before the I/O on them.
+    let mut in_flight = load.depth - free.len();
+    while in_flight > 0 {
+        ring.submit_and_wait(1)?;
+        in_flight -= ring.completion().count();
+    }
+    let run = run?;
+    Ok(run.per_io(Metric::EntersPerIo, enters).per_io(Metric::SubmissionsPerIo, submissions))
+}
+
+fn entry(load: &Load, slot: usize, buffer: *mut u8, offset: u64) -> squeue::Entry {
+    let (file, length) = (types::Fixed(0), load.block_bytes);
+    let entry = match (load.write, load.registered) {
+        (false, false) => opcode::Read::new(file, buffer, length).offset(offset).build(),
+        (false, true) => opcode::ReadFixed::new(file, buffer, length, slot as u16).offset(offset).build(),
+        (true, false) => opcode::Write::new(file, buffer, length).offset(offset).build(),
+        (true, true) => opcode::WriteFixed::new(file, buffer, length, slot as u16).offset(offset).build(),
+    };
+    entry.user_data(slot as u64)
+}

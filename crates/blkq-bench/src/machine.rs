@@ -1,0 +1,62 @@
+//! The machine that is measured on.
+
+use serde::{Deserialize, Serialize};
+
+/// What a reader needs to know of a machine to place its figures.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Machine {
+    /// Name of the processor.
+    pub processor: String,
+    /// Processors that this process may use.
+    pub processors: usize,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Release of the kernel.
+    pub kernel: String,
+    /// Name of the hypervisor, if the processor says that there is one.
+    pub virtual_machine: bool,
+    /// File system of the measured file, as in /proc/mounts: type and source.
+    pub file_system: Option<String>,
+    /// Name of the clock source.
+    pub clock_source: String,
+    /// Load over the last minute when measuring began.
+    pub load: f64,
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+/// The value of the first line `key : value` of a text.
+fn value_of<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':').map(str::trim))
+}
+
+impl Machine {
+    /// This one.
+    pub fn describe() -> Machine {
+        let cpuinfo = read("/proc/cpuinfo");
+        let meminfo = read("/proc/meminfo");
+        let kib = value_of(&meminfo, "MemTotal").and_then(|v| v.trim_end_matches(" kB").parse::<u64>().ok());
+        Machine {
+            processor: value_of(&cpuinfo, "model name").unwrap_or("unknown").to_owned(),
+            processors: std::thread::available_parallelism().map_or(1, Into::into),
+            memory_bytes: kib.unwrap_or(0) << 10,
+            kernel: read("/proc/sys/kernel/osrelease"),
+            virtual_machine: value_of(&cpuinfo, "flags")
+                .is_some_and(|f| f.split(' ').any(|f| f == "hypervisor")),
+            file_system: None,
+            clock_source: read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
+            load: read("/proc/loadavg").split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_machine_describes_itself() {
+        let machine = super::Machine::describe();
+        assert!(machine.processors > 0 && machine.memory_bytes > 0 && !machine.kernel.is_empty());
+    }
+}

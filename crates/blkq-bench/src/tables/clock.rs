@@ -1,0 +1,80 @@
+//! The clock cached in the plug, against a reading per time stamp.
+
+use std::sync::Arc;
+
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::{ClockMode, Disk};
+
+use crate::bench::{Bench, Pace, case};
+use crate::load::{Load, Pattern, local};
+use crate::metric::Metric;
+use crate::result::{Expected, Published, PublishedRow, Table};
+use crate::{Result, What};
+
+/// I/Os submitted at once.
+const BATCHES: [usize; 3] = [1, 8, 32];
+
+/// About how long its runs take.
+pub fn planned_seconds(pace: &Pace) -> f64 {
+    pace.cost(3 * BATCHES.len())
+}
+
+/// A null device that completes at once: nothing but the block layer.
+pub fn null_disk(clock: ClockMode, iostats: bool) -> Result<Arc<Disk>> {
+    let mut options = NullOptions::new(1 << 40);
+    options.zero_reads = false;
+    Ok(Disk::builder(Box::new(Null::new(options)?)).clock(clock).iostats(iostats).build()?)
+}
+
+/// Measures it.
+///
+/// # Errors
+/// If a device cannot be made or used.
+pub fn run(bench: &mut Bench) -> Result<Table> {
+    let mut table = Table::new(What::Clock, "cached clock: one clock reading per plug and completion batch");
+    table.published = Some(Published {
+        origin: "current time cached in the plug, Jens Axboe, 2024".into(),
+        setting: "512 B random reads, 24 drives, one polling thread each, iostats on".into(),
+        unit: "M IOPS".into(),
+        rows: vec![
+            PublishedRow { name: "all threads".into(), base: 108.36, feature: 118.71 },
+            PublishedRow { name: "one thread".into(), base: 4.52, feature: 4.95 },
+        ],
+    });
+    for batch in BATCHES {
+        let load = Load::read(Pattern::Random, batch).batch(batch);
+        let on = |clock, iostats| {
+            let disk = null_disk(clock, iostats);
+            move |length| match &disk {
+                Ok(disk) => local::run(disk, &load, length),
+                Err(e) => Err(e.to_string().into()),
+            }
+        };
+        let cases = vec![
+            case("precise", on(ClockMode::Precise, true)),
+            case("cached", on(ClockMode::Cached, true)),
+            case("iostats off", on(ClockMode::Cached, false)),
+        ];
+        let mut comparison = bench.compare(&format!("null, 4 KiB random read, batches of {batch}"), cases)?;
+        let published = (batch == 32).then_some(118.71 / 108.36);
+        let ratio = comparison.effect("cached clock", "precise", "cached", Metric::Iops, published).ratio;
+        comparison.effect("iostats", "cached", "iostats off", Metric::Iops, None);
+        let reads = |name| comparison.case(name).median(Metric::ClockReadsPerIo);
+        if batch == 32 {
+            table.target("cached clock against precise, batches of 32", ratio, Expected::AtLeast(1.3));
+            table.mechanism("cached: clock readings per I/O", reads("cached"), Expected::AtMost(2.5 / 32.0));
+        }
+        table.mechanism(
+            format!("precise: clock readings per I/O, batches of {batch}"),
+            reads("precise"),
+            Expected::AtLeast(2.0),
+        );
+        table.mechanism(
+            format!("iostats off: clock readings per I/O, batches of {batch}"),
+            reads("iostats off"),
+            Expected::Exactly(0.0),
+        );
+        table.comparisons.push(comparison);
+    }
+    Ok(table)
+}

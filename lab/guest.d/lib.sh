@@ -1,0 +1,159 @@
+# shellcheck shell=bash
+# What the tests in guests share: file trees, file systems, devices of the kernel.
+
+# shellcheck source-path=SCRIPTDIR source=../lib.sh
+. "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib.sh"
+
+# The export behind the kernel's block devices here: ublk, or nbd with the kernel's client; and
+# which steps are wanted: choose [ublk|nbd] [PATTERN]
+choose() {
+    EXPORT=${1:-ublk}
+    ONLY=${2:-*}
+    case $EXPORT in
+    ublk) modprobe ublk_drv ;;
+    nbd) modprobe nbd nbds_max=2 max_part=8 && need nbd-client ;;
+    *) wrong_usage "ublk or nbd, not $EXPORT" ;;
+    esac
+}
+
+chosen_step() { # NAME COMMAND...
+    # shellcheck disable=SC2053 # the pattern is meant as one
+    [[ $1 != $ONLY ]] || step "$@"
+}
+
+# Makes IMAGE a block device of the kernel, in DEVICE, for the rest of the step: serve IMAGE
+# [ATTACH-OPTION...]. Its name is the file's, or the driver's.
+serve() {
+    local name=${1##*/}
+    name=${name%%:*}
+    trap clean_up EXIT
+    if [[ $EXPORT == nbd ]]; then
+        attach "$name" "$@"
+        DEVICE=/dev/nbd0
+        nbd-client -unix "$BLKQ_STATE_DIR/$name.nbd" "$DEVICE" -C 2
+    else
+        DEVICE=$(timeout 60 "$BLKQ" attach "$@" --name "$name" --export ublk)
+        [[ $DEVICE == /dev/ublkb* ]] || fail "attach printed: $DEVICE"
+    fi
+    [[ -b $DEVICE ]] || fail "no $DEVICE"
+}
+
+unserve() { # NAME
+    if [[ $EXPORT == nbd ]]; then
+        nbd-client -d "$DEVICE"
+        wait_for 10 disconnected
+    fi
+    detach "$1"
+    no_leftovers
+    [[ $EXPORT == nbd || ! -e $DEVICE ]] || fail "$DEVICE is still there"
+}
+
+disconnected() {
+    ! nbd-client -c "$DEVICE"
+}
+
+# At the end of a step, whatever became of it: nothing mounted, nothing attached.
+clean_up() {
+    local process
+    for process in $(jobs -p); do
+        kill "$process" 2>/dev/null
+    done
+    ! mountpoint -q "$SCRATCH/mnt" || umount "$SCRATCH/mnt"
+    [[ $EXPORT != nbd ]] || disconnected || nbd-client -d "$DEVICE"
+    timeout 60 "$BLKQ" detach --all --force
+}
+
+# A fresh image of SIZE, in IMAGE: image SIZE
+image() {
+    IMAGE=$SCRATCH/image
+    rm -f "$IMAGE"
+    truncate -s "$1" "$IMAGE"
+}
+
+queue_limit() { # NAME
+    cat "/sys/block/${DEVICE##*/}/queue/$1"
+}
+
+# A tree of files of all sizes around a page and a block, links and a hole: make_tree PATH
+make_tree() {
+    local size number=0
+    mkdir -p "$1"/{empty,deep/er/still}
+    random_file "$SCRATCH/tree.bytes" $((4 * MIB)) tree
+    for size in 1 511 512 513 4095 4096 4097 65535 65536 1000000 4194304; do
+        for _ in 1 2 3; do
+            number=$((number + 1))
+            head -c "$size" "$SCRATCH/tree.bytes" >"$1/deep/file-$number"
+        done
+    done
+    for number in {1..40}; do
+        printf 'file %d\n' "$number" >"$1/deep/er/still/$number"
+    done
+    ln -s deep/file-1 "$1/symbolic"
+    ln "$1/deep/file-2" "$1/hard"
+    truncate -s 8M "$1/hole"
+    rm "$SCRATCH/tree.bytes"
+}
+
+same_tree() { # EXPECTED ACTUAL
+    diff -r --no-dereference --exclude=lost+found "$1" "$2"
+    equal "$(cd "$2" && stat -c '%a %h' hard symbolic)" "$(cd "$1" && stat -c '%a %h' hard symbolic)" \
+        "modes and links"
+}
+
+make_file_system() { # KIND DEVICE [OPTION...]
+    case $1 in
+    ext4) mkfs.ext4 -qF "${@:3}" "$2" ;;
+    xfs) mkfs.xfs -qf "${@:3}" "$2" ;;
+    btrfs) mkfs.btrfs -qf "${@:3}" "$2" ;;
+    esac
+}
+
+check_file_system() { # KIND DEVICE
+    case $1 in
+    ext4) e2fsck -fn "$2" ;;
+    xfs) xfs_repair -n "$2" ;;
+    btrfs) btrfs check "$2" ;;
+    esac
+}
+
+# Mounts on $SCRATCH/mnt; a step that fails unmounts, so that the next one can go on.
+mount_here() { # MOUNT-ARGUMENT...
+    mkdir -p "$SCRATCH/mnt"
+    trap clean_up EXIT
+    mount "$@" "$SCRATCH/mnt"
+}
+
+unmount_here() {
+    umount "$SCRATCH/mnt"
+}
+
+# The file system's whole life: made, filled, unmounted, checked, mounted again, compared.
+file_system() { # KIND DEVICE
+    local kind=$1 device=$2
+    make_file_system "$kind" "$device"
+    mount_here -t "$kind" "$device"
+    cp -a "$SCRATCH/tree" "$SCRATCH/mnt/"
+    unmount_here
+    check_file_system "$kind" "$device"
+    mount_here -t "$kind" "$device"
+    same_tree "$SCRATCH/tree" "$SCRATCH/mnt/tree"
+    unmount_here
+}
+
+# The same tree, seen through the kernel's own loop device on the image.
+tree_in_image() { # IMAGE
+    mount_here -o loop,ro "$1"
+    same_tree "$SCRATCH/tree" "$SCRATCH/mnt/tree"
+    unmount_here
+}
+
+allocated_mib() { # IMAGE
+    sync "$1"
+    printf '%d\n' $(($(stat -c '%b * %B' "$1") / MIB))
+}
+
+# Random writes of many sizes, each block verified: fio_verify DEVICE [OPTION...]
+fio_verify() {
+    fio --name=verify --filename="$1" --ioengine=libaio --direct=1 --rw=randwrite --bsrange=4k-128k \
+        --iodepth=32 --size=16m --verify=crc32c --verify_fatal=1 --randseed=7 --minimal --output=/dev/null "${@:2}"
+}
