@@ -24,8 +24,10 @@ use super::descriptors::Descriptors;
 
 /// The engine's queue behind a queue of the device: each engine has one.
 const ENGINE_QUEUE: usize = 0;
-/// How long the buffers are kept while nothing is asked.
-const IDLE_NS: u64 = 1_000_000_000;
+/// How often it is seen whether anything was asked; if not, the buffers' memory is given back.
+static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
+/// The token of that, beyond those of the tags.
+const IDLE: u64 = 1 << 16;
 
 /// What the queues of a device share.
 pub(super) struct Shared {
@@ -71,9 +73,10 @@ pub(super) struct QueueSource {
     armed: usize,
     /// Bios that the block layer has.
     in_flight: usize,
-    /// Buffers may have taken memory since it was last given back.
+    /// Buffers may have taken memory, and the interval runs.
     used: bool,
-    idle_since_ns: Option<u64>,
+    /// Something was asked in this interval.
+    asked: bool,
     stopping: bool,
     /// Not even the kernel's commands are waited for.
     forced: bool,
@@ -92,7 +95,7 @@ impl QueueSource {
             armed: 0,
             in_flight: 0,
             used: false,
-            idle_since_ns: None,
+            asked: false,
             stopping: false,
             forced: false,
         }
@@ -123,8 +126,12 @@ impl QueueSource {
         match bio_of(&descriptor, &mut slot.buffer) {
             Ok(bio) => {
                 slot.good_result = if bio.operation.has_data() { (bio.sectors << 9) as i32 } else { 0 };
-                self.used |= bio.operation.has_data();
+                self.asked |= bio.operation.has_data();
                 self.in_flight += 1;
+                if self.asked && !self.used {
+                    self.used = true;
+                    self.watch(cx);
+                }
                 self.submit(cx, Bio { user_data: u64::from(tag), ..bio });
             }
             Err(errno) => self.commit(cx, tag, -errno),
@@ -147,19 +154,25 @@ impl QueueSource {
         }
     }
 
-    /// Gives the memory of idle tags back when nothing was asked for a while.
+    /// Begins an interval at whose end it is seen whether anything was asked in it.
+    fn watch(&mut self, cx: &mut SourceContext<'_>) {
+        self.asked = false;
+        let entry = opcode::Timeout::new(&raw const IDLE_INTERVAL).build();
+        // SAFETY: the interval is static.
+        unsafe { cx.push(entry, IDLE) }
+    }
+
+    /// Gives the memory of idle tags back if nothing was asked in the interval that is over.
     fn trim(&mut self, cx: &mut SourceContext<'_>) {
-        if !self.used || self.in_flight > 0 || !self.arrived.is_empty() {
-            self.idle_since_ns = None;
+        if self.stopping {
             return;
         }
-        let now_ns = cx.now_ns();
-        let since_ns = *self.idle_since_ns.get_or_insert(now_ns);
-        if now_ns >= since_ns + IDLE_NS {
-            // Nothing is in flight, so all are here; and the kernel is not in them (see above).
-            self.slots.iter_mut().filter_map(|slot| slot.buffer.as_mut()).for_each(IoBuffer::give_back_pages);
-            self.used = false;
+        if self.asked || self.in_flight > 0 || !self.arrived.is_empty() {
+            return self.watch(cx);
         }
+        // Nothing is in flight, so all are here; and the kernel is not in them (see above).
+        self.slots.iter_mut().filter_map(|slot| slot.buffer.as_mut()).for_each(IoBuffer::give_back_pages);
+        self.used = false;
     }
 
     fn is_drained(&self) -> bool {
@@ -238,6 +251,9 @@ impl Source for QueueSource {
     }
 
     fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
+        if cqe.token.payload() == IDLE {
+            return self.trim(cx);
+        }
         self.armed -= 1;
         match cqe.result {
             0 => self.arrived.push(cqe.token.payload() as u16),
@@ -273,11 +289,6 @@ impl Source for QueueSource {
             arrived.drain(..).for_each(|tag| self.begin(cx, tag));
             self.arrived = arrived;
         }
-        self.trim(cx);
-    }
-
-    fn deadline_ns(&self) -> Option<u64> {
-        self.idle_since_ns.map(|since_ns| since_ns + IDLE_NS)
     }
 
     /// Without `force` the device has been stopped, and all commands come back. With it, this
