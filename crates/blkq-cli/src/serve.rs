@@ -52,7 +52,7 @@ impl Device {
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
     pub fn open(args: &Args, name: &str, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Device> {
-        let exports = choose_exports(args, &inherited);
+        let exports = choose_exports(args, &inherited)?;
         let listen = if exports.nbd { addresses(args, default, inherited)? } else { Vec::new() };
         let words = own_words();
         // What is in memory only is gone with the daemon, and so shall the device be.
@@ -355,33 +355,34 @@ struct Exports {
 
 /// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
 /// kernel has it and the user may use it, else NBD.
-fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Exports {
+fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Outcome<Exports> {
     let asked = |export| args.exports.contains(&export);
-    let addressed = !args.listen.is_empty() || !inherited.is_empty();
-    let ublk = match args.exports.is_empty() {
-        true => !addressed && ublk_is_usable(),
-        false => {
-            asked(Export::Ublk) && {
-                load_driver();
-                true
-            }
+    if !args.exports.is_empty() {
+        if asked(Export::Ublk) {
+            check_ublk()?;
         }
-    };
-    Exports { nbd: asked(Export::Nbd) || args.exports.is_empty() && !ublk, ublk }
+        return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk) });
+    }
+    let addressed = !args.listen.is_empty() || !inherited.is_empty();
+    let ublk = !addressed && check_ublk().is_ok();
+    Ok(Exports { nbd: !ublk, ublk })
 }
 
-/// Whether this process may make ublk devices.
-fn ublk_is_usable() -> bool {
+/// Refuses if this process may not make ublk devices.
+fn check_ublk() -> Outcome {
     load_driver();
-    let usable = || {
+    let check = || {
         let mut control = ControlDevice::open()?;
-        let features = control.features()?;
-        Ok(control.is_privileged() || features.contains(Features::UNPRIVILEGED_DEV))
+        match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
+            true => Ok(()),
+            false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),
+        }
     };
     // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
     // serve a block device.
-    let answer = std::thread::spawn(usable).join();
-    answer.is_ok_and(|usable: Result<bool, blkq::Error>| usable.unwrap_or(false))
+    std::thread::spawn(check)
+        .join()
+        .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
 }
 
 /// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said

@@ -90,8 +90,8 @@ impl ControlDevice {
         let Call { command, id, data, buffer, timeout } = call;
         // Others than root say by its path which device they mean, for its permissions to be
         // looked at; nothing needs a device to exist to make one or to ask for features.
-        let names_device =
-            !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
+        let names_device = command == abi::Control::GetDevInfo2
+            || !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
         let path = if names_device { format!("{}\0", character_path(id)) } else { String::new() };
         let mut memory = [path.as_bytes(), &*buffer].concat();
         let request = ControlCommand {
@@ -189,9 +189,16 @@ impl ControlDevice {
     /// Whatever the kernel says.
     pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
         let mut info = DeviceInfo::new_zeroed();
-        let command = if self.privileged { abi::Control::GetDevInfo } else { abi::Control::GetDevInfo2 };
-        let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
-        match self.call(call) {
+        let mut ask = |command| {
+            let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
+            self.call(call)
+        };
+        // Of a device of another user the kernel wants to be told the path, by root too.
+        let answer = match ask(abi::Control::GetDevInfo) {
+            Err(e) if e.raw_os_error() != Some(libc::ENODEV) => ask(abi::Control::GetDevInfo2),
+            answer => answer,
+        };
+        match answer {
             Ok(()) => Ok(Some(info)),
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(None),
             Err(e) => Err(failed("asking for a device", e)),

@@ -145,9 +145,10 @@ impl UblkDevice {
         };
         control.add(&mut info)?;
         let device = UblkDevice::new(kernel, info);
-        let started = control
-            .set_parameters(info.dev_id, &parameters)
-            .and_then(|()| device.serve(&mut control, engines))
+        // Others than root may do nothing with the device before udev has given it to them.
+        let started = open_node(&character_path(info.dev_id))
+            .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
+            .and_then(|file| device.serve(&mut control, file, engines))
             .and_then(|()| control.start(info.dev_id).map_err(|e| device.explain(e)))
             .and_then(|()| device.wait_for_node());
         match started {
@@ -202,7 +203,7 @@ impl UblkDevice {
             std::thread::sleep(POLL_INTERVAL);
         }
         let device = UblkDevice::new(kernel, info);
-        device.serve(&mut control, engines)?;
+        device.serve(&mut control, open_node(&character_path(identity.id))?, engines)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
@@ -212,10 +213,9 @@ impl UblkDevice {
         UblkDevice { identity, kernel, info, serving: Mutex::new(None) }
     }
 
-    /// Opens the character device and lets the engines fetch from its queues.
-    fn serve(&self, control: &mut ControlDevice, engines: &[EngineHandle]) -> Result<(), Error> {
+    /// Lets the engines fetch from the queues of the character device.
+    fn serve(&self, control: &mut ControlDevice, file: File, engines: &[EngineHandle]) -> Result<(), Error> {
         let id = self.identity.id;
-        let file = open_node(&character_path(id))?;
         let shared = Arc::new(Shared { file, refused: AtomicI32::new(0) });
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let serving = serving.insert(Serving { shared: shared.clone(), sources: Vec::new() });
