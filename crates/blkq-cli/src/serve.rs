@@ -253,6 +253,7 @@ fn driver_options(args: &Args) -> DriverOptions {
         dispatch: args.dispatch,
         read_only: args.read_only,
         shared: args.shared,
+        fault: args.fault.clone(),
     }
 }
 

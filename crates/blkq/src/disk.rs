@@ -302,7 +302,7 @@ impl Disk {
 
     /// Changes a setting while I/O goes on: I/O in flight ends first, what comes
     /// meanwhile waits, nothing is lost. Keys: `scheduler`, `depth`, `merge`, `batching`,
-    /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`).
+    /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`, `fault`).
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value,
@@ -322,6 +322,7 @@ impl Disk {
                 let read_only = parse_switch(key, value)?;
                 return self.frozen(|| self.set_read_only(read_only));
             }
+            _ if self.driver.sets_live(key) => return self.driver.set(key, value),
             _ => return self.frozen(|| self.driver.set(key, value)),
         }
         self.frozen(|| {

@@ -59,6 +59,12 @@ pub trait Driver: Send + Sync + 'static {
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
+    /// Whether [`Driver::set`] changes `key` while requests are in flight, without a freeze.
+    fn sets_live(&self, key: &str) -> bool {
+        let _ = key;
+        false
+    }
+
     /// Changes a setting of the driver's own, called while the disk is frozen; the queues
     /// are told through [`DriverQueue::reload`]. `read-only` (`on`, `off`) is the disk's,
     /// which refuses the writes; a driver that has more to do for it may know it too.

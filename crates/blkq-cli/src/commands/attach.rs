@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
+use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::{ClockMode, ErrorKind, SchedulerKind};
@@ -94,6 +95,9 @@ pub struct Args {
     /// Time stamps: one reading of the clock per batch, or one each
     #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
     pub clock: ClockMode,
+    /// Make things go wrong on purpose, for testing what uses the device (docs/fault.md)
+    #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>)]
+    pub fault: Option<FaultSpec>,
     /// NBD connections at a time
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub max_connections: u16,

@@ -6,14 +6,17 @@ use std::str::FromStr;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
 
+pub mod fault;
 pub mod r#loop;
 pub mod null;
 pub mod ram;
+mod random;
 
 #[cfg(test)]
 #[cfg(not(any(loom, shuttle)))]
 mod harness;
 
+use fault::{Fault, FaultSpec};
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use null::{Null, NullOptions};
 use ram::Ram;
@@ -82,6 +85,8 @@ pub struct DriverOptions {
     pub read_only: bool,
     /// Let others use the same bytes of the image.
     pub shared: bool,
+    /// What goes wrong, on purpose.
+    pub fault: Option<FaultSpec>,
 }
 
 /// A driver, and what the user should know about how it was opened.
@@ -97,6 +102,14 @@ pub struct Opened {
 /// # Errors
 /// One line that says what is wrong, why, and the cure.
 pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
+    let Opened { driver, mut warnings } = open_plain(spec, options)?;
+    let Some(fault) = &options.fault else { return Ok(Opened { driver, warnings }) };
+    let fault = Fault::new(driver, fault.clone())?;
+    warnings.push(format!("faults are injected, with seed={}", fault.seed()));
+    Ok(Opened { driver: Box::new(fault), warnings })
+}
+
+fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     let silent = |driver: Box<dyn Driver>| Opened { driver, warnings: Vec::new() };
     match spec {
         DriverSpec::Null(bytes) => {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::driver::DriverContext;
+use crate::drivers::random::next_random;
 use crate::request::Tag;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::Relaxed;
@@ -163,14 +164,6 @@ impl Delays {
             _ => None,
         }
     }
-}
-
-/// The next number of Steele, Lea and Flood's SplitMix64.
-fn next_random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// What the queues of a null device did. Each queue's thread alone writes its own.
