@@ -246,6 +246,8 @@ fn driver_options(args: &Args) -> DriverOptions {
         size_limit: args.size_limit,
         sector_size: match args.sector_size {
             SectorSize::Bytes512 => Some(512),
+            SectorSize::Bytes1024 => Some(1024),
+            SectorSize::Bytes2048 => Some(2048),
             SectorSize::Bytes4096 => Some(4096),
             SectorSize::Auto => None,
         },

@@ -141,6 +141,12 @@ pub enum SectorSize {
     /// 512 bytes
     #[value(name = "512")]
     Bytes512,
+    /// 1024 bytes
+    #[value(name = "1024")]
+    Bytes1024,
+    /// 2048 bytes
+    #[value(name = "2048")]
+    Bytes2048,
     /// 4096 bytes
     #[value(name = "4096")]
     Bytes4096,

@@ -137,6 +137,8 @@ impl Shared {
 pub struct LoopDevice {
     shared: Arc<Shared>,
     path: PathBuf,
+    /// Device and inode of the image, which it keeps under any name.
+    identity: (u64, u64),
     block_device: bool,
     /// What direct I/O demands, or why there is none.
     direct: Result<DirectAlign, String>,
@@ -212,6 +214,7 @@ impl LoopDevice {
         Ok(LoopDevice {
             shared: Arc::new(shared),
             path: backing.path,
+            identity: backing.identity,
             block_device: backing.block_device,
             direct: backing.direct,
             sector,
@@ -424,7 +427,10 @@ impl Driver for LoopDevice {
         let count = |counter: &AtomicU64| counter.load(Relaxed).to_string();
         vec![
             ("backing-file", self.path.display().to_string()),
+            ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
+            ("backing-inode", self.identity.1.to_string()),
             ("offset", self.shared.offset.to_string()),
+            ("size-limit", state.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
             ("direct-io-requested", state.requested.name().to_owned()),
             ("direct-io", effective),
             ("dispatch", state.dispatch.name().to_owned()),
