@@ -11,7 +11,8 @@ use blkq::drivers::{self, DriverOptions, DriverSpec, Opened};
 use blkq::{Disk, EngineHandle, EngineThread, ErrorKind, QueueLimits};
 use blkq_export::nbd::{ConnectionInfo, Listen, NbdExport, NbdOptions, NbdServer};
 
-use crate::commands::attach::{Address, Args, SectorSize, image_text};
+use crate::autoclear::Autoclear;
+use crate::commands::attach::{Address, Args, image_text};
 use crate::failure::{Failure, Outcome};
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::statistics::Statistics;
@@ -19,11 +20,17 @@ use crate::statistics::Statistics;
 /// How long an image may still be in use by a daemon that was killed.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
 
+/// `--partscan` of a device without a node.
+const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export has no node in /dev; \
+     the kernel of its client scans them (nbd-client), or use --offset and --size-limit for one";
+
 /// A device being served, until it is ended.
 pub struct Device {
     name: String,
     image: String,
     warnings: Vec<String>,
+    partscan: bool,
+    autoclear: Autoclear,
     opened_ns: u64,
     running: Mutex<Option<Arc<Running>>>,
 }
@@ -43,6 +50,7 @@ impl Device {
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
     pub fn open(args: &Args, name: &str, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Device> {
+        let autoclear = Autoclear::new(args.autoclear)?;
         let opened = open_driver(args)?;
         let driver = opened.driver.name();
         let disk = Disk::builder(opened.driver)
@@ -65,6 +73,7 @@ impl Device {
             exports: vec![export],
             connections_max: usize::from(args.max_connections),
             handshake_timeout_s: u64::from(args.handshake_timeout),
+            idle_event: Some(autoclear.idle_event().clone()),
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
@@ -80,10 +89,15 @@ impl Device {
         }
         let mut warnings = opened.warnings;
         warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server.uri())));
+        if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
+            warnings.push(NO_PARTITION_SCAN.to_owned());
+        }
         Ok(Device {
             name: name.to_owned(),
             image,
             warnings,
+            partscan: args.partscan,
+            autoclear,
             opened_ns: monotonic_ns(),
             running: Mutex::new(Some(Arc::new(running))),
         })
@@ -126,7 +140,7 @@ impl Device {
         Ok(DeviceInfo {
             name: self.name.clone(),
             pid: std::process::id(),
-            exports: running.servers.iter().map(|server| server.uri().to_owned()).collect(),
+            exports: running.exports(),
             clients: running.connections().map(client_info).collect(),
             image: self.image.clone(),
             driver: disk.driver().name().to_owned(),
@@ -134,12 +148,19 @@ impl Device {
             sector_size: limits.logical_block_bytes,
             physical_sector_size: limits.physical_block_bytes,
             read_only: limits.read_only,
+            autoclear: self.autoclear.is_on(),
+            partscan: self.partscan,
             direct_io,
             capabilities: capabilities(&limits),
             settings: settings.into_iter().chain(dispatch).map(owned).collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: self.warnings.clone(),
         })
+    }
+
+    /// Whether it ends with its last client.
+    pub fn autoclear(&self) -> &Autoclear {
+        &self.autoclear
     }
 
     /// The counters.
@@ -213,6 +234,11 @@ impl Device {
 }
 
 impl Running {
+    /// Where clients find it, one line each.
+    fn exports(&self) -> Vec<String> {
+        self.servers.iter().map(|server| server.uri().to_owned()).collect()
+    }
+
     fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
         self.servers.iter().flat_map(NbdServer::connections)
     }
@@ -244,13 +270,7 @@ fn driver_options(args: &Args) -> DriverOptions {
     DriverOptions {
         offset: args.offset,
         size_limit: args.size_limit,
-        sector_size: match args.sector_size {
-            SectorSize::Bytes512 => Some(512),
-            SectorSize::Bytes1024 => Some(1024),
-            SectorSize::Bytes2048 => Some(2048),
-            SectorSize::Bytes4096 => Some(4096),
-            SectorSize::Auto => None,
-        },
+        sector_size: args.sector_size.bytes(),
         direct_io: args.direct_io,
         dispatch: args.dispatch,
         read_only: args.read_only,

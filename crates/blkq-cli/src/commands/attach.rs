@@ -11,15 +11,16 @@ use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::{ClockMode, ErrorKind, SchedulerKind};
-use clap::ValueEnum;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
+use clap::{Parser, ValueEnum};
 
+use super::Cli;
 use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
 use crate::daemon::{self, Parent};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::size::format_size;
-use crate::{print, print_json, systemd};
+use crate::{nooverlap, print, print_json, systemd};
 
 /// The hidden option that tells the daemon from the command that starts it.
 const DAEMON_OPTION: &str = "--daemon";
@@ -59,6 +60,17 @@ pub struct Args {
     /// each other destroy the data
     #[arg(long)]
     pub shared: bool,
+    /// If these bytes of the image are attached already, reuse that device and print where it
+    /// is; if others that overlap them are, refuse. Of several at once, one attaches
+    #[arg(long, conflicts_with_all = ["shared", "foreground"])]
+    pub nooverlap: bool,
+    /// Detach when the last client has gone, after the first one came
+    #[arg(long)]
+    pub autoclear: bool,
+    /// Have the kernel look for partitions on the device's node in /dev; over NBD the
+    /// client's kernel does
+    #[arg(long)]
+    pub partscan: bool,
     /// Where in the image the device begins
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0")]
     pub offset: u64,
@@ -154,6 +166,19 @@ pub enum SectorSize {
     Auto,
 }
 
+impl SectorSize {
+    /// In bytes; `None`: the driver chooses.
+    pub fn bytes(self) -> Option<u32> {
+        match self {
+            SectorSize::Bytes512 => Some(512),
+            SectorSize::Bytes1024 => Some(1024),
+            SectorSize::Bytes2048 => Some(2048),
+            SectorSize::Bytes4096 => Some(4096),
+            SectorSize::Auto => None,
+        }
+    }
+}
+
 /// `--scheduler`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Scheduler {
@@ -173,6 +198,13 @@ impl Scheduler {
             Scheduler::MqDeadline => SchedulerKind::MqDeadline,
             Scheduler::Kyber => SchedulerKind::Kyber,
         }
+    }
+}
+
+/// Puts on stderr what the user should know of a new device.
+pub fn warn(info: &DeviceInfo) {
+    for warning in &info.warnings {
+        crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
     }
 }
 
@@ -235,26 +267,62 @@ impl Args {
         }
     }
 
+    /// The options that `words` after `attach` make.
+    ///
+    /// # Errors
+    /// What is wrong with them, in one line.
+    pub fn from_words(words: &[OsString]) -> Outcome<Args> {
+        let line = ["blkq", "attach"].map(OsString::from).into_iter().chain(words.iter().cloned());
+        match Cli::try_parse_from(line) {
+            Ok(Cli { command: super::Command::Attach(args) }) => Ok(args),
+            Ok(_) => Err(Failure::new("attach: not its words")),
+            Err(error) => {
+                let text = error.to_string();
+                let line = text.lines().next().unwrap_or_default();
+                Err(Failure::new(line.strip_prefix("error: ").unwrap_or(line)))
+            }
+        }
+    }
+
     /// Attaches: starts the daemon and waits until it is ready, or is it.
     ///
     /// # Errors
     /// Why the device could not be attached.
     pub fn run(self) -> Outcome<ExitCode> {
-        self.refuse_what_is_not_built().map_err(|e| self.failed(e))?;
+        if self.nooverlap && systemd::is_activated() {
+            let why = "--nooverlap may find another daemon's device, and the sockets of systemd are served here; leave it away";
+            return Err(self.failed(Failure::new(why)));
+        }
         // Who hands over sockets watches the process that it hands them to.
         if self.foreground || self.daemon || systemd::is_activated() {
             return self.serve();
         }
-        let info = self.start_daemon()?;
+        // The same words after `attach` are what the daemon is to read.
+        let info = self.attach(&std::env::args_os().skip(2).collect::<Vec<_>>())?;
         self.report(&info)?;
         Ok(ExitCode::SUCCESS)
     }
 
-    fn failed(&self, failure: Failure) -> Failure {
+    /// Attaches by a daemon that reads `words`, those that made these options, and waits
+    /// until it is ready; or finds the device that `--nooverlap` asks for.
+    ///
+    /// # Errors
+    /// Why the device could not be attached.
+    pub fn attach(&self, words: &[OsString]) -> Outcome<DeviceInfo> {
+        self.refuse_what_is_not_built().map_err(|e| self.failed(e))?;
+        if self.nooverlap {
+            // What the daemon refuses is told as a failed attach already.
+            return nooverlap::attach(self, || self.start_daemon(words));
+        }
+        self.start_daemon(words)
+    }
+
+    /// A failure of attaching the image.
+    pub fn failed(&self, failure: Failure) -> Failure {
         failure.during(format_args!("attach {}", image_text(&self.image)))
     }
 
-    /// The part of [`Args::run`] that needs to look at nothing but the options.
+    /// The part of attaching that needs to look at nothing but the options.
     fn refuse_what_is_not_built(&self) -> Outcome {
         for export in &self.exports {
             let name = match export {
@@ -271,9 +339,7 @@ impl Args {
 
     /// Prints what the user needs to know of the new device.
     fn report(&self, info: &DeviceInfo) -> Outcome {
-        for warning in &info.warnings {
-            crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
-        }
+        warn(info);
         if self.json {
             return print_json(info);
         }
@@ -282,6 +348,7 @@ impl Args {
 
     /// Serves the device in this process until it is ended.
     fn serve(self) -> Outcome<ExitCode> {
+        self.refuse_what_is_not_built().map_err(|e| self.failed(e))?;
         let mut parent = if self.daemon { Parent::new()? } else { Parent::none() };
         let daemon = match daemon::Daemon::start(&self, &mut parent) {
             Ok(daemon) => daemon,
@@ -301,17 +368,13 @@ impl Args {
         Ok(daemon.run())
     }
 
-    /// Starts the daemon and waits until it is ready.
-    fn start_daemon(&self) -> Outcome<DeviceInfo> {
+    fn start_daemon(&self, words: &[OsString]) -> Outcome<DeviceInfo> {
         let refuse = |e: std::io::Error| self.failed(Failure::new(format!("cannot start the daemon: {e}")));
-        // This program again, with the same words after `attach`.
-        let words: Vec<OsString> = std::env::args_os().skip(1).collect();
-        let (subcommand, options) = words.split_at(words.len().min(1));
         let mut child = Command::new("/proc/self/exe")
             .arg0("blkq")
-            .args(subcommand)
+            .arg("attach")
             .arg(DAEMON_OPTION)
-            .args(options)
+            .args(words)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()

@@ -36,27 +36,35 @@ impl Args {
     /// code remains.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
-        let request = Request::Detach { force: self.force };
         if let Some(name) = self.name {
+            let request = Request::Detach { force: self.force };
             ask::<()>(&dir, &name, &request).map_err(|e| e.during(format_args!("detach {name}")))?;
             return Ok(ExitCode::SUCCESS);
         }
         let mut code = ExitCode::SUCCESS;
         for name in dir.names()? {
-            // One that died, or was just detached by somebody else, is gone as well.
-            let outcome = match call::<()>(&dir, &name, &request) {
-                Ok(Called::Answered(())) => Ok(()),
-                Ok(Called::Nobody) => dir.clear_dead(&name).map(|_| ()),
-                Err(failure) => Err(failure),
-            };
-            match outcome {
+            match end(&dir, &name, self.force) {
                 Ok(()) => print(&format!("{name}: detached\n"))?,
                 Err(failure) => {
-                    complain(&failure.during(format_args!("detach {name}")));
+                    complain(&failure);
                     code = ExitCode::from(EXIT_FAILED);
                 }
             }
         }
         Ok(code)
     }
+}
+
+/// Ends one of all devices: one that died, or was just detached by somebody else, is gone as
+/// well.
+///
+/// # Errors
+/// If it was refused, or its last flush failed.
+pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome {
+    let ended = match call::<()>(dir, name, &Request::Detach { force }) {
+        Ok(Called::Answered(())) => Ok(()),
+        Ok(Called::Nobody) => dir.clear_dead(name).map(|_| ()),
+        Err(failure) => Err(failure),
+    };
+    ended.map_err(|e| e.during(format_args!("detach {name}")))
 }

@@ -12,6 +12,7 @@ pub mod detach;
 pub mod features;
 pub mod generate;
 pub mod list;
+pub mod losetup;
 pub mod resize;
 pub mod set;
 pub mod show;
@@ -58,6 +59,8 @@ pub enum Command {
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
     Bench(bench::Args),
+    /// The command line of losetup(8), for scripts and habits that have it
+    Losetup(Box<losetup::Args>),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
     /// Write manual pages or shell completions into a directory
@@ -81,6 +84,7 @@ impl Command {
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
+            Command::Losetup(args) => args.run(),
             Command::Features(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),
         }
