@@ -47,12 +47,15 @@ pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings
         Style::Raw => escaped(cell.text().trim(), |c| c.is_whitespace() || c.is_control() || c == '\\'),
         _ => escaped(&cell.text(), char::is_control),
     };
-    let mut lines: Vec<Vec<String>> = if headings { vec![heading] } else { Vec::new() };
+    let mut lines: Vec<Vec<String>> = vec![heading];
     lines.extend(rows.iter().map(|row| row.iter().map(text).collect()));
-    match style {
+    let table = match style {
         Style::Raw => lines.iter().map(|line| line.join(" ") + "\n").collect(),
         _ => render_apart(1, columns.iter().map(|column| column.align).collect::<Vec<_>>(), &lines),
-    }
+    };
+    // The original makes room for headings that it leaves out.
+    let left_out = if headings { 0 } else { table.find('\n').map_or(0, |end| end + 1) };
+    table[left_out..].to_owned()
 }
 
 /// `text`, with `\x` and its bytes in place of each character that is `special`.
