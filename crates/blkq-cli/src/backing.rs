@@ -53,10 +53,7 @@ pub struct Backing {
 impl Backing {
     /// That of `info`, if it is an image.
     pub fn of(info: &DeviceInfo) -> Option<Backing> {
-        let fact = |name: &str| {
-            let found = info.driver_facts.iter().find(|(key, _)| key == name)?;
-            Some(found.1.as_str())
-        };
+        let fact = |name: &str| fact(info, name);
         let (major, minor) = fact("backing-device")?.split_once(':')?;
         let device = (major.parse().ok()?, minor.parse().ok()?);
         let file = FileId { device, inode: fact("backing-inode")?.parse().ok()? };
@@ -78,12 +75,14 @@ pub fn is_behind(path: &Path, info: &DeviceInfo) -> bool {
     }
 }
 
-/// The image's path, marked as the kernel marks it if the file has no longer that name.
+/// The path that the image has now, marked ` (deleted)` if it has none; of others their spec.
 pub fn shown_path(info: &DeviceInfo) -> String {
-    match Backing::of(info) {
-        Some(backing) if FileId::of(&info.image) != Some(backing.file) => format!("{} (deleted)", info.image),
-        _ => info.image.clone(),
-    }
+    fact(info, "backing-file").unwrap_or(&info.image).to_owned()
+}
+
+fn fact<'a>(info: &'a DeviceInfo, name: &str) -> Option<&'a str> {
+    let found = info.driver_facts.iter().find(|(key, _)| key == name)?;
+    Some(found.1.as_str())
 }
 
 #[cfg(test)]

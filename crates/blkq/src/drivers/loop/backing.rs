@@ -108,6 +108,12 @@ impl Backing {
     }
 }
 
+/// The path that the file has now; one that was removed is marked, as the kernel does it.
+pub(super) fn name_now(file: &File) -> Option<String> {
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Some(std::fs::read_link(link).ok()?.display().to_string())
+}
+
 /// The size of the image in bytes.
 pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
     // Says the size of files and of block devices alike.

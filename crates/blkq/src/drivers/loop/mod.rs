@@ -426,7 +426,7 @@ impl Driver for LoopDevice {
         };
         let count = |counter: &AtomicU64| counter.load(Relaxed).to_string();
         vec![
-            ("backing-file", self.path.display().to_string()),
+            ("backing-file", backing::name_now(&state.file).unwrap_or(self.path.display().to_string())),
             ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
             ("backing-inode", self.identity.1.to_string()),
             ("offset", self.shared.offset.to_string()),
