@@ -110,6 +110,15 @@ impl Clock {
 /// Nanoseconds of CLOCK_MONOTONIC.
 #[inline]
 pub fn monotonic_ns() -> u64 {
+    #[cfg(simulation)]
+    return crate::simulation::now_ns();
+    #[cfg(not(simulation))]
+    read_monotonic_ns()
+}
+
+#[cfg(not(simulation))]
+#[inline]
+fn read_monotonic_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` is ours to be written; this clock always exists. (Not rustix: its way
     // around the C library does not work under valgrind, which counts our instructions.)

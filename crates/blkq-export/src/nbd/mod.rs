@@ -17,5 +17,7 @@ mod status;
 pub mod transmission;
 
 pub use listener::Listen;
+#[cfg(simulation)]
+pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};
 pub use status::ConnectionInfo;

@@ -87,6 +87,28 @@ impl NbdOptions {
     }
 }
 
+/// The server's part on a simulated engine, and a client for it as a message to it.
+#[cfg(simulation)]
+pub mod simulated {
+    use std::any::Any;
+    use std::os::fd::OwnedFd;
+
+    use super::*;
+    use crate::nbd::source::Message;
+
+    /// A server without a socket to listen on.
+    pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
+        let loads: Loads = Box::new([AtomicUsize::new(0)]);
+        let registry = Arc::new(Registry::new(None));
+        Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, Arrivals::Elsewhere))
+    }
+
+    /// Brings it a client.
+    pub fn client(socket: OwnedFd) -> Box<dyn Any + Send> {
+        Box::new(Message::Client(socket))
+    }
+}
+
 /// A running server. Stop it before its engines; dropped, it goes on until they end.
 pub struct NbdServer {
     address: String,

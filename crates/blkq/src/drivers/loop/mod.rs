@@ -83,6 +83,8 @@ struct Shared {
     counters: LoopCounters,
     /// Discards go to the block device itself instead of through fallocate.
     discard_by_command: AtomicBool,
+    /// A sync of the page cache failed: what was to be durable may not be, for good.
+    writeback_failed: AtomicBool,
     /// What the file system turned out not to do becomes false for good.
     discards: AtomicBool,
     zeroes: AtomicBool,
@@ -207,6 +209,7 @@ impl LoopDevice {
             wakes: std::array::from_fn(|_| OnceLock::new()),
             counters: LoopCounters::default(),
             discard_by_command: AtomicBool::new(backing.block_device),
+            writeback_failed: AtomicBool::new(false),
             discards: AtomicBool::new(able && backing.discards),
             zeroes: AtomicBool::new(able),
             zeroes_no_unmap: AtomicBool::new(able),
@@ -440,6 +443,7 @@ impl Driver for LoopDevice {
             ("short-transfers", count(&counters.short_transfers)),
             ("retries", count(&counters.retries)),
             ("fdatasyncs", count(&counters.flushes)),
+            ("writeback-failed", self.shared.writeback_failed.load(Relaxed).to_string()),
         ]
     }
 }

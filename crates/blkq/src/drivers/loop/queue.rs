@@ -313,17 +313,28 @@ impl LoopQueue {
         if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Ended(Err(spent)) }
     }
 
+    /// The end of a flush. Pages that could not be written count as clean from then on, and
+    /// the next fdatasync knows nothing of them: once one has failed, none can be believed.
+    fn flushed(&self, result: i32) -> IoResult {
+        let lost = &self.shared.writeback_failed;
+        if result < 0 {
+            lost.fetch_or(self.align == 1, Relaxed);
+            return Err(Status::from_errno(-result));
+        }
+        if lost.load(Relaxed) { Err(Status::Io) } else { Ok(()) }
+    }
+
     fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Outcome {
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());
         let shared = &self.shared;
+        if operation == Operation::Flush {
+            return Outcome::Ended(self.flushed(result));
+        }
         if result >= 0 {
             return Outcome::Ended(Ok(()));
         }
         let status = Status::from_errno(-result);
-        if operation == Operation::Flush {
-            return Outcome::Ended(Err(status));
-        }
         let by_command = operation == Operation::Discard && shared.discard_by_command.load(Relaxed);
         if by_command && matches!(status, Status::NotSupported | Status::Invalid) {
             // A kernel before 6.12: there is the slower way through fallocate.

@@ -269,6 +269,27 @@ fn what_the_file_system_cannot_do_is_said_once_and_then_not_offered() {
 }
 
 #[test]
+fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    for (direct_io, later) in [(DirectIo::Off, Err(Status::Io)), (DirectIo::On, Ok(()))] {
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+        h.start(&[flush]);
+        // The answer of the kernel that comes after this one is dropped.
+        h.inject(u64::from(flush.0), -libc::EIO);
+        h.swallow = 1;
+        assert_eq!(h.wait(flush).0, Err(Status::Io));
+        while h.swallow > 0 {
+            h.turn();
+        }
+        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+        assert_eq!(h.run(flush).0, later);
+    }
+}
+
+#[test]
 fn interruptions_are_made_again_but_not_for_ever() {
     let directory = Directory::new();
     let path = directory.image(MIB);
