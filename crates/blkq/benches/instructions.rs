@@ -30,7 +30,9 @@ const CASES: [Case; 8] = [
     ("null-1", 1, |ios| local(null()?, ios, SCATTERED)),
     ("null-32-merged", 32, |ios| local(null()?, ios, ADJACENT)),
     ("null-32-submitter", 32, |ios| submitter(null()?, ios)),
-    ("ram-32-read", 32, |ios| local(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)),
+    ("ram-32-read", 32, |ios| {
+        local(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)
+    }),
 ];
 
 fn main() -> ExitCode {
