@@ -118,3 +118,22 @@ pub fn monotonic_ns() -> u64 {
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reading_serves_so_many_stamps_however_they_are_taken() {
+        let uses = CLOCK_USES_MAX as usize;
+        let mut clock = Clock::new(ClockMode::Cached);
+        let first = clock.now_ns();
+        assert_eq!(clock.now_ns_for(uses - 1), (first, uses - 1));
+        assert_eq!(clock.now_ns_for(uses), (first, 1));
+        assert_eq!(clock.take_reads(), 1);
+        assert_eq!(clock.now_ns_for(usize::from(u16::MAX)).1, uses + 1);
+        assert_eq!(clock.take_reads(), 1);
+        clock.set_mode(ClockMode::Precise);
+        assert_eq!((clock.now_ns_for(uses).1, clock.now_ns_for(uses).1, clock.take_reads()), (1, 1, 2));
+    }
+}
