@@ -46,38 +46,45 @@ impl std::fmt::Display for ClockMode {
 #[derive(Debug)]
 pub struct Clock {
     cached_ns: u64,
-    uses: u32,
+    /// How often the cached time may still be used; 0 if there is none.
+    uses_left: u32,
     mode: ClockMode,
     reads: u64,
-    stale_ns_max: u64,
 }
 
 impl Clock {
     /// A clock that has not been read.
     pub fn new(mode: ClockMode) -> Clock {
-        Clock { cached_ns: 0, uses: 0, mode, reads: 0, stale_ns_max: 0 }
+        Clock { cached_ns: 0, uses_left: 0, mode, reads: 0 }
     }
 
     /// The time, cached or read as the mode says. Never 0.
     #[inline]
     pub fn now_ns(&mut self) -> u64 {
-        if self.cached_ns != 0 && self.uses < CLOCK_USES_MAX {
-            self.uses += 1;
-            return self.cached_ns;
+        match self.uses_left.checked_sub(1) {
+            Some(left) => {
+                self.uses_left = left;
+                self.cached_ns
+            }
+            None => self.read(),
         }
-        self.read()
     }
 
-    #[inline]
+    /// The time for up to `count` (1 or more) stamps, and for how many of them it serves.
+    pub fn now_ns_for(&mut self, count: usize) -> (u64, usize) {
+        let now_ns = self.now_ns();
+        let more = self.uses_left.min(count as u32 - 1);
+        self.uses_left -= more;
+        (now_ns, more as usize + 1)
+    }
+
+    #[inline(never)]
     fn read(&mut self) -> u64 {
         let now = monotonic_ns();
         self.reads += 1;
-        if self.cached_ns != 0 {
-            self.stale_ns_max = self.stale_ns_max.max(now - self.cached_ns);
-        }
         if self.mode == ClockMode::Cached {
             self.cached_ns = now;
-            self.uses = 0;
+            self.uses_left = CLOCK_USES_MAX;
         }
         now
     }
@@ -86,7 +93,7 @@ impl Clock {
     /// begin of a completion batch, and before anything that may wait.
     #[inline]
     pub fn invalidate(&mut self) {
-        self.cached_ns = 0;
+        self.uses_left = 0;
     }
 
     /// Changes the mode.
@@ -99,11 +106,6 @@ impl Clock {
     #[inline]
     pub fn take_reads(&mut self) -> u64 {
         std::mem::take(&mut self.reads)
-    }
-
-    /// The oldest cached time seen when the use count forced a new reading, in nanoseconds.
-    pub fn stale_ns_max(&self) -> u64 {
-        self.stale_ns_max
     }
 }
 
@@ -124,4 +126,23 @@ fn read_monotonic_ns() -> u64 {
     // around the C library does not work under valgrind, which counts our instructions.)
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reading_serves_so_many_stamps_however_they_are_taken() {
+        let uses = CLOCK_USES_MAX as usize;
+        let mut clock = Clock::new(ClockMode::Cached);
+        let first = clock.now_ns();
+        assert_eq!(clock.now_ns_for(uses - 1), (first, uses - 1));
+        assert_eq!(clock.now_ns_for(uses), (first, 1));
+        assert_eq!(clock.take_reads(), 1);
+        assert_eq!(clock.now_ns_for(usize::from(u16::MAX)).1, uses + 1);
+        assert_eq!(clock.take_reads(), 1);
+        clock.set_mode(ClockMode::Precise);
+        assert_eq!((clock.now_ns_for(uses).1, clock.now_ns_for(uses).1, clock.take_reads()), (1, 1, 2));
+    }
 }

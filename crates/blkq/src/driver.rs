@@ -206,6 +206,12 @@ impl DriverContext<'_> {
         self.completed.push((tag, result));
     }
 
+    /// Ends all of these well.
+    #[inline]
+    pub fn complete_all(&mut self, tags: &[Tag]) {
+        self.completed.extend(tags.iter().map(|tag| (*tag, Ok(()))));
+    }
+
     /// Nanoseconds of the monotonic clock, read anew or cached as the queue is set to.
     #[inline]
     pub fn now_ns(&mut self) -> u64 {

@@ -183,7 +183,7 @@ impl Queue {
             && self.waiting.is_empty()
             && self.dispatch.is_empty()
             && self.in_use < u32::from(self.settings.requests())
-            && self.bios.room() > 0
+            && self.bios.has_room()
             && !self.disk.control.is_frozen()
     }
 

@@ -308,7 +308,7 @@ const fn error_index(status: Status) -> usize {
 }
 
 /// The completions of one batch, summed up before they go to the shared counters: most
-/// are of one group, and have both time stamps in common.
+/// are of one group.
 #[must_use = "what was not finished is not counted"]
 #[derive(Debug, Default)]
 pub struct StatsBatch {
@@ -316,58 +316,40 @@ pub struct StatsBatch {
     ios: u64,
     sectors: u64,
     nanoseconds: u64,
-    /// The current run of requests with the same stamps.
-    start_ns: u64,
     now_ns: u64,
-    run: u64,
 }
 
 impl StatsBatch {
-    /// A request of `group`, built at `start_ns`, ended at `now_ns`.
-    #[inline]
+    /// Requests of `group`, built at `start_ns`, ended at `now_ns`: so many (1 or more),
+    /// with so many sectors together.
     pub fn done(
         &mut self,
         writer: &mut StatsWriter,
         group: StatGroup,
-        sectors: u64,
+        (requests, sectors): (u64, u64),
         start_ns: u64,
         now_ns: u64,
     ) {
-        if (group, start_ns, now_ns) != (self.group, self.start_ns, self.now_ns) {
-            self.end_run(writer);
-            if group != self.group {
-                self.end_group(writer);
-                self.group = group;
-            }
-            self.start_ns = start_ns;
-            self.now_ns = now_ns;
+        if group != self.group {
+            self.end_group(writer);
+            self.group = group;
         }
-        self.run += 1;
+        let latency_ns = now_ns.saturating_sub(start_ns);
+        if now_ns < start_ns {
+            writer.count(Counter::NegativeLatencies, requests);
+        }
+        add(&writer.0.latencies[group as usize][bucket_of(latency_ns)], requests);
+        raise(&writer.0.groups[group as usize].latency_max_ns, latency_ns);
+        self.nanoseconds = self.nanoseconds.wrapping_add(latency_ns.wrapping_mul(requests));
+        self.ios += requests;
         self.sectors += sectors;
+        self.now_ns = now_ns;
     }
 
     /// Adds the batch to the queue's counters.
     #[inline]
     pub fn finish(mut self, writer: &mut StatsWriter) {
-        self.end_run(writer);
         self.end_group(writer);
-    }
-
-    #[inline]
-    fn end_run(&mut self, writer: &mut StatsWriter) {
-        if self.run == 0 {
-            return;
-        }
-        let latency_ns = self.now_ns.saturating_sub(self.start_ns);
-        if self.now_ns < self.start_ns {
-            writer.count(Counter::NegativeLatencies, self.run);
-        }
-        let group = self.group as usize;
-        add(&writer.0.latencies[group][bucket_of(latency_ns)], self.run);
-        raise(&writer.0.groups[group].latency_max_ns, latency_ns);
-        self.nanoseconds = self.nanoseconds.wrapping_add(latency_ns.wrapping_mul(self.run));
-        self.ios += self.run;
-        self.run = 0;
     }
 
     #[inline]

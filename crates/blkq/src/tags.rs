@@ -107,6 +107,11 @@ fn lowest_bits(free: u64, want: usize) -> u64 {
     free ^ rest
 }
 
+#[cold]
+fn put_twice(tag: Tag) -> ! {
+    panic!("{tag:?} was put twice");
+}
+
 impl TagSet {
     /// A set of `depth` tags, all free.
     ///
@@ -226,7 +231,7 @@ impl TagSet {
     /// Gives one tag back.
     #[inline]
     pub fn put(&self, tag: Tag) {
-        self.put_batch(&[tag]);
+        self.put_batch([tag]);
     }
 
     /// Gives tags back: one atomic operation for each run of tags of the same word.
@@ -234,23 +239,28 @@ impl TagSet {
     /// # Panics
     /// If a tag is not in use: it would be handed out twice.
     #[inline]
-    pub fn put_batch(&self, tags: &[Tag]) {
-        let Some(first) = tags.first() else { return };
-        let mut word = first.index() >> self.shift;
-        let mut bits = 0;
+    pub fn put_batch(&self, tags: impl IntoIterator<Item = Tag>) {
+        let (mut word, mut bits, mut count) = (0, 0u64, 0);
+        let shift = self.shift;
         for tag in tags {
-            let its_word = tag.index() >> self.shift;
+            let its_word = tag.index() >> shift;
             if its_word != word {
-                self.give(word, bits);
-                word = its_word;
-                bits = 0;
+                if bits != 0 {
+                    self.give(word, bits);
+                }
+                (word, bits) = (its_word, 0);
             }
-            let bit = 1 << (tag.index() & ((1 << self.shift) - 1));
-            assert!(bits & bit == 0, "{tag:?} was put twice");
+            let bit = 1 << (tag.index() & ((1 << shift) - 1));
+            if bits & bit != 0 {
+                put_twice(tag);
+            }
             bits |= bit;
+            count += 1;
         }
-        self.give(word, bits);
-        self.freed(tags.len() as u32);
+        if count > 0 {
+            self.give(word, bits);
+            self.freed(count);
+        }
     }
 
     /// Gives back what is left of `batch`, with one atomic operation.

@@ -178,6 +178,17 @@ pub struct NullQueue {
 impl DriverQueue for NullQueue {
     // The heart of a driver. What is not taken is offered again, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        if self.plain && self.delays.is_immediate() {
+            let (mut bytes, mut flushes) = (0, 0);
+            for &tag in tags {
+                let request = cx.request(tag);
+                bytes += request.bytes();
+                flushes += u64::from(request.operation() == Operation::Flush);
+            }
+            cx.complete_all(tags);
+            self.counters.count_batch(tags.len() as u64, bytes, flushes);
+            return Taken::All;
+        }
         let (mut bytes, mut flushes) = (0, 0);
         let mut taken = Taken::All;
         let mut count = tags.len();

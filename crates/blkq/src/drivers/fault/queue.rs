@@ -17,7 +17,7 @@ use crate::limits::QueueLimits;
 use crate::request::{Request, RequestState, Tag};
 use crate::ring::Cqe;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{BioSlab, DataWords, NIL, NewBio, SlotMarks, slice_segments};
+use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks, slice_segments};
 use crate::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use super::spec::{Effect, Rule};
@@ -220,18 +220,12 @@ impl FaultQueue {
             true => Data::Segments(Box::new(Box::new(Borrowed(first)))),
             false => Data::None,
         };
-        let data = ManuallyDrop::new(data);
         let sectors = bytes >> SECTOR_SHIFT;
         let slot = self.bios.insert(NewBio {
-            operation,
-            flags,
-            sector,
-            sectors,
-            // SAFETY: the data is not dropped.
-            data: unsafe { DataWords::of(&data) },
-            end: End::Taken,
+            outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
+            data: ManuallyDrop::new(data),
+            end: ManuallyDrop::new(End::Taken),
             marks: SlotMarks::empty(),
-            start_ns: 0,
         });
         self.requests[tag.index()] = Request {
             sector,
