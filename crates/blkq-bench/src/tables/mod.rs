@@ -4,6 +4,7 @@ use crate::bench::{Bench, Pace};
 use crate::result::Table;
 use crate::{Result, What};
 
+mod batching;
 mod clock;
 mod peak;
 
@@ -18,7 +19,8 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 2] = [
+pub const TABLES: [Measure; 3] = [
+    Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
 ];
