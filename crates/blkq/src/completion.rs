@@ -108,6 +108,7 @@ impl Queue {
         }
         batch.finish(&mut self.stats);
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
+        self.stats.clock_age(self.clock.age_ns_max());
         completed.clear();
         if self.completed.is_empty() {
             self.completed = completed;
