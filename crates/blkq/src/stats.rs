@@ -10,11 +10,10 @@ use std::sync::Arc;
 // There is no protocol between these counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crossbeam_utils::CachePadded;
-
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::error::Status;
+use crate::layout::CachePadded;
 
 mod histogram;
 

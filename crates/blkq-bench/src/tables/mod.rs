@@ -6,6 +6,7 @@ use crate::{Result, What};
 
 mod batching;
 mod clock;
+mod layout;
 mod peak;
 
 /// How to measure a table.
@@ -19,8 +20,9 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 3] = [
+pub const TABLES: [Measure; 4] = [
     Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
+    Measure { name: What::Layout, planned_seconds: layout::planned_seconds, run: layout::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
 ];
