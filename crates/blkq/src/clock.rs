@@ -114,8 +114,8 @@ impl Clock {
     }
 
     /// The longest time from a cached reading to the next, in nanoseconds: for longer none
-    /// was used. That costs no reading of its own, so one after which the queue rested is
-    /// not measured, and what the thread did in between is part of the time.
+    /// of those was used. That costs no reading of its own, so one after which the queue
+    /// rested is not measured, and what the thread did in between is part of the time.
     pub fn age_ns_max(&self) -> u64 {
         self.age_ns_max
     }

@@ -440,8 +440,8 @@ pub struct StatsSnapshot {
     pub busy_ns: u64,
     /// By the number of [`Counter`].
     pub counters: [u64; Counter::COUNT],
-    /// The longest that a cached reading of the clock was used, of a single queue, in
-    /// nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
+    /// The longest that a cached reading of the clock was used, as far as measured, of a
+    /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
     pub clock_age_max_ns: u64,
 }
 

@@ -93,10 +93,11 @@ fn notes() -> Vec<String> {
         "batches of 1 gain nothing: one reading when the I/O comes and one when it ends, cached or not"
             .into(),
         format!(
-            "age max: the longest time from a cached reading to the next, so for longer none was used. A \
-             reading ends with its plug, with its batch of completions, when the queue rests or its thread \
-             sleeps, and after {CLOCK_USES_MAX} uses, but no hook tells that the thread was preempted: ages \
-             of milliseconds are time slices of other processes"
+            "age max: the longest time from a cached reading to the next, so for longer none of those was used; \
+             one after which the queue rested or its thread slept is not measured, because nothing reads the \
+             clock then. A reading ends with its plug, with its batch of completions and after \
+             {CLOCK_USES_MAX} uses, but no hook tells that the thread was preempted: ages of milliseconds are \
+             time slices of other threads"
         ),
         "without statistics no time stamp is taken, precise or cached: one case stands for both".into(),
     ]

@@ -177,7 +177,7 @@ fn notes() -> Vec<String> {
         ),
         "what comes to share lines: the marks by which the owners of queues and a freeze see each other (two \
          atomic writes for each batch of 32), the gate's counters and the settings, the locks of software \
-         queues, the words of the tags. Statistics do not: each queue's are larger than a line in both"
+         queues. Statistics do not: each queue's are larger than a line in both"
             .into(),
         "on one processor nothing is taken from another: there padding can only cost".into(),
         "published with it: 55 % (randwrite) to 92 % (reads) fewer context switches, because faster submission \
