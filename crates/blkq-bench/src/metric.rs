@@ -38,6 +38,8 @@ pub enum Metric {
     MergesPerIo,
     /// Mean size of a request as the driver got it, in KiB.
     RequestKib,
+    /// Times that the modelled disk's arm had to move, per request.
+    SeeksPerRequest,
     /// Most reads in flight at the file.
     ReadsInFlightMax,
     /// Mean number of reads in flight at the file.
@@ -46,8 +48,8 @@ pub enum Metric {
     WritersMax,
     /// Threads that read at once.
     Workers,
-    /// Most requests that a woken submitter took in one grant.
-    LargestGrant,
+    /// Wake-ups of submitters that waited for the device to have room, per I/O.
+    WakeupsPerIo,
     /// Share of the submitter that got least, by that of the one that got most.
     ShareMinByMax,
     /// Pages of the file in the page cache after the run, in MiB.
@@ -82,11 +84,12 @@ impl Metric {
             Metric::ClockReadsPerIo => "clock/IO",
             Metric::MergesPerIo => "merges/IO",
             Metric::RequestKib => "request KiB",
+            Metric::SeeksPerRequest => "seeks/request",
             Metric::ReadsInFlightMax => "reads max",
             Metric::ReadsInFlightMean => "reads mean",
             Metric::WritersMax => "writers",
             Metric::Workers => "workers",
-            Metric::LargestGrant => "grant max",
+            Metric::WakeupsPerIo => "wake-ups/IO",
             Metric::ShareMinByMax => "min/max share",
             Metric::CachedMib => "cached MiB",
             Metric::CachedBeforeMib => "before MiB",
@@ -104,10 +107,7 @@ impl Metric {
             v if v >= 1.0 || v == 0.0 => 2,
             _ => 4,
         };
-        let counts = matches!(
-            self,
-            Metric::ReadsInFlightMax | Metric::WritersMax | Metric::LargestGrant | Metric::Workers
-        );
+        let counts = matches!(self, Metric::ReadsInFlightMax | Metric::WritersMax | Metric::Workers);
         group_thousands(&format!("{value:.*}", if counts { 0 } else { digits }))
     }
 }

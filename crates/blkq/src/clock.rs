@@ -50,12 +50,16 @@ pub struct Clock {
     uses_left: u32,
     mode: ClockMode,
     reads: u64,
+    /// The last cached reading, until the next shows for how long it was used at most;
+    /// 0 if there is none, or the queue rested since.
+    unmeasured_ns: u64,
+    age_ns_max: u64,
 }
 
 impl Clock {
     /// A clock that has not been read.
     pub fn new(mode: ClockMode) -> Clock {
-        Clock { cached_ns: 0, uses_left: 0, mode, reads: 0 }
+        Clock { cached_ns: 0, uses_left: 0, mode, reads: 0, unmeasured_ns: 0, age_ns_max: 0 }
     }
 
     /// The time, cached or read as the mode says. Never 0.
@@ -82,11 +86,22 @@ impl Clock {
     fn read(&mut self) -> u64 {
         let now = monotonic_ns();
         self.reads += 1;
+        if self.unmeasured_ns != 0 {
+            self.age_ns_max = self.age_ns_max.max(now.saturating_sub(self.unmeasured_ns));
+        }
         if self.mode == ClockMode::Cached {
             self.cached_ns = now;
+            self.unmeasured_ns = now;
             self.uses_left = CLOCK_USES_MAX;
         }
         now
+    }
+
+    /// The queue has nothing to do, or its thread is to sleep: the time until the next
+    /// reading says nothing about how long the last one was used.
+    #[inline]
+    pub fn rest(&mut self) {
+        self.unmeasured_ns = 0;
     }
 
     /// Drops the cached time: at every plug flush, whichever way it came about, at the
@@ -100,12 +115,20 @@ impl Clock {
     pub fn set_mode(&mut self, mode: ClockMode) {
         self.mode = mode;
         self.invalidate();
+        self.rest();
     }
 
     /// How often the clock was read since this was last asked.
     #[inline]
     pub fn take_reads(&mut self) -> u64 {
         std::mem::take(&mut self.reads)
+    }
+
+    /// The longest time from a cached reading to the next, in nanoseconds: for longer none
+    /// of those was used. That costs no reading of its own, so one after which the queue
+    /// rested is not measured, and what the thread did in between is part of the time.
+    pub fn age_ns_max(&self) -> u64 {
+        self.age_ns_max
     }
 }
 
@@ -128,9 +151,48 @@ fn read_monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
+
+    fn sleep() {
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+
+    #[test]
+    fn the_age_of_a_reading_ends_with_the_next() {
+        let mut clock = Clock::new(ClockMode::Cached);
+        let first = clock.now_ns();
+        sleep();
+        assert_eq!((clock.now_ns(), clock.age_ns_max()), (first, 0));
+        clock.invalidate();
+        let second = clock.now_ns();
+        assert!(clock.age_ns_max() == second - first && second - first >= 2_000_000);
+        // The use that is one too many reads anew.
+        sleep();
+        while clock.now_ns() == second {}
+        assert!(clock.age_ns_max() >= 2_000_000 && clock.take_reads() == 3);
+    }
+
+    #[test]
+    fn rest_is_not_age() {
+        let mut clock = Clock::new(ClockMode::Cached);
+        clock.now_ns();
+        clock.invalidate();
+        clock.rest();
+        sleep();
+        clock.now_ns();
+        assert_eq!(clock.age_ns_max(), 0);
+    }
+
+    #[test]
+    fn a_precise_clock_has_no_age() {
+        let mut clock = Clock::new(ClockMode::Precise);
+        clock.now_ns();
+        sleep();
+        clock.now_ns();
+        assert_eq!((clock.age_ns_max(), clock.take_reads()), (0, 2));
+    }
 
     #[test]
     fn a_reading_serves_so_many_stamps_however_they_are_taken() {

@@ -107,6 +107,7 @@ impl Queue {
             self.account(&completed);
         }
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
+        self.stats.clock_age(self.clock.age_ns_max());
         let flushes = self.flush.in_flight();
         for &(tag, result) in &completed {
             self.end_request(tag, result);

@@ -516,6 +516,7 @@ impl Engine {
         } else {
             let timeout =
                 self.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())));
+            self.queues.iter_mut().for_each(|queue| queue.clock.rest());
             self.ring.enter(1, timeout);
         }
         self.kicks.iter().for_each(|kick| kick.woke());

@@ -93,6 +93,7 @@ pub mod error;
 mod flush;
 pub mod gate;
 mod kick;
+pub mod layout;
 pub mod limits;
 mod local;
 mod merge;

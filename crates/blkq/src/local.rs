@@ -97,6 +97,9 @@ impl LocalQueue {
     #[inline]
     fn turn(&mut self, want: usize, timeout: Option<Duration>) {
         self.queue.flush(self.ring.as_deref_mut());
+        if self.queue.done.len() < want {
+            self.queue.clock.rest();
+        }
         match &mut self.ring {
             Some(ring) => {
                 if self.queue.done.len() < want {

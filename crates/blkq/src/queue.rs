@@ -205,6 +205,7 @@ impl Queue {
     pub(crate) fn leave_if_idle(&mut self) {
         if self.entered && self.in_use == 0 {
             self.entered = false;
+            self.clock.rest();
             if self.sharing.is_some() {
                 self.tags.leave();
             }

@@ -6,10 +6,9 @@ mod model;
 
 use std::collections::VecDeque;
 
-use crossbeam_utils::CachePadded;
-
 use crate::bio::{Bio, Operation};
 use crate::completion::End;
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
 use crate::merge;
 use crate::pending::PendingMap;
@@ -138,6 +137,16 @@ impl SoftwareQueues {
     pub fn push(&self, index: usize, bio: Bio, end: End) {
         lock(&self.queues[index]).push_back(Staged::new(bio, end));
         self.pending.set(index);
+    }
+
+    /// What submitters and the owner, of queue `owner`, use, and where it lies.
+    pub fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
+        fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
+        // The first two are those of the gate.
+        self.pending.hot_fields(Writer::Everybody(2 + owner), fields);
+        for (index, queue) in self.queues.iter().enumerate() {
+            fields.push(HotField::of("software queue", Writer::Submitter(owner, index), &**queue));
+        }
     }
 
     /// Whether anything waits.

@@ -10,11 +10,10 @@ use std::sync::Arc;
 // There is no protocol between these counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crossbeam_utils::CachePadded;
-
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::error::Status;
+use crate::layout::CachePadded;
 
 mod histogram;
 
@@ -159,6 +158,7 @@ pub struct QueueStats {
     busy: AtomicU64,
     groups: [GroupCounters; StatGroup::COUNT],
     counters: [AtomicU64; Counter::COUNT],
+    clock_age_max_ns: AtomicU64,
     latencies: [[AtomicU64; LATENCY_BUCKETS]; StatGroup::COUNT],
     errors: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
 }
@@ -181,6 +181,7 @@ impl QueueStats {
                 latency_max_ns: AtomicU64::new(0),
             }),
             counters: zeroes(),
+            clock_age_max_ns: AtomicU64::new(0),
             latencies: std::array::from_fn(|_| zeroes()),
             errors: std::array::from_fn(|_| zeroes()),
         }
@@ -209,6 +210,7 @@ impl QueueStats {
         load(&self.in_flight, &mut snapshot.in_flight);
         load(&self.in_flight_max, &mut snapshot.in_flight_max);
         load(&self.counters, &mut snapshot.counters);
+        snapshot.clock_age_max_ns = self.clock_age_max_ns.load(Relaxed);
         snapshot.busy_ns = busy_ns(busy, now_ns);
         for (i, group) in snapshot.groups.iter_mut().enumerate() {
             let counters = &self.groups[i];
@@ -290,6 +292,12 @@ impl StatsWriter {
     #[inline]
     pub fn count(&mut self, counter: Counter, n: u64) {
         add(&self.0.counters[counter as usize], n);
+    }
+
+    /// No cached reading of the clock was used for longer than `age_ns` so far.
+    #[inline]
+    pub fn clock_age(&mut self, age_ns: u64) {
+        raise(&self.0.clock_age_max_ns, age_ns);
     }
 
     /// `requests` of `group` are in flight no more.
@@ -414,6 +422,9 @@ pub struct StatsSnapshot {
     pub busy_ns: u64,
     /// By the number of [`Counter`].
     pub counters: [u64; Counter::COUNT],
+    /// The longest that a cached reading of the clock was used, as far as measured, of a
+    /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
+    pub clock_age_max_ns: u64,
 }
 
 impl StatsSnapshot {
@@ -457,8 +468,8 @@ impl StatsSnapshot {
         self.fields().map(|field| format!("{field:8}")).join(" ")
     }
 
-    /// What happened since `earlier`. What is in flight, and the most that was, stay
-    /// as they are now.
+    /// What happened since `earlier`. What is in flight, the most that was, and the
+    /// oldest reading of the clock stay as they are now.
     #[must_use]
     pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {
         let mut delta = self.clone();
@@ -498,6 +509,7 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
         self.in_flight.iter_mut().zip(other.in_flight).for_each(|(m, t)| *m += t);
         self.in_flight_max.iter_mut().zip(other.in_flight_max).for_each(|(m, t)| *m = (*m).max(t));
         self.busy_ns = self.busy_ns.max(other.busy_ns);
+        self.clock_age_max_ns = self.clock_age_max_ns.max(other.clock_age_max_ns);
         self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
     }
 }

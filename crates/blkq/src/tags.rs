@@ -13,8 +13,7 @@ mod tests;
 
 use std::sync::Arc;
 
-use crossbeam_utils::CachePadded;
-
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::request::Tag;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
@@ -150,6 +149,13 @@ impl TagSet {
             word.store(bits, Ordering::SeqCst);
         }
         self.depth.store(u32::from(depth), Ordering::SeqCst);
+    }
+
+    /// What the owner of queue `owner` uses, and where it lies.
+    pub(crate) fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
+        for word in &self.words {
+            fields.push(HotField::of("tags", Writer::Owner(owner), &**word));
+        }
     }
 
     /// How many tags there are.

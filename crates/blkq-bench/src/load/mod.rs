@@ -1,10 +1,12 @@
-//! The same load on different sides: raw io_uring on the file ([`raw`]), and a queue of
-//! the block layer that the measuring thread owns ([`local`]).
+//! The same load on different sides: raw io_uring on the file ([`raw`]), a queue of the
+//! block layer that the measuring thread owns ([`local`]), and many threads that own none
+//! ([`submitters`]).
 
 use crate::random::Random;
 
 pub mod local;
 pub mod raw;
+pub mod submitters;
 
 /// Where the next I/O goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -4,7 +4,9 @@ use crate::bench::{Bench, Pace};
 use crate::result::Table;
 use crate::{Result, What};
 
+mod batching;
 mod clock;
+mod layout;
 mod peak;
 
 /// How to measure a table.
@@ -18,7 +20,9 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 2] = [
+pub const TABLES: [Measure; 4] = [
+    Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
+    Measure { name: What::Layout, planned_seconds: layout::planned_seconds, run: layout::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
 ];

@@ -160,6 +160,7 @@ impl Driver for Null {
             ("flushes", counters.flushes.load(Relaxed).to_string()),
             ("bytes", counters.bytes.load(Relaxed).to_string()),
             ("busy", counters.busy.load(Relaxed).to_string()),
+            ("seeks", counters.seeks.load(Relaxed).to_string()),
         ]
     }
 }
@@ -211,8 +212,8 @@ impl DriverQueue for NullQueue {
             flushes += u64::from(request.operation() == Operation::Flush);
             if self.delays.is_immediate() {
                 cx.complete(tag, Ok(()));
-            } else {
-                self.delays.start(cx, tag);
+            } else if self.delays.start(cx, tag) {
+                NullCounters::raise(&self.counters.seeks, 1);
             }
         }
         self.counters.count_batch(count as u64, bytes, flushes);

@@ -121,9 +121,10 @@ impl Delays {
         matches!(self.rule, Rule::Immediate)
     }
 
-    /// Puts `tag` aside until its time.
-    pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) {
+    /// Puts `tag` aside until its time. Whether the arm of a modelled disk had to move.
+    pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
         let now = cx.now_ns();
+        let mut seeks = false;
         let due = match &mut self.rule {
             Rule::Immediate => now,
             Rule::Timer(delay_ns) => now + *delay_ns,
@@ -140,6 +141,7 @@ impl Delays {
                     _ => {
                         let (offset, bytes) = (request.offset(), request.bytes());
                         let cost = model.cost_ns(*head, offset, bytes, *capacity);
+                        seeks = *head != offset;
                         *head = offset + bytes;
                         cost
                     }
@@ -149,6 +151,7 @@ impl Delays {
             }
         };
         self.waiting.push(Reverse((due, tag)));
+        seeks
     }
 
     /// When the next request is due.
@@ -181,6 +184,8 @@ pub struct NullCounters {
     pub bytes: AtomicU64,
     /// Requests refused for the time being.
     pub busy: AtomicU64,
+    /// Requests for which the arm of a modelled disk had to move.
+    pub seeks: AtomicU64,
 }
 
 impl NullCounters {
@@ -206,6 +211,7 @@ impl NullCounters {
             (&self.flushes, &other.flushes),
             (&self.bytes, &other.bytes),
             (&self.busy, &other.busy),
+            (&self.seeks, &other.seeks),
         ];
         pairs.into_iter().for_each(|(mine, theirs)| Self::raise(mine, theirs.load(Relaxed)));
         let most = self.batch_max.load(Relaxed).max(other.batch_max.load(Relaxed));
