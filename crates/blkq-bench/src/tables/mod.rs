@@ -6,6 +6,7 @@ use crate::{Result, What};
 
 mod clock;
 mod peak;
+mod peers;
 
 /// How to measure a table.
 pub struct Measure {
@@ -18,7 +19,8 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 2] = [
+pub const TABLES: [Measure; 3] = [
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
+    Measure { name: What::Peers, planned_seconds: peers::planned_seconds, run: peers::run },
 ];
