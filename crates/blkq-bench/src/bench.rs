@@ -16,6 +16,8 @@ use crate::result::{Case, Comparison, Figure};
 pub struct Pace {
     /// Length of a run, in seconds.
     pub seconds: f64,
+    /// What a run takes besides: starting and ending what it needs, in seconds.
+    pub around_seconds: f64,
     /// Runs of each case.
     pub rounds: usize,
     /// Fewer points of curves, fewer cases where there are many.
@@ -25,12 +27,13 @@ pub struct Pace {
 impl Pace {
     /// The pace of `--quick`, or the usual one.
     pub fn new(quick: bool) -> Pace {
-        if quick { Pace { seconds: 0.1, rounds: 3, quick } } else { Pace { seconds: 1.0, rounds: 5, quick } }
+        let (seconds, rounds) = if quick { (0.1, 3) } else { (1.0, 5) };
+        Pace { seconds, around_seconds: 0.0, rounds, quick }
     }
 
     /// Seconds that so many cases take.
     pub fn cost(&self, cases: usize) -> f64 {
-        self.seconds * (self.rounds * cases) as f64
+        (self.seconds + self.around_seconds) * (self.rounds * cases) as f64
     }
 }
 
@@ -64,8 +67,21 @@ impl Bench {
     ///
     /// # Errors
     /// That of the first case that failed.
-    pub fn compare(&mut self, title: &str, mut cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
-        let Pace { seconds, rounds, .. } = self.pace;
+    pub fn compare(&mut self, title: &str, cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
+        self.compare_at(self.pace, title, cases)
+    }
+
+    /// The same at another pace.
+    ///
+    /// # Errors
+    /// That of the first case that failed.
+    pub fn compare_at(
+        &mut self,
+        pace: Pace,
+        title: &str,
+        mut cases: Vec<(String, CaseRun<'_>)>,
+    ) -> Result<Comparison> {
+        let Pace { seconds, rounds, .. } = pace;
         self.progress.begin(title);
         let mut samples: Vec<Vec<(Metric, Vec<f64>)>> = vec![Vec::new(); cases.len()];
         for round in 1..=rounds {
@@ -79,7 +95,7 @@ impl Bench {
                         None => samples.push((metric, vec![value])),
                     }
                 }
-                self.over_seconds += seconds;
+                self.over_seconds += seconds + pace.around_seconds;
                 self.progress.over(self.over_seconds);
             }
         }

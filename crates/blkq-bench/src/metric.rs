@@ -26,8 +26,14 @@ pub enum Metric {
     CpuNsPerIo,
     /// Processor time of the server alone per I/O, in nanoseconds.
     ServerCpuNsPerIo,
+    /// Processor time of the client alone per I/O, in nanoseconds.
+    ClientCpuNsPerIo,
     /// Voluntary and involuntary context switches per I/O.
     ContextSwitchesPerIo,
+    /// Those of the server alone.
+    ServerSwitchesPerIo,
+    /// Those of the client alone.
+    ClientSwitchesPerIo,
     /// Calls of io_uring_enter per I/O.
     EntersPerIo,
     /// Submissions to the ring per I/O.
@@ -58,6 +64,8 @@ pub enum Metric {
     CachedBeforeMib,
     /// Resident memory of the process, in MiB.
     ResidentMib,
+    /// The most that it was under load, in MiB.
+    ResidentMaxMib,
     /// Longest time for which a cached reading of the clock was used, in microseconds.
     ClockAgeMaxUs,
     /// Time from the start of the server to its first client, in milliseconds.
@@ -78,7 +86,10 @@ impl Metric {
             Metric::LatencyMaxUs => "max us",
             Metric::CpuNsPerIo => "cpu ns/IO",
             Metric::ServerCpuNsPerIo => "server ns/IO",
+            Metric::ClientCpuNsPerIo => "client ns/IO",
             Metric::ContextSwitchesPerIo => "switches/IO",
+            Metric::ServerSwitchesPerIo => "server sw/IO",
+            Metric::ClientSwitchesPerIo => "client sw/IO",
             Metric::EntersPerIo => "enters/IO",
             Metric::SubmissionsPerIo => "sqes/IO",
             Metric::ClockReadsPerIo => "clock/IO",
@@ -94,6 +105,7 @@ impl Metric {
             Metric::CachedMib => "cached MiB",
             Metric::CachedBeforeMib => "before MiB",
             Metric::ResidentMib => "RSS MiB",
+            Metric::ResidentMaxMib => "RSS max MiB",
             Metric::ClockAgeMaxUs => "age max us",
             Metric::StartMs => "start ms",
         }

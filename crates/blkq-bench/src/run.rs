@@ -1,7 +1,9 @@
 //! The command: measures the tables that were asked for, and hands the results out.
 
+use std::fs;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::bench::{Bench, Pace};
@@ -69,7 +71,7 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         if to_stdout {
             say(&json)?;
         } else {
-            std::fs::write(path, json).map_err(|e| format!("{}: {e}", path.display()))?;
+            fs::write(path, json).map_err(|e| format!("{}: {e}", path.display()))?;
         }
     }
     Ok(results)
@@ -80,18 +82,27 @@ fn say(text: &str) -> Result {
     Ok(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())?)
 }
 
-/// Removes `path` when the process is told to end.
+/// What is to be removed when the process is told to end.
+static TO_REMOVE: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Removes `path`, a file or a directory with all that is in it, when the process is told
+/// to end.
 ///
 /// # Errors
 /// If the handler cannot be set.
 pub(crate) fn remove_on_signal(path: &Path) -> Result {
-    let path = path.to_owned();
-    let mut signals = signal_hook::iterator::Signals::new([libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
-    std::thread::spawn(move || {
-        if let Some(signal) = signals.forever().next() {
-            let _ = std::fs::remove_file(&path);
-            std::process::exit(128 + signal);
-        }
-    });
+    let mut paths = TO_REMOVE.lock().unwrap_or_else(PoisonError::into_inner);
+    if paths.is_empty() {
+        let mut signals = signal_hook::iterator::Signals::new([libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
+        std::thread::spawn(move || {
+            if let Some(signal) = signals.forever().next() {
+                for path in TO_REMOVE.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+                    let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+                }
+                std::process::exit(128 + signal);
+            }
+        });
+    }
+    paths.push(path.to_owned());
     Ok(())
 }

@@ -108,6 +108,13 @@ impl SourceContext<'_> {
         refused.map_err(|bio| Bio { user_data: Token(bio.user_data).payload(), ..bio })
     }
 
+    /// Hands all that was submitted to the drivers and the kernel now, not at the end of the
+    /// turn: what takes long begins before the turn goes on.
+    pub fn dispatch(&mut self) {
+        self.queues.iter_mut().for_each(|queue| queue.flush(Some(self.ring)));
+        self.ring.submit();
+    }
+
     /// Number of queues of the engine.
     pub fn queue_count(&self) -> usize {
         self.queues.len()

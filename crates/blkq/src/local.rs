@@ -77,7 +77,10 @@ impl LocalQueue {
     /// Sends everything submitted to the driver and waits until `want` completions can
     /// be taken (fewer, if fewer are in flight).
     pub fn wait(&mut self, want: usize) {
-        self.poll();
+        // With a ring, one call can both submit and wait.
+        if self.ring.is_none() || self.queue.done.len() >= want {
+            self.poll();
+        }
         loop {
             let have = self.queue.done.len();
             let in_flight = self.queue.in_flight() as usize;
@@ -102,7 +105,7 @@ impl LocalQueue {
         }
         match &mut self.ring {
             Some(ring) => {
-                if self.queue.done.len() < want {
+                if self.queue.done.len() < want && self.queue.completed.is_empty() {
                     // A merged request ends several bios: one completion of the ring may do.
                     // With nothing in the driver (frozen, quiesced, tags held elsewhere) none comes.
                     let idle = if self.queue.started == 0 { Some(IDLE_WAIT) } else { None };

@@ -63,6 +63,9 @@ pub fn turn(
             if queue.submit(bio).is_err() {
                 return Err("the queue has no room".into());
             }
+            if load.one_by_one {
+                queue.poll();
+            }
         }
     }
     queue.wait(1);

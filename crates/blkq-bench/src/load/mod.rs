@@ -1,10 +1,11 @@
 //! The same load on different sides: raw io_uring on the file ([`raw`]), a queue of the
-//! block layer that the measuring thread owns ([`local`]), and many threads that own none
-//! ([`submitters`]).
+//! block layer that the measuring thread owns ([`local`]), many threads that own none
+//! ([`submitters`]), and io_uring that does nothing ([`nop`]).
 
 use crate::random::Random;
 
 pub mod local;
+pub mod nop;
 pub mod raw;
 pub mod submitters;
 
@@ -28,16 +29,26 @@ pub struct Load {
     pub block_bytes: u32,
     /// I/Os in flight at most.
     pub depth: usize,
-    /// I/Os submitted at once, and waited for before the next are.
+    /// As soon as so many are not in flight, all that are not are submitted at once.
     pub batch: usize,
     /// Buffers registered with the ring.
     pub registered: bool,
+    /// A call for each I/O; else one for all that are submitted at once.
+    pub one_by_one: bool,
 }
 
 impl Load {
     /// Reads of 4 KiB, `depth` in flight, submitted as they end.
     pub fn read(pattern: Pattern, depth: usize) -> Load {
-        Load { pattern, write: false, block_bytes: 4096, depth, batch: 1, registered: false }
+        Load {
+            pattern,
+            write: false,
+            block_bytes: 4096,
+            depth,
+            batch: 1,
+            registered: false,
+            one_by_one: false,
+        }
     }
 
     /// Writes of the same.
@@ -55,6 +66,12 @@ impl Load {
     #[must_use]
     pub fn registered(self) -> Load {
         Load { registered: true, ..self }
+    }
+
+    /// The same, with a call for each.
+    #[must_use]
+    pub fn one_by_one(self) -> Load {
+        Load { one_by_one: true, ..self }
     }
 
     /// The offsets of its I/Os in bytes, on a device of `bytes`.

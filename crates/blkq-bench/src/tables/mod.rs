@@ -8,6 +8,7 @@ mod batching;
 mod clock;
 mod layout;
 mod peak;
+mod peers;
 
 /// How to measure a table.
 pub struct Measure {
@@ -20,9 +21,10 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 4] = [
+pub const TABLES: [Measure; 5] = [
     Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
     Measure { name: What::Layout, planned_seconds: layout::planned_seconds, run: layout::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
+    Measure { name: What::Peers, planned_seconds: peers::planned_seconds, run: peers::run },
 ];

@@ -8,6 +8,7 @@ mod connection;
 pub mod handshake;
 mod listener;
 mod outgoing;
+mod pacing;
 pub mod proto;
 pub mod reply;
 mod rest;
