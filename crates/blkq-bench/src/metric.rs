@@ -36,6 +36,8 @@ pub enum Metric {
     ClockReadsPerIo,
     /// Bios that joined a request, and requests that joined another, per I/O.
     MergesPerIo,
+    /// Writes that were done by the call of the one before them, per I/O.
+    JoinedPerIo,
     /// Mean size of a request as the driver got it, in KiB.
     RequestKib,
     /// Most reads in flight at the file.
@@ -54,6 +56,8 @@ pub enum Metric {
     CachedMib,
     /// The same, before the run.
     CachedBeforeMib,
+    /// What came into the page cache of the file during the run, per I/O, in KiB.
+    CachedKibPerIo,
     /// Resident memory of the process, in MiB.
     ResidentMib,
     /// Longest time for which a cached reading of the clock was used, in microseconds.
@@ -81,6 +85,7 @@ impl Metric {
             Metric::SubmissionsPerIo => "sqes/IO",
             Metric::ClockReadsPerIo => "clock/IO",
             Metric::MergesPerIo => "merges/IO",
+            Metric::JoinedPerIo => "joined/IO",
             Metric::RequestKib => "request KiB",
             Metric::ReadsInFlightMax => "reads max",
             Metric::ReadsInFlightMean => "reads mean",
@@ -90,6 +95,7 @@ impl Metric {
             Metric::ShareMinByMax => "min/max share",
             Metric::CachedMib => "cached MiB",
             Metric::CachedBeforeMib => "before MiB",
+            Metric::CachedKibPerIo => "cached KiB/IO",
             Metric::ResidentMib => "RSS MiB",
             Metric::ClockAgeMaxUs => "age max us",
             Metric::StartMs => "start ms",
