@@ -34,10 +34,6 @@ pub(super) const CALLS_MAX: usize = 32;
 /// Calls in flight up to which more follow: enough to keep the kernel's worker busy until
 /// they do. What waits meanwhile may be joined.
 const CALLS_LOW: usize = 16;
-/// Buffered reads submitted at once while others wait for the disk. Of more than two
-/// io_uring makes a batch (IO_PLUG_THRESHOLD), of which nothing reaches the disk before the
-/// last one has its pages.
-const READS_AT_ONCE: usize = 2;
 /// Calls in a row after which a queue hands the writer's token to one that waits for it.
 const TOKEN_TURNS: u32 = 16;
 /// How often a queue looks whether it has the token, should no wake-up reach it (a thread
@@ -499,9 +495,6 @@ impl LoopQueue {
 
 impl DriverQueue for LoopQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
-        // When none is in flight, reads are found in the page cache, and a batch is cheaper.
-        let hurry = self.turns == Turns::Writes && self.reads_in_flight > 0;
-        let mut reads = 0;
         for &tag in tags {
             let operation = cx.request(tag).operation();
             if self.read_only && operation.is_write() {
@@ -510,14 +503,6 @@ impl DriverQueue for LoopQueue {
                 self.waiting.push_back(tag);
             } else {
                 self.begin(cx, &[tag], false);
-                reads += usize::from(operation == Operation::Read);
-            }
-            if hurry
-                && reads == READS_AT_ONCE
-                && let Some(ring) = cx.ring()
-            {
-                ring.submit();
-                reads = 0;
             }
         }
         Taken::All
@@ -546,8 +531,7 @@ impl DriverQueue for LoopQueue {
             tags.push(tag);
             next = cx.pdu(tag)[1] >> NEXT_SHIFT;
         }
-        let outcome = self.outcome(cx, &tags, cqe.result);
-        match outcome {
+        match self.outcome(cx, &tags, cqe.result) {
             Outcome::Ended(result) => self.end(cx, &tags, true, result),
             Outcome::Unfinished => self.submit(cx, &tags, true),
         }
