@@ -87,6 +87,7 @@ impl Bench {
         for round in 1..=rounds {
             for ((name, run), samples) in cases.iter_mut().zip(&mut samples) {
                 self.progress.say(&format!("{title}: round {round} of {rounds}, {name}"));
+                let began = Instant::now();
                 let run =
                     run(Duration::from_secs_f64(seconds)).map_err(|e| format!("{title}, {name}: {e}"))?;
                 for (metric, value) in run.values {
@@ -95,7 +96,8 @@ impl Bench {
                         None => samples.push((metric, vec![value])),
                     }
                 }
-                self.over_seconds += seconds + pace.around_seconds;
+                // What a case does besides the run is planned, too.
+                self.over_seconds += began.elapsed().as_secs_f64();
                 self.progress.over(self.over_seconds);
             }
         }
@@ -152,8 +154,8 @@ impl Run {
     }
 }
 
-/// Calls `turn`, which does some I/Os and tells how many, until `length` is over: IOPS,
-/// processor time and context switches of this process.
+/// Calls `turn`, which does some I/Os and tells how many, until `length` is over or there
+/// was nothing left to do: IOPS, processor time and context switches of this process.
 ///
 /// # Errors
 /// Those of `turn`; or if it did nothing at all.
@@ -161,7 +163,10 @@ pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<
     let (began, before) = (Instant::now(), Usage::of_self());
     let mut ios = 0;
     while began.elapsed() < length {
-        ios += turn()?;
+        match turn()? {
+            0 => break,
+            done => ios += done,
+        }
     }
     let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
     rate(ios, elapsed, used)
