@@ -152,8 +152,8 @@ impl Run {
     }
 }
 
-/// Calls `turn`, which does some I/Os and tells how many, until `length` is over: IOPS,
-/// processor time and context switches of this process.
+/// Calls `turn`, which does some I/Os and tells how many, until `length` is over or there
+/// was nothing left to do: IOPS, processor time and context switches of this process.
 ///
 /// # Errors
 /// Those of `turn`; or if it did nothing at all.
@@ -161,7 +161,10 @@ pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<
     let (began, before) = (Instant::now(), Usage::of_self());
     let mut ios = 0;
     while began.elapsed() < length {
-        ios += turn()?;
+        match turn()? {
+            0 => break,
+            done => ios += done,
+        }
     }
     let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
     rate(ios, elapsed, used)

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub mod bench;
 pub mod cache;
+pub mod client;
 pub mod file;
 pub mod load;
 pub mod machine;

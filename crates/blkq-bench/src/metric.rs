@@ -42,6 +42,8 @@ pub enum Metric {
     ClockReadsPerIo,
     /// Bios that joined a request, and requests that joined another, per I/O.
     MergesPerIo,
+    /// Writes that were done by the call of the one before them, per I/O.
+    JoinedPerIo,
     /// Mean size of a request as the driver got it, in KiB.
     RequestKib,
     /// Times that the modelled disk's arm had to move, per request.
@@ -62,6 +64,8 @@ pub enum Metric {
     CachedMib,
     /// The same, before the run.
     CachedBeforeMib,
+    /// What came into the page cache of the file during the run, per I/O, in KiB.
+    CachedKibPerIo,
     /// Resident memory of the process, in MiB.
     ResidentMib,
     /// The most that it was under load, in MiB.
@@ -94,6 +98,7 @@ impl Metric {
             Metric::SubmissionsPerIo => "sqes/IO",
             Metric::ClockReadsPerIo => "clock/IO",
             Metric::MergesPerIo => "merges/IO",
+            Metric::JoinedPerIo => "joined/IO",
             Metric::RequestKib => "request KiB",
             Metric::SeeksPerRequest => "seeks/request",
             Metric::ReadsInFlightMax => "reads max",
@@ -104,6 +109,7 @@ impl Metric {
             Metric::ShareMinByMax => "min/max share",
             Metric::CachedMib => "cached MiB",
             Metric::CachedBeforeMib => "before MiB",
+            Metric::CachedKibPerIo => "cached KiB/IO",
             Metric::ResidentMib => "RSS MiB",
             Metric::ResidentMaxMib => "RSS max MiB",
             Metric::ClockAgeMaxUs => "age max us",

@@ -301,6 +301,11 @@ impl Case {
         self.figure(metric).median
     }
 
+    /// The smallest sample of `metric`.
+    pub fn min(&self, metric: Metric) -> f64 {
+        self.figure(metric).min
+    }
+
     /// The largest sample of `metric`.
     pub fn max(&self, metric: Metric) -> f64 {
         self.figure(metric).max

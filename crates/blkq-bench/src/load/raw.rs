@@ -44,8 +44,9 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     let mut free: Vec<usize> = (0..load.depth).collect();
     let (mut enters, mut submissions) = (0, 0);
     let run = timed(length, || {
-        if free.len() >= load.batch {
-            for slot in free.drain(..) {
+        if free.len() >= load.batch && offsets.left() > 0 {
+            let now = offsets.left().min(free.len() as u64) as usize;
+            for slot in free.drain(..now) {
                 let entry = entry(load, slot, buffers[slot].as_mut_ptr(), offsets.next_bytes());
                 // SAFETY: each buffer is in flight once, and outlives the ring's use of it.
                 unsafe { ring.submission().push(&entry)? };
@@ -55,6 +56,9 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
                     enters += 1;
                 }
             }
+        }
+        if free.len() == load.depth {
+            return Ok(0);
         }
         ring.submit_and_wait(1)?;
         enters += 1;

@@ -6,6 +6,8 @@ use crate::{Result, What};
 
 mod batching;
 mod clock;
+mod direct;
+mod dispatch;
 mod layout;
 mod peak;
 mod peers;
@@ -21,7 +23,9 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 5] = [
+pub const TABLES: [Measure; 7] = [
+    Measure { name: What::Dispatch, planned_seconds: dispatch::planned_seconds, run: dispatch::run },
+    Measure { name: What::Direct, planned_seconds: direct::planned_seconds, run: direct::run },
     Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
     Measure { name: What::Layout, planned_seconds: layout::planned_seconds, run: layout::run },
