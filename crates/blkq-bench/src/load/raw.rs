@@ -46,7 +46,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     let run = timed(length, || {
         if free.len() >= load.batch && offsets.left() > 0 {
             let now = offsets.left().min(free.len() as u64) as usize;
-            for slot in free.drain(free.len() - now..) {
+            for slot in free.drain(..now) {
                 let entry = entry(load, slot, buffers[slot].as_mut_ptr(), offsets.next_bytes());
                 // SAFETY: each buffer is in flight once, and outlives the ring's use of it.
                 unsafe { ring.submission().push(&entry)? };

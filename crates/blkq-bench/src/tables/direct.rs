@@ -39,9 +39,9 @@ const WAYS: [(&str, DirectIo, Dispatch); 3] = [
     ("direct", DirectIo::On, Dispatch::Concurrent),
 ];
 
-/// About how long its runs take: with the flush of what was written.
+/// About how long its runs take.
 pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(WAYS.len() * PUBLISHED.len()) * if pace.quick { 2.0 } else { 1.2 }
+    pace.cost(WAYS.len() * PUBLISHED.len())
 }
 
 /// What the jobs do.

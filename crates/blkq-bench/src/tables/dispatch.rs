@@ -37,7 +37,7 @@ fn workers_of(pace: &Pace) -> &'static [usize] {
 
 /// About how long its runs take.
 pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(5 * PUBLISHED.len() + 2 * workers_of(pace).len())
+    pace.cost(6 * PUBLISHED.len() + 2 * workers_of(pace).len())
 }
 
 /// Runs `load` through a loop device on the file, with the counters of its driver.
@@ -120,7 +120,10 @@ fn patterns(
         case("serial, unmerged", on(Dispatch::Serial, false)),
         case("serial", on(Dispatch::Serial, true)),
         case("concurrent", on(Dispatch::Concurrent, true)),
-        case("raw io_uring", |length| cold_run(path, || raw::run(path, false, &load.one_by_one(), length))),
+        case("raw io_uring", |length| cold_run(path, || raw::run(path, false, &load, length))),
+        case("raw, one by one", |length| {
+            cold_run(path, || raw::run(path, false, &load.one_by_one(), length))
+        }),
     ];
     let mut comparison =
         bench.compare(&format!("loop buffered, cold, 4 KiB {name}, depth {DEPTH}"), cases)?;
@@ -130,6 +133,7 @@ fn patterns(
     let dispatch = effect("dispatch", "serial", "concurrent", Some(published));
     effect("dispatch and merging", "serial, unmerged", "concurrent", None);
     let by_raw = effect("block layer", "raw io_uring", "concurrent", None);
+    effect("block layer", "raw, one by one", "concurrent", None);
     effect("the base, by a thread's own calls", "one thread", "serial, unmerged", None);
     let (serial, concurrent) = (comparison.case("serial"), comparison.case("concurrent"));
     if load.write {
@@ -217,7 +221,7 @@ fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point
     Point { x: x as f64, median: case.median(metric), min: case.min(metric), max: case.max(metric) }
 }
 
-const NOTES: [&str; 6] = [
+const NOTES: [&str; 7] = [
     "cold: before every run the file is written back, evicted, and seen to be gone; no block is used twice in a run, \
      which ends at the latest when a quarter of the file (random reads), all of it (sequential reads), or an eighth and at least 64 MiB (writes) was",
     "writes go to the page cache, as they did at the origin: a cold write is one into pages that are not there; what \
@@ -226,6 +230,8 @@ const NOTES: [&str; 6] = [
      from concurrent by --dispatch alone, and merges under the plug as that does",
     "what serial and concurrent do with writes is the same: one at a time; where their ratio is not 1 that is the \
      noise of short runs",
+    "raw io_uring submits what has ended with one call, as the block layer does; one by one with a call for each, \
+     and then no read waits for the pages of those behind it, which can be faster",
     "one thread is pread or pwrite in a loop: an executor without a block layer",
     "threads do what the workers of the kernel's loop did: whichever is free takes the next block; concurrent has as \
      many reads in flight, which one thread issues in order, so that read-ahead works and nobody is woken for each",
