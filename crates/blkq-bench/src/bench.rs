@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use blkq::StatsSnapshot;
 
 use crate::Result;
-use crate::file::TestFile;
+use crate::file::{TestFile, Wanted};
 use crate::metric::Metric;
 use crate::process::Usage;
 use crate::progress::Progress;
@@ -44,7 +44,7 @@ pub struct Bench {
     /// For what takes long besides runs.
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
-    pub(crate) file_wanted: (Option<std::path::PathBuf>, u64),
+    pub(crate) file_wanted: Wanted,
     /// Planned seconds that are over: those of the tables that ended, and within this one.
     pub(crate) over_seconds: f64,
 }
@@ -56,8 +56,8 @@ impl Bench {
     /// If it cannot be made.
     pub fn file(&mut self) -> Result<&TestFile> {
         if self.file.is_none() {
-            let (path, bytes) = &self.file_wanted;
-            self.file = Some(TestFile::create(path.as_deref(), *bytes, &mut self.progress)?);
+            let wanted = &self.file_wanted;
+            self.file = Some(self.progress.aside(|progress| TestFile::create(wanted, progress))?);
         }
         Ok(self.file.as_ref().expect("it was made above"))
     }

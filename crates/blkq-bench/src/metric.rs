@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 /// A quantity that runs are compared by. Serialized under its name in kebab case.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Metric {
     /// I/Os per second.
     Iops,
@@ -119,10 +120,14 @@ impl Metric {
 
     /// A value as people read it: four digits that matter, thousands apart.
     pub fn format(self, value: f64) -> String {
+        if value != 0.0 && value.abs() < 0.001 {
+            return format!("{value:.1e}");
+        }
         let digits = match value.abs() {
             v if v >= 100.0 => 0,
             v if v >= 10.0 => 1,
-            v if v >= 1.0 || v == 0.0 => 2,
+            v if v >= 1.0 => 2,
+            0.0 => 0,
             _ => 4,
         };
         let counts = matches!(self, Metric::ReadsInFlightMax | Metric::WritersMax | Metric::Workers);
@@ -131,7 +136,7 @@ impl Metric {
 }
 
 /// `1234567.8` as `1,234,567.8`.
-fn group_thousands(number: &str) -> String {
+pub(crate) fn group_thousands(number: &str) -> String {
     let (whole, fraction) = number.find('.').map_or((number, ""), |point| number.split_at(point));
     let (sign, digits) = whole.strip_prefix('-').map_or(("", whole), |digits| ("-", digits));
     let mut grouped = String::from(sign);
@@ -153,7 +158,8 @@ mod tests {
         assert_eq!(Metric::Iops.format(1_234_567.8), "1,234,568");
         assert_eq!(Metric::NsPerIo.format(28.81), "28.8");
         assert_eq!(Metric::ClockReadsPerIo.format(0.0625), "0.0625");
-        assert_eq!(Metric::ClockReadsPerIo.format(0.0), "0.00");
+        assert_eq!(Metric::ClockReadsPerIo.format(0.0), "0");
+        assert_eq!(Metric::ContextSwitchesPerIo.format(0.000_002), "2.0e-6");
         assert_eq!(Metric::WritersMax.format(1.0), "1");
         assert_eq!(group_thousands("-1000.5"), "-1,000.5");
         assert_eq!(group_thousands("100"), "100");

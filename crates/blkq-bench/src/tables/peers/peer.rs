@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use super::child::{Child, LOOK};
 use super::fio::{self, Job, Target};
 use super::kernel_loop::KernelLoop;
+use crate::Result;
 use crate::bench::Run;
 use crate::cache::{cached_bytes, evict};
+use crate::interrupt::Undo;
 use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
-use crate::{Result, run};
 
 /// How long a server may take until it is ready.
 const READY_WAIT: Duration = Duration::from_secs(10);
@@ -30,6 +31,7 @@ pub struct Place {
     image: PathBuf,
     bytes: u64,
     scratch: PathBuf,
+    _made: Undo,
 }
 
 impl Place {
@@ -39,22 +41,15 @@ impl Place {
     /// If there is no room for a directory of temporary files.
     pub fn new(image: &Path, bytes: u64) -> Result<Place> {
         let scratch = std::env::temp_dir().join(format!("blkq-bench-{}", std::process::id()));
-        run::remove_on_signal(&scratch)?;
-        std::fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&scratch)
+        let at = scratch.clone();
+        let remove = move || drop(std::fs::remove_dir_all(at));
+        let (_, made) = Undo::after(|| std::fs::DirBuilder::new().mode(0o700).create(&scratch), remove)
             .map_err(|e| format!("{}: {e}", scratch.display()))?;
-        Ok(Place { image: image.to_owned(), bytes, scratch })
+        Ok(Place { image: image.to_owned(), bytes, scratch, _made: made })
     }
 
     fn socket(&self) -> PathBuf {
         self.scratch.join("socket")
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.scratch);
     }
 }
 
