@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use blkq::StatsSnapshot;
 
 use crate::Result;
-use crate::file::TestFile;
+use crate::file::{TestFile, Wanted};
 use crate::metric::Metric;
 use crate::process::Usage;
 use crate::progress::Progress;
@@ -16,6 +16,8 @@ use crate::result::{Case, Comparison, Figure};
 pub struct Pace {
     /// Length of a run, in seconds.
     pub seconds: f64,
+    /// What a run takes besides: starting and ending what it needs, in seconds.
+    pub around_seconds: f64,
     /// Runs of each case.
     pub rounds: usize,
     /// Fewer points of curves, fewer cases where there are many.
@@ -25,12 +27,13 @@ pub struct Pace {
 impl Pace {
     /// The pace of `--quick`, or the usual one.
     pub fn new(quick: bool) -> Pace {
-        if quick { Pace { seconds: 0.1, rounds: 3, quick } } else { Pace { seconds: 1.0, rounds: 5, quick } }
+        let (seconds, rounds) = if quick { (0.1, 3) } else { (1.0, 5) };
+        Pace { seconds, around_seconds: 0.0, rounds, quick }
     }
 
     /// Seconds that so many cases take.
     pub fn cost(&self, cases: usize) -> f64 {
-        self.seconds * (self.rounds * cases) as f64
+        (self.seconds + self.around_seconds) * (self.rounds * cases) as f64
     }
 }
 
@@ -41,7 +44,7 @@ pub struct Bench {
     /// For what takes long besides runs.
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
-    pub(crate) file_wanted: (Option<std::path::PathBuf>, u64),
+    pub(crate) file_wanted: Wanted,
     /// Planned seconds that are over: those of the tables that ended, and within this one.
     pub(crate) over_seconds: f64,
 }
@@ -53,8 +56,8 @@ impl Bench {
     /// If it cannot be made.
     pub fn file(&mut self) -> Result<&TestFile> {
         if self.file.is_none() {
-            let (path, bytes) = &self.file_wanted;
-            self.file = Some(TestFile::create(path.as_deref(), *bytes, &mut self.progress)?);
+            let wanted = &self.file_wanted;
+            self.file = Some(self.progress.aside(|progress| TestFile::create(wanted, progress))?);
         }
         Ok(self.file.as_ref().expect("it was made above"))
     }
@@ -64,13 +67,27 @@ impl Bench {
     ///
     /// # Errors
     /// That of the first case that failed.
-    pub fn compare(&mut self, title: &str, mut cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
-        let Pace { seconds, rounds, .. } = self.pace;
+    pub fn compare(&mut self, title: &str, cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
+        self.compare_at(self.pace, title, cases)
+    }
+
+    /// The same at another pace.
+    ///
+    /// # Errors
+    /// That of the first case that failed.
+    pub fn compare_at(
+        &mut self,
+        pace: Pace,
+        title: &str,
+        mut cases: Vec<(String, CaseRun<'_>)>,
+    ) -> Result<Comparison> {
+        let Pace { seconds, rounds, .. } = pace;
         self.progress.begin(title);
         let mut samples: Vec<Vec<(Metric, Vec<f64>)>> = vec![Vec::new(); cases.len()];
         for round in 1..=rounds {
             for ((name, run), samples) in cases.iter_mut().zip(&mut samples) {
                 self.progress.say(&format!("{title}: round {round} of {rounds}, {name}"));
+                let began = Instant::now();
                 let run =
                     run(Duration::from_secs_f64(seconds)).map_err(|e| format!("{title}, {name}: {e}"))?;
                 for (metric, value) in run.values {
@@ -79,7 +96,8 @@ impl Bench {
                         None => samples.push((metric, vec![value])),
                     }
                 }
-                self.over_seconds += seconds;
+                // What a case does besides the run is planned, too.
+                self.over_seconds += began.elapsed().as_secs_f64();
                 self.progress.over(self.over_seconds);
             }
         }
@@ -136,8 +154,8 @@ impl Run {
     }
 }
 
-/// Calls `turn`, which does some I/Os and tells how many, until `length` is over: IOPS,
-/// processor time and context switches of this process.
+/// Calls `turn`, which does some I/Os and tells how many, until `length` is over or there
+/// was nothing left to do: IOPS, processor time and context switches of this process.
 ///
 /// # Errors
 /// Those of `turn`; or if it did nothing at all.
@@ -145,7 +163,10 @@ pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<
     let (began, before) = (Instant::now(), Usage::of_self());
     let mut ios = 0;
     while began.elapsed() < length {
-        ios += turn()?;
+        match turn()? {
+            0 => break,
+            done => ios += done,
+        }
     }
     let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
     rate(ios, elapsed, used)

@@ -2,8 +2,11 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 
 use crate::Result;
+use crate::bench::Run;
+use crate::metric::Metric;
 
 /// Number of cachestat (Linux 6.5), the same on all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -78,4 +81,45 @@ pub fn evict(file: &File) -> Result {
         );
     }
     Ok(())
+}
+
+/// Runs `measure`, which uses the file at `path`, after all of it was written back and
+/// evicted, and adds what was in the page cache before, is after, and came per I/O. What
+/// `measure` leaves to be written is written at the end, at nobody's expense.
+///
+/// # Errors
+/// If the file stays in the page cache, or `measure` fails.
+pub fn cold(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
+    let file = File::open(path)?;
+    evict(&file)?;
+    let before = cached_bytes(&file)?;
+    let run = measure()?;
+    let after = cached_bytes(&file)?;
+    file.sync_data()?;
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let came_kib = after.saturating_sub(before) as f64 / 1024.0;
+    let per_io = came_kib / run.ios as f64;
+    Ok(run
+        .with(Metric::CachedBeforeMib, mib(before))
+        .with(Metric::CachedMib, mib(after))
+        .with(Metric::CachedKibPerIo, per_io))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_eviction_is_proven_or_refused() {
+        let path = std::env::temp_dir().join(format!("blkq-bench-evict-{}", std::process::id()));
+        let bytes = 4 << 20;
+        std::fs::write(&path, vec![1; bytes]).unwrap();
+        let file = File::open(&path).unwrap();
+        assert_eq!(cached_bytes(&file).unwrap(), bytes as u64);
+        let evicted = evict(&file);
+        let left = cached_bytes(&file).unwrap();
+        // A file system in memory cannot do it, and that must be noticed.
+        assert_eq!(evicted.is_ok(), left <= bytes as u64 / 100, "{left} bytes left: {evicted:?}");
+        std::fs::remove_file(&path).unwrap();
+    }
 }

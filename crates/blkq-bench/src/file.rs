@@ -1,66 +1,79 @@
 //! The file that is measured on.
 
-use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+
 use crate::Result;
+use crate::interrupt::Undo;
 use crate::progress::Progress;
 use crate::random::Random;
 
 /// Bytes written at once while the file is filled.
 const CHUNK_BYTES: usize = 1 << 20;
 
+/// What the user wants to be measured on.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// The file; or else a temporary one in the current directory.
+    pub path: Option<PathBuf>,
+    /// Its size.
+    pub bytes: u64,
+    /// A file that has content may be taken.
+    pub overwrite: bool,
+}
+
 /// A file filled with data. If it was made for the measurement it goes with this.
 pub struct TestFile {
     path: PathBuf,
     bytes: u64,
-    temporary: bool,
+    _made: Option<Undo>,
 }
 
 impl TestFile {
-    /// Makes a file of `bytes` and fills it with data that no file system can compress or
-    /// leave out: at `path`, where it stays, or else in the current directory.
+    /// Makes or takes the file, and fills it with data that no file system can compress or
+    /// leave out.
     ///
     /// # Errors
-    /// If it cannot be written.
-    pub fn create(path: Option<&Path>, bytes: u64, progress: &mut Progress) -> Result<TestFile> {
-        let temporary = path.is_none();
-        let path = match path {
-            Some(path) => path.to_owned(),
+    /// If there is something else, content that must not be lost, or somebody who uses it;
+    /// if there is no room; if there is no direct I/O; if it cannot be written.
+    pub fn create(wanted: &Wanted, progress: &mut Progress) -> Result<TestFile> {
+        let path = match &wanted.path {
+            Some(path) => std::path::absolute(path)?,
             None => std::env::current_dir()?.join(format!(".blkq-bench-{}", std::process::id())),
         };
-        let said = |e: std::io::Error| {
-            format!("{}: {e}; choose another place with --file, or another --size", path.display())
+        let elsewhere =
+            |e: std::io::Error| format!("{}: {e}; choose another place with --file", path.display());
+        let existing = match std::fs::metadata(&path) {
+            Ok(metadata) => Some(metadata),
+            Err(e) if e.kind() == ErrorKind::NotFound => None,
+            Err(e) => return Err(elsewhere(e).into()),
         };
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(said)?;
-        // From here on the file goes if filling it fails.
-        let made = TestFile { path: path.clone(), bytes, temporary };
-        if temporary {
-            crate::run::remove_on_signal(&path)?;
+        if let Some(metadata) = &existing {
+            check_existing(&path, metadata, wanted.overwrite)?;
         }
-        let mut random = Random(bytes);
-        let mut chunk = vec![0u8; CHUNK_BYTES];
-        let mut left = bytes;
-        while left > 0 {
-            for word in chunk.chunks_exact_mut(8) {
-                word.copy_from_slice(&random.below(u64::MAX).to_le_bytes());
-            }
-            let now = left.min(CHUNK_BYTES as u64);
-            file.write_all(&chunk[..now as usize]).map_err(said)?;
-            left -= now;
-            progress.say(&format!("filling {} ({} MiB left)", path.display(), left >> 20));
-        }
-        file.set_len(bytes).map_err(said)?;
-        file.sync_all().map_err(said)?;
-        crate::cache::evict(&file)?;
-        Ok(made)
+        check_room(&path, existing.as_ref(), wanted.bytes)?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        let (mut file, made) = if existing.is_some() {
+            (options.open(&path).map_err(elsewhere)?, None)
+        } else {
+            let at = path.clone();
+            let remove = move || drop(std::fs::remove_file(at));
+            let (file, undo) =
+                Undo::after(|| options.create_new(true).open(&path), remove).map_err(elsewhere)?;
+            (file, Some(undo))
+        };
+        // From here on the file goes with this, also if filling it fails.
+        let test_file = TestFile { path: path.clone(), bytes: wanted.bytes, _made: made };
+        file.set_len(wanted.bytes).map_err(elsewhere)?;
+        check_direct_io(&path)?;
+        fill(&mut file, &path, wanted.bytes, progress).map_err(elsewhere)?;
+        crate::cache::evict(&file).map_err(|e| format!("{}: {e}", path.display()))?;
+        Ok(test_file)
     }
 
     /// Where it is.
@@ -82,10 +95,158 @@ impl TestFile {
     }
 }
 
-impl Drop for TestFile {
-    fn drop(&mut self) {
-        if self.temporary {
-            let _ = std::fs::remove_file(&self.path);
+fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> std::io::Result<()> {
+    let mut random = Random(bytes);
+    let mut chunk = vec![0u8; CHUNK_BYTES];
+    let mut left = bytes;
+    while left > 0 {
+        for word in chunk.chunks_exact_mut(8) {
+            word.copy_from_slice(&random.below(u64::MAX).to_le_bytes());
         }
+        let now = left.min(CHUNK_BYTES as u64);
+        file.write_all(&chunk[..now as usize])?;
+        left -= now;
+        progress.say(&format!("filling {} ({} MiB left)", path.display(), left >> 20));
+    }
+    file.sync_all()
+}
+
+/// What is there already may be taken: a regular file, empty or given up, that nobody uses.
+fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
+    let name = path.display();
+    if !metadata.is_file() {
+        return Err(format!("{name} is not a regular file; name one with --file, or a new one").into());
+    }
+    if metadata.len() > 0 && !overwrite {
+        let message = format!("{name} has content; --overwrite gives it up, --file names another one");
+        return Err(message.into());
+    }
+    if let Some(device) = kernel_loop_device(path) {
+        return Err(
+            format!("{name} is in use by /dev/{device}; detach it there, or name another file").into()
+        );
+    }
+    // The loop driver's own lock says whether a device of blkq or QEMU has it.
+    match LoopDevice::open(&LoopOptions { direct_io: DirectIo::Off, ..LoopOptions::new(path) }) {
+        Err(e) if e.kind() == blkq::ErrorKind::Busy => {
+            Err(format!("{name} is in use by another process; detach it there, or name another file").into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The kernel's loop device that has the file, such as `loop0`.
+fn kernel_loop_device(path: &Path) -> Option<String> {
+    let path = path.canonicalize().ok()?;
+    let devices = std::fs::read_dir("/sys/block").ok()?;
+    devices.flatten().find_map(|device| {
+        let backing = std::fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
+        (Path::new(backing.trim_end_matches('\n')) == path)
+            .then(|| device.file_name().to_string_lossy().into_owned())
+    })
+}
+
+/// The file system has room for the file, less what it takes already.
+fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Result {
+    let directory = path.parent().unwrap_or(path);
+    let system = rustix::fs::statvfs(directory)
+        .map_err(|e| format!("{}: {e}; choose another place with --file", directory.display()))?;
+    let free = system.f_bavail * system.f_frsize + existing.map_or(0, |file| file.blocks() * 512);
+    // Block maps take some room too: about a thousandth.
+    if free < bytes + bytes / 100 {
+        return Err(format!(
+            "{}: {} MiB are free, {} MiB are needed; choose a smaller --size, or another place with --file",
+            directory.display(),
+            free >> 20,
+            (bytes + bytes / 100) >> 20
+        )
+        .into());
+    }
+    Ok(())
+}
+
+/// What is measured is a disk, not memory: the file system does direct I/O.
+fn check_direct_io(path: &Path) -> Result {
+    match LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(path) }) {
+        Ok(_) => Ok(()),
+        Err(e) if e.kind() == blkq::ErrorKind::Busy => Err(e.into()),
+        Err(_) => Err(format!(
+            "{}: its file system has no direct I/O (tmpfs, for one); choose a place on a disk with --file",
+            path.display()
+        )
+        .into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: u64 = 4 << 20;
+
+    /// A directory on a disk: the temporary one may be in memory.
+    fn directory(name: &str) -> PathBuf {
+        let directory =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join(format!(".test-{}-{name}", std::process::id()));
+        std::fs::create_dir(&directory).unwrap();
+        directory
+    }
+
+    fn create(path: &Path, overwrite: bool) -> Result<TestFile> {
+        let wanted = Wanted { path: Some(path.to_owned()), bytes: BYTES, overwrite };
+        TestFile::create(&wanted, &mut Progress::new(1.0))
+    }
+
+    fn refused(path: &Path, overwrite: bool) -> String {
+        create(path, overwrite).err().expect("it is refused").to_string()
+    }
+
+    #[test]
+    fn a_file_that_was_made_is_full_of_data_and_goes() {
+        let directory = directory("made");
+        let path = directory.join("file");
+        let file = create(&path, false).unwrap();
+        let metadata = path.metadata().unwrap();
+        assert!(metadata.len() == BYTES && metadata.blocks() * 512 >= BYTES);
+        assert_eq!(crate::cache::cached_bytes(&file.open().unwrap()).unwrap(), 0);
+        drop(file);
+        // This fails unless it is empty.
+        std::fs::remove_dir(directory).unwrap();
+    }
+
+    #[test]
+    fn content_is_lost_only_when_the_user_says_so_and_the_file_stays() {
+        let directory = directory("content");
+        let path = directory.join("file");
+        std::fs::write(&path, "dear").unwrap();
+        assert!(refused(&path, false).contains("--overwrite"));
+        assert_eq!(std::fs::read(&path).unwrap(), b"dear");
+        drop(create(&path, true).unwrap());
+        assert_eq!(path.metadata().unwrap().len(), BYTES);
+        std::fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn what_is_attached_is_refused_and_left_alone() {
+        let directory = directory("attached");
+        let path = directory.join("file");
+        std::fs::write(&path, [7; 4096]).unwrap();
+        let device = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+        assert!(refused(&path, true).contains("in use"));
+        drop(device);
+        assert_eq!(std::fs::read(&path).unwrap(), [7; 4096]);
+        std::fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_file_or_has_no_room_is_refused() {
+        let directory = directory("refused");
+        assert!(refused(&directory, true).contains("not a regular file"));
+        assert!(refused(Path::new("/dev/null"), true).contains("not a regular file"));
+        assert!(refused(&directory.join("none/file"), false).contains("No such file"));
+        let wanted = Wanted { path: Some(directory.join("file")), bytes: 1 << 60, overwrite: false };
+        let error = TestFile::create(&wanted, &mut Progress::new(1.0)).err().unwrap().to_string();
+        assert!(error.contains("MiB are free") && !error.contains('\n'), "{error}");
+        std::fs::remove_dir(directory).unwrap();
     }
 }

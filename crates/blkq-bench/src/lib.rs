@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 
 pub mod bench;
 pub mod cache;
+pub mod client;
 pub mod file;
+pub mod interrupt;
 pub mod load;
 pub mod machine;
 pub mod metric;
@@ -21,8 +23,12 @@ pub mod print;
 pub mod process;
 pub mod progress;
 pub mod random;
+pub mod report;
 pub mod result;
 pub mod run;
+#[cfg(test)]
+mod schema;
+pub mod summary;
 pub mod tables;
 
 pub use run::run;
@@ -43,7 +49,8 @@ Examples:
   blkq bench all --quick             everything, in under two minutes
   blkq bench clock                   what reading the clock once per batch is worth
   blkq bench peers --file /data/x    beside qemu-nbd, nbdkit, the kernel, on that file system
-  blkq bench all --report out        a page with plots, and the raw figures")]
+  blkq bench all --report out        out/index.html: a page with plots, and the raw figures
+  blkq bench clock --json - | jq .   the figures of every round, as schema.json of blkq-bench says")]
 pub struct Arguments {
     /// Which table
     #[arg(value_enum)]
@@ -57,10 +64,13 @@ pub struct Arguments {
     /// Write a page with plots, and the raw figures, into a directory
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
-    /// The file to measure on, made if it is not there; what is in it is overwritten
+    /// The file to measure on. If it is not there, it is made, and removed afterwards
     /// [default: a temporary file in the current directory]
     #[arg(long, value_name = "PATH")]
     pub file: Option<PathBuf>,
+    /// Take a file that has content, and overwrite that
+    #[arg(long, requires = "file")]
+    pub overwrite: bool,
     /// Size of that file [default: 1G, with --quick 256M]
     #[arg(long, value_name = "BYTES", value_parser = blkq::drivers::parse_bytes)]
     pub size: Option<u64>,
@@ -69,6 +79,7 @@ pub struct Arguments {
 /// The tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum What {
     /// Loop driver, cold page cache: one request at a time against concurrent reads and one writer
     Dispatch,
@@ -86,4 +97,11 @@ pub enum What {
     Peers,
     /// All of them
     All,
+}
+
+impl What {
+    /// Whether a file is measured on.
+    fn needs_file(self) -> bool {
+        !matches!(self, What::Clock | What::Layout)
+    }
 }

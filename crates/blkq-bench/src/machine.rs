@@ -1,9 +1,14 @@
 //! The machine that is measured on.
 
+use std::path::Path;
+
+use rustix::fs::{AtFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
 
 /// What a reader needs to know of a machine to place its figures.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Machine {
     /// Name of the processor.
     pub processor: String,
@@ -13,9 +18,10 @@ pub struct Machine {
     pub memory_bytes: u64,
     /// Release of the kernel.
     pub kernel: String,
-    /// Name of the hypervisor, if the processor says that there is one.
+    /// Whether the processor says that there is a hypervisor.
     pub virtual_machine: bool,
-    /// File system of the measured file, as in /proc/mounts: type and source.
+    /// Type and source of the file system of the measured file, as in
+    /// /proc/self/mountinfo; `null` if no file was measured on.
     pub file_system: Option<String>,
     /// Name of the clock source.
     pub clock_source: String,
@@ -52,11 +58,29 @@ impl Machine {
     }
 }
 
+/// Type and source of the file system that `path` is on, such as `ext4 /dev/vda1`.
+pub fn file_system(path: &Path) -> Option<String> {
+    let flags = (AtFlags::empty(), StatxFlags::MNT_ID);
+    let id = rustix::fs::statx(rustix::fs::CWD, path, flags.0, flags.1).ok()?.stx_mnt_id.to_string();
+    // ID parent device root point options [optional...] - type source options (proc(5)).
+    let mounts = read("/proc/self/mountinfo");
+    let mount = mounts.lines().find(|line| line.split(' ').next() == Some(id.as_str()))?;
+    let (_, system) = mount.split_once(" - ")?;
+    let mut words = system.split(' ');
+    Some(format!("{} {}", words.next()?, words.next()?))
+}
+
 #[cfg(test)]
 mod tests {
     #[test]
     fn a_machine_describes_itself() {
         let machine = super::Machine::describe();
         assert!(machine.processors > 0 && machine.memory_bytes > 0 && !machine.kernel.is_empty());
+    }
+
+    #[test]
+    fn a_file_system_is_that_of_the_mount() {
+        assert_eq!(super::file_system("/proc/self/status".as_ref()).as_deref(), Some("proc proc"));
+        assert!(super::file_system("/proc/none".as_ref()).is_none());
     }
 }

@@ -1,24 +1,36 @@
 //! The tables as text.
 
-use crate::metric::Metric;
-use crate::result::{Comparison, Expected, Results, Table};
+use crate::result::{Comparison, Effect, Expected, Published, Results, Table};
+use crate::summary::{self, Headline};
+
+/// Characters of a line at most.
+const WIDTH: usize = 108;
+/// Characters that the first column of a table is given at least, if it needs them.
+const FIRST: usize = 36;
+/// Characters of any other cell at most.
+const CELL: usize = 40;
+
+/// How to read all that follows; said once.
+pub const LEGEND: &str = "\
+Figures are medians of several rounds, in which the cases take turns. spread: the largest round less the
+smallest, by the median. x: a ratio, the median of those of each round; +-: how far these lie apart;
+~: no clear effect, as the ratio is no larger than that.
+";
 
 /// All of it.
 pub fn text(results: &Results) -> String {
-    results.tables.iter().map(table).collect::<Vec<_>>().join("\n")
+    let tables = results.tables.iter().map(table).collect::<Vec<_>>().join("\n");
+    format!("{LEGEND}\n{tables}")
 }
 
-/// One table: published figures, comparisons, curves, what follows from them.
+/// One table: what follows from it, what was published, what was measured, and how it works.
 pub fn table(table: &Table) -> String {
-    let mut text = format!("== {}\n", table.title);
+    let mut text = paragraph("== ", &table.title);
+    if let Some(found) = summary::headline(table) {
+        text += &paragraph("   ", &verdict(&found));
+    }
     if let Some(published) = &table.published {
-        text += &format!("\npublished: {} ({}), {}\n", published.origin, published.setting, published.unit);
-        let mut rows = vec![["", "base", "feature", "ratio"].map(str::to_owned).to_vec()];
-        rows.extend(published.rows.iter().map(|row| {
-            let number = |value| Metric::Iops.format(value);
-            vec![row.name.clone(), number(row.base), number(row.feature), ratio(row.feature / row.base)]
-        }));
-        text += &columns(&rows);
+        text += &self::published(table, published);
     }
     for comparison in &table.comparisons {
         text += &self::comparison(comparison);
@@ -26,164 +38,240 @@ pub fn table(table: &Table) -> String {
     for plot in plots(table) {
         text += &plot;
     }
-    if !table.mechanisms.is_empty() {
-        text += "\nmechanisms\n";
-        text += &columns(
-            &table
-                .mechanisms
-                .iter()
-                .map(|mechanism| {
-                    let seen = if mechanism.seen { "seen" } else { "NOT SEEN" };
-                    vec![
-                        mechanism.claim.clone(),
-                        number(mechanism.value),
-                        bound(mechanism.expected),
-                        seen.into(),
-                    ]
-                })
-                .collect::<Vec<_>>(),
-        );
-    }
-    if !table.targets.is_empty() {
-        text += "\ntargets\n";
-        text += &columns(
-            &table
-                .targets
-                .iter()
-                .map(|target| {
-                    let reached = if target.reached { "reached" } else { "missed" };
-                    vec![target.name.clone(), number(target.value), bound(target.wanted), reached.into()]
-                })
-                .collect::<Vec<_>>(),
-        );
+    let mechanisms = table.mechanisms.iter().map(|mechanism| {
+        let seen = if mechanism.seen { "seen" } else { "NOT SEEN" };
+        judged(&mechanism.claim, mechanism.value, mechanism.expected, seen)
+    });
+    text += &titled("mechanisms", mechanisms.collect());
+    let targets = table.targets.iter().map(|target| {
+        let reached = if target.reached { "reached" } else { "missed" };
+        judged(&target.name, target.value, target.wanted, reached)
+    });
+    text += &titled("targets", targets.collect());
+    if !table.left_out.is_empty() || !table.notes.is_empty() {
+        text.push('\n');
     }
     for left_out in &table.left_out {
-        text += &format!("left out: {left_out}\n");
+        text += &paragraph("left out: ", left_out);
     }
     for note in &table.notes {
-        text += &format!("note: {note}\n");
+        text += &paragraph("note: ", note);
     }
     text
 }
 
-fn comparison(comparison: &Comparison) -> String {
-    let mut text = format!(
-        "\n{} (median of {} rounds of {} s)\n",
-        comparison.title, comparison.rounds, comparison.seconds
+/// `x 2.54 +-2 % IOPS (published x 1.10): cached by precise; null, 4 KiB random read`.
+fn verdict(found: &Headline) -> String {
+    let Effect { metric, feature, base, published_ratio, clear, .. } = found.effect;
+    let published = published_ratio.map_or(String::new(), |r| format!(" (published {})", ratio(r)));
+    let unclear = if *clear { "" } else { ", no larger than its spread" };
+    format!(
+        "{} +-{} {}{published}{unclear}: {feature} by {base}; {}",
+        measured_ratio(found.effect),
+        summary::spread(found.effect),
+        metric.label(),
+        found.comparison.title
+    )
+}
+
+/// The published figures, with the measured ratios beside them.
+fn published(table: &Table, published: &Published) -> String {
+    let mut text = String::from("\n");
+    text += &paragraph(
+        "published: ",
+        &format!("{} ({}), {}", published.origin, published.setting, published.unit),
     );
-    let mut metrics: Vec<Metric> = Vec::new();
-    for figure in comparison.cases.iter().flat_map(|case| &case.figures) {
-        if !metrics.contains(&figure.metric) {
-            metrics.push(figure.metric);
-        }
+    let mut rows = vec![["", "base", "feature", "ratio", "measured", ""].map(str::to_owned).to_vec()];
+    for (row, effect) in summary::published_beside(table, published) {
+        let (measured, spread) = effect.map_or(("-".to_owned(), String::new()), |effect| {
+            (measured_ratio(effect), format!("+-{}", summary::spread(effect)))
+        });
+        rows.push(vec![
+            row.name.clone(),
+            summary::exact(row.base),
+            summary::exact(row.feature),
+            ratio(row.ratio()),
+            measured,
+            spread,
+        ]);
     }
+    text + &columns(&rows)
+}
+
+fn comparison(comparison: &Comparison) -> String {
+    let mut text = String::from("\n");
+    let rounds =
+        format!("{} (median of {} rounds of {} s)", comparison.title, comparison.rounds, comparison.seconds);
+    text += &paragraph("", &rounds);
+    text += &columns(&figures(comparison));
+    let effects = comparison.effects.iter().map(|effect| {
+        let published = effect.published_ratio.map(|r| format!("published {}", ratio(r)));
+        vec![
+            format!("{}: {}", effect.name, effect.metric.label()),
+            measured_ratio(effect),
+            format!("+-{}", summary::spread(effect)),
+            published.unwrap_or_default(),
+        ]
+    });
+    text + &columns(&effects.collect::<Vec<_>>())
+}
+
+/// A row for each case, a column for each metric; after the first, how far its rounds lie apart.
+fn figures(comparison: &Comparison) -> Vec<Vec<String>> {
+    let metrics = summary::metrics(comparison);
     let mut rows = vec![vec![String::new()]];
-    for (index, metric) in metrics.iter().enumerate() {
-        rows[0].push(metric.label().to_owned());
-        if index == 0 {
-            rows[0].push("spread".to_owned());
-        }
-    }
+    rows[0].extend(metrics.iter().map(|metric| metric.label().to_owned()));
     for case in &comparison.cases {
+        let figure = |metric| case.figures.iter().find(|figure| figure.metric == metric);
         let mut row = vec![case.name.clone()];
-        for (index, metric) in metrics.iter().enumerate() {
-            let figure = case.figures.iter().find(|figure| figure.metric == *metric);
-            row.push(figure.map_or("-".to_owned(), |figure| metric.format(figure.median)));
-            if index == 0 {
-                let spread = figure.map(|figure| 100.0 * (figure.max - figure.min) / figure.median);
-                row.push(spread.map_or("-".to_owned(), |spread| format!("{spread:.0}%")));
-            }
-        }
+        row.extend(
+            metrics
+                .iter()
+                .map(|metric| figure(*metric).map_or("-".to_owned(), |figure| metric.format(figure.median))),
+        );
         rows.push(row);
     }
-    text += &columns(&rows);
-    if !comparison.effects.is_empty() {
-        let mut rows = Vec::new();
-        for effect in &comparison.effects {
-            let published =
-                effect.published_ratio.map_or(String::new(), |r| format!("published {}", ratio(r)));
-            let unclear = if effect.clear { "" } else { "~" };
-            rows.push(vec![
-                format!("{}: {}", effect.name, effect.metric.label()),
-                format!("{unclear}{}", ratio(effect.ratio)),
-                format!("+-{:.0}%", 100.0 * (effect.spread - 1.0)),
-                published,
-            ]);
-        }
-        text += &columns(&rows);
+    let Some(first) = metrics.first() else { return rows };
+    let spreads = comparison.cases.iter().map(|case| {
+        let figure = case.figures.iter().find(|figure| figure.metric == *first)?;
+        let percent = 100.0 * (figure.max - figure.min) / figure.median;
+        percent.is_finite().then(|| format!("{percent:.0}%"))
+    });
+    rows[0].insert(2, "spread".to_owned());
+    for (row, spread) in rows[1..].iter_mut().zip(spreads) {
+        row.insert(2, spread.unwrap_or("-".to_owned()));
     }
-    text
+    rows
 }
 
 /// A table per plot: a line for each x, a column for each curve.
 fn plots(table: &Table) -> Vec<String> {
-    let mut names: Vec<&str> = table.curves.iter().map(|curve| curve.plot.as_str()).collect();
-    names.dedup();
-    let plot = |name: &str| {
-        let curves: Vec<_> = table.curves.iter().filter(|curve| curve.plot == name).collect();
-        let mut xs: Vec<f64> =
-            curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.x)).collect();
-        xs.sort_by(f64::total_cmp);
-        xs.dedup();
+    let plot = |(name, curves): (&str, Vec<&crate::result::Curve>)| {
         let mut rows = vec![vec![curves[0].x_label.clone()]];
         rows[0].extend(curves.iter().map(|curve| curve.name.clone()));
-        for x in xs {
-            let mut row = vec![number(x)];
+        for x in summary::places(&curves) {
+            let mut row = vec![summary::number(x)];
             row.extend(curves.iter().map(|curve| {
                 let point = curve.points.iter().find(|point| point.x == x);
                 point.map_or("-".to_owned(), |point| curve.metric.format(point.median))
             }));
             rows.push(row);
         }
-        format!("\n{name}: {}\n{}", curves[0].metric.label(), columns(&rows))
+        let title = format!("{name}: {}", curves[0].metric.label());
+        format!("\n{}{}", paragraph("", &title), columns(&rows))
     };
-    names.into_iter().map(plot).collect()
+    summary::plots(table).into_iter().map(plot).collect()
 }
 
-fn ratio(value: f64) -> String {
-    format!("x {value:.2}")
+fn judged(name: &str, value: f64, expected: Expected, verdict: &str) -> Vec<String> {
+    let (relation, bound) = summary::bound(expected);
+    let bound = format!("{relation} {}", summary::number(bound));
+    vec![name.to_owned(), summary::number(value), bound, verdict.to_owned()]
 }
 
-/// A number with as many digits as matter.
-fn number(value: f64) -> String {
-    if value == value.trunc() { format!("{value:.0}") } else { Metric::NsPerIo.format(value) }
+fn titled(title: &str, rows: Vec<Vec<String>>) -> String {
+    if rows.is_empty() { String::new() } else { format!("\n{title}\n{}", columns(&rows)) }
 }
 
-fn bound(expected: Expected) -> String {
-    match expected {
-        Expected::AtLeast(bound) => format!(">= {}", number(bound)),
-        Expected::AtMost(bound) => format!("<= {}", number(bound)),
-        Expected::Exactly(bound) => format!("= {}", number(bound)),
+fn ratio(ratio: f64) -> String {
+    format!("x {}", summary::ratio(ratio))
+}
+
+/// The ratio of an effect, marked when it is not clear.
+fn measured_ratio(effect: &Effect) -> String {
+    let unclear = if effect.clear { "" } else { "~" };
+    format!("{unclear}{}", ratio(effect.ratio))
+}
+
+/// `text` after `head`, in lines that end before the margin; the later ones stand below the first.
+fn paragraph(head: &str, text: &str) -> String {
+    let indent = if head.is_empty() { 2 } else { head.len() };
+    let mut paragraph = String::new();
+    for (index, line) in summary::wrap_characters(text, WIDTH - indent).iter().enumerate() {
+        match index {
+            0 => paragraph += &format!("{head}{line}\n"),
+            _ => paragraph += &format!("{:indent$}{line}\n", ""),
+        }
     }
+    paragraph
 }
 
-/// Rows whose columns line up, the first to the left and the others to the right.
+/// Rows whose columns line up, the first to the left and the others to the right. What is
+/// too long in the first goes on in the next line; columns for which there is no room
+/// follow below, beside the first one again.
 fn columns(rows: &[Vec<String>]) -> String {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
     };
-    let widths: Vec<usize> = (0..count).map(width).collect();
+    let widths: Vec<usize> = (0..count).map(|column| width(column).min(CELL)).collect();
     let mut text = String::new();
-    for row in rows {
-        let mut line = format!("  {:<width$}", row[0], width = widths[0]);
-        for (cell, width) in row.iter().zip(&widths).skip(1) {
-            line += &format!("  {cell:>width$}");
+    let mut begin = 1;
+    loop {
+        let mut end = begin;
+        let mut taken = 0;
+        while end < count && (end == begin || 2 + FIRST.min(width(0)) + taken + 2 + widths[end] <= WIDTH) {
+            taken += 2 + widths[end];
+            end += 1;
         }
-        text += line.trim_end();
-        text.push('\n');
+        let first = width(0).min(WIDTH - 2 - taken);
+        for row in rows {
+            text += &line(row, first, begin..end, &widths);
+        }
+        if end >= count {
+            return text;
+        }
+        begin = end;
     }
-    text
+}
+
+/// A row of the first column and some others.
+fn line(row: &[String], first: usize, others: std::ops::Range<usize>, widths: &[usize]) -> String {
+    let name = row.first().map_or("", String::as_str);
+    let lines = summary::wrap_characters(name, first.max(1));
+    let mut text = format!("  {}", lines.join("\n  "));
+    let last = lines.last().map_or(0, |line| line.chars().count());
+    text += &" ".repeat(first.saturating_sub(last));
+    for column in others {
+        let cell = row.get(column).map_or("", String::as_str);
+        let cut: String = cell.chars().take(widths[column]).collect();
+        text += &format!("  {cut:>width$}", width = widths[column]);
+    }
+    text.truncate(text.trim_end().len());
+    text + "\n"
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn rows(rows: &[&[&str]]) -> Vec<Vec<String>> {
+        rows.iter().map(|row| row.iter().map(|&cell| cell.to_owned()).collect()).collect()
+    }
+
     #[test]
     fn columns_line_up() {
-        let rows = [vec!["", "IOPS"], vec!["off", "1"], vec!["concurrent", "100"]];
-        let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect());
-        assert_eq!(columns(&rows), "              IOPS\n  off            1\n  concurrent   100\n");
+        let rows = rows(&[&["", "IOPS"], &["off", "1"], &["in two or three", "100"]]);
+        let expected = "                   IOPS\n  off                 1\n  in two or three   100\n";
+        assert_eq!(columns(&rows), expected);
+    }
+
+    #[test]
+    fn every_line_of_any_results_ends_before_the_margin() {
+        let results: Results = serde_json::from_str(include_str!("../tests/hostile.json")).unwrap();
+        let text = text(&results);
+        let longest = text.lines().max_by_key(|line| line.chars().count()).unwrap();
+        assert!(longest.chars().count() <= WIDTH, "{longest}");
+        assert!(text.contains("~x 1.0"), "an effect that is not clear is marked");
+        assert!(text.contains("NOT SEEN") && text.contains("missed") && text.contains("left out: "));
+    }
+
+    #[test]
+    fn what_was_published_stands_beside_what_was_measured() {
+        let results: Results = serde_json::from_str(include_str!("../tests/hostile.json")).unwrap();
+        let text = text(&results);
+        let line = text.lines().find(|line| line.trim_start().starts_with("all threads")).unwrap();
+        let cells: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(cells, ["all", "threads", "108.36", "118.71", "x", "1.10", "x", "2.54", "+-2", "%"]);
     }
 }

@@ -22,11 +22,33 @@ impl Usage {
             libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
             usage
         };
-        let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
-        Usage {
-            cpu: time(usage.ru_utime) + time(usage.ru_stime),
-            context_switches: (usage.ru_nvcsw + usage.ru_nivcsw) as u64,
+        Usage::from(usage)
+    }
+
+    /// Of process `pid`: the time of all its threads, and the switches of those that live.
+    ///
+    /// # Errors
+    /// If there is no such process.
+    pub fn of(pid: i32) -> Result<Usage> {
+        let mut clock = 0;
+        // SAFETY: the C library fills the number in.
+        if unsafe { libc::clock_getcpuclockid(pid, &raw mut clock) } != 0 {
+            return Err(format!("there is no process {pid}").into());
         }
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the kernel fills the structure in.
+        if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        let mut context_switches = 0;
+        for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+            // One that has ended meanwhile has no file any more.
+            let status = std::fs::read_to_string(thread?.path().join("status")).unwrap_or_default();
+            let counts = status.lines().filter(|line| line.contains("ctxt_switches:"));
+            context_switches +=
+                counts.filter_map(|line| line.split('\t').nth(1)?.parse::<u64>().ok()).sum::<u64>();
+        }
+        Ok(Usage { cpu: Duration::new(time.tv_sec as u64, time.tv_nsec as u32), context_switches })
     }
 
     /// What was used since `earlier`.
@@ -38,13 +60,58 @@ impl Usage {
     }
 }
 
+impl From<libc::rusage> for Usage {
+    fn from(usage: libc::rusage) -> Usage {
+        let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
+        Usage {
+            cpu: time(usage.ru_utime) + time(usage.ru_stime),
+            context_switches: (usage.ru_nvcsw + usage.ru_nivcsw) as u64,
+        }
+    }
+}
+
 /// Resident memory of a process in bytes (VmRSS in /proc/PID/status; `pid` may be "self").
 ///
 /// # Errors
 /// If there is no such process.
 pub fn resident_bytes(pid: &str) -> Result<u64> {
+    status_bytes(pid, "VmRSS")
+}
+
+/// The most that it was (VmHWM) since the process began, or since [`forget_resident_max`].
+///
+/// # Errors
+/// If there is no such process.
+pub fn resident_max_bytes(pid: &str) -> Result<u64> {
+    status_bytes(pid, "VmHWM")
+}
+
+/// Lets [`resident_max_bytes`] begin anew.
+///
+/// # Errors
+/// If there is no such process, or it is somebody else's.
+pub fn forget_resident_max(pid: &str) -> Result {
+    Ok(std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
+}
+
+fn status_bytes(pid: &str, key: &str) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    Ok(kib.ok_or_else(|| format!("/proc/{pid}/status: no VmRSS"))? << 10)
+    Ok(kib.ok_or_else(|| format!("/proc/{pid}/status: no {key}"))? << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_seen_from_outside_as_from_inside() {
+        let inside = Usage::of_self();
+        let outside = Usage::of(std::process::id() as i32).unwrap();
+        assert!(outside.cpu > Duration::ZERO && outside.cpu + Duration::from_millis(20) >= inside.cpu);
+        assert!(Usage::of(i32::MAX).is_err());
+        assert!(resident_max_bytes("self").unwrap() >= 1 << 20);
+        forget_resident_max("self").unwrap();
+    }
 }

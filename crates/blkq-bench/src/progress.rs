@@ -6,11 +6,16 @@ use std::time::{Duration, Instant};
 /// Least time between two lines, so that measuring is not disturbed by talking.
 const INTERVAL: Duration = Duration::from_millis(200);
 
+/// Seconds of measuring after which its pace is known.
+const KNOWN_AFTER_SECONDS: f64 = 1.0;
+
 /// A line on stderr that is written over while stderr is a terminal; else one line for
 /// each comparison.
 pub struct Progress {
     terminal: bool,
     began: Instant,
+    /// Time that was spent on other things than the planned runs.
+    aside: Duration,
     said: Option<Instant>,
     /// Seconds of measuring that are planned, and those of them that are over.
     planned_seconds: f64,
@@ -21,12 +26,27 @@ impl Progress {
     /// Progress through `planned_seconds` of measuring.
     pub fn new(planned_seconds: f64) -> Progress {
         let terminal = std::io::stderr().is_terminal();
-        Progress { terminal, began: Instant::now(), said: None, planned_seconds, over_seconds: 0.0 }
+        Progress {
+            terminal,
+            began: Instant::now(),
+            aside: Duration::ZERO,
+            said: None,
+            planned_seconds,
+            over_seconds: 0.0,
+        }
     }
 
     /// So much of what was planned is over.
     pub fn over(&mut self, seconds: f64) {
         self.over_seconds = seconds.min(self.planned_seconds);
+    }
+
+    /// Does something that is done once and says nothing about how long the rest will take.
+    pub fn aside<T>(&mut self, work: impl FnOnce(&mut Progress) -> T) -> T {
+        let began = Instant::now();
+        let done = work(self);
+        self.aside += began.elapsed();
+        done
     }
 
     /// Begins something new, which is told to files too.
@@ -45,8 +65,16 @@ impl Progress {
             return;
         }
         self.said = Some(Instant::now());
-        let percent = 100.0 * self.over_seconds / self.planned_seconds;
-        let _ = write!(std::io::stderr(), "\r\x1b[K[{percent:3.0} %] {what}{}", self.remaining());
+        let percent = 100.0 * self.over_seconds / self.planned_seconds.max(f64::MIN_POSITIVE);
+        let (percent, remaining) = (format!("[{percent:3.0} %] "), self.remaining());
+        // A line that is wider than the terminal could not be written over.
+        let columns = match rustix::termios::tcgetwinsize(std::io::stderr()) {
+            Ok(size) if size.ws_col > 0 => size.ws_col,
+            _ => 80,
+        };
+        let room = usize::from(columns).saturating_sub(percent.len() + remaining.len() + 1);
+        let what: String = what.chars().take(room).collect();
+        let _ = write!(std::io::stderr(), "\r\x1b[K{percent}{what}{remaining}");
     }
 
     /// Takes the line away.
@@ -59,8 +87,8 @@ impl Progress {
     /// What is left takes as long in proportion as what is over took.
     fn remaining(&self) -> String {
         let left = self.planned_seconds - self.over_seconds;
-        let pace = if self.over_seconds > 1.0 {
-            self.began.elapsed().as_secs_f64() / self.over_seconds
+        let pace = if self.over_seconds > KNOWN_AFTER_SECONDS {
+            self.began.elapsed().saturating_sub(self.aside).as_secs_f64() / self.over_seconds
         } else {
             1.0
         };
@@ -68,5 +96,11 @@ impl Progress {
             seconds @ 0..90 => format!(", about {seconds} s left"),
             seconds => format!(", about {} min left", seconds.div_ceil(60)),
         }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.clear();
     }
 }

@@ -11,6 +11,8 @@ pub const SCHEMA: u32 = 1;
 
 /// Everything that one `blkq bench` measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Results {
     /// [`SCHEMA`].
     pub schema: u32,
@@ -30,6 +32,8 @@ pub struct Results {
 
 /// One of the tables: a question, answered by comparisons and curves.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Table {
     /// Which one.
     pub name: What,
@@ -53,6 +57,8 @@ pub struct Table {
 
 /// The figures of an origin.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Published {
     /// Who, when, what: one line.
     pub origin: String,
@@ -66,6 +72,8 @@ pub struct Published {
 
 /// One figure before and after.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct PublishedRow {
     /// What was done.
     pub name: String,
@@ -75,8 +83,17 @@ pub struct PublishedRow {
     pub feature: f64,
 }
 
+impl PublishedRow {
+    /// Feature by base.
+    pub fn ratio(&self) -> f64 {
+        self.feature / self.base
+    }
+}
+
 /// Cases that took turns (A B C A B C ...).
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Comparison {
     /// What was done.
     pub title: String,
@@ -92,6 +109,8 @@ pub struct Comparison {
 
 /// One side of a comparison.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Case {
     /// What it was.
     pub name: String,
@@ -101,6 +120,8 @@ pub struct Case {
 
 /// A metric over the rounds of a case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Figure {
     /// Which.
     pub metric: Metric,
@@ -126,6 +147,8 @@ impl Figure {
 
 /// How one case differs from another in one metric.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Effect {
     /// What the difference is due to.
     pub name: String,
@@ -136,10 +159,14 @@ pub struct Effect {
     /// Of what.
     pub metric: Metric,
     /// Feature by base: the median of the ratios of each round, so that what disturbs a
-    /// whole round disturbs nothing.
+    /// whole round disturbs nothing. `null` where the base is 0.
+    #[serde(deserialize_with = "finite_or_null")]
+    #[cfg_attr(test, schemars(with = "Option<f64>"))]
     pub ratio: f64,
     /// The ratio may as well be this factor more or less: the root of the largest ratio
-    /// of a round by the smallest.
+    /// of a round by the smallest. `null` where one of them is 0 or has no value.
+    #[serde(deserialize_with = "finite_or_null")]
+    #[cfg_attr(test, schemars(with = "Option<f64>"))]
     pub spread: f64,
     /// The effect is larger than its spread.
     pub clear: bool,
@@ -147,8 +174,15 @@ pub struct Effect {
     pub published_ratio: Option<f64>,
 }
 
+/// JSON has no number for the ratio of something to nothing, and serde_json writes `null`.
+fn finite_or_null<'de, D: serde::Deserializer<'de>>(json: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(json)?.unwrap_or(f64::NAN))
+}
+
 /// A figure as a function of another: a line of a plot.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Curve {
     /// The plot that it belongs to; curves of one plot share their axes.
     pub plot: String,
@@ -164,6 +198,8 @@ pub struct Curve {
 
 /// A point of a curve.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Point {
     /// Where.
     pub x: f64,
@@ -178,6 +214,8 @@ pub struct Point {
 /// A claim about how something works, and the counter that shows it. Counters do not
 /// depend on how fast the machine is: a mechanism that is not seen is a defect.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Mechanism {
     /// The claim.
     pub claim: String,
@@ -191,6 +229,8 @@ pub struct Mechanism {
 
 /// A figure with a target. Ratios inside one run; what is missed is explained in notes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Target {
     /// What.
     pub name: String,
@@ -205,6 +245,7 @@ pub struct Target {
 /// A bound.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Expected {
     /// Not less.
     AtLeast(f64),
@@ -299,6 +340,11 @@ impl Case {
     /// The median of `metric`.
     pub fn median(&self, metric: Metric) -> f64 {
         self.figure(metric).median
+    }
+
+    /// The smallest sample of `metric`.
+    pub fn min(&self, metric: Metric) -> f64 {
+        self.figure(metric).min
     }
 
     /// The largest sample of `metric`.

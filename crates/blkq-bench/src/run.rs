@@ -1,15 +1,17 @@
 //! The command: measures the tables that were asked for, and hands the results out.
 
+use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::bench::{Bench, Pace};
+use crate::file::Wanted;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::result::{Results, SCHEMA};
 use crate::tables::TABLES;
-use crate::{Arguments, Result, What, print};
+use crate::{Arguments, Result, What, interrupt, print, report};
 
 /// Size of the file that is measured on.
 const FILE_BYTES: u64 = 1 << 30;
@@ -27,6 +29,8 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     if bytes < FILE_BYTES_MIN || !bytes.is_multiple_of(1 << 20) {
         return Err("--size: at least 64M, and a multiple of 1M".into());
     }
+    let outputs = Outputs::check(arguments)?;
+    interrupt::watch()?;
     let pace = Pace::new(arguments.quick);
     let chosen: Vec<_> =
         TABLES.iter().filter(|table| arguments.what == What::All || table.name == arguments.what).collect();
@@ -35,7 +39,7 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         pace,
         progress: Progress::new(planned),
         file: None,
-        file_wanted: (arguments.file.clone(), bytes),
+        file_wanted: Wanted { path: arguments.file.clone(), bytes, overwrite: arguments.overwrite },
         over_seconds: 0.0,
     };
     let began = Instant::now();
@@ -49,49 +53,89 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         machine: Machine::describe(),
         tables: Vec::new(),
     };
-    // Tables and JSON must not be mixed on the standard output.
-    let to_stdout = arguments.json.as_deref() == Some(Path::new("-"));
+    // Made before anything is measured, so that a refusal does not come after minutes.
+    if arguments.what.needs_file() {
+        bench.file()?;
+    }
     let mut planned_so_far = 0.0;
+    outputs.say(print::LEGEND)?;
     for table in chosen {
         let measured = (table.run)(&mut bench)?;
         planned_so_far += (table.planned_seconds)(&pace);
         bench.over_seconds = planned_so_far;
         bench.progress.over(planned_so_far);
         bench.progress.clear();
-        if !to_stdout {
-            say(&format!("{}\n", print::table(&measured)))?;
-        }
+        outputs.say(&format!("\n{}", print::table(&measured)))?;
         results.tables.push(measured);
     }
+    results.machine.file_system =
+        bench.file.as_ref().and_then(|file| crate::machine::file_system(file.path()));
     results.elapsed_seconds = began.elapsed().as_secs_f64();
-    if let Some(path) = &arguments.json {
-        let json = serde_json::to_string_pretty(&results)? + "\n";
-        if to_stdout {
-            say(&json)?;
-        } else {
-            std::fs::write(path, json).map_err(|e| format!("{}: {e}", path.display()))?;
-        }
-    }
+    outputs.write(&results)?;
     Ok(results)
 }
 
-fn say(text: &str) -> Result {
-    let mut stdout = std::io::stdout().lock();
-    Ok(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())?)
+/// Where the results go.
+struct Outputs<'a> {
+    json: Option<&'a Path>,
+    report: Option<&'a Path>,
 }
 
-/// Removes `path` when the process is told to end.
+impl Outputs<'_> {
+    /// Sees that all of it can be written, before measuring takes its time.
+    fn check(arguments: &Arguments) -> Result<Outputs<'_>> {
+        let outputs = Outputs { json: arguments.json.as_deref(), report: arguments.report.as_deref() };
+        if let Some(path) = outputs.json.filter(|_| !outputs.json_to_stdout()) {
+            check_writable(path)?;
+        }
+        if let Some(directory) = outputs.report {
+            report::check(directory)?;
+        }
+        Ok(outputs)
+    }
+
+    fn json_to_stdout(&self) -> bool {
+        self.json == Some(Path::new("-"))
+    }
+
+    /// Prints text, unless it would be mixed with JSON.
+    fn say(&self, text: &str) -> Result {
+        if self.json_to_stdout() { Ok(()) } else { print_out(text) }
+    }
+
+    fn write(&self, results: &Results) -> Result {
+        match self.json {
+            Some(_) if self.json_to_stdout() => print_out(&report::json(results)?)?,
+            Some(path) => {
+                std::fs::write(path, report::json(results)?)
+                    .map_err(|e| format!("{}: {e}", path.display()))?;
+            }
+            None => {}
+        }
+        if let Some(directory) = self.report {
+            report::write(results, directory)?;
+            self.say(&format!("\nreport: {}\n", directory.join(report::PAGE).display()))?;
+        }
+        Ok(())
+    }
+}
+
+fn print_out(text: &str) -> Result {
+    let mut stdout = std::io::stdout().lock();
+    let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    written.map_err(|e| format!("standard output: {e}").into())
+}
+
+/// Sees that a file can be written, and leaves everything as it was.
 ///
 /// # Errors
-/// If the handler cannot be set.
-pub(crate) fn remove_on_signal(path: &Path) -> Result {
-    let path = path.to_owned();
-    let mut signals = signal_hook::iterator::Signals::new([libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
-    std::thread::spawn(move || {
-        if let Some(signal) = signals.forever().next() {
-            let _ = std::fs::remove_file(&path);
-            std::process::exit(128 + signal);
-        }
-    });
-    Ok(())
+/// If it cannot.
+pub(crate) fn check_writable(path: &Path) -> Result {
+    let new = !path.exists();
+    OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(path)
+        .and_then(|_| if new { std::fs::remove_file(path) } else { Ok(()) })
+        .map_err(|e| format!("{}: {e}", path.display()).into())
 }

@@ -204,10 +204,11 @@ impl Daemon {
                 PollFd::new(&self.control, PollFlags::IN),
                 PollFd::new(&self.signals, PollFlags::IN),
                 PollFd::new(&self.wake, PollFlags::IN),
+                PollFd::new(self.shared.device.autoclear().idle_event(), PollFlags::IN),
             ];
             // Interrupted, or out of memory: look again. The signal is in its pipe.
             let _ = poll(&mut fds, None);
-            let [commands, signals, ended] = fds.map(|fd| !fd.revents().is_empty());
+            let [commands, signals, ended, idle] = fds.map(|fd| !fd.revents().is_empty());
             if signals {
                 let before = std::mem::replace(&mut signalled, true);
                 let mut bytes = [0; 16];
@@ -226,6 +227,15 @@ impl Daemon {
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
                 return self.finish(ended);
+            }
+            if idle {
+                self.shared.device.autoclear().take_event();
+                spawn_answer(&self.shared, |shared| {
+                    if shared.close_idle() {
+                        log::line("ending: the last client has gone");
+                        shared.end(None, false);
+                    }
+                });
             }
             if commands {
                 match self.control.accept() {
@@ -274,6 +284,14 @@ impl Shared {
         Ok(())
     }
 
+    /// Closes a device that is to end with its last client, if that has gone.
+    fn close_idle(&self) -> bool {
+        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        let close = !*ending && self.device.autoclear().is_on() && self.device.close(false).is_ok();
+        *ending |= close;
+        close
+    }
+
     /// Ends the device, which is closed.
     fn end(&self, asker: Option<UnixStream>, leaves: bool) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
@@ -319,7 +337,7 @@ impl Shared {
     fn set(&self, settings: &[(String, String)]) -> Outcome {
         for (done, (key, value)) in settings.iter().enumerate() {
             log::line(&format!("set {key:?} to {value:?}"));
-            self.device.set(key, value).map_err(|e| {
+            self.set_one(key, value).map_err(|e| {
                 let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
                 let note =
                     if done > 0 { format!(" (done before: {})", before.join(", ")) } else { String::new() };
@@ -327,6 +345,18 @@ impl Shared {
             })?;
         }
         Ok(())
+    }
+
+    fn set_one(&self, key: &str, value: &str) -> Outcome {
+        if key != "autoclear" {
+            return self.device.set(key, value);
+        }
+        // Who is told that it stays can rely on it.
+        let ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        if *ending {
+            return Err(Failure::new("the device is ending"));
+        }
+        self.device.set_autoclear(value)
     }
 }
 

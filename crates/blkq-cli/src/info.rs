@@ -28,6 +28,12 @@ pub struct DeviceInfo {
     pub physical_sector_size: u32,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// Whether it ends with its last client.
+    #[serde(default)]
+    pub autoclear: bool,
+    /// Whether the kernel was asked to look for partitions.
+    #[serde(default)]
+    pub partscan: bool,
     /// How the backing file is read and written.
     pub direct_io: DirectIoInfo,
     /// What the device can do besides reading and writing.

@@ -9,13 +9,18 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+pub mod autoclear;
+pub mod backing;
+pub mod columns;
 pub mod commands;
 pub mod control;
 pub mod daemon;
+pub mod devices;
 pub mod failure;
 pub mod info;
 pub mod launch;
 pub mod log;
+pub mod nooverlap;
 pub mod serve;
 pub mod size;
 pub mod state;

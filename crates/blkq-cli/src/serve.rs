@@ -14,7 +14,8 @@ use blkq_export::nbd::{ConnectionInfo, Listen, NbdExport, NbdOptions, NbdServer}
 use blkq_export::ublk::{CONTROL_PATH, ControlDevice, Features, Identity, UblkDevice, process};
 use rustix::process::geteuid;
 
-use crate::commands::attach::{Address, Args, Export, SectorSize, image_text, own_words};
+use crate::autoclear::Autoclear;
+use crate::commands::attach::{Address, Args, Export, image_text, own_words};
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, ClientInfo, DeviceInfo, DirectIoInfo, StateFile};
 use crate::state::StateDir;
@@ -25,11 +26,17 @@ const IN_USE_WAIT: Duration = Duration::from_millis(300);
 /// The same for the one that it is taken over from: until its I/O in flight has ended.
 const RECOVERY_WAIT: Duration = Duration::from_secs(30);
 
+/// `--partscan` of a device without a node.
+const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export has no node in /dev; \
+     the kernel of its client scans them (nbd-client), or use --offset and --size-limit for one";
+
 /// A device being served, until it is ended.
 pub struct Device {
     name: String,
     image: String,
     warnings: Vec<String>,
+    partscan: bool,
+    autoclear: Autoclear,
     opened_ns: u64,
     /// What the next daemon of the kernel's block device needs, but for which it is.
     words: Option<Vec<String>>,
@@ -53,6 +60,9 @@ impl Device {
     /// Whatever keeps it from being served; nothing is left open then.
     pub fn open(args: &Args, name: &str, default: &Path, inherited: Vec<OwnedFd>) -> Outcome<Device> {
         let exports = choose_exports(args, &inherited)?;
+        if args.autoclear && exports.ublk {
+            return Err(no_autoclear("--autoclear"));
+        }
         let listen = if exports.nbd { addresses(args, default, inherited)? } else { Vec::new() };
         let words = own_words();
         // What is in memory only is gone with the daemon, and so shall the device be.
@@ -90,6 +100,7 @@ impl Device {
         attach: impl FnOnce(&Arc<Disk>, &[EngineHandle]) -> Result<Option<UblkDevice>, blkq::Error>,
         words: Option<Vec<String>>,
     ) -> Outcome<Device> {
+        let autoclear = Autoclear::new(args.autoclear)?;
         let driver = opened.driver.name();
         let disk = Disk::builder(opened.driver)
             .name(name)
@@ -120,6 +131,7 @@ impl Device {
             exports: vec![export],
             connections_max: usize::from(args.max_connections),
             handshake_timeout_s: u64::from(args.handshake_timeout),
+            idle_event: Some(autoclear.idle_event().clone()),
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
@@ -142,10 +154,15 @@ impl Device {
         }
         let mut warnings = opened.warnings;
         warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server.uri())));
+        if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
+            warnings.push(NO_PARTITION_SCAN.to_owned());
+        }
         Ok(Device {
             name: name.to_owned(),
             image,
             warnings,
+            partscan: args.partscan,
+            autoclear,
             opened_ns: monotonic_ns(),
             words,
             running: Mutex::new(Some(Arc::new(running))),
@@ -198,12 +215,30 @@ impl Device {
             sector_size: limits.logical_block_bytes,
             physical_sector_size: limits.physical_block_bytes,
             read_only: limits.read_only,
+            autoclear: self.autoclear.is_on(),
+            partscan: self.partscan,
             direct_io,
             capabilities: capabilities(&limits),
             settings: settings.into_iter().chain(dispatch).chain(ublk).map(owned).collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: self.warnings.clone(),
         })
+    }
+
+    /// Whether it ends with its last client.
+    pub fn autoclear(&self) -> &Autoclear {
+        &self.autoclear
+    }
+
+    /// Changes whether it ends with its last client.
+    ///
+    /// # Errors
+    /// If it cannot, or `value` is neither `on` nor `off`.
+    pub fn set_autoclear(&self, value: &str) -> Outcome {
+        if value == "on" && self.running()?.ublk.is_some() {
+            return Err(no_autoclear("autoclear"));
+        }
+        self.autoclear.set(value)
     }
 
     /// The counters.
@@ -320,7 +355,7 @@ impl Running {
         self.servers.iter().flat_map(NbdServer::connections)
     }
 
-    /// Where it is served.
+    /// Where clients find it, one line each.
     fn exports(&self) -> Vec<String> {
         let ublk = self.ublk.iter().map(|ublk| ublk.identity().path());
         ublk.chain(self.servers.iter().map(|server| server.uri().to_owned())).collect()
@@ -345,6 +380,13 @@ impl Running {
 fn busy(clients: usize) -> Failure {
     let are = if clients == 1 { "client is" } else { "clients are" };
     Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
+}
+
+/// Why a block device does not end by itself.
+fn no_autoclear(what: &str) -> Failure {
+    Failure::new(format!(
+        "{what}: that is for the clients of NBD; the kernel does not tell when a block device has none any more; attach with --export nbd"
+    ))
 }
 
 /// Which attachments serve a device.
@@ -414,15 +456,12 @@ fn driver_options(args: &Args) -> DriverOptions {
     DriverOptions {
         offset: args.offset,
         size_limit: args.size_limit,
-        sector_size: match args.sector_size {
-            SectorSize::Bytes512 => Some(512),
-            SectorSize::Bytes4096 => Some(4096),
-            SectorSize::Auto => None,
-        },
+        sector_size: args.sector_size.bytes(),
         direct_io: args.direct_io,
         dispatch: args.dispatch,
         read_only: args.read_only,
         shared: args.shared,
+        fault: args.fault.clone(),
     }
 }
 

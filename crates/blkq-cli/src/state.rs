@@ -87,6 +87,18 @@ impl StateDir {
         &self.0
     }
 
+    /// Waits for a lock on the directory, for who must do several things as one; it ends
+    /// with the file that is returned.
+    ///
+    /// # Errors
+    /// If the directory cannot be opened or locked.
+    pub fn lock(&self) -> Outcome<File> {
+        let refuse = |e: io::Error| Failure::new(format!("lock state directory {}: {e}", self.0.display()));
+        let directory = File::open(&self.0).map_err(refuse)?;
+        flock(&directory, FlockOperation::LockExclusive).map_err(|e| refuse(e.into()))?;
+        Ok(directory)
+    }
+
     /// The path of a device's file.
     pub fn file(&self, name: &str, ending: &str) -> PathBuf {
         self.0.join(format!("{name}{ending}"))

@@ -20,6 +20,9 @@ pub struct Statistics {
     in_flight_max: [u64; 2],
     busy_ns: u64,
     counters: BTreeMap<String, u64>,
+    /// A daemon of an older version does not send it.
+    #[serde(default)]
+    clock_age_max_ns: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -63,6 +66,7 @@ impl Statistics {
             in_flight_max: snapshot.in_flight_max,
             busy_ns: snapshot.busy_ns,
             counters: counters.collect(),
+            clock_age_max_ns: snapshot.clock_age_max_ns,
         }
     }
 
@@ -72,6 +76,7 @@ impl Statistics {
             in_flight: self.in_flight,
             in_flight_max: self.in_flight_max,
             busy_ns: self.busy_ns,
+            clock_age_max_ns: self.clock_age_max_ns,
             ..StatsSnapshot::default()
         };
         for (into, group) in snapshot.groups.iter_mut().zip(&self.groups) {
@@ -109,6 +114,7 @@ mod tests {
             (0..10).for_each(|n| group.latency.record(1000 * n + i));
         }
         snapshot.counters[Counter::Splits as usize] = 7;
+        snapshot.clock_age_max_ns = 8;
         let sent = serde_json::to_string(&Statistics::new(&snapshot, 1, 2)).unwrap();
         let received: Statistics = serde_json::from_str(&sent).unwrap();
         assert_eq!(received.snapshot(), snapshot);

@@ -10,20 +10,26 @@ pub enum Align {
 }
 
 /// The rows as lines, each column as wide as its widest cell, two spaces apart.
-pub fn render<const N: usize>(align: [Align; N], rows: &[[String; N]]) -> String {
-    let mut widths = [0; N];
+pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
+    render_apart(2, align, rows)
+}
+
+/// The same, the columns `gap` spaces apart.
+pub fn render_apart(gap: usize, align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
+    let align = align.as_ref();
+    let mut widths = vec![0; align.len()];
     for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
+        for (width, cell) in widths.iter_mut().zip(row.as_ref()) {
             *width = cell.chars().count().max(*width);
         }
     }
     let mut text = String::new();
     for row in rows {
         let mut line = String::new();
-        for ((cell, width), align) in row.iter().zip(widths).zip(align) {
+        for ((cell, width), align) in row.as_ref().iter().zip(&widths).zip(align) {
             match align {
-                Align::Left => line.push_str(&format!("{cell:<width$}  ")),
-                Align::Right => line.push_str(&format!("{cell:>width$}  ")),
+                Align::Left => line.push_str(&format!("{cell:<width$}{:gap$}", "")),
+                Align::Right => line.push_str(&format!("{cell:>width$}{:gap$}", "")),
             }
         }
         text.push_str(line.trim_end());

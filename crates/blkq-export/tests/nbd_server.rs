@@ -179,6 +179,30 @@ fn replies_come_in_any_order_and_disconnect_waits_for_all() {
 }
 
 #[test]
+fn a_device_that_ends_all_at_once_loses_nothing() {
+    const DEPTH: u64 = 64;
+    let served = serve(slow(1_000_000..=1_000_000), 1, options());
+    let mut client = served.client(ReplyStyle::Simple);
+    let ask = |client: &mut Client<UnixStream>, round: u64| {
+        let requests = (0..DEPTH).map(|i| client.bytes(0, 0, round * DEPTH + i, i << 12, 4096, &[]));
+        let requests: Vec<u8> = requests.flatten().collect();
+        std::io::Write::write_all(&mut client.stream, &requests).unwrap();
+    };
+    // Rounds enough for the device to be given half of it at a time.
+    for round in 0..30 {
+        ask(&mut client, round);
+        let mut cookies: Vec<u64> = (0..DEPTH).map(|_| client.reply(|_| 4096).cookie).collect();
+        cookies.sort_unstable();
+        assert_eq!(cookies, (round * DEPTH..(round + 1) * DEPTH).collect::<Vec<_>>());
+    }
+    // Who goes leaves nothing behind, wherever it is.
+    ask(&mut client, 30);
+    drop(client);
+    wait_until("the connection ends", || served.server.connection_count() == 0);
+    assert!(served.server.connections().is_empty());
+}
+
+#[test]
 fn a_half_closed_connection_is_answered() {
     let served = serve(slow(1_000_000..=2_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Simple);

@@ -5,14 +5,15 @@
 use std::mem::ManuallyDrop;
 
 use crate::bio::{Bio, BioFlags, Operation};
+use crate::buffer::Data;
 use crate::completion::End;
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
-use crate::request::{RequestState, Tag};
+use crate::request::Tag;
 use crate::ring::Ring;
-use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{DataWords, NIL, NewBio, SlotMarks};
+use crate::sector::SECTOR_SHIFT;
+use crate::slab::{NIL, NewBio, Outline, SlotMarks};
 use crate::split;
 use crate::stats::Counter;
 use crate::tags::TagBatch;
@@ -40,21 +41,15 @@ impl FastLimits {
 
     /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
     #[inline]
-    fn fits(
-        &self,
-        operation: Operation,
-        flags: BioFlags,
-        sector: Sector,
-        sectors: u64,
-        data: DataWords,
-    ) -> bool {
+    fn fits(&self, outline: &Outline, data: &Data) -> bool {
+        let &Outline { operation, flags, sector, sectors, .. } = outline;
+        let Data::Buffer(buffer) = data else { return false };
         // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
         let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
         (sector.0 | sectors) & self.block_mask == 0
             && sectors.wrapping_sub(1) < whole
-            && sectors <= data.buffer_sectors()
-            && sector.0 <= self.capacity_sectors
-            && sectors <= self.capacity_sectors - sector.0
+            && sectors <= buffer.len() as u64 >> SECTOR_SHIFT
+            && self.capacity_sectors.checked_sub(sector.0).is_some_and(|left| sectors <= left)
             && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
 }
@@ -65,9 +60,9 @@ impl Queue {
     ///
     /// # Errors
     /// The bio, when the queue has no room; there will be some after a completion.
-    #[inline]
+    #[inline(always)]
     pub fn submit(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
-        if self.bios.room() == 0 {
+        if !self.bios.has_room() {
             return Err(bio);
         }
         let end = End::Owner(bio.user_data);
@@ -76,36 +71,48 @@ impl Queue {
     }
 
     /// Makes the bio this queue's own and sends it on its way.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, mut ring: Option<&mut Ring>) {
+        let Bio { operation, flags, sector, sectors, data, .. } = bio;
+        let (data, end) = (ManuallyDrop::new(data), ManuallyDrop::new(end));
         if !self.entered {
             self.enter(ring.as_deref_mut());
         }
-        let bio = ManuallyDrop::new(bio);
-        let Bio { operation, flags, sector, sectors, .. } = *bio;
-        // SAFETY: the bio is not dropped.
-        let data = unsafe { DataWords::of(&bio.data) };
-        let plain = self.fast.fits(operation, flags, sector, sectors, data);
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        let index =
-            self.bios.insert(NewBio { operation, flags, sector, sectors, data, end, marks, start_ns });
-        if !plain {
-            self.accept_slow(index);
-            self.admit_waiting(ring);
-            // It may have ended already: then nobody need poll for a freeze to go on.
-            self.leave_if_idle();
-        } else if !self.waiting.is_empty() || !self.admit(index, ring) {
-            if flags.contains(BioFlags::NO_WAIT) {
-                self.end_bio(index, Err(Status::Again));
-                return self.want_no_tags();
-            }
-            self.waiting.push_back(&mut self.bios, index);
+        let outline = Outline { operation, flags, sector, sectors, start_ns };
+        if !self.fast.fits(&outline, &data) {
+            return self.accept_slow(NewBio { outline, data, end, marks }, ring);
+        }
+        let plain = if matches!(*end, End::Owner(_)) { SlotMarks::PLAIN } else { SlotMarks::empty() };
+        let index = self.bios.insert(NewBio { outline, data, end, marks: marks | plain });
+        // It is one buffer.
+        if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
+            self.hold_back(index);
         }
     }
 
-    /// What is not one legal piece of reading or writing: checks, flush sequences,
-    /// splits, emulation.
-    fn accept_slow(&mut self, index: u32) {
+    /// A bio for which there is no tag now waits, or ends if it will not wait.
+    #[cold]
+    fn hold_back(&mut self, index: u32) {
+        if self.bios[index].flags.contains(BioFlags::NO_WAIT) {
+            self.end_bio(index, Err(Status::Again));
+            return self.want_no_tags();
+        }
+        self.waiting.push_back(&mut self.bios, index);
+    }
+
+    /// What is not one legal piece of reading or writing.
+    #[cold]
+    fn accept_slow(&mut self, bio: NewBio, ring: Option<&mut Ring>) {
+        let index = self.bios.insert(bio);
+        self.begin(index);
+        self.admit_waiting(ring);
+        // It may have ended already: then nobody need poll for a freeze to go on.
+        self.leave_if_idle();
+    }
+
+    /// Checks, flush sequences, splits, emulation.
+    fn begin(&mut self, index: u32) {
         if let Err(status) = self.check(index) {
             return self.end_bio(index, Err(status));
         }
@@ -170,15 +177,25 @@ impl Queue {
     }
 
     /// Turns waiting bios into requests while there are tags.
-    pub(crate) fn admit_waiting(&mut self, mut ring: Option<&mut Ring>) {
+    #[inline]
+    pub(crate) fn admit_waiting(&mut self, ring: Option<&mut Ring>) {
         if self.waiting.is_empty() {
             return self.want_no_tags();
         }
+        self.admit_all(ring);
+    }
+
+    fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
         if !(self.entered || self.enter(ring.as_deref_mut())) {
             return;
         }
         while let Some(index) = self.waiting.pop_front(&mut self.bios) {
-            if self.admit(index, ring.as_deref_mut()) {
+            if self.settings.iostats && self.bios[index].start_ns == 0 {
+                // Statistics were off when it came.
+                self.bios[index].start_ns = self.clock.now_ns();
+            }
+            let outline = self.bios[index].outline();
+            if self.admit(index, &outline, None, ring.as_deref_mut()) {
                 continue;
             }
             let slot = &self.bios[index];
@@ -202,15 +219,23 @@ impl Queue {
     }
 
     /// Makes the bio part of a request under the plug: merged with one, or its own.
-    /// False if there is no tag.
-    #[inline]
-    fn admit(&mut self, index: u32, ring: Option<&mut Ring>) -> bool {
-        if self.settings.merge && self.try_merge(index) {
+    /// False if there is no tag. Its `segments` are counted if they are not known.
+    #[inline(always)]
+    fn admit(
+        &mut self,
+        index: u32,
+        outline: &Outline,
+        segments: Option<u16>,
+        ring: Option<&mut Ring>,
+    ) -> bool {
+        if self.try_merge(index, outline) {
             return true;
         }
         let Some(tag) = self.take_tag() else { return false };
-        self.build(tag, index);
-        self.plug_request(tag, ring);
+        let segments = segments.unwrap_or_else(|| self.bios.count_segments(index, &self.zeroes));
+        self.requests[tag.index()].begin(index, outline, segments);
+        self.in_use += 1;
+        self.plug_request(tag, outline, ring);
         true
     }
 
@@ -257,34 +282,5 @@ impl Queue {
             self.tags.finish_wait(waiter);
         }
         batch
-    }
-
-    /// Makes a request of one bio.
-    #[inline]
-    pub(crate) fn build(&mut self, tag: Tag, index: u32) {
-        let segments = self.bios.count_segments(index, &self.zeroes);
-        let slot = &mut self.bios[index];
-        slot.next = NIL;
-        let request = &mut self.requests[tag.index()];
-        debug_assert!(request.state == RequestState::Idle);
-        // Field by field: a literal would go through the stack (see `DataWords`).
-        request.sector = slot.sector;
-        request.sectors = slot.sectors;
-        request.first_bio = index;
-        request.last_bio = index;
-        request.segments = segments;
-        request.start_ns = slot.start_ns;
-        request.operation = slot.operation;
-        request.flags = slot.flags;
-        request.state = RequestState::Busy;
-        request.pdu = [0; 2];
-        self.in_use += 1;
-        if self.settings.iostats {
-            if slot.start_ns == 0 {
-                // Statistics were off when the bio came.
-                request.start_ns = self.clock.now_ns();
-            }
-            self.plug.count(slot.operation, request.start_ns);
-        }
     }
 }

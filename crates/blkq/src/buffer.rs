@@ -43,6 +43,15 @@ pub struct IoBuffer {
     ptr: NonNull<u8>,
     len: u32,
     registered: u16,
+    _niche: Niche,
+}
+
+/// Always 0. [`Data`] uses the other values to tell what it holds, and so is as large as a
+/// buffer: two words, which move through registers.
+#[derive(Clone, Copy)]
+#[repr(u16)]
+enum Niche {
+    Zero,
 }
 
 // SAFETY: an IoBuffer owns its memory exclusively, as a Box<[u8]> does.
@@ -68,7 +77,9 @@ impl IoBuffer {
             mapped.map_or(std::ptr::null_mut(), |ptr| ptr.cast())
         };
         match NonNull::new(ptr) {
-            Some(ptr) => IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED },
+            Some(ptr) => {
+                IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, _niche: Niche::Zero }
+            }
             None => handle_alloc_error(layout),
         }
     }
@@ -79,17 +90,9 @@ impl IoBuffer {
     }
 
     /// The memory as one segment.
+    #[inline]
     pub(crate) fn segment(&self) -> Segment {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
-    }
-
-    /// # Safety
-    /// `segment` is that of a buffer that was forgotten, and is used for this once.
-    #[inline]
-    pub(crate) unsafe fn from_segment(segment: Segment) -> IoBuffer {
-        // SAFETY: a buffer's pointer is not null.
-        let ptr = unsafe { NonNull::new_unchecked(segment.ptr) };
-        IoBuffer { ptr, len: segment.len, registered: segment.registered }
     }
 
     /// Gives the pages back to the system until they are used again; the content is zeroes
@@ -183,6 +186,7 @@ impl Data {
     }
 
     /// The buffer, if that is what the bio carried.
+    #[inline]
     pub fn into_buffer(self) -> Option<IoBuffer> {
         match self {
             Data::Buffer(buffer) => Some(buffer),
@@ -207,7 +211,8 @@ impl From<IoBuffer> for Data {
     }
 }
 
-const _: () = assert!(size_of::<Segment>() == 16 && size_of::<IoBuffer>() == 16);
+const _: () = assert!(size_of::<Segment>() == 16);
+const _: () = assert!(size_of::<IoBuffer>() == 16 && size_of::<Data>() == 16);
 
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {

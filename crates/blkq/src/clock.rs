@@ -46,53 +46,76 @@ impl std::fmt::Display for ClockMode {
 #[derive(Debug)]
 pub struct Clock {
     cached_ns: u64,
-    uses: u32,
+    /// How often the cached time may still be used; 0 if there is none.
+    uses_left: u32,
     mode: ClockMode,
     reads: u64,
-    stale_ns_max: u64,
+    /// The last cached reading, until the next shows for how long it was used at most;
+    /// 0 if there is none, or the queue rested since.
+    unmeasured_ns: u64,
+    age_ns_max: u64,
 }
 
 impl Clock {
     /// A clock that has not been read.
     pub fn new(mode: ClockMode) -> Clock {
-        Clock { cached_ns: 0, uses: 0, mode, reads: 0, stale_ns_max: 0 }
+        Clock { cached_ns: 0, uses_left: 0, mode, reads: 0, unmeasured_ns: 0, age_ns_max: 0 }
     }
 
     /// The time, cached or read as the mode says. Never 0.
     #[inline]
     pub fn now_ns(&mut self) -> u64 {
-        if self.cached_ns != 0 && self.uses < CLOCK_USES_MAX {
-            self.uses += 1;
-            return self.cached_ns;
+        match self.uses_left.checked_sub(1) {
+            Some(left) => {
+                self.uses_left = left;
+                self.cached_ns
+            }
+            None => self.read(),
         }
-        self.read()
     }
 
-    #[inline]
+    /// The time for up to `count` (1 or more) stamps, and for how many of them it serves.
+    pub fn now_ns_for(&mut self, count: usize) -> (u64, usize) {
+        let now_ns = self.now_ns();
+        let more = self.uses_left.min(count as u32 - 1);
+        self.uses_left -= more;
+        (now_ns, more as usize + 1)
+    }
+
+    #[inline(never)]
     fn read(&mut self) -> u64 {
         let now = monotonic_ns();
         self.reads += 1;
-        if self.cached_ns != 0 {
-            self.stale_ns_max = self.stale_ns_max.max(now - self.cached_ns);
+        if self.unmeasured_ns != 0 {
+            self.age_ns_max = self.age_ns_max.max(now.saturating_sub(self.unmeasured_ns));
         }
         if self.mode == ClockMode::Cached {
             self.cached_ns = now;
-            self.uses = 0;
+            self.unmeasured_ns = now;
+            self.uses_left = CLOCK_USES_MAX;
         }
         now
+    }
+
+    /// The queue has nothing to do, or its thread is to sleep: the time until the next
+    /// reading says nothing about how long the last one was used.
+    #[inline]
+    pub fn rest(&mut self) {
+        self.unmeasured_ns = 0;
     }
 
     /// Drops the cached time: at every plug flush, whichever way it came about, at the
     /// begin of a completion batch, and before anything that may wait.
     #[inline]
     pub fn invalidate(&mut self) {
-        self.cached_ns = 0;
+        self.uses_left = 0;
     }
 
     /// Changes the mode.
     pub fn set_mode(&mut self, mode: ClockMode) {
         self.mode = mode;
         self.invalidate();
+        self.rest();
     }
 
     /// How often the clock was read since this was last asked.
@@ -101,18 +124,87 @@ impl Clock {
         std::mem::take(&mut self.reads)
     }
 
-    /// The oldest cached time seen when the use count forced a new reading, in nanoseconds.
-    pub fn stale_ns_max(&self) -> u64 {
-        self.stale_ns_max
+    /// The longest time from a cached reading to the next, in nanoseconds: for longer none
+    /// of those was used. That costs no reading of its own, so one after which the queue
+    /// rested is not measured, and what the thread did in between is part of the time.
+    pub fn age_ns_max(&self) -> u64 {
+        self.age_ns_max
     }
 }
 
 /// Nanoseconds of CLOCK_MONOTONIC.
 #[inline]
 pub fn monotonic_ns() -> u64 {
+    #[cfg(simulation)]
+    return crate::simulation::now_ns();
+    #[cfg(not(simulation))]
+    read_monotonic_ns()
+}
+
+#[cfg(not(simulation))]
+#[inline]
+fn read_monotonic_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` is ours to be written; this clock always exists. (Not rustix: its way
     // around the C library does not work under valgrind, which counts our instructions.)
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    fn sleep() {
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+
+    #[test]
+    fn the_age_of_a_reading_ends_with_the_next() {
+        let mut clock = Clock::new(ClockMode::Cached);
+        let first = clock.now_ns();
+        sleep();
+        assert_eq!((clock.now_ns(), clock.age_ns_max()), (first, 0));
+        clock.invalidate();
+        let second = clock.now_ns();
+        assert!(clock.age_ns_max() == second - first && second - first >= 2_000_000);
+        // The use that is one too many reads anew.
+        sleep();
+        while clock.now_ns() == second {}
+        assert!(clock.age_ns_max() >= 2_000_000 && clock.take_reads() == 3);
+    }
+
+    #[test]
+    fn rest_is_not_age() {
+        let mut clock = Clock::new(ClockMode::Cached);
+        clock.now_ns();
+        clock.invalidate();
+        clock.rest();
+        sleep();
+        clock.now_ns();
+        assert_eq!(clock.age_ns_max(), 0);
+    }
+
+    #[test]
+    fn a_precise_clock_has_no_age() {
+        let mut clock = Clock::new(ClockMode::Precise);
+        clock.now_ns();
+        sleep();
+        clock.now_ns();
+        assert_eq!((clock.age_ns_max(), clock.take_reads()), (0, 2));
+    }
+
+    #[test]
+    fn a_reading_serves_so_many_stamps_however_they_are_taken() {
+        let uses = CLOCK_USES_MAX as usize;
+        let mut clock = Clock::new(ClockMode::Cached);
+        let first = clock.now_ns();
+        assert_eq!(clock.now_ns_for(uses - 1), (first, uses - 1));
+        assert_eq!(clock.now_ns_for(uses), (first, 1));
+        assert_eq!(clock.take_reads(), 1);
+        assert_eq!(clock.now_ns_for(usize::from(u16::MAX)).1, uses + 1);
+        assert_eq!(clock.take_reads(), 1);
+        clock.set_mode(ClockMode::Precise);
+        assert_eq!((clock.now_ns_for(uses).1, clock.now_ns_for(uses).1, clock.take_reads()), (1, 1, 2));
+    }
 }

@@ -1,6 +1,7 @@
 //! How the end of a bio reaches whoever asked for it.
 
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bio::{BioFlags, Completion, Operation};
@@ -8,7 +9,7 @@ use crate::buffer::Data;
 use crate::error::{IoResult, Status};
 use crate::gate::Direction;
 use crate::queue::Queue;
-use crate::request::{RequestState, Tag};
+use crate::request::{Request, RequestState, Tag};
 use crate::slab::{BioSlot, FlushStep, NIL, SlotMarks};
 use crate::stats::{Counter, StatsBatch};
 use crate::sync::{Arc, Condvar, Mutex, lock};
@@ -102,18 +103,24 @@ impl Queue {
         if self.scheduler.is_some() {
             self.tell_scheduler(&completed);
         }
-        let mut batch = StatsBatch::default();
-        for &(tag, result) in &completed {
-            self.end_request(tag, result, &mut batch);
+        if self.settings.iostats {
+            self.account(&completed);
         }
-        batch.finish(&mut self.stats);
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
+        self.stats.clock_age(self.clock.age_ns_max());
+        let flushes = self.flush.in_flight();
+        for &(tag, result) in &completed {
+            self.end_request(tag, result);
+        }
+        if flushes {
+            // Its tag is none of the set's.
+            completed.retain(|&(tag, _)| tag != self.flush.tag());
+        }
+        self.tags.put_batch(completed.iter().map(|&(tag, _)| tag));
         completed.clear();
         if self.completed.is_empty() {
             self.completed = completed;
         }
-        self.tags.put_batch(&self.freed);
-        self.freed.clear();
         self.started -= count;
         self.in_use -= count;
         if self.gate_owed != [0; 2] {
@@ -130,26 +137,69 @@ impl Queue {
         }
     }
 
-    #[inline]
-    fn end_request(&mut self, tag: Tag, result: IoResult, batch: &mut StatsBatch) {
-        let request = &mut self.requests[tag.index()];
-        // Always on: a request that ends twice has already lost somebody's data.
-        assert!(request.state == RequestState::Busy, "the driver completed tag {} twice", tag.0);
-        request.state = RequestState::Idle;
-        let operation = request.operation;
-        let first_bio = request.first_bio;
-        if self.settings.iostats {
-            let now_ns = self.clock.now_ns();
-            batch.done(&mut self.stats, operation.into(), request.sectors, request.start_ns, now_ns);
+    /// Tells the statistics of requests that ended: those alike, and stamped alike, together.
+    fn account(&mut self, completed: &[(Tag, IoResult)]) {
+        let mut batch = StatsBatch::default();
+        let mut rest = completed;
+        while !rest.is_empty() {
+            let (now_ns, stamped) = self.clock.now_ns_for(rest.len());
+            let mut alike = &rest[..stamped];
+            rest = &rest[stamped..];
+            while let Some((first, _)) = alike.first() {
+                let Request { operation, start_ns, .. } = self.requests[first.index()];
+                let (mut count, mut sectors) = (0, 0);
+                for (tag, _) in alike {
+                    let request = &self.requests[tag.index()];
+                    if request.start_ns != start_ns || request.operation != operation {
+                        break;
+                    }
+                    count += 1;
+                    sectors += request.sectors;
+                }
+                batch.done(&mut self.stats, operation.into(), (count as u64, sectors), start_ns, now_ns);
+                alike = &alike[count..];
+            }
         }
+        batch.finish(&mut self.stats);
+    }
+
+    #[inline(always)]
+    fn end_request(&mut self, tag: Tag, result: IoResult) {
+        let request = &mut self.requests[tag.index()];
+        if request.state != RequestState::Busy {
+            completed_twice(tag);
+        }
+        request.state = RequestState::Idle;
+        if result.is_err() || request.operation == Operation::Flush {
+            return self.end_request_slow(tag, result);
+        }
+        let mut index = request.first_bio;
+        loop {
+            let slot = &mut self.bios[index];
+            let next = slot.next;
+            if let Some(user_data) = slot.plain_mark() {
+                push_plain(&mut self.done, user_data, slot);
+                self.bios.remove(index);
+            } else {
+                self.end_bio(index, Ok(()));
+            }
+            if next == NIL {
+                return;
+            }
+            index = next;
+        }
+    }
+
+    #[cold]
+    fn end_request_slow(&mut self, tag: Tag, result: IoResult) {
+        let request = &self.requests[tag.index()];
+        let (operation, mut index) = (request.operation, request.first_bio);
         if let Err(status) = result {
             self.stats.failed(operation.into(), status);
         }
         if operation == Operation::Flush {
             return self.end_flush(result);
         }
-        self.freed.push(tag);
-        let mut index = first_bio;
         while index != NIL {
             let next = self.bios[index].next;
             self.end_bio(index, result);
@@ -158,19 +208,7 @@ impl Queue {
     }
 
     /// Ends a bio, or the step of it that this was.
-    #[inline(always)]
     pub(crate) fn end_bio(&mut self, index: u32, result: IoResult) {
-        let slot = &mut self.bios[index];
-        if let (Some(user_data), Ok(())) = (slot.plain_mark(), result) {
-            push_plain(&mut self.done, user_data, slot);
-            self.bios.remove(index);
-            return;
-        }
-        self.end_bio_slow(index, result);
-    }
-
-    #[cold]
-    fn end_bio_slow(&mut self, index: u32, result: IoResult) {
         let slot = &self.bios[index];
         let is_zeroes =
             slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
@@ -222,21 +260,27 @@ impl Queue {
     }
 }
 
-/// Adds the completion of a bio that ended well, written where it is to be: built on the
-/// stack and copied it would stall the processor (see `DataWords`).
+/// Always on: a request that ends twice has already lost somebody's data.
+#[cold]
+fn completed_twice(tag: Tag) -> ! {
+    panic!("the driver completed tag {} twice", tag.0);
+}
+
+/// Adds the completion of a bio that ended well, written where it is to be: a literal would
+/// go through the stack (see `BioSlot`).
 #[inline(always)]
 fn push_plain(done: &mut Vec<Completion>, user_data: u64, slot: &mut BioSlot) {
-    if let Some(buffer) = slot.take_buffer() {
+    if done.len() == done.capacity() {
         done.reserve(1);
-        let place = done.spare_capacity_mut()[0].as_mut_ptr();
-        // SAFETY: there is room for one more, and all of its fields are written.
-        unsafe {
-            (&raw mut (*place).user_data).write(user_data);
-            (&raw mut (*place).result).write(Ok(()));
-            (&raw mut (*place).data).write(Data::Buffer(buffer));
-            done.set_len(done.len() + 1);
-        }
-    } else {
-        done.push(Completion { user_data, result: Ok(()), data: slot.take_data() });
     }
+    // SAFETY: there is room for one more, all of its fields are written, and the data is
+    // read once, as it is none from then on.
+    unsafe {
+        let place = done.as_mut_ptr().add(done.len());
+        (&raw mut (*place).user_data).write(user_data);
+        (&raw mut (*place).result).write(Ok(()));
+        (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
+        done.set_len(done.len() + 1);
+    }
+    slot.data = ManuallyDrop::new(Data::None);
 }

@@ -11,8 +11,7 @@ mod tests;
 
 use std::time::Duration;
 
-use crossbeam_utils::CachePadded;
-
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 use crate::sync::{WaitQueue, seq_cst_for_loom};
 
@@ -47,6 +46,18 @@ impl DiskControl {
             generation: AtomicU64::new(0),
             queues: (0..queues).map(|_| CachePadded::new(AtomicU32::new(0))).collect(),
             drained: CachePadded::new(WaitQueue::default()),
+        }
+    }
+
+    /// What owners and control threads use, and where it lies.
+    pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
+        let DiskControl { frozen, quiesced, generation, queues, drained: _ } = self;
+        fields.push(HotField::of("frozen", Writer::Nobody, frozen));
+        fields.push(HotField::of("quiesced", Writer::Nobody, quiesced));
+        fields.push(HotField::of("generation", Writer::Nobody, generation));
+        fields.push(HotField::of("marks of queues", Writer::Nobody, queues));
+        for (index, mark) in queues.iter().enumerate() {
+            fields.push(HotField::of("mark", Writer::Owner(index), &**mark));
         }
     }
 

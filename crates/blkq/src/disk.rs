@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crossbeam_utils::CachePadded;
-
 use crate::clock::ClockMode;
 use crate::control::DiskControl;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind, Status};
 use crate::gate::{GateCounters, RequestGate};
 use crate::kick::Kick;
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
 use crate::local::LocalQueue;
 use crate::sched::SchedulerKind;
@@ -287,6 +286,29 @@ impl Disk {
         self.gate.counters()
     }
 
+    /// The structures that several threads use while I/O goes on, and where they lie in
+    /// memory: for measuring and checking the layout.
+    #[doc(hidden)]
+    pub fn hot_fields(&self) -> Vec<HotField> {
+        let mut fields = vec![HotField::of("queues", Writer::Nobody, &self.queues)];
+        self.control.hot_fields(&mut fields);
+        self.gate.hot_fields(&mut fields);
+        for (index, queue) in self.queues.iter().enumerate() {
+            let HardwareQueue { tags, kick, software, stats, open } = queue;
+            fields.push(HotField::of("tag set", Writer::Nobody, tags));
+            fields.push(HotField::of("kick", Writer::Nobody, kick));
+            fields.push(HotField::of("statistics", Writer::Nobody, stats));
+            fields.push(HotField::of("open", Writer::Nobody, open));
+            fields.push(HotField::of("counters", Writer::Owner(index), &***stats));
+            software.hot_fields(index, &mut fields);
+            // A set that the queues share has one field each, whoever takes it.
+            if !self.shared_tags {
+                tags.hot_fields(index, &mut fields);
+            }
+        }
+        fields
+    }
+
     /// Opens hardware queue `index` for this thread to submit to and poll.
     ///
     /// # Errors
@@ -302,7 +324,7 @@ impl Disk {
 
     /// Changes a setting while I/O goes on: I/O in flight ends first, what comes
     /// meanwhile waits, nothing is lost. Keys: `scheduler`, `depth`, `merge`, `batching`,
-    /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`).
+    /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`, `fault`).
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value,
@@ -322,6 +344,7 @@ impl Disk {
                 let read_only = parse_switch(key, value)?;
                 return self.frozen(|| self.set_read_only(read_only));
             }
+            _ if self.driver.sets_live(key) => return self.driver.set(key, value),
             _ => return self.frozen(|| self.driver.set(key, value)),
         }
         self.frozen(|| {

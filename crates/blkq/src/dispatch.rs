@@ -14,10 +14,14 @@ const RESOURCE_DELAY_NS: u64 = 3_000_000;
 
 impl Queue {
     /// Hands what is ready to the driver until nothing is, or it refuses.
-    pub(crate) fn run_dispatch(&mut self, mut ring: Option<&mut Ring>) {
-        if self.dispatch.is_empty() && self.scheduler.as_ref().is_none_or(|s| s.len() == 0) {
-            return;
+    #[inline]
+    pub(crate) fn run_dispatch(&mut self, ring: Option<&mut Ring>) {
+        if !self.dispatch.is_empty() || self.scheduler.as_ref().is_some_and(|s| s.len() > 0) {
+            self.dispatch_all(ring);
         }
+    }
+
+    fn dispatch_all(&mut self, mut ring: Option<&mut Ring>) {
         if let Some(at_ns) = self.rerun_at_ns {
             if monotonic_ns() < at_ns {
                 return;

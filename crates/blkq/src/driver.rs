@@ -59,6 +59,12 @@ pub trait Driver: Send + Sync + 'static {
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
+    /// Whether [`Driver::set`] changes `key` while requests are in flight, without a freeze.
+    fn sets_live(&self, key: &str) -> bool {
+        let _ = key;
+        false
+    }
+
     /// Changes a setting of the driver's own, called while the disk is frozen; the queues
     /// are told through [`DriverQueue::reload`]. `read-only` (`on`, `off`) is the disk's,
     /// which refuses the writes; a driver that has more to do for it may know it too.
@@ -198,6 +204,12 @@ impl DriverContext<'_> {
     #[inline]
     pub fn complete(&mut self, tag: Tag, result: IoResult) {
         self.completed.push((tag, result));
+    }
+
+    /// Ends all of these well.
+    #[inline]
+    pub fn complete_all(&mut self, tags: &[Tag]) {
+        self.completed.extend(tags.iter().map(|tag| (*tag, Ok(()))));
     }
 
     /// Nanoseconds of the monotonic clock, read anew or cached as the queue is set to.

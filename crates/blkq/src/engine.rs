@@ -108,6 +108,13 @@ impl SourceContext<'_> {
         refused.map_err(|bio| Bio { user_data: Token(bio.user_data).payload(), ..bio })
     }
 
+    /// Hands all that was submitted to the drivers and the kernel now, not at the end of the
+    /// turn: what takes long begins before the turn goes on.
+    pub fn dispatch(&mut self) {
+        self.queues.iter_mut().for_each(|queue| queue.flush(Some(self.ring)));
+        self.ring.submit();
+    }
+
     /// Number of queues of the engine.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
@@ -151,11 +158,19 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// The thread for what may block, started when first needed.
 #[derive(Default)]
+#[cfg_attr(simulation, allow(dead_code, reason = "the simulated world has one thread"))]
 struct Worker {
     jobs: Option<Sender<Job>>,
 }
 
 impl Worker {
+    /// The simulated world has one thread.
+    #[cfg(simulation)]
+    fn run(&mut self, job: Job) {
+        job();
+    }
+
+    #[cfg(not(simulation))]
     fn run(&mut self, job: Job) {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (sender, receiver) = channel::<Job>();
@@ -508,6 +523,7 @@ impl Engine {
         } else {
             let timeout =
                 self.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())));
+            self.queues.iter_mut().for_each(|queue| queue.clock.rest());
             self.ring.enter(1, timeout);
         }
         self.kicks.iter().for_each(|kick| kick.woke());
@@ -524,6 +540,55 @@ impl Engine {
         let queues = self.queues.iter().filter_map(Queue::deadline_ns);
         let sources = self.sources.iter().flatten().filter_map(|source| source.deadline_ns());
         queues.chain(sources).min()
+    }
+}
+
+/// An engine that its owner turns, in the simulated world.
+#[cfg(simulation)]
+pub struct SimulatedEngine(Engine);
+
+#[cfg(simulation)]
+impl SimulatedEngine {
+    /// As [`EngineThread::spawn`], on this thread.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
+        let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
+        let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick }));
+        Engine::new(queues, handle).map(SimulatedEngine)
+    }
+
+    /// With this one can send to its sources.
+    pub fn handle(&self) -> &EngineHandle {
+        &self.0.handle
+    }
+
+    /// As [`EngineHandle::add_source`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn add_source(&mut self, source: Box<dyn Source>) -> Result<u16, Error> {
+        self.0.add(source)
+    }
+
+    /// One turn, and the call into the kernel after it.
+    pub fn turn(&mut self) {
+        self.0.turn();
+        self.0.enter();
+    }
+
+    /// Turns until nothing is in flight, then closes the queues.
+    pub fn end(mut self) {
+        self.0.handle.post(Message::Exit);
+        for _ in 0..100_000 {
+            self.turn();
+            if self.0.is_stopped() {
+                self.0.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.0.ring)));
+                return;
+            }
+        }
+        panic!("the engine does not end");
     }
 }
 

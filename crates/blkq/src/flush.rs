@@ -15,13 +15,13 @@ use crate::queue::Queue;
 use crate::request::{Request, RequestState, Tag};
 use crate::ring::Ring;
 use crate::slab::FlushStep;
+use crate::stats::StatGroup;
 
 /// How long data of other sequences in flight may delay a flush (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;
 
 /// The state of one queue's flush machine.
 pub(crate) struct FlushMachine {
-    /// The request slot of the flush itself, one beyond the tags.
     tag: Tag,
     /// Bios that wait for the next flush, and bios that the running one serves.
     pending: VecDeque<u32>,
@@ -43,6 +43,17 @@ impl FlushMachine {
             data_in_flight: 0,
             pending_since_ns: None,
         }
+    }
+
+    /// The tag of the queue's own flush, one beyond those of its tag set.
+    pub fn tag(&self) -> Tag {
+        self.tag
+    }
+
+    /// Whether the driver, or what leads to it, has the flush.
+    #[inline]
+    pub fn in_flight(&self) -> bool {
+        self.in_flight
     }
 
     /// Whether anybody waits for a flush that has not begun.
@@ -142,7 +153,7 @@ impl Queue {
         self.in_use += 1;
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
         if self.settings.iostats {
-            self.plug.count(Operation::Flush, start_ns);
+            self.stats.start(StatGroup::Flush, 1, start_ns);
         }
         self.requests[self.flush.tag.index()] =
             Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() };

@@ -14,8 +14,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crossbeam_utils::CachePadded;
-
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst, fence};
 use crate::sync::{Mutex, WaitQueue, lock, try_lock};
 
@@ -381,6 +380,15 @@ impl RequestGate {
             }
         }
         None
+    }
+
+    /// What submitters and owners use, and where it lies.
+    pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
+        fields.push(HotField::of("limit", Writer::Nobody, &self.nr_requests));
+        fields.push(HotField::of("batching", Writer::Nobody, &self.batching));
+        for (direction, side) in self.sides.iter().enumerate() {
+            fields.push(HotField::of("gate", Writer::Everybody(direction), &**side));
+        }
     }
 
     /// What happened so far.

@@ -93,6 +93,7 @@ pub mod error;
 mod flush;
 pub mod gate;
 mod kick;
+pub mod layout;
 pub mod limits;
 mod local;
 mod merge;
@@ -104,6 +105,8 @@ pub mod request;
 pub mod ring;
 pub mod sched;
 pub mod sector;
+#[cfg(simulation)]
+pub mod simulation;
 mod slab;
 mod software;
 mod split;
@@ -118,6 +121,8 @@ pub use clock::ClockMode;
 pub use completion::Callback;
 pub use disk::{Disk, DiskBuilder, Settings};
 pub use driver::{Busy, Driver, DriverContext, DriverQueue, Extent, Taken};
+#[cfg(simulation)]
+pub use engine::SimulatedEngine;
 #[cfg(not(any(loom, shuttle)))]
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext};
 pub use error::{Error, ErrorKind, IoResult, Status};

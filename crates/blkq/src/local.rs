@@ -44,14 +44,16 @@ const IDLE_WAIT: Duration = Duration::from_millis(1);
 /// ```
 pub struct LocalQueue {
     queue: Queue,
-    ring: Option<Ring>,
+    /// In a box, so that to lend it is to load a word.
+    ring: Option<Box<Ring>>,
     cqes: Vec<Cqe>,
 }
 
 impl LocalQueue {
     pub(crate) fn open(disk: &Arc<Disk>, index: usize) -> Result<LocalQueue, Error> {
-        let mut ring = if disk.driver().uses_ring() { Some(Ring::new(RING_ENTRIES)?) } else { None };
-        let queue = Queue::open(disk, index, OWNER, ring.as_mut())?;
+        let mut ring =
+            if disk.driver().uses_ring() { Some(Box::new(Ring::new(RING_ENTRIES)?)) } else { None };
+        let queue = Queue::open(disk, index, OWNER, ring.as_deref_mut())?;
         Ok(LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4) })
     }
 
@@ -62,7 +64,7 @@ impl LocalQueue {
     /// The bio, when the queue has no room: poll, then submit it again.
     #[inline]
     pub fn submit(&mut self, bio: Bio) -> Result<(), Bio> {
-        self.queue.submit(bio, self.ring.as_mut())
+        self.queue.submit(bio, self.ring.as_deref_mut())
     }
 
     /// Sends everything submitted to the driver and collects what has ended, without
@@ -75,7 +77,10 @@ impl LocalQueue {
     /// Sends everything submitted to the driver and waits until `want` completions can
     /// be taken (fewer, if fewer are in flight).
     pub fn wait(&mut self, want: usize) {
-        self.poll();
+        // With a ring, one call can both submit and wait.
+        if self.ring.is_none() || self.queue.done.len() >= want {
+            self.poll();
+        }
         loop {
             let have = self.queue.done.len();
             let in_flight = self.queue.in_flight() as usize;
@@ -94,10 +99,13 @@ impl LocalQueue {
     /// `want` completions are to be there: otherwise it sleeps.
     #[inline]
     fn turn(&mut self, want: usize, timeout: Option<Duration>) {
-        self.queue.flush(self.ring.as_mut());
+        self.queue.flush(self.ring.as_deref_mut());
+        if self.queue.done.len() < want {
+            self.queue.clock.rest();
+        }
         match &mut self.ring {
             Some(ring) => {
-                if self.queue.done.len() < want {
+                if self.queue.done.len() < want && self.queue.completed.is_empty() {
                     // A merged request ends several bios: one completion of the ring may do.
                     // With nothing in the driver (frozen, quiesced, tags held elsewhere) none comes.
                     let idle = if self.queue.started == 0 { Some(IDLE_WAIT) } else { None };
@@ -115,8 +123,8 @@ impl LocalQueue {
             }
             None => {}
         }
-        self.queue.run(self.ring.as_mut());
-        self.queue.flush(self.ring.as_mut());
+        self.queue.run(self.ring.as_deref_mut());
+        self.queue.flush(self.ring.as_deref_mut());
     }
 
     /// The next completion, oldest first. Those behind it move up: where there are many,
@@ -146,12 +154,12 @@ impl LocalQueue {
 
     /// The ring, if the driver uses one: for registering buffers.
     pub fn ring(&mut self) -> Option<&mut Ring> {
-        self.ring.as_mut()
+        self.ring.as_deref_mut()
     }
 
     /// What the ring did so far.
     pub fn ring_counters(&self) -> RingCounters {
-        self.ring.as_ref().map(Ring::counters).unwrap_or_default()
+        self.ring.as_deref().map(Ring::counters).unwrap_or_default()
     }
 }
 
@@ -163,6 +171,6 @@ impl Drop for LocalQueue {
             self.turn(1, Some(IDLE_WAIT));
             self.queue.done.clear();
         }
-        self.queue.close(self.ring.as_mut());
+        self.queue.close(self.ring.as_deref_mut());
     }
 }

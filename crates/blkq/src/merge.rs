@@ -6,7 +6,7 @@ use crate::queue::Queue;
 use crate::request::{Request, Tag};
 use crate::sched::MergeSide;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{FlushStep, NIL};
+use crate::slab::{FlushStep, NIL, Outline};
 
 /// Flags that keep a bio or a request alone.
 pub(crate) const ALONE: BioFlags =
@@ -47,22 +47,28 @@ impl Queue {
     /// Merges bio `index` into the youngest request of the plug, or into a neighbour
     /// that the scheduler knows.
     #[inline]
-    pub(crate) fn try_merge(&mut self, index: u32) -> bool {
+    pub(crate) fn try_merge(&mut self, index: u32, outline: &Outline) -> bool {
+        (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index))
+            || (self.scheduler.is_some() && self.try_scheduler_merge(index))
+    }
+
+    fn try_plug_merge(&mut self, index: u32) -> bool {
         let slot = &self.bios[index];
-        if let Some(&tag) = self.plug.requests.last() {
-            let request = &self.requests[tag.index()];
-            if let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors)
-                && self.merge_into(tag, index, side)
-            {
-                return true;
-            }
+        let Some(&tag) = self.plug.requests.last() else { return false };
+        let request = &self.requests[tag.index()];
+        let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors) else {
+            return false;
+        };
+        let merged = self.settings.merge && self.merge_into(tag, index, side);
+        if merged {
+            self.plug.merged(&self.requests[tag.index()]);
         }
-        self.scheduler.is_some() && self.try_scheduler_merge(index)
+        merged
     }
 
     fn try_scheduler_merge(&mut self, index: u32) -> bool {
         let slot = &self.bios[index];
-        if !is_mergeable(slot.operation, slot.flags) {
+        if !self.settings.merge || !is_mergeable(slot.operation, slot.flags) {
             return false;
         }
         let Some(scheduler) = &self.scheduler else { return false };

@@ -2,13 +2,15 @@
 //! [`PARTS_MAX`] parts of a bio are in flight, so that even a device-wide emulated
 //! write-zeroes needs little memory.
 
+use std::mem::ManuallyDrop;
+
 use crate::bio::{BioFlags, Operation};
-use crate::buffer::Segment;
+use crate::buffer::{Data, Segment};
 use crate::completion::End;
 use crate::error::{IoResult, Status};
 use crate::queue::Queue;
 use crate::sector::SECTOR_SHIFT;
-use crate::slab::{DataWords, Memory, NewBio, SlotMarks};
+use crate::slab::{Memory, NewBio, Outline, SlotMarks};
 use crate::split;
 use crate::stats::Counter;
 
@@ -40,8 +42,7 @@ impl Queue {
         if self.is_whole(index, no_unmap) {
             self.wait(index);
         } else {
-            self.bios[index].marks.insert(SlotMarks::SPLIT);
-            self.issue_first_parts(index);
+            self.issue_first_parts(index, SlotMarks::SPLIT);
         }
     }
 
@@ -56,17 +57,16 @@ impl Queue {
 
     /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
     pub(crate) fn begin_zeroes(&mut self, index: u32) {
-        let slot = &mut self.bios[index];
-        if slot.flags.contains(BioFlags::NO_FALLBACK) {
+        if self.bios[index].flags.contains(BioFlags::NO_FALLBACK) {
             return self.end_bio(index, Err(Status::NotSupported));
         }
-        slot.marks.insert(SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
-        slot.issued = 0;
-        slot.error = None;
-        self.issue_first_parts(index);
+        self.issue_first_parts(index, SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
     }
 
-    fn issue_first_parts(&mut self, index: u32) {
+    fn issue_first_parts(&mut self, index: u32, marks: SlotMarks) {
+        let slot = &mut self.bios[index];
+        slot.marks.insert(marks);
+        (slot.issued, slot.pending, slot.error) = (0, 0, None);
         self.issue_parts(index);
         let slot = &self.bios[index];
         if let (0, Some(status)) = (slot.pending, slot.error) {
@@ -101,14 +101,10 @@ impl Queue {
                 flags.remove(BioFlags::NO_UNMAP);
             }
             let part = self.bios.insert(NewBio {
-                operation,
-                flags,
-                sector,
-                sectors,
-                data: DataWords::NONE,
-                end: End::Taken,
+                outline: Outline { operation, flags, sector, sectors, start_ns },
+                data: ManuallyDrop::new(Data::None),
+                end: ManuallyDrop::new(End::Taken),
                 marks: SlotMarks::empty(),
-                start_ns,
             });
             let slot = &mut self.bios[part];
             slot.parent = index;

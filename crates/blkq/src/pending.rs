@@ -1,18 +1,24 @@
 //! Which of many have something pending: a bitmap that anybody sets and its owner empties
 //! (the kernel's `ctx_map` of software queues with requests).
 
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// A bit for each of a fixed number of software queues.
 #[derive(Debug)]
 pub struct PendingMap {
-    words: Box<[AtomicU64]>,
+    words: Box<[CachePadded<AtomicU64>]>,
 }
 
 impl PendingMap {
     /// A map for `count`, numbered from 0, of which none is pending.
     pub fn new(count: usize) -> PendingMap {
-        PendingMap { words: (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect() }
+        PendingMap { words: (0..count.div_ceil(64)).map(|_| CachePadded::new(AtomicU64::new(0))).collect() }
+    }
+
+    /// Where the words lie.
+    pub fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
+        fields.extend(self.words.iter().map(|word| HotField::of("pending", writer, &**word)));
     }
 
     /// Marks `index`. Whether it was not marked: then the owner is to be kicked.

@@ -2,11 +2,15 @@
 //! that neighbours merge, tags are taken in one go, the clock is read once, and the
 //! driver sees a batch (`struct blk_plug` in the kernel).
 
+use std::ops::Range;
+
 use crate::bio::Operation;
 use crate::queue::Queue;
-use crate::request::{RequestState, Tag};
+use crate::request::{Request, RequestState, Tag};
 use crate::ring::Ring;
-use crate::stats::{Counter, StatGroup, StatsWriter};
+use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::slab::Outline;
+use crate::stats::{Counter, StatsWriter};
 use crate::tags::{TagBatch, TagSet};
 
 /// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT).
@@ -16,6 +20,9 @@ pub const PLUG_REQUESTS_SEVERAL_QUEUES: usize = 64;
 /// A request of at least this many bytes flushes the plug (BLK_PLUG_FLUSH_SIZE).
 pub const PLUG_FLUSH_BYTES: u64 = 128 << 10;
 
+/// The tail of an empty plug: no device is large enough to have anything that touches it.
+const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
+
 /// The plug of one queue.
 pub(crate) struct Plug {
     /// Requests held back, oldest first.
@@ -24,9 +31,12 @@ pub(crate) struct Plug {
     pub tags: TagBatch,
     /// Requests before a flush: see the constants.
     pub limit: usize,
-    /// Requests built since the statistics were last told, by group, and when the first was.
-    built: [u32; StatGroup::COUNT],
-    first_ns: u64,
+    /// Where the youngest request begins and ends: what touches it may merge with it.
+    tail: Range<Sector>,
+    /// The youngest request has become large by merging.
+    grown: bool,
+    /// How many of the requests are of each operation.
+    operations: [u32; Operation::COUNT],
     /// How many requests the last plug had: so many tags the next one takes at once.
     last_len: usize,
 }
@@ -37,8 +47,9 @@ impl Plug {
             requests: Vec::with_capacity(PLUG_REQUESTS_SEVERAL_QUEUES),
             tags: TagBatch::default(),
             limit: PLUG_REQUESTS,
-            built: [0; StatGroup::COUNT],
-            first_ns: 0,
+            tail: NOWHERE,
+            grown: false,
+            operations: [0; Operation::COUNT],
             last_len: 1,
         }
     }
@@ -48,24 +59,32 @@ impl Plug {
         self.requests.is_empty()
     }
 
-    /// Counts a request that was built.
+    /// Whether so many sectors, which are within the device, touch the youngest request.
     #[inline]
-    pub fn count(&mut self, operation: Operation, start_ns: u64) {
-        if self.built == [0; StatGroup::COUNT] {
-            self.first_ns = start_ns;
-        }
-        self.built[StatGroup::from(operation) as usize] += 1;
+    pub fn is_touched(&self, sector: Sector, sectors: u64) -> bool {
+        sector == self.tail.end || sector + sectors == self.tail.start
     }
 
-    /// Tells the statistics of the requests that were built.
+    /// The youngest request was merged with what touched it.
+    pub fn merged(&mut self, request: &Request) {
+        self.tail = request.sector..request.end();
+        self.grown = request.bytes() >= PLUG_FLUSH_BYTES;
+    }
+
+    /// Takes the requests out, having told the statistics of them.
     #[inline]
-    pub fn publish(&mut self, stats: &mut StatsWriter) {
-        for group in StatGroup::ALL {
-            let built = std::mem::take(&mut self.built[group as usize]);
-            if built > 0 {
-                stats.start(group, u64::from(built), self.first_ns);
+    fn take(&mut self, requests: &[Request], stats: Option<&mut StatsWriter>) -> Vec<Tag> {
+        let operations = std::mem::take(&mut self.operations);
+        if let (Some(stats), Some(first)) = (stats, self.requests.first()) {
+            let first_ns = requests[first.index()].start_ns;
+            for (operation, count) in Operation::ALL.into_iter().zip(operations) {
+                if count > 0 {
+                    stats.start(operation.into(), u64::from(count), first_ns);
+                }
             }
         }
+        (self.tail, self.grown) = (NOWHERE, false);
+        std::mem::take(&mut self.requests)
     }
 
     /// How many tags to take at once: as many as the last plug used, or as bios wait.
@@ -83,20 +102,26 @@ impl Plug {
 impl Queue {
     /// Puts a request under the plug; flushes it when it is full or the request large.
     #[inline]
-    pub(crate) fn plug_request(&mut self, tag: Tag, mut ring: Option<&mut Ring>) {
+    pub(crate) fn plug_request(&mut self, tag: Tag, outline: &Outline, mut ring: Option<&mut Ring>) {
         // One that has grown large by merging goes before a new one comes.
-        if self.plug.requests.last().is_some_and(|last| self.is_large(*last)) {
+        if self.plug.grown {
             self.flush_plug(ring.as_deref_mut());
         }
         self.plug.requests.push(tag);
-        if self.plug.requests.len() >= self.plug.limit || self.is_large(tag) {
+        self.plug.operations[outline.operation as usize] += 1;
+        self.plug.tail = outline.sector..outline.sector + outline.sectors;
+        if self.plug.requests.len() >= self.plug.limit
+            || (outline.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT && self.settings.merge)
+        {
             self.flush_plug(ring);
         }
     }
 
+    /// Takes the requests out of the plug.
     #[inline]
-    fn is_large(&self, tag: Tag) -> bool {
-        self.settings.merge && self.requests[tag.index()].bytes() >= PLUG_FLUSH_BYTES
+    pub(crate) fn unplug(&mut self) -> Vec<Tag> {
+        let stats = if self.settings.iostats { Some(&mut self.stats) } else { None };
+        self.plug.take(&self.requests, stats)
     }
 
     /// Hands everything under the plug to the scheduler, or straight to the driver. The
@@ -104,35 +129,35 @@ impl Queue {
     #[inline]
     pub(crate) fn flush_plug(&mut self, ring: Option<&mut Ring>) {
         self.clock.invalidate();
-        if self.settings.iostats {
-            self.plug.publish(&mut self.stats);
-        }
-        if !self.plug.is_empty() {
-            self.plug.last_len = self.plug.requests.len();
-            self.stats.count(Counter::PlugFlushes, 1);
-            if self.scheduler.is_none() && self.dispatch.is_empty() {
-                let mut batch = std::mem::take(&mut self.plug.requests);
-                let taken = self.issue(&batch, ring);
-                self.dispatch.extend(batch.drain(taken..));
-                batch.clear();
-                self.plug.requests = batch;
-                return;
+        if self.plug.is_empty() { self.run_dispatch(ring) } else { self.flush_requests(ring) }
+    }
+
+    fn flush_requests(&mut self, ring: Option<&mut Ring>) {
+        let mut batch = self.unplug();
+        self.plug.last_len = batch.len();
+        self.stats.count(Counter::PlugFlushes, 1);
+        if self.scheduler.is_none() && self.dispatch.is_empty() {
+            let taken = self.issue(&batch, ring);
+            if taken < batch.len() {
+                self.dispatch.extend(&batch[taken..]);
             }
-            self.insert_plugged();
+        } else {
+            self.insert_plugged(&batch);
+            self.run_dispatch(ring);
         }
-        self.run_dispatch(ring);
+        batch.clear();
+        self.plug.requests = batch;
     }
 
     /// Moves the plug's requests to the scheduler, or behind what the driver refused.
-    fn insert_plugged(&mut self) {
+    fn insert_plugged(&mut self, batch: &[Tag]) {
         let now_ns = if self.scheduler.is_some() { self.clock.now_ns() } else { 0 };
-        for &tag in &self.plug.requests {
+        for &tag in batch {
             debug_assert!(self.requests[tag.index()].state == RequestState::Busy);
             match &mut self.scheduler {
                 Some(scheduler) => scheduler.insert(tag, &self.requests, now_ns),
                 None => self.dispatch.push_back(tag),
             }
         }
-        self.plug.requests.clear();
     }
 }

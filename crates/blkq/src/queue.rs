@@ -61,7 +61,6 @@ pub(crate) struct Queue {
     pub(crate) scheduler: Option<Box<dyn Scheduler>>,
     pub(crate) flush: FlushMachine,
     pub(crate) completed: Vec<(Tag, IoResult)>,
-    pub(crate) freed: Vec<Tag>,
     pub(crate) done: Vec<Completion>,
     /// Ends that other threads are to be told of.
     pub(crate) untold: Vec<(End, IoResult, Data)>,
@@ -158,7 +157,6 @@ impl Queue {
             scheduler: settings.scheduler.open(slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completed: Vec::with_capacity(slots),
-            freed: Vec::with_capacity(slots),
             done: Vec::with_capacity(slots),
             untold: Vec::new(),
             clock: Clock::new(settings.clock),
@@ -193,7 +191,11 @@ impl Queue {
             if self.sharing.is_some() {
                 self.tags.join();
             }
-            self.reload_if_changed(ring);
+            let generation = self.disk.control.generation();
+            if generation != self.generation {
+                self.generation = generation;
+                self.reload(ring);
+            }
         }
         self.entered
     }
@@ -203,6 +205,7 @@ impl Queue {
     pub(crate) fn leave_if_idle(&mut self) {
         if self.entered && self.in_use == 0 {
             self.entered = false;
+            self.clock.rest();
             if self.sharing.is_some() {
                 self.tags.leave();
             }
@@ -211,12 +214,8 @@ impl Queue {
     }
 
     /// Takes over limits and settings that were changed under a freeze.
-    fn reload_if_changed(&mut self, ring: Option<&mut Ring>) {
-        let generation = self.disk.control.generation();
-        if generation == self.generation {
-            return;
-        }
-        self.generation = generation;
+    #[cold]
+    fn reload(&mut self, ring: Option<&mut Ring>) {
         let scheduler = self.settings.scheduler;
         self.settings = self.disk.settings();
         self.clock.set_mode(self.settings.clock);
@@ -355,10 +354,8 @@ impl Queue {
 
     /// Ends with [`Status::Offline`] what the driver never got.
     fn abandon(&mut self) {
-        if self.settings.iostats {
-            self.plug.publish(&mut self.stats);
-        }
-        self.dispatch.extend(self.plug.requests.drain(..));
+        let plugged = self.unplug();
+        self.dispatch.extend(plugged);
         if let Some(scheduler) = &mut self.scheduler {
             // Not by dispatching: it may want others to end before.
             let tags = (0..self.requests.len()).map(|index| Tag(index as u16));

@@ -3,7 +3,7 @@
 
 use crate::bio::{BioFlags, Operation};
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::NIL;
+use crate::slab::{NIL, Outline};
 
 /// The number of a request within its tag set: 0 to one below the set's size.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
@@ -62,6 +62,23 @@ impl Request {
             segments: 0,
             pdu: [0; 2],
         }
+    }
+
+    /// Becomes the request of one bio.
+    #[inline]
+    pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {
+        debug_assert!(self.state == RequestState::Idle);
+        // Field by field: a literal would go through the stack (see `BioSlot`).
+        self.sector = outline.sector;
+        self.sectors = outline.sectors;
+        self.first_bio = bio;
+        self.last_bio = bio;
+        self.start_ns = outline.start_ns;
+        self.operation = outline.operation;
+        self.flags = outline.flags;
+        self.state = RequestState::Busy;
+        self.segments = segments;
+        self.pdu = [0; 2];
     }
 
     /// What to do. A driver sees only what its limits declare.

@@ -1,7 +1,9 @@
 //! Bios in flight: their slots, the slab that holds them, and lists through it.
 
+use std::mem::ManuallyDrop;
+
 use crate::bio::{BioFlags, Operation};
-use crate::buffer::{Data, IoBuffer, Segment, SegmentOwner};
+use crate::buffer::{Data, IoBuffer, Segment};
 use crate::completion::End;
 use crate::error::Status;
 use crate::sector::{SECTOR_SHIFT, Sector};
@@ -22,57 +24,6 @@ pub(crate) enum Memory {
     Zeroes,
 }
 
-/// What the word of [`DataWords`] is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-enum DataKind {
-    None,
-    Buffer,
-    Segments,
-}
-
-/// The memory of a bio, taken apart into words. An enum would be copied through the
-/// stack in other sizes than it was written in, and that stalls the processor for longer
-/// than all else that submitting does.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct DataWords {
-    word: *mut u8,
-    len: u32,
-    registered: u16,
-    kind: DataKind,
-}
-
-impl DataWords {
-    pub const NONE: DataWords =
-        DataWords { word: std::ptr::null_mut(), len: 0, registered: 0, kind: DataKind::None };
-
-    /// # Safety
-    /// The words take `data` over: the caller forgets it.
-    #[inline]
-    pub unsafe fn of(data: &Data) -> DataWords {
-        match data {
-            Data::None => DataWords::NONE,
-            Data::Buffer(buffer) => {
-                let Segment { ptr, len, registered } = buffer.segment();
-                DataWords { word: ptr, len, registered, kind: DataKind::Buffer }
-            }
-            Data::Segments(owner) => {
-                // SAFETY: the caller forgets the box that is read here.
-                let owner = unsafe { std::ptr::read(owner) };
-                let word = Box::into_raw(owner).cast();
-                DataWords { word, len: 0, registered: 0, kind: DataKind::Segments }
-            }
-        }
-    }
-
-    /// The length of the buffer in sectors; 0 if it is none.
-    #[inline]
-    pub fn buffer_sectors(&self) -> u64 {
-        if self.kind == DataKind::Buffer { u64::from(self.len >> SECTOR_SHIFT) } else { 0 }
-    }
-}
-
 /// What the end word of a [`BioSlot`] is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -85,18 +36,21 @@ pub(crate) enum EndKind {
     Taken,
 }
 
-/// A bio in flight, its end kept as a word for the reason that [`DataWords`] gives.
+/// A bio in flight. Its end is kept as a word and a kind: an enum would be copied through the
+/// stack in other sizes than it was written in, and that stalls the processor for longer than
+/// all else that submitting does.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct BioSlot {
-    data: DataWords,
+    /// Never dropped in place: what is in flight at the end of all is leaked.
+    pub data: ManuallyDrop<Data>,
     end_word: u64,
     pub sector: Sector,
     /// Length in sectors.
     pub sectors: u64,
     /// When it was accepted, in nanoseconds of the queue's clock; 0 without iostats.
     pub start_ns: u64,
-    /// The next bio of the request, the waiting list or the free list.
+    /// The next bio of the request or of the waiting list.
     pub next: u32,
     /// The bio that this is a part of, or [`NIL`].
     pub parent: u32,
@@ -110,21 +64,21 @@ pub(crate) struct BioSlot {
     end_kind: EndKind,
     /// How many of its sectors have been handed to parts, if it is split.
     pub issued: u64,
-    /// Where its memory begins within its parent's, in bytes.
+    /// Where its memory begins within its parent's, in bytes, if it is a part.
     pub data_offset: u32,
-    /// Parts in flight.
+    /// Parts in flight, if it is split.
     pub pending: u32,
 }
 
 const _: () = {
     // What the path of a plain bio touches is one cache line.
-    assert!(std::mem::offset_of!(BioSlot, error) < 64 && std::mem::offset_of!(BioSlot, issued) == 64);
+    assert!(std::mem::offset_of!(BioSlot, end_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64);
 };
 
 impl BioSlot {
     const fn empty() -> BioSlot {
         BioSlot {
-            data: DataWords::NONE,
+            data: ManuallyDrop::new(Data::None),
             end_kind: EndKind::Taken,
             end_word: 0,
             sector: Sector(0),
@@ -144,58 +98,26 @@ impl BioSlot {
         }
     }
 
-    /// Gives the memory back, if it is one buffer.
-    #[inline(always)]
-    pub fn take_buffer(&mut self) -> Option<IoBuffer> {
-        if self.data.kind != DataKind::Buffer {
-            return None;
-        }
-        self.data.kind = DataKind::None;
-        let DataWords { word: ptr, len, registered, .. } = self.data;
-        // SAFETY: `DataWords::of` took a buffer apart, and the kind said that it was not
-        // taken since.
-        Some(unsafe { IoBuffer::from_segment(Segment { ptr, len, registered }) })
-    }
-
     /// Gives the memory back.
     #[inline]
     pub fn take_data(&mut self) -> Data {
-        let DataWords { word, len, registered, kind } = self.data;
-        self.data.kind = DataKind::None;
-        match kind {
-            DataKind::None => Data::None,
-            DataKind::Buffer => {
-                // SAFETY: as in `take_buffer`.
-                Data::Buffer(unsafe { IoBuffer::from_segment(Segment { ptr: word, len, registered }) })
-            }
-            // SAFETY: as above, with the box of an owner.
-            DataKind::Segments => Data::Segments(unsafe { Box::from_raw(word.cast()) }),
-        }
+        ManuallyDrop::into_inner(std::mem::replace(&mut self.data, ManuallyDrop::new(Data::None)))
     }
 
     /// Its own memory as segments.
     pub fn with_segments<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
-        let DataWords { word, len, registered, kind } = self.data;
-        match kind {
-            DataKind::None => f(&[]),
-            DataKind::Buffer => f(&[Segment { ptr: word, len, registered }]),
-            DataKind::Segments => {
-                let owner = word.cast::<Box<dyn SegmentOwner>>();
-                // SAFETY: the box that `DataWords::of` took over and that was not taken since.
-                f(unsafe { (**owner).segments() })
-            }
-        }
+        self.data.with_segments(f)
     }
 
     /// Its memory, if that is one buffer of its own.
     #[inline]
     fn own_buffer(&self) -> Option<Segment> {
-        let DataWords { word, registered, kind, .. } = self.data;
-        if kind != DataKind::Buffer || self.memory != Memory::Own {
-            return None;
+        match &*self.data {
+            Data::Buffer(buffer) if self.memory == Memory::Own => {
+                Some(Segment { len: (self.sectors << SECTOR_SHIFT) as u32, ..buffer.segment() })
+            }
+            _ => None,
         }
-        let len = (self.sectors << SECTOR_SHIFT) as u32;
-        Some(Segment { ptr: word, len, registered })
     }
 
     #[inline]
@@ -221,26 +143,34 @@ impl BioSlot {
         }
     }
 
+    pub fn outline(&self) -> Outline {
+        let &BioSlot { operation, flags, sector, sectors, start_ns, .. } = self;
+        Outline { operation, flags, sector, sectors, start_ns }
+    }
+
     /// The mark of a bio that ends plainly: its owner's, whole, with nothing else to do.
     #[inline]
     pub fn plain_mark(&self) -> Option<u64> {
-        let plain = self.marks.is_empty()
-            && self.step == FlushStep::None
-            && self.parent == NIL
-            && self.end_kind == EndKind::Owner;
-        plain.then_some(self.end_word)
+        (self.marks == SlotMarks::PLAIN).then_some(self.end_word)
     }
 }
 
 /// What a bio begins with in the slab.
 pub(crate) struct NewBio {
+    pub outline: Outline,
+    // Never dropped: what might have to be is kept in memory instead of registers.
+    pub data: ManuallyDrop<Data>,
+    pub end: ManuallyDrop<End>,
+    pub marks: SlotMarks,
+}
+
+/// What a bio asks for, without its memory: that with which its request begins.
+#[derive(Clone, Copy)]
+pub(crate) struct Outline {
     pub operation: Operation,
     pub flags: BioFlags,
     pub sector: Sector,
     pub sectors: u64,
-    pub data: DataWords,
-    pub end: End,
-    pub marks: SlotMarks,
     pub start_ns: u64,
 }
 
@@ -254,6 +184,9 @@ bitflags::bitflags! {
         const AS_ZEROES = 1 << 1;
         /// It is done through parts, in flight at most [`PARTS_MAX`](crate::split) at a time.
         const SPLIT = 1 << 2;
+        /// It was accepted as one legal piece of its owner's, to which a completion goes.
+        /// Without other marks its end is nothing more.
+        const PLAIN = 1 << 3;
     }
 }
 
@@ -274,22 +207,20 @@ pub(crate) enum FlushStep {
     Postflush,
 }
 
-/// The bios in flight of one queue: a slab with a free list. It never allocates but when
-/// parts of bios go over its capacity.
+/// The bios in flight of one queue: a slab with a stack of its free slots. (A list through the
+/// slots takes fewer instructions but more time: each bio would wait for the slot of the one
+/// before.) It never allocates but when parts of bios go over its capacity.
 pub(crate) struct BioSlab {
     slots: Vec<BioSlot>,
-    free: u32,
-    used: u32,
-    capacity: u32,
+    free: Vec<u32>,
+    /// How many slots were added beyond the capacity, for parts.
+    extra: usize,
 }
 
 impl BioSlab {
     pub fn new(capacity: u32) -> BioSlab {
-        let mut slots: Vec<BioSlot> = (0..capacity).map(|_| BioSlot::empty()).collect();
-        for (next, slot) in (1..).zip(&mut slots) {
-            slot.next = if next < capacity { next } else { NIL };
-        }
-        BioSlab { slots, free: if capacity == 0 { NIL } else { 0 }, used: 0, capacity }
+        let slots = (0..capacity).map(|_| BioSlot::empty()).collect();
+        BioSlab { slots, free: (0..capacity).rev().collect(), extra: 0 }
     }
 
     /// Takes the ends of all bios in flight, to be told that nothing will come of them. Their
@@ -300,60 +231,53 @@ impl BioSlab {
 
     /// Bios in flight.
     pub fn len(&self) -> u32 {
-        self.used
+        (self.slots.len() - self.free.len()) as u32
     }
 
-    /// Room for that many more bios of callers.
-    pub fn room(&self) -> u32 {
-        self.capacity.saturating_sub(self.used)
+    /// Whether there is room for one more bio of a caller.
+    #[inline]
+    pub fn has_room(&self) -> bool {
+        self.free.len() > self.extra
     }
 
     /// Takes a bio in.
     #[inline]
     pub fn insert(&mut self, bio: NewBio) -> u32 {
-        if self.free == NIL {
-            self.grow();
-        }
-        let index = self.free;
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None => self.grow(),
+        };
+        // Field by field, for the reason that `BioSlot` gives.
         let slot = &mut self.slots[index as usize];
-        self.free = slot.next;
-        self.used += 1;
-        // Word by word, for the reason that `DataWords` gives.
-        slot.data.word = bio.data.word;
-        slot.data.len = bio.data.len;
-        slot.data.registered = bio.data.registered;
-        slot.data.kind = bio.data.kind;
-        slot.set_end(bio.end);
-        slot.sector = bio.sector;
-        slot.sectors = bio.sectors;
-        slot.start_ns = bio.start_ns;
+        slot.data = bio.data;
+        slot.set_end(ManuallyDrop::into_inner(bio.end));
+        slot.sector = bio.outline.sector;
+        slot.sectors = bio.outline.sectors;
+        slot.start_ns = bio.outline.start_ns;
         slot.next = NIL;
         slot.parent = NIL;
-        slot.operation = bio.operation;
-        slot.flags = bio.flags;
+        slot.operation = bio.outline.operation;
+        slot.flags = bio.outline.flags;
         slot.memory = Memory::Own;
         slot.marks = bio.marks;
         slot.step = FlushStep::None;
         slot.error = None;
-        slot.issued = 0;
-        slot.pending = 0;
         index
     }
 
     #[cold]
-    fn grow(&mut self) {
-        self.free = self.slots.len() as u32;
+    fn grow(&mut self) -> u32 {
         self.slots.push(BioSlot::empty());
+        self.extra += 1;
+        self.free.reserve(self.slots.len());
+        self.slots.len() as u32 - 1
     }
 
     /// Gives the slot back; its memory and end have been taken.
     #[inline]
     pub fn remove(&mut self, index: u32) {
-        let slot = &mut self.slots[index as usize];
-        debug_assert!(slot.data.kind == DataKind::None);
-        slot.next = self.free;
-        self.free = index;
-        self.used -= 1;
+        debug_assert!(matches!(*self[index].data, Data::None));
+        self.free.push(index);
     }
 
     /// The bio whose memory bio `index` uses, and from which byte of it on.

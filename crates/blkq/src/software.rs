@@ -6,10 +6,9 @@ mod model;
 
 use std::collections::VecDeque;
 
-use crossbeam_utils::CachePadded;
-
 use crate::bio::{Bio, Operation};
 use crate::completion::End;
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
 use crate::merge;
 use crate::pending::PendingMap;
@@ -140,6 +139,16 @@ impl SoftwareQueues {
         self.pending.set(index);
     }
 
+    /// What submitters and the owner, of queue `owner`, use, and where it lies.
+    pub fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
+        fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
+        // The first two are those of the gate.
+        self.pending.hot_fields(Writer::Everybody(2 + owner), fields);
+        for (index, queue) in self.queues.iter().enumerate() {
+            fields.push(HotField::of("software queue", Writer::Submitter(owner, index), &**queue));
+        }
+    }
+
     /// Whether anything waits.
     pub fn has_pending(&self) -> bool {
         !self.pending.is_empty()
@@ -183,7 +192,7 @@ impl Queue {
             && self.waiting.is_empty()
             && self.dispatch.is_empty()
             && self.in_use < u32::from(self.settings.requests())
-            && self.bios.room() > 0
+            && self.bios.has_room()
             && !self.disk.control.is_frozen()
     }
 

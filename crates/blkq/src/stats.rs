@@ -10,11 +10,10 @@ use std::sync::Arc;
 // There is no protocol between these counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crossbeam_utils::CachePadded;
-
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::error::Status;
+use crate::layout::CachePadded;
 
 mod histogram;
 
@@ -159,6 +158,7 @@ pub struct QueueStats {
     busy: AtomicU64,
     groups: [GroupCounters; StatGroup::COUNT],
     counters: [AtomicU64; Counter::COUNT],
+    clock_age_max_ns: AtomicU64,
     latencies: [[AtomicU64; LATENCY_BUCKETS]; StatGroup::COUNT],
     errors: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
 }
@@ -181,6 +181,7 @@ impl QueueStats {
                 latency_max_ns: AtomicU64::new(0),
             }),
             counters: zeroes(),
+            clock_age_max_ns: AtomicU64::new(0),
             latencies: std::array::from_fn(|_| zeroes()),
             errors: std::array::from_fn(|_| zeroes()),
         }
@@ -209,6 +210,7 @@ impl QueueStats {
         load(&self.in_flight, &mut snapshot.in_flight);
         load(&self.in_flight_max, &mut snapshot.in_flight_max);
         load(&self.counters, &mut snapshot.counters);
+        snapshot.clock_age_max_ns = self.clock_age_max_ns.load(Relaxed);
         snapshot.busy_ns = busy_ns(busy, now_ns);
         for (i, group) in snapshot.groups.iter_mut().enumerate() {
             let counters = &self.groups[i];
@@ -292,6 +294,12 @@ impl StatsWriter {
         add(&self.0.counters[counter as usize], n);
     }
 
+    /// No cached reading of the clock was used for longer than `age_ns` so far.
+    #[inline]
+    pub fn clock_age(&mut self, age_ns: u64) {
+        raise(&self.0.clock_age_max_ns, age_ns);
+    }
+
     /// `requests` of `group` are in flight no more.
     #[inline]
     fn end(&mut self, group: StatGroup, requests: u64, now_ns: u64) {
@@ -308,7 +316,7 @@ const fn error_index(status: Status) -> usize {
 }
 
 /// The completions of one batch, summed up before they go to the shared counters: most
-/// are of one group, and have both time stamps in common.
+/// are of one group.
 #[must_use = "what was not finished is not counted"]
 #[derive(Debug, Default)]
 pub struct StatsBatch {
@@ -316,58 +324,40 @@ pub struct StatsBatch {
     ios: u64,
     sectors: u64,
     nanoseconds: u64,
-    /// The current run of requests with the same stamps.
-    start_ns: u64,
     now_ns: u64,
-    run: u64,
 }
 
 impl StatsBatch {
-    /// A request of `group`, built at `start_ns`, ended at `now_ns`.
-    #[inline]
+    /// Requests of `group`, built at `start_ns`, ended at `now_ns`: so many (1 or more),
+    /// with so many sectors together.
     pub fn done(
         &mut self,
         writer: &mut StatsWriter,
         group: StatGroup,
-        sectors: u64,
+        (requests, sectors): (u64, u64),
         start_ns: u64,
         now_ns: u64,
     ) {
-        if (group, start_ns, now_ns) != (self.group, self.start_ns, self.now_ns) {
-            self.end_run(writer);
-            if group != self.group {
-                self.end_group(writer);
-                self.group = group;
-            }
-            self.start_ns = start_ns;
-            self.now_ns = now_ns;
+        if group != self.group {
+            self.end_group(writer);
+            self.group = group;
         }
-        self.run += 1;
+        let latency_ns = now_ns.saturating_sub(start_ns);
+        if now_ns < start_ns {
+            writer.count(Counter::NegativeLatencies, requests);
+        }
+        add(&writer.0.latencies[group as usize][bucket_of(latency_ns)], requests);
+        raise(&writer.0.groups[group as usize].latency_max_ns, latency_ns);
+        self.nanoseconds = self.nanoseconds.wrapping_add(latency_ns.wrapping_mul(requests));
+        self.ios += requests;
         self.sectors += sectors;
+        self.now_ns = now_ns;
     }
 
     /// Adds the batch to the queue's counters.
     #[inline]
     pub fn finish(mut self, writer: &mut StatsWriter) {
-        self.end_run(writer);
         self.end_group(writer);
-    }
-
-    #[inline]
-    fn end_run(&mut self, writer: &mut StatsWriter) {
-        if self.run == 0 {
-            return;
-        }
-        let latency_ns = self.now_ns.saturating_sub(self.start_ns);
-        if self.now_ns < self.start_ns {
-            writer.count(Counter::NegativeLatencies, self.run);
-        }
-        let group = self.group as usize;
-        add(&writer.0.latencies[group][bucket_of(latency_ns)], self.run);
-        raise(&writer.0.groups[group].latency_max_ns, latency_ns);
-        self.nanoseconds = self.nanoseconds.wrapping_add(latency_ns.wrapping_mul(self.run));
-        self.ios += self.run;
-        self.run = 0;
     }
 
     #[inline]
@@ -432,6 +422,9 @@ pub struct StatsSnapshot {
     pub busy_ns: u64,
     /// By the number of [`Counter`].
     pub counters: [u64; Counter::COUNT],
+    /// The longest that a cached reading of the clock was used, as far as measured, of a
+    /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
+    pub clock_age_max_ns: u64,
 }
 
 impl StatsSnapshot {
@@ -475,8 +468,8 @@ impl StatsSnapshot {
         self.fields().map(|field| format!("{field:8}")).join(" ")
     }
 
-    /// What happened since `earlier`. What is in flight, and the most that was, stay
-    /// as they are now.
+    /// What happened since `earlier`. What is in flight, the most that was, and the
+    /// oldest reading of the clock stay as they are now.
     #[must_use]
     pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {
         let mut delta = self.clone();
@@ -516,6 +509,7 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
         self.in_flight.iter_mut().zip(other.in_flight).for_each(|(m, t)| *m += t);
         self.in_flight_max.iter_mut().zip(other.in_flight_max).for_each(|(m, t)| *m = (*m).max(t));
         self.busy_ns = self.busy_ns.max(other.busy_ns);
+        self.clock_age_max_ns = self.clock_age_max_ns.max(other.clock_age_max_ns);
         self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
     }
 }

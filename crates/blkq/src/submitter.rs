@@ -25,6 +25,7 @@ pub struct Submitter {
     software: usize,
     batcher: Batcher,
     limits: QueueLimits,
+    merge: bool,
     generation: u64,
 }
 
@@ -42,6 +43,7 @@ impl Submitter {
             queue,
             batcher: Batcher::default(),
             limits: disk.limits(),
+            merge: disk.settings().merge,
             generation: disk.control.generation(),
             disk: disk.clone(),
         }
@@ -86,12 +88,17 @@ impl Submitter {
         if generation != self.generation {
             self.generation = generation;
             self.limits = self.disk.limits();
+            self.merge = self.disk.settings().merge;
         }
         let disk = self.disk.clone();
         let shared = disk.hardware_queue(self.queue);
-        let (bio, end) = match shared.software.try_merge(self.software, bio, end, &self.limits) {
-            Ok(()) => return,
-            Err(back) => back,
+        let (bio, end) = if self.merge {
+            match shared.software.try_merge(self.software, bio, end, &self.limits) {
+                Ok(()) => return,
+                Err(back) => back,
+            }
+        } else {
+            (bio, end)
         };
         disk.gate.enter(direction(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
         shared.software.push(self.software, bio, end);

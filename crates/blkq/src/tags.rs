@@ -13,8 +13,7 @@ mod tests;
 
 use std::sync::Arc;
 
-use crossbeam_utils::CachePadded;
-
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::request::Tag;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
@@ -107,6 +106,11 @@ fn lowest_bits(free: u64, want: usize) -> u64 {
     free ^ rest
 }
 
+#[cold]
+fn put_twice(tag: Tag) -> ! {
+    panic!("{tag:?} was put twice");
+}
+
 impl TagSet {
     /// A set of `depth` tags, all free.
     ///
@@ -145,6 +149,13 @@ impl TagSet {
             word.store(bits, Ordering::SeqCst);
         }
         self.depth.store(u32::from(depth), Ordering::SeqCst);
+    }
+
+    /// What the owner of queue `owner` uses, and where it lies.
+    pub(crate) fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
+        for word in &self.words {
+            fields.push(HotField::of("tags", Writer::Owner(owner), &**word));
+        }
     }
 
     /// How many tags there are.
@@ -226,7 +237,7 @@ impl TagSet {
     /// Gives one tag back.
     #[inline]
     pub fn put(&self, tag: Tag) {
-        self.put_batch(&[tag]);
+        self.put_batch([tag]);
     }
 
     /// Gives tags back: one atomic operation for each run of tags of the same word.
@@ -234,23 +245,28 @@ impl TagSet {
     /// # Panics
     /// If a tag is not in use: it would be handed out twice.
     #[inline]
-    pub fn put_batch(&self, tags: &[Tag]) {
-        let Some(first) = tags.first() else { return };
-        let mut word = first.index() >> self.shift;
-        let mut bits = 0;
+    pub fn put_batch(&self, tags: impl IntoIterator<Item = Tag>) {
+        let (mut word, mut bits, mut count) = (0, 0u64, 0);
+        let shift = self.shift;
         for tag in tags {
-            let its_word = tag.index() >> self.shift;
+            let its_word = tag.index() >> shift;
             if its_word != word {
-                self.give(word, bits);
-                word = its_word;
-                bits = 0;
+                if bits != 0 {
+                    self.give(word, bits);
+                }
+                (word, bits) = (its_word, 0);
             }
-            let bit = 1 << (tag.index() & ((1 << self.shift) - 1));
-            assert!(bits & bit == 0, "{tag:?} was put twice");
+            let bit = 1 << (tag.index() & ((1 << shift) - 1));
+            if bits & bit != 0 {
+                put_twice(tag);
+            }
             bits |= bit;
+            count += 1;
         }
-        self.give(word, bits);
-        self.freed(tags.len() as u32);
+        if count > 0 {
+            self.give(word, bits);
+            self.freed(count);
+        }
     }
 
     /// Gives back what is left of `batch`, with one atomic operation.

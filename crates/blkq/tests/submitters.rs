@@ -141,6 +141,31 @@ fn callbacks_come_once_each_through_a_full_device() {
 }
 
 #[test]
+fn neighbours_of_a_submitter_merge_unless_merging_is_off() {
+    within(60, || {
+        for merge in [true, false] {
+            let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap()));
+            let disk = disk.merge(merge).build().unwrap();
+            let engine = engine(&disk);
+            let mut submitter = disk.submitter();
+            // While the disk is frozen the engine takes nothing, and neighbours meet.
+            disk.freeze();
+            for block in 0..8 {
+                submitter.submit(Bio::write(Sector(8 * block), filled(4096, 1), 0), |result, _| {
+                    assert_eq!(result, Ok(()));
+                });
+            }
+            assert_eq!(disk.gate_counters().largest_in_flight[1], if merge { 1 } else { 8 });
+            disk.unfreeze();
+            submitter.flush().unwrap();
+            drop(engine);
+            let writes = &disk.stats().groups[1];
+            assert_eq!((writes.ios, writes.merges), if merge { (1, 7) } else { (8, 0) });
+        }
+    });
+}
+
+#[test]
 fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
     within(60, || {
         let device = cached_device(5);

@@ -48,7 +48,7 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
     run
 }
 
-/// Submits all that is free if that is a batch, and takes what has ended.
+/// Submits all that is free if that is a batch, and takes what has ended: 0 when all has.
 #[inline]
 pub fn turn(
     queue: &mut LocalQueue,
@@ -57,11 +57,15 @@ pub fn turn(
     free: &mut Vec<IoBuffer>,
 ) -> Result<u64> {
     if free.len() >= load.batch {
-        for buffer in free.drain(..) {
+        let now = offsets.left().min(free.len() as u64) as usize;
+        for buffer in free.drain(..now) {
             let sector = Sector(offsets.next_bytes() >> 9);
             let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };
             if queue.submit(bio).is_err() {
                 return Err("the queue has no room".into());
+            }
+            if load.one_by_one {
+                queue.poll();
             }
         }
     }

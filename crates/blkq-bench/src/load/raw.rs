@@ -29,12 +29,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         .custom_flags(if direct { libc::O_DIRECT } else { 0 })
         .open(path)?;
     let mut offsets = load.offsets(file.metadata()?.len());
-    let mut ring: IoUring = IoUring::builder()
-        .setup_single_issuer()
-        .setup_defer_taskrun()
-        .setup_coop_taskrun()
-        .setup_taskrun_flag()
-        .build(ENTRIES)?;
+    let mut ring = ring()?;
     ring.submitter().register_files(&[file.as_raw_fd()])?;
     let mut buffers: Vec<IoBuffer> =
         (0..load.depth).map(|_| IoBuffer::zeroed(load.block_bytes as usize)).collect();
@@ -49,18 +44,21 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     let mut free: Vec<usize> = (0..load.depth).collect();
     let (mut enters, mut submissions) = (0, 0);
     let run = timed(length, || {
-        while free.len() >= load.batch {
-            for slot in free.drain(free.len() - load.batch..) {
+        if free.len() >= load.batch && offsets.left() > 0 {
+            let now = offsets.left().min(free.len() as u64) as usize;
+            for slot in free.drain(..now) {
                 let entry = entry(load, slot, buffers[slot].as_mut_ptr(), offsets.next_bytes());
                 // SAFETY: each buffer is in flight once, and outlives the ring's use of it.
                 unsafe { ring.submission().push(&entry)? };
                 submissions += 1;
+                if load.one_by_one {
+                    ring.submit()?;
+                    enters += 1;
+                }
             }
-            if load.batch > 1 {
-                break;
-            }
-            ring.submit()?;
-            enters += 1;
+        }
+        if free.len() == load.depth {
+            return Ok(0);
         }
         ring.submit_and_wait(1)?;
         enters += 1;
@@ -87,6 +85,16 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     }
     let run = run?;
     Ok(run.per_io(Metric::EntersPerIo, enters).per_io(Metric::SubmissionsPerIo, submissions))
+}
+
+/// A ring like blkq's own.
+///
+/// # Errors
+/// If the kernel does not give one.
+pub fn ring() -> Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();
+    Ok(builder.build(ENTRIES)?)
 }
 
 fn entry(load: &Load, slot: usize, buffer: *mut u8, offset: u64) -> squeue::Entry {

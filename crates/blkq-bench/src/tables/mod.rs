@@ -4,8 +4,13 @@ use crate::bench::{Bench, Pace};
 use crate::result::Table;
 use crate::{Result, What};
 
+mod batching;
 mod clock;
+mod direct;
+mod dispatch;
+mod layout;
 mod peak;
+mod peers;
 
 /// How to measure a table.
 pub struct Measure {
@@ -18,7 +23,12 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 2] = [
+pub const TABLES: [Measure; 7] = [
+    Measure { name: What::Dispatch, planned_seconds: dispatch::planned_seconds, run: dispatch::run },
+    Measure { name: What::Direct, planned_seconds: direct::planned_seconds, run: direct::run },
+    Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
+    Measure { name: What::Layout, planned_seconds: layout::planned_seconds, run: layout::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
+    Measure { name: What::Peers, planned_seconds: peers::planned_seconds, run: peers::run },
 ];

@@ -1,20 +1,58 @@
-//! What one core does: the block layer alone, and the loop driver against raw io_uring.
+//! What one core does, and several: the block layer alone, and the loop driver against raw
+//! io_uring.
 
 use std::sync::Arc;
 
+use blkq::disk::QUEUES_MAX;
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq::{ClockMode, Disk};
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::drivers::ram::Ram;
+use blkq::{ClockMode, Disk, Driver};
 
-use crate::bench::{Bench, Pace, case};
-use crate::load::{Load, Pattern, local, raw};
+use crate::bench::{Bench, CaseRun, Pace, Run, case};
+use crate::load::{Load, Pattern, local, nop, raw};
 use crate::metric::Metric;
-use crate::result::{Expected, Table};
+use crate::result::{Curve, Expected, Point, Table};
 use crate::tables::clock::null_disk;
 use crate::{Result, What};
 
+/// Size of the memory that the ram driver is measured on: larger than caches.
+const RAM_BYTES: u64 = 256 << 20;
+
+/// What stands on the lines of the curves.
+const NULL: &str = "null";
+const RAM: &str = "ram";
+const NOP: &str = "io_uring NOP";
+const LOOP: &str = "loop";
+const RAW: &str = "raw io_uring";
+
+/// The pace of the points of curves.
+fn point_pace(pace: &Pace) -> Pace {
+    Pace { seconds: pace.seconds * 0.3, rounds: 3, ..*pace }
+}
+
+fn batches(pace: &Pace) -> &'static [usize] {
+    if pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64] }
+}
+
+fn depths(pace: &Pace) -> &'static [usize] {
+    if pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64, 128] }
+}
+
+/// 1, 2, 4, ... and three halves of that between, up to twice the processors.
+fn threads() -> Vec<usize> {
+    let processors = std::thread::available_parallelism().map_or(1, Into::into);
+    let most = (2 * processors).min(QUEUES_MAX);
+    let powers = (0..).map(|power| 1usize << power).flat_map(|count| [count, count + count / 2]);
+    let mut counts: Vec<usize> = powers.take_while(|count| *count <= most).chain([most]).collect();
+    counts.dedup();
+    counts
+}
+
 /// About how long its runs take.
 pub fn planned_seconds(pace: &Pace) -> f64 {
-    pace.cost(8)
+    let points = 3 * batches(pace).len() + 2 * depths(pace).len() + 2 * threads().len();
+    pace.cost(3 + 4 + 2 + 3) + point_pace(pace).cost(points)
 }
 
 /// Measures it.
@@ -23,29 +61,183 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
 /// If a device cannot be made or used.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Peak, "peak: I/O per second in process, against raw io_uring");
-    let disk = null_disk(ClockMode::Cached, true)?;
-    let load = Load::read(Pattern::Random, 32).batch(32);
-    let null = bench.compare(
-        "null, 4 KiB random read",
-        vec![case("batches of 32", |length| local::run(&disk, &load, length))],
-    )?;
-    let rate = null.case("batches of 32").median(Metric::Iops) / 1e6;
-    table.target("null, one core, batches of 32, iostats on, M IOPS", rate, Expected::AtLeast(50.0));
-    table.comparisons.push(null);
+    nothing_behind(bench, &mut table)?;
+    over_file(bench, &mut table)?;
+    Ok(table)
+}
 
+/// The drivers without a file.
+fn nothing_behind(bench: &mut Bench, table: &mut Table) -> Result {
+    let null = &null_disk(ClockMode::Cached, true)?;
+    let ram = &Disk::builder(Box::new(Ram::new(RAM_BYTES, 4096, false)?)).build()?;
+    let line = |name, batch: usize| -> CaseRun<'_> {
+        let load = Load::read(Pattern::Random, batch).batch(batch);
+        match name {
+            NULL => Box::new(move |length| local::run(null, &load, length)),
+            RAM => Box::new(move |length| local::run(ram, &load, length)),
+            _ => Box::new(move |length| nop::run(batch, length)),
+        }
+    };
+    let names = [NULL, RAM, NOP];
+    let cases = names.map(|name| (name.to_owned(), line(name, 32)));
+    let mut comparison = bench.compare("no file, 4 KiB random read, batches of 32", cases.into())?;
+    comparison.effect("null by io_uring NOP", NOP, NULL, Metric::Iops, None);
+    let rate = comparison.case(NULL).median(Metric::Iops) / 1e6;
+    table.comparisons.push(comparison);
+    let what = "null, one core, batches of 32, iostats on, M IOPS";
+    table.target(what, rate, Expected::AtLeast(50.0));
+    table.target(format!("{what}: twice SPDK's null device"), rate, Expected::AtLeast(28.0));
+
+    let points = batches(&bench.pace);
+    table.curves.extend(curves(bench, "no file, one core", "batch", &names, points, line)?);
+
+    let counts = threads();
+    let options = NullOptions { zero_reads: false, ..NullOptions::new(1 << 40) };
+    let shared = |count| -> Result<Arc<Disk>> {
+        let driver: Box<dyn Driver> = Box::new(Null::new(options.clone())?);
+        Ok(Disk::builder(driver).queues(count).build()?)
+    };
+    let load = Load::read(Pattern::Random, 32).batch(32);
+    let line = |name, count| -> CaseRun<'_> {
+        Box::new(move |length| {
+            if name == NOP {
+                return on_threads(count, |_| nop::run(32, length));
+            }
+            let disk = shared(count)?;
+            on_threads(count, |index| {
+                let bytes = disk.limits().capacity_bytes;
+                local::on(&mut disk.open_queue(index)?, &load, bytes, length)
+            })
+        })
+    };
+    let plot = "no file, a queue for each thread, batches of 32";
+    table.curves.extend(curves(bench, plot, "threads", &[NULL, NOP], &counts, line)?);
+    Ok(())
+}
+
+/// The loop driver with direct I/O.
+fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     let path = bench.file()?.path().to_owned();
     let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(&path) };
     let disk: Arc<Disk> = Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?;
-    let random = Load::read(Pattern::Random, 64).registered();
-    let mut comparison = bench.compare(
-        "loop direct, 4 KiB random read, depth 64",
-        vec![
-            case("raw io_uring", |length| raw::run(&path, true, &random.batch(16), length)),
-            case("loop", |length| local::run(&disk, &random, length)),
-        ],
-    )?;
-    let ratio = comparison.effect("block layer", "raw io_uring", "loop", Metric::Iops, None).ratio;
-    table.target("loop direct, random read, by raw io_uring", ratio, Expected::AtLeast(0.98));
+    let raw = |name: &'static str, load: Load| {
+        let path = &path;
+        case(name, move |length| raw::run(path, true, &load, length))
+    };
+    let own = |name: &'static str, load: Load| {
+        let disk = &disk;
+        case(name, move |length| local::run(disk, &load, length))
+    };
+
+    let at_once = Load::read(Pattern::Random, 64).registered();
+    let ways = [
+        ("one by one", "raw, one by one", "loop, one by one", at_once.one_by_one()),
+        ("all at once", "raw, all at once", "loop, all at once", at_once),
+    ];
+    let cases = ways.iter().flat_map(|(_, base, feature, load)| [raw(base, *load), own(feature, *load)]);
+    let title = "loop direct, 4 KiB random read, depth 64, registered buffers";
+    let mut comparison = bench.compare(title, cases.collect())?;
+    for (way, base, feature, _) in ways {
+        let mut ratio =
+            |metric| comparison.effect(format!("{way}: by raw"), base, feature, metric, None).ratio;
+        let (iops, cpu) = (ratio(Metric::Iops), ratio(Metric::CpuNsPerIo));
+        let what = format!("loop direct, random read, submitted {way}, by {RAW} submitted so");
+        table.target(format!("{what}: IOPS"), iops, Expected::AtLeast(0.98));
+        table.target(format!("{what}: processor time per I/O"), cpu, Expected::AtMost(1.05));
+    }
     table.comparisons.push(comparison);
-    Ok(table)
+
+    let one = Load::read(Pattern::Random, 1).registered();
+    let cases = vec![raw(RAW, one), own(LOOP, one)];
+    let mut comparison = bench.compare("loop direct, 4 KiB random read, depth 1", cases)?;
+    comparison.effect("by raw", RAW, LOOP, Metric::NsPerIo, None);
+    table.comparisons.push(comparison);
+
+    // Both sides know what comes next; only the way in which it is asked for differs.
+    let load = Load::read(Pattern::Sequential, 64);
+    let (single, batch) = ("raw, one by one", "raw, batches of 32");
+    let cases = vec![raw(single, load.one_by_one()), raw(batch, load.batch(32)), own(LOOP, load.batch(32))];
+    let mut comparison = bench.compare("loop direct, 4 KiB sequential read, depth 64", cases)?;
+    let mut ratio =
+        |base: &str, metric| comparison.effect(format!("by {base}"), base, LOOP, metric, None).ratio;
+    for (base, iops_min) in [(single, 2.0), (batch, 1.1)] {
+        let (iops, cpu) = (ratio(base, Metric::Iops), ratio(base, Metric::CpuNsPerIo));
+        let what = format!("loop direct, sequential 4 KiB, by {base}");
+        table.target(format!("{what}: IOPS"), iops, Expected::AtLeast(iops_min));
+        table.target(format!("{what}: processor time per byte"), cpu, Expected::AtMost(0.5));
+    }
+    table.comparisons.push(comparison);
+
+    let points = depths(&bench.pace);
+    let line = |name, depth| {
+        let load = Load::read(Pattern::Random, depth).registered();
+        (if name == RAW { raw(RAW, load) } else { own(LOOP, load) }).1
+    };
+    let plot = "loop direct, 4 KiB random read, all at once";
+    table.curves.extend(curves(bench, plot, "depth", &[RAW, LOOP], points, line)?);
+    Ok(())
+}
+
+/// Measures IOPS on every line at every point, in turn.
+fn curves<'a>(
+    bench: &mut Bench,
+    plot: &str,
+    x_label: &str,
+    lines: &[&'static str],
+    points: &[usize],
+    case_of: impl Fn(&'static str, usize) -> CaseRun<'a>,
+) -> Result<Vec<Curve>> {
+    let title = |line: &str, point: usize| format!("{line}, {x_label} {point}");
+    let at = |point: &usize| {
+        lines.iter().map(|line| (title(line, *point), case_of(line, *point))).collect::<Vec<_>>()
+    };
+    let pace = point_pace(&bench.pace);
+    let comparison = bench.compare_at(pace, plot, points.iter().flat_map(at).collect())?;
+    let point = |line: &str, x: usize| {
+        let figure = comparison.case(&title(line, x)).figure(Metric::Iops);
+        Point { x: x as f64, median: figure.median, min: figure.min, max: figure.max }
+    };
+    let curve = |line: &&str| Curve {
+        plot: plot.to_owned(),
+        name: (*line).to_owned(),
+        x_label: x_label.to_owned(),
+        metric: Metric::Iops,
+        points: points.iter().map(|x| point(line, *x)).collect(),
+    };
+    Ok(lines.iter().map(curve).collect())
+}
+
+/// Runs `run` on `count` threads at once; their IOPS together.
+fn on_threads(count: usize, run: impl Fn(usize) -> Result<Run> + Sync) -> Result<Run> {
+    let run = &run;
+    let runs: Result<Vec<Run>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|index| scope.spawn(move || run(index))).collect();
+        let joined = threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|_| Err("a thread ended in a panic".into())));
+        joined.collect()
+    });
+    let runs = runs?;
+    let iops = runs.iter().flat_map(|run| &run.values).filter(|(metric, _)| *metric == Metric::Iops);
+    let iops = iops.map(|(_, value)| value).sum();
+    Ok(Run { ios: runs.iter().map(|run| run.ios).sum(), values: Vec::new() }.with(Metric::Iops, iops))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_iops_of_threads_add_up() {
+        let one = |index: usize| Ok(Run { ios: 10, values: Vec::new() }.with(Metric::Iops, index as f64));
+        let run = on_threads(3, one).unwrap();
+        assert_eq!((run.ios, run.values.as_slice()), (30, [(Metric::Iops, 3.0)].as_slice()));
+        assert!(on_threads(2, |_| Err("no".into())).is_err());
+    }
+
+    #[test]
+    fn threads_go_from_one_to_twice_the_processors() {
+        let counts = threads();
+        assert!(counts[0] == 1 && counts.is_sorted() && counts.len() >= 2, "{counts:?}");
+    }
 }

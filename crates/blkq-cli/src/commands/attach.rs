@@ -5,18 +5,20 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
+use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::{ClockMode, ErrorKind, SchedulerKind};
-use clap::ValueEnum;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
+use clap::{Parser, ValueEnum};
 
+use super::Cli;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{be_daemon, launch, report, warn};
 use crate::size::format_size;
-use crate::{print_json, systemd};
+use crate::{nooverlap, print_json, systemd};
 
 /// Options of `attach`.
 #[derive(clap::Args, Clone, Debug)]
@@ -56,6 +58,17 @@ pub struct Args {
     /// each other destroy the data
     #[arg(long)]
     pub shared: bool,
+    /// If these bytes of the image are attached already, reuse that device and print where it
+    /// is; if others that overlap them are, refuse. Of several at once, one attaches
+    #[arg(long, conflicts_with_all = ["shared", "foreground"])]
+    pub nooverlap: bool,
+    /// Detach when the last client has gone, after the first one came
+    #[arg(long)]
+    pub autoclear: bool,
+    /// Have the kernel look for partitions on the device's node in /dev; over NBD the
+    /// client's kernel does
+    #[arg(long)]
+    pub partscan: bool,
     /// Where in the image the device begins
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0")]
     pub offset: u64,
@@ -92,6 +105,9 @@ pub struct Args {
     /// Time stamps: one reading of the clock per batch, or one each
     #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
     pub clock: ClockMode,
+    /// Make things go wrong on purpose, for testing what uses the device (docs/fault.md)
+    #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>)]
+    pub fault: Option<FaultSpec>,
     /// NBD connections at a time
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub max_connections: u16,
@@ -135,11 +151,30 @@ pub enum SectorSize {
     /// 512 bytes
     #[value(name = "512")]
     Bytes512,
+    /// 1024 bytes
+    #[value(name = "1024")]
+    Bytes1024,
+    /// 2048 bytes
+    #[value(name = "2048")]
+    Bytes2048,
     /// 4096 bytes
     #[value(name = "4096")]
     Bytes4096,
     /// The smallest that works
     Auto,
+}
+
+impl SectorSize {
+    /// In bytes; `None`: the driver chooses.
+    pub fn bytes(self) -> Option<u32> {
+        match self {
+            SectorSize::Bytes512 => Some(512),
+            SectorSize::Bytes1024 => Some(1024),
+            SectorSize::Bytes2048 => Some(2048),
+            SectorSize::Bytes4096 => Some(4096),
+            SectorSize::Auto => None,
+        }
+    }
 }
 
 /// `--scheduler`.
@@ -223,22 +258,59 @@ impl Args {
         }
     }
 
+    /// The options that `words` after `attach` make.
+    ///
+    /// # Errors
+    /// What is wrong with them, in one line.
+    pub fn from_words(words: &[OsString]) -> Outcome<Args> {
+        let line = ["blkq", "attach"].map(OsString::from).into_iter().chain(words.iter().cloned());
+        match Cli::try_parse_from(line) {
+            Ok(Cli { command: super::Command::Attach(args) }) => Ok(args),
+            Ok(_) => Err(Failure::new("attach: not its words")),
+            Err(error) => {
+                let text = error.to_string();
+                let line = text.lines().next().unwrap_or_default();
+                Err(Failure::new(line.strip_prefix("error: ").unwrap_or(line)))
+            }
+        }
+    }
+
     /// Attaches: starts the daemon and waits until it is ready, or is it.
     ///
     /// # Errors
     /// Why the device could not be attached.
     pub fn run(self) -> Outcome<ExitCode> {
         self.check().map_err(|e| self.failed(e))?;
+        if self.nooverlap && systemd::is_activated() {
+            let why = "--nooverlap may find another daemon's device, and the sockets of systemd are served here; leave it away";
+            return Err(self.failed(Failure::new(why)));
+        }
         // Who hands over sockets watches the process that it hands them to.
         if self.foreground || self.daemon || systemd::is_activated() {
             return self.serve();
         }
-        // This program again, with the same words after `attach`.
-        self.report(&launch("attach", std::env::args_os().skip(2))?)?;
+        // The same words after `attach` are what the daemon is to read.
+        let info = self.attach(&std::env::args_os().skip(2).collect::<Vec<_>>())?;
+        self.report(&info)?;
         Ok(ExitCode::SUCCESS)
     }
 
-    fn failed(&self, failure: Failure) -> Failure {
+    /// Attaches by a daemon that reads `words`, those that made these options, and waits
+    /// until it is ready; or finds the device that `--nooverlap` asks for.
+    ///
+    /// # Errors
+    /// Why the device could not be attached.
+    pub fn attach(&self, words: &[OsString]) -> Outcome<DeviceInfo> {
+        let start = || launch("attach", words.iter().cloned());
+        if self.nooverlap {
+            // What the daemon refuses is told as a failed attach already.
+            return nooverlap::attach(self, start);
+        }
+        start()
+    }
+
+    /// A failure of attaching the image.
+    pub fn failed(&self, failure: Failure) -> Failure {
         failure.during(format_args!("attach {}", image_text(&self.image)))
     }
 

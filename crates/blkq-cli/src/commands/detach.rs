@@ -38,7 +38,6 @@ impl Args {
     /// code remains.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
-        let during = |failure: Failure, name: &str| failure.during(format_args!("detach {name}"));
         if let Some(name) = self.name {
             return match detach(&dir, &name, self.force) {
                 Ok(Detached::Done) => Ok(ExitCode::SUCCESS),
@@ -49,11 +48,10 @@ impl Args {
         }
         let mut code = ExitCode::SUCCESS;
         for name in dir.names()? {
-            match detach(&dir, &name, self.force) {
-                // One that died, or was just detached by somebody else, is gone as well.
-                Ok(_) => print(&format!("{name}: detached\n"))?,
+            match end(&dir, &name, self.force) {
+                Ok(()) => print(&format!("{name}: detached\n"))?,
                 Err(failure) => {
-                    complain(&during(failure, &name));
+                    complain(&failure);
                     code = ExitCode::from(EXIT_FAILED);
                 }
             }
@@ -91,4 +89,17 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
             }
         },
     }
+}
+
+/// Ends one of all devices: one that died, or was just detached by somebody else, is gone as
+/// well.
+///
+/// # Errors
+/// If it was refused, or its last flush failed.
+pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome {
+    detach(dir, name, force).map(|_| ()).map_err(|e| during(e, name))
+}
+
+fn during(failure: Failure, name: &str) -> Failure {
+    failure.during(format_args!("detach {name}"))
 }

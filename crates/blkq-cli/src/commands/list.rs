@@ -1,101 +1,121 @@
 //! `blkq list`: the devices that there are.
 
-use serde::Serialize;
+use std::path::PathBuf;
 
-use crate::control::{Called, Request, call, died};
-use crate::failure::Outcome;
-use crate::info::{DeviceInfo, StateFile};
-use crate::size::format_size;
-use crate::state::{Dead, StateDir};
-use crate::table::{Align, render};
+use blkq::drivers::parse_bytes;
+
+use crate::backing::{Backing, is_behind};
+use crate::columns::{self, Column};
+use crate::devices::{Entry, all};
+use crate::failure::{Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::state::StateDir;
+use crate::table::render;
 use crate::{complain, print, print_json};
 
 /// Options of `list`.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "\
+#[command(after_help = after_help())]
+pub struct Args {
+    /// One JSON array of objects as `show --json` prints them; those of daemons that do
+    /// not answer have "name" and "error" only, and orphans "image" and "exports" besides
+    #[arg(long, conflicts_with_all = ["output", "no_headings"])]
+    json: bool,
+    /// The columns to show, with commas in between; with a + in front, in addition
+    #[arg(long, short = 'O', value_name = "COLUMNS")]
+    output: Option<String>,
+    /// Leave out the line above the columns
+    #[arg(long)]
+    no_headings: bool,
+    /// Only devices of this image, whatever it is called: the same file on the same file system
+    #[arg(long, value_name = "FILE")]
+    backing: Option<PathBuf>,
+    /// Of these only those that begin there in the image
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, requires = "backing")]
+    offset: Option<u64>,
+}
+
+fn after_help() -> String {
+    format!(
+        "\
 Devices whose daemon was killed are cleared away, and named on stderr; but a kernel's block
 device outlives its daemon: it stays listed, with the mode `orphan`, for `blkq recover` or
 `blkq detach`.
 
+Columns:
+{}and those of `blkq losetup`.
+
 Examples:
   blkq list
-  blkq list --json | jq -r '.[].name'")]
-pub struct Args {
-    /// One JSON array of objects as `show --json` prints them; those of daemons that do
-    /// not answer have "name" and "error" only, and orphans "image" and "exports" besides
-    #[arg(long)]
-    json: bool,
-}
-
-/// A line of the list.
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Entry {
-    Device(Box<DeviceInfo>),
-    Orphan { name: String, image: String, exports: Vec<String>, error: String },
-    Silent { name: String, error: String },
+  blkq list --backing disk.img --output NAME --no-headings
+  blkq list --json | jq -r '.[].name'",
+        columns::help(&columns::LIST)
+    )
 }
 
 impl Args {
     /// Prints the list.
     ///
     /// # Errors
-    /// If the state directory cannot be read.
+    /// If the state directory cannot be read, or there is no such column.
     pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        let mut entries = Vec::new();
-        for name in dir.names()? {
-            match call(&dir, &name, &Request::Show {}) {
-                Ok(Called::Answered(info)) => entries.push(Entry::Device(info)),
-                Ok(Called::Nobody) => match dir.clear_dead(&name) {
-                    Ok(Dead::Cleared(last_words)) => complain(&died(&name, &last_words)),
-                    Ok(Dead::Orphan(orphan)) => {
-                        let error = orphan.refusal().to_string();
-                        let StateFile { name, image, exports, .. } = orphan.state.clone();
-                        entries.push(Entry::Orphan { name, image, exports, error });
-                    }
-                    // Either it has just gone, or its daemon is just starting or ending.
-                    Ok(Dead::No) if dir.file(&name, ".lock").exists() => {
-                        let error = "starting or ending".to_owned();
-                        entries.push(Entry::Silent { name, error });
-                    }
-                    Ok(Dead::No) => {}
-                    Err(failure) => complain(&failure),
-                },
-                Err(failure) => entries.push(Entry::Silent { name, error: failure.to_string() }),
+        let default = columns::LIST.iter().collect();
+        let columns = match &self.output {
+            Some(text) => columns::choose(text, &columns::LIST, &columns::LOSETUP, default)?,
+            None => default,
+        };
+        let mut entries = all(&StateDir::locate()?)?;
+        entries.retain(|entry| self.is_asked_for(entry));
+        if self.json { print_json(&entries) } else { print(&table(&columns, &entries, !self.no_headings)) }
+    }
+
+    fn is_asked_for(&self, entry: &Entry) -> bool {
+        match (&self.backing, entry) {
+            (None, _) => true,
+            (Some(path), Entry::Device(info)) => is_behind(path, info) && begins_at(info, self.offset),
+            // Who does not tell may be the one: it is not left out in silence.
+            (Some(_), Entry::Silent { name, error }) => {
+                complain(&Failure::new(format!("{name}: {error}")));
+                false
+            }
+            (Some(_), Entry::Orphan { error, .. }) => {
+                complain(&Failure::new(error));
+                false
             }
         }
-        if self.json { print_json(&entries) } else { print(&table(&entries)) }
     }
 }
 
-fn table(entries: &[Entry]) -> String {
-    if entries.is_empty() {
-        return String::new();
-    }
-    let mut rows = vec![["NAME", "SIZE", "MODE", "DIRECT", "CLIENTS", "IMAGE", "EXPORT"].map(str::to_owned)];
-    for entry in entries {
-        match entry {
-            Entry::Device(info) => rows.push([
-                info.name.clone(),
-                format_size(info.size),
-                if info.read_only { "ro" } else { "rw" }.to_owned(),
-                info.direct_io.effective.clone(),
-                info.clients.len().to_string(),
-                info.image.clone(),
-                info.exports.join(" "),
-            ]),
-            Entry::Orphan { name, image, exports, .. } => {
-                let [size, direct, clients] = ["-"; 3].map(str::to_owned);
-                let (mode, exports) = ("orphan".to_owned(), exports.join(" "));
-                rows.push([name.clone(), size, mode, direct, clients, image.clone(), exports]);
-            }
-            Entry::Silent { name, error } => {
-                let [size, mode, direct, clients, image] = ["-"; 5].map(str::to_owned);
-                rows.push([name.clone(), size, mode, direct, clients, image, format!("({error})")]);
-            }
+/// Whether the device begins at `offset` of its image, if that is asked for.
+pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
+    offset.is_none() || Backing::of(info).map(|backing| backing.window.offset) == offset
+}
+
+fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
+    let silent = |column: &Column, name: &str, error: &str| match column.name {
+        "NAME" => name.to_owned(),
+        "EXPORT" => format!("({error})"),
+        _ => "-".to_owned(),
+    };
+    let orphan = |column: &Column, name: &str, image: &str, exports: &[String]| match column.name {
+        "NAME" => name.to_owned(),
+        "MODE" => "orphan".to_owned(),
+        "IMAGE" => image.to_owned(),
+        "EXPORT" => exports.join(" "),
+        _ => "-".to_owned(),
+    };
+    let row = |entry: &Entry| match entry {
+        Entry::Orphan { name, image, exports, .. } => {
+            columns.iter().map(|column| orphan(column, name, image, exports)).collect()
         }
+        Entry::Device(info) => columns.iter().map(|column| (column.cell)(info).text()).collect(),
+        Entry::Silent { name, error } => columns.iter().map(|column| silent(column, name, error)).collect(),
+    };
+    let heading = || columns.iter().map(|column| column.name.to_owned()).collect();
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    if headings && !entries.is_empty() {
+        rows.push(heading());
     }
-    use Align::{Left, Right};
-    render([Left, Right, Left, Left, Right, Left, Left], &rows)
+    rows.extend(entries.iter().map(row));
+    render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)
 }

@@ -12,6 +12,7 @@ pub mod detach;
 pub mod features;
 pub mod generate;
 pub mod list;
+pub mod losetup;
 pub mod recover;
 pub mod resize;
 pub mod set;
@@ -64,6 +65,8 @@ pub enum Command {
     Recover(recover::Args),
     /// Hand a block device in use to a new daemon, of this program
     Upgrade(upgrade::Args),
+    /// The command line of losetup(8), for scripts and habits that have it
+    Losetup(Box<losetup::Args>),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
     /// Tell who made a ublk device, for udev
@@ -92,6 +95,7 @@ impl Command {
             Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),
             Command::Upgrade(args) => args.run(),
+            Command::Losetup(args) => args.run(),
             Command::Features(args) => args.run().map(done),
             Command::UblkOwner(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),

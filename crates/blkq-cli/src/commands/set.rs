@@ -13,7 +13,8 @@ The device holds new I/O back while a change is made; nothing in flight is lost.
 Examples:
   blkq set disk.img direct-io=on
   blkq set disk.img scheduler=mq-deadline depth=64
-  blkq set disk.img read-only=on")]
+  blkq set disk.img read-only=on
+  blkq set disk.img fault=none          on a device attached with --fault")]
 pub struct Args {
     /// The device, as `blkq list` names it
     name: String,

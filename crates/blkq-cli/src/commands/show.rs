@@ -36,6 +36,7 @@ impl Args {
 fn page(info: &DeviceInfo) -> String {
     let mut rows: Vec<[String; 2]> = Vec::new();
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
+    let switch = |on: bool| if on { "yes" } else { "no" }.to_owned();
     row("name", info.name.clone());
     row("image", info.image.clone());
     info.exports.iter().for_each(|export| row("export", export.clone()));
@@ -49,7 +50,9 @@ fn page(info: &DeviceInfo) -> String {
     row("daemon", format!("process {}", info.pid));
     row("size", format!("{} ({} bytes)", format_size(info.size), info.size));
     row("sector-size", format!("{} (physical {})", info.sector_size, info.physical_sector_size));
-    row("read-only", if info.read_only { "yes" } else { "no" }.to_owned());
+    row("read-only", switch(info.read_only));
+    row("autoclear", switch(info.autoclear));
+    row("partscan", switch(info.partscan));
     let direct = &info.direct_io;
     let reason = if direct.reason.is_empty() { String::new() } else { format!(": {}", direct.reason) };
     row("direct-io", format!("{} (asked for: {}){reason}", direct.effective, direct.requested));

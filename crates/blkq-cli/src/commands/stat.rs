@@ -97,6 +97,8 @@ struct Report {
     busy_percent: f64,
     /// Counted in the time that the report covers.
     counters: Map<String, Value>,
+    /// The longest that a cached reading of the clock was used since the device was attached.
+    clock_age_max_us: f64,
     /// Counted since the device was attached: the fields of /sys/block/X/stat.
     fields: [u64; 17],
 }
@@ -135,6 +137,7 @@ impl Report {
             queue: rate(waited_ns as f64 / 1e9, seconds),
             busy_percent: rate(during.busy_ns as f64 / 1e7, seconds).min(100.0),
             counters: counters.collect(),
+            clock_age_max_us: totals.clock_age_max_ns as f64 / 1e3,
             fields: totals.fields(),
         }
     }

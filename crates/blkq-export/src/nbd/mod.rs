@@ -8,6 +8,7 @@ mod connection;
 pub mod handshake;
 mod listener;
 mod outgoing;
+mod pacing;
 pub mod proto;
 pub mod reply;
 mod rest;
@@ -17,5 +18,7 @@ mod status;
 pub mod transmission;
 
 pub use listener::Listen;
+#[cfg(simulation)]
+pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};
 pub use status::ConnectionInfo;

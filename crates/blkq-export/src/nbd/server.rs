@@ -1,5 +1,6 @@
 //! The server as its owner sees it: start, look, stop.
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -44,11 +45,14 @@ pub struct NbdOptions {
     /// Time in which a client must take replies, or send the whole payload of a write that it
     /// began, in seconds, plus one for each MiB. Then it is dropped.
     pub transfer_timeout_s: u64,
+    /// An eventfd that does not block, written whenever the last client has gone, once one
+    /// has chosen an export: who only asked what there is was no client.
+    pub idle_event: Option<Arc<OwnedFd>>,
 }
 
 impl Default for NbdOptions {
     /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
-    /// begin, 30 s to take a reply or send a payload.
+    /// begin, 30 s to take a reply or send a payload; nobody is told when clients are gone.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),
@@ -58,6 +62,7 @@ impl Default for NbdOptions {
             buffered_bytes_total: 256 << 20,
             handshake_timeout_s: 10,
             transfer_timeout_s: 30,
+            idle_event: None,
         }
     }
 }
@@ -79,6 +84,28 @@ impl NbdOptions {
             return invalid("limits of connections and times are at least 1");
         }
         Ok(())
+    }
+}
+
+/// The server's part on a simulated engine, and a client for it as a message to it.
+#[cfg(simulation)]
+pub mod simulated {
+    use std::any::Any;
+    use std::os::fd::OwnedFd;
+
+    use super::*;
+    use crate::nbd::source::Message;
+
+    /// A server without a socket to listen on.
+    pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
+        let loads: Loads = Box::new([AtomicUsize::new(0)]);
+        let registry = Arc::new(Registry::new(None));
+        Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, Arrivals::Elsewhere))
+    }
+
+    /// Brings it a client.
+    pub fn client(socket: OwnedFd) -> Box<dyn Any + Send> {
+        Box::new(Message::Client(socket))
     }
 }
 
@@ -108,7 +135,8 @@ impl NbdServer {
             Socket::Listening(listener) => listener.to_string(),
             Socket::Connected(_) => "nbd on an inherited connection".into(),
         };
-        let (options, registry) = (Arc::new(options), Arc::new(Registry::new()));
+        let registry = Arc::new(Registry::new(options.idle_event.clone()));
+        let options = Arc::new(options);
         // A single client needs no more than one engine.
         let engines = if matches!(socket, Socket::Connected(_)) { &engines[..1] } else { engines };
         let loads: Arc<Loads> = Arc::new(engines.iter().map(|_| AtomicUsize::new(0)).collect());

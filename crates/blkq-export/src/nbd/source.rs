@@ -15,6 +15,7 @@ use super::buffers::{Budget, BufferPool};
 use super::connection::Connection;
 use super::handshake::Export;
 use super::listener::{Listener, peer_name, tune};
+use super::pacing::Pacing;
 use super::proto::{Command, TransmissionFlags};
 use super::reply::ReplyTo;
 use super::server::NbdOptions;
@@ -62,6 +63,9 @@ pub(super) struct Core {
     free: Vec<u32>,
     /// Bios for which the queue had no room, with the queue.
     refused: VecDeque<(usize, Bio)>,
+    pacing: Pacing,
+    /// Bios that wait for room in the pacing, with the queue.
+    held: VecDeque<(usize, Bio)>,
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
 }
@@ -97,8 +101,35 @@ impl Core {
     /// Submits `bio`, now or as soon as there is room.
     pub fn submit(&mut self, pending: Pending, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
         bio.user_data = self.remember(pending).into();
+        if self.held.is_empty() && self.pacing.has_room() {
+            self.submit_now(queue, bio, cx);
+        } else {
+            self.held.push_back((queue, bio));
+        }
+    }
+
+    fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
+        self.pacing.submit();
         if let Err(bio) = cx.submit(queue, bio) {
             self.refused.push_back((queue, bio));
+        }
+    }
+
+    /// Submits what waited for others to end, and lets the device begin with it before what
+    /// these read is copied to their clients.
+    fn release(&mut self, cx: &mut SourceContext<'_>) {
+        if !self.pacing.has_news() {
+            return;
+        }
+        self.pacing.look(self.held.len(), cx.now_ns());
+        let held = self.held.len();
+        while self.pacing.has_room()
+            && let Some((queue, bio)) = self.held.pop_front()
+        {
+            self.submit_now(queue, bio, cx);
+        }
+        if self.held.len() < held {
+            cx.dispatch();
         }
     }
 
@@ -158,6 +189,8 @@ impl NbdSource {
                 pending: Vec::new(),
                 free: Vec::new(),
                 refused: VecDeque::new(),
+                pacing: Pacing::default(),
+                held: VecDeque::new(),
                 deadline_ns: u64::MAX,
             },
             registry,
@@ -340,6 +373,7 @@ impl Source for NbdSource {
     }
 
     fn on_bio(&mut self, _cx: &mut SourceContext<'_>, completion: Completion) {
+        self.core.pacing.end();
         let pending = self.core.recall(completion.user_data as u32);
         if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
             connection.complete(pending, completion, &mut self.core);
@@ -364,6 +398,7 @@ impl Source for NbdSource {
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
         self.check_deadlines(cx);
         self.retry_refused(cx);
+        self.core.release(cx);
         while !self.ready.is_empty() {
             let mut ready = std::mem::take(&mut self.ready);
             for slot in ready.drain(..) {
@@ -380,6 +415,7 @@ impl Source for NbdSource {
                 self.make_ready(slot);
             }
         }
+        self.core.pacing.turn(|| cx.now_ns());
         match (self.core.buffers.is_idle(), self.idle_since_ns) {
             (true, None) => self.idle_since_ns = Some(cx.now_ns()),
             (false, Some(_)) => self.idle_since_ns = None,

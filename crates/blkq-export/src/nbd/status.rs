@@ -1,5 +1,6 @@
 //! What the control plane sees of connections.
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -51,16 +52,22 @@ pub(super) struct Registry {
     closed: AtomicBool,
     accepted: AtomicU64,
     refused: AtomicU64,
+    /// Somebody chose an export and is gone.
+    served: AtomicBool,
+    /// An eventfd to be written when nobody is left of those who were served.
+    idle_event: Option<Arc<OwnedFd>>,
 }
 
 impl Registry {
-    pub fn new() -> Registry {
+    pub fn new(idle_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
             connections: Mutex::new(Vec::new()),
             open: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
+            served: AtomicBool::new(false),
+            idle_event,
         }
     }
 
@@ -81,7 +88,14 @@ impl Registry {
 
     /// A connection that was admitted is gone, or was never begun.
     pub fn leave(&self) {
-        self.open.fetch_sub(1, Ordering::SeqCst);
+        let last = self.open.fetch_sub(1, Ordering::SeqCst) == 1;
+        if last
+            && let Some(event) = &self.idle_event
+            && self.served.load(Ordering::SeqCst)
+        {
+            // Full, it has been written and not been read yet.
+            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+        }
     }
 
     pub fn begin(&self, peer: String) -> Arc<ConnectionStatus> {
@@ -103,6 +117,9 @@ impl Registry {
 
     pub fn end(&self, status: &Arc<ConnectionStatus>) {
         self.connections().retain(|other| !Arc::ptr_eq(other, status));
+        if status.export.get().is_some() {
+            self.served.store(true, Ordering::SeqCst);
+        }
         self.leave();
     }
 

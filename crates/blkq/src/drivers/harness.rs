@@ -15,7 +15,7 @@ use crate::error::{Error, IoResult};
 use crate::request::{Request, RequestState, Tag};
 use crate::ring::{Cqe, Ring, Token};
 use crate::sector::Sector;
-use crate::slab::{BioSlab, DataWords, NIL, NewBio, SlotMarks};
+use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks};
 use crate::tags::Wake;
 
 pub(super) const TAGS: usize = 64;
@@ -119,17 +119,11 @@ impl Harness {
         };
         for (length, data) in parts {
             let sectors = length >> 9;
-            let data = ManuallyDrop::new(data);
             let slot = self.bios.insert(NewBio {
-                // SAFETY: the data is not dropped.
-                data: unsafe { DataWords::of(&data) },
-                end: End::Taken,
-                sector: request.end(),
-                sectors,
-                operation,
-                flags,
+                outline: Outline { operation, flags, sector: request.end(), sectors, start_ns: 0 },
+                data: ManuallyDrop::new(data),
+                end: ManuallyDrop::new(End::Taken),
                 marks: SlotMarks::empty(),
-                start_ns: 0,
             });
             if request.first_bio == NIL {
                 request.first_bio = slot;

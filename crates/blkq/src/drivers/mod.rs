@@ -6,14 +6,17 @@ use std::str::FromStr;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
 
+pub mod fault;
 pub mod r#loop;
 pub mod null;
 pub mod ram;
+mod random;
 
 #[cfg(test)]
 #[cfg(not(any(loom, shuttle)))]
 mod harness;
 
+use fault::{Fault, FaultSpec};
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use null::{Null, NullOptions};
 use ram::Ram;
@@ -71,7 +74,7 @@ pub struct DriverOptions {
     pub offset: u64,
     /// Size of the device in bytes; `None`: up to the end of the image.
     pub size_limit: Option<u64>,
-    /// Logical block, 512 or 4096 bytes; `None`: chosen by the driver.
+    /// Logical block in bytes, one of [`SECTOR_SIZES`]; `None`: chosen by the driver.
     pub sector_size: Option<u32>,
     /// Whether I/O goes around the page cache.
     pub direct_io: DirectIo,
@@ -82,6 +85,8 @@ pub struct DriverOptions {
     pub read_only: bool,
     /// Let others use the same bytes of the image.
     pub shared: bool,
+    /// What goes wrong, on purpose.
+    pub fault: Option<FaultSpec>,
 }
 
 /// A driver, and what the user should know about how it was opened.
@@ -97,6 +102,14 @@ pub struct Opened {
 /// # Errors
 /// One line that says what is wrong, why, and the cure.
 pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
+    let Opened { driver, mut warnings } = open_plain(spec, options)?;
+    let Some(fault) = &options.fault else { return Ok(Opened { driver, warnings }) };
+    let fault = Fault::new(driver, fault.clone())?;
+    warnings.push(format!("faults are injected, with seed={}", fault.seed()));
+    Ok(Opened { driver: Box::new(fault), warnings })
+}
+
+fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     let silent = |driver: Box<dyn Driver>| Opened { driver, warnings: Vec::new() };
     match spec {
         DriverSpec::Null(bytes) => {
@@ -141,12 +154,19 @@ fn memory_sector(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
         let message = format!("{option} is for images, and {driver} has none; leave it away");
         return Err(Error::new(ErrorKind::Invalid, message));
     }
-    match options.sector_size.unwrap_or(512) {
-        sector @ (512 | 4096) => Ok(sector),
-        sector => {
-            Err(Error::new(ErrorKind::Invalid, format!("a sector has 512 or 4096 bytes, not {sector}")))
-        }
+    check_sector(options.sector_size.unwrap_or(SECTOR_SIZES[0]))
+}
+
+/// The sector sizes that a device may have, in bytes: those of the kernel's loop device on
+/// pages of 4096 bytes.
+pub const SECTOR_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
+
+fn check_sector(bytes: u32) -> Result<u32, Error> {
+    if SECTOR_SIZES.contains(&bytes) {
+        return Ok(bytes);
     }
+    let message = format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}");
+    Err(Error::new(ErrorKind::Invalid, message))
 }
 
 fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
@@ -190,7 +210,7 @@ mod tests {
                 DriverOptions { size_limit: Some(512), ..Default::default() },
                 DriverOptions { direct_io: DirectIo::On, ..Default::default() },
                 DriverOptions { dispatch: Dispatch::Serial, ..Default::default() },
-                DriverOptions { sector_size: Some(1024), ..Default::default() },
+                DriverOptions { sector_size: Some(1000), ..Default::default() },
             ] {
                 assert_eq!(open(&spec, &options).err().unwrap().kind(), ErrorKind::Invalid);
             }

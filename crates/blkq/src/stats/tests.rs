@@ -115,7 +115,7 @@ proptest! {
                         model.wait(u64::from(later_ns));
                         let at = usize::from(at) % model.in_flight.len();
                         let (group, sectors, start_ns) = model.in_flight.swap_remove(at);
-                        batch.done(&mut writer, group, sectors as _, start_ns, model.now_ns);
+                        batch.done(&mut writer, group, (1, sectors as _), start_ns, model.now_ns);
                         if fails {
                             writer.failed(group, Status::Io);
                             model.failed[group as usize] += 1;
@@ -133,7 +133,7 @@ proptest! {
         let before = snapshot_at(&writer, model.now_ns);
         let mut batch = StatsBatch::default();
         for (group, sectors, start_ns) in std::mem::take(&mut model.in_flight) {
-            batch.done(&mut writer, group, sectors as _, start_ns, model.now_ns);
+            batch.done(&mut writer, group, (1, sectors as _), start_ns, model.now_ns);
             model.ended[group as usize].push(model.now_ns - start_ns);
             model.sectors[group as usize] += u64::from(sectors);
         }
@@ -160,17 +160,17 @@ fn fields_are_in_the_order_and_units_of_sysfs() {
     writer.start(StatGroup::Read, 3, 10 * ms);
     writer.merged(StatGroup::Read);
     let mut batch = StatsBatch::default();
-    batch.done(&mut writer, StatGroup::Read, 16, 10 * ms, 12 * ms);
-    batch.done(&mut writer, StatGroup::Read, 8, 10 * ms, 13 * ms);
+    batch.done(&mut writer, StatGroup::Read, (1, 16), 10 * ms, 12 * ms);
+    batch.done(&mut writer, StatGroup::Read, (1, 8), 10 * ms, 13 * ms);
     batch.finish(&mut writer);
     writer.start(StatGroup::from(Operation::WriteZeroes), 1, 13 * ms);
     writer.start(StatGroup::Discard, 1, 13 * ms);
     writer.start(StatGroup::Flush, 1, 13 * ms);
     writer.merged(StatGroup::Discard);
     let mut batch = StatsBatch::default();
-    batch.done(&mut writer, StatGroup::Write, 100, 13 * ms, 20 * ms);
-    batch.done(&mut writer, StatGroup::Discard, 200, 13 * ms, 22 * ms);
-    batch.done(&mut writer, StatGroup::Flush, 0, 13 * ms, 24 * ms);
+    batch.done(&mut writer, StatGroup::Write, (1, 100), 13 * ms, 20 * ms);
+    batch.done(&mut writer, StatGroup::Discard, (1, 200), 13 * ms, 22 * ms);
+    batch.done(&mut writer, StatGroup::Flush, (1, 0), 13 * ms, 24 * ms);
     batch.finish(&mut writer);
     let now = snapshot_at(&writer, 30 * ms);
     assert_eq!(now.fields(), [2, 1, 24, 5, 1, 0, 100, 7, 1, 20, 32, 1, 1, 200, 9, 1, 11]);
@@ -185,7 +185,7 @@ fn an_end_before_the_start_counts_as_no_time() {
     let mut writer = StatsWriter::default();
     writer.start(StatGroup::Write, 1, 1000);
     let mut batch = StatsBatch::default();
-    batch.done(&mut writer, StatGroup::Write, 8, 1000, 990);
+    batch.done(&mut writer, StatGroup::Write, (1, 8), 1000, 990);
     batch.finish(&mut writer);
     let now = snapshot_at(&writer, 2000);
     assert_eq!(now.counter(Counter::NegativeLatencies), 1);
@@ -222,7 +222,7 @@ fn a_reader_sees_busy_time_rise_and_no_torn_value() {
             writer.start(StatGroup::Read, 1, monotonic_ns());
             let start_ns = monotonic_ns();
             let mut batch = StatsBatch::default();
-            batch.done(&mut writer, StatGroup::Read, 8, start_ns, monotonic_ns());
+            batch.done(&mut writer, StatGroup::Read, (1, 8), start_ns, monotonic_ns());
             batch.finish(&mut writer);
         }
         done.store(true, Relaxed);

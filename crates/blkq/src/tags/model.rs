@@ -47,7 +47,7 @@ impl Checked {
         for tag in tags {
             self.held[tag.index()].store(false, SeqCst);
         }
-        self.set.put_batch(tags);
+        self.set.put_batch(tags.iter().copied());
     }
 
     /// Waits for a tag as the protocol says.

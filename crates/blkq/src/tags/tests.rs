@@ -36,7 +36,7 @@ fn a_set_of_four_or_more_has_four_words_or_more() {
         assert_eq!(all.iter().collect::<HashSet<_>>().len(), usize::from(depth));
         assert!(all.iter().all(|tag| tag.0 < depth));
         assert_eq!(set.in_use(), u32::from(depth));
-        set.put_batch(&all);
+        set.put_batch(all.iter().copied());
         assert_eq!(set.in_use(), 0);
     }
     assert_eq!(take_all(&TagSet::new(u16::MAX)).len(), usize::from(u16::MAX));
@@ -73,7 +73,7 @@ fn a_smaller_depth_hands_out_smaller_tags_only() {
     let all = take_all(&set);
     assert_eq!(all.len(), 70);
     assert!(all.iter().all(|tag| tag.0 < 70));
-    set.put_batch(&all);
+    set.put_batch(all.iter().copied());
     set.set_depth(200);
     assert_eq!(take_all(&set).len(), 200);
 }
@@ -110,12 +110,12 @@ fn waiters_are_woken_a_batch_at_a_time() {
     ids.iter_mut().for_each(|id| set.prepare_wait(id));
     ids.iter_mut().for_each(|id| set.prepare_wait(id));
     let woken = || counters.iter().map(|c| c.0.load(SeqCst)).sum::<u32>();
-    set.put_batch(&all[..7]);
+    set.put_batch(all[..7].iter().copied());
     assert_eq!(woken(), 0);
     set.put(all[7]);
     assert_eq!(woken(), 8);
     assert!(counters[..8].iter().all(|c| c.0.load(SeqCst) == 1), "one of each queue");
-    set.put_batch(&all[8..26]);
+    set.put_batch(all[8..26].iter().copied());
     assert_eq!(woken(), 20, "18 puts are two batches, and 12 waited");
     for tag in &all[26..] {
         set.put(*tag);
@@ -127,11 +127,11 @@ fn waiters_are_woken_a_batch_at_a_time() {
 fn the_last_put_wakes_though_its_batch_is_not_full() {
     let set = TagSet::new(64);
     let all = take_all(&set);
-    set.put_batch(&all[3..]);
+    set.put_batch(all[3..].iter().copied());
     let counter = Arc::new(Counter::default());
     let mut id = set.register(counter.clone()).expect("room");
     set.prepare_wait(&mut id);
-    set.put_batch(&all[..3]);
+    set.put_batch(all[..3].iter().copied());
     assert_eq!(counter.0.load(SeqCst), 1);
 }
 
@@ -214,10 +214,10 @@ proptest! {
                     let until = (from + count).min(order.len());
                     let tags: Vec<Tag> = order.drain(from..until).collect();
                     tags.iter().for_each(|tag| { used.remove(tag); });
-                    set.put_batch(&tags);
+                    set.put_batch(tags.iter().copied());
                 }
                 Step::Resize(to) => {
-                    set.put_batch(&order);
+                    set.put_batch(order.iter().copied());
                     order.clear();
                     used.clear();
                     now = to.min(depth);

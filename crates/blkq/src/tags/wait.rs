@@ -6,8 +6,7 @@
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 
-use crossbeam_utils::CachePadded;
-
+use crate::layout::CachePadded;
 use crate::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use crate::sync::{Mutex, RwLock, lock, seq_cst_for_loom};
 

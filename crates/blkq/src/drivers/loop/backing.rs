@@ -25,6 +25,8 @@ pub(super) struct Backing {
     pub file: File,
     /// Absolute, without symbolic links.
     pub path: PathBuf,
+    /// The numbers of its file system's device and of its inode.
+    pub identity: (u64, u64),
     pub block_device: bool,
     /// What direct I/O demands, or why there is none.
     pub direct: Result<DirectAlign, String>,
@@ -99,10 +101,17 @@ impl Backing {
             discard_granularity: granularity.and_then(|g| u32::try_from(g).ok()).unwrap_or(0).max(512),
             discards: !block_device || queue("discard_max_bytes").is_none_or(|most| most > 0),
             rotational: queue("rotational") == Some(1),
+            identity: (metadata.dev(), metadata.ino()),
             file,
             path,
         })
     }
+}
+
+/// The path that the file has now; one that was removed is marked, as the kernel does it.
+pub(super) fn name_now(file: &File) -> Option<String> {
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Some(std::fs::read_link(link).ok()?.display().to_string())
 }
 
 /// The size of the image in bytes.

@@ -59,7 +59,13 @@ enum Turns {
 pub struct LoopCounters {
     /// Most reads that one queue had in flight.
     pub reads_in_flight_max: AtomicU64,
-    /// Calls in flight that wait for their turn to write. 0 or 1.
+    /// Reads put to the file, counted when the next batch begins.
+    pub reads: AtomicU64,
+    /// Sum, over those reads, of how many their queue had in flight when each began, itself
+    /// included. Divided by `reads` it is the mean.
+    pub reads_in_flight_sum: AtomicU64,
+    /// Queues that have writes at the file which take turns. 0 or 1; of those writes the
+    /// kernel does one at a time.
     pub writers: AtomicU64,
     /// The most there were of them, over all queues; more than 1 is a defect.
     pub writers_max: AtomicU64,
@@ -73,16 +79,28 @@ pub struct LoopCounters {
     pub flushes: AtomicU64,
 }
 
+impl LoopCounters {
+    /// Mean number of reads in flight that a read found when it began, itself included;
+    /// 0 if there was none.
+    pub fn reads_in_flight_mean(&self) -> f64 {
+        let sum = self.reads_in_flight_sum.load(Relaxed);
+        sum as f64 / self.reads.load(Relaxed).max(1) as f64
+    }
+}
+
 /// What the device and its queues share.
 struct Shared {
     /// Where in the file the device begins.
     offset: u64,
+    block_device: bool,
     state: Mutex<State>,
     writer: WriterToken,
     wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
-    counters: LoopCounters,
+    counters: Arc<LoopCounters>,
     /// Discards go to the block device itself instead of through fallocate.
     discard_by_command: AtomicBool,
+    /// A sync of the page cache failed: what was to be durable may not be, for good.
+    writeback_failed: AtomicBool,
     /// What the file system turned out not to do becomes false for good.
     discards: AtomicBool,
     zeroes: AtomicBool,
@@ -108,6 +126,7 @@ struct QueueSettings {
     align: u64,
     read_only: bool,
     turns: Turns,
+    calls_max: usize,
 }
 
 impl Shared {
@@ -118,7 +137,11 @@ impl Shared {
             (Dispatch::Concurrent, None) => Turns::Writes,
             (Dispatch::Concurrent, Some(_)) => Turns::None,
         };
+        // The writes of one ring to a regular file through the page cache have one worker in the
+        // kernel, which does one after the other: they may be queued there. Else they are here.
+        let regular = !self.block_device && state.mode.direct.is_none();
         QueueSettings {
+            calls_max: if regular { queue::CALLS_MAX } else { 1 },
             file: Arc::clone(&state.file),
             align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
             read_only: state.read_only,
@@ -137,7 +160,8 @@ impl Shared {
 pub struct LoopDevice {
     shared: Arc<Shared>,
     path: PathBuf,
-    block_device: bool,
+    /// Device and inode of the image, which it keeps under any name.
+    identity: (u64, u64),
     /// What direct I/O demands, or why there is none.
     direct: Result<DirectAlign, String>,
     sector: u32,
@@ -191,6 +215,7 @@ impl LoopDevice {
         let able = !backing.block_device || backing.logical_block <= sector;
         let shared = Shared {
             offset: options.offset,
+            block_device: backing.block_device,
             state: Mutex::new(State {
                 file: Arc::new(backing.file),
                 writable: !options.read_only,
@@ -203,8 +228,9 @@ impl LoopDevice {
             }),
             writer: WriterToken::new(),
             wakes: std::array::from_fn(|_| OnceLock::new()),
-            counters: LoopCounters::default(),
+            counters: Arc::default(),
             discard_by_command: AtomicBool::new(backing.block_device),
+            writeback_failed: AtomicBool::new(false),
             discards: AtomicBool::new(able && backing.discards),
             zeroes: AtomicBool::new(able),
             zeroes_no_unmap: AtomicBool::new(able),
@@ -212,7 +238,7 @@ impl LoopDevice {
         Ok(LoopDevice {
             shared: Arc::new(shared),
             path: backing.path,
-            block_device: backing.block_device,
+            identity: backing.identity,
             direct: backing.direct,
             sector,
             physical_block: backing.physical_block,
@@ -233,8 +259,8 @@ impl LoopDevice {
         &self.path
     }
 
-    /// What the driver did so far.
-    pub fn counters(&self) -> &LoopCounters {
+    /// What the driver did so far. A clone goes on counting after the device was made a disk.
+    pub fn counters(&self) -> &Arc<LoopCounters> {
         &self.shared.counters
     }
 
@@ -321,7 +347,7 @@ impl Driver for LoopDevice {
             memory_align,
             max_discard_bytes: most(&self.shared.discards),
             discard_granularity: self.discard_granularity.max(self.sector),
-            discard_zeroes: !self.block_device,
+            discard_zeroes: !self.shared.block_device,
             max_write_zeroes_bytes: most(&self.shared.zeroes),
             max_write_zeroes_no_unmap_bytes: most(&self.shared.zeroes_no_unmap),
             write_cache: !state.read_only,
@@ -351,7 +377,7 @@ impl Driver for LoopDevice {
             (Arc::clone(&state.file), state.capacity)
         };
         let range = range.start.min(capacity)..range.end.min(capacity);
-        if self.block_device {
+        if self.shared.block_device {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
         extents::of_file(&file, self.shared.offset, u64::from(self.sector), range, max)
@@ -392,8 +418,8 @@ impl Driver for LoopDevice {
             Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?.0,
         };
         let (old_end, end) = (window.offset + state.capacity, window.offset + capacity);
-        if end > file_size && (self.block_device || !state.writable || state.read_only) {
-            let why = if self.block_device { "it is a block device" } else { "it is read-only" };
+        if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
+            let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
             let message = format!("{} ends at byte {file_size} and cannot grow: {why}", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
@@ -423,17 +449,22 @@ impl Driver for LoopDevice {
         };
         let count = |counter: &AtomicU64| counter.load(Relaxed).to_string();
         vec![
-            ("backing-file", self.path.display().to_string()),
+            ("backing-file", backing::name_now(&state.file).unwrap_or(self.path.display().to_string())),
+            ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
+            ("backing-inode", self.identity.1.to_string()),
             ("offset", self.shared.offset.to_string()),
+            ("size-limit", state.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
             ("direct-io-requested", state.requested.name().to_owned()),
             ("direct-io", effective),
             ("dispatch", state.dispatch.name().to_owned()),
             ("reads-in-flight-max", count(&counters.reads_in_flight_max)),
+            ("reads-in-flight-mean", format!("{:.1}", counters.reads_in_flight_mean())),
             ("writers-max", count(&counters.writers_max)),
             ("writes-joined", count(&counters.writes_joined)),
             ("short-transfers", count(&counters.short_transfers)),
             ("retries", count(&counters.retries)),
             ("fdatasyncs", count(&counters.flushes)),
+            ("writeback-failed", self.shared.writeback_failed.load(Relaxed).to_string()),
         ]
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::drivers::check_sector;
 use crate::error::{Error, ErrorKind};
 
 use super::backing::{Backing, DirectAlign};
@@ -81,8 +82,8 @@ pub struct LoopOptions {
     pub offset: u64,
     /// How much of it is served, in bytes; `None`: up to the end.
     pub size_limit: Option<u64>,
-    /// The logical block, 512 or 4096 bytes; `None`: 512, the block of a block device, or
-    /// what [`DirectIo::On`] demands.
+    /// The logical block in bytes, one of [`SECTOR_SIZES`](crate::drivers::SECTOR_SIZES);
+    /// `None`: 512, the block of a block device, or what [`DirectIo::On`] demands.
     pub sector_size: Option<u32>,
     /// Around the page cache or through it.
     pub direct_io: DirectIo,
@@ -151,10 +152,7 @@ impl Window<'_> {
 /// The logical block to serve.
 pub(super) fn choose_sector(options: &LoopOptions, backing: &Backing) -> Result<u32, Error> {
     if let Some(sector) = options.sector_size {
-        if sector != 512 && sector != SECTOR_MAX_BYTES {
-            return Err(invalid(format!("a sector has 512 or {SECTOR_MAX_BYTES} bytes, not {sector}")));
-        }
-        return Ok(sector);
+        return check_sector(sector);
     }
     let demanded = match &backing.direct {
         Ok(align) if options.direct_io == DirectIo::On => align.offset,

@@ -1,12 +1,14 @@
 //! The data path: one queue of a loop device on one ring.
 //!
 //! What may run at once goes to the ring as it comes. What must not (see [`Turns`]) waits
-//! in a FIFO for its turn, one call on the file at a time; adjacent writes that wait are
-//! then issued as one.
+//! in a FIFO for its turn; adjacent writes that wait are issued as one. Writes that the
+//! kernel does one at a time anyway are issued before the ones in front have ended, so that
+//! its worker goes from one to the next without waking this thread in between.
 
 use std::collections::VecDeque;
 use std::fs::File;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::AsFd;
 
 use io_uring::{opcode, squeue, types};
@@ -24,10 +26,14 @@ use super::{Shared, Turns};
 
 /// Segments of a request.
 pub(super) const SEGMENTS_MAX: u16 = 128;
-/// Segments of a call that writes several requests; the kernel's own bound is 1024.
-const GROUP_SEGMENTS: usize = 256;
-/// Bytes of such a call: as many as one request may have.
+/// Bytes of a call that writes several requests: as many as one request may have.
 const GROUP_BYTES: u64 = super::REQUEST_MAX_BYTES as u64;
+/// Calls in flight that take turns, where the kernel does one at a time: as many as another
+/// queue may have to wait for.
+pub(super) const CALLS_MAX: usize = 32;
+/// Calls in flight up to which more follow: enough to keep the kernel's worker busy until
+/// they do. What waits meanwhile may be joined.
+const CALLS_LOW: usize = 16;
 /// Calls in a row after which a queue hands the writer's token to one that waits for it.
 const TOKEN_TURNS: u32 = 16;
 /// How often a queue looks whether it has the token, should no wake-up reach it (a thread
@@ -54,8 +60,7 @@ pub(super) const OPERATIONS: [(&str, u8); 8] = [
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
 ];
 
-/// What of a request is done, kept in the request's own words: that of the first one of
-/// a group counts for all of it.
+/// What of a call is done, kept in the own words of its first request.
 #[derive(Clone, Copy)]
 struct Progress {
     /// Bytes transferred.
@@ -64,14 +69,26 @@ struct Progress {
     attempts: u64,
 }
 
+/// Words of a request: bytes done; attempts, and above them the next request of the same
+/// call, plus one.
+const NEXT_SHIFT: u32 = 32;
+
 impl Progress {
     fn load(words: &[u64; 2]) -> Progress {
-        Progress { done: words[0], attempts: words[1] }
+        Progress { done: words[0], attempts: words[1] & ((1 << NEXT_SHIFT) - 1) }
     }
 
     fn store(self, words: &mut [u64; 2]) {
-        *words = [self.done, self.attempts];
+        *words = [self.done, words[1] >> NEXT_SHIFT << NEXT_SHIFT | self.attempts];
     }
+}
+
+/// A call in flight that took its turn.
+struct Call {
+    first: Tag,
+    operation: Operation,
+    /// The bytes of the device.
+    range: Range<u64>,
 }
 
 /// What a completion of the ring means.
@@ -102,18 +119,22 @@ pub(super) struct LoopQueue {
     align: u64,
     read_only: bool,
     turns: Turns,
-    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag, then
-    /// [`GROUP_SEGMENTS`] for what runs in turn. Not initialised, so that what is never
-    /// used takes no memory.
+    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
+    /// initialised, so that what is never used takes no memory.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
-    tags: usize,
     /// Requests waiting for their turn, in order.
     waiting: VecDeque<Tag>,
-    /// The requests whose turn it is.
-    current: Vec<Tag>,
+    /// The calls whose turn it is, in no order, and how many there may be.
+    calls: Vec<Call>,
+    calls_max: usize,
+    /// The requests of the call at hand.
+    group: Vec<Tag>,
     hold: Hold,
     in_flight: u32,
     reads_in_flight: u32,
+    /// What the counters of that name do not count yet.
+    reads: u64,
+    reads_in_flight_sum: u64,
 }
 
 impl LoopQueue {
@@ -121,7 +142,7 @@ impl LoopQueue {
         ring.require(&OPERATIONS)?;
         let settings = shared.queue_settings();
         let slot = ring.register_file(settings.file.as_fd())?;
-        let iovecs = Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX) + GROUP_SEGMENTS);
+        let iovecs = Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX));
         Ok(LoopQueue {
             index,
             file: settings.file,
@@ -130,12 +151,15 @@ impl LoopQueue {
             read_only: settings.read_only,
             turns: settings.turns,
             iovecs,
-            tags,
             waiting: VecDeque::with_capacity(tags),
-            current: Vec::with_capacity(tags),
+            calls: Vec::with_capacity(tags),
+            calls_max: settings.calls_max,
+            group: Vec::with_capacity(tags),
             hold: Hold::No,
             in_flight: 0,
             reads_in_flight: 0,
+            reads: 0,
+            reads_in_flight_sum: 0,
             shared,
         })
     }
@@ -156,15 +180,19 @@ impl LoopQueue {
         match operation {
             Operation::Read => {
                 self.reads_in_flight += 1;
+                self.reads += 1;
+                self.reads_in_flight_sum += u64::from(self.reads_in_flight);
                 if u64::from(self.reads_in_flight) > counters.reads_in_flight_max.load(Relaxed) {
                     counters.reads_in_flight_max.fetch_max(u64::from(self.reads_in_flight), Relaxed);
                 }
             }
             Operation::Flush => _ = counters.flushes.fetch_add(1, Relaxed),
             _ if in_turn => {
-                let writers = counters.writers.fetch_add(1, Relaxed) + 1;
-                if writers > counters.writers_max.load(Relaxed) {
-                    counters.writers_max.fetch_max(writers, Relaxed);
+                if self.calls.is_empty() {
+                    let writers = counters.writers.fetch_add(1, Relaxed) + 1;
+                    if writers > counters.writers_max.load(Relaxed) {
+                        counters.writers_max.fetch_max(writers, Relaxed);
+                    }
                 }
                 if tags.len() > 1 {
                     counters.writes_joined.fetch_add(tags.len() as u64 - 1, Relaxed);
@@ -172,7 +200,24 @@ impl LoopQueue {
             }
             _ => {}
         }
+        if in_turn {
+            for two in tags.windows(2) {
+                cx.pdu(two[0])[1] = (u64::from(two[1].0) + 1) << NEXT_SHIFT;
+            }
+            let begin = cx.request(tags[0]).offset();
+            let bytes: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
+            self.calls.push(Call { first: tags[0], operation, range: begin..begin + bytes });
+        }
         self.submit(cx, tags, in_turn);
+    }
+
+    /// Counts the reads since the last time: once per batch, because other queues count too.
+    fn count_reads(&mut self) {
+        if self.reads > 0 {
+            let counters = &self.shared.counters;
+            counters.reads.fetch_add(std::mem::take(&mut self.reads), Relaxed);
+            counters.reads_in_flight_sum.fetch_add(std::mem::take(&mut self.reads_in_flight_sum), Relaxed);
+        }
     }
 
     /// Submits what `tags`, adjacent in this order, still have to do.
@@ -187,9 +232,7 @@ impl LoopQueue {
         let punch_hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let entry = match operation {
             Operation::Flush => self.sync_entry(),
-            Operation::Read | Operation::Write => {
-                self.transfer_entry(cx, tags, offset, progress.done, in_turn)
-            }
+            Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, progress.done),
             Operation::Discard if self.shared.discard_by_command.load(Relaxed) => {
                 let mut length = [0; 16];
                 length[..8].copy_from_slice(&bytes.to_ne_bytes());
@@ -222,10 +265,9 @@ impl LoopQueue {
         tags: &[Tag],
         offset: u64,
         done: u64,
-        in_turn: bool,
     ) -> squeue::Entry {
-        let begin = if in_turn { self.tags } else { tags[0].index() } * usize::from(SEGMENTS_MAX);
-        let room = if in_turn { GROUP_SEGMENTS } else { usize::from(SEGMENTS_MAX) };
+        let room = usize::from(SEGMENTS_MAX);
+        let begin = tags[0].index() * room;
         let iovecs = &mut self.iovecs[begin..begin + room];
         let mut skip = done;
         let mut count = 0;
@@ -313,17 +355,28 @@ impl LoopQueue {
         if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Ended(Err(spent)) }
     }
 
+    /// The end of a flush. Pages that could not be written count as clean from then on, and
+    /// the next fdatasync knows nothing of them: once one has failed, none can be believed.
+    fn flushed(&self, result: i32) -> IoResult {
+        let lost = &self.shared.writeback_failed;
+        if result < 0 {
+            lost.fetch_or(self.align == 1, Relaxed);
+            return Err(Status::from_errno(-result));
+        }
+        if lost.load(Relaxed) { Err(Status::Io) } else { Ok(()) }
+    }
+
     fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Outcome {
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());
         let shared = &self.shared;
+        if operation == Operation::Flush {
+            return Outcome::Ended(self.flushed(result));
+        }
         if result >= 0 {
             return Outcome::Ended(Ok(()));
         }
         let status = Status::from_errno(-result);
-        if operation == Operation::Flush {
-            return Outcome::Ended(Err(status));
-        }
         let by_command = operation == Operation::Discard && shared.discard_by_command.load(Relaxed);
         if by_command && matches!(status, Status::NotSupported | Status::Invalid) {
             // A kernel before 6.12: there is the slower way through fallocate.
@@ -344,10 +397,15 @@ impl LoopQueue {
 
     fn end(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: IoResult) {
         self.in_flight -= 1;
+        if in_turn && let Some(index) = self.calls.iter().position(|call| call.first == tags[0]) {
+            self.calls.swap_remove(index);
+        }
         match cx.request(tags[0]).operation() {
             Operation::Read => self.reads_in_flight -= 1,
             Operation::Flush => {}
-            _ if in_turn => _ = self.shared.counters.writers.fetch_sub(1, Relaxed),
+            _ if in_turn && self.calls.is_empty() => {
+                self.shared.counters.writers.fetch_sub(1, Relaxed);
+            }
             _ => {}
         }
         for &tag in tags {
@@ -355,25 +413,46 @@ impl LoopQueue {
         }
     }
 
-    /// Begins what waits for its turn, if it has come.
+    /// Begins what waits for its turn, as far as it has come.
     fn take_turn(&mut self, cx: &mut DriverContext<'_>) {
-        if !self.current.is_empty() {
+        if self.calls.len() > CALLS_LOW.min(self.calls_max - 1) {
             return;
         }
-        if let Hold::Yes(calls) = self.hold {
-            let unfair = calls >= TOKEN_TURNS && self.shared.writer.is_wanted();
-            if self.waiting.is_empty() || unfair {
-                self.release_token();
-            }
+        let holds = matches!(self.hold, Hold::Yes(_));
+        if holds && self.calls.is_empty() && (self.waiting.is_empty() || self.is_unfair()) {
+            self.release_token();
         }
-        if self.waiting.is_empty() || !self.has_token(cx) {
-            return;
+        while let Some(&first) = self.waiting.front()
+            && self.may_begin(cx, first)
+            && self.has_token(cx)
+        {
+            let mut tags = std::mem::take(&mut self.group);
+            tags.clear();
+            tags.extend(self.waiting.pop_front());
+            self.join_adjacent(cx, &mut tags);
+            self.begin(cx, &tags, true);
+            self.group = tags;
         }
-        let mut tags = std::mem::take(&mut self.current);
-        tags.extend(self.waiting.pop_front());
-        self.join_adjacent(cx, &mut tags);
-        self.begin(cx, &tags, true);
-        self.current = tags;
+    }
+
+    /// Whether it is another queue's turn to write.
+    fn is_unfair(&self) -> bool {
+        matches!(self.hold, Hold::Yes(calls) if calls >= TOKEN_TURNS) && self.shared.writer.is_wanted()
+    }
+
+    /// Whether the call that begins with `tag` may be in flight together with those that are:
+    /// all of them write, and not to the same place.
+    fn may_begin(&self, cx: &DriverContext<'_>, tag: Tag) -> bool {
+        if self.calls.is_empty() {
+            return true;
+        }
+        let request = cx.request(tag);
+        let range = request.offset()..request.offset() + request.bytes();
+        let apart = |call: &Call| {
+            call.operation.is_write() && (call.range.end <= range.start || range.end <= call.range.start)
+        };
+        let one_more = self.calls.len() < self.calls_max && !self.is_unfair();
+        one_more && request.operation().is_write() && self.calls.iter().all(apart)
     }
 
     fn has_token(&mut self, cx: &mut DriverContext<'_>) -> bool {
@@ -414,8 +493,8 @@ impl LoopQueue {
         while let Some(&next) = self.waiting.front() {
             let request = cx.request(next);
             segments += request.segment_count();
-            let fits = segments <= GROUP_SEGMENTS && bytes + request.bytes() <= GROUP_BYTES;
-            if !joinable(next) || request.offset() != begin + bytes || !fits {
+            let fits = segments <= usize::from(SEGMENTS_MAX) && bytes + request.bytes() <= GROUP_BYTES;
+            if !joinable(next) || request.offset() != begin + bytes || !fits || !self.may_begin(cx, next) {
                 return;
             }
             bytes += request.bytes();
@@ -442,6 +521,7 @@ impl DriverQueue for LoopQueue {
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
         self.take_turn(cx);
+        self.count_reads();
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
@@ -454,19 +534,20 @@ impl DriverQueue for LoopQueue {
             }
             return;
         }
-        let mut tags = std::mem::take(&mut self.current);
-        match self.outcome(cx, &tags, cqe.result) {
-            Outcome::Ended(result) => {
-                self.end(cx, &tags, true, result);
-                tags.clear();
-                self.current = tags;
-                self.take_turn(cx);
-            }
-            Outcome::Unfinished => {
-                self.submit(cx, &tags, true);
-                self.current = tags;
-            }
+        let mut tags = std::mem::take(&mut self.group);
+        tags.clear();
+        let mut next = u64::from(payload as u16) + 1;
+        while next > 0 {
+            let tag = Tag((next - 1) as u16);
+            tags.push(tag);
+            next = cx.pdu(tag)[1] >> NEXT_SHIFT;
         }
+        match self.outcome(cx, &tags, cqe.result) {
+            Outcome::Ended(result) => self.end(cx, &tags, true, result),
+            Outcome::Unfinished => self.submit(cx, &tags, true),
+        }
+        self.group = tags;
+        self.take_turn(cx);
     }
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
@@ -487,6 +568,7 @@ impl DriverQueue for LoopQueue {
         self.align = settings.align;
         self.read_only = settings.read_only;
         self.turns = settings.turns;
+        self.calls_max = settings.calls_max;
         if Arc::ptr_eq(&self.file, &settings.file) {
             return;
         }
@@ -511,6 +593,7 @@ impl DriverQueue for LoopQueue {
 
 impl Drop for LoopQueue {
     fn drop(&mut self) {
+        self.count_reads();
         match self.hold {
             Hold::Yes(_) => self.release_token(),
             // Handed over after all: pass it on.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::driver::DriverContext;
+use crate::drivers::random::next_random;
 use crate::request::Tag;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::Relaxed;
@@ -120,9 +121,10 @@ impl Delays {
         matches!(self.rule, Rule::Immediate)
     }
 
-    /// Puts `tag` aside until its time.
-    pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) {
+    /// Puts `tag` aside until its time. Whether the arm of a modelled disk had to move.
+    pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
         let now = cx.now_ns();
+        let mut seeks = false;
         let due = match &mut self.rule {
             Rule::Immediate => now,
             Rule::Timer(delay_ns) => now + *delay_ns,
@@ -139,6 +141,7 @@ impl Delays {
                     _ => {
                         let (offset, bytes) = (request.offset(), request.bytes());
                         let cost = model.cost_ns(*head, offset, bytes, *capacity);
+                        seeks = *head != offset;
                         *head = offset + bytes;
                         cost
                     }
@@ -148,6 +151,7 @@ impl Delays {
             }
         };
         self.waiting.push(Reverse((due, tag)));
+        seeks
     }
 
     /// When the next request is due.
@@ -165,14 +169,6 @@ impl Delays {
     }
 }
 
-/// The next number of Steele, Lea and Flood's SplitMix64.
-fn next_random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 /// What the queues of a null device did. Each queue's thread alone writes its own.
 #[derive(Debug, Default)]
 pub struct NullCounters {
@@ -188,6 +184,8 @@ pub struct NullCounters {
     pub bytes: AtomicU64,
     /// Requests refused for the time being.
     pub busy: AtomicU64,
+    /// Requests for which the arm of a modelled disk had to move.
+    pub seeks: AtomicU64,
 }
 
 impl NullCounters {
@@ -213,6 +211,7 @@ impl NullCounters {
             (&self.flushes, &other.flushes),
             (&self.bytes, &other.bytes),
             (&self.busy, &other.busy),
+            (&self.seeks, &other.seeks),
         ];
         pairs.into_iter().for_each(|(mine, theirs)| Self::raise(mine, theirs.load(Relaxed)));
         let most = self.batch_max.load(Relaxed).max(other.batch_max.load(Relaxed));

@@ -80,6 +80,11 @@ fn a_modelled_disk_does_one_request_at_a_time_and_has_one_queue() {
     assert!(monotonic_ns() - begin >= 500_000);
     assert_eq!(h.wait(last).0, Ok(()));
     assert!(monotonic_ns() - begin >= 1_500_000);
+    assert_eq!(null.counters().seeks.load(Relaxed), 0, "each begins where the last one ended");
+    let back = h.read(0, &[512]);
+    h.start(&[back]);
+    assert_eq!(h.wait(back).0, Ok(()));
+    assert_eq!(null.counters().seeks.load(Relaxed), 1);
     assert_eq!(Harness::open(&null).err().unwrap().kind(), ErrorKind::Invalid);
 }
 

@@ -23,8 +23,8 @@ fn each_refusal_says_what_why_and_the_cure() {
         ),
         (LoopOptions { offset: 1 << 63, ..given.clone() }, "is beyond the end of"),
         (
-            LoopOptions { sector_size: Some(1024), ..given.clone() },
-            "a sector has 512 or 4096 bytes, not 1024",
+            LoopOptions { sector_size: Some(1234), ..given.clone() },
+            "a sector has 512, 1024, 2048 or 4096 bytes, not 1234",
         ),
         (
             LoopOptions { sector_size: Some(4096), offset: 8192, ..given.clone() },

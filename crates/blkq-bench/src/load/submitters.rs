@@ -1,0 +1,217 @@
+//! Many threads that own no queue, each with more to do than the device takes: as writers
+//! behind a page cache are, each goes on until the request gate stops it.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Barrier, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use blkq::clock::monotonic_ns;
+use blkq::stats::Histogram;
+use blkq::{Bio, Data, Disk, EngineThread, IoBuffer, IoResult, Sector, Status};
+
+use crate::Result;
+use crate::bench::{Run, rate};
+use crate::load::Load;
+use crate::metric::Metric;
+use crate::process::Usage;
+
+/// The part of a run that goes before it and is not counted: until the gate is full.
+pub const WARM_UP: f64 = 0.25;
+
+/// What one submitter has in flight, and what has ended. Its own, so that two submitters
+/// never meet but at the gate.
+struct Window {
+    ended: Mutex<Ended>,
+    /// The submitter waits for buffers, and enough of them are back.
+    refilled: Condvar,
+    size: usize,
+}
+
+#[derive(Default)]
+struct Ended {
+    buffers: Vec<IoBuffer>,
+    waits: bool,
+    ios: u64,
+    latency_ns: u64,
+    latencies: Histogram,
+    failed: Option<Status>,
+}
+
+fn lock(ended: &Mutex<Ended>) -> MutexGuard<'_, Ended> {
+    ended.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Window {
+    fn new(load: &Load) -> Window {
+        let buffers = (0..load.depth).map(|_| IoBuffer::zeroed(load.block_bytes as usize)).collect();
+        let ended = Mutex::new(Ended { buffers, ..Ended::default() });
+        Window { ended, refilled: Condvar::new(), size: load.depth }
+    }
+
+    /// Buffers to use; waits until half of the window is back if there are none, so that
+    /// one wake-up serves many.
+    fn take(&self) -> Vec<IoBuffer> {
+        let mut ended = lock(&self.ended);
+        if ended.buffers.is_empty() {
+            ended.waits = true;
+            while ended.waits {
+                ended = self.refilled.wait(ended).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        std::mem::take(&mut ended.buffers)
+    }
+
+    /// An I/O that was asked for at `asked_ns` ended; on the engine's thread.
+    fn end(&self, result: IoResult, data: Data, asked_ns: u64) {
+        let latency_ns = monotonic_ns().saturating_sub(asked_ns);
+        let mut ended = lock(&self.ended);
+        match result {
+            Ok(()) => ended.ios += 1,
+            Err(status) => ended.failed = Some(status),
+        }
+        ended.latency_ns += latency_ns;
+        ended.latencies.record(latency_ns);
+        ended.buffers.extend(data.into_buffer());
+        if ended.waits && ended.buffers.len() >= self.size / 2 {
+            ended.waits = false;
+            self.refilled.notify_one();
+        }
+    }
+
+    /// What has ended since this was last asked.
+    fn reap(&self) -> Ended {
+        let mut ended = lock(&self.ended);
+        let buffers = std::mem::take(&mut ended.buffers);
+        let waits = ended.waits;
+        std::mem::replace(&mut *ended, Ended { buffers, waits, ..Ended::default() })
+    }
+}
+
+/// Runs `load` on `submitters` threads for `length`, each within a region of its own of the
+/// device, through an engine of its own thread. `load.depth` I/Os of a submitter are in
+/// flight at most: more than a grant, so that the gate is what stops it.
+///
+/// # Errors
+/// If the engine cannot be started, or an I/O fails.
+pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -> Result<Run> {
+    let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
+    let region_bytes = disk.limits().capacity_bytes / submitters as u64;
+    let windows: Vec<Arc<Window>> = (0..submitters).map(|_| Arc::new(Window::new(load))).collect();
+    let (start, stop) = (Barrier::new(submitters + 1), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for (number, window) in windows.iter().enumerate() {
+            let (start, stop) = (&start, &stop);
+            scope.spawn(move || {
+                start.wait();
+                submit(disk, window, load, number as u64 * region_bytes, region_bytes, stop);
+            });
+        }
+        start.wait();
+        std::thread::sleep(length.mul_f64(WARM_UP));
+        windows.iter().for_each(|window| drop(window.reap()));
+        let (began, used, statistics, gate) =
+            (Instant::now(), Usage::of_self(), disk.stats(), disk.gate_counters());
+        std::thread::sleep(length);
+        let ended: Vec<Ended> = windows.iter().map(|window| window.reap()).collect();
+        let (elapsed, used) = (began.elapsed(), Usage::of_self().since(used));
+        let statistics = disk.stats().delta(&statistics);
+        let wakeups = disk.gate_counters().wakeups - gate.wakeups;
+        stop.store(true, Relaxed);
+        let requests = &statistics.groups[usize::from(load.write)];
+        let request_kib = requests.sectors as f64 / 2.0 / requests.ios as f64;
+        Ok(summary(load, &ended, elapsed, used)?
+            .per_io(Metric::WakeupsPerIo, wakeups)
+            .with(Metric::RequestKib, request_kib))
+    })
+}
+
+/// Submits until told to stop.
+fn submit(
+    disk: &Arc<Disk>,
+    window: &Arc<Window>,
+    load: &Load,
+    region: u64,
+    region_bytes: u64,
+    stop: &AtomicBool,
+) {
+    let mut submitter = disk.submitter();
+    let mut offsets = load.offsets(region_bytes);
+    let mut free = Vec::new();
+    while !stop.load(Relaxed) {
+        let Some(buffer) = free.pop() else {
+            free = window.take();
+            continue;
+        };
+        let sector = Sector((region + offsets.next_bytes()) >> 9);
+        let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };
+        let (window, asked_ns) = (window.clone(), monotonic_ns());
+        submitter.submit(bio, move |result, data| window.end(result, data, asked_ns));
+    }
+}
+
+/// What all submitters did together.
+fn summary(load: &Load, ended: &[Ended], elapsed: Duration, used: Usage) -> Result<Run> {
+    if let Some(status) = ended.iter().find_map(|ended| ended.failed) {
+        return Err(format!("an I/O ended with {status:?}").into());
+    }
+    let ios = ended.iter().map(|ended| ended.ios).sum();
+    let latency_ns: u64 = ended.iter().map(|ended| ended.latency_ns).sum();
+    let latencies = ended.iter().fold(Histogram::default(), |mut all, ended| {
+        all.add(&ended.latencies);
+        all
+    });
+    let run = rate(ios, elapsed, used)?;
+    let mib = (ios * u64::from(load.block_bytes)) as f64 / f64::from(1 << 20);
+    let least = ended.iter().map(|ended| ended.ios).min().unwrap_or(0);
+    let most = ended.iter().map(|ended| ended.ios).max().unwrap_or(0);
+    Ok(run
+        .with(Metric::MibPerSecond, mib / elapsed.as_secs_f64())
+        .with(Metric::LatencyMeanUs, latency_ns as f64 / ios as f64 / 1e3)
+        .with(Metric::LatencyP99Us, latencies.percentile_ns(99.0) as f64 / 1e3)
+        .with(Metric::LatencyMaxUs, latencies.max_ns as f64 / 1e3)
+        .with(Metric::ShareMinByMax, least as f64 / most as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::drivers::null::{Null, NullCompletion, NullOptions};
+
+    use super::*;
+    use crate::load::Pattern;
+
+    #[test]
+    fn submitters_fill_the_gate_and_are_counted() {
+        for batching in [false, true] {
+            let mut options = NullOptions::new(1 << 30);
+            options.completion = NullCompletion::Timer(100_000);
+            let disk = Disk::builder(Box::new(Null::new(options).expect("valid limits")));
+            let disk = disk.depth(8).batching(batching).build().expect("valid settings");
+            // Until every submitter has got something, however busy the machine is.
+            let done = (0..100).find_map(|_| {
+                let load = Load::write(Pattern::Random, 32);
+                let run = run(&disk, 4, &load, Duration::from_millis(40)).expect("it runs");
+                let value = |of| run.values.iter().find(|(metric, _)| *metric == of).map(|(_, value)| *value);
+                let share = value(Metric::ShareMinByMax).expect("it is measured");
+                (share > 0.0).then_some((value(Metric::RequestKib), value(Metric::WakeupsPerIo)))
+            });
+            let (request_kib, wakeups) = done.expect("nobody starves for ever");
+            assert!(request_kib >= Some(4.0), "{request_kib:?}");
+            assert!(wakeups > Some(0.0), "they wait for requests: {wakeups:?}");
+            let gate = disk.gate_counters();
+            assert_eq!(gate.grants > 0, batching, "{gate:?}");
+            assert!(gate.largest_in_flight[1] <= if batching { 12 } else { 8 }, "{gate:?}");
+            assert!(gate.largest_grant <= 32 && gate.waits == gate.wakeups, "{gate:?}");
+            assert_eq!(disk.stats().in_flight, [0, 0], "all of it ended");
+        }
+    }
+
+    #[test]
+    fn an_error_of_the_device_is_told() {
+        let mut options = NullOptions::new(1 << 30);
+        options.limits.read_only = true;
+        let disk = Disk::builder(Box::new(Null::new(options).expect("valid limits"))).build();
+        let load = Load::write(Pattern::Random, 4);
+        let run = run(&disk.expect("valid settings"), 2, &load, Duration::from_millis(20));
+        assert!(run.is_err());
+    }
+}

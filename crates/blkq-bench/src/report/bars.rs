@@ -1,0 +1,160 @@
+//! Bar plots: rows of horizontal bars, each row under its label and value, so that they
+//! are as readable on a phone as on a wide screen.
+
+use super::html::{escape, width_em};
+use super::scale::{self, Scale};
+use crate::summary::wrap;
+
+/// Width of a picture, in its own units, which are pixels at its natural size.
+pub const WIDTH: f64 = 400.0;
+/// Size of text.
+pub const FONT: f64 = 12.0;
+/// From one line of text to the next.
+pub const LINE: f64 = 16.0;
+/// Room at the end of an axis for half a tick's label and for whiskers.
+const SIDE: f64 = 14.0;
+/// Thickness of a bar.
+const BAR: f64 = 12.0;
+/// Between bars of a row.
+const BETWEEN: f64 = 3.0;
+/// Below a row.
+const BELOW: f64 = 10.0;
+
+/// A bar from where the plot's bars begin to `value`.
+pub struct Bar {
+    /// Its end.
+    pub value: f64,
+    /// Least and most: the whisker.
+    pub range: Option<(f64, f64)>,
+    /// How it is drawn.
+    pub class: &'static str,
+    /// What it says when asked.
+    pub title: String,
+}
+
+/// Bars of one thing.
+pub struct Row {
+    /// What belongs to this row and the next ones, if something new begins.
+    pub heading: Option<String>,
+    /// What it is.
+    pub label: String,
+    /// What was measured.
+    pub value: String,
+    /// From top to bottom.
+    pub bars: Vec<Bar>,
+}
+
+/// A plot of rows. Bars begin at `begin`, a value of the scale.
+pub struct Plot<'a> {
+    /// A name that no other plot of the page has.
+    pub id: String,
+    /// What is shown.
+    pub title: String,
+    /// The axis, over [`AXIS`].
+    pub scale: Scale,
+    /// Where bars begin.
+    pub begin: f64,
+    /// What stands before and after the labels of ticks: a unit.
+    pub tick: fn(f64) -> String,
+    /// What the axis shows.
+    pub axis: &'a str,
+    /// The rows.
+    pub rows: Vec<Row>,
+}
+
+/// Where axes begin and end.
+pub const AXIS: (f64, f64) = (1.0, WIDTH - SIDE);
+
+/// How wide text is.
+pub fn measure(text: &str) -> f64 {
+    FONT * width_em(text)
+}
+
+/// The beginning of a picture: its size, its name, and its figures for those who do not see it.
+pub fn open(id: &str, title: &str, description: &str, height: f64) -> String {
+    format!(
+        "<svg role=\"img\" viewBox=\"0 0 {WIDTH} {height:.0}\" aria-labelledby=\"{id}-t {id}-d\">\n\
+         <title id=\"{id}-t\">{}</title><desc id=\"{id}-d\">{}</desc>\n",
+        escape(title),
+        escape(description)
+    )
+}
+
+/// A line of text whose base line is at `y`.
+pub fn text(x: f64, y: f64, class: &str, content: &str) -> String {
+    format!("<text x=\"{x:.1}\" y=\"{y:.1}\" class=\"{class}\">{}</text>\n", escape(content))
+}
+
+impl Plot<'_> {
+    /// The plot as SVG.
+    pub fn svg(&self) -> String {
+        let mut body = String::new();
+        let mut y = 2.0;
+        for row in &self.rows {
+            if let Some(heading) = &row.heading {
+                for line in wrap(heading, WIDTH, |text| 1.06 * measure(text)) {
+                    y += LINE;
+                    body += &text(0.0, y - 4.0, "heading", &line);
+                }
+                y += 2.0;
+            }
+            // The label and the value share a line if both fit.
+            let room = WIDTH - 1.06 * measure(&row.value) - FONT;
+            let labels = wrap(&row.label, if room > WIDTH / 3.0 { room } else { WIDTH }, measure);
+            for label in &labels {
+                y += LINE;
+                body += &text(0.0, y - 4.0, "label", label);
+            }
+            if room <= WIDTH / 3.0 {
+                y += LINE;
+            }
+            body += &text(WIDTH, y - 4.0, "value", &row.value);
+            for bar in &row.bars {
+                body += &self.bar(bar, y);
+                y += BAR + BETWEEN;
+            }
+            y += BELOW - BETWEEN;
+        }
+        let mut axis = String::new();
+        let mut last_end = f64::NEG_INFINITY;
+        for tick in &self.scale.ticks {
+            let (x, label) = (self.scale.at(*tick), (self.tick)(*tick));
+            axis += &format!("<line class=\"grid\" x1=\"{x:.1}\" y1=\"4\" x2=\"{x:.1}\" y2=\"{y:.1}\"/>\n");
+            let half = measure(&label) / 2.0;
+            let x = x.clamp(half, WIDTH - half);
+            if x - half > last_end + 4.0 {
+                axis += &text(x, y + LINE - 4.0, "tick", &label);
+                last_end = x + half;
+            }
+        }
+        let x = self.scale.at(self.begin);
+        axis += &format!("<line class=\"axis\" x1=\"{x:.1}\" y1=\"4\" x2=\"{x:.1}\" y2=\"{y:.1}\"/>\n");
+        y += 2.0 * LINE;
+        axis += &text(WIDTH, y - 4.0, "tick end", self.axis);
+        let described: Vec<String> =
+            self.rows.iter().map(|row| format!("{}: {}", row.label, row.value)).collect();
+        open(&self.id, &self.title, &described.join("; "), y + 2.0) + &axis + &body + "</svg>\n"
+    }
+
+    fn bar(&self, bar: &Bar, y: f64) -> String {
+        let (begin, end) = (self.scale.at(self.begin), self.scale.at(bar.value));
+        let (x, width) = (begin.min(end), (end - begin).abs().max(1.0));
+        let mut drawn = format!("<g><title>{}</title>", escape(&bar.title));
+        drawn += &format!(
+            "<rect class=\"{}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{BAR}\" rx=\"1.5\"/>",
+            bar.class
+        );
+        if let Some((min, max)) = bar.range {
+            let (min, max, middle) = (self.scale.at(min), self.scale.at(max), y + BAR / 2.0);
+            let (top, bottom) = (middle - 3.5, middle + 3.5);
+            let path = format!("M{min:.1} {top}V{bottom}M{max:.1} {top}V{bottom}M{min:.1} {middle}H{max:.1}");
+            drawn += &format!("<path class=\"halo\" d=\"{path}\"/><path class=\"whisker\" d=\"{path}\"/>");
+        }
+        drawn + "</g>\n"
+    }
+}
+
+/// A bar's tick on an axis of ratios.
+pub fn times(value: f64) -> String {
+    format!("\u{d7}{}", scale::label(value))
+}

@@ -1,0 +1,73 @@
+//! All figures as CSV (RFC 4180): a line for each round of a run, and for each point of a curve.
+
+use crate::result::Results;
+
+/// The name under which a value is serialized.
+fn name(value: &impl serde::Serialize) -> String {
+    let value = serde_json::to_value(value).unwrap_or_default();
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+/// A field; quoted if it has to be.
+fn field(text: &str) -> String {
+    if text.contains(['"', ',', '\n', '\r']) {
+        format!("\"{}\"", text.replace('"', "\"\""))
+    } else {
+        text.to_owned()
+    }
+}
+
+/// `table,part,title,name,x,metric,round,value,min,max`: lines of the part `run` have a
+/// round and its value, lines of the part `curve` an x, and the median, least and most of
+/// the rounds there.
+pub fn csv(results: &Results) -> String {
+    let mut text = String::from("table,part,title,name,x,metric,round,value,min,max\n");
+    for table in &results.tables {
+        let table_name = name(&table.name);
+        for comparison in &table.comparisons {
+            for case in &comparison.cases {
+                for figure in &case.figures {
+                    let (title, case, metric) =
+                        (field(&comparison.title), field(&case.name), name(&figure.metric));
+                    for (index, value) in figure.samples.iter().enumerate() {
+                        let round = index + 1;
+                        text += &format!("{table_name},run,{title},{case},,{metric},{round},{value},,\n");
+                    }
+                }
+            }
+        }
+        for curve in &table.curves {
+            let (title, curve_name, metric) = (field(&curve.plot), field(&curve.name), name(&curve.metric));
+            for point in &curve.points {
+                text += &format!(
+                    "{table_name},curve,{title},{curve_name},{},{metric},,{},{},{}\n",
+                    point.x, point.median, point.min, point.max
+                );
+            }
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_sample_and_point_has_its_line_and_ten_fields() {
+        let results: Results = serde_json::from_str(include_str!("../../tests/hostile.json")).unwrap();
+        let csv = csv(&results);
+        let samples: usize = results
+            .tables
+            .iter()
+            .flat_map(|table| &table.comparisons)
+            .flat_map(|comparison| &comparison.cases)
+            .flat_map(|case| &case.figures)
+            .map(|figure| figure.samples.len())
+            .sum();
+        let points: usize =
+            results.tables.iter().flat_map(|table| &table.curves).map(|curve| curve.points.len()).sum();
+        assert_eq!(csv.lines().count(), 1 + samples + points);
+        assert!(csv.lines().any(|line| line.contains("\"say \"\"a, b\"\"\"")), "{csv}");
+    }
+}

@@ -1,0 +1,83 @@
+//! Text as HTML and SVG: escaped, measured, and put into links.
+
+/// `text` with everything replaced that HTML and SVG give a meaning to.
+pub fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            c if c.is_control() => escaped.push(' '),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+/// About how wide a text is, by the size of its font: never less than in DejaVu Sans or
+/// Verdana, which are among the widest.
+pub fn width_em(text: &str) -> f64 {
+    text.chars()
+        .map(|letter| match letter {
+            'i' | 'j' | 'l' | 'I' | '.' | ',' | ':' | ';' | '\'' | '|' | '!' => 0.40,
+            'f' | 't' | 'r' | ' ' | '/' | '(' | ')' | '-' => 0.46,
+            'm' | 'w' | 'M' | 'W' | '@' => 1.0,
+            '%' => 1.08,
+            '+' | '=' | '<' | '>' | '~' | '\u{b1}' | '\u{d7}' => 0.84,
+            c if c.is_ascii_uppercase() => 0.77,
+            c if c.is_ascii() => 0.645,
+            _ => 1.05,
+        })
+        .sum()
+}
+
+/// `bytes` as base64 (RFC 4648, section 4).
+pub fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for chunk in bytes.chunks(3) {
+        let byte = |index: usize| u32::from(chunk.get(index).copied().unwrap_or(0));
+        let word = byte(0) << 16 | byte(1) << 8 | byte(2);
+        for digit in 0..4 {
+            let is_padding = digit > chunk.len();
+            let value = DIGITS[(word >> (18 - 6 * digit)) as usize & 63];
+            text.push(if is_padding { '=' } else { char::from(value) });
+        }
+    }
+    text
+}
+
+/// Rows as a table. The first row is the heading; cells are HTML. The first column stands
+/// to the left, the others to the right.
+pub fn table(rows: &[Vec<String>]) -> String {
+    let Some((heading, body)) = rows.split_first() else { return String::new() };
+    let head: String = heading.iter().map(|cell| format!("<th scope=\"col\">{cell}</th>")).collect();
+    let row = |row: &Vec<String>| {
+        let cells: String = row[1..].iter().map(|cell| format!("<td>{cell}</td>")).collect();
+        format!("<tr><th scope=\"row\">{}</th>{cells}</tr>\n", row[0])
+    };
+    let body: String = body.iter().map(row).collect();
+    format!(
+        "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"table\">\
+         <table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_from_outside_is_markup() {
+        assert_eq!(escape("<a href=\"x\" id='y'>&\n"), "&lt;a href=&quot;x&quot; id=&#39;y&#39;&gt;&amp; ");
+    }
+
+    #[test]
+    fn base64_is_that_of_the_rfc() {
+        let encoded = ["", "f", "fo", "foo", "foob", "fooba", "foobar"].map(|text| base64(text.as_bytes()));
+        assert_eq!(encoded, ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg==", "Zm9vYmE=", "Zm9vYmFy"]);
+    }
+}

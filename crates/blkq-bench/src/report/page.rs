@@ -1,0 +1,315 @@
+//! The page: what was found out, table by table, for people.
+
+use super::html::{base64, escape, table as html_table};
+use super::plots::{self, ratio_and_spread};
+use super::{CSV, GENERATOR, JSON};
+use crate::metric::Metric;
+use crate::result::{Comparison, Effect, Expected, Figure, Results, Table};
+use crate::summary::{self, number};
+
+/// How it looks. Colours of light and dark stand at its top.
+const STYLE: &str = include_str!("style.css");
+
+/// Nothing is fetched, nothing is run.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
+
+/// The whole page, with the documents `json` and `csv` in it.
+pub fn page(results: &Results, json: &str, csv: &str) -> String {
+    let title = format!("blkq bench, {}", date(results.started_unix));
+    let sections: String = results.tables.iter().map(section).collect();
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n{GENERATOR}\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"{POLICY}\">\n\
+         <link rel=\"icon\" href=\"data:,\">\n<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
+         {}{}<main>\n{sections}{}{READING}</main>\n</body>\n</html>\n",
+        header(results, json, csv),
+        contents(results),
+        machine(results),
+    )
+}
+
+fn header(results: &Results, json: &str, csv: &str) -> String {
+    let pace = if results.quick { "quick run, " } else { "" };
+    format!(
+        "<header>\n<div><h1>blkq bench</h1>\n<p>{} UTC, {pace}{:.0} s, blkq {}, {}, {} processors, Linux {}</p></div>\n\
+         <p class=\"downloads\">{}{}</p>\n</header>\n",
+        date(results.started_unix),
+        results.elapsed_seconds,
+        escape(&results.version),
+        escape(&results.machine.processor),
+        results.machine.processors,
+        escape(&results.machine.kernel),
+        download(JSON, "application/json", "Figures as JSON", json),
+        download(CSV, "text/csv", "as CSV", csv),
+    )
+}
+
+fn download(name: &str, kind: &str, label: &str, text: &str) -> String {
+    let data = base64(text.as_bytes());
+    format!("<a download=\"{name}\" href=\"data:{kind};charset=utf-8;base64,{data}\">{label}</a>\n")
+}
+
+/// A card for each table: what it found in a word.
+fn contents(results: &Results) -> String {
+    let cards: String = results.tables.iter().map(card).collect();
+    format!("<nav aria-label=\"Tables\">\n{cards}</nav>\n")
+}
+
+fn card(table: &Table) -> String {
+    let (big, small) = match summary::headline(table) {
+        Some(found) => {
+            let Effect { published_ratio, name, metric, .. } = found.effect;
+            let published = published_ratio
+                .map_or(String::new(), |ratio| format!(", published \u{d7}{}", summary::ratio(ratio)));
+            (ratio_and_spread(found.effect), format!("{name}: {}{published}", metric.label()))
+        }
+        None => table
+            .targets
+            .first()
+            .map_or_else(Default::default, |target| (number(target.value), target.name.clone())),
+    };
+    let id = id(table);
+    let count = |done: usize, all: usize, what: &str, good: &str| {
+        let class = if done == all { "good" } else { "bad" };
+        let counted = format!("<span class=\"pill {class}\">{done} of {all} {what} {good}</span>");
+        if all == 0 { String::new() } else { counted }
+    };
+    let seen = table.mechanisms.iter().filter(|mechanism| mechanism.seen).count();
+    let reached = table.targets.iter().filter(|target| target.reached).count();
+    format!(
+        "<a class=\"card\" href=\"#{id}\"><b>{id}</b><strong>{}</strong><span>{}</span>\
+         <span class=\"pills\">{}{}</span></a>\n",
+        escape(&big),
+        escape(&small),
+        count(seen, table.mechanisms.len(), "mechanisms", "seen"),
+        count(reached, table.targets.len(), "targets", "reached"),
+    )
+}
+
+/// The name of a table, which is that of the command line.
+fn id(table: &Table) -> String {
+    serde_json::to_value(table.name)
+        .ok()
+        .and_then(|name| name.as_str().map(str::to_owned))
+        .unwrap_or_default()
+}
+
+fn section(table: &Table) -> String {
+    let id = id(table);
+    let mut html = format!("<section id=\"{id}\">\n<h2>{}</h2>\n", escape(&table.title));
+    if let Some(found) = summary::headline(table) {
+        let Effect { feature, base, metric, published_ratio, .. } = found.effect;
+        let published = published_ratio
+            .map_or(String::new(), |ratio| format!(", where \u{d7}{} was published", summary::ratio(ratio)));
+        html += &format!(
+            "<p class=\"verdict\"><strong>{}</strong> {}{published}: {} by {}; {}.</p>\n",
+            escape(&ratio_and_spread(found.effect)),
+            escape(metric.label()),
+            escape(feature),
+            escape(base),
+            escape(&found.comparison.title),
+        );
+    }
+    html += &format!("<div class=\"plots\">\n{}</div>\n", plots::figures(table, &id));
+    html += &format!(
+        "<div class=\"facts\">\n{}{}{}</div>\n",
+        published(table),
+        mechanisms(table),
+        targets(table)
+    );
+    if !table.comparisons.is_empty() {
+        html += "<h3>Figures</h3>\n";
+    }
+    html += &table.comparisons.iter().map(comparison).collect::<String>();
+    html += &list("Left out", &table.left_out);
+    html += &list("Notes", &table.notes);
+    html + "</section>\n"
+}
+
+fn row(cells: &[&str]) -> Vec<String> {
+    cells.iter().map(|cell| escape(cell)).collect()
+}
+
+fn published(table: &Table) -> String {
+    let Some(published) = &table.published else { return String::new() };
+    let mut rows = vec![row(&[&published.unit, "base", "feature", "ratio", "measured here"])];
+    for (published_row, effect) in summary::published_beside(table, published) {
+        rows.push(row(&[
+            &published_row.name,
+            &summary::exact(published_row.base),
+            &summary::exact(published_row.feature),
+            &format!("\u{d7}{}", summary::ratio(published_row.ratio())),
+            &effect.map_or("-".to_owned(), ratio_and_spread),
+        ]));
+    }
+    format!(
+        "<div><h3>Published</h3>\n<p>{}. {}.</p>\n{}</div>\n",
+        escape(&published.origin),
+        escape(&published.setting),
+        html_table(&rows)
+    )
+}
+
+/// A verdict that is also told by its word, not by colour alone.
+fn pill(good: bool, words: [&str; 2]) -> String {
+    let (class, word) = if good { ("good", words[0]) } else { ("bad", words[1]) };
+    format!("<span class=\"pill {class}\">{word}</span>")
+}
+
+fn judged(name: &str, value: f64, expected: Expected, verdict: String) -> Vec<String> {
+    let (relation, bound) = summary::bound(expected);
+    let sign = match relation {
+        ">=" => "\u{2265}",
+        "<=" => "\u{2264}",
+        other => other,
+    };
+    let mut cells = row(&[name, &number(value), &format!("{sign} {}", number(bound))]);
+    cells.push(verdict);
+    cells
+}
+
+fn mechanisms(table: &Table) -> String {
+    if table.mechanisms.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![row(&["Claim", "counted", "expected", ""])];
+    rows.extend(table.mechanisms.iter().map(|mechanism| {
+        let verdict = pill(mechanism.seen, ["seen", "not seen"]);
+        judged(&mechanism.claim, mechanism.value, mechanism.expected, verdict)
+    }));
+    format!("<div><h3>Mechanisms</h3>\n{}</div>\n", html_table(&rows))
+}
+
+fn targets(table: &Table) -> String {
+    if table.targets.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![row(&["Target", "measured", "wanted", ""])];
+    rows.extend(table.targets.iter().map(|target| {
+        judged(&target.name, target.value, target.wanted, pill(target.reached, ["reached", "missed"]))
+    }));
+    format!("<div><h3>Targets</h3>\n{}</div>\n", html_table(&rows))
+}
+
+fn comparison(comparison: &Comparison) -> String {
+    let metrics = summary::metrics(comparison);
+    let mut heading = vec![""];
+    heading.extend(metrics.iter().map(|metric| metric.label()));
+    let mut rows = vec![row(&heading)];
+    for case in &comparison.cases {
+        let cell = |metric: &Metric| match case.figures.iter().find(|figure| figure.metric == *metric) {
+            Some(Figure { median, min, max, .. }) => {
+                let range = format!("{} to {}", metric.format(*min), metric.format(*max));
+                let range = if min == max { String::new() } else { format!("<small>{range}</small>") };
+                format!("{}{range}", metric.format(*median))
+            }
+            None => "-".to_owned(),
+        };
+        rows.push(std::iter::once(escape(&case.name)).chain(metrics.iter().map(cell)).collect());
+    }
+    let mut html = format!(
+        "<h4>{} <small>median of {} rounds of {} s, least to most</small></h4>\n{}",
+        escape(&comparison.title),
+        comparison.rounds,
+        comparison.seconds,
+        html_table(&rows)
+    );
+    if !comparison.effects.is_empty() {
+        let mut rows = vec![row(&["Effect", "of", "ratio", "published"])];
+        rows.extend(comparison.effects.iter().map(|effect| {
+            let published = effect.published_ratio.map(|ratio| format!("\u{d7}{}", summary::ratio(ratio)));
+            let mut cells = row(&[
+                &effect.name,
+                effect.metric.label(),
+                &ratio_and_spread(effect),
+                published.as_deref().unwrap_or("-"),
+            ]);
+            cells[0] += &format!("<small>{} by {}</small>", escape(&effect.feature), escape(&effect.base));
+            cells
+        }));
+        html += &html_table(&rows);
+    }
+    html
+}
+
+fn list(title: &str, lines: &[String]) -> String {
+    if lines.is_empty() {
+        return String::new();
+    }
+    let items: String = lines.iter().map(|line| format!("<li>{}</li>\n", escape(line))).collect();
+    format!("<h3>{title}</h3>\n<ul>\n{items}</ul>\n")
+}
+
+fn machine(results: &Results) -> String {
+    let machine = &results.machine;
+    let virtual_machine = if machine.virtual_machine { ", a virtual machine" } else { "" };
+    let facts = [
+        ("Processor", format!("{}, {} in use{virtual_machine}", machine.processor, machine.processors)),
+        ("Memory", format!("{:.1} GiB", machine.memory_bytes as f64 / f64::from(1 << 30))),
+        ("Kernel", format!("Linux {}", machine.kernel)),
+        ("File system", machine.file_system.clone().unwrap_or("no file was measured on".to_owned())),
+        ("Clock source", machine.clock_source.clone()),
+        ("Load when it began", format!("{:.2}", machine.load)),
+    ];
+    let facts: String =
+        facts.iter().map(|(name, fact)| format!("<dt>{name}</dt><dd>{}</dd>\n", escape(fact))).collect();
+    format!("<section id=\"machine\">\n<h2>The machine</h2>\n<dl>\n{facts}</dl>\n</section>\n")
+}
+
+/// How to read it all.
+const READING: &str = "\
+<section id=\"reading\">
+<h2>How to read this</h2>
+<p>The cases of a comparison take turns (A B A B ...), so that what disturbs the machine disturbs all of them. \
+Figures are medians of the rounds, with the least and the most; so are the whiskers in the plots. \
+A ratio is the median of the ratios of each round. \u{b1} says how far the rounds lie apart: the root of the largest \
+ratio by the smallest. A ratio marked with ~ is no larger than that, and says nothing: measure longer, or on \
+a quieter machine.</p>
+<p>A mechanism is a counter, which does not depend on how fast the machine is: it shows why a figure is what it is. \
+A target is a figure that blkq wants to reach. Published figures belong to the machines of their origins; \
+compare ratios and directions.</p>
+</section>
+";
+
+/// A time as `2026-11-21 10:27` in UTC, by the days of the civil calendar.
+fn date(unix: u64) -> String {
+    let (mut days, minutes) = (unix / 86_400, unix % 86_400 / 60);
+    let mut year = 1970;
+    let length = |year: u64| {
+        let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+        if leap { 366 } else { 365 }
+    };
+    while days >= length(year) {
+        days -= length(year);
+        year += 1;
+    }
+    let months = [31, length(year) - 337, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while days >= months[month] {
+        days -= months[month];
+        month += 1;
+    }
+    format!("{year}-{:02}-{:02} {:02}:{:02}", month + 1, days + 1, minutes / 60, minutes % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(date(0), "1970-01-01 00:00");
+        assert_eq!(date(951_827_640), "2000-02-29 12:34");
+        assert_eq!(date(1_798_761_599), "2026-12-31 23:59");
+    }
+
+    #[test]
+    fn names_from_outside_are_no_markup() {
+        let results: Results = serde_json::from_str(include_str!("../../tests/hostile.json")).unwrap();
+        let page = page(&results, "", "");
+        assert!(!page.contains("<script") && !page.contains("<img"), "something was not escaped");
+        assert!(page.contains("&lt;script&gt;"));
+    }
+}

@@ -1,0 +1,159 @@
+//! The plots of a table: what is drawn of it, and how.
+
+use super::bars::{self, Bar, Plot, Row};
+use super::html::escape;
+use super::lines;
+use super::scale::{self, Scale};
+use crate::metric::Metric;
+use crate::result::{Case, Comparison, Effect, Table};
+use crate::summary::{self, Headline};
+
+/// Metrics of a comparison that are drawn at most: the others stand in its table.
+const METRICS_DRAWN: usize = 2;
+
+/// All plots of a table, as figures. `id` is unique in the page.
+pub fn figures(table: &Table, id: &str) -> String {
+    let mut drawn = String::new();
+    if let Some(svg) = ratios(table, &format!("{id}-ratios")) {
+        drawn += &figure("Ratios: feature by base", &svg, RATIOS_LEGEND);
+    }
+    for (index, comparison) in table.comparisons.iter().enumerate() {
+        for metric in drawn_metrics(comparison) {
+            let id = format!("{id}-{index}-{}", metric as usize);
+            let title = format!("{}: {}", comparison.title, metric.label());
+            drawn += &figure(&title, &cases(comparison, metric, &id, &title), "");
+        }
+    }
+    for (index, (name, curves)) in summary::plots(table).into_iter().enumerate() {
+        drawn += &figure(name, &lines::svg(&format!("{id}-curve-{index}"), name, &curves), "");
+    }
+    drawn
+}
+
+const RATIOS_LEGEND: &str = "<span class=\"key measured\"></span>measured \
+    <span class=\"key unclear\"></span>~ not clear \
+    <span class=\"key published\"></span>published";
+
+fn figure(title: &str, svg: &str, legend: &str) -> String {
+    let legend = if legend.is_empty() { String::new() } else { format!("<p class=\"legend\">{legend}</p>") };
+    format!("<figure><figcaption>{}</figcaption>{legend}\n{svg}</figure>\n", escape(title))
+}
+
+/// The metrics that effects speak of, or else the first.
+fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
+    let mut metrics: Vec<Metric> = Vec::new();
+    for effect in &comparison.effects {
+        if !metrics.contains(&effect.metric) {
+            metrics.push(effect.metric);
+        }
+    }
+    if metrics.is_empty() {
+        metrics.extend(summary::metrics(comparison).first());
+    }
+    metrics.truncate(METRICS_DRAWN);
+    metrics
+}
+
+/// Bars for each case of a comparison.
+fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> String {
+    let figures = || {
+        comparison.cases.iter().filter_map(|case| {
+            case.figures.iter().find(|figure| figure.metric == metric).map(|figure| (case, figure))
+        })
+    };
+    let most = figures().map(|(_, figure)| figure.max).fold(0.0, f64::max);
+    let rows = figures().map(|(case, figure)| {
+        let value = metric.format(figure.median);
+        let range = format!("{} to {}", metric.format(figure.min), metric.format(figure.max));
+        Row {
+            heading: None,
+            label: case.name.clone(),
+            bars: vec![Bar {
+                value: figure.median,
+                range: Some((figure.min, figure.max)),
+                class: if is_base(comparison, case, metric) { "base" } else { "measured" },
+                title: format!("{}: {value} ({range})", case.name),
+            }],
+            value,
+        }
+    });
+    let rows = rows.collect();
+    let scale = Scale::from_zero(most, bars::AXIS.0, bars::AXIS.1);
+    let axis = metric.label();
+    Plot { id: id.to_owned(), title: title.to_owned(), scale, begin: 0.0, tick: scale::label, axis, rows }
+        .svg()
+}
+
+/// The case is what others are compared with, and itself compared with nothing.
+fn is_base(comparison: &Comparison, case: &Case, metric: Metric) -> bool {
+    let mut effects = comparison.effects.iter().filter(|effect| effect.metric == metric);
+    let is_feature = effects.clone().any(|effect| effect.feature == case.name);
+    !is_feature && effects.any(|effect| effect.base == case.name)
+}
+
+/// A row for each effect: the measured ratio, and the published one below.
+fn ratios(table: &Table, id: &str) -> Option<String> {
+    let can_be_drawn = |found: &Headline| found.effect.ratio.is_finite() && found.effect.ratio > 0.0;
+    let mut values = vec![1.0];
+    let mut rows: Vec<Row> = Vec::new();
+    let mut title = "";
+    for Headline { comparison, effect } in summary::effects(table).filter(can_be_drawn) {
+        values.extend(effect.published_ratio);
+        values.extend(range(effect).map_or([effect.ratio; 2], |(low, high)| [low, high]));
+        let heading = (title != comparison.title).then(|| comparison.title.clone());
+        title = &comparison.title;
+        rows.push(Row {
+            heading,
+            label: format!("{}: {}", effect.name, effect.metric.label()),
+            value: value(effect),
+            bars: ratio_bars(effect),
+        });
+    }
+    if rows.is_empty() {
+        return None;
+    }
+    let plot = Plot {
+        id: id.to_owned(),
+        title: "Ratios, published and measured".to_owned(),
+        scale: Scale::log(&values, bars::AXIS.0, bars::AXIS.1),
+        begin: 1.0,
+        tick: bars::times,
+        axis: "feature by base",
+        rows,
+    };
+    Some(plot.svg())
+}
+
+fn value(effect: &Effect) -> String {
+    let published = effect
+        .published_ratio
+        .map_or(String::new(), |ratio| format!(" (published \u{d7}{})", summary::ratio(ratio)));
+    format!("{}{published}", ratio_and_spread(effect))
+}
+
+/// `×2.54 ±2 %`, marked when it is not clear.
+pub fn ratio_and_spread(effect: &Effect) -> String {
+    let unclear = if effect.clear { "" } else { "~" };
+    format!("{unclear}\u{d7}{} \u{b1}{}", summary::ratio(effect.ratio), summary::spread(effect))
+}
+
+fn range(effect: &Effect) -> Option<(f64, f64)> {
+    let known = effect.spread.is_finite() && effect.spread > 0.0;
+    known.then(|| (effect.ratio / effect.spread, effect.ratio * effect.spread))
+}
+
+fn ratio_bars(effect: &Effect) -> Vec<Bar> {
+    let mut bars = vec![Bar {
+        value: effect.ratio,
+        range: range(effect),
+        class: if effect.clear { "measured" } else { "unclear" },
+        title: format!("measured {}: {} by {}", ratio_and_spread(effect), effect.feature, effect.base),
+    }];
+    bars.extend(effect.published_ratio.map(|ratio| Bar {
+        value: ratio,
+        range: None,
+        class: "published",
+        title: format!("published \u{d7}{}", summary::ratio(ratio)),
+    }));
+    bars
+}

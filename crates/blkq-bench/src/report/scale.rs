@@ -1,0 +1,150 @@
+//! Scales: from values to places on an axis, and the ticks of the axis.
+
+/// Ticks that an axis has at most, about.
+const TICKS: usize = 6;
+
+/// How values are spread over an axis.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// In proportion.
+    Linear,
+    /// Equal factors are equally far apart.
+    Log,
+}
+
+/// An axis from `min` to `max`, which lie at `from` and `to` in units of the picture.
+#[derive(Clone, Debug)]
+pub struct Scale {
+    kind: Kind,
+    min: f64,
+    max: f64,
+    from: f64,
+    to: f64,
+    /// Values with a mark and a label.
+    pub ticks: Vec<f64>,
+}
+
+impl Scale {
+    /// From 0 to the first tick that is not below `max`.
+    pub fn from_zero(max: f64, from: f64, to: f64) -> Scale {
+        let max = if max > 0.0 && max.is_finite() { max } else { 1.0 };
+        let step = nice_above(max / (TICKS - 1) as f64);
+        let count = (max / step - 1e-9).ceil() as u32;
+        let ticks = (0..=count).map(|index| f64::from(index) * step).collect();
+        Scale { kind: Kind::Linear, min: 0.0, max: f64::from(count) * step, from, to, ticks }
+    }
+
+    /// Logarithmic, over all of `values`, which are positive.
+    pub fn log(values: &[f64], from: f64, to: f64) -> Scale {
+        let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+        let max = values.iter().copied().fold(0.0, f64::max);
+        let first = below(min);
+        let mut ticks = vec![first];
+        while ticks[ticks.len() - 1] < max * (1.0 - 1e-9) {
+            ticks.push(next(ticks[ticks.len() - 1]));
+        }
+        let (min, max) = (first, ticks[ticks.len() - 1].max(first * 1.01));
+        if ticks.len() > TICKS + 1 {
+            ticks.retain(|tick| (tick.log10() - tick.log10().round()).abs() < 1e-9);
+        }
+        let each = ticks.len().div_ceil(TICKS + 1);
+        let ticks = ticks.into_iter().step_by(each).collect();
+        Scale { kind: Kind::Log, min, max, from, to, ticks }
+    }
+
+    /// Over places that were measured at: logarithmic if each is about twice the one before,
+    /// with a tick at each of them if there are few.
+    pub fn of_places(places: &[f64], from: f64, to: f64) -> Scale {
+        let (min, max) = (places[0], places[places.len() - 1]);
+        let doubles = places.len() > 2 && min > 0.0 && places.windows(2).all(|pair| pair[1] >= 1.5 * pair[0]);
+        let each = places.len().div_ceil(TICKS + 3);
+        let ticks = places.iter().copied().step_by(each).collect();
+        let kind = if doubles { Kind::Log } else { Kind::Linear };
+        // A single place is in the middle.
+        let (min, max) = if min < max { (min, max) } else { (min - 1.0, max + 1.0) };
+        Scale { kind, min, max, from, to, ticks }
+    }
+
+    /// Where `value` lies. What is beyond an end lies there.
+    pub fn at(&self, value: f64) -> f64 {
+        let part = match self.kind {
+            Kind::Linear => (value - self.min) / (self.max - self.min),
+            Kind::Log => (value / self.min).ln() / (self.max / self.min).ln(),
+        };
+        let part = if part.is_nan() { 0.0 } else { part.clamp(0.0, 1.0) };
+        self.from + part * (self.to - self.from)
+    }
+}
+
+/// The least of 1, 2, 5 times a power of ten that is not below `value`.
+fn nice_above(value: f64) -> f64 {
+    let below = below(value);
+    if below >= value * (1.0 - 1e-9) { below } else { next(below) }
+}
+
+/// The largest of 1, 2, 5 times a power of ten that is not above `value`.
+fn below(value: f64) -> f64 {
+    let power = 10f64.powf(value.log10().floor());
+    let digits = [5.0, 2.0, 1.0];
+    digits.into_iter().map(|digit| digit * power).find(|nice| *nice <= value * (1.0 + 1e-9)).unwrap_or(power)
+}
+
+/// The one after `value`, which is 1, 2 or 5 times a power of ten.
+fn next(value: f64) -> f64 {
+    let digit = value / 10f64.powf((value.log10() + 1e-9).floor());
+    value * if (1.5..4.0).contains(&digit) { 2.5 } else { 2.0 }
+}
+
+/// A value of an axis as short as can be: `0`, `0.05`, `20k`, `1.5M`, `5e-6`.
+pub fn label(value: f64) -> String {
+    if value != 0.0 && value.abs() < 0.001 {
+        let text = format!("{value:.1e}");
+        return text.replace(".0e", "e");
+    }
+    let (value, unit) = match value.abs() {
+        v if v >= 1e9 => (value / 1e9, "G"),
+        v if v >= 1e6 => (value / 1e6, "M"),
+        v if v >= 1e4 => (value / 1e3, "k"),
+        _ => (value, ""),
+    };
+    let text = format!("{value:.4}");
+    format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(scale: &Scale) -> Vec<String> {
+        scale.ticks.iter().copied().map(label).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_and_cover_all() {
+        let scale = Scale::from_zero(87_000.0, 0.0, 100.0);
+        assert_eq!(labels(&scale), ["0", "20k", "40k", "60k", "80k", "100k"]);
+        assert_eq!((scale.at(0.0), scale.at(50_000.0), scale.at(1e9)), (0.0, 50.0, 100.0));
+        assert_eq!(labels(&Scale::from_zero(0.3, 0.0, 1.0)), ["0", "0.1", "0.2", "0.3"]);
+        assert_eq!(labels(&Scale::from_zero(0.0, 0.0, 1.0)).len(), 6);
+        assert_eq!(labels(&Scale::from_zero(4e-6, 0.0, 1.0)), ["0", "1e-6", "2e-6", "3e-6", "4e-6"]);
+    }
+
+    #[test]
+    fn equal_factors_are_equally_far_apart() {
+        let scale = Scale::log(&[0.6, 14.0], 0.0, 100.0);
+        assert_eq!(labels(&scale), ["0.5", "1", "2", "5", "10", "20"]);
+        let step = |a: f64, b: f64| scale.at(b) - scale.at(a);
+        assert!((step(1.0, 2.0) - step(5.0, 10.0)).abs() < 1e-9);
+        let wide = Scale::log(&[0.0003, 90_000.0], 0.0, 100.0);
+        assert!(wide.ticks.len() <= TICKS + 1, "{:?}", wide.ticks);
+    }
+
+    #[test]
+    fn places_that_double_are_on_a_logarithmic_axis() {
+        let scale = Scale::of_places(&[1.0, 2.0, 4.0, 8.0, 16.0], 0.0, 100.0);
+        assert_eq!((scale.kind, scale.at(4.0)), (Kind::Log, 50.0));
+        let scale = Scale::of_places(&[0.0, 1.0, 2.0], 0.0, 100.0);
+        assert_eq!((scale.kind, scale.at(1.0)), (Kind::Linear, 50.0));
+        assert_eq!(Scale::of_places(&[7.0], 0.0, 100.0).at(7.0), 50.0);
+    }
+}

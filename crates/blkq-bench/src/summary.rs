@@ -1,0 +1,157 @@
+//! What the text and the page both read out of a table.
+
+use crate::metric::{Metric, group_thousands};
+use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};
+
+/// The effect that answers the question of a table.
+#[derive(Clone, Copy, Debug)]
+pub struct Headline<'a> {
+    /// Where it was measured.
+    pub comparison: &'a Comparison,
+    /// How one case differed from the other there.
+    pub effect: &'a Effect,
+}
+
+/// All effects of a table, with the comparisons in which they were measured.
+pub fn effects(table: &Table) -> impl Iterator<Item = Headline<'_>> {
+    table
+        .comparisons
+        .iter()
+        .flat_map(|comparison| comparison.effects.iter().map(move |effect| Headline { comparison, effect }))
+}
+
+/// The first effect of which a figure was published, or else the first one.
+pub fn headline(table: &Table) -> Option<Headline<'_>> {
+    effects(table).find(|found| found.effect.published_ratio.is_some()).or_else(|| effects(table).next())
+}
+
+/// The published rows, each beside the effect that was measured of the same. They belong
+/// together when the ratio that the effect is compared with is that of the row.
+pub fn published_beside<'a>(
+    table: &'a Table,
+    published: &'a Published,
+) -> Vec<(&'a PublishedRow, Option<&'a Effect>)> {
+    let same = |row: &PublishedRow, ratio: f64| (row.ratio() / ratio - 1.0).abs() < 1e-9;
+    let measured = |row| {
+        effects(table)
+            .map(|found| found.effect)
+            .find(|effect| effect.published_ratio.is_some_and(|ratio| same(row, ratio)))
+    };
+    published.rows.iter().map(|row| (row, measured(row))).collect()
+}
+
+/// The metrics of a comparison in their order, without those that are 0 in all cases.
+pub fn metrics(comparison: &Comparison) -> Vec<Metric> {
+    let mut metrics: Vec<Metric> = Vec::new();
+    for figure in comparison.cases.iter().flat_map(|case| &case.figures) {
+        if !metrics.contains(&figure.metric) && figure.median != 0.0 {
+            metrics.push(figure.metric);
+        }
+    }
+    metrics
+}
+
+/// The plots of a table: a name, and the curves that share its axes.
+pub fn plots(table: &Table) -> Vec<(&str, Vec<&Curve>)> {
+    let mut plots: Vec<(&str, Vec<&Curve>)> = Vec::new();
+    for curve in &table.curves {
+        match plots.iter_mut().find(|(name, _)| *name == curve.plot) {
+            Some((_, curves)) => curves.push(curve),
+            None => plots.push((&curve.plot, vec![curve])),
+        }
+    }
+    plots
+}
+
+/// The places of all points of a plot, from left to right.
+pub fn places(curves: &[&Curve]) -> Vec<f64> {
+    let mut places: Vec<f64> =
+        curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.x)).collect();
+    places.sort_by(f64::total_cmp);
+    places.dedup();
+    places
+}
+
+/// How far the ratio may lie from what is said, in percent: `2 %`.
+pub fn spread(effect: &Effect) -> String {
+    match 100.0 * (effect.spread - 1.0) {
+        percent if !percent.is_finite() => "?".to_owned(),
+        percent => format!("{percent:.0} %"),
+    }
+}
+
+/// A ratio as a number: two digits after the point, or as many as matter.
+pub fn ratio(ratio: f64) -> String {
+    match ratio {
+        r if !r.is_finite() => "?".to_owned(),
+        r if r < 0.1 => format!("{r:.4}"),
+        r => format!("{r:.2}"),
+    }
+}
+
+/// A number with as many digits as matter.
+pub fn number(value: f64) -> String {
+    if value == value.trunc() { format!("{value:.0}") } else { Metric::NsPerIo.format(value) }
+}
+
+/// A figure as it was published, thousands apart.
+pub fn exact(value: f64) -> String {
+    group_thousands(&value.to_string())
+}
+
+/// What is wanted: the relation and the bound.
+pub fn bound(expected: Expected) -> (&'static str, f64) {
+    match expected {
+        Expected::AtLeast(bound) => (">=", bound),
+        Expected::AtMost(bound) => ("<=", bound),
+        Expected::Exactly(bound) => ("=", bound),
+    }
+}
+
+/// `text` in lines of at most `width` as `measure` sees it, broken between words, or
+/// within a word that is wider than a line.
+pub fn wrap(text: &str, width: f64, measure: impl Fn(&str) -> f64) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("there is one at least");
+        let joined = if line.is_empty() { word.to_owned() } else { format!("{line} {word}") };
+        if measure(&joined) <= width {
+            *line = joined;
+            continue;
+        }
+        if !line.is_empty() {
+            lines.push(String::new());
+        }
+        for letter in word.chars() {
+            let line = lines.last_mut().expect("there is one at least");
+            if !line.is_empty() && measure(&format!("{line}{letter}")) > width {
+                lines.push(letter.to_string());
+            } else {
+                line.push(letter);
+            }
+        }
+    }
+    lines
+}
+
+/// `text` in lines of at most so many characters.
+pub fn wrap_characters(text: &str, width: usize) -> Vec<String> {
+    wrap(text, width as f64, |line| line.chars().count() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_broken_between_words_and_within_long_ones() {
+        assert_eq!(wrap_characters("one two  three", 7), ["one two", "three"]);
+        assert_eq!(wrap_characters("a abcdefgh b", 3), ["a", "abc", "def", "gh", "b"]);
+        assert_eq!(wrap_characters("", 3), [""]);
+    }
+
+    #[test]
+    fn ratios_have_the_digits_that_matter() {
+        assert_eq!([2.5, 0.1, 0.012, f64::NAN].map(ratio), ["2.50", "0.10", "0.0120", "?"]);
+    }
+}

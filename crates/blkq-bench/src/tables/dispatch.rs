@@ -1,0 +1,238 @@
+//! One executor that does one request at a time, against concurrent reads and one writer.
+
+use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use blkq::Disk;
+use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+
+use crate::bench::{Bench, Pace, Run, case};
+use crate::cache::cold;
+use crate::load::{Load, Pattern, local, raw, workers};
+use crate::metric::Metric;
+use crate::result::{Case, Comparison, Curve, Expected, Point, Published, PublishedRow, Table};
+use crate::{Result, What};
+
+/// I/Os in flight.
+const DEPTH: usize = 64;
+/// Largest part of the file that random reads read: the file stays cold.
+const READ_SHARE: u64 = 4;
+/// What writes write: the eighth of the file, and at least so many blocks, lest a run is
+/// too short to be measured.
+const WRITE_SHARE: u64 = 8;
+const WRITES_MIN: u64 = (64 << 20) / 4096;
+/// What was measured at the origin: name, base, feature.
+const PUBLISHED: [(&str, f64, f64); 4] = [
+    ("randread", 1740.0, 25_318.0),
+    ("read", 42_196.0, 51_771.0),
+    ("randwrite", 35_709.0, 34_624.0),
+    ("write", 39_137.0, 40_326.0),
+];
+
+/// Numbers of workers of the curve.
+fn workers_of(pace: &Pace) -> &'static [usize] {
+    if pace.quick { &[1, 4, 16] } else { &[1, 2, 4, 8, 16] }
+}
+
+/// About how long its runs take.
+pub fn planned_seconds(pace: &Pace) -> f64 {
+    pace.cost(6 * PUBLISHED.len() + 2 * workers_of(pace).len())
+}
+
+/// Runs `load` through a loop device on the file, with the counters of its driver.
+fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Duration) -> Result<Run> {
+    let options = LoopOptions { direct_io: DirectIo::Off, dispatch, ..LoopOptions::new(path) };
+    let device = LoopDevice::open(&options)?;
+    let counters = device.counters().clone();
+    let run = local::run(&Disk::builder(Box::new(device)).merge(merge).build()?, load, length)?;
+    let run = if load.write {
+        run.per_io(Metric::JoinedPerIo, counters.writes_joined.load(Relaxed))
+            .with(Metric::WritersMax, counters.writers_max.load(Relaxed) as f64)
+    } else {
+        run.with(Metric::ReadsInFlightMax, counters.reads_in_flight_max.load(Relaxed) as f64)
+            .with(Metric::ReadsInFlightMean, counters.reads_in_flight_mean())
+    };
+    Ok(run)
+}
+
+/// A cold run, without the columns that say nothing here.
+fn cold_run(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
+    let mut run = cold(path, measure)?;
+    run.values.retain(|(metric, _)| {
+        !matches!(
+            metric,
+            Metric::NsPerIo | Metric::ClockReadsPerIo | Metric::SubmissionsPerIo | Metric::CachedMib
+        )
+    });
+    Ok(run)
+}
+
+/// Measures it.
+///
+/// # Errors
+/// If the file cannot be made, used or evicted.
+pub fn run(bench: &mut Bench) -> Result<Table> {
+    let mut table =
+        Table::new(What::Dispatch, "dispatch: concurrent reads and one writer, on a cold page cache");
+    table.published = Some(Published {
+        origin: "loop on blk-mq, Ming Lei, 2014".into(),
+        setting: "file on ext4 on an SSD, 4 KiB, libaio, depth 64, one job".into(),
+        unit: "IOPS".into(),
+        rows: PUBLISHED.map(|(name, base, feature)| PublishedRow { name: name.into(), base, feature }).into(),
+    });
+    let (path, bytes) = {
+        let file = bench.file()?;
+        (file.path().to_owned(), file.bytes())
+    };
+    let blocks = bytes / 4096;
+    let writes = (blocks / WRITE_SHARE).max(WRITES_MIN);
+    for (name, base, feature) in PUBLISHED {
+        let load = match name {
+            "randread" => Load::read(Pattern::Random, DEPTH).at_most(blocks / READ_SHARE),
+            "read" => Load::read(Pattern::Sequential, DEPTH).at_most(blocks),
+            "randwrite" => Load::write(Pattern::Random, DEPTH).at_most(writes),
+            _ => Load::write(Pattern::Sequential, DEPTH).at_most(writes),
+        };
+        patterns(bench, &mut table, &path, name, load, feature / base)?;
+    }
+    let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);
+    let most = most.map(|case| case.max(Metric::CachedBeforeMib)).fold(0.0, f64::max);
+    table.mechanism("MiB of the file cached when a run began, at most", most, Expected::AtMost(1.0));
+    curve(bench, &mut table, &path, blocks)?;
+    table.notes = NOTES.map(str::to_owned).into();
+    Ok(table)
+}
+
+/// One of the published rows.
+fn patterns(
+    bench: &mut Bench,
+    table: &mut Table,
+    path: &Path,
+    name: &str,
+    load: Load,
+    published: f64,
+) -> Result {
+    let one = Load { depth: 1, ..load };
+    let on = |dispatch, merge| move |length| cold_run(path, || on_loop(path, dispatch, merge, &load, length));
+    let cases = vec![
+        case("one thread", |length| cold_run(path, || workers::run(path, &one, length))),
+        case("serial, unmerged", on(Dispatch::Serial, false)),
+        case("serial", on(Dispatch::Serial, true)),
+        case("concurrent", on(Dispatch::Concurrent, true)),
+        case("raw io_uring", |length| cold_run(path, || raw::run(path, false, &load, length))),
+        case("raw, one by one", |length| {
+            cold_run(path, || raw::run(path, false, &load.one_by_one(), length))
+        }),
+    ];
+    let mut comparison =
+        bench.compare(&format!("loop buffered, cold, 4 KiB {name}, depth {DEPTH}"), cases)?;
+    let mut effect = |name: &str, base, feature, published| {
+        comparison.effect(name, base, feature, Metric::Iops, published).ratio
+    };
+    let dispatch = effect("dispatch", "serial", "concurrent", Some(published));
+    effect("dispatch and merging", "serial, unmerged", "concurrent", None);
+    let by_raw = effect("block layer", "raw io_uring", "concurrent", None);
+    effect("block layer", "raw, one by one", "concurrent", None);
+    effect("the base, by a thread's own calls", "one thread", "serial, unmerged", None);
+    let (serial, concurrent) = (comparison.case("serial"), comparison.case("concurrent"));
+    if load.write {
+        let writers = serial.max(Metric::WritersMax).max(concurrent.max(Metric::WritersMax));
+        table.mechanism(format!("{name}: writers at once, at most"), writers, Expected::Exactly(1.0));
+        table.target(format!("{name}, concurrent by serial"), dispatch, Expected::AtLeast(0.95));
+    }
+    match name {
+        "randread" => {
+            let mean = concurrent.median(Metric::ReadsInFlightMean);
+            table.mechanism(
+                "randread, serial: reads in flight, at most",
+                serial.max(Metric::ReadsInFlightMax),
+                Expected::Exactly(1.0),
+            );
+            table.mechanism(
+                "randread, concurrent: reads in flight, mean",
+                mean,
+                Expected::AtLeast(DEPTH as f64 / 4.0),
+            );
+            let cold = comparison
+                .cases
+                .iter()
+                .map(|case| case.min(Metric::CachedKibPerIo))
+                .fold(f64::INFINITY, f64::min);
+            table.mechanism(
+                "randread: KiB read from the file per I/O, at least",
+                cold,
+                Expected::AtLeast(3.9),
+            );
+            table.target("randread, concurrent by serial", dispatch, Expected::AtLeast(3.0));
+            table.target("randread, concurrent by raw io_uring", by_raw, Expected::AtLeast(0.95));
+        }
+        "write" => {
+            let merges = concurrent.median(Metric::MergesPerIo);
+            table.mechanism("write, concurrent: merges per I/O", merges, Expected::AtLeast(0.5));
+        }
+        _ => {}
+    }
+    table.comparisons.push(comparison);
+    Ok(())
+}
+
+/// Where it lost in the kernel: a sequential read by several workers.
+fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Result {
+    const KINDS: [&str; 2] = ["threads", "concurrent"];
+    let counts = workers_of(&bench.pace);
+    let name = |kind: &str, count: usize| format!("{kind}, {count}");
+    let mut cases = Vec::new();
+    for &count in counts {
+        let load = Load::read(Pattern::Sequential, count).at_most(blocks);
+        cases.push(case(name(KINDS[0], count), move |length| {
+            cold_run(path, || workers::run(path, &load, length))
+        }));
+        cases.push(case(name(KINDS[1], count), move |length| {
+            cold_run(path, || on_loop(path, Dispatch::Concurrent, false, &load, length))
+        }));
+    }
+    let comparison = bench.compare("loop buffered, cold, 4 KiB read, unmerged, 1 to N at once", cases)?;
+    for (metric, what) in [(Metric::Iops, "rate"), (Metric::ContextSwitchesPerIo, "context switches")] {
+        for kind in KINDS {
+            let point = |count: &usize| point(&comparison, &name(kind, *count), *count, metric);
+            table.curves.push(Curve {
+                plot: format!("sequential read by 1 to N at once, {what}"),
+                name: kind.into(),
+                x_label: "at once".into(),
+                metric,
+                points: counts.iter().map(point).collect(),
+            });
+        }
+    }
+    let most = counts[counts.len() - 1];
+    let switches = |kind| comparison.case(&name(kind, most)).median(Metric::ContextSwitchesPerIo);
+    table.mechanism(
+        format!("read, {most} at once: context switches per I/O, concurrent by threads"),
+        switches(KINDS[1]) / switches(KINDS[0]),
+        Expected::AtMost(0.5),
+    );
+    Ok(())
+}
+
+/// The point of a curve that `case` is.
+fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point {
+    let case: &Case = comparison.case(case);
+    Point { x: x as f64, median: case.median(metric), min: case.min(metric), max: case.max(metric) }
+}
+
+const NOTES: [&str; 7] = [
+    "cold: before every run the file is written back, evicted, and seen to be gone; no block is used twice in a run, \
+     which ends at the latest when a quarter of the file (random reads), all of it (sequential reads), or an eighth and at least 64 MiB (writes) was",
+    "writes go to the page cache, as they did at the origin: a cold write is one into pages that are not there; what \
+     it leaves to be written is written after the run, untimed",
+    "serial, unmerged is the base of the origin: one executor, which takes one bio after the other; serial differs \
+     from concurrent by --dispatch alone, and merges under the plug as that does",
+    "what serial and concurrent do with writes is the same: one at a time; where their ratio is not 1 that is the \
+     noise of short runs",
+    "raw io_uring submits what has ended with one call, as the block layer does; one by one with a call for each, \
+     and then no read waits for the pages of those behind it, which can be faster",
+    "one thread is pread or pwrite in a loop: an executor without a block layer",
+    "threads do what the workers of the kernel's loop did: whichever is free takes the next block; concurrent has as \
+     many reads in flight, which one thread issues in order, so that read-ahead works and nobody is woken for each",
+];

@@ -1,0 +1,161 @@
+//! One side of the comparison: this file is a module twice, over blkq as it is and over the
+//! same sources without padding.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use super::super::{DEPTH, Processors, REGION_BYTES, SUBMITTERS, Work};
+use super::library::drivers::null::{Null, NullOptions};
+use super::library::layout::contended_lines;
+use super::library::{Bio, Disk, EngineThread, IoBuffer, LocalQueue, Sector};
+use crate::Result;
+use crate::bench::{Run, rate};
+use crate::load::Offsets;
+use crate::process::Usage;
+use crate::random::Random;
+
+/// A null device of so many queues.
+pub fn disk(queues: usize) -> Result<Arc<Disk>> {
+    let mut options = NullOptions::new(REGION_BYTES * SUBMITTERS as u64);
+    options.zero_reads = false;
+    Ok(Disk::builder(Box::new(Null::new(options)?)).queues(queues).depth(DEPTH).build()?)
+}
+
+/// Lines of the device's structures that threads with nothing in common write.
+pub fn contended(disk: &Disk) -> usize {
+    contended_lines(&disk.hot_fields()).len()
+}
+
+/// Runs `work` in as many threads as the device has queues, each the owner of one.
+pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
+    let count = disk.queue_count();
+    together(count, processors, length, |number, running| {
+        let mut queue = disk.open_queue(number)?;
+        let mut stream = Stream::new(work, number);
+        let mut free = buffers();
+        running.wait();
+        let mut ios = 0;
+        while running.goes_on() {
+            ios += turn(&mut queue, &mut stream, &mut free)?;
+        }
+        Ok(ios)
+    })
+}
+
+/// Runs `work` in threads that submit through an engine of one queue.
+pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
+    let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
+    together(SUBMITTERS, processors, length, |number, running| {
+        let mut submitter = disk.submitter();
+        let mut stream = Stream::new(work, number);
+        let mut free = buffers();
+        let (ended, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (give, back) = std::sync::mpsc::channel();
+        running.wait();
+        while running.goes_on() {
+            let Some(buffer) = free.pop().or_else(|| back.recv().ok()) else { break };
+            let (ended, failed, give) = (ended.clone(), failed.clone(), give.clone());
+            submitter.submit(stream.next(buffer), move |result, data| {
+                ended.fetch_add(1, Relaxed);
+                failed.fetch_or(result.is_err(), Relaxed);
+                // The submitter may have gone.
+                let _ = data.into_buffer().map(|buffer| give.send(buffer));
+            });
+        }
+        if failed.load(Relaxed) { Err("an I/O failed".into()) } else { Ok(ended.load(Relaxed)) }
+    })
+}
+
+fn buffers() -> Vec<IoBuffer> {
+    (0..DEPTH).map(|_| IoBuffer::zeroed(4096)).collect()
+}
+
+/// The bios of one thread, in its own region.
+struct Stream {
+    offsets: Offsets,
+    region: u64,
+    write_percent: u64,
+    random: Random,
+}
+
+impl Stream {
+    fn new(work: &Work, number: usize) -> Stream {
+        let offsets = work.load.offsets(REGION_BYTES);
+        let region = number as u64 * REGION_BYTES;
+        Stream { offsets, region, write_percent: work.write_percent, random: Random(region + 1) }
+    }
+
+    #[inline]
+    fn next(&mut self, buffer: IoBuffer) -> Bio {
+        let sector = Sector((self.region + self.offsets.next_bytes()) >> 9);
+        let write = match self.write_percent {
+            0 => false,
+            100 => true,
+            percent => self.random.below(100) < percent,
+        };
+        if write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) }
+    }
+}
+
+/// Submits all that is free, and takes what has ended.
+#[inline]
+fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -> Result<u64> {
+    for buffer in free.drain(..) {
+        if queue.submit(stream.next(buffer)).is_err() {
+            return Err("the queue has no room".into());
+        }
+    }
+    queue.wait(1);
+    for completion in queue.completions() {
+        completion.result?;
+        free.extend(completion.data.into_buffer());
+    }
+    Ok(free.len() as u64)
+}
+
+/// When the threads of a run begin and end.
+struct Running {
+    ready: Barrier,
+    over: AtomicBool,
+}
+
+impl Running {
+    fn wait(&self) {
+        self.ready.wait();
+    }
+
+    fn goes_on(&self) -> bool {
+        !self.over.load(Relaxed)
+    }
+}
+
+/// Runs `body` in `count` threads for `length`: what they did together.
+fn together(
+    count: usize,
+    processors: Processors,
+    length: Duration,
+    body: impl Fn(usize, &Running) -> Result<u64> + Sync,
+) -> Result<Run> {
+    let running = Running { ready: Barrier::new(count + 1), over: AtomicBool::new(false) };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count)
+            .map(|number| {
+                let (running, body) = (&running, &body);
+                scope.spawn(move || {
+                    processors.confine()?;
+                    body(number, running)
+                })
+            })
+            .collect();
+        running.ready.wait();
+        let (began, used) = (Instant::now(), Usage::of_self());
+        std::thread::sleep(length);
+        running.over.store(true, Relaxed);
+        let mut ios = 0;
+        for thread in threads {
+            ios += thread.join().map_err(|_| "a thread panicked")??;
+        }
+        rate(ios, began.elapsed(), Usage::of_self().since(used))
+    })
+}

@@ -1,0 +1,163 @@
+//! Processes that are started, watched and ended: none of them outlives this one.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, set_parent_process_death_signal};
+
+use crate::Result;
+use crate::process::Usage;
+
+/// How long a process may take to end when it is asked to.
+const END_WAIT: Duration = Duration::from_secs(5);
+/// How often is looked.
+pub const LOOK: Duration = Duration::from_micros(200);
+
+/// A process. Dropping it kills it.
+pub struct Child {
+    pid: i32,
+    program: String,
+    errors: PathBuf,
+    /// Its standard output, if it was started with a pipe for it.
+    pub stdout: Option<ChildStdout>,
+    ended: Option<(i32, Usage)>,
+}
+
+impl Child {
+    /// Starts `command`, whose standard error goes to a file in `scratch`.
+    ///
+    /// # Errors
+    /// If it cannot be started: as the system says it, an [`std::io::Error`].
+    pub fn start(mut command: Command, stdout: Stdio, scratch: &Path) -> Result<Child> {
+        let program = Path::new(command.get_program()).file_name().unwrap_or(OsStr::new("?"));
+        let program = program.to_string_lossy().into_owned();
+        let errors = scratch.join(format!("{program}.errors"));
+        command.stdin(Stdio::null()).stdout(stdout).stderr(File::create(&errors)?);
+        let die_with_parent =
+            || set_parent_process_death_signal(Some(Signal::KILL)).map_err(std::io::Error::from);
+        // SAFETY: between fork and exec it makes one system call and touches no memory.
+        unsafe { command.pre_exec(die_with_parent) };
+        let mut child = command.spawn()?;
+        Ok(Child { pid: child.id() as i32, program, errors, stdout: child.stdout.take(), ended: None })
+    }
+
+    /// Its number.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// What it said last on its standard error.
+    pub fn complaint(&self) -> String {
+        let said = std::fs::read(&self.errors).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said);
+        let last = said.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("without a word");
+        format!("{} ended: {}", self.program, last.trim())
+    }
+
+    /// Whether it has ended, and if so how.
+    fn poll(&mut self, block: bool) -> Option<(i32, Usage)> {
+        if self.ended.is_none() {
+            let mut status = 0;
+            // SAFETY: the kernel fills both in; the process is ours and nobody else waits for it.
+            let (ended, usage) = unsafe {
+                let mut usage: libc::rusage = std::mem::zeroed();
+                let flags = if block { 0 } else { libc::WNOHANG };
+                (libc::wait4(self.pid, &raw mut status, flags, &raw mut usage) == self.pid, usage)
+            };
+            self.ended = ended.then(|| (status, usage.into()));
+        }
+        self.ended
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.poll(false).is_some()
+    }
+
+    /// Waits until it ends by itself, `limit` at most. What it used in all its life.
+    ///
+    /// # Errors
+    /// What it complained of, or that it took too long.
+    pub fn wait(mut self, limit: Duration) -> Result<Usage> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.poll(false) {
+                Some((0, usage)) => return Ok(usage),
+                Some(_) => return Err(self.complaint().into()),
+                None if Instant::now() > until => {
+                    return Err(format!("{}: not done after {limit:?}", self.program).into());
+                }
+                None => std::thread::sleep(Duration::from_millis(2)),
+            }
+        }
+    }
+
+    /// Asks it to end, and makes it if it does not. What it used in all its life, with the
+    /// threads that ended before.
+    pub fn end(mut self) -> Usage {
+        self.signal(libc::SIGTERM);
+        let until = Instant::now() + END_WAIT;
+        loop {
+            match self.poll(false) {
+                Some((_, usage)) => return usage,
+                None if Instant::now() > until => self.signal(libc::SIGKILL),
+                None => {}
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: the process was not waited for, so that the number is still its own.
+        unsafe { libc::kill(self.pid, signal) };
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if self.ended.is_none() {
+            self.signal(libc::SIGKILL);
+            self.poll(true);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn what_a_process_says_when_it_fails_is_told() {
+        let scratch = std::env::temp_dir();
+        let child =
+            Child::start(shell("echo first >&2; echo no such disk >&2; exit 3"), Stdio::null(), &scratch)
+                .unwrap();
+        let error = child.wait(Duration::from_secs(10)).unwrap_err().to_string();
+        assert_eq!(error, "sh ended: no such disk");
+        assert!(Child::start(Command::new("/no/such/program"), Stdio::null(), &scratch).is_err());
+    }
+
+    #[test]
+    fn a_process_that_is_dropped_or_ended_is_gone() {
+        let scratch = std::env::temp_dir();
+        let dropped = Child::start(shell("sleep 1000"), Stdio::null(), &scratch).unwrap();
+        let pid = dropped.pid();
+        drop(dropped);
+        assert!(Usage::of(pid).is_err());
+        let mut ended = Child::start(shell("exec sleep 1000"), Stdio::null(), &scratch).unwrap();
+        assert!(!ended.has_ended());
+        let pid = ended.pid();
+        assert!(ended.end().cpu > Duration::ZERO);
+        assert!(Usage::of(pid).is_err());
+    }
+}

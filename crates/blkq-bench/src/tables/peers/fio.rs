@@ -1,0 +1,145 @@
+//! The client of all peers: fio, with the same job for each.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::child::Child;
+use crate::Result;
+use crate::process::Usage;
+
+/// What fio does.
+#[derive(Clone, Copy, Debug)]
+pub struct Job {
+    /// What it is called.
+    pub title: &'static str,
+    /// fio's `--rw`.
+    pub rw: &'static str,
+    /// Bytes per I/O.
+    pub block_bytes: u64,
+    /// I/Os in flight.
+    pub depth: u64,
+    /// Whether it is part of a quick run.
+    pub quick: bool,
+}
+
+/// Where fio finds what is measured.
+pub enum Target {
+    /// A file or device.
+    Path(std::path::PathBuf),
+    /// An export of a server.
+    Uri(String),
+}
+
+/// What one run of fio found.
+pub struct Report {
+    /// I/Os done.
+    pub ios: u64,
+    /// I/Os per second.
+    pub iops: f64,
+    /// Mean latency from submission to end, in microseconds.
+    pub mean_us: f64,
+    /// Percentiles of it: 50, 99, 99.9.
+    pub percentiles_us: [f64; 3],
+    /// Of the thread that did the I/O, while it did it.
+    pub client: Usage,
+    /// Of the whole process, starting included.
+    pub process: Usage,
+}
+
+/// What keeps fio from measuring servers of NBD, if something does.
+pub fn lacks() -> Option<String> {
+    let engines = Command::new("fio").arg("--enghelp").output();
+    match engines {
+        Err(e) => Some(format!("fio: {e}; install the package fio")),
+        Ok(output) if !String::from_utf8_lossy(&output.stdout).lines().any(|line| line.trim() == "nbd") => {
+            Some("fio was built without its engine nbd; install Debian's package fio".to_owned())
+        }
+        Ok(_) => None,
+    }
+}
+
+/// Runs `job` over the first `bytes` of `target` for `length`.
+///
+/// There is no ramp: what the server did during one would count for I/Os that fio does not
+/// count.
+///
+/// # Errors
+/// What fio complained of.
+pub fn run(target: &Target, job: &Job, bytes: u64, length: Duration, scratch: &Path) -> Result<Report> {
+    let output = scratch.join("fio.json");
+    let mut command = Command::new("fio");
+    // In one process, so that nothing of it stays behind when it is killed.
+    command.args(["--name=job", "--thread", "--time_based", "--norandommap", "--randrepeat=0"]);
+    match target {
+        Target::Path(path) => {
+            command.args(["--ioengine=io_uring", "--direct=1"]);
+            command.arg(format!("--filename={}", path.display()));
+        }
+        Target::Uri(uri) => {
+            command.args(["--ioengine=nbd", &format!("--uri={uri}")]);
+        }
+    }
+    command.args([format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)]);
+    command.args([format!("--iodepth={}", job.depth), format!("--size={bytes}")]);
+    command.arg(format!("--runtime={}ms", length.as_millis()));
+    command.args(["--output-format=json", &format!("--output={}", output.display())]);
+    // Its engine nbd says something on the standard output, which nobody needs.
+    let process = Child::start(command, Stdio::null(), scratch)?.wait(length + Duration::from_secs(30))?;
+    let text = std::fs::read_to_string(&output)?;
+    parse(&text, job.rw.ends_with("write"), process).map_err(|e| format!("fio: {e}").into())
+}
+
+fn parse(text: &str, write: bool, process: Usage) -> Result<Report> {
+    // A warning may stand before it.
+    let json = text.find('{').map_or("", |start| &text[start..]);
+    let document: Value = serde_json::from_str(json)?;
+    let job = &document["jobs"][0];
+    let number = |value: &Value, what: &str| {
+        value.as_f64().ok_or_else(|| crate::Error::from(format!("its report has no {what}")))
+    };
+    if number(&job["error"], "error")? != 0.0 {
+        return Err(format!("error {}", job["error"]).into());
+    }
+    let side = &job[if write { "write" } else { "read" }];
+    let ios = number(&side["total_ios"], "total_ios")?;
+    if ios == 0.0 {
+        return Err("no I/O ended".into());
+    }
+    let percentile =
+        |key: &str| Ok::<_, crate::Error>(number(&side["clat_ns"]["percentile"][key], "percentiles")? / 1e3);
+    let seconds = number(&job["job_runtime"], "job_runtime")? / 1e3;
+    let percent = number(&job["usr_cpu"], "usr_cpu")? + number(&job["sys_cpu"], "sys_cpu")?;
+    Ok(Report {
+        ios: ios as u64,
+        iops: number(&side["iops"], "iops")?,
+        mean_us: number(&side["lat_ns"]["mean"], "latency")? / 1e3,
+        percentiles_us: [percentile("50.000000")?, percentile("99.000000")?, percentile("99.900000")?],
+        client: Usage {
+            cpu: Duration::from_secs_f64(percent / 100.0 * seconds),
+            context_switches: number(&job["ctx"], "ctx")? as u64,
+        },
+        process,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_is_read_behind_what_fio_has_to_say() {
+        let text = r#"fio: some remark
+            {"jobs": [{"error": 0, "job_runtime": 2000, "usr_cpu": 10.0, "sys_cpu": 15.0, "ctx": 40,
+            "read": {"total_ios": 0}, "write": {"total_ios": 1000, "iops": 500.0, "lat_ns": {"mean": 2000.0},
+            "clat_ns": {"percentile": {"50.000000": 1000, "99.000000": 3000, "99.900000": 4000}}}}]}"#;
+        let report = parse(text, true, Usage::default()).unwrap();
+        assert_eq!((report.ios, report.iops, report.mean_us), (1000, 500.0, 2.0));
+        assert_eq!(report.percentiles_us, [1.0, 3.0, 4.0]);
+        assert_eq!((report.client.cpu, report.client.context_switches), (Duration::from_millis(500), 40));
+        assert!(parse(text, false, Usage::default()).is_err(), "nothing was read");
+        assert!(parse("", true, Usage::default()).is_err());
+    }
+}

@@ -1,0 +1,92 @@
+//! The kernel's loop device over a file, for as long as this process holds it.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use crate::Result;
+
+// Of the kernel's include/uapi/linux/loop.h.
+const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
+const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
+const LO_FLAGS_AUTOCLEAR: u32 = 4;
+const LO_FLAGS_DIRECT_IO: u32 = 16;
+
+/// struct loop_config with struct loop_info64 in it, of the same.
+#[repr(C)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    lo_device: u64,
+    lo_inode: u64,
+    lo_rdevice: u64,
+    lo_offset: u64,
+    lo_sizelimit: u64,
+    lo_number: u32,
+    lo_encrypt_type: u32,
+    lo_encrypt_key_size: u32,
+    lo_flags: u32,
+    lo_file_name: [u8; 64],
+    lo_crypt_name: [u8; 64],
+    lo_encrypt_key: [u8; 32],
+    lo_init: [u64; 2],
+    reserved: [u64; 8],
+}
+
+const _: () = assert!(size_of::<LoopConfig>() == 304);
+
+/// Times to try again when somebody else takes the device that was free.
+const TRIES: usize = 16;
+
+/// A loop device. It goes with its last user, whatever becomes of this process.
+pub struct KernelLoop {
+    path: PathBuf,
+    _device: File,
+}
+
+impl KernelLoop {
+    /// Puts a device over `file`, which it reads and writes past the page cache if `direct`.
+    ///
+    /// # Errors
+    /// If the user may not, the kernel has no loop devices, or does not bypass the cache here.
+    pub fn attach(file: &Path, direct: bool) -> Result<KernelLoop> {
+        let both = |path: &Path| {
+            let file = OpenOptions::new().read(true).write(true).open(path);
+            file.map_err(|e| format!("{}: {e} (run as root, with the module loop)", path.display()))
+        };
+        let control = both(Path::new("/dev/loop-control"))?;
+        let backing = both(file)?;
+        for attempt in 0.. {
+            // SAFETY: takes no argument.
+            let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
+            if number < 0 {
+                return Err(format!("no free loop device: {}", std::io::Error::last_os_error()).into());
+            }
+            let path = PathBuf::from(format!("/dev/loop{number}"));
+            let device = both(&path)?;
+            // SAFETY: a configuration of zeroes is one.
+            let mut config: LoopConfig = unsafe { std::mem::zeroed() };
+            config.fd = backing.as_raw_fd() as u32;
+            config.lo_flags = LO_FLAGS_AUTOCLEAR | if direct { LO_FLAGS_DIRECT_IO } else { 0 };
+            // SAFETY: the kernel reads the structure during the call.
+            if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) } != 0 {
+                let error = std::io::Error::last_os_error();
+                if error.raw_os_error() == Some(libc::EBUSY) && attempt < TRIES {
+                    continue;
+                }
+                return Err(format!("{}: {error}", path.display()).into());
+            }
+            let does = std::fs::read_to_string(format!("/sys/block/loop{number}/loop/dio"))?;
+            if (does.trim() == "1") != direct {
+                return Err(format!("{}: direct I/O is {}", path.display(), does.trim()).into());
+            }
+            return Ok(KernelLoop { path, _device: device });
+        }
+        unreachable!("the loop above ends by returning")
+    }
+
+    /// Where the device is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}

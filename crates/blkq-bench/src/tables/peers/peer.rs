@@ -1,0 +1,384 @@
+//! Who is measured, and one visit to each: start it, load it, look at it, end it.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::child::{Child, LOOK};
+use super::fio::{self, Job, Target};
+use super::kernel_loop::KernelLoop;
+use crate::Result;
+use crate::bench::Run;
+use crate::cache::{cached_bytes, evict};
+use crate::interrupt::Undo;
+use crate::metric::Metric;
+use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
+
+/// How long a server may take until it is ready.
+const READY_WAIT: Duration = Duration::from_secs(10);
+/// How long a server rests before its memory is looked at.
+const REST: Duration = Duration::from_millis(20);
+/// What the kernel has if it has ublk.
+const UBLK_CONTROL: &str = "/dev/ublk-control";
+/// What a server of NBD says first (the NBD protocol, "Newstyle negotiation").
+const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
+
+/// What the peers serve, and where they leave their files.
+pub struct Place {
+    image: PathBuf,
+    bytes: u64,
+    scratch: PathBuf,
+    _made: Undo,
+}
+
+impl Place {
+    /// A place for serving `image`, which has `bytes`.
+    ///
+    /// # Errors
+    /// If there is no room for a directory of temporary files.
+    pub fn new(image: &Path, bytes: u64) -> Result<Place> {
+        let scratch = std::env::temp_dir().join(format!("blkq-bench-{}", std::process::id()));
+        let at = scratch.clone();
+        let remove = move || drop(std::fs::remove_dir_all(at));
+        let (_, made) = Undo::after(|| std::fs::DirBuilder::new().mode(0o700).create(&scratch), remove)
+            .map_err(|e| format!("{}: {e}", scratch.display()))?;
+        Ok(Place { image: image.to_owned(), bytes, scratch, _made: made })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.scratch.join("socket")
+    }
+}
+
+/// How a peer is reached.
+#[derive(Clone, Copy)]
+enum Way {
+    /// There is nobody between fio and the file.
+    Raw,
+    /// A loop device of the kernel, with direct I/O or without.
+    Loop { direct: bool },
+    /// A server in the foreground: its words, in which {image}, {bytes} and {socket} stand
+    /// for what they are. The first word blkq is this program.
+    Nbd(&'static [&'static str]),
+    /// A server in the foreground that prints the device that it makes.
+    Device(&'static [&'static str]),
+}
+
+/// Somebody to measure.
+pub struct Peer {
+    /// What it is called.
+    pub name: &'static str,
+    /// The Debian package that has it.
+    package: &'static str,
+    /// Whether it is part of a quick run.
+    pub quick: bool,
+    way: Way,
+}
+
+/// The one that the others are measured against.
+pub const RAW: &str = "raw io_uring";
+/// blkq over NBD.
+pub const BLKQ: &str = "blkq nbd";
+/// The same over nothing.
+pub const BLKQ_NULL: &str = "blkq nbd null";
+/// The kernel's loop device with direct I/O.
+pub const LOOP_DIRECT: &str = "kernel loop, direct";
+/// qemu-nbd.
+pub const QEMU_NBD: &str = "qemu-nbd";
+
+/// Those that serve the file, past the page cache if they can.
+pub const OVER_FILE: [Peer; 8] = [
+    Peer { name: RAW, package: "", quick: true, way: Way::Raw },
+    Peer { name: LOOP_DIRECT, package: "", quick: true, way: Way::Loop { direct: true } },
+    Peer { name: "kernel loop, buffered", package: "", quick: false, way: Way::Loop { direct: false } },
+    Peer {
+        name: QEMU_NBD,
+        package: "qemu-utils",
+        quick: true,
+        way: Way::Nbd(&[
+            "qemu-nbd",
+            "-f",
+            "raw",
+            "-t",
+            "-e",
+            "8",
+            "--cache=none",
+            "--aio=io_uring",
+            "-x",
+            "disk",
+            "-k",
+            "{socket}",
+            "{image}",
+        ]),
+    },
+    Peer {
+        name: "qemu-storage-daemon",
+        package: "qemu-system-common",
+        quick: false,
+        way: Way::Nbd(&[
+            "qemu-storage-daemon",
+            "--blockdev",
+            "driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring",
+            "--nbd-server",
+            "addr.type=unix,addr.path={socket},max-connections=8",
+            "--export",
+            "type=nbd,id=export,node-name=disk,name=disk,writable=on",
+        ]),
+    },
+    Peer {
+        name: "nbdkit file, cache=none",
+        package: "nbdkit",
+        quick: false,
+        way: Way::Nbd(&["nbdkit", "-f", "-e", "disk", "-U", "{socket}", "file", "{image}", "cache=none"]),
+    },
+    Peer {
+        name: BLKQ,
+        package: "",
+        quick: true,
+        way: Way::Nbd(&[
+            "blkq",
+            "attach",
+            "{image}",
+            "--name",
+            "disk",
+            "--foreground",
+            "--direct-io",
+            "on",
+            "--export",
+            "nbd",
+            "--listen",
+            "unix:{socket}",
+        ]),
+    },
+    Peer {
+        name: "blkq ublk",
+        package: "",
+        quick: true,
+        way: Way::Device(&[
+            "blkq",
+            "attach",
+            "{image}",
+            "--name",
+            "disk",
+            "--foreground",
+            "--direct-io",
+            "on",
+            "--export",
+            "ublk",
+        ]),
+    },
+];
+
+/// Those that serve nothing, which shows what serving costs.
+pub const OVER_NOTHING: [Peer; 3] = [
+    Peer {
+        name: "qemu-nbd null-co",
+        package: "qemu-utils",
+        quick: true,
+        way: Way::Nbd(&[
+            "qemu-nbd",
+            "-t",
+            "-e",
+            "8",
+            "-x",
+            "disk",
+            "-k",
+            "{socket}",
+            "--image-opts",
+            "driver=null-co,size={bytes}",
+        ]),
+    },
+    Peer {
+        name: "nbdkit null",
+        package: "nbdkit",
+        quick: false,
+        way: Way::Nbd(&["nbdkit", "-f", "-e", "disk", "-U", "{socket}", "null", "{bytes}"]),
+    },
+    Peer {
+        name: BLKQ_NULL,
+        package: "",
+        quick: true,
+        way: Way::Nbd(&[
+            "blkq",
+            "attach",
+            "null:{bytes}",
+            "--name",
+            "disk",
+            "--foreground",
+            "--export",
+            "nbd",
+            "--listen",
+            "unix:{socket}",
+        ]),
+    },
+];
+
+/// A peer that is ready.
+struct Ready {
+    target: Target,
+    child: Option<Child>,
+    /// Held for as long as it is used.
+    _device: Option<KernelLoop>,
+}
+
+impl Peer {
+    /// What keeps it from being measured here, if something does.
+    pub fn lacks(&self, place: &Place) -> Option<String> {
+        let error = match self.start(place) {
+            Ok(ready) => {
+                if let Some(child) = ready.child {
+                    child.end();
+                }
+                return None;
+            }
+            Err(error) => error,
+        };
+        let not_there =
+            error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::NotFound);
+        Some(match self.package {
+            package if not_there && !package.is_empty() => {
+                format!("{}: not there; install the package {package}", self.name)
+            }
+            _ => format!("{}: {error}", self.name),
+        })
+    }
+
+    /// Whether there is at least what it cannot do without.
+    pub fn may_be_there(&self) -> bool {
+        !matches!(self.way, Way::Device(_)) || Path::new(UBLK_CONTROL).exists()
+    }
+
+    fn start(&self, place: &Place) -> Result<Ready> {
+        match self.way {
+            Way::Raw => Ok(Ready { target: Target::Path(place.image.clone()), child: None, _device: None }),
+            Way::Loop { direct } => {
+                let device = KernelLoop::attach(&place.image, direct)?;
+                let target = Target::Path(device.path().to_owned());
+                Ok(Ready { target, child: None, _device: Some(device) })
+            }
+            Way::Nbd(words) => {
+                let socket = place.socket();
+                // One that was killed leaves its socket.
+                let _ = std::fs::remove_file(&socket);
+                let mut child = Child::start(command(words, place)?, Stdio::null(), &place.scratch)?;
+                await_greeting(&socket, &mut child)?;
+                let target = Target::Uri(format!("nbd+unix:///disk?socket={}", socket.display()));
+                Ok(Ready { target, child: Some(child), _device: None })
+            }
+            Way::Device(words) => {
+                if !self.may_be_there() {
+                    return Err(format!("no {UBLK_CONTROL}; load the module ublk_drv").into());
+                }
+                let mut child = Child::start(command(words, place)?, Stdio::piped(), &place.scratch)?;
+                let mut line = String::new();
+                if let Some(stdout) = child.stdout.take() {
+                    BufReader::new(stdout).read_line(&mut line)?;
+                }
+                if line.is_empty() {
+                    return Err(child.complaint().into());
+                }
+                let target = Target::Path(PathBuf::from(line.trim()));
+                Ok(Ready { target, child: Some(child), _device: None })
+            }
+        }
+    }
+
+    /// Starts it afresh, lets fio do `job` for `length`, and ends it.
+    ///
+    /// # Errors
+    /// What it or fio complained of.
+    pub fn visit(&self, place: &Place, job: &Job, length: Duration) -> Result<Run> {
+        let image = std::fs::File::open(&place.image)?;
+        evict(&image)?;
+        let began = Instant::now();
+        let Ready { target, child, _device } = self.start(place)?;
+        let start_ms = began.elapsed().as_secs_f64() * 1e3;
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let pid = child.as_ref().map(Child::pid);
+        let mut before = Usage::default();
+        let mut resident = 0;
+        if let Some(pid) = pid {
+            std::thread::sleep(REST);
+            resident = resident_bytes(&pid.to_string())?;
+            forget_resident_max(&pid.to_string())?;
+            before = Usage::of(pid)?;
+        }
+        let machine = machine_cpu()?;
+        let report = fio::run(&target, job, place.bytes, length, &place.scratch)?;
+        let machine = machine_cpu()?.saturating_sub(machine);
+        let cached = cached_bytes(&image)?;
+        let mut run = Run { ios: report.ios, values: Vec::new() }.with(Metric::Iops, report.iops);
+        run = run.with(Metric::LatencyMeanUs, report.mean_us);
+        let percentiles = [Metric::LatencyP50Us, Metric::LatencyP99Us, Metric::LatencyP999Us];
+        for (metric, value) in percentiles.into_iter().zip(report.percentiles_us) {
+            run = run.with(metric, value);
+        }
+        if let (Some(child), Some(pid)) = (child, pid) {
+            let resident_max = resident_max_bytes(&pid.to_string())?;
+            let cpu = Usage::of(pid)?.since(before).cpu;
+            let switches = child.end().since(before).context_switches;
+            run = run
+                .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
+                .per_io(Metric::ServerSwitchesPerIo, switches)
+                .with(Metric::ResidentMib, mib(resident))
+                .with(Metric::ResidentMaxMib, mib(resident_max));
+        } else if let Way::Loop { .. } = self.way {
+            // Its workers serve other devices too.
+            let rest = machine.saturating_sub(report.process.cpu);
+            run = run.per_io(Metric::ServerCpuNsPerIo, rest.as_nanos() as u64);
+        }
+        run = run
+            .per_io(Metric::ClientCpuNsPerIo, report.client.cpu.as_nanos() as u64)
+            .per_io(Metric::ClientSwitchesPerIo, report.client.context_switches);
+        if !matches!(self.way, Way::Raw) {
+            run = run.with(Metric::StartMs, start_ms);
+        }
+        Ok(run.with(Metric::CachedMib, mib(cached)))
+    }
+}
+
+fn command(words: &[&str], place: &Place) -> Result<Command> {
+    let own = std::env::current_exe()?;
+    let fill = |word: &&str| {
+        word.replace("{image}", &place.image.to_string_lossy())
+            .replace("{bytes}", &place.bytes.to_string())
+            .replace("{socket}", &place.socket().to_string_lossy())
+    };
+    let mut command = if words[0] == "blkq" { Command::new(own) } else { Command::new(words[0]) };
+    command.args(words[1..].iter().map(fill)).env("BLKQ_STATE_DIR", place.scratch.join("state"));
+    Ok(command)
+}
+
+/// Waits until a client would be greeted.
+fn await_greeting(socket: &Path, child: &mut Child) -> Result {
+    let until = Instant::now() + READY_WAIT;
+    while Instant::now() < until {
+        if child.has_ended() {
+            return Err(child.complaint().into());
+        }
+        let mut greeting = [0; GREETING.len()];
+        if let Ok(mut stream) = UnixStream::connect(socket) {
+            stream.set_read_timeout(Some(READY_WAIT))?;
+            if stream.read_exact(&mut greeting).is_ok() && greeting == *GREETING {
+                return Ok(());
+            }
+        }
+        std::thread::sleep(LOOK);
+    }
+    Err(format!("not ready after {READY_WAIT:?}").into())
+}
+
+/// Processor time that the machine has spent so far, but not idle, waiting or stolen
+/// (proc_stat(5)), in ticks of a hundredth of a second.
+fn machine_cpu() -> Result<Duration> {
+    let stat = std::fs::read_to_string("/proc/stat")?;
+    let fields = stat.lines().next().unwrap_or_default().split_whitespace().skip(1);
+    let ticks: Vec<u64> = fields.filter_map(|field| field.parse().ok()).collect();
+    let [user, nice, system, _idle, _iowait, irq, softirq, ..] = ticks[..] else {
+        return Err("/proc/stat: no line of all processors".into());
+    };
+    Ok(Duration::from_millis(10 * (user + nice + system + irq + softirq)))
+}

@@ -1,0 +1,58 @@
+//! Ending a device with its last client: the `autoclear` of a loop device.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::failure::{Failure, Outcome};
+
+/// Whether the device is to end, and how its daemon hears that clients are gone.
+pub struct Autoclear {
+    on: AtomicBool,
+    idle: Arc<OwnedFd>,
+}
+
+impl Autoclear {
+    /// Of a device that has no clients yet.
+    ///
+    /// # Errors
+    /// If the process has no descriptor left.
+    pub fn new(on: bool) -> Outcome<Autoclear> {
+        let idle = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Failure::new(format!("eventfd: {e}")))?;
+        Ok(Autoclear { on: AtomicBool::new(on), idle: Arc::new(idle) })
+    }
+
+    /// Readable when the last client has gone; for the exports to write, whether it is on
+    /// or not.
+    pub fn idle_event(&self) -> &Arc<OwnedFd> {
+        &self.idle
+    }
+
+    /// Makes the event ready for the next time.
+    pub fn take_event(&self) {
+        // Empty, somebody was quicker.
+        let _ = rustix::io::read(&self.idle, &mut [0; 8]);
+    }
+
+    /// Whether the device ends with its last client.
+    pub fn is_on(&self) -> bool {
+        self.on.load(Ordering::SeqCst)
+    }
+
+    /// Changes that; clients that are connected count, those that were before do not.
+    ///
+    /// # Errors
+    /// If `value` is neither `on` nor `off`.
+    pub fn set(&self, value: &str) -> Outcome {
+        let on = match value {
+            "on" => true,
+            "off" => false,
+            _ => return Err(Failure::new(format!("autoclear is on or off, not {value:?}"))),
+        };
+        self.on.store(on, Ordering::SeqCst);
+        Ok(())
+    }
+}

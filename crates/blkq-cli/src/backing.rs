@@ -1,0 +1,106 @@
+//! Which file is behind a device, and which of its bytes.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::info::DeviceInfo;
+
+/// A file, whatever it is called.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FileId {
+    /// Major and minor number of its file system's device.
+    pub device: (u32, u32),
+    /// Its inode.
+    pub inode: u64,
+}
+
+impl FileId {
+    /// That of the file at `path`, if there is one.
+    pub fn of(path: impl AsRef<Path>) -> Option<FileId> {
+        let metadata = fs::metadata(path).ok()?;
+        let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
+        Some(FileId { device, inode: metadata.ino() })
+    }
+}
+
+/// Bytes of a file, as they were asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Window {
+    /// The first.
+    pub offset: u64,
+    /// How many at most; `None`: up to the end of the file.
+    pub size_limit: Option<u64>,
+}
+
+impl Window {
+    /// Whether they have a byte in common, in a file that is long enough.
+    pub fn overlaps(self, other: Window) -> bool {
+        let end = |window: Window| window.offset.saturating_add(window.size_limit.unwrap_or(u64::MAX));
+        self.offset < end(other) && other.offset < end(self)
+    }
+}
+
+/// What is behind a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Backing {
+    /// The file.
+    pub file: FileId,
+    /// The part of it that is served.
+    pub window: Window,
+}
+
+impl Backing {
+    /// That of `info`, if it is an image.
+    pub fn of(info: &DeviceInfo) -> Option<Backing> {
+        let fact = |name: &str| fact(info, name);
+        let (major, minor) = fact("backing-device")?.split_once(':')?;
+        let device = (major.parse().ok()?, minor.parse().ok()?);
+        let file = FileId { device, inode: fact("backing-inode")?.parse().ok()? };
+        let window =
+            Window { offset: fact("offset")?.parse().ok()?, size_limit: fact("size-limit")?.parse().ok() };
+        Some(Backing { file, window })
+    }
+}
+
+/// Whether `path` is what is behind the device: by its file, or, where there is none any
+/// more, by its name.
+pub fn is_behind(path: &Path, info: &DeviceInfo) -> bool {
+    match FileId::of(path) {
+        Some(file) => Backing::of(info).is_some_and(|backing| backing.file == file),
+        None => {
+            Backing::of(info).is_some()
+                && std::path::absolute(path).is_ok_and(|path| path == Path::new(&info.image))
+        }
+    }
+}
+
+/// The path that the image has now, marked ` (deleted)` if it has none; of others their spec.
+pub fn shown_path(info: &DeviceInfo) -> String {
+    fact(info, "backing-file").unwrap_or(&info.image).to_owned()
+}
+
+fn fact<'a>(info: &'a DeviceInfo, name: &str) -> Option<&'a str> {
+    let found = info.driver_facts.iter().find(|(key, _)| key == name)?;
+    Some(found.1.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_overlap_where_they_share_a_byte() {
+        let window = |offset, size_limit| Window { offset, size_limit };
+        for (a, b, expected) in [
+            (window(0, None), window(0, None), true),
+            (window(0, None), window(1 << 40, Some(1)), true),
+            (window(0, Some(512)), window(512, None), false),
+            (window(0, Some(513)), window(512, None), true),
+            (window(512, Some(512)), window(0, Some(4096)), true),
+            (window(u64::MAX, None), window(0, Some(u64::MAX)), false),
+        ] {
+            assert_eq!((a.overlaps(b), b.overlaps(a)), (expected, expected), "{a:?} {b:?}");
+        }
+    }
+}

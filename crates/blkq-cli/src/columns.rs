@@ -1,0 +1,174 @@
+//! The columns of lists of devices: blkq's own, and those of losetup(8) under their names.
+
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+
+use crate::backing::{Backing, shown_path};
+use crate::failure::{Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::size::format_size;
+use crate::table::Align;
+
+/// What stands in a column.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Cell {
+    /// Words, to be aligned left.
+    Text(String),
+    /// A number, to be aligned right.
+    Number(u64),
+    /// 1 or 0 in a table.
+    Switch(bool),
+    /// The device has no such thing.
+    Nothing,
+}
+
+impl Cell {
+    /// As it stands in a table.
+    pub fn text(&self) -> String {
+        match self {
+            Cell::Text(text) => text.clone(),
+            Cell::Number(number) => number.to_string(),
+            Cell::Switch(on) => u8::from(*on).to_string(),
+            Cell::Nothing => String::new(),
+        }
+    }
+}
+
+/// A column.
+pub struct Column {
+    /// What stands above it, and how it is asked for.
+    pub name: &'static str,
+    /// What it shows, in few words.
+    pub about: &'static str,
+    /// On which side its cells stand.
+    pub align: Align,
+    /// Its cell for a device.
+    pub cell: fn(&DeviceInfo) -> Cell,
+}
+
+macro_rules! columns {
+    ($($align:ident $name:literal $about:literal $cell:expr;)*) => {
+        [$(Column { name: $name, about: $about, align: Align::$align, cell: $cell }),*]
+    };
+}
+
+/// Those of `blkq list`.
+pub static LIST: [Column; 7] = columns! {
+    Left "NAME" "device name" |info| Cell::Text(info.name.clone());
+    Right "SIZE" "size of the device" |info| Cell::Text(format_size(info.size));
+    Left "MODE" "rw, or ro if writes are refused" |info| Cell::Text(if info.read_only { "ro" } else { "rw" }.to_owned());
+    Left "DIRECT" "whether direct I/O is on or off" |info| Cell::Text(info.direct_io.effective.clone());
+    Right "CLIENTS" "clients that are connected" |info| Cell::Number(info.clients.len() as u64);
+    Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(info.image.clone());
+    Left "EXPORT" "where clients find it" |info| Cell::Text(info.exports.join(" "));
+};
+
+/// Those of losetup.
+pub static LOSETUP: [Column; 17] = columns! {
+    Left "NAME" "device: its node in /dev if it has one, else its name" |info| Cell::Text(device_word(info));
+    Right "AUTOCLEAR" "autoclear flag set" |info| Cell::Switch(info.autoclear);
+    Left "BACK-FILE" "device backing file" |info| Cell::Text(shown_path(info));
+    Right "BACK-INO" "backing file inode number" |info| backing(info, |backing| Cell::Number(backing.file.inode));
+    Left "BACK-MAJ:MIN" "backing file major:minor device number" |info| backing(info, |backing| pair(backing.file.device, 8));
+    Right "BACK-MAJ" "backing file major device number" |info| backing(info, |backing| Cell::Number(backing.file.device.0.into()));
+    Right "BACK-MIN" "backing file minor device number" |info| backing(info, |backing| Cell::Number(backing.file.device.1.into()));
+    Left "MAJ:MIN" "device node major:minor number" |info| node(info, |number| pair(number, 3));
+    Right "MAJ" "device node major number" |info| node(info, |number| Cell::Number(number.0.into()));
+    Right "MIN" "device node minor number" |info| node(info, |number| Cell::Number(number.1.into()));
+    Right "OFFSET" "offset from the beginning" |info| Cell::Number(Backing::of(info).map_or(0, |backing| backing.window.offset));
+    Right "PARTSCAN" "partscan flag set" |info| Cell::Switch(info.partscan);
+    Left "REF" "reference string: the device's name" |info| Cell::Text(info.name.clone());
+    Right "RO" "read-only device" |info| Cell::Switch(info.read_only);
+    Right "SIZELIMIT" "size limit of the file in bytes" |info| Cell::Number(Backing::of(info).and_then(|backing| backing.window.size_limit).unwrap_or(0));
+    Right "DIO" "access backing file with direct-io" |info| Cell::Switch(info.direct_io.effective == "on");
+    Right "LOG-SEC" "logical sector size in bytes" |info| Cell::Number(info.sector_size.into());
+};
+
+/// What losetup shows if no columns are asked for.
+const LOSETUP_DEFAULT: [&str; 8] =
+    ["NAME", "SIZELIMIT", "OFFSET", "AUTOCLEAR", "RO", "BACK-FILE", "DIO", "LOG-SEC"];
+
+/// The columns that losetup shows by itself.
+pub fn losetup_default() -> Vec<&'static Column> {
+    LOSETUP_DEFAULT.iter().flat_map(|name| LOSETUP.iter().find(|column| column.name == *name)).collect()
+}
+
+/// The columns that `text` lists, with commas in between: first looked for in `first`, then
+/// in `then`. With a `+` in front they follow `default`.
+///
+/// # Errors
+/// If there is no such column.
+pub fn choose(
+    text: &str,
+    first: &'static [Column],
+    then: &'static [Column],
+    default: Vec<&'static Column>,
+) -> Outcome<Vec<&'static Column>> {
+    let (mut chosen, names) = match text.strip_prefix('+') {
+        Some(more) => (default, more),
+        None => (Vec::new(), text),
+    };
+    for name in names.split(',').map(str::trim) {
+        let is_meant = |column: &&Column| column.name.eq_ignore_ascii_case(name);
+        let known = || first.iter().chain(then);
+        let Some(column) = known().find(is_meant) else {
+            let mut names: Vec<_> = known().map(|column| column.name).collect();
+            names.sort_unstable();
+            names.dedup();
+            return Err(Failure::new(format!("unknown column: {name}; there are {}", names.join(", "))));
+        };
+        chosen.push(column);
+    }
+    Ok(chosen)
+}
+
+/// The columns and what they show, for `--help`.
+pub fn help(columns: &[Column]) -> String {
+    columns.iter().map(|column| format!("  {:>12}  {}\n", column.name, column.about)).collect()
+}
+
+/// How the device is called on losetup's command line.
+pub fn device_word(info: &DeviceInfo) -> String {
+    node_path(info).unwrap_or(&info.name).to_owned()
+}
+
+fn node_path(info: &DeviceInfo) -> Option<&String> {
+    info.exports.iter().find(|export| export.starts_with("/dev/"))
+}
+
+fn backing(info: &DeviceInfo, cell: fn(Backing) -> Cell) -> Cell {
+    Backing::of(info).map_or(Cell::Nothing, cell)
+}
+
+fn node(info: &DeviceInfo, cell: fn((u32, u32)) -> Cell) -> Cell {
+    let Some(metadata) = node_path(info).and_then(|path| std::fs::metadata(path).ok()) else {
+        return Cell::Nothing;
+    };
+    let number = metadata.rdev();
+    if !metadata.file_type().is_block_device() {
+        return Cell::Nothing;
+    }
+    cell((libc::major(number), libc::minor(number)))
+}
+
+/// Lined up at the colon, as losetup does it.
+fn pair((major, minor): (u32, u32), width: usize) -> Cell {
+    Cell::Text(format!("{major:width$}:{minor:<3}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_chosen_by_name_or_added() {
+        let names = |text: &str| {
+            let chosen = choose(text, &LOSETUP, &LIST, losetup_default())?;
+            Ok::<_, Failure>(chosen.iter().map(|column| column.name).collect::<Vec<_>>())
+        };
+        assert_eq!(names("name,Log-Sec, EXPORT").unwrap(), ["NAME", "LOG-SEC", "EXPORT"]);
+        assert_eq!(names("+back-ino").unwrap().len(), LOSETUP_DEFAULT.len() + 1);
+        assert!(names("NAME,FOO").unwrap_err().to_string().contains("unknown column: FOO; there are AUTO"));
+        assert!(names("").is_err());
+        assert_eq!(losetup_default().len(), LOSETUP_DEFAULT.len());
+    }
+}

@@ -1,0 +1,419 @@
+//! `blkq losetup`: the command line of losetup(8) of util-linux, done with blkq's devices.
+
+mod output;
+mod size;
+
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use blkq::drivers::{DriverSpec, SECTOR_SIZES};
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+
+use super::list::begins_at;
+use super::{Cli, attach, detach};
+use crate::backing::is_behind;
+use crate::columns::{self, device_word};
+use crate::control::{Request, ask};
+use crate::devices::{Entry, all, find};
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::launch::warn;
+use crate::state::StateDir;
+use crate::{complain, print};
+
+use output::Style;
+use size::parse_size;
+
+/// Exit code if the state of a device that was asked for could not be told.
+const EXIT_UNKNOWN: u8 = 2;
+
+/// Options of `losetup`, under the names of the original.
+#[derive(clap::Args, Debug)]
+#[command(
+    version,
+    after_help = after_help(),
+    override_usage = "\
+blkq losetup [-l] [-a | DEVICE]
+       blkq losetup -j FILE [-o OFFSET]
+       blkq losetup [-o OFFSET] [--sizelimit SIZE] [-b SIZE] [--loop-ref NAME] [-LPr]
+                    [--direct-io[=on|off]] [--show] -f | DEVICE FILE
+       blkq losetup -c DEVICE
+       blkq losetup --direct-io[=on|off] DEVICE
+       blkq losetup -d DEVICE...
+       blkq losetup -D"
+)]
+#[command(group = clap::ArgGroup::new("action").multiple(false))]
+pub struct Args {
+    /// List all devices, one in a line
+    #[arg(short, long, group = "action")]
+    all: bool,
+    /// Detach devices; one with clients is refused, for it cannot be ended later
+    #[arg(short, long, value_name = "DEVICE...", group = "action")]
+    detach: Option<OsString>,
+    /// Detach all devices
+    #[arg(short = 'D', long, group = "action")]
+    detach_all: bool,
+    /// Attach FILE under a name made from the file's, in one step
+    #[arg(short, long, group = "action")]
+    find: bool,
+    /// Take over the size of the file
+    #[arg(short = 'c', long, value_name = "DEVICE", group = "action")]
+    set_capacity: Option<OsString>,
+    /// List the devices of a file, whatever it is called
+    #[arg(short = 'j', long, value_name = "FILE", group = "action")]
+    associated: Option<PathBuf>,
+    /// Refused: nothing is left of a device that is detached
+    #[arg(long, value_name = "DEVICE...", group = "action")]
+    remove: Option<OsString>,
+    /// Reuse the device that has these bytes of the file, if there is one
+    #[arg(short = 'L', long, requires = "find")]
+    nooverlap: bool,
+
+    /// Where in the file the device begins; with -j, only devices that begin there
+    #[arg(short, long, value_name = "OFFSET", value_parser = parse_size)]
+    offset: Option<u64>,
+    /// The device's size at most; 0 is no limit
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    sizelimit: Option<u64>,
+    /// The logical block: 512, 1024, 2048 or 4096
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = parse_size)]
+    sector_size: Option<u64>,
+    /// Have the kernel look for partitions; over NBD the client's kernel does
+    #[arg(short = 'P', long)]
+    partscan: bool,
+    /// Refuse writes
+    #[arg(short, long)]
+    read_only: bool,
+    /// Bypass the page cache or not, for a new device or one that there is [default: off]
+    #[arg(long, value_name = "on|off", value_parser = ["on", "off"], num_args = 0..=1, require_equals = true, default_missing_value = "on")]
+    direct_io: Option<String>,
+    /// The name of the device, for -f
+    #[arg(long, value_name = "NAME")]
+    loop_ref: Option<String>,
+    /// Print the device that -f attached
+    #[arg(long)]
+    show: bool,
+    /// Tell on stderr what was attached or detached
+    #[arg(short, long)]
+    verbose: bool,
+
+    /// Print a table; the default if nothing else is asked for
+    #[arg(short, long)]
+    list: bool,
+    /// The columns of the table, with commas in between; with a + in front, in addition
+    #[arg(short = 'O', long, value_name = "COLUMNS")]
+    output: Option<String>,
+    /// All columns
+    #[arg(long, conflicts_with = "output")]
+    output_all: bool,
+    /// Leave out the line above the columns
+    #[arg(short, long)]
+    noheadings: bool,
+    /// Columns one space apart, spaces in them as \x20
+    #[arg(long, conflicts_with = "json")]
+    raw: bool,
+    /// The table as JSON
+    #[arg(short = 'J', long)]
+    json: bool,
+
+    /// A device, a file to attach with -f, or both; more devices after -d DEVICE
+    #[arg(value_name = "DEVICE|FILE")]
+    words: Vec<OsString>,
+}
+
+fn after_help() -> String {
+    format!(
+        "\
+A DEVICE is what --show prints: its node in /dev if it has one, else its name. Sizes take K,
+M, G, T, P, E, with iB or nothing for powers of 1024, with B for powers of 1000.
+
+Columns:
+{}and those of `blkq list`.
+
+Exit codes: as those of blkq; of `blkq losetup DEVICE`: 1 there is none, 2 it does not answer.
+
+Examples:
+  dev=$(blkq losetup -f --show disk.img)
+  blkq losetup -l -O NAME,BACK-FILE,EXPORT
+  blkq losetup -d \"$dev\"",
+        columns::help(&columns::LOSETUP)
+    )
+}
+
+/// What the options and words amount to.
+enum Action<'a> {
+    List,
+    ListOf(&'a Path),
+    Show(&'a OsStr),
+    Attach { device: Option<&'a OsStr>, file: &'a OsStr },
+    FindUnused,
+    Change(&'a OsStr),
+    SetCapacity(&'a OsStr),
+    Detach(Vec<&'a OsStr>),
+    DetachAll,
+    Remove,
+}
+
+impl Args {
+    /// Does it.
+    ///
+    /// # Errors
+    /// What was refused or failed.
+    pub fn run(self) -> Outcome<ExitCode> {
+        let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
+        let action = action.unwrap_or_else(|message| {
+            Cli::command().error(ErrorKind::ArgumentConflict, format!("losetup: {message}")).exit()
+        });
+        self.act(action).map_err(|e| e.during("losetup"))
+    }
+
+    fn action(&self) -> Result<Action<'_>, String> {
+        let words: Vec<&OsStr> = self.words.iter().map(OsString::as_os_str).collect();
+        if let Some(device) = &self.detach {
+            return Ok(Action::Detach([&[device.as_os_str()], &words[..]].concat()));
+        }
+        if self.remove.is_some() {
+            return Ok(Action::Remove);
+        }
+        let listed = self.associated.as_deref().map(Action::ListOf);
+        let sized = self.set_capacity.as_deref().map(Action::SetCapacity);
+        let all = self.all.then_some(Action::List);
+        let detached = self.detach_all.then_some(Action::DetachAll);
+        match (listed.or(sized).or(all).or(detached), &words[..]) {
+            (Some(action), []) => Ok(action),
+            (None, []) if self.find => Ok(Action::FindUnused),
+            (None, [file]) if self.find => Ok(Action::Attach { device: None, file }),
+            (None, []) => Ok(Action::List),
+            (None, [device]) if self.sector_size.is_some() || self.direct_io.is_some() => {
+                Ok(Action::Change(device))
+            }
+            (None, [device]) => Ok(Action::Show(device)),
+            (None, [device, file]) if !self.find => Ok(Action::Attach { device: Some(device), file }),
+            (_, words) => Err(format!("{:?}: one word too many", words[words.len() - 1])),
+        }
+    }
+
+    /// Whether the options belong to the action.
+    fn check_options(&self, action: &Action) -> Result<(), String> {
+        let attach = matches!(action, Action::Attach { .. } | Action::FindUnused);
+        let change = matches!(action, Action::Change(_));
+        for (given, option, fits) in [
+            (self.offset.is_some(), "--offset", attach || matches!(action, Action::ListOf(_))),
+            (self.sizelimit.is_some(), "--sizelimit", attach),
+            (self.sector_size.is_some(), "--sector-size", attach || change),
+            (self.partscan, "--partscan", attach),
+            (self.read_only, "--read-only", attach),
+            (self.direct_io.is_some(), "--direct-io", attach || change),
+            (self.loop_ref.is_some(), "--loop-ref", attach),
+        ] {
+            if given && !fits {
+                return Err(format!("{option} is for attaching: give -f FILE, or DEVICE FILE"));
+            }
+        }
+        Ok(())
+    }
+
+    fn act(&self, action: Action) -> Outcome<ExitCode> {
+        let dir = StateDir::locate()?;
+        match action {
+            Action::List => self.list(&dir, |_| true),
+            Action::ListOf(file) => {
+                self.list(&dir, |info| is_behind(file, info) && begins_at(info, self.offset))
+            }
+            Action::Show(device) => self.show(&dir, device),
+            Action::Attach { device, file } => self.attach(device, file),
+            Action::FindUnused => Err(Failure::new(
+                "-f without a file: no device waits unused, and a name found free may be taken a moment later; \
+                 give the file as well: -f --show FILE",
+            )),
+            Action::Change(device) => self.change(&dir, device),
+            Action::SetCapacity(device) => {
+                let name = existing(&dir, device)?.name;
+                ask::<u64>(&dir, &name, &Request::Resize { size: None })
+                    .map(|_| ExitCode::SUCCESS)
+                    .map_err(|e| e.during(format_args!("set capacity of {name}")))
+            }
+            Action::Detach(devices) => self.detach(devices, |device| {
+                let name = existing(&dir, device)?.name;
+                ask::<()>(&dir, &name, &Request::Detach { force: false })
+                    .map_err(|e| e.during(format_args!("detach {name}")))
+            }),
+            Action::DetachAll => self.detach(dir.names()?, |name| detach::end(&dir, name, false)),
+            Action::Remove => Err(Failure::new(
+                "--remove: a device that is detached leaves nothing that could be removed; use -d",
+            )),
+        }
+    }
+
+    /// Prints those devices that `is_asked_for`: as a table, or, if only -a or -j says so, in
+    /// lines of text.
+    fn list(&self, dir: &StateDir, is_asked_for: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
+        let mut devices = Vec::new();
+        for entry in all(dir)? {
+            match entry {
+                Entry::Device(info) if is_asked_for(&info) => devices.push(*info),
+                Entry::Device(_) => {}
+                Entry::Orphan { error, .. } => complain(&Failure::new(error)),
+                Entry::Silent { name, error } => complain(&Failure::new(format!("{name}: {error}"))),
+            }
+        }
+        let plain = self.all || self.associated.is_some();
+        self.print(&devices, !plain)?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn show(&self, dir: &StateDir, device: &OsStr) -> Outcome<ExitCode> {
+        match find(dir, &device.to_string_lossy()) {
+            Ok(Some(info)) => self.print(&[info], false).map(|()| ExitCode::SUCCESS),
+            Ok(None) => Err(no_such_device(device)),
+            Err(failure) => {
+                complain(&failure.during("losetup"));
+                Ok(ExitCode::from(EXIT_UNKNOWN))
+            }
+        }
+    }
+
+    /// As a table if that is asked for, or `table` says so.
+    fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
+        let style = match (self.json, self.raw) {
+            (true, _) => Style::Json,
+            (_, true) => Style::Raw,
+            _ => Style::Table,
+        };
+        let asked = self.list || self.output.is_some() || self.output_all || self.noheadings;
+        if !table && !asked && style == Style::Table {
+            return print(&output::lines(devices));
+        }
+        let columns = match &self.output {
+            _ if self.output_all => columns::LOSETUP.iter().collect(),
+            Some(text) => {
+                columns::choose(text, &columns::LOSETUP, &columns::LIST, columns::losetup_default())?
+            }
+            None => columns::losetup_default(),
+        };
+        print(&output::table(&columns, devices, style, !self.noheadings))
+    }
+
+    fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
+        let words = self.words_of_attach(device, file)?;
+        let args = attach::Args::from_words(&words)?;
+        let info = args.attach(&words)?;
+        warn(&info);
+        if self.verbose {
+            note(format_args!("{}: {} as {}", device_word(&info), info.image, info.exports.join(" ")));
+        }
+        if self.show && device.is_none() {
+            print(&format!("{}\n", device_word(&info)))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// What `blkq attach` is to be told.
+    fn words_of_attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<Vec<OsString>> {
+        let mut words: Vec<OsString> = Vec::new();
+        let mut word =
+            |option: &str, value: &dyn std::fmt::Display| words.push(format!("{option}={value}").into());
+        if let Some(name) = self.name(device)? {
+            word("--name", &name);
+        }
+        word("--offset", &self.offset.unwrap_or(0));
+        if let Some(limit) = self.sizelimit.filter(|limit| *limit > 0) {
+            word("--size-limit", &limit);
+        }
+        if let Some(size) = self.sector_size {
+            check_sector(size)?;
+            word("--sector-size", &size);
+        }
+        word("--direct-io", &self.direct_io.as_deref().unwrap_or("off"));
+        for (given, option) in
+            [(self.read_only, "--read-only"), (self.partscan, "--partscan"), (self.nooverlap, "--nooverlap")]
+        {
+            words.extend(given.then(|| option.into()));
+        }
+        words.push("--".into());
+        // Here a file is always meant.
+        let is_file = file.to_str().is_none_or(|text| matches!(text.parse(), Ok(DriverSpec::Image(_))));
+        words.push(if is_file { file.into() } else { Path::new(".").join(file).into() });
+        Ok(words)
+    }
+
+    /// The name that the device is to have, if one is given.
+    fn name(&self, device: Option<&OsStr>) -> Outcome<Option<String>> {
+        let Some(device) = device.map(OsStr::to_string_lossy) else { return Ok(self.loop_ref.clone()) };
+        if device.contains('/') {
+            return Err(Failure::new(format!(
+                "{device}: a device is attached under a name, and a node in /dev is numbered by the kernel; \
+                 give a NAME without slashes, or use -f"
+            )));
+        }
+        if self.loop_ref.is_some() {
+            return Err(Failure::new(format!(
+                "--loop-ref: the reference of a device is its name, and {device} is given; leave one of them away"
+            )));
+        }
+        Ok(Some(device.into_owned()))
+    }
+
+    fn change(&self, dir: &StateDir, device: &OsStr) -> Outcome<ExitCode> {
+        let info = existing(dir, device)?;
+        let failed = |e: Failure| e.during(&info.name);
+        if let Some(size) = self.sector_size {
+            check_sector(size).map_err(failed)?;
+            if size != u64::from(info.sector_size) {
+                return Err(failed(Failure::new(format!(
+                    "the sector size of an attached device stays {}: clients were told; detach it, and attach with -b {size}",
+                    info.sector_size
+                ))));
+            }
+        }
+        if let Some(mode) = &self.direct_io {
+            let settings = vec![("direct-io".to_owned(), mode.clone())];
+            ask::<()>(dir, &info.name, &Request::Set { settings }).map_err(failed)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Ends one after the other, whatever became of those before.
+    fn detach<T: AsRef<OsStr>>(&self, devices: Vec<T>, end: impl Fn(&T) -> Outcome) -> Outcome<ExitCode> {
+        let mut code = ExitCode::SUCCESS;
+        for device in &devices {
+            match end(device) {
+                Ok(()) if self.verbose => note(format_args!("{}: detached", device.as_ref().display())),
+                Ok(()) => {}
+                Err(failure) => {
+                    complain(&failure.during("losetup"));
+                    code = ExitCode::from(EXIT_FAILED);
+                }
+            }
+        }
+        Ok(code)
+    }
+}
+
+fn note(text: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+fn check_sector(bytes: u64) -> Outcome {
+    if SECTOR_SIZES.iter().any(|size| u64::from(*size) == bytes) {
+        return Ok(());
+    }
+    Err(Failure::new(format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}")))
+}
+
+fn existing(dir: &StateDir, device: &OsStr) -> Outcome<DeviceInfo> {
+    find(dir, &device.to_string_lossy())?.ok_or_else(|| no_such_device(device))
+}
+
+fn no_such_device(device: &OsStr) -> Failure {
+    let device = device.to_string_lossy();
+    let cure = if device.starts_with("/dev/loop") {
+        "that is the kernel's loop driver's, for losetup itself"
+    } else {
+        "blkq losetup -l shows those that there are"
+    };
+    Failure::new(format!("{device}: no such device; {cure}"))
+}

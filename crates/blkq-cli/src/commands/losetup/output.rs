@@ -1,0 +1,104 @@
+//! What losetup prints, in its formats: those of libsmartcols, and the older lines.
+
+use crate::backing::{Backing, shown_path};
+use crate::columns::{Cell, Column, device_word};
+use crate::info::DeviceInfo;
+use crate::table::render_apart;
+
+/// How a table is printed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Style {
+    /// Columns line up.
+    Table,
+    /// One space between them.
+    Raw,
+    /// As an object.
+    Json,
+}
+
+/// One line of text per device.
+pub fn lines(devices: &[DeviceInfo]) -> String {
+    devices.iter().map(line).collect()
+}
+
+fn line(info: &DeviceInfo) -> String {
+    let (device, path) = (device_word(info), escaped(&shown_path(info), char::is_control));
+    let Some(Backing { file, window }) = Backing::of(info) else {
+        return format!("{device}: []: ({path})\n");
+    };
+    let number = libc::makedev(file.device.0, file.device.1);
+    let offset = if window.offset > 0 { format!(", offset {}", window.offset) } else { String::new() };
+    let limit = window.size_limit.map_or(String::new(), |limit| format!(", sizelimit {limit}"));
+    format!("{device}: [{number:04}]:{} ({path}){offset}{limit}\n", file.inode)
+}
+
+/// The devices with these columns.
+pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings: bool) -> String {
+    let cells = |info: &DeviceInfo| columns.iter().map(|column| (column.cell)(info)).collect::<Vec<_>>();
+    let rows: Vec<Vec<Cell>> = devices.iter().map(cells).collect();
+    if style == Style::Json {
+        return json(columns, &rows);
+    }
+    if rows.is_empty() {
+        return String::new();
+    }
+    let heading = columns.iter().map(|column| column.name.to_owned()).collect();
+    let text = |cell: &Cell| match style {
+        Style::Raw => escaped(cell.text().trim(), |c| c.is_whitespace() || c.is_control() || c == '\\'),
+        _ => escaped(&cell.text(), char::is_control),
+    };
+    let mut lines: Vec<Vec<String>> = vec![heading];
+    lines.extend(rows.iter().map(|row| row.iter().map(text).collect()));
+    let table = match style {
+        Style::Raw => lines.iter().map(|line| line.join(" ") + "\n").collect(),
+        _ => render_apart(1, columns.iter().map(|column| column.align).collect::<Vec<_>>(), &lines),
+    };
+    // The original makes room for headings that it leaves out.
+    let left_out = if headings { 0 } else { table.find('\n').map_or(0, |end| end + 1) };
+    table[left_out..].to_owned()
+}
+
+/// `text`, with `\x` and its bytes in place of each character that is `special`.
+fn escaped(text: &str, special: impl Fn(char) -> bool) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        if special(character) {
+            let mut bytes = [0; 4];
+            let bytes = character.encode_utf8(&mut bytes).bytes();
+            escaped.extend(bytes.map(|byte| format!("\\x{byte:02x}")));
+        } else {
+            escaped.push(character);
+        }
+    }
+    escaped
+}
+
+/// Laid out as libsmartcols does it, for those who compare texts.
+fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
+    let value = |cell: &Cell| match cell {
+        Cell::Text(text) => serde_json::Value::from(text.trim()),
+        Cell::Number(number) => (*number).into(),
+        Cell::Switch(on) => (*on).into(),
+        Cell::Nothing => serde_json::Value::Null,
+    };
+    let member = |(column, cell): (&&Column, &Cell)| {
+        format!("         \"{}\": {}", column.name.to_lowercase(), value(cell))
+    };
+    let object = |row: &Vec<Cell>| {
+        let members: Vec<String> = columns.iter().zip(row).map(member).collect();
+        format!("      {{\n{}\n      }}", members.join(",\n"))
+    };
+    let objects: Vec<String> = rows.iter().map(object).collect();
+    format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.join(",\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_would_break_a_line_or_a_column_is_escaped() {
+        assert_eq!(escaped("a b\\\n", |c| c.is_whitespace() || c == '\\'), "a\\x20b\\x5c\\x0a");
+        assert_eq!(escaped("\u{85}ä", char::is_control), "\\xc2\\x85ä");
+    }
+}

@@ -1,0 +1,113 @@
+//! `attach --nooverlap`: finding the device that has an image already, or attaching it, as
+//! one step.
+//!
+//! Those who ask for it take turns by a lock on the state directory. Whoever does not ask
+//! may still attach the image in between; the lock on its bytes then refuses the attach
+//! here, and the device is there to be found.
+
+use std::time::{Duration, Instant};
+
+use blkq::drivers::DriverSpec;
+
+use crate::backing::{Backing, FileId, Window};
+use crate::commands::attach::Args;
+use crate::control::{Called, Request, call};
+use crate::devices::{Entry, all};
+use crate::failure::{Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::state::StateDir;
+
+/// How long to wait for devices that are just starting or ending.
+const SETTLE_WAIT: Duration = Duration::from_secs(5);
+
+/// What stands where the new device is to be.
+enum Found {
+    Same(Box<DeviceInfo>),
+    Nothing,
+    /// Nothing that is known of; somebody is just starting or ending.
+    Unsettled,
+}
+
+/// The device of these bytes of the image, which is attached by `start` if there is none.
+///
+/// # Errors
+/// If the bytes are attached in another way or in part, and those of `start`.
+pub fn attach(args: &Args, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<DeviceInfo> {
+    let dir = StateDir::locate()?;
+    dir.create()?;
+    let _turn = dir.lock()?;
+    let until = Instant::now() + SETTLE_WAIT;
+    loop {
+        if let Found::Same(info) = find(&dir, args).map_err(|e| args.failed(e))?
+            && keep(&dir, &info)
+        {
+            return Ok(*info);
+        }
+        let refusal = match start() {
+            Ok(info) => return Ok(info),
+            Err(refusal) => refusal,
+        };
+        match find(&dir, args).map_err(|e| args.failed(e))? {
+            Found::Nothing => return Err(refusal),
+            _ if Instant::now() > until => return Err(refusal),
+            Found::Same(_) | Found::Unsettled => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+/// Makes sure that the device stays for who is told of it now. False if it is just ending.
+fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
+    let settings = vec![("autoclear".to_owned(), "off".to_owned())];
+    let kept = call::<()>(dir, &info.name, &Request::Set { settings });
+    matches!(kept, Ok(Called::Answered(())))
+}
+
+fn find(dir: &StateDir, args: &Args) -> Outcome<Found> {
+    let DriverSpec::Image(path) = &args.image else {
+        return Err(Failure::new("--nooverlap is for images, of which there is none; leave it away"));
+    };
+    // What does not exist is refused by who opens it.
+    let Some(file) = FileId::of(path) else { return Ok(Found::Nothing) };
+    let window = Window { offset: args.offset, size_limit: args.size_limit };
+    let mut found = Found::Nothing;
+    for entry in all(dir)? {
+        let info = match entry {
+            Entry::Device(info) => info,
+            // Which of its bytes it has, only its daemon knew.
+            Entry::Orphan { image, error, .. } if FileId::of(&image) == Some(file) => {
+                return Err(Failure::new(error));
+            }
+            Entry::Orphan { .. } => continue,
+            Entry::Silent { .. } => {
+                found = Found::Unsettled;
+                continue;
+            }
+        };
+        match Backing::of(&info) {
+            Some(backing) if backing.file == file && backing.window.overlaps(window) => {
+                check_same(&info, backing.window, args)?;
+                return Ok(Found::Same(info));
+            }
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+/// Whether the device is what is asked for.
+fn check_same(info: &DeviceInfo, window: Window, args: &Args) -> Outcome {
+    let asked = Window { offset: args.offset, size_limit: args.size_limit };
+    let sector = args.sector_size.bytes().unwrap_or(info.sector_size);
+    let (what, cure) = if window != asked {
+        let Window { offset, size_limit } = window;
+        let limit = size_limit.map_or("no size limit".to_owned(), |limit| format!("size limit {limit}"));
+        (format!("with offset {offset} and {limit}, which overlaps"), "choose a window beside it")
+    } else if info.read_only && !args.read_only {
+        ("for reading only".to_owned(), "ask for --read-only")
+    } else if info.sector_size != sector {
+        (format!("with sectors of {} bytes", info.sector_size), "ask for that --sector-size")
+    } else {
+        return Ok(());
+    };
+    Err(Failure::new(format!("it is attached as {} {what}; detach that first, or {cure}", info.name)))
+}

@@ -1,0 +1,139 @@
+//! Where tests of the command live: real processes, sockets and files.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// A directory with images and a state directory of its own; its devices end with it.
+pub struct Place {
+    pub dir: PathBuf,
+}
+
+impl Place {
+    pub fn new(test: &str) -> Place {
+        // Short, because sockets' paths are.
+        let dir = std::env::temp_dir().join(format!("blkq-t-{}-{test}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir(&dir).unwrap();
+        Place { dir }
+    }
+
+    pub fn state(&self) -> PathBuf {
+        self.dir.join("s")
+    }
+
+    pub fn image(&self, name: &str, bytes: u64) -> String {
+        let path = self.dir.join(name);
+        fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    pub fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blkq"));
+        command.args(words).env("BLKQ_STATE_DIR", self.state()).stdin(Stdio::null());
+        // Not what this machine's kernel may have: that is for the guests of the lab.
+        if words.first() == Some(&"attach")
+            && !words.iter().any(|word| ["--export", "--listen"].contains(word))
+        {
+            command.args(["--export", "nbd"]);
+        }
+        for name in ["LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    pub fn run(&self, words: &[&str]) -> Output {
+        self.command(words).output().unwrap()
+    }
+
+    /// Standard output of a command that must succeed and say nothing else.
+    pub fn done(&self, words: &[&str]) -> String {
+        let output = self.run(words);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The one line of a command that must be refused.
+    pub fn refused(&self, words: &[&str]) -> String {
+        let output = self.run(words);
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {line}");
+        assert!(output.stdout.is_empty(), "{words:?}");
+        assert!(line.starts_with("blkq: ") && line.ends_with('\n') && line.lines().count() == 1, "{line}");
+        line
+    }
+
+    pub fn json(&self, words: &[&str]) -> Value {
+        serde_json::from_str(&self.done(words)).unwrap()
+    }
+
+    pub fn pid(&self, name: &str) -> i32 {
+        self.json(&["show", name, "--json"])["pid"].as_i64().unwrap().try_into().unwrap()
+    }
+
+    pub fn files(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.state()).into_iter().flatten();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    pub fn ask(&self, name: &str, line: &[u8]) -> String {
+        let mut stream = UnixStream::connect(self.state().join(format!("{name}.control"))).unwrap();
+        // The daemon may answer and hang up before it has read everything.
+        let _ = stream.write_all(line);
+        let mut answer = String::new();
+        let _ = stream.read_to_string(&mut answer);
+        answer
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = self.run(&["detach", "--all", "--force"]);
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+pub fn signal(pid: i32, signal: rustix::process::Signal) {
+    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), signal).unwrap();
+}
+
+pub fn wait_until(what: &str, done: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether a process has ended; what it held is free then, though its parent may not
+/// have taken note of it yet.
+pub fn is_gone(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    !status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
+}
+
+pub fn kill(pid: i32) {
+    signal(pid, rustix::process::Signal::KILL);
+    wait_until("the killed daemon goes away", || is_gone(pid));
+}
+
+/// A client that stays: connected, greeted, in the middle of its handshake.
+pub fn client(uri: &str) -> UnixStream {
+    let mut stream = UnixStream::connect(uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap()).unwrap();
+    let mut greeting = [0; 18];
+    stream.read_exact(&mut greeting).unwrap();
+    assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
+    stream
+}

@@ -1,0 +1,343 @@
+//! A client that does what chance wants: sends requests in pieces, many at a time, some of
+//! them wrong, and checks every reply against the model.
+
+use std::collections::BTreeMap;
+use std::io::{ErrorKind, Read, Write};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use blkq::simulation::{Chance, SECTOR_BYTES};
+use blkq_export::nbd::proto::*;
+
+use super::model::{Content, Model, payload};
+
+/// Most requests of a client at a time.
+const OUTSTANDING_MAX: usize = 24;
+
+/// What a client was asked, and by when.
+#[derive(Debug)]
+struct Outstanding {
+    command: Command,
+    sectors: Range<u64>,
+    submitted: u64,
+    fua: bool,
+    fast_zero: bool,
+    /// It must be refused: it is wrong.
+    wrong: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Replies {
+    Simple,
+    Structured,
+    Extended,
+}
+
+/// What all clients of a device share.
+pub struct Common {
+    pub model: Model,
+    /// Counts everything that clients do.
+    pub now: u64,
+    pub sectors: u64,
+    pub block_sectors: u64,
+    /// Something went wrong in this life of the server, so that errors are allowed.
+    pub errors_allowed: bool,
+    pub replies: u64,
+    pub errors: u64,
+}
+
+impl Common {
+    fn tick(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+}
+
+pub struct Client {
+    stream: UnixStream,
+    output: Vec<u8>,
+    input: Vec<u8>,
+    replies: Replies,
+    block_status: bool,
+    /// Option replies still expected before transmission.
+    greeted: bool,
+    ready: bool,
+    outstanding: BTreeMap<u64, Outstanding>,
+    pub closed: bool,
+}
+
+fn option(kind: u32, data: &[u8], output: &mut Vec<u8>) {
+    output.extend(OPTION_MAGIC.to_be_bytes());
+    output.extend(kind.to_be_bytes());
+    output.extend((data.len() as u32).to_be_bytes());
+    output.extend(data);
+}
+
+impl Client {
+    /// A client, and the server's end of its socket.
+    pub fn new(chance: &mut Chance) -> (Client, OwnedFd) {
+        let (stream, server) = UnixStream::pair().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let replies = [Replies::Simple, Replies::Structured, Replies::Extended][chance.below(3) as usize];
+        let block_status = replies != Replies::Simple && chance.one_in(2);
+        let mut output = 3u32.to_be_bytes().to_vec();
+        match replies {
+            Replies::Simple => {}
+            Replies::Structured => option(option::STRUCTURED_REPLY, &[], &mut output),
+            Replies::Extended => option(option::EXTENDED_HEADERS, &[], &mut output),
+        }
+        if block_status {
+            let mut data = vec![0; 4];
+            data.extend(1u32.to_be_bytes());
+            data.extend(15u32.to_be_bytes());
+            data.extend(b"base:allocation");
+            option(option::SET_META_CONTEXT, &data, &mut output);
+        }
+        option(option::GO, &[0; 6], &mut output);
+        let client = Client {
+            stream,
+            output,
+            input: Vec::new(),
+            replies,
+            block_status,
+            greeted: false,
+            ready: false,
+            outstanding: BTreeMap::new(),
+            closed: false,
+        };
+        (client, server.into())
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.closed || self.ready && self.outstanding.is_empty() && self.output.is_empty()
+    }
+
+    /// Does some of what it can do.
+    pub fn act(&mut self, chance: &mut Chance, common: &mut Common) {
+        if self.ready && !chance.one_in(3) {
+            for _ in 0..chance.below(6) {
+                if self.outstanding.len() < OUTSTANDING_MAX {
+                    self.ask(chance, common);
+                }
+            }
+        }
+        self.transfer(chance, common);
+    }
+
+    /// Sends and receives, without asking for more.
+    pub fn transfer(&mut self, chance: &mut Chance, common: &mut Common) {
+        let most = if chance.one_in(2) { self.output.len() } else { chance.below(600) as usize };
+        let now = most.min(self.output.len());
+        if now > 0 {
+            match self.stream.write(&self.output[..now]) {
+                Ok(sent) => drop(self.output.drain(..sent)),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+                Err(_) => self.closed = true,
+            }
+        }
+        let mut buffer = vec![0; if chance.one_in(2) { 1 << 17 } else { 1 + chance.below(600) as usize }];
+        match self.stream.read(&mut buffer) {
+            Ok(0) => self.closed = true,
+            Ok(received) => self.input.extend(&buffer[..received]),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+            Err(_) => self.closed = true,
+        }
+        while self.parse(common) {}
+    }
+
+    fn ask(&mut self, chance: &mut Chance, common: &mut Common) {
+        let commands = [
+            (30, Command::Read),
+            (32, Command::Write),
+            (8, Command::Flush),
+            (6, Command::Trim),
+            (9, Command::WriteZeroes),
+            (3, Command::Cache),
+            (3, Command::BlockStatus),
+        ];
+        let mut pick = chance.below(commands.iter().map(|(weight, _)| weight).sum());
+        let (_, command) = *commands
+            .iter()
+            .find(|(weight, _)| {
+                let here = pick < *weight;
+                pick = pick.wrapping_sub(*weight);
+                here
+            })
+            .unwrap();
+        let blocks = common.sectors / common.block_sectors;
+        let most = if chance.one_in(4) { 40 } else { 4 };
+        let length = 1 + chance.below(most.min(blocks));
+        let first = chance.below(blocks - length + 1);
+        let sectors = first * common.block_sectors..(first + length) * common.block_sectors;
+        let cookie = common.tick();
+        let mut flags = CommandFlags::empty();
+        let fua = chance.one_in(5);
+        flags.set(CommandFlags::FUA, fua);
+        let fast_zero = command == Command::WriteZeroes && chance.one_in(5);
+        flags.set(CommandFlags::FAST_ZERO, fast_zero);
+        flags.set(CommandFlags::NO_HOLE, command == Command::WriteZeroes && chance.one_in(2));
+        let (mut offset, mut bytes) = (sectors.start << 9, (sectors.end - sectors.start) << 9);
+        if command == Command::Flush {
+            (offset, bytes) = (0, 0);
+        }
+        let wrong = command == Command::BlockStatus && !self.block_status
+            || command != Command::Flush && chance.one_in(40);
+        if wrong && (self.block_status || command != Command::BlockStatus) {
+            offset = match chance.below(3) {
+                0 => common.sectors << 9,
+                1 => offset + 1,
+                _ => u64::MAX - 511,
+            };
+        }
+        let content = match command {
+            Command::Write => Some(Content::Write(cookie)),
+            Command::Trim | Command::WriteZeroes => Some(Content::Zero),
+            _ => None,
+        };
+        if let (Some(content), false) = (content, wrong) {
+            common.model.begin(cookie, sectors.clone(), &content, cookie);
+        }
+        self.request(command, flags, cookie, offset, bytes);
+        if command == Command::Write {
+            self.output.extend(payload(cookie, sectors.clone()));
+        }
+        let outstanding = Outstanding { command, sectors, submitted: cookie, fua, fast_zero, wrong };
+        self.outstanding.insert(cookie, outstanding);
+    }
+
+    fn request(&mut self, command: Command, mut flags: CommandFlags, cookie: u64, offset: u64, bytes: u64) {
+        let extended = self.replies == Replies::Extended;
+        flags.set(CommandFlags::PAYLOAD_LEN, extended && command == Command::Write);
+        let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
+        self.output.extend(magic.to_be_bytes());
+        self.output.extend(flags.bits().to_be_bytes());
+        self.output.extend((command as u16).to_be_bytes());
+        self.output.extend(cookie.to_be_bytes());
+        self.output.extend(offset.to_be_bytes());
+        if extended {
+            self.output.extend(bytes.to_be_bytes());
+        } else {
+            self.output.extend((bytes as u32).to_be_bytes());
+        }
+    }
+
+    /// Takes what comes next of the input; false if it is not all there.
+    fn parse(&mut self, common: &mut Common) -> bool {
+        if !self.greeted {
+            return self
+                .take(18, |_, bytes| assert_eq!(bytes[..8], INIT_MAGIC.to_be_bytes()))
+                .map(|()| self.greeted = true)
+                .is_some();
+        }
+        if !self.ready {
+            let Some(length) = self.field::<4>(16).map(u32::from_be_bytes) else { return false };
+            let ready = self.take(20 + length as usize, |_, bytes| {
+                assert_eq!(bytes[..8], OPTION_REPLY_MAGIC.to_be_bytes());
+                let (asked, kind) = (word32(&bytes[8..]), word32(&bytes[12..]));
+                assert!(kind < 1 << 31, "option {asked} is refused: {kind:#x}");
+                asked == option::GO && kind == option_reply::ACK
+            });
+            self.ready = ready == Some(true);
+            return ready.is_some();
+        }
+        match self.replies {
+            Replies::Simple => {
+                let Some(cookie) = self.field::<8>(8).map(u64::from_be_bytes) else { return false };
+                let error = word32(&self.input[4..]);
+                let asked = &self.outstanding[&cookie];
+                let read = error == 0 && asked.command == Command::Read;
+                let bytes = if read { sector_bytes(&asked.sectors) } else { 0 };
+                let reply = self.take(16 + bytes, |_, bytes| {
+                    assert_eq!(word32(bytes), SIMPLE_REPLY_MAGIC);
+                    bytes[16..].to_vec()
+                });
+                reply.map(|content| self.ended(cookie, error, &content, common)).is_some()
+            }
+            Replies::Structured => {
+                let Some(length) = self.field::<4>(16).map(u32::from_be_bytes) else { return false };
+                self.chunk(20, length as usize, STRUCTURED_REPLY_MAGIC, common)
+            }
+            Replies::Extended => {
+                let Some(length) = self.field::<8>(24).map(u64::from_be_bytes) else { return false };
+                self.chunk(32, length as usize, EXTENDED_REPLY_MAGIC, common)
+            }
+        }
+    }
+
+    fn chunk(&mut self, head: usize, length: usize, magic: u32, common: &mut Common) -> bool {
+        let Some(bytes) = self.take(head + length, |_, bytes| bytes.to_vec()) else { return false };
+        assert_eq!(word32(&bytes), magic);
+        assert_eq!(bytes[4..6], ReplyFlags::DONE.bits().to_be_bytes());
+        let kind = u16::from_be_bytes([bytes[6], bytes[7]]);
+        let cookie = u64::from_be_bytes(bytes[8..16].try_into().unwrap());
+        let body = &bytes[head..];
+        let asked = &self.outstanding[&cookie];
+        let (error, content) = match kind {
+            reply_type::ERROR => (word32(body), &[][..]),
+            reply_type::OFFSET_DATA => {
+                assert_eq!(body[..8], (asked.sectors.start << 9).to_be_bytes());
+                (0, &body[8..])
+            }
+            reply_type::BLOCK_STATUS | reply_type::BLOCK_STATUS_EXT => {
+                assert_eq!(asked.command, Command::BlockStatus);
+                (0, &[][..])
+            }
+            reply_type::NONE => (0, &[][..]),
+            other => panic!("a chunk of kind {other}"),
+        };
+        self.ended(cookie, error, content, common);
+        true
+    }
+
+    fn ended(&mut self, cookie: u64, error: u32, content: &[u8], common: &mut Common) {
+        let asked = self.outstanding.remove(&cookie).expect("every request is answered once");
+        let now = common.tick();
+        common.replies += 1;
+        let ok = error == 0;
+        assert!(!(asked.wrong && ok), "a wrong request was done: {asked:?}");
+        if asked.wrong {
+            return;
+        }
+        common.errors += u64::from(!ok);
+        let may_fail = common.errors_allowed || asked.fast_zero && error == NbdError::NotSupported as u32;
+        assert!(ok || may_fail, "error {error} though nothing went wrong: {asked:?}");
+        match asked.command {
+            Command::Read if ok => {
+                assert_eq!(content.len(), sector_bytes(&asked.sectors));
+                for (sector, bytes) in asked.sectors.clone().zip(content.chunks(SECTOR_BYTES)) {
+                    if let Err(wrong) = common.model.check_read(sector, asked.submitted, bytes) {
+                        panic!("a read brought what cannot be: {wrong}");
+                    }
+                }
+            }
+            Command::Write | Command::WriteZeroes => {
+                common.model.end(cookie, asked.sectors, ok, ok && asked.fua, now);
+            }
+            // A hint: the old content may stay.
+            Command::Trim => common.model.end(cookie, asked.sectors, false, false, now),
+            Command::Flush if ok => common.model.flushed(asked.submitted),
+            _ => {}
+        }
+    }
+
+    fn field<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
+        self.input.get(at..at + N).map(|bytes| bytes.try_into().unwrap())
+    }
+
+    fn take<R>(&mut self, bytes: usize, use_: impl FnOnce(&Client, &[u8]) -> R) -> Option<R> {
+        if self.input.len() < bytes {
+            return None;
+        }
+        let taken: Vec<u8> = self.input.drain(..bytes).collect();
+        Some(use_(self, &taken))
+    }
+}
+
+fn word32(bytes: &[u8]) -> u32 {
+    u32::from_be_bytes(bytes[..4].try_into().unwrap())
+}
+
+fn sector_bytes(sectors: &Range<u64>) -> usize {
+    ((sectors.end - sectors.start) as usize) << 9
+}

@@ -1,0 +1,164 @@
+//! What the device may hold: for every sector the versions that it may read as, and those
+//! that it may hold after the power failed. Times are those of the clients, so that
+//! whatever they could have seen is allowed, and nothing else.
+
+use std::ops::Range;
+
+use blkq::simulation::SECTOR_BYTES;
+
+/// What a version of a sector holds.
+#[derive(Clone, Debug)]
+pub enum Content {
+    Zero,
+    /// That of the write with this number.
+    Write(u64),
+    /// What was found after the power failed.
+    Found(Box<[u8]>),
+}
+
+impl Content {
+    fn byte(&self, sector: u64, at: usize) -> u8 {
+        match self {
+            Content::Zero => 0,
+            Content::Write(number) => stamp(*number, sector)[at % 8],
+            Content::Found(bytes) => bytes[at],
+        }
+    }
+}
+
+/// Eight bytes that say which write put them where.
+fn stamp(number: u64, sector: u64) -> [u8; 8] {
+    let word = (number << 20 | sector).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (word ^ word >> 29 | 1).to_le_bytes()
+}
+
+/// What write `number` puts into `sectors`.
+pub fn payload(number: u64, sectors: Range<u64>) -> Vec<u8> {
+    sectors.flat_map(|sector| stamp(number, sector).repeat(SECTOR_BYTES / 8)).collect()
+}
+
+#[derive(Debug)]
+struct Version {
+    content: Content,
+    /// The request that it is of.
+    request: u64,
+    submitted: u64,
+    /// `u64::MAX` while it may still happen.
+    ended: u64,
+    /// It has surely happened: what was there before is gone.
+    done: bool,
+    /// It survives a loss of power.
+    promised: bool,
+    /// A sync failed in the life of the server that did it: no later one makes it durable.
+    doubtful: bool,
+}
+
+/// The versions of every sector.
+pub struct Model {
+    sectors: Vec<Vec<Version>>,
+}
+
+impl Model {
+    /// A device of zeroes, which are durable.
+    pub fn new(sectors: usize) -> Model {
+        Model { sectors: (0..sectors).map(|_| vec![first(Content::Zero)]).collect() }
+    }
+
+    /// A request that changes `sectors` was sent.
+    pub fn begin(&mut self, request: u64, sectors: Range<u64>, content: &Content, now: u64) {
+        for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
+            let content = content.clone();
+            let (submitted, ended) = (now, u64::MAX);
+            let (done, promised, doubtful) = (false, false, false);
+            versions.push(Version { content, request, submitted, ended, done, promised, doubtful });
+        }
+    }
+
+    /// It ended: `done` if it surely changed all of them, `promised` if for good.
+    pub fn end(&mut self, request: u64, sectors: Range<u64>, done: bool, promised: bool, now: u64) {
+        for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
+            for version in versions.iter_mut().filter(|version| version.request == request) {
+                (version.ended, version.done, version.promised) = (now, done, promised);
+            }
+        }
+    }
+
+    /// A flush that was sent at `submitted` ended well.
+    pub fn flushed(&mut self, submitted: u64) {
+        for versions in &mut self.sectors {
+            for version in versions.iter_mut() {
+                version.promised |= version.done && !version.doubtful && version.ended < submitted;
+            }
+        }
+    }
+
+    /// Nothing is on its way any more: what did not end either happened by now or will not.
+    pub fn settle(&mut self, now: u64) {
+        for versions in &mut self.sectors {
+            for version in versions.iter_mut().filter(|version| version.ended == u64::MAX) {
+                version.ended = now;
+            }
+            forget(versions);
+        }
+    }
+
+    /// A server in whose life a sync failed is gone, and its memory of that with it.
+    pub fn doubt(&mut self) {
+        self.sectors.iter_mut().flatten().for_each(|version| version.doubtful = true);
+    }
+
+    /// Checks what a read that was sent at `submitted` brought of `sector`.
+    pub fn check_read(&self, sector: u64, submitted: u64, bytes: &[u8]) -> Result<(), String> {
+        let versions = &self.sectors[sector as usize];
+        let gone = |old: &Version| {
+            versions.iter().any(|new| new.done && new.submitted > old.ended && new.ended < submitted)
+        };
+        check(versions, gone, sector, bytes)
+    }
+
+    /// Checks what is there after the power failed, and goes on from that.
+    pub fn check_after_power_cut(&mut self, sector: u64, bytes: &[u8]) -> Result<(), String> {
+        let versions = &mut self.sectors[sector as usize];
+        check(versions, |old| is_lost(versions, old), sector, bytes)?;
+        *versions = vec![first(Content::Found(bytes.into()))];
+        Ok(())
+    }
+}
+
+fn first(content: Content) -> Version {
+    Version { content, request: 0, submitted: 0, ended: 0, done: true, promised: true, doubtful: false }
+}
+
+/// Whether `old` cannot come back: something after it is durable.
+fn is_lost(versions: &[Version], old: &Version) -> bool {
+    versions.iter().any(|new| new.promised && new.submitted > old.ended)
+}
+
+/// Drops the versions that can never be seen again.
+fn forget(versions: &mut Vec<Version>) {
+    let lost: Vec<bool> = versions.iter().map(|old| is_lost(versions, old)).collect();
+    let mut lost = lost.into_iter();
+    versions.retain(|_| !lost.next().unwrap_or(false));
+}
+
+/// Every byte is that of a version which is not gone. While several are possible a sector
+/// may be a mixture: it is read or lost while it is written.
+fn check(
+    versions: &[Version],
+    gone: impl Fn(&Version) -> bool,
+    sector: u64,
+    bytes: &[u8],
+) -> Result<(), String> {
+    let possible: Vec<&Version> = versions.iter().filter(|version| !gone(version)).collect();
+    let wrong = bytes
+        .iter()
+        .enumerate()
+        .find(|(at, byte)| possible.iter().all(|version| version.content.byte(sector, *at) != **byte));
+    match wrong {
+        None => Ok(()),
+        Some((at, byte)) => {
+            let whose = versions.iter().find(|version| version.content.byte(sector, at) == *byte);
+            Err(format!("sector {sector}, byte {at} is {byte:#04x}, of {whose:?}; possible: {possible:?}"))
+        }
+    }
+}

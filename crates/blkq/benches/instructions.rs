@@ -1,0 +1,116 @@
+//! The ways through the block layer whose instructions `lab/instructions` counts:
+//! `instructions CASE TURNS` does so many turns of one case. A turn submits a batch of I/Os
+//! of 4 KiB, polls, and takes the completions. `counted` is what is counted; what comes
+//! before brings queue and caches of the allocator into their steady state.
+
+use std::process::ExitCode;
+use std::sync::mpsc;
+
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::drivers::ram::Ram;
+use blkq::{Bio, ClockMode, Disk, DiskBuilder, Error, IoBuffer, Sector};
+
+const BLOCK_BYTES: usize = 4096;
+const BLOCK_SECTORS: u64 = 8;
+const DISK_BYTES: u64 = 1 << 30;
+
+/// Blocks between one I/O and the next. Where they are not adjacent, nothing merges.
+const SCATTERED: u64 = 7;
+const ADJACENT: u64 = 1;
+
+type Turn = Box<dyn FnMut()>;
+/// Name, I/Os of a turn, and how to get it ready.
+type Case = (&'static str, usize, fn(usize) -> Result<Turn, Error>);
+
+const CASES: [Case; 8] = [
+    ("null-32", 32, |ios| local(null()?, ios, SCATTERED)),
+    ("null-32-precise", 32, |ios| local(null()?.clock(ClockMode::Precise), ios, SCATTERED)),
+    ("null-32-no-iostats", 32, |ios| local(null()?.iostats(false), ios, SCATTERED)),
+    ("null-8", 8, |ios| local(null()?, ios, SCATTERED)),
+    ("null-1", 1, |ios| local(null()?, ios, SCATTERED)),
+    ("null-32-merged", 32, |ios| local(null()?, ios, ADJACENT)),
+    ("null-32-submitter", 32, |ios| submitter(null()?, ios)),
+    ("ram-32-read", 32, |ios| {
+        local(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)
+    }),
+];
+
+fn main() -> ExitCode {
+    match run(&std::env::args().skip(1).collect::<Vec<_>>()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("instructions: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &[String]) -> Result<(), Box<dyn std::error::Error>> {
+    let [name, turns] = arguments else {
+        CASES.iter().for_each(|(name, ios, _)| println!("{name} {ios}"));
+        return Ok(());
+    };
+    let (_, ios, open) = CASES.iter().find(|case| case.0 == name).ok_or("no case of this name")?;
+    let turns = turns.parse()?;
+    let mut turn = open(*ios)?;
+    (0..64).for_each(|_| turn());
+    counted(&mut turn, turns);
+    Ok(())
+}
+
+#[inline(never)]
+fn counted(turn: &mut Turn, turns: usize) {
+    (0..turns).for_each(|_| turn());
+}
+
+fn null() -> Result<DiskBuilder, Error> {
+    let mut options = NullOptions::new(DISK_BYTES);
+    options.zero_reads = false;
+    Ok(Disk::builder(Box::new(Null::new(options)?)))
+}
+
+/// Where I/Os go: so many blocks apart, around the disk.
+fn places(stride: u64) -> impl FnMut() -> Sector {
+    let mut block = 0;
+    move || {
+        block = (block + stride) % (DISK_BYTES / BLOCK_BYTES as u64);
+        Sector(block * BLOCK_SECTORS)
+    }
+}
+
+/// By the thread that owns the queue.
+fn local(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
+    let mut queue = disk.build()?.open_queue(0)?;
+    let mut place = places(stride);
+    let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
+    Ok(Box::new(move || {
+        for buffer in buffers.drain(..) {
+            queue.submit(Bio::read(place(), buffer, 0)).expect("the queue has room for a batch");
+        }
+        queue.poll();
+        buffers.extend(queue.completions().filter_map(|completion| completion.data.into_buffer()));
+        assert_eq!(buffers.len(), ios);
+    }))
+}
+
+/// Through the software queues, as from another thread.
+fn submitter(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
+    let disk = disk.build()?;
+    let mut queue = disk.open_queue(0)?;
+    let mut submitter = disk.submitter();
+    let mut place = places(SCATTERED);
+    let (ended, ends) = mpsc::channel();
+    let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
+    Ok(Box::new(move || {
+        for buffer in buffers.drain(..) {
+            let ended = ended.clone();
+            submitter.submit(Bio::read(place(), buffer, 0), move |_, data| {
+                ended.send(data.into_buffer().expect("its own buffer")).expect("still received");
+            });
+        }
+        while buffers.len() < ios {
+            queue.poll();
+            buffers.extend(ends.try_iter());
+        }
+    }))
+}

@@ -1,0 +1,197 @@
+//! The fault driver: wraps any other and makes what a spec says go wrong, from a seed, so
+//! that it goes wrong again in the same way. For testing what is above a block device.
+//!
+//! It keeps requests of its own, with the tags of those it was given, and offers them to
+//! the wrapped queue: shorter, elsewhere, with other memory, or later. So the wrapped
+//! driver sees ordinary requests within its limits, and what it does with them is real.
+//! It allocates for every request; nobody measures speed through it.
+
+mod queue;
+mod spec;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crate::driver::{Driver, DriverQueue, Extent};
+use crate::error::Error;
+use crate::limits::QueueLimits;
+use crate::ring::Ring;
+use crate::sync::atomic::Ordering::{Relaxed, Release};
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Mutex, lock};
+use crate::tags::Wake;
+
+use queue::FaultQueue;
+pub use spec::{Effect, FaultSpec, Rule};
+
+/// How often the trigger files of the rules are looked for.
+const FILES_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A device in which things go wrong.
+pub struct Fault {
+    inner: Box<dyn Driver>,
+    shared: Arc<Shared>,
+}
+
+/// What the queues and the device share.
+struct Shared {
+    rules: Mutex<Arc<Rules>>,
+    /// Raised when the rules change, so that queues look without taking the lock.
+    generation: AtomicU64,
+    /// Of each queue, by its index.
+    wakes: Mutex<BTreeMap<u16, Arc<dyn Wake>>>,
+}
+
+/// The rules in force.
+struct Rules {
+    spec: FaultSpec,
+    seed: u64,
+    states: Vec<RuleState>,
+}
+
+/// How far a rule has come.
+struct RuleState {
+    /// Its file exists, or it needs none.
+    armed: AtomicBool,
+    /// Requests that it was about, and those that chance and the counts let it hit.
+    matched: AtomicU64,
+    hits: AtomicU64,
+}
+
+impl Fault {
+    /// Wraps `inner`. Without a seed in `spec` one is taken from the clock.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the thread that looks for trigger files cannot be started.
+    pub fn new(inner: Box<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
+        let rules = Mutex::new(Rules::begin(spec)?);
+        let shared = Shared { rules, generation: AtomicU64::new(0), wakes: Mutex::new(BTreeMap::new()) };
+        Ok(Fault { inner, shared: Arc::new(shared) })
+    }
+
+    /// The seed in force: with it the faults come again.
+    pub fn seed(&self) -> u64 {
+        self.shared.rules().seed
+    }
+
+    /// How many requests each rule has hit.
+    pub fn hits(&self) -> Vec<u64> {
+        self.shared.rules().states.iter().map(|state| state.hits.load(Relaxed)).collect()
+    }
+}
+
+impl Shared {
+    fn rules(&self) -> Arc<Rules> {
+        lock(&self.rules).clone()
+    }
+}
+
+impl Rules {
+    fn begin(spec: FaultSpec) -> Result<Arc<Rules>, Error> {
+        let exists = |rule: &Rule| rule.file.as_deref().is_none_or(Path::exists);
+        let state = |rule| RuleState {
+            armed: AtomicBool::new(exists(rule)),
+            matched: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+        };
+        let states = spec.rules.iter().map(state).collect();
+        let seed = spec.seed.unwrap_or_else(|| crate::clock::monotonic_ns() >> 10);
+        let rules = Arc::new(Rules { spec, seed, states });
+        if rules.spec.rules.iter().any(|rule| rule.file.is_some()) {
+            // Looking for a file may block, and an engine thread must not.
+            let watched = Arc::downgrade(&rules);
+            std::thread::Builder::new()
+                .name("blkq-fault".to_owned())
+                .spawn(move || watch(&watched))
+                .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
+        }
+        Ok(rules)
+    }
+}
+
+/// Looks for the files until the rules are gone.
+fn watch(rules: &Weak<Rules>) {
+    while let Some(rules) = rules.upgrade() {
+        for (rule, state) in rules.spec.rules.iter().zip(&rules.states) {
+            if let Some(file) = &rule.file {
+                state.armed.store(file.exists(), Relaxed);
+            }
+        }
+        drop(rules);
+        std::thread::sleep(FILES_INTERVAL);
+    }
+}
+
+impl Driver for Fault {
+    fn name(&self) -> &'static str {
+        "fault"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        self.inner.limits()
+    }
+
+    fn uses_ring(&self) -> bool {
+        self.inner.uses_ring()
+    }
+
+    fn queues_max(&self) -> usize {
+        self.inner.queues_max()
+    }
+
+    fn open_queue(
+        &self,
+        index: u16,
+        tags: usize,
+        ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        let inner = self.inner.open_queue(index, tags, ring, wake.clone())?;
+        lock(&self.shared.wakes).insert(index, wake);
+        Ok(Box::new(FaultQueue::new(inner, self.shared.clone(), index, tags, self.limits())))
+    }
+
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        self.inner.extents(range, max)
+    }
+
+    fn sets_live(&self, key: &str) -> bool {
+        key == "fault" || self.inner.sets_live(key)
+    }
+
+    /// `fault` takes a new spec, or `none`. Stuck requests go on.
+    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+        if key != "fault" {
+            return self.inner.set(key, value);
+        }
+        *lock(&self.shared.rules) = Rules::begin(value.parse()?)?;
+        self.shared.generation.fetch_add(1, Release);
+        lock(&self.shared.wakes).values().for_each(|queue| queue.wake());
+        Ok(())
+    }
+
+    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+        self.inner.resize(bytes)
+    }
+
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let rules = self.shared.rules();
+        let hits: Vec<String> =
+            rules.states.iter().map(|state| state.hits.load(Relaxed).to_string()).collect();
+        let mut facts = vec![
+            ("fault", rules.spec.to_string()),
+            ("fault-seed", rules.seed.to_string()),
+            ("fault-hits", hits.join(" ")),
+            ("fault-driver", self.inner.name().to_owned()),
+        ];
+        facts.extend(self.inner.describe());
+        facts
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
+mod tests;

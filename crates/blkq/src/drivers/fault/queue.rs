@@ -1,0 +1,420 @@
+//! A queue of the fault driver: what happens to each request, and the requests of its own
+//! that the wrapped queue sees.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+
+use crate::bio::Operation;
+use crate::buffer::{Data, IoBuffer, Segment, SegmentOwner};
+use crate::clock::monotonic_ns;
+use crate::completion::End;
+use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::drivers::random::next_random;
+use crate::error::{IoResult, Status};
+use crate::limits::QueueLimits;
+use crate::request::{Request, RequestState, Tag};
+use crate::ring::Cqe;
+use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks, slice_segments};
+use crate::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use super::spec::{Effect, Rule};
+use super::{RuleState, Rules, Shared};
+
+/// When requests that the wrapped queue refused are offered again, in nanoseconds
+/// (BLK_MQ_RESOURCE_DELAY is 3 ms).
+const AGAIN_NS: u64 = 3_000_000;
+/// The 99th percentile of the normal distribution.
+const Z99: f64 = 2.326_347_874_040_841;
+
+/// One queue.
+pub(super) struct FaultQueue {
+    inner: Box<dyn DriverQueue>,
+    shared: Arc<Shared>,
+    rules: Arc<Rules>,
+    generation: u64,
+    index: u16,
+    random: u64,
+    limits: QueueLimits,
+    /// What the wrapped queue is given: one request per tag, with one bio.
+    requests: Box<[Request]>,
+    bios: BioSlab,
+    completed: Vec<(Tag, IoResult)>,
+    plans: Box<[Plan]>,
+    /// Requests that begin, or end, later.
+    timers: BinaryHeap<Reverse<(u64, Tag)>>,
+    /// Built, and refused by the wrapped queue.
+    refused: VecDeque<Tag>,
+    again_ns: u64,
+}
+
+/// What is to become of a request.
+#[derive(Default)]
+struct Plan {
+    effect: Option<Effect>,
+    /// What the wrapped queue is to do of it, in bytes from its beginning.
+    bytes: u64,
+    /// The altered copy of what is written.
+    altered: Option<IoBuffer>,
+}
+
+/// Memory of the request that this one stands for, which lives as long.
+struct Borrowed(Vec<Segment>);
+
+// SAFETY: the segments are those of the outer request, or of the plan's copy, which both
+// stay until the inner request has ended.
+unsafe impl SegmentOwner for Borrowed {
+    fn segments(&self) -> &[Segment] {
+        &self.0
+    }
+}
+
+/// The wrapped queue, and its view out of disjoint parts of this queue.
+macro_rules! inner {
+    ($queue:expr, $cx:expr, $call:ident $(, $argument:expr)*) => {{
+        let mut inner = DriverContext {
+            requests: &mut $queue.requests,
+            bios: &$queue.bios,
+            zeroes: $cx.zeroes,
+            completed: &mut $queue.completed,
+            clock: $cx.clock,
+            ring: $cx.ring.as_deref_mut(),
+            owner: $cx.owner,
+            limits_changed: $cx.limits_changed,
+        };
+        $queue.inner.$call(&mut inner $(, $argument)*)
+    }};
+}
+
+impl FaultQueue {
+    pub fn new(
+        inner: Box<dyn DriverQueue>,
+        shared: Arc<Shared>,
+        index: u16,
+        tags: usize,
+        limits: QueueLimits,
+    ) -> FaultQueue {
+        let generation = shared.generation.load(Acquire);
+        let rules = shared.rules();
+        FaultQueue {
+            inner,
+            random: seed_of(&rules, index),
+            rules,
+            shared,
+            generation,
+            index,
+            limits,
+            requests: (0..tags).map(|_| Request::idle()).collect(),
+            bios: BioSlab::new(tags as u32),
+            completed: Vec::with_capacity(tags),
+            plans: (0..tags).map(|_| Plan::default()).collect(),
+            timers: BinaryHeap::with_capacity(tags),
+            refused: VecDeque::with_capacity(tags),
+            again_ns: 0,
+        }
+    }
+
+    /// Takes new rules over; what waits under the old ones goes on as if there had been none.
+    fn reload_rules(&mut self) -> Vec<Tag> {
+        let generation = self.shared.generation.load(Acquire);
+        if generation == self.generation {
+            return Vec::new();
+        }
+        self.generation = generation;
+        self.rules = self.shared.rules();
+        self.random = seed_of(&self.rules, self.index);
+        let waiting: Vec<Tag> = self.timers.drain().map(|Reverse((_, tag))| tag).collect();
+        for tag in &waiting {
+            self.plans[tag.index()].effect = None;
+        }
+        waiting
+    }
+
+    /// Decides what happens to a request; nanoseconds for which it waits first.
+    fn plan(&mut self, cx: &DriverContext<'_>, tag: Tag) -> u64 {
+        let request = cx.request(tag);
+        let (mut effect, mut wait_ns) = (None, 0u64);
+        let rules = self.rules.clone();
+        for (rule, state) in rules.spec.rules.iter().zip(&rules.states) {
+            if !self.hits(rule, state, request) {
+                continue;
+            }
+            match rule.effect {
+                Effect::Delay { mean_ns, p99_ns } => {
+                    wait_ns += delay_ns(mean_ns, p99_ns, &mut self.random);
+                }
+                other if effect.is_none() => {
+                    effect = Some(other);
+                    if let Effect::Stuck(for_ns) = other {
+                        wait_ns += for_ns;
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.plans[tag.index()] = Plan { effect, bytes: request.bytes(), altered: None };
+        wait_ns
+    }
+
+    /// Whether `rule` is about this request, and chance and the counts agree.
+    fn hits(&mut self, rule: &Rule, state: &RuleState, request: &Request) -> bool {
+        let (from, to) = (request.offset(), request.offset() + request.bytes());
+        let touches = from < rule.range.end && rule.range.start < to;
+        let about = rule.operations[request.operation() as usize]
+            && (touches || request.operation() == Operation::Flush)
+            && state.armed.load(Relaxed);
+        if !about || state.matched.fetch_add(1, Relaxed) < rule.after {
+            return false;
+        }
+        if rule.rate < 1.0 && unit(&mut self.random) >= rule.rate {
+            return false;
+        }
+        state.hits.fetch_update(Relaxed, Relaxed, |hits| (hits < rule.count).then_some(hits + 1)).is_ok()
+    }
+
+    /// Begins requests: ends those that the wrapped queue is not to see, and offers it the others.
+    fn begin(&mut self, cx: &mut DriverContext<'_>, tags: impl IntoIterator<Item = Tag>) {
+        for tag in tags {
+            match self.plans[tag.index()].effect {
+                Some(Effect::Error(status)) => cx.complete(tag, Err(status)),
+                Some(Effect::Stuck(_)) => cx.complete(tag, Err(Status::Timeout)),
+                Some(Effect::Lose) => cx.complete(tag, Ok(())),
+                effect => match self.build(cx, tag, effect) {
+                    true => self.refused.push_back(tag),
+                    // Nothing at all is left of it.
+                    false => self.end(cx, tag, Ok(())),
+                },
+            }
+        }
+        self.offer(cx);
+    }
+
+    /// Makes the request that stands for `tag`; false if it would be empty.
+    fn build(&mut self, cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>) -> bool {
+        let request = cx.request(tag);
+        let (operation, flags) = (request.operation(), request.flags());
+        let (mut sector, mut bytes) = (request.sector(), request.bytes());
+        match effect {
+            Some(Effect::Short(_) | Effect::Torn) => {
+                let block = u64::from(self.limits.logical_block_bytes);
+                bytes = below(&mut self.random, bytes / block) * block;
+                self.plans[tag.index()].bytes = bytes;
+                if bytes == 0 {
+                    return false;
+                }
+            }
+            Some(Effect::Misdirect) => sector = self.elsewhere(sector, bytes),
+            _ => {}
+        }
+        let mut segments = Vec::with_capacity(request.segment_count());
+        cx.for_each_segment(tag, |segment| segments.push(segment));
+        if effect == Some(Effect::Corrupt) && operation == Operation::Write {
+            self.alter(tag, &mut segments);
+        }
+        let mut first = Vec::with_capacity(segments.len());
+        slice_segments(&segments, 0, bytes as u32, |segment| first.push(segment));
+        let count = first.len() as u16;
+        let data = match operation.has_data() {
+            true => Data::Segments(Box::new(Box::new(Borrowed(first)))),
+            false => Data::None,
+        };
+        let sectors = bytes >> SECTOR_SHIFT;
+        let slot = self.bios.insert(NewBio {
+            outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
+            data: ManuallyDrop::new(data),
+            end: ManuallyDrop::new(End::Taken),
+            marks: SlotMarks::empty(),
+        });
+        self.requests[tag.index()] = Request {
+            sector,
+            sectors,
+            first_bio: slot,
+            last_bio: slot,
+            start_ns: request.start_ns,
+            operation,
+            flags,
+            state: RequestState::Busy,
+            segments: count,
+            pdu: [0; 2],
+        };
+        true
+    }
+
+    /// Another place for `bytes`, on the same side of boundaries that requests must not cross.
+    fn elsewhere(&mut self, sector: Sector, bytes: u64) -> Sector {
+        let unit = u64::from(self.limits.chunk_bytes.max(self.limits.logical_block_bytes));
+        let within = sector.bytes() % unit;
+        let units = self.limits.capacity_bytes.saturating_sub(within + bytes) / unit + 1;
+        let own = sector.bytes() / unit;
+        let other = if units > 1 { (own + 1 + below(&mut self.random, units - 1)) % units } else { own };
+        Sector((other * unit + within) >> SECTOR_SHIFT)
+    }
+
+    /// Writes from a copy in which one bit is turned round; the pieces stay as they are.
+    fn alter(&mut self, tag: Tag, segments: &mut [Segment]) {
+        let length: usize = segments.iter().map(|segment| segment.len as usize).sum();
+        let mut copy = IoBuffer::zeroed(length);
+        let base = copy.as_mut_ptr();
+        let mut at = 0;
+        for segment in segments.iter_mut() {
+            // SAFETY: the memory of a write in flight is valid, and the copy is as long as all of it.
+            unsafe { base.add(at).copy_from_nonoverlapping(segment.ptr, segment.len as usize) };
+            *segment = Segment { ptr: base.wrapping_add(at), registered: Segment::UNREGISTERED, ..*segment };
+            at += segment.len as usize;
+        }
+        let bit = below(&mut self.random, length as u64 * 8);
+        copy[(bit / 8) as usize] ^= 1 << (bit % 8);
+        self.plans[tag.index()].altered = Some(copy);
+    }
+
+    /// Offers the wrapped queue what is built and waits.
+    fn offer(&mut self, cx: &mut DriverContext<'_>) {
+        if !self.refused.is_empty() {
+            let tags: Vec<Tag> = self.refused.drain(..).collect();
+            if let Taken::First(taken, _) = inner!(self, cx, queue_requests, &tags) {
+                self.refused.extend(&tags[taken..]);
+                self.again_ns = monotonic_ns() + AGAIN_NS;
+            }
+        }
+        self.end_inner(cx);
+    }
+
+    /// Ends the requests whose stand-ins have ended.
+    fn end_inner(&mut self, cx: &mut DriverContext<'_>) {
+        let mut completed = std::mem::take(&mut self.completed);
+        for (tag, result) in completed.drain(..) {
+            let request = &mut self.requests[tag.index()];
+            assert!(request.state == RequestState::Busy, "{tag:?} was completed twice");
+            let slot = std::mem::replace(&mut request.first_bio, NIL);
+            request.state = RequestState::Idle;
+            drop(self.bios[slot].take_data());
+            self.bios.remove(slot);
+            self.end(cx, tag, result);
+        }
+        self.completed = completed;
+    }
+
+    /// Ends a request, of which the beginning was done with `result`.
+    fn end(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
+        let plan = std::mem::take(&mut self.plans[tag.index()]);
+        let request = cx.request(tag);
+        let (read, bytes) = (request.operation() == Operation::Read, request.bytes());
+        let result = match (result, plan.effect) {
+            (Ok(()), Some(Effect::Short(status))) => Err(status),
+            (Ok(()), Some(Effect::Torn)) if read => {
+                // Not what the memory held before: that may be another client's.
+                alter_read(cx, tag, plan.bytes, bytes, |byte| *byte = 0);
+                Ok(())
+            }
+            (Ok(()), Some(Effect::Corrupt)) if read => {
+                let bit = below(&mut self.random, bytes * 8);
+                alter_read(cx, tag, bit / 8, bit / 8 + 1, |byte| *byte ^= 1 << (bit % 8));
+                Ok(())
+            }
+            (result, _) => result,
+        };
+        cx.complete(tag, result);
+    }
+}
+
+/// Changes the bytes `from` to `to` of what a read has brought.
+fn alter_read(cx: &DriverContext<'_>, tag: Tag, from: u64, to: u64, change: impl Fn(&mut u8)) {
+    let mut at = 0;
+    cx.for_each_segment(tag, |segment| {
+        let length = u64::from(segment.len);
+        for byte in from.max(at)..to.min(at + length) {
+            // SAFETY: inside the segment; the memory of a read in flight is valid and the device's.
+            change(unsafe { &mut *segment.ptr.add((byte - at) as usize) });
+        }
+        at += length;
+    });
+}
+
+impl DriverQueue for FaultQueue {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        let released = self.reload_rules();
+        self.begin(cx, released);
+        let mut now = Vec::with_capacity(tags.len());
+        for &tag in tags {
+            match self.plan(cx, tag) {
+                0 => now.push(tag),
+                wait_ns => self.timers.push(Reverse((monotonic_ns() + wait_ns, tag))),
+            }
+        }
+        self.begin(cx, now);
+        Taken::All
+    }
+
+    fn commit(&mut self, cx: &mut DriverContext<'_>) {
+        inner!(self, cx, commit);
+        self.end_inner(cx);
+    }
+
+    fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
+        inner!(self, cx, complete_cqe, cqe);
+        self.offer(cx);
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        let mut begin = self.reload_rules();
+        let now = monotonic_ns();
+        while let Some(Reverse((due, tag))) = self.timers.peek().copied()
+            && due <= now
+        {
+            self.timers.pop();
+            begin.push(tag);
+        }
+        let begun = !begin.is_empty() || !self.refused.is_empty();
+        self.begin(cx, begin);
+        if begun {
+            inner!(self, cx, commit);
+        }
+        inner!(self, cx, poll);
+        self.end_inner(cx);
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        let timer = self.timers.peek().map(|Reverse((due, _))| *due);
+        let again = (!self.refused.is_empty()).then_some(self.again_ns);
+        [self.inner.deadline_ns(), timer, again].into_iter().flatten().min()
+    }
+
+    fn reload(&mut self, cx: &mut DriverContext<'_>) {
+        inner!(self, cx, reload);
+        self.end_inner(cx);
+    }
+
+    fn close(&mut self, cx: &mut DriverContext<'_>) {
+        inner!(self, cx, close);
+    }
+}
+
+fn seed_of(rules: &Rules, index: u16) -> u64 {
+    // Queues of one device draw different numbers.
+    rules.seed.wrapping_add(u64::from(index) << 32)
+}
+
+/// A number from 0 up to 1.
+fn unit(random: &mut u64) -> f64 {
+    (next_random(random) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// A number below `limit`, or 0.
+fn below(random: &mut u64, limit: u64) -> u64 {
+    ((u128::from(next_random(random)) * u128::from(limit)) >> 64) as u64
+}
+
+/// The mean, or a number of the log-normal distribution of that mean and 99th percentile.
+pub(super) fn delay_ns(mean_ns: u64, p99_ns: Option<u64>, random: &mut u64) -> u64 {
+    let Some(p99_ns) = p99_ns else { return mean_ns };
+    // p99 = exp(mu + Z99 sigma) and mean = exp(mu + sigma^2 / 2), solved for sigma.
+    let by_mean = (p99_ns as f64 / mean_ns as f64).ln();
+    let sigma = Z99 - (Z99 * Z99 - 2.0 * by_mean).max(0.0).sqrt();
+    let mu = (mean_ns as f64).ln() - sigma * sigma / 2.0;
+    // Box and Muller.
+    let (radius, angle) = (unit(random), unit(random));
+    let normal = (-2.0 * (1.0 - radius).ln()).sqrt() * (std::f64::consts::TAU * angle).cos();
+    (mu + sigma * normal).exp() as u64
+}

@@ -1,0 +1,348 @@
+//! What goes wrong, as it is written: `error=EIO,op=write,rate=1%;delay=2ms,p99=20ms`.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::bio::Operation;
+use crate::drivers::parse_bytes;
+use crate::error::{Error, ErrorKind, Status};
+
+/// How long a stuck request stays if nothing else is said: the kernel's time limit of a
+/// request (BLK_DEFAULT_SG_TIMEOUT is 60 s, that of blk-mq drivers 30 s).
+const STUCK_NS: u64 = 30_000_000_000;
+/// A p99 that a log-normal distribution of that mean can have is at most so many times the mean.
+const P99_BY_MEAN_MAX: u64 = 14;
+
+/// What goes wrong with a request.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Effect {
+    /// It ends with this status, and nothing was done.
+    Error(Status),
+    /// A part from its beginning is done, then it ends with this status. Reads and writes.
+    Short(Status),
+    /// A part from its beginning is done, and it ends well; the rest of a read is zeroes.
+    Torn,
+    /// It is done at another place, and ends well. Reads and writes.
+    Misdirect,
+    /// One bit of its data is turned round, and it ends well. Reads and writes.
+    Corrupt,
+    /// Nothing is done, and it ends well. Not reads.
+    Lose,
+    /// It begins later: by `mean_ns` always, or log-normally distributed with a mean and
+    /// a 99th percentile.
+    Delay {
+        /// Mean, in nanoseconds.
+        mean_ns: u64,
+        /// 99th percentile, in nanoseconds.
+        p99_ns: Option<u64>,
+    },
+    /// It stays for so many nanoseconds, then ends with [`Status::Timeout`], and nothing
+    /// was done. A change of the rules lets it go on.
+    Stuck(u64),
+}
+
+impl Effect {
+    /// The name in a spec.
+    pub fn name(self) -> &'static str {
+        match self {
+            Effect::Error(_) => "error",
+            Effect::Short(_) => "short",
+            Effect::Torn => "torn",
+            Effect::Misdirect => "misdirect",
+            Effect::Corrupt => "corrupt",
+            Effect::Lose => "lose",
+            Effect::Delay { .. } => "delay",
+            Effect::Stuck(_) => "stuck",
+        }
+    }
+
+    /// Whether it can happen to this operation.
+    pub fn concerns(self, operation: Operation) -> bool {
+        match self {
+            Effect::Error(_) | Effect::Delay { .. } | Effect::Stuck(_) => true,
+            Effect::Lose => operation != Operation::Read,
+            Effect::Short(_) | Effect::Torn | Effect::Misdirect | Effect::Corrupt => operation.has_data(),
+        }
+    }
+}
+
+/// What goes wrong, and to which requests.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Rule {
+    /// What.
+    pub effect: Effect,
+    /// To which operations, by their numbers.
+    pub operations: [bool; Operation::COUNT],
+    /// To requests that touch these bytes of the device. Flushes touch none, and are meant anyway.
+    pub range: Range<u64>,
+    /// To this share of them, 0 to 1.
+    pub rate: f64,
+    /// Not to the first so many.
+    pub after: u64,
+    /// At most so often.
+    pub count: u64,
+    /// Only while this file exists.
+    pub file: Option<PathBuf>,
+}
+
+/// All that goes wrong with a device.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct FaultSpec {
+    /// Where chance begins: the same seed and the same requests have the same faults.
+    pub seed: Option<u64>,
+    /// The rules. Delays add up; of the other effects that hit a request the first counts.
+    pub rules: Vec<Rule>,
+    text: String,
+}
+
+impl fmt::Display for FaultSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::Invalid, message)
+}
+
+/// The errors that have a status of their own.
+const ERRNO: [(&str, Status); 16] = [
+    ("EIO", Status::Io),
+    ("ENOSPC", Status::NoSpace),
+    ("EOPNOTSUPP", Status::NotSupported),
+    ("ETIMEDOUT", Status::Timeout),
+    ("ENOLINK", Status::Transport),
+    ("EREMOTEIO", Status::Target),
+    ("EBADE", Status::ReservationConflict),
+    ("ENODATA", Status::Medium),
+    ("EILSEQ", Status::Protection),
+    ("ENOMEM", Status::Resource),
+    ("EBUSY", Status::DeviceResource),
+    ("EAGAIN", Status::Again),
+    ("ENODEV", Status::Offline),
+    ("EINVAL", Status::Invalid),
+    ("ETIME", Status::DurationLimit),
+    ("EROFS", Status::ReadOnly),
+];
+
+fn parse_errno(text: &str) -> Result<Status, Error> {
+    ERRNO.iter().find(|(name, _)| *name == text).map(|(_, status)| *status).ok_or_else(|| {
+        let names = ERRNO.map(|(name, _)| name).join(", ");
+        invalid(format!("no error is named {text:?}: there are {names}"))
+    })
+}
+
+fn parse_number(what: &str, text: &str) -> Result<u64, Error> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let number = if digits { text.parse().ok() } else { None };
+    number.ok_or_else(|| invalid(format!("{what}={text}: not a whole number below 2^64")))
+}
+
+/// A time with its unit, in nanoseconds: `500us`, `20ms`, `10s`.
+fn parse_time_ns(text: &str) -> Result<u64, Error> {
+    let fail = || invalid(format!("{text:?} is not a time: write digits and ns, us, ms or s"));
+    let unit = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(fail)?;
+    let (digits, unit) = text.split_at(unit);
+    let ns = match unit {
+        "ns" => 1,
+        "us" => 1_000,
+        "ms" => 1_000_000,
+        "s" => 1_000_000_000,
+        _ => return Err(fail()),
+    };
+    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(ns));
+    number
+        .filter(|ns| *ns > 0 && *ns <= 3_600_000_000_000)
+        .ok_or_else(|| invalid(format!("{text}: a delay is longer than 0 and at most an hour")))
+}
+
+/// A share: `0.01`, `1%`, `1/100`.
+fn parse_rate(text: &str) -> Result<f64, Error> {
+    let number = |text: &str| {
+        let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        if plain { text.parse::<f64>().ok() } else { None }
+    };
+    let rate = match (text.strip_suffix('%'), text.split_once('/')) {
+        (Some(percent), _) => number(percent).map(|percent| percent / 100.0),
+        (None, Some((part, whole))) => number(part).zip(number(whole)).map(|(part, whole)| part / whole),
+        (None, None) => number(text),
+    };
+    let rate = rate.filter(|rate| (0.0..=1.0).contains(rate));
+    rate.ok_or_else(|| invalid(format!("rate={text}: write 0.01, 1% or 1/100, at most 1")))
+}
+
+fn parse_operations(text: &str, effect: Effect) -> Result<[bool; Operation::COUNT], Error> {
+    let mut operations = [false; Operation::COUNT];
+    for name in text.split('+') {
+        let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);
+        let operation = operation.ok_or_else(|| {
+            let names = Operation::ALL.map(Operation::name).join(", ");
+            invalid(format!("no operation is named {name:?}: there are {names}, joined by +"))
+        })?;
+        if !effect.concerns(operation) {
+            return Err(invalid(format!("{} cannot happen to a {name}", effect.name())));
+        }
+        operations[operation as usize] = true;
+    }
+    Ok(operations)
+}
+
+fn parse_range(text: &str) -> Result<Range<u64>, Error> {
+    let fail = || invalid(format!("range={text}: write FROM-TO in bytes, as in 1M-2M, FROM below TO"));
+    let (from, to) = text.split_once('-').ok_or_else(fail)?;
+    let range = parse_bytes(from)?..parse_bytes(to)?;
+    if range.is_empty() { Err(fail()) } else { Ok(range) }
+}
+
+impl FromStr for Rule {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Rule, Error> {
+        let mut words = text.split(',');
+        let first = words.next().unwrap_or_default();
+        let (name, value) = first.split_once('=').map_or((first, None), |(name, value)| (name, Some(value)));
+        let needs = || invalid(format!("{name} needs a value: error=EIO, short=EIO, delay=2ms"));
+        let alone = |effect| match value {
+            None => Ok(effect),
+            Some(_) => Err(invalid(format!("{name} takes no value"))),
+        };
+        let effect = match name {
+            "error" => Effect::Error(parse_errno(value.ok_or_else(needs)?)?),
+            "short" => Effect::Short(parse_errno(value.ok_or_else(needs)?)?),
+            "delay" => Effect::Delay { mean_ns: parse_time_ns(value.ok_or_else(needs)?)?, p99_ns: None },
+            "stuck" => Effect::Stuck(value.map_or(Ok(STUCK_NS), parse_time_ns)?),
+            "torn" => alone(Effect::Torn)?,
+            "misdirect" => alone(Effect::Misdirect)?,
+            "corrupt" => alone(Effect::Corrupt)?,
+            "lose" => alone(Effect::Lose)?,
+            _ => {
+                let message = "there are error, short, torn, misdirect, corrupt, lose, delay, stuck";
+                return Err(invalid(format!("no fault is named {name:?}: {message}")));
+            }
+        };
+        let operations = Operation::ALL.map(|operation| effect.concerns(operation));
+        let (range, rate, after, count, file) = (0..u64::MAX, 1.0, 0, u64::MAX, None);
+        let mut rule = Rule { effect, operations, range, rate, after, count, file };
+        for word in words {
+            let (key, value) = word.split_once('=').unwrap_or((word, ""));
+            match key {
+                "op" => rule.operations = parse_operations(value, effect)?,
+                "range" => rule.range = parse_range(value)?,
+                "rate" => rule.rate = parse_rate(value)?,
+                "after" => rule.after = parse_number(key, value)?,
+                "count" => rule.count = parse_number(key, value)?,
+                "file" if !value.is_empty() => rule.file = Some(value.into()),
+                "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
+                _ => {
+                    let message = "there are op, range, rate, after, count, file, and p99 for delays";
+                    return Err(invalid(format!("{name}: no condition {word:?}: {message}")));
+                }
+            }
+        }
+        Ok(rule)
+    }
+}
+
+fn with_p99(effect: Effect, p99_ns: u64) -> Result<Effect, Error> {
+    let Effect::Delay { mean_ns, .. } = effect else {
+        return Err(invalid("p99 is for delays".to_owned()));
+    };
+    if p99_ns < mean_ns || p99_ns / mean_ns > P99_BY_MEAN_MAX {
+        let message = format!("p99: from the mean to {P99_BY_MEAN_MAX} times the mean");
+        return Err(invalid(message));
+    }
+    Ok(Effect::Delay { mean_ns, p99_ns: Some(p99_ns) })
+}
+
+impl FromStr for FaultSpec {
+    type Err = Error;
+
+    /// Rules and `seed=N`, separated by `;`. `none` is no rule at all.
+    fn from_str(text: &str) -> Result<FaultSpec, Error> {
+        let mut spec = FaultSpec { text: text.to_owned(), ..FaultSpec::default() };
+        if text == "none" {
+            return Ok(spec);
+        }
+        for part in text.split(';').map(str::trim) {
+            match part.strip_prefix("seed=") {
+                Some(seed) if spec.seed.is_none() => spec.seed = Some(parse_number("seed", seed)?),
+                Some(_) => return Err(invalid("there is one seed".to_owned())),
+                None => spec.rules.push(part.parse()?),
+            }
+        }
+        Ok(spec)
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spec_says_what_happens_to_whom() {
+        let spec: FaultSpec =
+            "seed=7; error=ENOSPC,op=write+discard,rate=1/4,range=1M-2M,after=3,count=2,file=/tmp/on; stuck"
+                .parse()
+                .unwrap();
+        assert_eq!(spec.seed, Some(7));
+        let [rule, stuck] = &spec.rules[..] else { panic!("{spec:?}") };
+        assert_eq!(rule.effect, Effect::Error(Status::NoSpace));
+        assert_eq!(rule.operations, [false, true, true, false, false]);
+        assert_eq!((rule.range.clone(), rule.rate), (1 << 20..2 << 20, 0.25));
+        assert_eq!((rule.after, rule.count, rule.file.clone()), (3, 2, Some("/tmp/on".into())));
+        assert_eq!((stuck.effect, stuck.operations), (Effect::Stuck(STUCK_NS), [true; 5]));
+        assert_eq!("none".parse::<FaultSpec>().unwrap().rules, []);
+        let delay: Rule = "delay=2ms,p99=20ms".parse().unwrap();
+        assert_eq!(delay.effect, Effect::Delay { mean_ns: 2_000_000, p99_ns: Some(20_000_000) });
+        assert_eq!("lose".parse::<Rule>().unwrap().operations, [false, true, true, true, true]);
+        assert_eq!("torn".parse::<Rule>().unwrap().operations, [true, true, false, false, false]);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_in_one_line() {
+        for bad in [
+            "",
+            ";",
+            "error",
+            "error=",
+            "error=EWHAT",
+            "errors=EIO",
+            "torn=1",
+            "delay",
+            "delay=5",
+            "delay=0s",
+            "delay=2h",
+            "delay=99999999999s",
+            "stuck=1",
+            "error=EIO,rate=2",
+            "error=EIO,rate=",
+            "error=EIO,rate=1/0",
+            "error=EIO,rate=-1",
+            "error=EIO,rate=nan",
+            "error=EIO,op=",
+            "error=EIO,op=reed",
+            "lose,op=read",
+            "torn,op=flush",
+            "error=EIO,range=5",
+            "error=EIO,range=2-1",
+            "error=EIO,range=1M-1M",
+            "error=EIO,count=x",
+            "error=EIO,count=+1",
+            "error=EIO,file=",
+            "error=EIO,p99=1s",
+            "delay=1ms,p99=1us",
+            "delay=1ms,p99=1s",
+            "seed=x",
+            "seed=1;seed=2",
+            "error=EIO,,",
+            "error=EIO;",
+            "none;none",
+        ] {
+            let error = bad.parse::<FaultSpec>().expect_err(bad).to_string();
+            assert!(!error.contains('\n') && error.len() < 300, "{error}");
+        }
+    }
+}

@@ -1,0 +1,236 @@
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::bio::{BioFlags, Operation};
+use crate::drivers::harness::{CountWakes, Harness, filled, pattern};
+use crate::drivers::null::{Null, NullOptions};
+use crate::drivers::ram::Ram;
+use crate::error::Status;
+
+const SIZE: u64 = 1 << 20;
+
+fn device(spec: &str) -> Fault {
+    let ram = Ram::new(SIZE, 512, false).unwrap();
+    Fault::new(Box::new(ram), spec.parse().unwrap()).unwrap()
+}
+
+fn open(spec: &str) -> (Fault, Harness) {
+    let device = device(spec);
+    let harness = Harness::open(&device).unwrap();
+    (device, harness)
+}
+
+/// Writes a pattern over the whole device while nothing goes wrong.
+fn fill(device: &Fault, h: &mut Harness, spec: &str) -> Vec<u8> {
+    device.set("fault", "none").unwrap();
+    let content = pattern(SIZE as usize, 1);
+    let expected = content.to_vec();
+    let tag = h.write(0, vec![content]);
+    assert_eq!(h.run(tag).0, Ok(()));
+    device.set("fault", spec).unwrap();
+    expected
+}
+
+fn write(h: &mut Harness, offset: u64, value: u8) -> crate::error::IoResult {
+    let tag = h.write(offset, vec![filled(4096, value), filled(4096, value)]);
+    h.run(tag).0
+}
+
+fn read(h: &mut Harness, offset: u64) -> (crate::error::IoResult, Vec<u8>) {
+    let tag = h.read(offset, &[512, 4096, 3584]);
+    h.run(tag)
+}
+
+#[test]
+fn without_rules_it_is_the_device_below() {
+    let (device, mut h) = open("none");
+    let expected = fill(&device, &mut h, "none");
+    assert_eq!(read(&mut h, 512), (Ok(()), expected[512..512 + 8192].to_vec()));
+    let discard = h.bare(Operation::Discard, BioFlags::empty(), 0, 65536);
+    let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+    h.start(&[discard, flush]);
+    assert_eq!((h.wait(discard).0, h.wait(flush).0), (Ok(()), Ok(())));
+    assert_eq!(read(&mut h, 0), (Ok(()), vec![0; 8192]));
+}
+
+#[test]
+fn an_error_hits_what_it_is_about_and_nothing_is_done() {
+    let (device, mut h) = open("none");
+    let spec = "error=ENOSPC,op=write,range=64K-128K,after=1,count=2";
+    let expected = fill(&device, &mut h, spec);
+    assert_eq!(write(&mut h, 0, 9), Ok(()));
+    let at = 65536;
+    let results: Vec<_> = (0..4).map(|_| write(&mut h, at, 9)).collect();
+    assert_eq!(results, [Ok(()), Err(Status::NoSpace), Err(Status::NoSpace), Ok(())]);
+    assert_eq!(device.hits(), [2]);
+    device.set("fault", "error=EIO").unwrap();
+    assert_eq!(read(&mut h, 0).0, Err(Status::Io));
+    let tag = h.write(2 * at, vec![filled(4096, 1)]);
+    assert_eq!(h.run(tag).0, Err(Status::Io));
+    device.set("fault", "none").unwrap();
+    assert_eq!(read(&mut h, 2 * at).1, expected[131_072..131_072 + 8192]);
+}
+
+#[test]
+fn the_same_seed_has_the_same_faults() {
+    let run = |seed: u64| {
+        let (_, mut h) = open(&format!("seed={seed};error=EIO,rate=30%"));
+        (0..200).map(|n| write(&mut h, n * 512, 1).is_err()).collect::<Vec<_>>()
+    };
+    assert_eq!(run(5), run(5));
+    assert_ne!(run(5), run(6));
+    let hits = run(5).iter().filter(|hit| **hit).count();
+    assert!((30..90).contains(&hits), "{hits} of 200");
+}
+
+#[test]
+fn a_short_transfer_fails_and_a_torn_one_does_not() {
+    for (spec, result) in [("seed=3;short=EIO", Err(Status::Io)), ("seed=3;torn", Ok(()))] {
+        let (device, mut h) = open("none");
+        let expected = fill(&device, &mut h, spec);
+        let mut torn = 0;
+        for round in 0..20 {
+            let at = round * 8192;
+            assert_eq!(write(&mut h, at, 0xAA), result, "{spec}");
+            device.set("fault", "none").unwrap();
+            let (_, bytes) = read(&mut h, at);
+            let done = bytes.iter().position(|byte| *byte != 0xAA).unwrap_or(bytes.len());
+            assert!(done.is_multiple_of(512) && done < 8192, "{spec}: {done}");
+            assert_eq!(bytes[done..], expected[at as usize + done..at as usize + 8192]);
+            torn += usize::from(done > 0);
+            device.set("fault", spec).unwrap();
+        }
+        assert!(torn > 0);
+    }
+    let (device, mut h) = open("none");
+    let expected = fill(&device, &mut h, "seed=9;torn");
+    let (result, bytes) = read(&mut h, 0);
+    assert_eq!(result, Ok(()));
+    let done = bytes.iter().zip(&expected).take_while(|(a, b)| a == b).count();
+    assert!(bytes[done.next_multiple_of(512)..].iter().all(|byte| *byte == 0));
+    assert!(done < 8192);
+}
+
+#[test]
+fn a_misdirected_write_lands_elsewhere_and_inside() {
+    let (device, mut h) = open("none");
+    let expected = fill(&device, &mut h, "seed=1;misdirect,op=write");
+    assert_eq!(write(&mut h, 4096, 0xAA), Ok(()));
+    device.set("fault", "none").unwrap();
+    let now = h.read_back(0, SIZE as usize);
+    assert_eq!(now[4096..4608], expected[4096..4608]);
+    let changed: Vec<usize> = (0..SIZE as usize).filter(|at| now[*at] != expected[*at]).collect();
+    let (first, last) = (changed[0], *changed.last().unwrap());
+    assert!(last - first < 8192 && changed.iter().all(|at| now[*at] == 0xAA));
+}
+
+#[test]
+fn corruption_turns_one_bit_and_leaves_the_callers_memory_alone() {
+    let (device, mut h) = open("none");
+    let expected = fill(&device, &mut h, "corrupt,op=read");
+    let different = |now: &[u8], expected: &[u8]| -> u32 {
+        now.iter().zip(expected).map(|(a, b)| (a ^ b).count_ones()).sum()
+    };
+    let (result, bytes) = read(&mut h, 0);
+    assert_eq!((result, different(&bytes, &expected[..8192])), (Ok(()), 1));
+    device.set("fault", "corrupt,op=write").unwrap();
+    let tag = h.write(0, vec![filled(4096, 0x55), filled(4096, 0x55)]);
+    let (result, given_back) = h.run(tag);
+    assert_eq!((result, given_back), (Ok(()), vec![0x55; 8192]));
+    device.set("fault", "none").unwrap();
+    assert_eq!(different(&read(&mut h, 0).1, &[0x55; 8192]), 1);
+}
+
+#[test]
+fn lost_writes_and_flushes_end_well() {
+    let null = Null::new(NullOptions::new(SIZE)).unwrap();
+    let device = Fault::new(Box::new(null), "lose,op=flush+discard".parse().unwrap()).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+    assert_eq!(h.run(flush).0, Ok(()));
+    let facts = device.describe();
+    let fact = |name| facts.iter().find(|(key, _)| *key == name).unwrap().1.as_str();
+    assert_eq!((fact("flushes"), fact("fault-hits"), fact("fault-driver")), ("0", "1", "null"));
+    let (device, mut h) = open("none");
+    let expected = fill(&device, &mut h, "lose,op=write");
+    assert_eq!(write(&mut h, 0, 0xAA), Ok(()));
+    assert_eq!(read(&mut h, 0).1, expected[..8192]);
+}
+
+#[test]
+fn delays_wait_for_their_time_and_add_up() {
+    let (_, mut h) = open("delay=3ms;delay=2ms");
+    let begin = Instant::now();
+    let tag = h.read(0, &[512]);
+    h.start(&[tag]);
+    assert!(!h.ended(tag) && h.deadline_ns().is_some());
+    assert_eq!(h.wait(tag).0, Ok(()));
+    assert!(begin.elapsed() >= Duration::from_millis(5));
+    assert_eq!(h.deadline_ns(), None);
+}
+
+#[test]
+fn delays_have_the_mean_and_the_percentile_asked_for() {
+    let mut random = 1;
+    let mut delays: Vec<u64> =
+        (0..100_000).map(|_| super::queue::delay_ns(1_000_000, Some(5_000_000), &mut random)).collect();
+    delays.sort_unstable();
+    let mean = delays.iter().sum::<u64>() / 100_000;
+    assert!((900_000..1_100_000).contains(&mean), "{mean}");
+    assert!((4_500_000..5_500_000).contains(&delays[99_000]), "{}", delays[99_000]);
+}
+
+#[test]
+fn stuck_requests_end_in_time_or_go_on_when_the_rules_change() {
+    let device = device("stuck=20ms");
+    let wake = Arc::new(CountWakes::default());
+    let mut h = Harness::open_waking(&device, 0, wake.clone()).unwrap();
+    let begin = Instant::now();
+    let tag = h.read(0, &[512]);
+    assert_eq!(h.run(tag).0, Err(Status::Timeout));
+    assert!(begin.elapsed() >= Duration::from_millis(20));
+    device.set("fault", "stuck").unwrap();
+    let tag = h.read(0, &[512]);
+    h.start(&[tag]);
+    h.turn();
+    assert!(!h.ended(tag));
+    let woken = wake.0.load(Ordering::Relaxed);
+    device.set("fault", "none").unwrap();
+    assert!(wake.0.load(Ordering::Relaxed) > woken);
+    assert_eq!(h.wait(tag).0, Ok(()));
+}
+
+#[test]
+fn a_rule_with_a_file_holds_while_the_file_exists() {
+    let directory = std::env::temp_dir().join(format!("blkq-fault-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let file = directory.join("on");
+    let (_, mut h) = open(&format!("error=EIO,file={}", file.display()));
+    assert_eq!(write(&mut h, 0, 1), Ok(()));
+    let until = |h: &mut Harness, expected| {
+        let begin = Instant::now();
+        while write(h, 0, 1) != expected {
+            assert!(begin.elapsed() < Duration::from_secs(10));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    std::fs::write(&file, "").unwrap();
+    until(&mut h, Err(Status::Io));
+    std::fs::remove_file(&file).unwrap();
+    until(&mut h, Ok(()));
+    std::fs::remove_dir(&directory).unwrap();
+}
+
+#[test]
+fn what_the_device_below_refuses_is_offered_again() {
+    let mut options = NullOptions::new(SIZE);
+    options.busy_resource_every = 3;
+    let device = Fault::new(Box::new(Null::new(options).unwrap()), "none".parse().unwrap()).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    let tags: Vec<_> = (0..20).map(|n| h.read(n * 4096, &[512])).collect();
+    h.start(&tags);
+    for tag in tags {
+        assert_eq!(h.wait(tag).0, Ok(()));
+    }
+}

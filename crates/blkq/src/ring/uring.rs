@@ -1,0 +1,269 @@
+//! The ring of the kernel.
+
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::time::Duration;
+
+use io_uring::{IoUring, Probe, squeue, types};
+
+use super::{Cqe, FileSlot, RingCounters, Token};
+use crate::buffer::{IoBuffer, Segment};
+use crate::error::{Error, ErrorKind};
+
+/// Slots of the table of registered files.
+const FILE_SLOTS: u32 = 1024;
+/// Slots of the table of registered buffers.
+const BUFFER_SLOTS: u32 = 1024;
+
+/// One io_uring, used by the thread that made it and by no other
+/// (SINGLE_ISSUER, DEFER_TASKRUN: completions run when that thread asks for them).
+pub struct Ring {
+    uring: IoUring,
+    probe: Probe,
+    files: Vec<u32>,
+    buffers: Vec<u16>,
+    counters: RingCounters,
+    /// Completions taken before they were asked for.
+    early: Vec<Cqe>,
+    /// Dropping it does not wait for what is in flight.
+    abandoned: bool,
+}
+
+impl Ring {
+    /// A ring with room for `entries` submissions (rounded up to a power of two) and
+    /// four times as many completions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] on kernels before 6.1 or where io_uring is forbidden.
+    pub fn new(entries: u32) -> Result<Ring, Error> {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(entries.next_power_of_two() * 4).setup_clamp().setup_submit_all();
+        builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();
+        // NO_SQARRAY came with Linux 6.6; without it the ring is the same, with one indirection more.
+        let mut without_sqarray = builder.clone();
+        without_sqarray.setup_no_sqarray();
+        let uring = without_sqarray.build(entries).or_else(|_| builder.build(entries)).map_err(|e| {
+            let cure = match e.raw_os_error() {
+                Some(libc::EPERM) => "io_uring is forbidden here: set kernel.io_uring_disabled=0 or allow it in the seccomp profile",
+                Some(libc::ENOSYS) | Some(libc::EINVAL) => "blkq needs Linux 6.1 or newer",
+                Some(libc::ENOMEM) => "raise the limit of locked memory (ulimit -l)",
+                _ => "see io_uring_setup(2)",
+            };
+            Error::system(format!("cannot set up io_uring ({cure})"), e)
+        })?;
+        let mut probe = Probe::new();
+        let submitter = uring.submitter();
+        submitter.register_probe(&mut probe).map_err(|e| Error::system("cannot probe io_uring", e))?;
+        submitter
+            .register_files_sparse(FILE_SLOTS)
+            .map_err(|e| Error::system("cannot register the file table of io_uring", e))?;
+        // Without room for locked memory the table stays away and buffers are not registered.
+        let buffers = match submitter.register_buffers_sparse(BUFFER_SLOTS) {
+            Ok(()) => (0..BUFFER_SLOTS as u16).rev().collect(),
+            Err(_) => Vec::new(),
+        };
+        let files = (0..FILE_SLOTS).rev().collect();
+        Ok(Ring {
+            uring,
+            probe,
+            files,
+            buffers,
+            counters: RingCounters::default(),
+            early: Vec::new(),
+            abandoned: false,
+        })
+    }
+
+    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    pub fn supports(&self, code: u8) -> bool {
+        self.probe.is_supported(code)
+    }
+
+    /// Checks that the kernel knows every operation of `needed` (name and number).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`], naming what is missing.
+    pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
+        let missing: Vec<&str> =
+            needed.iter().filter(|(_, code)| !self.supports(*code)).map(|(name, _)| *name).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let message =
+            format!("this kernel's io_uring lacks {}: blkq needs Linux 6.1 or newer", missing.join(", "));
+        Err(Error::new(ErrorKind::Unsupported, message))
+    }
+
+    /// Puts `entry` into the submission queue under `token`. If the queue is full, what
+    /// is in it is submitted first.
+    ///
+    /// # Safety
+    /// Memory and descriptors of the entry must stay valid until its completion is reaped.
+    #[inline]
+    pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        let entry = entry.user_data(token.0);
+        self.counters.submissions += 1;
+        // SAFETY: the caller's promise.
+        while unsafe { self.uring.submission().push(&entry) }.is_err() {
+            self.submit();
+            if self.uring.submission().is_full() {
+                self.make_room();
+            }
+        }
+    }
+
+    /// The kernel takes nothing more while its completions are not taken (EBUSY), or while
+    /// it has no memory (EAGAIN): takes them, for [`Ring::reap_all`] to give out.
+    #[cold]
+    fn make_room(&mut self) {
+        let mut early = std::mem::take(&mut self.early);
+        self.reap_all(&mut early);
+        self.early = early;
+    }
+
+    /// Whether there is anything to submit.
+    #[inline]
+    pub fn has_submissions(&mut self) -> bool {
+        !self.uring.submission().is_empty()
+    }
+
+    /// Submits what is in the queue, without waiting.
+    pub fn submit(&mut self) {
+        self.enter(0, None);
+    }
+
+    /// Submits what is in the queue and waits for `want` completions or until `timeout`
+    /// has passed. Being interrupted, or timed out, is not an error: look for completions.
+    pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
+        self.counters.enters += 1;
+        // What was taken early has arrived: there is nothing to wait for.
+        let want = if self.early.is_empty() { want } else { 0 };
+        let submitter = self.uring.submitter();
+        let result = match timeout {
+            Some(timeout) if want > 0 => {
+                let timespec = types::Timespec::from(timeout);
+                let args = types::SubmitArgs::new().timespec(&timespec);
+                submitter.submit_with_args(want, &args)
+            }
+            _ => submitter.submit_and_wait(want),
+        };
+        if let Err(error) = result {
+            match error.raw_os_error() {
+                // EBUSY: the completion queue is full; the caller reaps next.
+                Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN) => {}
+                // EBADF, EFAULT, EINVAL, ...: the ring itself is broken, which only a defect of this
+                // program can bring about; going on would lose I/O silently.
+                _ => panic!("io_uring_enter: {error}"),
+            }
+        }
+    }
+
+    /// Moves every completion that has arrived to the end of `into`.
+    pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
+        into.append(&mut self.early);
+        let before = into.len();
+        into.extend(self.uring.completion().map(|cqe| Cqe {
+            token: Token(cqe.user_data()),
+            result: cqe.result(),
+            flags: cqe.flags(),
+        }));
+        self.counters.completions += (into.len() - before) as u64;
+    }
+
+    /// Puts `fd` into the ring's file table.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] if the table is full or the kernel refuses.
+    pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
+        let Some(slot) = self.files.pop() else {
+            return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
+        };
+        match self.update_file(slot, fd.as_raw_fd()) {
+            Ok(()) => Ok(FileSlot(slot)),
+            Err(e) => {
+                self.files.push(slot);
+                Err(Error::system("cannot register a file with io_uring", e))
+            }
+        }
+    }
+
+    /// Takes a file out of the table. Operations in flight keep it open.
+    pub fn unregister_file(&mut self, slot: FileSlot) {
+        if self.update_file(slot.0, -1).is_ok() {
+            self.files.push(slot.0);
+        }
+    }
+
+    fn update_file(&mut self, slot: u32, fd: RawFd) -> std::io::Result<()> {
+        self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
+    }
+
+    /// Registers `buffer` with the ring, so that direct I/O need not pin its pages each
+    /// time. Not being able to (locked-memory limit, table full) is no error: the buffer
+    /// then stays as it is.
+    pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        let Some(slot) = self.buffers.pop() else { return };
+        let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        // SAFETY: the kernel pins the pages itself; unregistering or closing the ring unpins them.
+        let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[iovec], None) };
+        match done {
+            Ok(_) => buffer.set_registered(slot),
+            Err(_) => self.buffers.push(slot),
+        }
+    }
+
+    /// Undoes [`Ring::register_buffer`]; to be called before a registered buffer is dropped.
+    pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
+        let slot = buffer.segment().registered;
+        if slot == Segment::UNREGISTERED {
+            return;
+        }
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty entry unpins what the slot held.
+        let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[empty], None) };
+        if done.is_ok() {
+            self.buffers.push(slot);
+        }
+        buffer.set_registered(Segment::UNREGISTERED);
+    }
+
+    /// Something on registered files that does not end by itself is in flight when the ring is
+    /// dropped: the kernel ends it, and closes the files, some time later.
+    pub fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
+    /// What the ring did so far.
+    pub fn counters(&self) -> RingCounters {
+        self.counters
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // The kernel takes a ring apart some time after it was closed. The files shall be
+        // free at once: somebody may wait to unmount what they are on. It waits for their use.
+        if !self.abandoned {
+            let _ = self.uring.submitter().unregister_files();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use io_uring::opcode;
+
+    use super::*;
+
+    #[test]
+    fn what_was_taken_early_is_neither_waited_for_nor_lost() {
+        let mut ring = Ring::new(4).unwrap();
+        // SAFETY: a NOP uses nothing.
+        unsafe { ring.push(opcode::Nop::new().build(), Token::new(1, 7)) };
+        ring.enter(1, None);
+        ring.make_room();
+        ring.enter(1, None);
+        let mut cqes = Vec::new();
+        ring.reap_all(&mut cqes);
+        assert_eq!(cqes.iter().map(|cqe| cqe.token).collect::<Vec<_>>(), [Token::new(1, 7)]);
+    }
+}

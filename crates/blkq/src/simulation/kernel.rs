@@ -1,0 +1,382 @@
+//! The simulated kernel: what was submitted is executed one at a time, in an order that
+//! chance chooses, now and then shorter than asked, interrupted, or not at all. File
+//! operations go to the simulated file, sockets are real and never block.
+
+use io_uring::{opcode, squeue};
+
+use super::Chance;
+use super::file::SimulatedFile;
+use crate::ring::{Cqe, Token};
+
+/// How often things go wrong: once in so many operations, 0 for never.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Faults {
+    /// Transfers that are shorter than asked.
+    pub short: u64,
+    /// EINTR or EAGAIN in place of doing anything.
+    pub again: u64,
+    /// EIO of a read.
+    pub read_error: u64,
+    /// EIO or ENOSPC of a write, a part of which may be done.
+    pub write_error: u64,
+    /// EIO of a sync.
+    pub sync_error: u64,
+    /// What a failed sync was to make durable stays in the page cache, counts as synced, and
+    /// never is: what Linux does with pages that it could not write.
+    pub failed_sync_forgets: bool,
+    /// EIO of a discard or of writing zeroes.
+    pub allocate_error: u64,
+    /// The file system punches no holes.
+    pub no_holes: bool,
+    /// The file system zeroes no ranges.
+    pub no_zero_range: bool,
+}
+
+/// struct io_uring_sqe of include/uapi/linux/io_uring.h, as far as it is used.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Sqe {
+    opcode: u8,
+    flags: u8,
+    ioprio: u16,
+    fd: i32,
+    off: u64,
+    addr: u64,
+    len: u32,
+    op_flags: u32,
+    user_data: u64,
+    buf_index: u16,
+    rest: [u16; 11],
+}
+
+const _: () = assert!(size_of::<Sqe>() == 64 && size_of::<squeue::Entry>() == 64);
+
+/// IOSQE_FIXED_FILE.
+const FIXED_FILE: u8 = 1;
+/// IORING_CQE_F_SOCK_NONEMPTY.
+const SOCK_NONEMPTY: u32 = 1 << 2;
+
+/// An operation on its way.
+struct Pending {
+    sqe: Sqe,
+    /// Writes of the file when it was submitted.
+    writes_before: u64,
+    /// Bytes already sent of a message that must go whole.
+    sent: usize,
+}
+
+/// What came of trying one.
+enum Tried {
+    Ended(i32, u32),
+    /// It cannot go on now.
+    Blocked,
+}
+
+pub(crate) struct Kernel {
+    pub faults: Faults,
+    pub file: SimulatedFile,
+    pub ended: Vec<Cqe>,
+    pub dead: bool,
+    pub faults_seen: u64,
+    pub syncs_failed: u64,
+    pub executed: u64,
+    pub digest: u64,
+    pending: Vec<Pending>,
+}
+
+impl Kernel {
+    pub fn new(file_bytes: u64, faults: Faults) -> Kernel {
+        Kernel {
+            faults,
+            file: SimulatedFile::new(file_bytes),
+            ended: Vec::new(),
+            dead: false,
+            faults_seen: 0,
+            syncs_failed: 0,
+            executed: 0,
+            digest: 0,
+            pending: Vec::new(),
+        }
+    }
+
+    pub fn submit(&mut self, entries: impl Iterator<Item = squeue::Entry>, files: &[i32]) {
+        for entry in entries {
+            // SAFETY: both are the 64 bytes that the kernel's interface defines.
+            let mut sqe: Sqe = unsafe { std::mem::transmute_copy(&entry) };
+            if sqe.flags & FIXED_FILE != 0 {
+                sqe.fd = files[sqe.fd as usize];
+            }
+            if self.dead {
+                self.end(sqe.user_data, -libc::ECANCELED, 0);
+            } else {
+                let writes_before = self.file.writes();
+                self.pending.push(Pending { sqe, writes_before, sent: 0 });
+            }
+        }
+    }
+
+    /// Executes some of what can be executed.
+    pub fn execute_some(&mut self, chance: &mut Chance) {
+        for _ in 0..chance.below(8) {
+            if self.pending.is_empty() {
+                return;
+            }
+            let index = chance.below(self.pending.len() as u64) as usize;
+            self.execute(index, chance);
+        }
+    }
+
+    fn execute(&mut self, index: usize, chance: &mut Chance) {
+        let mut pending = self.pending.swap_remove(index);
+        match self.try_one(&mut pending, chance) {
+            Tried::Ended(result, flags) => {
+                self.executed += 1;
+                let what = u64::from(pending.sqe.opcode) << 32 | u64::from(result as u32);
+                self.digest =
+                    (self.digest.rotate_left(5) ^ what ^ pending.sqe.off).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                self.end(pending.sqe.user_data, result, flags);
+            }
+            Tried::Blocked => self.pending.push(pending),
+        }
+    }
+
+    fn end(&mut self, user_data: u64, result: i32, flags: u32) {
+        self.ended.push(Cqe { token: Token(user_data), result, flags });
+    }
+
+    /// The ring is closed.
+    pub fn close(&mut self) {
+        self.pending.clear();
+        self.ended.clear();
+    }
+
+    /// See [`super::kill`].
+    pub fn kill(&mut self, chance: &mut Chance) {
+        let mut left = std::mem::take(&mut self.pending);
+        while !left.is_empty() {
+            let mut pending = left.swap_remove(chance.below(left.len() as u64) as usize);
+            let result = match is_of_file(pending.sqe.opcode) && chance.one_in(2) {
+                true => match self.try_one(&mut pending, chance) {
+                    Tried::Ended(result, _) => result,
+                    Tried::Blocked => -libc::ECANCELED,
+                },
+                false => -libc::ECANCELED,
+            };
+            self.end(pending.sqe.user_data, result, 0);
+        }
+        self.dead = true;
+    }
+
+    fn fails(&mut self, chance: &mut Chance, one_in: u64) -> bool {
+        let fails = chance.one_in(one_in);
+        self.faults_seen += u64::from(fails);
+        fails
+    }
+
+    fn try_one(&mut self, pending: &mut Pending, chance: &mut Chance) -> Tried {
+        let sqe = pending.sqe;
+        if is_of_file(sqe.opcode) && chance.one_in(self.faults.again) {
+            return Tried::Ended(-[libc::EINTR, libc::EAGAIN][chance.below(2) as usize], 0);
+        }
+        let ended = |result| Tried::Ended(result, 0);
+        match sqe.opcode {
+            opcode::Read::CODE | opcode::ReadFixed::CODE => {
+                let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
+                ended(self.read(sqe.off as usize, &[vector], chance))
+            }
+            opcode::Readv::CODE => ended(self.read(sqe.off as usize, vectors(&sqe), chance)),
+            opcode::Write::CODE | opcode::WriteFixed::CODE => {
+                let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
+                ended(self.write(&sqe, &[vector], chance))
+            }
+            opcode::Writev::CODE => ended(self.write(&sqe, vectors(&sqe), chance)),
+            opcode::Fsync::CODE => {
+                // What was written while it ran may be durable or not.
+                let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };
+                if self.fails(chance, self.faults.sync_error) {
+                    self.syncs_failed += 1;
+                    if self.faults.failed_sync_forgets {
+                        self.file.forget(chance);
+                    }
+                    return ended(-libc::EIO);
+                }
+                self.file.sync(upto);
+                ended(0)
+            }
+            opcode::Fallocate::CODE => ended(self.allocate(&sqe, chance)),
+            opcode::PollAdd::CODE => poll(sqe.fd),
+            opcode::Recv::CODE => {
+                let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
+                receive(sqe.fd, &[vector], chance)
+            }
+            opcode::RecvMsg::CODE => receive(sqe.fd, message(&sqe), chance),
+            opcode::SendMsg::CODE => send(sqe.fd, message(&sqe), &mut pending.sent, chance),
+            other => panic!("the simulated kernel has no operation {other}"),
+        }
+    }
+
+    /// How much of `bytes` is transferred this time.
+    fn portion(&mut self, bytes: usize, chance: &mut Chance) -> usize {
+        if bytes > 1 && chance.one_in(self.faults.short) {
+            // On a sector's boundary, as direct I/O ends, or anywhere.
+            let part = 1 + chance.below(bytes as u64 - 1) as usize;
+            let whole = part - part % 512;
+            return if whole > 0 && !chance.one_in(8) { whole } else { part };
+        }
+        bytes
+    }
+
+    fn read(&mut self, offset: usize, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
+        if self.fails(chance, self.faults.read_error) {
+            return -libc::EIO;
+        }
+        let wanted: usize = vectors.iter().map(|vector| vector.iov_len).sum();
+        let total = self.portion(wanted.min(self.file.bytes().saturating_sub(offset)), chance);
+        let mut bytes = vec![0; total];
+        self.file.read(offset, &mut bytes);
+        let mut left = &bytes[..];
+        for vector in vectors {
+            let (now, rest) = left.split_at(vector.iov_len.min(left.len()));
+            // SAFETY: memory of an operation in flight, which its submitter keeps valid.
+            unsafe { now.as_ptr().copy_to_nonoverlapping(vector.iov_base.cast(), now.len()) };
+            left = rest;
+        }
+        total as i32
+    }
+
+    fn write(&mut self, sqe: &Sqe, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
+        let mut bytes = Vec::new();
+        for vector in vectors {
+            // SAFETY: as in `read`.
+            bytes.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(vector.iov_base.cast::<u8>(), vector.iov_len)
+            });
+        }
+        let offset = sqe.off as usize;
+        assert!(offset + bytes.len() <= self.file.bytes(), "a write beyond the device");
+        if self.fails(chance, self.faults.write_error) {
+            let part = chance.below(bytes.len() as u64 + 1) as usize;
+            self.file.write(offset, &bytes[..part]);
+            return -[libc::EIO, libc::ENOSPC][chance.below(2) as usize];
+        }
+        let total = self.portion(bytes.len(), chance);
+        self.file.write(offset, &bytes[..total]);
+        if sqe.op_flags & libc::RWF_DSYNC as u32 != 0 {
+            self.file.sync_range(offset, total);
+        }
+        total as i32
+    }
+
+    /// fallocate: `len` is the mode, `addr` the length.
+    fn allocate(&mut self, sqe: &Sqe, chance: &mut Chance) -> i32 {
+        let mode = sqe.len as i32;
+        let lacking = if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 {
+            self.faults.no_holes
+        } else {
+            assert!(mode & libc::FALLOC_FL_ZERO_RANGE != 0, "fallocate mode {mode}");
+            self.faults.no_zero_range
+        };
+        if lacking {
+            return -libc::EOPNOTSUPP;
+        }
+        let (offset, bytes) = (sqe.off as usize, sqe.addr as usize);
+        assert!(offset + bytes <= self.file.bytes(), "fallocate beyond the device");
+        if self.fails(chance, self.faults.allocate_error) {
+            return -libc::EIO;
+        }
+        self.file.write(offset, &vec![0; bytes]);
+        0
+    }
+}
+
+fn is_of_file(code: u8) -> bool {
+    !matches!(
+        code,
+        opcode::PollAdd::CODE | opcode::Recv::CODE | opcode::RecvMsg::CODE | opcode::SendMsg::CODE
+    )
+}
+
+fn vectors(sqe: &Sqe) -> &[libc::iovec] {
+    // SAFETY: arguments of an operation in flight, which its submitter keeps valid.
+    unsafe { std::slice::from_raw_parts(sqe.addr as *const libc::iovec, sqe.len as usize) }
+}
+
+fn message(sqe: &Sqe) -> &[libc::iovec] {
+    // SAFETY: as above.
+    unsafe {
+        let message = &*(sqe.addr as *const libc::msghdr);
+        std::slice::from_raw_parts(message.msg_iov, message.msg_iovlen)
+    }
+}
+
+fn poll(fd: i32) -> Tried {
+    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one structure, which is ours.
+    match unsafe { libc::poll(&raw mut poll, 1, 0) } {
+        1 => Tried::Ended(i32::from(poll.revents), 0),
+        _ => Tried::Blocked,
+    }
+}
+
+/// The part of `vectors` that begins at byte `skip` and is at most `length` long.
+fn cut(vectors: &[libc::iovec], mut skip: usize, mut length: usize) -> Vec<libc::iovec> {
+    let mut parts = Vec::new();
+    for vector in vectors {
+        let skipped = skip.min(vector.iov_len);
+        let len = (vector.iov_len - skipped).min(length);
+        skip -= skipped;
+        length -= len;
+        if len > 0 {
+            let base = vector.iov_base.wrapping_byte_add(skipped);
+            parts.push(libc::iovec { iov_base: base, iov_len: len });
+        }
+    }
+    parts
+}
+
+fn header(vectors: &mut [libc::iovec]) -> libc::msghdr {
+    // SAFETY: a msghdr of zeroes is an empty message.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = vectors.as_mut_ptr();
+    header.msg_iovlen = vectors.len();
+    header
+}
+
+fn last_errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
+
+fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Chance) -> Tried {
+    let room: usize = vectors.iter().map(|vector| vector.iov_len).sum();
+    let most = if chance.one_in(2) { room } else { 1 + chance.below(room as u64) as usize };
+    let mut parts = cut(vectors, 0, most);
+    let mut header = header(&mut parts);
+    // SAFETY: memory of an operation in flight.
+    let received = unsafe { libc::recvmsg(fd, &raw mut header, libc::MSG_DONTWAIT) };
+    match (received, last_errno()) {
+        (-1, libc::EAGAIN) => Tried::Blocked,
+        (-1, errno) => Tried::Ended(-errno, 0),
+        (bytes, _) => {
+            let more = matches!(poll(fd), Tried::Ended(..));
+            Tried::Ended(bytes as i32, if more { SOCK_NONEMPTY } else { 0 })
+        }
+    }
+}
+
+/// With MSG_WAITALL the kernel goes on until all is sent.
+fn send(fd: i32, vectors: &[libc::iovec], sent: &mut usize, chance: &mut Chance) -> Tried {
+    let total: usize = vectors.iter().map(|vector| vector.iov_len).sum();
+    let most = if chance.one_in(2) { total } else { 1 + chance.below(total as u64) as usize };
+    let mut parts = cut(vectors, *sent, most);
+    let header = header(&mut parts);
+    // SAFETY: memory of an operation in flight.
+    let now = unsafe { libc::sendmsg(fd, &raw const header, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+    match (now, last_errno()) {
+        (-1, libc::EAGAIN) => Tried::Blocked,
+        (-1, errno) => Tried::Ended(-errno, 0),
+        (bytes, _) => {
+            *sent += bytes as usize;
+            if *sent == total { Tried::Ended(total as i32, 0) } else { Tried::Blocked }
+        }
+    }
+}

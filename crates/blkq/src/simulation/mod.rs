@@ -1,0 +1,119 @@
+//! The world of the whole-system test, under `--cfg simulation`: a kernel that executes
+//! what is submitted to a [`Ring`](crate::Ring) when chance wants it to, a file that can
+//! lose its unflushed writes, and a clock that goes when it is told to. Everything above
+//! is what runs in production: the block layer, the loop driver, the engine, the servers.
+//!
+//! One world per thread; everything in it follows from its seed.
+
+mod file;
+mod kernel;
+mod ring;
+
+use std::cell::RefCell;
+
+pub use file::{SECTOR_BYTES, SimulatedFile};
+pub use kernel::Faults;
+pub(crate) use kernel::Kernel;
+pub use ring::Ring;
+
+thread_local! {
+    static WORLD: RefCell<World> = RefCell::new(World::new(0, 0, Faults::default()));
+}
+
+/// Chance, time, and the kernel with its file.
+struct World {
+    chance: Chance,
+    now_ns: u64,
+    kernel: Kernel,
+}
+
+impl World {
+    fn new(seed: u64, file_bytes: u64, faults: Faults) -> World {
+        World { chance: Chance(seed), now_ns: 1_000_000_000, kernel: Kernel::new(file_bytes, faults) }
+    }
+}
+
+/// Numbers by chance, the same series for the same seed (Steele, Lea and Flood's SplitMix64).
+#[derive(Clone, Debug)]
+pub struct Chance(pub u64);
+
+impl Chance {
+    /// Any number.
+    pub fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `limit`, or 0.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        ((u128::from(self.word()) * u128::from(limit)) >> 64) as u64
+    }
+
+    /// True once in `times`; never for 0.
+    pub fn one_in(&mut self, times: u64) -> bool {
+        times != 0 && self.below(times) == 0
+    }
+}
+
+fn with<R>(f: impl FnOnce(&mut World) -> R) -> R {
+    WORLD.with_borrow_mut(f)
+}
+
+/// Begins this thread's world anew: an empty file of `file_bytes`, all zeroes and durable.
+pub fn begin(seed: u64, file_bytes: u64, faults: Faults) {
+    WORLD.set(World::new(seed, file_bytes, faults));
+}
+
+/// Nanoseconds of the world's clock.
+pub(crate) fn now_ns() -> u64 {
+    with(|world| world.now_ns)
+}
+
+/// Lets `ns` nanoseconds pass.
+pub fn pass(ns: u64) {
+    with(|world| world.now_ns += ns);
+}
+
+/// From now on other things go wrong.
+pub fn set_faults(faults: Faults) {
+    with(|world| world.kernel.faults = faults);
+}
+
+/// How often something went wrong so far.
+pub fn faults_seen() -> u64 {
+    with(|world| world.kernel.faults_seen)
+}
+
+/// How many syncs of the file failed so far.
+pub fn syncs_failed() -> u64 {
+    with(|world| world.kernel.syncs_failed)
+}
+
+/// Operations executed so far, and a digest of them in their order: equal for equal seeds.
+pub fn trace() -> (u64, u64) {
+    with(|world| (world.kernel.executed, world.kernel.digest))
+}
+
+/// The process is killed: what the kernel has of it is executed or not, as chance has it,
+/// and nothing it still submits is. It ends with ECANCELED, so that the process' memory can
+/// be taken apart.
+pub fn kill() {
+    with(|world| world.kernel.kill(&mut world.chance));
+}
+
+/// A new process may submit.
+pub fn restart() {
+    with(|world| world.kernel.dead = false);
+}
+
+/// The power fails: of each sector written since the last sync some version is left.
+pub fn cut_power() {
+    with(|world| world.kernel.file.cut_power(&mut world.chance));
+}
+
+/// Looks at the file.
+pub fn with_file<R>(f: impl FnOnce(&SimulatedFile) -> R) -> R {
+    with(|world| f(&world.kernel.file))
+}

@@ -1,0 +1,106 @@
+//! The ring of the simulated kernel: the interface of the real one.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
+
+use io_uring::squeue;
+
+use super::with;
+use crate::buffer::{IoBuffer, Segment};
+use crate::error::Error;
+use crate::ring::{Cqe, FileSlot, RingCounters, Token};
+
+/// Buffers that can be registered.
+const BUFFER_SLOTS: u16 = 64;
+
+/// The ring of one simulated process.
+pub struct Ring {
+    queued: Vec<squeue::Entry>,
+    files: Vec<i32>,
+    buffers: Vec<u16>,
+    counters: RingCounters,
+}
+
+#[allow(missing_docs, reason = "as those of the real ring")]
+impl Ring {
+    pub fn new(_entries: u32) -> Result<Ring, Error> {
+        let buffers = (0..BUFFER_SLOTS).rev().collect();
+        Ok(Ring { queued: Vec::new(), files: Vec::new(), buffers, counters: RingCounters::default() })
+    }
+
+    pub fn supports(&self, _code: u8) -> bool {
+        true
+    }
+
+    pub fn require(&self, _needed: &[(&str, u8)]) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// # Safety
+    /// As of the real one.
+    pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        self.counters.submissions += 1;
+        self.queued.push(entry.user_data(token.0));
+    }
+
+    pub fn has_submissions(&mut self) -> bool {
+        !self.queued.is_empty()
+    }
+
+    pub fn submit(&mut self) {
+        self.enter(0, None);
+    }
+
+    pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
+        self.counters.enters += 1;
+        with(|world| {
+            world.kernel.submit(self.queued.drain(..), &self.files);
+            world.kernel.execute_some(&mut world.chance);
+            if want > 0 && world.kernel.ended.is_empty() {
+                // Nobody else moves while it sleeps; being woken early is allowed.
+                let most = timeout.map_or(1_000_000, |timeout| timeout.as_nanos() as u64);
+                world.now_ns += world.chance.below(most.min(10_000_000) + 1);
+            }
+            world.now_ns += world.chance.below(20_000);
+        });
+    }
+
+    pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
+        let before = into.len();
+        with(|world| into.append(&mut world.kernel.ended));
+        self.counters.completions += (into.len() - before) as u64;
+    }
+
+    pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
+        self.files.push(fd.as_raw_fd());
+        Ok(FileSlot(self.files.len() as u32 - 1))
+    }
+
+    pub fn unregister_file(&mut self, _slot: FileSlot) {}
+
+    pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        if let Some(slot) = self.buffers.pop() {
+            buffer.set_registered(slot);
+        }
+    }
+
+    pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
+        if buffer.segment().registered != Segment::UNREGISTERED {
+            self.buffers.push(buffer.segment().registered);
+            buffer.set_registered(Segment::UNREGISTERED);
+        }
+    }
+
+    pub fn abandon(&mut self) {}
+
+    pub fn counters(&self) -> RingCounters {
+        self.counters
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // What still waits, for a kick, waits in vain; its descriptor may soon be another's.
+        with(|world| world.kernel.close());
+    }
+}
