@@ -26,6 +26,7 @@ pub(crate) struct FastLimits {
     block_mask: u64,
     /// Largest read and write that surely need no split; 0 sends all through the slow path.
     whole_sectors: [u64; 2],
+    kernel_pages: bool,
 }
 
 impl FastLimits {
@@ -36,19 +37,26 @@ impl FastLimits {
             capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
             block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
             whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
+            kernel_pages: limits.kernel_pages,
         }
     }
 
     /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
     #[inline]
     fn fits(&self, outline: &Outline, data: &Data) -> bool {
-        let &Outline { operation, flags, sector, sectors, .. } = outline;
         let Data::Buffer(buffer) = data else { return false };
+        self.fits_bytes(outline, buffer.len() as u64)
+    }
+
+    /// The same for memory of `bytes`.
+    #[inline(always)]
+    fn fits_bytes(&self, outline: &Outline, bytes: u64) -> bool {
+        let &Outline { operation, flags, sector, sectors, .. } = outline;
         // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
         let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
         (sector.0 | sectors) & self.block_mask == 0
             && sectors.wrapping_sub(1) < whole
-            && sectors <= buffer.len() as u64 >> SECTOR_SHIFT
+            && sectors <= bytes >> SECTOR_SHIFT
             && self.capacity_sectors.checked_sub(sector.0).is_some_and(|left| sectors <= left)
             && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
@@ -95,15 +103,22 @@ impl Queue {
     #[cold]
     fn hold_back(&mut self, index: u32) {
         if self.bios[index].flags.contains(BioFlags::NO_WAIT) {
-            self.end_bio(index, Err(Status::Again));
+            self.refuse(index, Status::Again);
             return self.want_no_tags();
         }
         self.waiting.push_back(&mut self.bios, index);
     }
 
-    /// What is not one legal piece of reading or writing.
+    /// What is not one legal piece of reading or writing with a buffer.
     #[cold]
-    fn accept_slow(&mut self, bio: NewBio, ring: Option<&mut Ring>) {
+    fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
+        if let Data::Kernel(pages) = *bio.data {
+            // An operation on the ring names one registered buffer.
+            bio.outline.flags.insert(BioFlags::NO_MERGE);
+            if self.fast.kernel_pages && self.fast.fits_bytes(&bio.outline, u64::from(pages.len())) {
+                return self.accept_pages(bio, ring);
+            }
+        }
         let index = self.bios.insert(bio);
         self.begin(index);
         self.admit_waiting(ring);
@@ -111,10 +126,22 @@ impl Queue {
         self.leave_if_idle();
     }
 
+    /// The rest of [`Queue::accept`] for a legal piece with pages of the kernel's.
+    fn accept_pages(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
+        if matches!(*bio.end, End::Owner(_)) {
+            bio.marks.insert(SlotMarks::PLAIN);
+        }
+        let outline = bio.outline;
+        let index = self.bios.insert(bio);
+        if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
+            self.hold_back(index);
+        }
+    }
+
     /// Checks, flush sequences, splits, emulation.
     fn begin(&mut self, index: u32) {
         if let Err(status) = self.check(index) {
-            return self.end_bio(index, Err(status));
+            return self.refuse(index, status);
         }
         let slot = &mut self.bios[index];
         if slot.operation == Operation::Flush {
@@ -156,7 +183,10 @@ impl Queue {
         }
         // The memory of a part is its parent's, checked with that.
         if slot.operation.has_data() && slot.parent == NIL {
-            slot.with_segments(|segments| {
+            if matches!(*slot.data, Data::Kernel(_)) && !self.limits.kernel_pages {
+                return Err(Status::NotSupported);
+            }
+            slot.with_shape(|segments| {
                 if length > u64::from(u32::MAX) {
                     return Err(Status::Invalid);
                 }
@@ -171,7 +201,7 @@ impl Queue {
         let slot = &self.bios[index];
         let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
         if !may_wait && (!self.waiting.is_empty() || !self.entered) {
-            return self.end_bio(index, Err(Status::Again));
+            return self.refuse(index, Status::Again);
         }
         self.waiting.push_back(&mut self.bios, index);
     }
@@ -203,7 +233,7 @@ impl Queue {
                 self.waiting.push_front(&mut self.bios, index);
                 return;
             }
-            self.end_bio(index, Err(Status::Again));
+            self.refuse(index, Status::Again);
         }
         self.want_no_tags();
     }

@@ -1,5 +1,6 @@
 //! Memory of I/O: [`IoBuffer`] owns aligned memory, [`Segment`] points into memory
-//! that somebody keeps alive, [`Data`] is what a bio carries.
+//! that somebody keeps alive, [`KernelPages`] names memory that only the kernel reaches,
+//! [`Data`] is what a bio carries.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -60,11 +61,20 @@ unsafe impl Send for IoBuffer {}
 unsafe impl Sync for IoBuffer {}
 
 impl IoBuffer {
-    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`].
+    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`]. Ends the process if
+    /// there is none.
     ///
     /// # Panics
     /// If `len` is above 2 GiB.
     pub fn zeroed(len: usize) -> IoBuffer {
+        IoBuffer::try_zeroed(len).unwrap_or_else(|| handle_alloc_error(Self::layout(len as u32)))
+    }
+
+    /// As [`IoBuffer::zeroed`], but `None` if there is no memory.
+    ///
+    /// # Panics
+    /// If `len` is above 2 GiB.
+    pub fn try_zeroed(len: usize) -> Option<IoBuffer> {
         assert!(len <= 1 << 31, "an IoBuffer holds at most 2 GiB");
         let layout = Self::layout(len as u32);
         let ptr = if layout.size() < MAPPED_MIN_BYTES {
@@ -76,12 +86,8 @@ impl IoBuffer {
             let mapped = unsafe { mmap_anonymous(null, layout.size(), protection, MapFlags::PRIVATE) };
             mapped.map_or(std::ptr::null_mut(), |ptr| ptr.cast())
         };
-        match NonNull::new(ptr) {
-            Some(ptr) => {
-                IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, _niche: Niche::Zero }
-            }
-            None => handle_alloc_error(layout),
-        }
+        let ptr = NonNull::new(ptr)?;
+        Some(IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, _niche: Niche::Zero })
     }
 
     fn layout(len: u32) -> Layout {
@@ -163,6 +169,54 @@ pub unsafe trait SegmentOwner: Send {
     fn segments(&self) -> &[Segment];
 }
 
+/// Pages of the kernel's that the ring knows as a registered buffer, or a part of them: those
+/// of a request to a ublk device, for one. There is no address, so no thread can touch them;
+/// only READ_FIXED and WRITE_FIXED on that ring move their bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KernelPages {
+    offset: u32,
+    len: u32,
+    index: u16,
+}
+
+impl KernelPages {
+    /// The first `len` bytes of the registered buffer `index`.
+    ///
+    /// # Safety
+    /// A bio with it must be submitted to a queue on the ring that knows it, and the buffer must
+    /// stay registered, with at least `len` bytes, until the bio has completed.
+    pub unsafe fn new(index: u16, len: u32) -> KernelPages {
+        KernelPages { offset: 0, len, index }
+    }
+
+    /// Index in the ring's table of registered buffers.
+    #[inline]
+    pub fn index(self) -> u16 {
+        self.index
+    }
+
+    /// Where it begins in the registered buffer, in bytes. A buffer of the kernel's has no
+    /// address: operations on it are given this in its place.
+    #[inline]
+    pub fn offset(self) -> u32 {
+        self.offset
+    }
+
+    /// Its length in bytes.
+    #[inline]
+    #[allow(clippy::len_without_is_empty, reason = "no bio with data is empty")]
+    pub fn len(self) -> u32 {
+        self.len
+    }
+
+    /// The part of `len` bytes from byte `skip` on.
+    #[must_use]
+    pub fn part(self, skip: u32, len: u32) -> KernelPages {
+        debug_assert!(u64::from(skip) + u64::from(len) <= u64::from(self.len));
+        KernelPages { offset: self.offset + skip, len, index: self.index }
+    }
+}
+
 /// The memory that a bio carries and gives back when it completes.
 #[derive(Default)]
 pub enum Data {
@@ -173,15 +227,32 @@ pub enum Data {
     Buffer(IoBuffer),
     /// Memory of somebody else, kept alive by its owner.
     Segments(Box<Box<dyn SegmentOwner>>),
+    /// Memory that only the ring's operations reach; it makes a bio one that never merges
+    /// ([`BioFlags::NO_MERGE`](crate::BioFlags::NO_MERGE)). Refused unless the driver says that it
+    /// can ([`QueueLimits::kernel_pages`](crate::QueueLimits::kernel_pages)).
+    Kernel(KernelPages),
 }
 
 impl Data {
-    /// The memory as segments.
+    /// The memory as segments; none of memory that has no address.
     pub(crate) fn with_segments<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
         match self {
-            Data::None => f(&[]),
+            Data::None | Data::Kernel(_) => f(&[]),
             Data::Buffer(buffer) => f(&[buffer.segment()]),
             Data::Segments(owner) => f(owner.segments()),
+        }
+    }
+
+    /// The memory's pieces for those who only measure them: what has no address is one piece,
+    /// whose offset is shown in the address's place.
+    pub(crate) fn with_shape<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
+        match self {
+            Data::Kernel(pages) => f(&[Segment {
+                ptr: std::ptr::without_provenance_mut(pages.offset as usize),
+                len: pages.len,
+                registered: pages.index,
+            }]),
+            _ => self.with_segments(f),
         }
     }
 
@@ -201,6 +272,7 @@ impl fmt::Debug for Data {
             Data::None => f.write_str("None"),
             Data::Buffer(buffer) => buffer.fmt(f),
             Data::Segments(owner) => write!(f, "Segments({})", owner.segments().len()),
+            Data::Kernel(pages) => pages.fmt(f),
         }
     }
 }

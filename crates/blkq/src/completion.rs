@@ -109,6 +109,9 @@ impl Queue {
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
         self.stats.clock_age(self.clock.age_ns_max());
         let flushes = self.flush.in_flight();
+        if self.watch.waits_for_ends() {
+            self.note_ends(&completed);
+        }
         for &(tag, result) in &completed {
             self.end_request(tag, result);
         }
@@ -236,6 +239,13 @@ impl Queue {
             End::Callback(_) | End::Waiter(_) => self.untold.push((end, result, data)),
             End::Taken => self.end_part(parent, result),
         }
+    }
+
+    /// Ends a bio that never became a request.
+    #[cold]
+    pub(crate) fn refuse(&mut self, index: u32, status: Status) {
+        self.stats.refused(self.bios[index].operation.into(), status);
+        self.end_bio(index, Err(status));
     }
 
     /// Tells other threads of bios that ended, when all that is counted of them is.

@@ -165,6 +165,11 @@ impl DiskControl {
         }
     }
 
+    /// Whether the queue has requests.
+    pub fn is_active(&self, queue: usize) -> bool {
+        self.queues[queue].load(SeqCst) & ACTIVE != 0
+    }
+
     /// Whether a freeze lasts or begins.
     #[inline]
     pub fn is_frozen(&self) -> bool {

@@ -1,15 +1,17 @@
 //! A [`Disk`] is a driver with queues: what control threads hold, what queues and
 //! submitters share. Nothing here is on the data path but what is said to be.
 
+#[cfg(all(test, any(loom, shuttle)))]
+mod model;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::clock::ClockMode;
 use crate::control::DiskControl;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind, Status};
-use crate::gate::{GateCounters, RequestGate};
+use crate::gate::{Direction, GateCounters, RequestGate};
 use crate::kick::Kick;
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
@@ -18,6 +20,7 @@ use crate::sched::SchedulerKind;
 use crate::software::SoftwareQueues;
 use crate::stats::{QueueStats, StatsSnapshot};
 use crate::submitter::{self, Submitter};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
 
@@ -284,6 +287,18 @@ impl Disk {
     /// What the request gate did: batches granted, waits, wake-ups.
     pub fn gate_counters(&self) -> GateCounters {
         self.gate.counters()
+    }
+
+    /// Submitters that wait at the request gate: for reads, and for all else.
+    pub fn gate_waiting(&self) -> [u32; 2] {
+        [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
+    }
+
+    /// Whether queue `index` has nothing to look for ([`watch`](crate::watch)): neither
+    /// requests, nor bios that a freeze or want of a tag keeps from being requests.
+    pub fn is_at_rest(&self, index: usize) -> bool {
+        // Bios without a tag wait in a queue without requests only in these two cases.
+        !self.shared_tags && !self.control.is_frozen() && !self.control.is_active(index)
     }
 
     /// The structures that several threads use while I/O goes on, and where they lie in

@@ -1,12 +1,13 @@
 //! What a driver is: a device ([`Driver`], shared by all threads) and its queues
 //! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use io_uring::squeue;
 
-use crate::buffer::{IoBuffer, Segment};
+use crate::buffer::{IoBuffer, KernelPages, Segment};
 use crate::clock::Clock;
 use crate::disk::QUEUES_MAX;
 use crate::error::{Error, ErrorKind, IoResult};
@@ -146,6 +147,13 @@ pub trait DriverQueue {
         let _ = cx;
     }
 
+    /// What of `request`, which the driver has under `tag`, is done or waited for: told to
+    /// people when it is in flight for too long.
+    fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
+        let _ = (tag, request);
+        Cow::Borrowed("in the driver")
+    }
+
     /// When [`DriverQueue::poll`] wants to be called at the latest, in nanoseconds of
     /// the monotonic clock.
     fn deadline_ns(&self) -> Option<u64> {
@@ -189,7 +197,19 @@ impl DriverContext<'_> {
         &mut self.requests[tag.index()].pdu
     }
 
-    /// Calls `each` with every piece of memory of the request, in the order of its bytes.
+    /// The memory of a request whose data no thread reaches: all of it, for such a request is
+    /// never merged. A driver meets one only if it declares
+    /// [`QueueLimits::kernel_pages`].
+    #[inline]
+    pub fn kernel_pages(&self, tag: Tag) -> Option<KernelPages> {
+        match self.requests[tag.index()].first_bio {
+            NIL => None,
+            bio => self.bios.kernel_pages(bio),
+        }
+    }
+
+    /// Calls `each` with every piece of memory of the request, in the order of its bytes; with
+    /// none of [`DriverContext::kernel_pages`].
     #[inline]
     pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
         let mut bio = self.requests[tag.index()].first_bio;

@@ -4,13 +4,10 @@
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
 use std::any::Any;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use io_uring::{opcode, squeue, types};
+use io_uring::squeue;
 
 use crate::bio::{Bio, Completion};
 use crate::clock::monotonic_ns;
@@ -20,8 +17,11 @@ use crate::kick::Kick;
 use crate::limits::QueueLimits;
 use crate::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::queue::Queue;
-use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
+use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token, policy};
+use crate::sync::mpsc::{Receiver, Sender, channel};
+use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, lock, try_lock};
+use crate::watch::Look;
 
 /// Submissions that an engine's ring has room for.
 const RING_ENTRIES: u32 = 512;
@@ -60,6 +60,12 @@ pub trait Source {
     /// When [`Source::on_turn`] must be called at the latest, in nanoseconds of the
     /// monotonic clock.
     fn deadline_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Who asked for the bio submitted with `mark`, which has not ended: for people.
+    fn client_of(&self, mark: u64) -> Option<String> {
+        let _ = mark;
         None
     }
 
@@ -174,8 +180,12 @@ impl Worker {
     fn run(&mut self, job: Job) {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (sender, receiver) = channel::<Job>();
-            let body = move || receiver.iter().for_each(|job| job());
-            let builder = std::thread::Builder::new().name("blkq-worker".into()).stack_size(STACK_BYTES);
+            let body = move || {
+                while let Ok(job) = receiver.recv() {
+                    job();
+                }
+            };
+            let builder = thread::Builder::new().name("blkq-worker".into()).stack_size(STACK_BYTES);
             // Without a thread the receiver is gone, and the job runs below.
             let _ = builder.spawn(body);
             sender
@@ -191,6 +201,7 @@ enum Message {
     Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<u16, Error>>),
     To(u16, Box<dyn Any + Send>),
     Stop { id: u16, force: bool, stopped: Sender<()> },
+    Look { now_ns: u64, limit_ns: u64, found: Sender<Look> },
     Exit,
 }
 
@@ -228,6 +239,15 @@ impl EngineHandle {
         self.post(Message::To(id, message));
     }
 
+    /// Has the engine look for what has been in flight in its queues for more than `limit_ns`
+    /// at `now_ns` of the monotonic clock: see [`watch`](crate::watch). Does not wait. An
+    /// engine that does not answer for long is itself what hangs.
+    pub fn look(&self, now_ns: u64, limit_ns: u64) -> Looked {
+        let (found, looked) = channel();
+        self.post(Message::Look { now_ns, limit_ns, found });
+        looked
+    }
+
     /// Stops source `id` and waits until nothing of it is in flight and it is gone.
     pub fn stop_source(&self, id: u16, force: bool) {
         let (stopped, receiver) = channel();
@@ -236,6 +256,9 @@ impl EngineHandle {
         let _ = receiver.recv();
     }
 }
+
+/// Where what an engine found will arrive.
+pub type Looked = Receiver<Look>;
 
 /// An engine's thread. Dropping it ends the engine after its I/O in flight has ended.
 pub struct EngineThread {
@@ -261,7 +284,8 @@ impl EngineThread {
         let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick }));
         let (sender, receiver) = channel();
         let engine_handle = handle.clone();
-        let body = move || match Engine::new(queues, engine_handle) {
+        let sealed = |engine| policy().map_or(Ok(()), |policy| (policy.sealed)()).map(|()| engine);
+        let body = move || match Engine::new(queues, engine_handle).and_then(sealed) {
             Ok(mut engine) => {
                 let _ = sender.send(Ok(()));
                 engine.run();
@@ -270,7 +294,7 @@ impl EngineThread {
                 let _ = sender.send(Err(error));
             }
         };
-        let builder = std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
+        let builder = thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
         let thread = builder.spawn(body).map_err(|e| Error::system("cannot start an engine thread", e))?;
         let ended = || Error::new(ErrorKind::System, "the engine thread ended while it started");
         receiver.recv().map_err(|_| ended())??;
@@ -337,10 +361,8 @@ impl Engine {
 
     /// Waits, on the ring, for kick `index`.
     fn arm_kick(&mut self, index: usize) {
-        let fd = types::Fd(self.kicks[index].fd().as_raw_fd());
-        let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
         // SAFETY: the kicks live as long as the ring.
-        unsafe { self.ring.push(entry, Token::new(ENGINE, index as u64)) }
+        unsafe { self.kicks[index].arm(&mut self.ring, Token::new(ENGINE, index as u64)) }
     }
 
     fn run(&mut self) {
@@ -464,6 +486,9 @@ impl Engine {
                     self.with_source(index, |source, cx| source.stop(cx, force));
                     self.stopping.push((id, stopped));
                 }
+                Message::Look { now_ns, limit_ns, found } => {
+                    let _ = found.send(self.look(now_ns, limit_ns));
+                }
                 Message::Exit => {
                     self.exit = true;
                     self.queues.iter_mut().for_each(|queue| queue.closing = true);
@@ -474,6 +499,21 @@ impl Engine {
             }
         }
         self.messages = messages;
+    }
+
+    fn look(&mut self, now_ns: u64, limit_ns: u64) -> Look {
+        let mut all = Look::default();
+        for queue in &mut self.queues {
+            let mut look = queue.look(now_ns, limit_ns);
+            for hang in &mut look.hangs {
+                let Some(token) = hang.mark.map(Token) else { continue };
+                let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
+                let source = self.sources.get(index).and_then(Option::as_ref);
+                hang.client = source.and_then(|source| source.client_of(token.payload()));
+            }
+            all.add(look);
+        }
+        all
     }
 
     fn add(&mut self, source: Box<dyn Source>) -> Result<u16, Error> {

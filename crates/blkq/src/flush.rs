@@ -15,7 +15,7 @@ use crate::queue::Queue;
 use crate::request::{Request, RequestState, Tag};
 use crate::ring::Ring;
 use crate::slab::FlushStep;
-use crate::stats::StatGroup;
+use crate::stats::{Counter, StatGroup};
 
 /// How long data of other sequences in flight may delay a flush (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;
@@ -54,6 +54,16 @@ impl FlushMachine {
     #[inline]
     pub fn in_flight(&self) -> bool {
         self.in_flight
+    }
+
+    /// Bios that wait for the next flush, oldest first.
+    pub fn pending(&self) -> &VecDeque<u32> {
+        &self.pending
+    }
+
+    /// Bios that the flush in flight serves.
+    pub fn running(&self) -> &VecDeque<u32> {
+        &self.running
     }
 
     /// Whether anybody waits for a flush that has not begun.
@@ -103,11 +113,12 @@ impl Queue {
         // The flush took its time, and the device may have changed meanwhile.
         match self.check(index) {
             Ok(()) => self.begin_data(index),
-            Err(status) => self.end_bio(index, Err(status)),
+            Err(status) => self.refuse(index, status),
         }
     }
 
     fn await_flush(&mut self, index: u32, step: FlushStep) {
+        self.stats.count(Counter::FlushesAsked, 1);
         self.bios[index].step = step;
         self.flush.pending.push_back(index);
     }
@@ -150,6 +161,8 @@ impl Queue {
         self.flush.pending_since_ns = None;
         self.flush.in_flight = true;
         std::mem::swap(&mut self.flush.pending, &mut self.flush.running);
+        self.stats.count(Counter::FlushesSent, 1);
+        self.stats.count(Counter::FlushesCoalesced, self.flush.running.len() as u64 - 1);
         self.in_use += 1;
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
         if self.settings.iostats {

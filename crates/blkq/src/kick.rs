@@ -7,10 +7,15 @@ mod model;
 mod tests;
 
 #[cfg(not(any(loom, shuttle)))]
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+#[cfg(not(any(loom, shuttle)))]
+use io_uring::{opcode, types};
 
 use crate::error::Error;
-use crate::sync::atomic::{AtomicU32, Ordering::SeqCst, fence};
+use crate::ring::{Ring, Token};
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst, fence};
 use crate::tags::Wake;
 
 const RUNNING: u32 = 0;
@@ -28,6 +33,8 @@ const KICKED: u32 = 2;
 #[derive(Debug)]
 pub struct Kick {
     state: AtomicU32,
+    /// Somebody called [`Wake::wake`] since the owner last looked.
+    woken: AtomicBool,
     event: Event,
 }
 
@@ -37,7 +44,7 @@ impl Kick {
     /// # Errors
     /// [`ErrorKind::System`](crate::ErrorKind::System) if the process has no descriptor left.
     pub fn new() -> Result<Kick, Error> {
-        Ok(Kick { state: AtomicU32::new(RUNNING), event: Event::new()? })
+        Ok(Kick { state: AtomicU32::new(RUNNING), woken: AtomicBool::new(false), event: Event::new()? })
     }
 
     /// The owner, to sleep next, looks for work after this and before it sleeps.
@@ -70,9 +77,39 @@ impl Kick {
         }
     }
 
+    /// Whether somebody woke the owner, and it has not looked since.
+    #[inline]
+    pub fn is_woken(&self) -> bool {
+        self.woken.load(SeqCst)
+    }
+
+    /// The owner looks, next, at all that it may have been woken for.
+    #[inline]
+    pub fn take_woken(&self) {
+        if self.woken.load(SeqCst) {
+            self.woken.swap(false, SeqCst);
+        }
+    }
+
     /// Empties the descriptor, which may be empty.
     pub fn drain(&self) {
         self.event.drain();
+    }
+
+    /// Has `ring` complete `token` when the descriptor is readable: once, and then again
+    /// only when armed again.
+    ///
+    /// # Safety
+    /// The kick lives until that completion, or as long as the ring.
+    pub(crate) unsafe fn arm(self: &Arc<Self>, ring: &mut Ring, token: Token) {
+        #[cfg(any(loom, shuttle))]
+        ring.watch(self.clone(), token);
+        #[cfg(not(any(loom, shuttle)))]
+        {
+            let entry = opcode::PollAdd::new(types::Fd(self.fd().as_raw_fd()), libc::POLLIN as u32).build();
+            // SAFETY: the caller's promise.
+            unsafe { ring.push(entry, token) }
+        }
     }
 
     /// What becomes readable when the sleeping owner is kicked.
@@ -82,16 +119,24 @@ impl Kick {
     }
 }
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(any(loom, shuttle))]
 impl Kick {
     /// Sleeps until kicked.
     pub(crate) fn wait(&self) {
-        self.event.wait();
+        self.event.readable.wait_until(|| self.is_readable());
+    }
+
+    /// Whether there is something to drain.
+    pub(crate) fn is_readable(&self) -> bool {
+        self.event.count.load(SeqCst) > 0
     }
 }
 
+/// What a driver's queue is woken for only the driver can see. So that is noted, for the owner
+/// that has asked the driver already and is about to sleep.
 impl Wake for Kick {
     fn wake(&self) {
+        self.woken.swap(true, SeqCst);
         self.kick();
     }
 }
@@ -141,10 +186,5 @@ impl Event {
 
     fn drain(&self) {
         self.count.swap(0, SeqCst);
-    }
-
-    #[cfg(test)]
-    fn wait(&self) {
-        self.readable.wait_until(|| self.count.load(SeqCst) > 0);
     }
 }

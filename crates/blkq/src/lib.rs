@@ -86,8 +86,6 @@ pub mod disk;
 mod dispatch;
 pub mod driver;
 pub mod drivers;
-// The checkers' twin of a kick has no descriptor to wait for.
-#[cfg(not(any(loom, shuttle)))]
 pub mod engine;
 pub mod error;
 mod flush;
@@ -114,16 +112,16 @@ pub mod stats;
 mod submitter;
 mod sync;
 pub mod tags;
+pub mod watch;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
-pub use buffer::{Data, IoBuffer, Segment, SegmentOwner};
+pub use buffer::{Data, IoBuffer, KernelPages, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completion::Callback;
 pub use disk::{Disk, DiskBuilder, Settings};
 pub use driver::{Busy, Driver, DriverContext, DriverQueue, Extent, Taken};
 #[cfg(simulation)]
 pub use engine::SimulatedEngine;
-#[cfg(not(any(loom, shuttle)))]
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;

@@ -27,6 +27,9 @@ pub struct QueueLimits {
     pub chunk_bytes: u32,
     /// Alignment of memory addresses and lengths: a power of two, 1 if any will do.
     pub memory_align: u32,
+    /// Data may be memory that only the ring's operations reach
+    /// ([`KernelPages`](crate::KernelPages)).
+    pub kernel_pages: bool,
     /// Largest discard; 0: the device does not discard.
     pub max_discard_bytes: u64,
     /// Discards smaller than this, or not aligned to it, may have no effect.
@@ -59,6 +62,7 @@ impl Default for QueueLimits {
             max_segment_bytes: 1 << 31,
             chunk_bytes: 0,
             memory_align: 1,
+            kernel_pages: false,
             max_discard_bytes: 0,
             discard_granularity: 0,
             discard_zeroes: false,

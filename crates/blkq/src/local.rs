@@ -10,6 +10,7 @@ use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
 use crate::ring::{Cqe, Ring, RingCounters};
+use crate::watch::Look;
 
 /// Submissions that the ring of a local queue has room for.
 const RING_ENTRIES: u32 = 256;
@@ -140,6 +141,16 @@ impl LocalQueue {
     #[inline]
     pub fn completions(&mut self) -> std::vec::Drain<'_, Completion> {
         self.queue.done.drain(..)
+    }
+
+    /// What has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
+    /// ([`monotonic_ns`]), and what of that has ended: see [`watch`](crate::watch).
+    pub fn look(&mut self, now_ns: u64, limit_ns: u64) -> Look {
+        let mut look = self.queue.look(now_ns, limit_ns);
+        for hang in &mut look.hangs {
+            hang.client = hang.mark.map(|mark| format!("mark {mark}")).or(hang.client.take());
+        }
+        look
     }
 
     /// Bios submitted and not completed.

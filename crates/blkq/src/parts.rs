@@ -24,7 +24,7 @@ impl Queue {
         let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
         match slot.operation {
             Operation::Discard if self.limits.max_discard_bytes == 0 => {
-                return self.end_bio(index, Err(Status::NotSupported));
+                return self.refuse(index, Status::NotSupported);
             }
             Operation::WriteZeroes => {
                 let (unmap_bytes, keep_bytes) =
@@ -50,7 +50,7 @@ impl Queue {
         let slot = &self.bios[index];
         let length = slot.sectors << SECTOR_SHIFT;
         let (root, _) = self.bios.memory_of(index);
-        root.with_segments(|segments| {
+        root.with_shape(|segments| {
             !split::needs_split(&self.limits, slot.operation, no_unmap, slot.sector.bytes(), length, segments)
         })
     }
@@ -58,7 +58,7 @@ impl Queue {
     /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
     pub(crate) fn begin_zeroes(&mut self, index: u32) {
         if self.bios[index].flags.contains(BioFlags::NO_FALLBACK) {
-            return self.end_bio(index, Err(Status::NotSupported));
+            return self.refuse(index, Status::NotSupported);
         }
         self.issue_first_parts(index, SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
     }
@@ -70,7 +70,7 @@ impl Queue {
         self.issue_parts(index);
         let slot = &self.bios[index];
         if let (0, Some(status)) = (slot.pending, slot.error) {
-            self.end_bio(index, Err(status));
+            self.refuse(index, status);
         }
     }
 
@@ -158,7 +158,7 @@ impl Queue {
         } else {
             let (root, skip) = self.bios.memory_of(index);
             let skip = skip + (slot.issued << SECTOR_SHIFT);
-            root.with_segments(|segments: &[Segment]| {
+            root.with_shape(|segments: &[Segment]| {
                 split::split_point(&self.limits, operation, no_unmap, offset, left, segments, skip)
             })
         };

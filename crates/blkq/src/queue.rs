@@ -25,6 +25,7 @@ use crate::sched::Scheduler;
 use crate::slab::{BioList, BioSlab};
 use crate::stats::StatsWriter;
 use crate::tags::{TagHint, TagSet, WaiterId};
+use crate::watch::Watch;
 
 /// Bios that a queue takes for each of its tags before it refuses more.
 const BIOS_PER_TAG: u32 = 8;
@@ -86,6 +87,7 @@ pub(crate) struct Queue {
     /// Ends owed to the request gate: reads, writes.
     pub(crate) gate_owed: [u32; 2],
     pub(crate) zeroes: IoBuffer,
+    pub(crate) watch: Watch,
 }
 
 /// The driver's view of a queue, out of disjoint parts of it.
@@ -173,6 +175,7 @@ impl Queue {
             sharing,
             gate_owed: [0; 2],
             zeroes,
+            watch: Watch::default(),
         })
     }
 
@@ -244,7 +247,7 @@ impl Queue {
             let Some(index) = self.waiting.pop_front(&mut self.bios) else { break };
             match self.check(index) {
                 Ok(()) => self.begin_data(index),
-                Err(status) => self.end_bio(index, Err(status)),
+                Err(status) => self.refuse(index, status),
             }
         }
     }
@@ -266,6 +269,7 @@ impl Queue {
 
     /// Ends what the driver completed, and takes in what other threads submitted.
     pub fn run(&mut self, mut ring: Option<&mut Ring>) {
+        self.shared().kick.take_woken();
         let mut cx = driver_context!(self, ring.as_deref_mut());
         self.driver.poll(&mut cx);
         if !self.completed.is_empty() {
@@ -325,6 +329,7 @@ impl Queue {
     pub fn has_work(&self) -> bool {
         !self.done.is_empty()
             || !self.completed.is_empty()
+            || self.shared().kick.is_woken()
             || (self.can_take() && self.shared().software.has_pending())
             || (!self.disk.control.is_frozen() && self.was_held_up())
             || (self.held_back && !self.disk.control.is_quiesced())
@@ -366,7 +371,7 @@ impl Queue {
         self.complete_batch();
         self.end_pending_flushes(Err(Status::Offline));
         while let Some(index) = self.waiting.pop_front(&mut self.bios) {
-            self.end_bio(index, Err(Status::Offline));
+            self.refuse(index, Status::Offline);
         }
         if self.gate_owed != [0; 2] {
             self.pay_gate();

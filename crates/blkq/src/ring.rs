@@ -1,14 +1,22 @@
 //! The one io_uring of a thread: set-up with fallbacks, probing, registered files and
 //! buffers, and a submission queue that cannot be full.
 
-#[cfg(not(simulation))]
+#[cfg(any(loom, shuttle))]
+mod twin;
+#[cfg(not(any(simulation, loom, shuttle)))]
 mod uring;
+
+use std::sync::OnceLock;
 
 use io_uring::{cqueue, opcode};
 
+use crate::error::Error;
+
 #[cfg(simulation)]
 pub use crate::simulation::Ring;
-#[cfg(not(simulation))]
+#[cfg(any(loom, shuttle))]
+pub use twin::Ring;
+#[cfg(not(any(simulation, loom, shuttle)))]
 pub use uring::Ring;
 
 /// Whom a completion of the ring belongs to: 16 bits of owner, 48 of the owner's own.
@@ -68,6 +76,29 @@ pub struct RingCounters {
 /// A file in the ring's table: operations on it skip the reference counting of a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileSlot(pub u32);
+
+/// What the rings of this process may do from when it is set, for a process that is confined: the
+/// operations of a ring are no system calls, and what filters those does not see them.
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    /// The numbers (`opcode::X::CODE`) of those that a ring carries out; others fail with EACCES.
+    pub operations: &'static [u8],
+    /// Called on the thread of each engine when its ring is there: it makes no other.
+    pub sealed: fn() -> Result<(), Error>,
+}
+
+static POLICY: OnceLock<Policy> = OnceLock::new();
+
+/// Has `policy` hold for all rings that are made from now on. The first one stays.
+pub fn set_policy(policy: Policy) {
+    // A second one would be the same one again, or come too late.
+    let _ = POLICY.set(policy);
+}
+
+/// What holds for new rings.
+pub(crate) fn policy() -> Option<&'static Policy> {
+    POLICY.get()
+}
 
 /// The operations that every blkq engine uses, by name, to be probed.
 pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [

@@ -3,7 +3,7 @@
 use std::mem::ManuallyDrop;
 
 use crate::bio::{BioFlags, Operation};
-use crate::buffer::{Data, IoBuffer, Segment};
+use crate::buffer::{Data, IoBuffer, KernelPages, Segment};
 use crate::completion::End;
 use crate::error::Status;
 use crate::sector::{SECTOR_SHIFT, Sector};
@@ -104,9 +104,9 @@ impl BioSlot {
         ManuallyDrop::into_inner(std::mem::replace(&mut self.data, ManuallyDrop::new(Data::None)))
     }
 
-    /// Its own memory as segments.
-    pub fn with_segments<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
-        self.data.with_segments(f)
+    /// The pieces of its own memory, to be measured only.
+    pub fn with_shape<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
+        self.data.with_shape(f)
     }
 
     /// Its memory, if that is one buffer of its own.
@@ -141,6 +141,11 @@ impl BioSlot {
             EndKind::Waiter => End::Waiter(unsafe { Arc::from_raw(self.end_word as *const _) }),
             EndKind::Taken => End::Taken,
         }
+    }
+
+    /// The mark of a bio whose end is a completion for the queue's owner.
+    pub fn owners_mark(&self) -> Option<u64> {
+        (self.end_kind == EndKind::Owner).then_some(self.end_word)
     }
 
     pub fn outline(&self) -> Outline {
@@ -290,10 +295,32 @@ impl BioSlab {
         (slot, skip)
     }
 
+    /// The memory of bio `index`, if no thread reaches it.
+    #[inline]
+    pub fn kernel_pages(&self, index: u32) -> Option<KernelPages> {
+        let slot = &self[index];
+        match (&*slot.data, slot.memory) {
+            (Data::Kernel(pages), Memory::Own) => Some(pages.part(0, (slot.sectors << SECTOR_SHIFT) as u32)),
+            (_, Memory::Parent) => self.kernel_pages_of_part(index),
+            _ => None,
+        }
+    }
+
+    #[cold]
+    fn kernel_pages_of_part(&self, index: u32) -> Option<KernelPages> {
+        let (root, skip) = self.memory_of(index);
+        match &*root.data {
+            Data::Kernel(pages) => {
+                Some(pages.part(skip as u32, (self[index].sectors << SECTOR_SHIFT) as u32))
+            }
+            _ => None,
+        }
+    }
+
     /// Pieces of memory of bio `index`. Limits keep it below 65536.
     #[inline]
     pub fn count_segments(&self, index: u32, zeroes: &IoBuffer) -> u16 {
-        if self[index].own_buffer().is_some() {
+        if self[index].own_buffer().is_some() || self.kernel_pages(index).is_some() {
             return 1;
         }
         let mut count = 0;
@@ -301,7 +328,8 @@ impl BioSlab {
         count
     }
 
-    /// Calls `each` with every piece of memory of bio `index`, in the order of its bytes.
+    /// Calls `each` with every piece of memory of bio `index`, in the order of its bytes; with none
+    /// of memory that has no address.
     #[inline]
     pub fn for_each_segment(&self, index: u32, zeroes: &IoBuffer, mut each: impl FnMut(Segment)) {
         let slot = &self[index];
@@ -312,7 +340,7 @@ impl BioSlab {
         match slot.memory {
             Memory::Own | Memory::Parent => {
                 let (root, skip) = self.memory_of(index);
-                root.with_segments(|s| slice_segments(s, skip as u32, length, &mut each));
+                root.data.with_segments(|s| slice_segments(s, skip as u32, length, &mut each));
             }
             Memory::Zeroes => {
                 let page = zeroes.segment();
@@ -379,6 +407,11 @@ impl BioList {
 
     pub fn len(&self) -> u32 {
         self.len
+    }
+
+    /// The first of them, or [`NIL`].
+    pub fn first(&self) -> u32 {
+        self.first
     }
 
     #[inline]

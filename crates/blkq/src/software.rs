@@ -85,7 +85,7 @@ fn is_mergeable(bio: &Bio) -> bool {
 }
 
 fn segments(bio: &Bio) -> u32 {
-    bio.data.with_segments(|segments| segments.len() as u32)
+    bio.data.with_shape(|segments| segments.len() as u32)
 }
 
 /// The software queues of one hardware queue.

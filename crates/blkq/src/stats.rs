@@ -91,11 +91,21 @@ pub enum Counter {
     TagWaits,
     /// A request ended before it began, by its time stamps; its latency counts as 0.
     NegativeLatencies,
+    /// A bio needed a flush: it is one, asks for one before it (PREFLUSH), or for durability
+    /// that the driver cannot give it otherwise (FUA). Counted of devices with a write cache.
+    FlushesAsked,
+    /// The driver was given a flush.
+    FlushesSent,
+    /// A flush that was asked for was served by one that others had asked for too.
+    FlushesCoalesced,
+    /// A request, or a bio without one, was found to be in flight for too long: see
+    /// [`watch`](crate::watch).
+    Hangs,
 }
 
 impl Counter {
     /// Number of counters.
-    pub const COUNT: usize = 7;
+    pub const COUNT: usize = 11;
     /// Every counter, in the order of its number.
     pub const ALL: [Counter; Self::COUNT] = [
         Counter::PlugFlushes,
@@ -105,6 +115,10 @@ impl Counter {
         Counter::ClockReads,
         Counter::TagWaits,
         Counter::NegativeLatencies,
+        Counter::FlushesAsked,
+        Counter::FlushesSent,
+        Counter::FlushesCoalesced,
+        Counter::Hangs,
     ];
 
     /// The name used in tables.
@@ -117,6 +131,10 @@ impl Counter {
             Counter::ClockReads => "clock-reads",
             Counter::TagWaits => "tag-waits",
             Counter::NegativeLatencies => "negative-latencies",
+            Counter::FlushesAsked => "flushes-asked",
+            Counter::FlushesSent => "flushes-sent",
+            Counter::FlushesCoalesced => "flushes-coalesced",
+            Counter::Hangs => "hangs",
         }
     }
 }
@@ -161,6 +179,8 @@ pub struct QueueStats {
     clock_age_max_ns: AtomicU64,
     latencies: [[AtomicU64; LATENCY_BUCKETS]; StatGroup::COUNT],
     errors: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
+    refused: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
+    hung: AtomicU64,
 }
 
 fn zeroes<const N: usize>() -> [AtomicU64; N] {
@@ -184,6 +204,8 @@ impl QueueStats {
             clock_age_max_ns: AtomicU64::new(0),
             latencies: std::array::from_fn(|_| zeroes()),
             errors: std::array::from_fn(|_| zeroes()),
+            refused: std::array::from_fn(|_| zeroes()),
+            hung: AtomicU64::new(0),
         }
     }
 
@@ -211,6 +233,7 @@ impl QueueStats {
         load(&self.in_flight_max, &mut snapshot.in_flight_max);
         load(&self.counters, &mut snapshot.counters);
         snapshot.clock_age_max_ns = self.clock_age_max_ns.load(Relaxed);
+        snapshot.hung = self.hung.load(Relaxed);
         snapshot.busy_ns = busy_ns(busy, now_ns);
         for (i, group) in snapshot.groups.iter_mut().enumerate() {
             let counters = &self.groups[i];
@@ -221,6 +244,7 @@ impl QueueStats {
             group.latency.max_ns = counters.latency_max_ns.load(Relaxed);
             load(&self.latencies[i], group.latency.buckets.as_mut_slice());
             load(&self.errors[i], &mut group.errors);
+            load(&self.refused[i], &mut group.refused);
         }
         snapshot
     }
@@ -286,6 +310,17 @@ impl StatsWriter {
     #[cold]
     pub fn failed(&mut self, group: StatGroup, status: Status) {
         add(&self.0.errors[group as usize][error_index(status)], 1);
+    }
+
+    /// A bio of `group` ended with an error and never became a request.
+    #[cold]
+    pub fn refused(&mut self, group: StatGroup, status: Status) {
+        add(&self.0.refused[group as usize][error_index(status)], 1);
+    }
+
+    /// So many requests, and bios without one, have been in flight for too long.
+    pub fn hung(&mut self, count: u64) {
+        self.0.hung.store(count, Relaxed);
     }
 
     /// `counter` happened `n` times more.
@@ -389,6 +424,8 @@ pub struct GroupSnapshot {
     pub latency: Histogram,
     /// How many ended with each status, in the order of [`Status::ALL`].
     pub errors: [u64; Status::ALL.len()],
+    /// Bios that ended with each status and never became requests: the queue refused them.
+    pub refused: [u64; Status::ALL.len()],
 }
 
 impl GroupSnapshot {
@@ -405,6 +442,11 @@ impl GroupSnapshot {
     /// Requests that ended with `status`.
     pub fn failed_with(&self, status: Status) -> u64 {
         self.errors[error_index(status)]
+    }
+
+    /// Bios that never became requests and ended with `status`.
+    pub fn refused_with(&self, status: Status) -> u64 {
+        self.refused[error_index(status)]
     }
 }
 
@@ -425,6 +467,9 @@ pub struct StatsSnapshot {
     /// The longest that a cached reading of the clock was used, as far as measured, of a
     /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
     pub clock_age_max_ns: u64,
+    /// Requests, and bios without one, that were in flight for too long when that was last
+    /// looked at: see [`watch`](crate::watch).
+    pub hung: u64,
 }
 
 impl StatsSnapshot {
@@ -468,8 +513,8 @@ impl StatsSnapshot {
         self.fields().map(|field| format!("{field:8}")).join(" ")
     }
 
-    /// What happened since `earlier`. What is in flight, the most that was, and the
-    /// oldest reading of the clock stay as they are now.
+    /// What happened since `earlier`. What is in flight, the most that was, what hangs, and
+    /// the oldest reading of the clock stay as they are now.
     #[must_use]
     pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {
         let mut delta = self.clone();
@@ -481,6 +526,7 @@ impl StatsSnapshot {
             since(&mut now.nanoseconds, &then.nanoseconds);
             now.latency = now.latency.delta(&then.latency);
             now.errors.iter_mut().zip(&then.errors).for_each(|(n, t)| since(n, t));
+            now.refused.iter_mut().zip(&then.refused).for_each(|(n, t)| since(n, t));
         }
         since(&mut delta.busy_ns, &earlier.busy_ns);
         delta.counters.iter_mut().zip(&earlier.counters).for_each(|(n, t)| since(n, t));
@@ -505,11 +551,13 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
             mine.nanoseconds += theirs.nanoseconds;
             mine.latency.add(&theirs.latency);
             mine.errors.iter_mut().zip(theirs.errors).for_each(|(m, t)| *m += t);
+            mine.refused.iter_mut().zip(theirs.refused).for_each(|(m, t)| *m += t);
         }
         self.in_flight.iter_mut().zip(other.in_flight).for_each(|(m, t)| *m += t);
         self.in_flight_max.iter_mut().zip(other.in_flight_max).for_each(|(m, t)| *m = (*m).max(t));
         self.busy_ns = self.busy_ns.max(other.busy_ns);
         self.clock_age_max_ns = self.clock_age_max_ns.max(other.clock_age_max_ns);
+        self.hung += other.hung;
         self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
     }
 }

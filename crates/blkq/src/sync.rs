@@ -7,19 +7,19 @@
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(loom)]
 pub(crate) use loom::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
+    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
 };
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
+    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
 };
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
+    sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
 };
 
@@ -133,10 +133,26 @@ impl WaitQueue {
     }
 }
 
-/// Runs `body` in every order that loom finds, or in `schedules` random ones under shuttle,
-/// and says how many that were.
+/// Multiplies the schedules of shuttle; what loom searches grows with LOOM_MAX_PREEMPTIONS.
+#[cfg(all(test, shuttle))]
+const FACTOR_VARIABLE: &str = "BLKQ_MODEL_FACTOR";
+
+/// Runs `body` in every order that loom finds with at most two forced switches, which is what
+/// most defects need, or in `schedules` random ones under shuttle (BLKQ_MODEL_FACTOR times as
+/// many), and says how many that were.
 #[cfg(all(test, any(loom, shuttle)))]
 pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
+    model_within(2, name, schedules, body);
+}
+
+/// The same with at most so many forced switches, or LOOM_MAX_PREEMPTIONS.
+#[cfg(all(test, any(loom, shuttle)))]
+pub(crate) fn model_within(
+    switches: usize,
+    name: &str,
+    schedules: usize,
+    body: impl Fn() + Send + Sync + 'static,
+) {
     use std::sync::atomic::AtomicUsize;
     let runs = std::sync::Arc::new(AtomicUsize::new(0));
     let counted = {
@@ -146,16 +162,29 @@ pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync 
             body();
         }
     };
+    let begin = Instant::now();
     #[cfg(loom)]
     {
         let _ = schedules;
         let mut builder = loom::model::Builder::new();
-        // Exhaustive up to two forced switches, which is what most defects need.
-        builder.preemption_bound = builder.preemption_bound.or(Some(2));
+        builder.preemption_bound = builder.preemption_bound.or(Some(switches));
         builder.max_branches = 10_000;
         builder.check(counted);
     }
     #[cfg(shuttle)]
-    shuttle::check_random(counted, schedules);
-    println!("{name}: {} schedules", runs.load(std::sync::atomic::Ordering::Relaxed));
+    {
+        let _ = switches;
+        use shuttle::scheduler::{PctScheduler, RandomScheduler};
+        let factor = std::env::var(FACTOR_VARIABLE).ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
+        let half = (schedules * factor).div_ceil(2);
+        let counted = std::sync::Arc::new(counted);
+        let (random, rare) = (counted.clone(), counted);
+        let mut config = shuttle::Config::new();
+        config.stack_size = 256 << 10;
+        // Switches everywhere, and then few switches at places that are seldom met.
+        shuttle::Runner::new(RandomScheduler::new(half), config.clone()).run(move || random());
+        shuttle::Runner::new(PctScheduler::new(3, half), config).run(move || rare());
+    }
+    let runs = runs.load(std::sync::atomic::Ordering::Relaxed);
+    println!("{name}: {runs} schedules in {:.1} s", begin.elapsed().as_secs_f64());
 }

@@ -10,7 +10,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use blkq::drivers::null::{Null, NullOptions};
-use blkq::{Bio, Completion, Cqe, Disk, EngineThread, Error, ErrorKind, Sector, Source, SourceContext};
+use blkq::tags::Wake;
+use blkq::{
+    Bio, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
+    QueueLimits, Ring, Sector, Source, SourceContext, Tag, Taken,
+};
 use common::{Device, filled};
 
 #[derive(Default)]
@@ -233,6 +237,69 @@ fn an_engine_at_rest_sleeps() {
     let before = seen.turns.load(Ordering::Relaxed);
     std::thread::sleep(Duration::from_millis(200));
     assert!(seen.turns.load(Ordering::Relaxed) - before < 3, "it turns without work");
+}
+
+/// A device whose requests end elsewhere, at the worst moment: its queue is woken when it has
+/// just looked, and before its engine sleeps.
+struct Late;
+
+struct LateQueue {
+    wake: Arc<dyn Wake>,
+    tags: Vec<Tag>,
+    ended: bool,
+}
+
+impl Driver for Late {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits { capacity_bytes: 1 << 20, ..QueueLimits::default() }
+    }
+
+    fn open_queue(
+        &self,
+        _index: u16,
+        _tags: usize,
+        _ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(LateQueue { wake, tags: Vec::new(), ended: false }))
+    }
+}
+
+impl DriverQueue for LateQueue {
+    fn queue_requests(&mut self, _cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        self.tags.extend_from_slice(tags);
+        self.end_elsewhere();
+        Taken::All
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        if std::mem::take(&mut self.ended) {
+            cx.complete_all(&self.tags);
+            self.tags.clear();
+        }
+    }
+}
+
+impl LateQueue {
+    fn end_elsewhere(&mut self) {
+        self.ended = true;
+        let wake = self.wake.clone();
+        std::thread::spawn(move || wake.wake()).join().unwrap();
+    }
+}
+
+#[test]
+fn a_wake_up_between_the_last_look_and_the_sleep_is_not_lost() {
+    let disk = Disk::builder(Box::new(Late)).build().unwrap();
+    let engine = EngineThread::spawn("test-engine", vec![(disk.clone(), 0)]).unwrap();
+    let (done, ended) = channel();
+    std::thread::spawn(move || done.send(disk.submitter().write_at(&[0; 512], 0)));
+    assert!(ended.recv_timeout(Duration::from_secs(10)).expect("the engine sleeps").is_ok());
+    drop(engine);
 }
 
 #[test]

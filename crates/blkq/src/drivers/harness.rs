@@ -205,6 +205,11 @@ impl Harness {
         self.queue.as_ref().unwrap().deadline_ns()
     }
 
+    /// What the queue says of a request that it has.
+    pub fn state(&self, tag: Tag) -> String {
+        self.queue.as_ref().unwrap().state(tag, &self.requests[tag.index()]).into_owned()
+    }
+
     pub fn ended(&self, tag: Tag) -> bool {
         self.ended[tag.index()].is_some()
     }
@@ -217,6 +222,11 @@ impl Harness {
             self.turn();
         }
         let result = self.ended[tag.index()].take().unwrap();
+        (result, self.take_memory(tag))
+    }
+
+    /// The memory of a request that has ended, whose slots are free then.
+    fn take_memory(&mut self, tag: Tag) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut bio = self.requests[tag.index()].first_bio;
         while bio != NIL {
@@ -228,7 +238,7 @@ impl Harness {
             bio = next;
         }
         self.requests[tag.index()] = Request::idle();
-        (result, bytes)
+        bytes
     }
 
     /// Starts and waits.
@@ -263,6 +273,11 @@ impl Drop for Harness {
     fn drop(&mut self) {
         if !std::thread::panicking() {
             self.close_queue();
+            for index in 0..TAGS {
+                if self.ended[index].is_some() {
+                    self.take_memory(Tag(index as u16));
+                }
+            }
         }
     }
 }

@@ -147,6 +147,9 @@ struct Medium {
     base: NonNull<u8>,
     bytes: usize,
     page: usize,
+    /// The kernel's page table of this process, opened while files may still be opened. `None`
+    /// without a /proc: then nothing is known of holes.
+    pagemap: Option<File>,
 }
 
 // SAFETY: the mapping belongs to the value alone, and its bytes are accessed only as atomics.
@@ -174,7 +177,8 @@ impl Medium {
         // SAFETY: the advice changes no content, and the range is the mapping just made.
         let _ = unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) };
         let base = NonNull::new(base.cast()).ok_or_else(|| fail(rustix::io::Errno::NOMEM))?;
-        Ok(Medium { base, bytes, page: rustix::param::page_size() })
+        let pagemap = File::open("/proc/self/pagemap").ok();
+        Ok(Medium { base, bytes, page: rustix::param::page_size(), pagemap })
     }
 
     /// The range as indices, if it is inside and made of whole words.
@@ -246,7 +250,7 @@ impl Medium {
     fn extents(&self, range: Range<u64>, max: usize) -> std::io::Result<Vec<Extent>> {
         /// Bits of an entry of /proc/self/pagemap: present, or swapped out.
         const POPULATED: u64 = 3 << 62;
-        let pagemap = File::open("/proc/self/pagemap")?;
+        let pagemap = self.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
         let page = self.page as u64;
         let end = range.end.min(self.bytes as u64);
         let mut extents: Vec<Extent> = Vec::new();

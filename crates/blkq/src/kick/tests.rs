@@ -57,3 +57,19 @@ fn a_sleeping_owner_takes_everything() {
     }
     submitters.into_iter().for_each(|submitter| submitter.join().expect("no panic"));
 }
+
+#[test]
+fn who_is_woken_while_running_does_not_forget_it() {
+    let kick = Kick::new().expect("an eventfd");
+    kick.kick();
+    assert!(!kick.is_woken(), "what a kick is for can be seen without it");
+    kick.wake();
+    kick.prepare_sleep();
+    assert!(kick.is_woken() && !is_readable(&kick, 0));
+    kick.woke();
+    kick.take_woken();
+    assert!(!kick.is_woken());
+    kick.prepare_sleep();
+    kick.wake();
+    assert!(kick.is_woken() && is_readable(&kick, 0));
+}

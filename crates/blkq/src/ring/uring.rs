@@ -1,18 +1,27 @@
 //! The ring of the kernel.
 
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::time::Duration;
 
+use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 
-use super::{Cqe, FileSlot, RingCounters, Token};
+use super::{Cqe, FileSlot, RingCounters, Token, policy};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
 
-/// Slots of the table of registered files.
+/// Slots of the table of registered files; fewer where not as many files may be open.
 const FILE_SLOTS: u32 = 1024;
-/// Slots of the table of registered buffers.
-const BUFFER_SLOTS: u32 = 1024;
+const FILE_SLOTS_MIN: u32 = 16;
+/// Slots of the table of registered buffers that are filled by [`Ring::register_buffer`].
+const BUFFER_SLOTS: u16 = 1024;
+/// Slots behind them that are kept for the kernel to fill: as many as a ublk queue has tags.
+const KERNEL_SLOTS: u16 = 4096;
+
+/// What a ring registers after its beginning (`IORING_UNREGISTER_FILES`,
+/// `IORING_REGISTER_FILES_UPDATE`, `IORING_REGISTER_BUFFERS_UPDATE`).
+const REGISTER_OPERATIONS: [u8; 3] = [3, 6, 16];
 
 /// One io_uring, used by the thread that made it and by no other
 /// (SINGLE_ISSUER, DEFER_TASKRUN: completions run when that thread asks for them).
@@ -21,6 +30,8 @@ pub struct Ring {
     probe: Probe,
     files: Vec<u32>,
     buffers: Vec<u16>,
+    /// The slots for the kernel to fill that nobody has.
+    kernel_buffers: Range<u16>,
     counters: RingCounters,
     /// Completions taken before they were asked for.
     early: Vec<Cqe>,
@@ -38,6 +49,9 @@ impl Ring {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(entries.next_power_of_two() * 4).setup_clamp().setup_submit_all();
         builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();
+        if policy().is_some() {
+            builder.setup_r_disabled();
+        }
         // NO_SQARRAY came with Linux 6.6; without it the ring is the same, with one indirection more.
         let mut without_sqarray = builder.clone();
         without_sqarray.setup_no_sqarray();
@@ -53,20 +67,31 @@ impl Ring {
         let mut probe = Probe::new();
         let submitter = uring.submitter();
         submitter.register_probe(&mut probe).map_err(|e| Error::system("cannot probe io_uring", e))?;
-        submitter
-            .register_files_sparse(FILE_SLOTS)
-            .map_err(|e| Error::system("cannot register the file table of io_uring", e))?;
+        // The kernel demands that as many files may be open (EMFILE). A confined process may not ask.
+        let mut file_slots = FILE_SLOTS;
+        while let Err(e) = submitter.register_files_sparse(file_slots) {
+            if e.raw_os_error() != Some(libc::EMFILE) || file_slots <= FILE_SLOTS_MIN {
+                return Err(Error::system("cannot register the file table of io_uring", e));
+            }
+            file_slots /= 2;
+        }
         // Without room for locked memory the table stays away and buffers are not registered.
-        let buffers = match submitter.register_buffers_sparse(BUFFER_SLOTS) {
-            Ok(()) => (0..BUFFER_SLOTS as u16).rev().collect(),
-            Err(_) => Vec::new(),
+        let slots = BUFFER_SLOTS + KERNEL_SLOTS;
+        let (buffers, kernel_buffers) = match submitter.register_buffers_sparse(u32::from(slots)) {
+            Ok(()) => ((0..BUFFER_SLOTS).rev().collect(), BUFFER_SLOTS..slots),
+            Err(_) => (Vec::new(), 0..0),
         };
-        let files = (0..FILE_SLOTS).rev().collect();
+        let files = (0..file_slots).rev().collect();
+        if let Some(policy) = policy() {
+            restrict(&uring, policy.operations)
+                .map_err(|e| Error::system("cannot restrict io_uring to what is needed", e))?;
+        }
         Ok(Ring {
             uring,
             probe,
             files,
             buffers,
+            kernel_buffers,
             counters: RingCounters::default(),
             early: Vec::new(),
             abandoned: false,
@@ -226,6 +251,20 @@ impl Ring {
         buffer.set_registered(Segment::UNREGISTERED);
     }
 
+    /// Keeps `count` slots of the table of registered buffers for the kernel to fill; the first
+    /// of them. They are kept for as long as the ring.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] if there are not so many.
+    pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
+        let Range { start, end } = self.kernel_buffers;
+        if count > end - start {
+            return Err(Error::new(ErrorKind::System, "the ring's table of registered buffers is full"));
+        }
+        self.kernel_buffers.start += count;
+        Ok(start)
+    }
+
     /// Something on registered files that does not end by itself is in flight when the ring is
     /// dropped: the kernel ends it, and closes the files, some time later.
     pub fn abandon(&mut self) {
@@ -236,6 +275,16 @@ impl Ring {
     pub fn counters(&self) -> RingCounters {
         self.counters
     }
+}
+
+/// Has `uring`, which is not enabled yet, carry out `operations` and nothing else, and enables it.
+fn restrict(uring: &IoUring, operations: &[u8]) -> std::io::Result<()> {
+    let flags = (squeue::Flags::FIXED_FILE | squeue::Flags::ASYNC).bits();
+    let mut all = vec![Restriction::sqe_flags_allowed(flags)];
+    all.extend(REGISTER_OPERATIONS.map(Restriction::register_op));
+    all.extend(operations.iter().map(|operation| Restriction::sqe_op(*operation)));
+    uring.submitter().register_restrictions(&mut all)?;
+    uring.submitter().register_enable_rings()
 }
 
 impl Drop for Ring {
@@ -253,6 +302,48 @@ mod tests {
     use io_uring::opcode;
 
     use super::*;
+
+    #[test]
+    fn slots_for_the_kernel_are_given_out_once_and_are_none_of_the_others() {
+        let mut ring = Ring::new(4).unwrap();
+        let first = ring.keep_kernel_buffers(4000).unwrap();
+        let mut buffer = IoBuffer::zeroed(4096);
+        ring.register_buffer(&mut buffer);
+        assert!(buffer.segment().registered < first);
+        assert_eq!(ring.keep_kernel_buffers(90).unwrap(), first + 4000);
+        assert!(ring.keep_kernel_buffers(7).is_err());
+        ring.unregister_buffer(&mut buffer);
+    }
+
+    #[test]
+    fn a_restricted_ring_does_what_it_may_and_nothing_else() {
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        let mut builder = IoUring::builder();
+        builder.setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
+        let mut uring: IoUring = builder.build(4).unwrap();
+        uring.submitter().register_files_sparse(4).unwrap();
+        restrict(&uring, &[opcode::Nop::CODE, opcode::Read::CODE]).unwrap();
+        uring.submitter().register_files_update(0, &[file.as_raw_fd()]).unwrap();
+        let mut bytes = [0u8; 4];
+        let path = c"/etc/passwd";
+        let entries = [
+            opcode::Nop::new().build(),
+            opcode::Read::new(types::Fixed(0), bytes.as_mut_ptr(), 4).build(),
+            opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build(),
+            opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
+        ];
+        let mut run = |entry: &squeue::Entry| {
+            // SAFETY: path, file and bytes live until the completion below.
+            unsafe { uring.submission().push(entry).unwrap() };
+            uring.submit_and_wait(1).unwrap();
+            uring.completion().next().unwrap().result()
+        };
+        let results: Vec<i32> = entries.iter().map(&mut run).collect();
+        assert_eq!(results, [0, 4, -libc::EACCES, -libc::EACCES]);
+        assert_eq!(&bytes, b"\x7fELF");
+        let error = uring.submitter().register_eventfd(file.as_raw_fd()).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EACCES));
+    }
 
     #[test]
     fn what_was_taken_early_is_neither_waited_for_nor_lost() {

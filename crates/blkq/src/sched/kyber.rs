@@ -258,6 +258,10 @@ impl Scheduler for Kyber {
         self.remove(gone);
     }
 
+    fn holds(&self, tag: Tag) -> bool {
+        self.domains.iter().any(|domain| domain.held.contains(&tag))
+    }
+
     fn remove(&mut self, tag: Tag) -> bool {
         self.domains.iter_mut().any(|domain| {
             let place = domain.held.iter().position(|&held| held == tag);

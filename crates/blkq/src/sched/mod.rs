@@ -112,6 +112,9 @@ pub(crate) trait Scheduler: Send {
     /// times in the queue is that of both.
     fn joined(&mut self, kept: Tag, gone: Tag);
 
+    /// Whether it holds the request.
+    fn holds(&self, tag: Tag) -> bool;
+
     /// Gives up a request; whether it was held.
     fn remove(&mut self, tag: Tag) -> bool;
 

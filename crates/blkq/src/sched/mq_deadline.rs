@@ -262,6 +262,10 @@ impl Scheduler for MqDeadline {
         self.remove(gone);
     }
 
+    fn holds(&self, tag: Tag) -> bool {
+        self.entries[tag.index()].held
+    }
+
     fn remove(&mut self, tag: Tag) -> bool {
         let entry = &mut self.entries[tag.index()];
         if !std::mem::take(&mut entry.held) {

@@ -7,7 +7,7 @@ use io_uring::squeue;
 
 use super::with;
 use crate::buffer::{IoBuffer, Segment};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::ring::{Cqe, FileSlot, RingCounters, Token};
 
 /// Buffers that can be registered.
@@ -89,6 +89,10 @@ impl Ring {
             self.buffers.push(buffer.segment().registered);
             buffer.set_registered(Segment::UNREGISTERED);
         }
+    }
+
+    pub fn keep_kernel_buffers(&mut self, _count: u16) -> Result<u16, Error> {
+        Err(Error::new(ErrorKind::Unsupported, "the simulated kernel has no buffers of its own"))
     }
 
     pub fn abandon(&mut self) {}

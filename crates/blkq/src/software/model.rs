@@ -61,6 +61,9 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
         let sleeps = !software.has_pending();
         if sleeps {
             kick.wait();
+        } else {
+            // The engine enters the kernel here, and who holds the lock goes on.
+            thread::yield_now();
         }
         kick.woke();
         if sleeps {

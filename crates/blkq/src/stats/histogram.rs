@@ -73,6 +73,18 @@ impl Histogram {
         if bucket == LATENCY_BUCKETS - 1 { self.max_ns } else { upper_edge_ns(bucket).min(self.max_ns) }
     }
 
+    /// How many latencies were below each power of two of nanoseconds, from 2^`from` on
+    /// to 2^`to` (at most 40); the powers are edges of buckets, so these counts are exact.
+    pub fn below_powers(&self, from: u32, to: u32) -> Vec<(u64, u64)> {
+        let powers = from..=to.min(LIMIT_BITS);
+        powers
+            .map(|bits| {
+                let edge = if bits == LIMIT_BITS { LATENCY_BUCKETS } else { bucket_of(1 << bits) };
+                (1 << bits, self.buckets[..edge].iter().sum())
+            })
+            .collect()
+    }
+
     /// Adds the latencies of another histogram.
     pub fn add(&mut self, other: &Histogram) {
         for (mine, theirs) in self.buckets.iter_mut().zip(other.buckets.iter()) {
@@ -137,6 +149,18 @@ mod tests {
             if bucket_of(exact) < LATENCY_BUCKETS - 1 {
                 prop_assert!(told - exact <= exact / 8, "{told} for {exact}");
             }
+        }
+
+        #[test]
+        fn latencies_below_a_power_of_two_are_counted_exactly(
+            all in proptest::collection::vec(latency(), 0..200),
+        ) {
+            let mut histogram = Histogram::default();
+            all.iter().for_each(|&ns| histogram.record(ns));
+            for (edge, count) in histogram.below_powers(0, 39) {
+                prop_assert_eq!(count, all.iter().filter(|ns| **ns < edge).count() as u64);
+            }
+            prop_assert_eq!(histogram.below_powers(40, 40), [(1 << 40, histogram.count())]);
         }
 
         #[test]

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use blkq::clock::monotonic_ns;
 use blkq::{
     BioFlags, Busy, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
-    LocalQueue, Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
+    KernelPages, LocalQueue, Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
 };
 
 #[allow(unused_imports, reason = "not every test file scatters")]
@@ -54,6 +54,7 @@ pub struct Seen {
     pub sector: u64,
     pub sectors: u64,
     pub segments: usize,
+    pub pages: Option<KernelPages>,
     pub result: Option<IoResult>,
 }
 
@@ -74,6 +75,8 @@ pub struct State {
     current_change: Vec<u64>,
     durable_change: Vec<u64>,
     changes: u64,
+    /// What stands for registered buffers of the kernel's, by their index.
+    pub kernel_buffers: Vec<Vec<u8>>,
     /// Sectors that fail.
     pub bad: Vec<(Range<u64>, Status)>,
     pub flush_result: IoResult,
@@ -112,6 +115,7 @@ impl Device {
             current_change: vec![0; bytes >> 9],
             durable_change: vec![0; bytes >> 9],
             changes: 0,
+            kernel_buffers: Vec::new(),
             bad: Vec::new(),
             flush_result: Ok(()),
             log: Vec::new(),
@@ -299,6 +303,10 @@ impl DeviceQueue {
             longest = longest.max(segment.len);
             aligned &= (segment.ptr.addr() | segment.len as usize) & mask == 0 && segment.len > 0;
         });
+        if let Some(pages) = cx.kernel_pages(tag) {
+            rule(limits.kernel_pages && count == 0, "pages of the kernel's");
+            (sum, count, longest) = (u64::from(pages.len()), 1, pages.len());
+        }
         if operation == Operation::Flush {
             rule(limits.write_cache && tag == self.own_flush && flags.is_empty() && bytes == 0, "flush");
         } else {
@@ -343,6 +351,7 @@ impl DeviceQueue {
             sector: request.sector().0,
             sectors: request.bytes() >> 9,
             segments: request.segment_count(),
+            pages: cx.kernel_pages(tag),
             result: None,
         });
         let is_flush = request.operation() == Operation::Flush;
@@ -387,6 +396,15 @@ impl DeviceQueue {
                 limits.max_write_zeroes_no_unmap_bytes = 0;
                 cx.limits_changed();
                 return Err(Status::NotSupported);
+            }
+        }
+        if let Some(pages) = cx.kernel_pages(tag) {
+            let State { kernel_buffers, current, .. } = &mut *state;
+            let from = pages.offset() as usize;
+            let memory = &mut kernel_buffers[usize::from(pages.index())][from..from + pages.len() as usize];
+            match operation {
+                Operation::Read => memory.copy_from_slice(&current[bytes.clone()]),
+                _ => current[bytes.clone()].copy_from_slice(memory),
             }
         }
         let mut place = start;

@@ -82,7 +82,8 @@ impl Drop for Scattered {
 /// The first `length` bytes of the memory of a bio that ended.
 pub fn bytes_of(data: &Data, length: usize) -> Vec<u8> {
     match data {
-        Data::None => Vec::new(),
+        // Of the kernel's pages nobody sees any.
+        Data::None | Data::Kernel(_) => Vec::new(),
         Data::Buffer(buffer) => buffer[..length].to_vec(),
         Data::Segments(owner) => {
             let mut bytes = Vec::new();

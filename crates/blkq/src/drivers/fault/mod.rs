@@ -50,6 +50,8 @@ struct Rules {
     spec: FaultSpec,
     seed: u64,
     states: Vec<RuleState>,
+    /// Whether there is a thread that looks for the files.
+    watched: AtomicBool,
 }
 
 /// How far a rule has come.
@@ -65,9 +67,9 @@ impl Fault {
     /// Wraps `inner`. Without a seed in `spec` one is taken from the clock.
     ///
     /// # Errors
-    /// [`ErrorKind::System`](crate::ErrorKind::System) if the thread that looks for trigger files cannot be started.
+    /// None now; opening a queue fails if the thread that looks for trigger files cannot be started.
     pub fn new(inner: Box<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
-        let rules = Mutex::new(Rules::begin(spec)?);
+        let rules = Mutex::new(Rules::new(spec));
         let shared = Shared { rules, generation: AtomicU64::new(0), wakes: Mutex::new(BTreeMap::new()) };
         Ok(Fault { inner, shared: Arc::new(shared) })
     }
@@ -90,7 +92,7 @@ impl Shared {
 }
 
 impl Rules {
-    fn begin(spec: FaultSpec) -> Result<Arc<Rules>, Error> {
+    fn new(spec: FaultSpec) -> Arc<Rules> {
         let exists = |rule: &Rule| rule.file.as_deref().is_none_or(Path::exists);
         let state = |rule| RuleState {
             armed: AtomicBool::new(exists(rule)),
@@ -99,16 +101,22 @@ impl Rules {
         };
         let states = spec.rules.iter().map(state).collect();
         let seed = spec.seed.unwrap_or_else(|| crate::clock::monotonic_ns() >> 10);
-        let rules = Arc::new(Rules { spec, seed, states });
-        if rules.spec.rules.iter().any(|rule| rule.file.is_some()) {
-            // Looking for a file may block, and an engine thread must not.
-            let watched = Arc::downgrade(&rules);
-            std::thread::Builder::new()
-                .name("blkq-fault".to_owned())
-                .spawn(move || watch(&watched))
-                .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
+        Arc::new(Rules { spec, seed, states, watched: AtomicBool::new(false) })
+    }
+
+    /// Looks for the files of the rules from now on, on a thread that is the caller's: a confined
+    /// one makes a confined one.
+    fn watch(self: &Arc<Rules>) -> Result<(), Error> {
+        if self.spec.rules.iter().all(|rule| rule.file.is_none()) || self.watched.swap(true, Relaxed) {
+            return Ok(());
         }
-        Ok(rules)
+        // Looking for a file may block, and an engine thread must not.
+        let watched = Arc::downgrade(self);
+        std::thread::Builder::new()
+            .name("blkq-fault".to_owned())
+            .spawn(move || watch(&watched))
+            .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
+        Ok(())
     }
 }
 
@@ -131,7 +139,8 @@ impl Driver for Fault {
     }
 
     fn limits(&self) -> QueueLimits {
-        self.inner.limits()
+        // Some faults look into the data.
+        QueueLimits { kernel_pages: false, ..self.inner.limits() }
     }
 
     fn uses_ring(&self) -> bool {
@@ -150,6 +159,7 @@ impl Driver for Fault {
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let inner = self.inner.open_queue(index, tags, ring, wake.clone())?;
+        self.shared.rules().watch()?;
         lock(&self.shared.wakes).insert(index, wake);
         Ok(Box::new(FaultQueue::new(inner, self.shared.clone(), index, tags, self.limits())))
     }
@@ -167,7 +177,12 @@ impl Driver for Fault {
         if key != "fault" {
             return self.inner.set(key, value);
         }
-        *lock(&self.shared.rules) = Rules::begin(value.parse()?)?;
+        let rules = Rules::new(value.parse()?);
+        // Before there are queues whoever opens the first one does: an engine may be confined.
+        if !lock(&self.shared.wakes).is_empty() {
+            rules.watch()?;
+        }
+        *lock(&self.shared.rules) = rules;
         self.shared.generation.fetch_add(1, Release);
         lock(&self.shared.wakes).values().for_each(|queue| queue.wake());
         Ok(())

@@ -1,6 +1,7 @@
 //! A queue of the fault driver: what happens to each request, and the requests of its own
 //! that the wrapped queue sees.
 
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::mem::ManuallyDrop;
@@ -373,6 +374,19 @@ impl DriverQueue for FaultQueue {
         }
         inner!(self, cx, poll);
         self.end_inner(cx);
+    }
+
+    fn state(&self, tag: Tag, _request: &Request) -> Cow<'static, str> {
+        if self.timers.iter().any(|Reverse((_, held))| *held == tag) {
+            return match self.plans[tag.index()].effect {
+                Some(Effect::Stuck(_)) => "in the driver, stuck by a rule of --fault".into(),
+                _ => "in the driver, delayed by a rule of --fault".into(),
+            };
+        }
+        if self.refused.contains(&tag) {
+            return "refused by the driver under --fault, to be offered again".into();
+        }
+        self.inner.state(tag, &self.requests[tag.index()])
     }
 
     fn deadline_ns(&self) -> Option<u64> {

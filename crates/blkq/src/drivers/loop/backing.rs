@@ -131,14 +131,15 @@ pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<(
     Ok(())
 }
 
-/// The same file opened anew for writing.
-pub(super) fn reopen_for_writing(file: &File, path: &Path) -> Result<File, Error> {
+/// The same file opened anew, for reading or for writing too.
+pub(super) fn reopen(file: &File, path: &Path, writable: bool) -> Result<File, Error> {
     let same = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let what = if writable { "for writing" } else { "a second time" };
     OpenOptions::new()
         .read(true)
-        .write(true)
+        .write(writable)
         .open(same)
-        .map_err(|e| Error::system(format!("cannot open the image {} for writing", path.display()), e))
+        .map_err(|e| Error::system(format!("cannot open the image {} {what}", path.display()), e))
 }
 
 fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {

@@ -93,6 +93,9 @@ struct Shared {
     /// Where in the file the device begins.
     offset: u64,
     block_device: bool,
+    /// The image once more, for flushes alone: what could not be written back is told once to each
+    /// open file, and what a failed FUA write or live change was told must not be missed by a flush.
+    synced: File,
     state: Mutex<State>,
     writer: WriterToken,
     wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
@@ -213,9 +216,11 @@ impl LoopDevice {
             .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
         // A block device whose block is larger than the sector does neither on odd blocks.
         let able = !backing.block_device || backing.logical_block <= sector;
+        let synced = backing::reopen(&backing.file, &backing.path, false)?;
         let shared = Shared {
             offset: options.offset,
             block_device: backing.block_device,
+            synced,
             state: Mutex::new(State {
                 file: Arc::new(backing.file),
                 writable: !options.read_only,
@@ -302,7 +307,7 @@ impl LoopDevice {
         if read_only || state.writable {
             relock(&state.file, kind)?;
         } else {
-            let file = backing::reopen_for_writing(&state.file, &self.path)?;
+            let file = backing::reopen(&state.file, &self.path, true)?;
             self.set_direct(&file, state.mode.direct.is_some())?;
             // The two descriptions are strangers to each other, and so are their locks.
             lock::release(&state.file, &range);
@@ -345,6 +350,7 @@ impl Driver for LoopDevice {
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: queue::SEGMENTS_MAX,
             memory_align,
+            kernel_pages: true,
             max_discard_bytes: most(&self.shared.discards),
             discard_granularity: self.discard_granularity.max(self.sector),
             discard_zeroes: !self.shared.block_device,

@@ -5,6 +5,7 @@
 //! kernel does one at a time anyway are issued before the ones in front have ended, so that
 //! its worker goes from one to the next without waking this thread in between.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -17,7 +18,7 @@ use crate::bio::{BioFlags, Operation};
 use crate::buffer::Segment;
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult, Status};
-use crate::request::Tag;
+use crate::request::{Request, Tag};
 use crate::ring::{Cqe, FileSlot, Ring};
 use crate::sync::atomic::Ordering::Relaxed;
 use std::sync::Arc;
@@ -115,6 +116,8 @@ pub(super) struct LoopQueue {
     index: u16,
     file: Arc<File>,
     slot: FileSlot,
+    /// The open file that flushes go to.
+    synced: FileSlot,
     /// Unit in which a direct transfer makes progress; 1 if buffered.
     align: u64,
     read_only: bool,
@@ -142,11 +145,13 @@ impl LoopQueue {
         ring.require(&OPERATIONS)?;
         let settings = shared.queue_settings();
         let slot = ring.register_file(settings.file.as_fd())?;
+        let synced = ring.register_file(shared.synced.as_fd()).inspect_err(|_| ring.unregister_file(slot))?;
         let iovecs = Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX));
         Ok(LoopQueue {
             index,
             file: settings.file,
             slot,
+            synced,
             align: settings.align,
             read_only: settings.read_only,
             turns: settings.turns,
@@ -253,7 +258,7 @@ impl LoopQueue {
     }
 
     fn sync_entry(&self) -> squeue::Entry {
-        opcode::Fsync::new(types::Fixed(self.slot.0)).flags(types::FsyncFlags::DATASYNC).build()
+        opcode::Fsync::new(types::Fixed(self.synced.0)).flags(types::FsyncFlags::DATASYNC).build()
     }
 
     /// The call that transfers `tags` from byte `done` on, which is at `offset` of the
@@ -266,6 +271,21 @@ impl LoopQueue {
         offset: u64,
         done: u64,
     ) -> squeue::Entry {
+        let file = types::Fixed(self.slot.0);
+        let request = cx.request(tags[0]);
+        let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
+        let read = request.operation() == Operation::Read;
+        if let Some(pages) = cx.kernel_pages(tags[0]) {
+            let rest = pages.part(done as u32, pages.len() - done as u32);
+            let (place, len, index) =
+                (std::ptr::without_provenance_mut(rest.offset() as usize), rest.len(), rest.index());
+            return match read {
+                true => opcode::ReadFixed::new(file, place, len, index).offset(offset).build(),
+                false => {
+                    opcode::WriteFixed::new(file, place, len, index).offset(offset).rw_flags(rw_flags).build()
+                }
+            };
+        }
         let room = usize::from(SEGMENTS_MAX);
         let begin = tags[0].index() * room;
         let iovecs = &mut self.iovecs[begin..begin + room];
@@ -291,10 +311,6 @@ impl LoopQueue {
                 }
             });
         }
-        let file = types::Fixed(self.slot.0);
-        let request = cx.request(tags[0]);
-        let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
-        let read = request.operation() == Operation::Read;
         let Segment { ptr, len, registered } = only;
         let vectors = iovecs.as_ptr().cast();
         match (read, count == 1, registered != Segment::UNREGISTERED) {
@@ -556,6 +572,20 @@ impl DriverQueue for LoopQueue {
         }
     }
 
+    fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
+        if self.waiting.contains(&tag) {
+            return match self.hold {
+                Hold::Waiting(_) => "in the driver, waiting for another queue's buffered writes".into(),
+                _ => "in the driver, waiting for its turn at the file".into(),
+            };
+        }
+        let Progress { done, attempts } = Progress::load(&request.pdu);
+        let again = if attempts > 0 { format!(", tried {attempts} times more") } else { String::new() };
+        let done =
+            if done > 0 { format!(", {done} of {} bytes done", request.bytes()) } else { String::new() };
+        format!("in the kernel's io_uring{done}{again}").into()
+    }
+
     fn deadline_ns(&self) -> Option<u64> {
         match self.hold {
             Hold::Waiting(again_ns) => Some(again_ns),
@@ -587,6 +617,7 @@ impl DriverQueue for LoopQueue {
     fn close(&mut self, cx: &mut DriverContext<'_>) {
         if let Some(ring) = cx.ring() {
             ring.unregister_file(self.slot);
+            ring.unregister_file(self.synced);
         }
     }
 }

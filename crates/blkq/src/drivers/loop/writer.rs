@@ -139,9 +139,7 @@ mod model {
 
     #[test]
     fn loom_one_writer_at_a_time_and_no_waiter_is_forgotten() {
-        let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(3);
-        model.check(|| {
+        crate::sync::model_within(3, "three writers", 0, || {
             let shared = Arc::new(Shared {
                 token: WriterToken::new(),
                 kicks: std::array::from_fn(|_| Notify::new()),

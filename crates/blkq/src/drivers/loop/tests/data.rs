@@ -287,6 +287,38 @@ fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
     }
 }
 
+/// A file system on a device that runs full behind its back: written pages cannot be kept.
+#[test]
+fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {
+    let low = Directory::tmpfs("size=80M");
+    let store = low.file("store");
+    File::create(&store).unwrap().set_len(64 * MIB).unwrap();
+    let looped = run("losetup", &["-f", "--show", store.to_str().unwrap()]).trim().to_owned();
+    run("mkfs.ext4", &["-qF", "-O", "^has_journal", "-E", "nodiscard", &looped]);
+    let mut high = Directory::new();
+    run("mount", &[&looped, high.path.to_str().unwrap()]);
+    run("losetup", &["-d", &looped]); // when it is unmounted
+    high.mounted = true;
+    let path = high.file("image");
+    std::fs::write(&path, vec![0; 16 << 20]).unwrap();
+    let device = open(&path, DirectIo::Off);
+    let mut h = Harness::open(&device).unwrap();
+    let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+    assert_eq!(h.run(flush).0, Ok(()));
+    run("fallocate", &["-d", store.to_str().unwrap()]);
+    // No room for anything: the ballast itself ends with an error.
+    let full = std::fs::write(low.file("ballast"), vec![1; 80 << 20]);
+    assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    let lost = h.write(4 * MIB, vec![pattern(MIB as usize, 1)]);
+    assert_eq!(h.run(lost).0, Ok(()));
+    // Somebody else has the pages written back, in vain.
+    assert!(File::open(&path).unwrap().sync_data().is_err());
+    let fua = h.build(Operation::Write, BioFlags::FUA, 0, 0, vec![filled(4096, 2)]);
+    assert!(h.run(fua).0.is_err(), "the kernel tells this open file of it");
+    let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+    assert!(h.run(flush).0.is_err(), "an answered write is lost, and the flush does not tell");
+}
+
 #[test]
 fn interruptions_are_made_again_but_not_for_ever() {
     let directory = Directory::new();
@@ -441,4 +473,23 @@ fn writes_to_a_read_only_device_are_refused() {
     }
     let flush = h.bare(Operation::Flush, PLAIN, 0, 0);
     assert_eq!(h.run(flush).0, Ok(()));
+}
+
+#[test]
+fn a_request_that_hangs_says_how_far_it_is() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let device =
+        LoopDevice::open(&LoopOptions { dispatch: Dispatch::Serial, ..LoopOptions::new(&path) }).unwrap();
+    let mut harness = Harness::open(&device).unwrap();
+    let (first, second) = (harness.read(0, &[8192]), harness.read(65536, &[4096]));
+    // Nothing is submitted to the kernel before the ring turns.
+    harness.start(&[first, second]);
+    assert_eq!(harness.state(first), "in the kernel's io_uring");
+    assert_eq!(harness.state(second), "in the driver, waiting for its turn at the file");
+    harness.set_pdu(first, [4096, 3]);
+    assert_eq!(harness.state(first), "in the kernel's io_uring, 4096 of 8192 bytes done, tried 3 times more");
+    harness.set_pdu(first, [0, 0]);
+    assert_eq!(harness.wait(first).0, Ok(()));
+    assert_eq!(harness.wait(second).0, Ok(()));
 }

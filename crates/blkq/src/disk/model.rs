@@ -1,0 +1,480 @@
+//! What the checkers prove of a whole disk: real queues on real engine threads, with their
+//! sleep, mailbox, plug, software queues, tags, gate, freeze and end; only the ring and what
+//! wakes it are twins. The device is a thread that ends requests whenever it runs.
+//!
+//! Whatever is lost, a wake-up, a bio, a tag, an answer, leaves somebody waiting, which the
+//! checkers see as a deadlock; what comes twice is counted.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU32 as Plain, Ordering::SeqCst};
+
+use super::*;
+use crate::bio::{Bio, Completion};
+use crate::buffer::IoBuffer;
+use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::engine::{EngineThread, Source, SourceContext};
+use crate::gate::Direction;
+use crate::request::Tag;
+use crate::ring::{Cqe, Ring};
+use crate::sector::Sector;
+#[cfg(loom)]
+use crate::sync::model_within;
+use crate::sync::{WaitQueue, model, thread};
+use crate::tags::Wake;
+
+const BLOCK_BYTES: usize = 512;
+
+/// Requests on their way to the device's thread, each with where its end is to go.
+#[derive(Default)]
+struct Device {
+    jobs: Mutex<VecDeque<(Arc<Inbox>, Tag)>>,
+    told: WaitQueue,
+    /// Requests that the driver has.
+    in_driver: Plain,
+    /// A freeze, or a quiesce, has been granted and lasts.
+    frozen: Plain,
+    quiesced: Plain,
+}
+
+/// Ends on their way back to the owner of a queue.
+struct Inbox {
+    ended: Mutex<Vec<Tag>>,
+    wake: Arc<dyn Wake>,
+}
+
+impl Device {
+    /// Ends `count` requests.
+    fn serve(&self, count: usize) {
+        for _ in 0..count {
+            let mut job = None;
+            self.told.wait_until(|| {
+                job = lock(&self.jobs).pop_front();
+                job.is_some()
+            });
+            let Some((inbox, tag)) = job else { return };
+            lock(&inbox.ended).push(tag);
+            inbox.wake.wake();
+        }
+    }
+}
+
+/// The driver: what it takes the device's thread ends, or itself at once.
+struct Remote {
+    device: Option<Arc<Device>>,
+    own: Arc<Device>,
+}
+
+struct RemoteQueue {
+    device: Option<Arc<Device>>,
+    own: Arc<Device>,
+    inbox: Arc<Inbox>,
+}
+
+impl Driver for Remote {
+    fn name(&self) -> &'static str {
+        "remote"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits { capacity_bytes: 1 << 30, ..QueueLimits::default() }
+    }
+
+    fn open_queue(
+        &self,
+        _index: u16,
+        _tags: usize,
+        _ring: Option<&mut Ring>,
+        wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        let inbox = Arc::new(Inbox { ended: Mutex::new(Vec::new()), wake });
+        Ok(Box::new(RemoteQueue { device: self.device.clone(), own: self.own.clone(), inbox }))
+    }
+}
+
+impl DriverQueue for RemoteQueue {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        assert_eq!(self.own.frozen.load(SeqCst), 0, "a request in a frozen disk");
+        assert_eq!(self.own.quiesced.load(SeqCst), 0, "a request in a quiesced disk");
+        self.own.in_driver.fetch_add(tags.len() as u32, SeqCst);
+        match &self.device {
+            None => {
+                self.own.in_driver.fetch_sub(tags.len() as u32, SeqCst);
+                cx.complete_all(tags);
+            }
+            Some(device) => {
+                lock(&device.jobs).extend(tags.iter().map(|tag| (self.inbox.clone(), *tag)));
+                device.told.wake_all();
+            }
+        }
+        Taken::All
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        let ended = std::mem::take(&mut *lock(&self.inbox.ended));
+        self.own.in_driver.fetch_sub(ended.len() as u32, SeqCst);
+        cx.complete_all(&ended);
+    }
+}
+
+/// A disk with its engines, and what has ended on it.
+struct World {
+    disk: Arc<Disk>,
+    device: Arc<Device>,
+    engines: Vec<EngineThread>,
+    ended: Arc<Plain>,
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    queues: usize,
+    depth: u16,
+    shared_tags: bool,
+    batching: bool,
+    /// The driver ends requests itself.
+    at_once: bool,
+}
+
+impl World {
+    fn new(shape: Shape) -> World {
+        let device = Arc::new(Device::default());
+        let remote = Remote { device: (!shape.at_once).then(|| device.clone()), own: device.clone() };
+        let disk = Disk::builder(Box::new(remote))
+            .queues(shape.queues)
+            .depth(shape.depth)
+            .shared_tags(shape.shared_tags)
+            .batching(shape.batching)
+            .iostats(false)
+            .build()
+            .expect("a valid disk");
+        let engine = |queue| EngineThread::spawn("engine", vec![(disk.clone(), queue)]).expect("an engine");
+        let engines = (0..shape.queues).map(engine).collect();
+        World { disk, device, engines, ended: Arc::default() }
+    }
+
+    /// A thread that submits blocks: each submitter's are neighbours in pairs, so that some merge.
+    /// Every other one is waited for. Ends with an error are those of a disk that goes.
+    fn submitter(&self, number: usize, count: usize, goes: bool) -> thread::JoinHandle<()> {
+        let (mut submitter, ended) = (self.disk.submitter(), self.ended.clone());
+        thread::spawn(move || {
+            for round in 0..count {
+                let sector = Sector(((number as u64) << 16) + round as u64 / 2 * 8 + round as u64 % 2);
+                let bio = Bio::write(sector, IoBuffer::zeroed(BLOCK_BYTES), 0);
+                let ended = ended.clone();
+                let check = move |result| {
+                    assert!(result == Ok(()) || goes && result == Err(Status::Offline), "{result:?}");
+                    ended.fetch_add(1, SeqCst);
+                };
+                if round % 2 == 0 && round + 1 < count {
+                    submitter.submit(bio, move |result, _| check(result));
+                } else {
+                    check(submitter.submit_and_wait(bio).0);
+                }
+            }
+        })
+    }
+
+    /// The thread of the device, which ends so many requests.
+    fn device(&self, count: usize) -> thread::JoinHandle<()> {
+        let device = self.device.clone();
+        thread::spawn(move || device.serve(count))
+    }
+
+    fn freezer(&self, rounds: usize) -> thread::JoinHandle<()> {
+        let (disk, device) = (self.disk.clone(), self.device.clone());
+        thread::spawn(move || {
+            for _ in 0..rounds {
+                disk.freeze();
+                assert_eq!(device.in_driver.load(SeqCst), 0, "frozen with requests in the driver");
+                device.frozen.fetch_add(1, SeqCst);
+                thread::yield_now();
+                device.frozen.fetch_sub(1, SeqCst);
+                disk.unfreeze();
+            }
+        })
+    }
+
+    /// Has engine 0 look for what hangs, which is all that is in flight, and then, when the other
+    /// threads have ended, once more: each is told of once, and its end once.
+    fn watcher(&self, rounds: usize) -> thread::JoinHandle<()> {
+        let handle = self.engines[0].handle().clone();
+        let look = move |hangs: &mut Vec<u64>, ends: &mut Vec<u64>| {
+            let look = handle.look(u64::MAX, 0).recv().expect("the engine lives");
+            hangs.extend(look.hangs.iter().map(|hang| hang.subject.number));
+            ends.extend(look.ended.iter().map(|end| end.subject.number));
+            assert_eq!(look.more, 0);
+            look.hung
+        };
+        thread::spawn(move || {
+            let (mut hangs, mut ends) = (Vec::new(), Vec::new());
+            for _ in 0..rounds {
+                look(&mut hangs, &mut ends);
+            }
+            while look(&mut hangs, &mut ends) > 0 {
+                thread::yield_now();
+            }
+            // What ended while the last look was on its way.
+            look(&mut hangs, &mut ends);
+            ends.sort_unstable();
+            let told: Vec<u64> = (1..=hangs.len() as u64).collect();
+            assert_eq!((&hangs, &ends), (&told, &told), "told of once, and the end once");
+        })
+    }
+
+    fn quiescer(&self, rounds: usize) -> thread::JoinHandle<()> {
+        let (disk, device) = (self.disk.clone(), self.device.clone());
+        thread::spawn(move || {
+            for _ in 0..rounds {
+                disk.quiesce();
+                device.quiesced.fetch_add(1, SeqCst);
+                thread::yield_now();
+                device.quiesced.fetch_sub(1, SeqCst);
+                disk.unquiesce();
+            }
+        })
+    }
+
+    /// Changes depth and scheduler.
+    fn changer(&self) -> thread::JoinHandle<()> {
+        let disk = self.disk.clone();
+        thread::spawn(move || {
+            for (key, value) in [("depth", "1"), ("scheduler", "mq-deadline"), ("depth", "3")] {
+                disk.set(key, value).expect("a change");
+            }
+        })
+    }
+
+    /// Nothing is left anywhere, and all that was submitted has ended once.
+    fn end(self, submitted: usize) {
+        let World { disk, device, engines, ended } = self;
+        drop(engines);
+        assert_eq!(ended.load(SeqCst) as usize, submitted, "each bio ends once");
+        assert_eq!(device.in_driver.load(SeqCst), 0);
+        for direction in [Direction::Read, Direction::Write] {
+            assert_eq!((disk.gate.in_flight(direction), disk.gate.waiting(direction)), (0, 0));
+        }
+        for queue in &disk.queues {
+            assert_eq!(queue.tags.in_use(), 0, "a tag was lost");
+            assert!(queue.software.take_all().is_empty(), "a bio stayed behind");
+        }
+    }
+}
+
+fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
+    for thread in threads {
+        thread.join().expect("a thread panicked");
+    }
+}
+
+/// Submitters, and an engine that sleeps in between and merges what it can.
+fn all_end_once(shape: Shape, submitters: usize, count: usize) {
+    let world = World::new(shape);
+    let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, false)).collect();
+    join(threads);
+    world.end(submitters * count);
+}
+
+/// The same over a device on a thread of its own. Nothing merges, so that it is known how many
+/// requests there will be: each submitter's blocks are too far apart.
+fn ends_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usize, quiesces: usize) {
+    let world = World::new(shape);
+    let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
+    threads.push(world.device(submitters));
+    threads.extend((freezes > 0).then(|| world.freezer(freezes)));
+    threads.extend((quiesces > 0).then(|| world.quiescer(quiesces)));
+    join(threads);
+    world.end(submitters);
+}
+
+/// Requests end while somebody looks for those that hang, and freezes.
+fn hangs_are_told_of_once(shape: Shape, submitters: usize, freezes: usize, looks: usize) {
+    let world = World::new(shape);
+    let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
+    threads.push(world.device(submitters));
+    threads.extend((freezes > 0).then(|| world.freezer(freezes)));
+    threads.push(world.watcher(looks));
+    join(threads);
+    world.end(submitters);
+}
+
+/// Settings change under load.
+fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
+    let world = World::new(shape);
+    let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, false)).collect();
+    threads.push(world.changer());
+    threads.push(world.freezer(2));
+    threads.push(world.quiescer(2));
+    join(threads);
+    world.end(submitters * count);
+}
+
+/// The engines end while others submit: what was staged too late ends too.
+fn an_end_leaves_nobody_waiting(shape: Shape, submitters: usize, count: usize) {
+    let mut world = World::new(shape);
+    let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, true)).collect();
+    world.engines.clear();
+    join(threads);
+    world.end(submitters * count);
+}
+
+/// A client on the engine's thread, as an attachment is: it submits what it is told to.
+struct Client {
+    /// Still to be submitted.
+    wanted: u64,
+    in_flight: u32,
+    ended: Arc<Plain>,
+    stopping: bool,
+}
+
+impl Source for Client {
+    fn start(&mut self, _cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _cx: &mut SourceContext<'_>, _cqe: Cqe) {}
+
+    fn on_bio(&mut self, _cx: &mut SourceContext<'_>, completion: Completion) {
+        assert_eq!(completion.result, Ok(()));
+        self.in_flight -= 1;
+        self.ended.fetch_add(1, SeqCst);
+    }
+
+    fn on_message(&mut self, _cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
+        self.wanted += message.downcast::<u64>().map(|count| *count).expect("a number");
+    }
+
+    fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
+        while self.wanted > 0 {
+            let bio = Bio::write(Sector(self.wanted * 64), IoBuffer::zeroed(BLOCK_BYTES), 0);
+            if cx.submit(0, bio).is_err() {
+                return;
+            }
+            self.wanted -= 1;
+            self.in_flight += 1;
+        }
+    }
+
+    fn stop(&mut self, _cx: &mut SourceContext<'_>, _force: bool) {
+        self.stopping = true;
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopping && self.wanted == 0 && self.in_flight == 0
+    }
+}
+
+/// Messages to sources, sources that stop while the device still ends their I/O, submitters and a
+/// freeze, with the tags of all queues in one set: what one has under its plug another waits for.
+fn plugs_share_tags(shape: Shape, per_client: u64, submitters: usize, freezes: usize) {
+    let world = World::new(shape);
+    let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
+    threads.extend((freezes > 0).then(|| world.freezer(freezes)));
+    for engine in &world.engines {
+        let (handle, ended) = (engine.handle().clone(), world.ended.clone());
+        threads.push(thread::spawn(move || {
+            let own: Arc<Plain> = Arc::default();
+            let its = own.clone();
+            let client = move || {
+                Box::new(Client { wanted: 0, in_flight: 0, ended: its, stopping: false }) as Box<dyn Source>
+            };
+            let id = handle.add_source(client).expect("the engine lives");
+            handle.send(id, Box::new(per_client));
+            handle.stop_source(id, false);
+            assert_eq!(u64::from(own.load(SeqCst)), per_client, "stopped with I/O in flight");
+            ended.fetch_add(per_client as u32, SeqCst);
+        }));
+    }
+    let total = per_client as usize * world.engines.len() + submitters;
+    threads.extend((!shape.at_once).then(|| world.device(total)));
+    join(threads);
+    world.end(total);
+}
+
+#[cfg(loom)]
+mod loom_disk {
+    use super::*;
+
+    const SMALL: Shape = Shape { queues: 1, depth: 1, shared_tags: false, batching: false, at_once: true };
+
+    const REMOTE: Shape = Shape { at_once: false, ..SMALL };
+    const SHARED: Shape = Shape { queues: 2, shared_tags: true, ..SMALL };
+
+    #[test]
+    fn loom_all_end_once() {
+        model("an engine, one submitter, two blocks", 0, || all_end_once(SMALL, 1, 2));
+        model_within(1, "an engine, two submitters", 0, || all_end_once(SMALL, 2, 1));
+        model_within(1, "two engines that share a tag", 0, || all_end_once(SHARED, 2, 1));
+    }
+
+    #[test]
+    fn loom_ends_come_from_elsewhere() {
+        model("one submitter", 0, || ends_come_from_elsewhere(REMOTE, 1, 0, 0));
+        model_within(1, "one submitter, a freeze", 0, || ends_come_from_elsewhere(REMOTE, 1, 1, 0));
+        model_within(1, "one submitter, a quiesce", 0, || ends_come_from_elsewhere(REMOTE, 1, 0, 1));
+    }
+
+    #[test]
+    fn loom_an_end_leaves_nobody_waiting() {
+        model("an engine that ends, one submitter", 0, || an_end_leaves_nobody_waiting(SMALL, 1, 1));
+        model_within(1, "an engine that ends, two submitters", 0, || {
+            an_end_leaves_nobody_waiting(SMALL, 2, 1)
+        });
+    }
+
+    #[test]
+    fn loom_hangs_are_told_of_once() {
+        model_within(1, "one submitter", 0, || hangs_are_told_of_once(REMOTE, 1, 0, 0));
+    }
+
+    #[test]
+    fn loom_plugs_share_tags() {
+        model_within(1, "a client on the engine", 0, || plugs_share_tags(SMALL, 1, 0, 0));
+    }
+}
+
+#[cfg(shuttle)]
+mod shuttle_disk {
+    use super::*;
+
+    const FEW: Shape = Shape { queues: 1, depth: 2, shared_tags: false, batching: true, at_once: true };
+    const REMOTE: Shape = Shape { at_once: false, ..FEW };
+    const SHARED: Shape = Shape { queues: 2, depth: 1, shared_tags: true, ..FEW };
+
+    #[test]
+    fn shuttle_all_end_once() {
+        model("one engine, four submitters", 6_000, || all_end_once(FEW, 4, 4));
+        model("two engines that share two tags", 6_000, || all_end_once(Shape { depth: 2, ..SHARED }, 4, 4));
+    }
+
+    #[test]
+    fn shuttle_ends_come_from_elsewhere() {
+        model("ends against freeze and quiesce", 6_000, || ends_come_from_elsewhere(REMOTE, 4, 2, 2));
+        model("without batching", 3_000, || {
+            ends_come_from_elsewhere(Shape { batching: false, depth: 1, ..REMOTE }, 4, 2, 0)
+        });
+    }
+
+    #[test]
+    fn shuttle_hangs_are_told_of_once() {
+        model("four submitters, a freeze, three looks", 6_000, || hangs_are_told_of_once(REMOTE, 4, 1, 3));
+    }
+
+    #[test]
+    fn shuttle_changes_lose_nothing() {
+        model("depth and scheduler change under load", 6_000, || changes_lose_nothing(FEW, 3, 4));
+    }
+
+    #[test]
+    fn shuttle_an_end_leaves_nobody_waiting() {
+        model("an engine ends under load", 6_000, || an_end_leaves_nobody_waiting(FEW, 4, 4));
+        model("two engines end under load", 6_000, || an_end_leaves_nobody_waiting(SHARED, 4, 3));
+    }
+
+    #[test]
+    fn shuttle_plugs_share_tags() {
+        model("two clients, one tag", 6_000, || plugs_share_tags(SHARED, 3, 2, 0));
+        model("two clients, two tags, ends from elsewhere, freezes", 6_000, || {
+            plugs_share_tags(Shape { depth: 2, at_once: false, ..SHARED }, 3, 2, 2)
+        });
+    }
+}

@@ -1,0 +1,85 @@
+//! The ring under the model checkers: it waits for kicks, and knows no other operation.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::squeue;
+
+use super::{Cqe, FileSlot, RingCounters, Token};
+use crate::buffer::IoBuffer;
+use crate::error::{Error, ErrorKind};
+use crate::kick::Kick;
+use crate::sync::thread;
+
+/// The ring of one thread of a model.
+pub struct Ring {
+    /// The kick that is waited for, once.
+    watched: Option<(Arc<Kick>, Token)>,
+    counters: RingCounters,
+}
+
+#[allow(missing_docs, reason = "as those of the real ring")]
+impl Ring {
+    pub fn new(_entries: u32) -> Result<Ring, Error> {
+        Ok(Ring { watched: None, counters: RingCounters::default() })
+    }
+
+    pub fn supports(&self, _code: u8) -> bool {
+        true
+    }
+
+    pub fn require(&self, _needed: &[(&str, u8)]) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// # Safety
+    /// As of the real one.
+    pub unsafe fn push(&mut self, _entry: squeue::Entry, _token: Token) {
+        unimplemented!("a model has no kernel that does I/O");
+    }
+
+    /// Waits for `kick`: the twin of a poll of its descriptor.
+    pub(crate) fn watch(&mut self, kick: Arc<Kick>, token: Token) {
+        assert!(self.watched.is_none(), "an engine of a model has one queue");
+        self.watched = Some((kick, token));
+    }
+
+    pub fn has_submissions(&mut self) -> bool {
+        false
+    }
+
+    pub fn submit(&mut self) {}
+
+    pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
+        self.counters.enters += 1;
+        match &self.watched {
+            Some((kick, _)) if want > 0 && timeout.is_none() => kick.wait(),
+            // Any time may have passed.
+            _ => thread::yield_now(),
+        }
+    }
+
+    pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
+        if let Some((_, token)) = self.watched.take_if(|(kick, _)| kick.is_readable()) {
+            self.counters.completions += 1;
+            into.push(Cqe { token, result: 1, flags: 0 });
+        }
+    }
+
+    pub fn register_file(&mut self, _fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
+        Err(Error::new(ErrorKind::Unsupported, "a model has no files"))
+    }
+
+    pub fn unregister_file(&mut self, _slot: FileSlot) {}
+
+    pub fn register_buffer(&mut self, _buffer: &mut IoBuffer) {}
+
+    pub fn unregister_buffer(&mut self, _buffer: &mut IoBuffer) {}
+
+    pub fn abandon(&mut self) {}
+
+    pub fn counters(&self) -> RingCounters {
+        self.counters
+    }
+}

@@ -1,0 +1,296 @@
+//! What hangs is found where it is, told of once, and its end too.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use blkq::clock::monotonic_ns;
+use blkq::watch::{Look, NAMED_MAX, Place};
+use blkq::{
+    Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, Operation, QueueLimits, Sector, Source,
+    SourceContext, StatGroup, Status,
+};
+use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
+
+const SECOND_NS: u64 = 1_000_000_000;
+const LIMIT_NS: u64 = 30 * SECOND_NS;
+
+fn read(sector: u64, mark: u64) -> Bio {
+    Bio::read(Sector(sector), filled(512, 0), mark)
+}
+
+/// The time `seconds` from now.
+fn after(seconds: u64) -> u64 {
+    monotonic_ns() + seconds * SECOND_NS
+}
+
+#[test]
+fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    let fua = Bio::write(Sector(8), filled(4096, 1), 7).with_flags(BioFlags::NO_MERGE);
+    queue.submit(fua).unwrap();
+    queue.poll();
+    assert_eq!(queue.look(after(29), LIMIT_NS), Look::default(), "not yet");
+    let look = queue.look(after(31), LIMIT_NS);
+    assert_eq!((look.hangs.len(), look.more, look.hung), (1, 0, 1));
+    let hang = &look.hangs[0];
+    let subject = &hang.subject;
+    assert_eq!((subject.operation, subject.sector, subject.sectors), (Operation::Write, Sector(8), 8));
+    assert_eq!((subject.queue, subject.tag.is_some(), hang.bios), (0, true, 1));
+    assert_eq!(hang.place, Place::Driver("in the driver".into()));
+    assert_eq!(hang.client.as_deref(), Some("mark 7"));
+    assert!((30 * SECOND_NS..35 * SECOND_NS).contains(&hang.age_ns), "{}", hang.age_ns);
+    let tag = subject.tag.unwrap().0;
+    assert_eq!(subject.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
+    // Once, however often one looks.
+    for _ in 0..3 {
+        assert_eq!(queue.look(after(60), LIMIT_NS), Look { hung: 1, ..Look::default() });
+    }
+    assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 1));
+    device.release(1);
+    drain(&mut queue);
+    let look = queue.look(after(60), LIMIT_NS);
+    assert_eq!((look.hung, look.hangs.len(), look.ended.len()), (0, 0, 1));
+    let end = &look.ended[0];
+    assert_eq!((&end.subject, end.result), (subject, Some(Ok(()))));
+    assert!(end.age_ns < 20 * SECOND_NS, "its real age, not that of the pretended look: {}", end.age_ns);
+    assert_eq!(queue.look(after(60), LIMIT_NS), Look::default(), "the end is told once too");
+    assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 0));
+    // The next one in the same slot is another one.
+    queue.submit(read(0, 8)).unwrap();
+    queue.poll();
+    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].subject.number, 2);
+    device.release(1);
+    drain(&mut queue);
+}
+
+#[test]
+fn who_waits_for_a_tag_hangs_too_and_is_not_told_of_again_when_it_has_one() {
+    let device = Device::held();
+    let disk = device.builder().depth(2).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    (0..5).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
+    queue.poll();
+    let look = queue.look(after(31), LIMIT_NS);
+    let places: Vec<&Place> = look.hangs.iter().map(|hang| &hang.place).collect();
+    let driver = Place::Driver("in the driver".into());
+    assert_eq!(places, [&driver, &driver, &Place::ForTag(0), &Place::ForTag(1), &Place::ForTag(2)]);
+    assert!(look.hangs[2..].iter().all(|hang| hang.subject.tag.is_none()));
+    device.release(2);
+    while queue.in_flight() > 3 {
+        queue.poll();
+    }
+    queue.poll();
+    let look = queue.look(after(31), LIMIT_NS);
+    assert_eq!((look.hangs.len(), look.hung, look.ended.len()), (0, 3, 2));
+    device.release(3);
+    drain(&mut queue);
+    let look = queue.look(after(31), LIMIT_NS);
+    assert_eq!((look.hung, look.ended.len()), (0, 3));
+    assert!(look.ended.iter().all(|end| end.subject.tag.is_some()), "they had tags at last");
+    assert_eq!(disk.stats().counter(Counter::Hangs), 5);
+}
+
+#[test]
+fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
+    let device = Device::new(
+        QueueLimits { write_cache: true, ..plain_limits() },
+        Behaviour { finish: Finish::Held, ..Behaviour::default() },
+    );
+    let (disk, mut queue) = device.open();
+    (0..3).for_each(|n| queue.submit(Bio::flush(n)).unwrap());
+    queue.poll();
+    (3..5).for_each(|n| queue.submit(Bio::flush(n)).unwrap());
+    queue.poll();
+    let look = queue.look(after(31), LIMIT_NS);
+    let told: Vec<_> = look.hangs.iter().map(|h| (h.subject.operation, h.bios, h.place.clone())).collect();
+    let driver = Place::Driver("in the driver".into());
+    assert_eq!(told[0], (Operation::Flush, 3, driver));
+    assert_eq!(told[1..], [(Operation::Flush, 1, Place::ForFlush), (Operation::Flush, 1, Place::ForFlush)]);
+    assert_eq!(look.hangs[0].client.as_deref(), Some("mark 0"));
+    assert!(look.hangs[0].subject.to_string().starts_with("#0.1 flush, queue 0, tag "));
+    device.release(1);
+    while queue.in_flight() > 2 {
+        queue.poll();
+    }
+    queue.poll();
+    // The two that waited are in the next flush now, and have not ended.
+    let look = queue.look(after(31), LIMIT_NS);
+    assert_eq!((look.ended.len(), look.ended[0].result), (1, Some(Ok(()))));
+    device.release(1);
+    drain(&mut queue);
+    let stats = disk.stats();
+    let counters = [Counter::FlushesAsked, Counter::FlushesSent, Counter::FlushesCoalesced];
+    assert_eq!(counters.map(|counter| stats.counter(counter)), [5, 2, 3]);
+}
+
+#[test]
+fn many_that_hang_are_counted_and_few_told_of() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    let all = NAMED_MAX as u64 + 40;
+    (0..all).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
+    queue.poll();
+    let look = queue.look(after(31), LIMIT_NS);
+    assert_eq!((look.hangs.len(), look.more, look.hung), (NAMED_MAX, 40, all));
+    assert_eq!(queue.look(after(32), LIMIT_NS), Look { hung: all, ..Look::default() });
+    device.release(all as usize);
+    drain(&mut queue);
+    assert_eq!(queue.look(after(32), LIMIT_NS).ended.len(), NAMED_MAX);
+    assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (all, 0));
+}
+
+#[test]
+fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
+    let device = Device::held();
+    let disk = device.builder().iostats(false).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(read(0, 1)).unwrap();
+    queue.submit(read(16, 2)).unwrap();
+    queue.poll();
+    // The watcher's clock, which may be any.
+    let hour_ns = 3600 * SECOND_NS;
+    assert_eq!(queue.look(hour_ns, LIMIT_NS), Look::default(), "found, and of no age yet");
+    assert_eq!(queue.look(hour_ns + LIMIT_NS, LIMIT_NS), Look::default());
+    let look = queue.look(hour_ns + LIMIT_NS + 1, LIMIT_NS);
+    assert_eq!((look.hangs.len(), look.hangs[0].age_ns), (2, LIMIT_NS + 1));
+    device.release(2);
+    drain(&mut queue);
+    let look = queue.look(hour_ns + 40 * SECOND_NS, LIMIT_NS);
+    let ends: Vec<_> = look.ended.iter().map(|end| (end.age_ns, end.result)).collect();
+    assert_eq!(ends, [(40 * SECOND_NS, Some(Ok(()))); 2]);
+    // Whoever comes next in the same slots has no time of its own, and not theirs either.
+    queue.submit(read(0, 3)).unwrap();
+    queue.poll();
+    assert_eq!(queue.look(2 * hour_ns, LIMIT_NS), Look::default());
+    device.release(1);
+    drain(&mut queue);
+    assert_eq!(disk.stats().counter(Counter::ClockReads), 0);
+    assert_eq!(disk.stats()[StatGroup::Read].ios, 0);
+}
+
+#[test]
+fn merged_bios_and_schedulers_are_seen_into() {
+    let device = Device::held();
+    let disk = device.builder().depth(1).scheduler("mq-deadline".parse().unwrap()).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(read(100, 0)).unwrap();
+    queue.poll();
+    queue.submit(read(0, 1)).unwrap();
+    queue.submit(read(1, 2)).unwrap();
+    queue.poll();
+    let look = queue.look(after(31), LIMIT_NS);
+    let mut told: Vec<_> = look.hangs.iter().map(|h| (h.place.clone(), h.bios, h.subject.sectors)).collect();
+    told.sort_by_key(|(_, bios, _)| *bios);
+    assert_eq!(told, [(Place::Driver("in the driver".into()), 1, 1), (Place::Scheduler, 2, 2)]);
+    device.release(2);
+    drain(&mut queue);
+}
+
+#[test]
+fn what_keeps_a_request_from_the_driver_is_told() {
+    let busy = Behaviour { busy_every: 1, ..Behaviour::default() };
+    let device = Device::plain(busy);
+    let (disk, mut queue) = device.open();
+    let mut place = |bio: Option<Bio>| {
+        bio.into_iter().for_each(|bio| queue.submit(bio).unwrap());
+        let look = queue.look(after(31), LIMIT_NS);
+        queue.poll();
+        look.hangs.last().map(|hang| hang.place.clone())
+    };
+    assert_eq!(place(Some(read(0, 0))), Some(Place::Plug));
+    assert_eq!(place(None), None, "it was told of");
+    assert_eq!(place(Some(read(100, 1))), Some(Place::Plug));
+    device.state().behaviour.busy_every = 0;
+    drain(&mut queue);
+    device.state().behaviour.busy_every = 1;
+    queue.submit(read(0, 0)).unwrap();
+    queue.poll();
+    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Dispatch);
+    device.state().behaviour.busy_every = 0;
+    drain(&mut queue);
+    disk.quiesce();
+    queue.submit(read(0, 0)).unwrap();
+    queue.poll();
+    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Quiesced);
+    disk.unquiesce();
+    drain(&mut queue);
+    disk.freeze();
+    queue.submit(read(0, 0)).unwrap();
+    queue.poll();
+    assert!(!disk.is_at_rest(0));
+    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Frozen);
+    disk.unfreeze();
+    drain(&mut queue);
+    assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_at_rest(0)), (5, true));
+}
+
+#[test]
+fn what_a_queue_refuses_is_counted_by_kind() {
+    let device = Device::held();
+    let disk = device.builder().depth(1).read_only(true).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(Bio::write(Sector(0), filled(512, 0), 0)).unwrap();
+    queue.submit(read(1 << 40, 0)).unwrap();
+    queue.submit(read(0, 0)).unwrap();
+    queue.submit(read(16, 0).with_flags(BioFlags::NO_WAIT)).unwrap();
+    queue.poll();
+    device.release(1);
+    drain(&mut queue);
+    let stats = disk.stats();
+    let refused = |group, status| stats[group].refused_with(status);
+    assert_eq!(refused(StatGroup::Write, Status::ReadOnly), 1);
+    assert_eq!(refused(StatGroup::Read, Status::Invalid), 1);
+    assert_eq!(refused(StatGroup::Read, Status::Again), 1);
+    assert_eq!(stats.groups.iter().map(|group| group.refused.iter().sum::<u64>()).sum::<u64>(), 3);
+    assert_eq!((stats[StatGroup::Read].ios, stats[StatGroup::Write].failed()), (1, 0));
+}
+
+/// Submits one read, and then sleeps on the engine's thread when it is told to.
+struct Sleeper;
+
+impl Source for Sleeper {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        cx.submit(0, read(0, 42)).map_err(|_| Error::new(blkq::ErrorKind::Busy, "no room"))
+    }
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+    fn on_message(&mut self, _: &mut SourceContext<'_>, wait: Box<dyn std::any::Any + Send>) {
+        let wait: Box<std::sync::mpsc::Receiver<()>> = wait.downcast().unwrap();
+        let _ = wait.recv();
+    }
+    fn client_of(&self, mark: u64) -> Option<String> {
+        Some(format!("sleeper {mark}"))
+    }
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+    fn is_stopped(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn an_engine_tells_whose_it_is_and_is_seen_to_be_held_up_itself() {
+    let device = Device::held();
+    let disk = device.builder().build().unwrap();
+    assert!(disk.is_at_rest(0));
+    let engine = EngineThread::spawn("watched", vec![(disk.clone(), 0)]).unwrap();
+    let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
+    while disk.is_at_rest(0) {
+        std::thread::yield_now();
+    }
+    let look = engine.handle().look(after(31), LIMIT_NS).recv().unwrap();
+    assert_eq!(look.hangs[0].client.as_deref(), Some("sleeper 42"));
+    let (wake, wait) = channel::<()>();
+    engine.handle().send(source, Box::new(wait));
+    let looked = engine.handle().look(after(31), LIMIT_NS);
+    assert_eq!(looked.recv_timeout(Duration::from_millis(100)), Err(RecvTimeoutError::Timeout));
+    drop(wake);
+    assert_eq!(looked.recv().unwrap().hung, 1);
+    device.release(1);
+    drop(engine);
+    assert!(disk.is_at_rest(0));
+}
