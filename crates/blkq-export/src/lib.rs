@@ -23,5 +23,6 @@
 //! # }
 //! ```
 
+mod buffers;
 pub mod nbd;
 pub mod ublk;

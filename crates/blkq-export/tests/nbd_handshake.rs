@@ -3,6 +3,7 @@
 
 use blkq_export::nbd::handshake::{
     BASE_ALLOCATION_ID, Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX,
+    TlsPolicy,
 };
 use blkq_export::nbd::proto::{TransmissionFlags, option, option_reply};
 use blkq_export::nbd::reply::ReplyStyle;
@@ -65,7 +66,11 @@ struct Client {
 
 impl Client {
     fn new(flags: u32) -> Client {
-        let handshake = Handshake::new(&mut Vec::new());
+        Client::with_tls(flags, TlsPolicy::Off)
+    }
+
+    fn with_tls(flags: u32, tls: TlsPolicy) -> Client {
+        let handshake = Handshake::new(tls, &mut Vec::new());
         let mut client = Client { handshake, exports: exports(), input: Vec::new() };
         assert_eq!(client.send(&flags.to_be_bytes()), (vec![], Next::Receive));
         client
@@ -99,7 +104,7 @@ impl Client {
 #[test]
 fn the_server_greets_as_fixed_newstyle_without_zeroes() {
     let mut output = Vec::new();
-    Handshake::new(&mut output);
+    Handshake::new(TlsPolicy::Off, &mut output);
     assert_eq!(output, b"NBDMAGICIHAVEOPT\x00\x03");
 }
 
@@ -260,7 +265,7 @@ fn long_options_are_skipped_and_longer_ones_end_the_session() {
 fn what_cannot_be_answered_ends_the_session() {
     // Flags that were not offered.
     let mut output = Vec::new();
-    let mut handshake = Handshake::new(&mut output);
+    let mut handshake = Handshake::new(TlsPolicy::Off, &mut output);
     assert_eq!(handshake.receive(&[0, 0, 0, 4], &exports(), &mut output), (4, Next::Close));
     // Not an option.
     assert_eq!(Client::new(3).send(b"IHAVEOPS\0\0\0\x03\0\0\0\0"), (vec![], Next::Close));
@@ -295,12 +300,12 @@ proptest! {
         let exports = exports();
         let whole = {
             let mut output = Vec::new();
-            let mut handshake = Handshake::new(&mut output);
+            let mut handshake = Handshake::new(TlsPolicy::Off, &mut output);
             let (consumed, next) = handshake.receive(&stream, &exports, &mut output);
             (output, consumed, next)
         };
         let mut output = Vec::new();
-        let mut handshake = Handshake::new(&mut output);
+        let mut handshake = Handshake::new(TlsPolicy::Off, &mut output);
         let (mut consumed, mut arrived, mut next) = (0, 0, Next::Receive);
         let mut cuts = cuts.into_iter();
         while arrived < stream.len() && next == Next::Receive {
@@ -310,5 +315,54 @@ proptest! {
             next = after;
         }
         prop_assert_eq!((output, consumed, next), whole);
+    }
+}
+
+#[test]
+fn before_tls_that_is_required_nothing_is_told_and_nothing_chosen() {
+    let mut client = Client::with_tls(3, TlsPolicy::Required);
+    for (number, data) in [
+        (option::LIST, vec![]),
+        (option::INFO, go_data(b"disk", &[])),
+        (option::GO, go_data(b"disk", &[])),
+        (option::STRUCTURED_REPLY, vec![]),
+        (option::EXTENDED_HEADERS, vec![]),
+        (option::LIST_META_CONTEXT, context_data(b"disk", &[])),
+        (option::SET_META_CONTEXT, context_data(b"disk", &[b"base:allocation"])),
+        (77, vec![1]),
+    ] {
+        client.refused(number, &data, option_reply::ERR_TLS_REQD);
+    }
+    client.refused(option::STARTTLS, b"x", option_reply::ERR_INVALID);
+    let (output, next) = client.option(option::STARTTLS, &[]);
+    assert_eq!((output, next), (reply_bytes(option::STARTTLS, option_reply::ACK, &[]), Next::StartTls));
+    client.refused(option::STARTTLS, &[], option_reply::ERR_INVALID);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+    assert!(matches!(client.option(option::GO, &go_data(b"disk", &[])).1, Next::Transmission(_)));
+    // What has no way to fail is no way around, and who gives up may.
+    let mut client = Client::with_tls(3, TlsPolicy::Required);
+    assert_eq!(client.option(option::EXPORT_NAME, b"disk"), (vec![], Next::Close));
+    let mut client = Client::with_tls(3, TlsPolicy::Required);
+    assert_eq!(client.option(option::ABORT, &[]).1, Next::Close);
+}
+
+/// Somebody between the two can say things before the client asks for TLS (CVE-2021-3716), and
+/// after it in the same packet.
+#[test]
+fn nothing_that_was_said_in_clear_counts_under_tls() {
+    for chosen in [option::STRUCTURED_REPLY, option::EXTENDED_HEADERS] {
+        let mut client = Client::with_tls(3, TlsPolicy::Optional);
+        client.acknowledged(chosen, &[]);
+        let contexts = context_data(b"disk", &[b"base:allocation"]);
+        assert_eq!(client.option(option::SET_META_CONTEXT, &contexts).1, Next::Receive);
+        let injected = [option_bytes(option::STARTTLS, &[]), option_bytes(chosen, &[])].concat();
+        let (output, next) = client.send(&injected);
+        assert_eq!(output, reply_bytes(option::STARTTLS, option_reply::ACK, &[]));
+        assert_eq!(next, Next::StartTls);
+        assert_eq!(client.input, option_bytes(chosen, &[]), "what follows in clear is not consumed");
+        client.input.clear();
+        let (_, next) = client.option(option::GO, &go_data(b"disk", &[]));
+        let Next::Transmission(session) = next else { panic!("{next:?}") };
+        assert_eq!((session.replies, session.base_allocation), (ReplyStyle::Simple, false));
     }
 }

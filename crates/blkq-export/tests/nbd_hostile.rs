@@ -53,7 +53,19 @@ fn garbage_ends_its_own_connection_only() {
         client.expect_end();
     }
     wait_until("all are gone", || served.server.connection_count() == 0);
+    let counters = served.server.counters();
+    assert_eq!((counters.connections, counters.violations, counters.timeouts), (10, 10, 0));
+    // Who leaves as the protocol has it has broken nothing.
+    let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
+    client.take(18);
+    client.stream.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(2, &[])].concat()).unwrap();
+    client.take(20);
+    client.expect_end();
     assert_serves(&served);
+    wait_until("all are gone", || served.server.connection_count() == 0);
+    let after = served.server.counters();
+    assert_eq!((after.connections, after.violations, after.requests), (12, 10, counters.requests + 2));
+    assert_eq!((after.read_bytes, after.written_bytes), (4096, 4096));
 }
 
 #[test]
@@ -87,6 +99,8 @@ fn who_does_not_finish_the_handshake_is_dropped() {
         client.expect_end();
     }
     assert!(begin.elapsed() >= Duration::from_millis(900));
+    wait_until("both are counted", || served.server.counters().timeouts == 2);
+    assert_eq!(served.server.counters().violations, 0);
     // The one that had finished stays.
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(working.read(0, 512), [0; 512]);
@@ -100,6 +114,7 @@ fn too_many_connections_are_closed_at_once() {
     let mut third = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
     third.expect_end();
     assert_eq!(served.server.refused_connections(), 1);
+    assert_eq!(served.server.counters().refused_connections, 1);
     assert_eq!(first.read(0, 512), [0; 512]);
     drop(second);
     wait_until("there is room", || served.server.connection_count() == 1);

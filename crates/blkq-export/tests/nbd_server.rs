@@ -113,6 +113,8 @@ fn what_is_not_allowed_is_answered_and_the_connection_goes_on() {
     assert_eq!(client.read(0, 512), [0; 512]);
     let info = &served.server.connections()[0];
     assert_eq!((info.requests, info.errors, info.read_bytes, info.written_bytes), (6, 5, 512, 0));
+    let counters = served.server.counters();
+    assert_eq!((counters.requests, counters.errors, counters.refused_requests), (6, 5, 5));
     assert_eq!(info.export.as_deref(), Some("disk"));
     assert!(info.peer.contains(&format!("pid {}", std::process::id())), "{}", info.peer);
 }
@@ -276,7 +278,7 @@ fn the_socket_is_its_owners_and_goes_with_the_server() {
 
 #[test]
 fn force_answers_what_is_in_flight_and_drops_the_client() {
-    let served = serve(slow(20_000_000..=30_000_000), 1, options());
+    let served = serve(slow(500_000_000..=600_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Simple);
     for cookie in 0..20 {
         client.send(0, 0, cookie, 0, 4096, &[]);

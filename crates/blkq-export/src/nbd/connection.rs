@@ -11,14 +11,16 @@ use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector,
 use io_uring::{opcode, types};
 use rustix::net::{Shutdown, shutdown};
 
-use super::buffers::BufferPool;
-use super::handshake::{Export, Handshake, INPUT_BYTES, Next};
+use crate::buffers::BufferPool;
+
+use super::handshake::{Export, Handshake, INPUT_BYTES, Next, TlsPolicy};
 use super::outgoing::Outgoing;
 use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::rest::{Rest, Resting};
 use super::source::{Core, Pending, RECEIVED, SENT, token};
 use super::status::ConnectionStatus;
+use super::tls::{Tls, TlsEnd};
 use super::transmission::{Request, Step, Transmission};
 
 /// Size of the buffer that requests are received into: thirty writes of 4 KiB, and any
@@ -60,6 +62,9 @@ enum Ending {
 struct Counters {
     requests: u64,
     errors: u64,
+    refused_requests: u64,
+    violations: u64,
+    timeouts: u64,
     read_bytes: u64,
     written_bytes: u64,
 }
@@ -82,6 +87,9 @@ pub(super) struct Connection {
     stalled: Option<Request>,
     gathering: Outgoing,
     sending: Outgoing,
+    tls: Option<Box<Tls>>,
+    /// What was gathered before TLS began has not left yet: it goes out in clear.
+    clear: bool,
     /// Requests received whose replies have not left.
     outstanding: usize,
     /// Bytes in I/O buffers of this client.
@@ -109,10 +117,11 @@ impl Connection {
         socket: OwnedFd,
         status: Arc<ConnectionStatus>,
         exports: Vec<Export>,
+        tls: TlsPolicy,
         handshake_until_ns: u64,
     ) -> Connection {
         let mut gathering = Outgoing::new();
-        let handshake = Handshake::new(&mut gathering.headers);
+        let handshake = Handshake::new(tls, &mut gathering.headers);
         Connection {
             slot,
             socket,
@@ -128,6 +137,8 @@ impl Connection {
             stalled: None,
             gathering,
             sending: Outgoing::new(),
+            tls: None,
+            clear: false,
             outstanding: 0,
             buffered: 0,
             busy: 0,
@@ -163,6 +174,7 @@ impl Connection {
     /// Gives up on a client that is late.
     pub fn check_deadline(&mut self, now_ns: u64) {
         if now_ns >= self.client_until_ns() {
+            self.counters.timeouts += 1;
             self.break_off();
         }
     }
@@ -172,7 +184,8 @@ impl Connection {
         self.ending != Ending::No
             && self.busy == 0
             && !self.is_armed()
-            && (self.ending == Ending::Broken || self.gathering.is_empty())
+            && (self.ending == Ending::Broken
+                || self.gathering.is_empty() && !self.tls.as_ref().is_some_and(|tls| tls.wants_send()))
     }
 
     /// Whether the kernel has memory of this connection.
@@ -222,7 +235,12 @@ impl Connection {
 
     /// Does all that can be done now: parses, submits, sends, receives.
     pub fn turn(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
-        let hungry = self.parse(core, cx);
+        let mut hungry = self.parse(core, cx);
+        while hungry && self.decrypt() {
+            hungry = self.parse(core, cx);
+        }
+        // Nothing is taken in before the client knows that TLS begins.
+        hungry &= !self.clear && self.ending == Ending::No;
         if self.ending != Ending::No {
             core.budget.forget(self.slot);
         }
@@ -230,7 +248,7 @@ impl Connection {
             // A send in flight keeps its memory until it ends.
             let freed = self.gathering.recycle(&mut core.buffers);
             self.give(freed, core);
-        } else if !self.send_armed && !self.gathering.is_empty() {
+        } else if !self.send_armed {
             self.send(core, cx);
         }
         if !hungry || self.receive_armed {
@@ -245,6 +263,9 @@ impl Connection {
         let (status, counters) = (&self.status, &self.counters);
         status.requests.store(counters.requests, Ordering::Relaxed);
         status.errors.store(counters.errors, Ordering::Relaxed);
+        status.refused_requests.store(counters.refused_requests, Ordering::Relaxed);
+        status.violations.store(counters.violations, Ordering::Relaxed);
+        status.timeouts.store(counters.timeouts, Ordering::Relaxed);
         status.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
         status.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
         status.in_flight.store(self.outstanding as u64, Ordering::Relaxed);
@@ -265,7 +286,14 @@ impl Connection {
                     self.start += taken;
                     match next {
                         Next::Receive => return true,
-                        Next::Close => self.ending = Ending::Drain,
+                        Next::StartTls => {
+                            self.start_tls(core);
+                            return self.ending == Ending::No;
+                        }
+                        Next::Close => {
+                            self.counters.violations += u64::from(!handshake.is_aborted());
+                            self.ending = Ending::Drain;
+                        }
                         Next::Transmission(session) => {
                             self.handshake_until_ns = u64::MAX;
                             self.queue = core.options.exports[session.export].queue;
@@ -315,10 +343,63 @@ impl Connection {
                     }
                     Step::Refused { cookie, offset, error } => {
                         self.count_request();
+                        self.counters.refused_requests += 1;
                         self.error(ReplyTo { cookie, offset }, error);
                     }
-                    Step::Disconnect | Step::Violation => self.ending = Ending::Drain,
+                    Step::Disconnect => self.ending = Ending::Drain,
+                    Step::Violation => {
+                        self.counters.violations += 1;
+                        self.ending = Ending::Drain;
+                    }
                 }
+            }
+        }
+        false
+    }
+
+    /// From here on all is encrypted, but for what was gathered before.
+    fn start_tls(&mut self, core: &Core) {
+        let tls = core.options.tls.as_ref().map(|tls| Tls::new(&tls.certificates));
+        match tls {
+            // Who sends on before the answer did not ask for TLS; what came is not looked at.
+            Some(Ok(tls)) if self.start == self.end => {
+                self.tls = Some(Box::new(tls));
+                self.clear = true;
+            }
+            _ => {
+                self.counters.violations += 1;
+                self.break_off();
+            }
+        }
+    }
+
+    /// Decrypts what has arrived to where it belongs. True if there is something to parse now.
+    fn decrypt(&mut self) -> bool {
+        let Some(tls) = &mut self.tls else { return false };
+        if self.receive_armed || self.clear {
+            return false;
+        }
+        let read = if let (Some(incoming), Phase::Transmission(transmission)) =
+            (&mut self.incoming, &mut self.phase)
+        {
+            let rest = &mut incoming.buffer[incoming.received..incoming.request.length as usize];
+            tls.read(rest).inspect(|bytes| {
+                incoming.received += bytes;
+                transmission.took_payload(*bytes as u32);
+            })
+        } else {
+            // Less than a request, or an option, is left of it: there is room.
+            self.stream.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+            tls.read(&mut self.stream[self.end..]).inspect(|bytes| self.end += bytes)
+        };
+        match read {
+            Ok(bytes) => return bytes > 0,
+            Err(TlsEnd::Closed) => self.ending = Ending::Drain,
+            Err(TlsEnd::Broken) => {
+                self.counters.violations += 1;
+                self.ending = Ending::Drain;
             }
         }
         false
@@ -332,18 +413,18 @@ impl Connection {
     /// Sets a request going.
     fn begin(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
         match request.command {
-            Command::Write => {
-                let buffer = core.buffers.take(request.length as u32, cx.ring());
-                self.incoming = Some(Incoming { request, buffer, received: 0 });
-            }
-            Command::Read => {
-                let buffer = core.buffers.take(request.length as u32, cx.ring());
-                self.submit(request, Operation::Read, request.length, buffer.into(), core, cx);
-            }
-            Command::Cache => {
-                let length = request.length.min(CACHE_MAX_BYTES);
-                let buffer = core.buffers.take(length as u32, cx.ring());
-                self.submit(request, Operation::Read, length, buffer.into(), core, cx);
+            Command::Write | Command::Read | Command::Cache => {
+                let cached = request.command == Command::Cache;
+                let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
+                match core.buffers.take(length as u32, cx.ring()) {
+                    None => self.refuse_for_want_of_memory(&request, core),
+                    Some(buffer) if request.command == Command::Write => {
+                        self.incoming = Some(Incoming { request, buffer, received: 0 });
+                    }
+                    Some(buffer) => {
+                        self.submit(request, Operation::Read, length, buffer.into(), core, cx);
+                    }
+                }
             }
             Command::Flush => self.submit(request, Operation::Flush, 0, Data::None, core, cx),
             Command::Trim => {
@@ -360,6 +441,14 @@ impl Connection {
             // The parser turns it into a step of its own.
             Command::Disconnect => {}
         }
+    }
+
+    fn refuse_for_want_of_memory(&mut self, request: &Request, core: &mut Core) {
+        self.give(buffer_bytes(request), core);
+        if let Phase::Transmission(transmission) = &mut self.phase {
+            transmission.drop_payload();
+        }
+        self.error(ReplyTo { cookie: request.cookie, offset: request.offset }, NbdError::NoMemory);
     }
 
     fn submit_write(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
@@ -476,10 +565,21 @@ impl Connection {
         }
     }
 
-    /// Sends all that was gathered.
+    /// Sends all that was gathered, if there is anything, and what TLS has to say by itself.
     fn send(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
-        std::mem::swap(&mut self.gathering, &mut self.sending);
-        let bytes = self.sending.prepare() as u64;
+        let bytes = if self.gathering.is_empty() {
+            let Some(tls) = &mut self.tls else { return };
+            if self.ending == Ending::Drain && self.busy == 0 {
+                tls.close();
+            }
+            if !tls.wants_send() {
+                return;
+            }
+            0
+        } else {
+            std::mem::swap(&mut self.gathering, &mut self.sending);
+            self.sending.prepare() as u64
+        };
         self.send_until_ns = transfer_until_ns(bytes, core, cx);
         self.push_send(cx);
     }
@@ -487,11 +587,31 @@ impl Connection {
     fn push_send(&mut self, cx: &mut SourceContext<'_>) {
         let fd = types::Fd(self.socket.as_raw_fd());
         let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL) as u32;
-        let entry = opcode::SendMsg::new(fd, self.sending.message()).flags(flags).build();
+        let entry = match self.tls.as_mut().filter(|_| !self.clear) {
+            None => opcode::SendMsg::new(fd, self.sending.message()).flags(flags).build(),
+            Some(tls) => {
+                if tls.unsent().is_empty() && tls.encrypt(&mut self.sending).is_err() {
+                    return self.break_off();
+                }
+                let piece = tls.unsent();
+                opcode::Send::new(fd, piece.as_ptr(), piece.len() as u32).flags(flags as i32).build()
+            }
+        };
         self.send_armed = true;
         // SAFETY: the connection is boxed and stays until the send has ended, and nothing
-        // touches `sending` while `send_armed` is set.
+        // touches `sending`, or what TLS has to send, while `send_armed` is set.
         unsafe { cx.push(entry, token(SENT, self.slot)) }
+    }
+
+    /// Notes that `bytes` more have left. True if that was all that was to be sent.
+    fn advance(&mut self, bytes: usize) -> bool {
+        match self.tls.as_mut().filter(|_| !self.clear) {
+            None => self.sending.advance(bytes),
+            Some(tls) => {
+                tls.sent(bytes);
+                tls.unsent().is_empty() && self.sending.next(1).is_empty()
+            }
+        }
     }
 
     /// A send ended with a count of bytes, or a negative errno.
@@ -501,9 +621,10 @@ impl Connection {
         if result < 0 && !retry {
             self.break_off();
         }
-        if self.ending != Ending::Broken && !self.sending.advance(result.max(0) as usize) {
+        if self.ending != Ending::Broken && !self.advance(result.max(0) as usize) {
             return self.push_send(cx);
         }
+        self.clear &= !self.gathering.is_empty();
         self.send_until_ns = u64::MAX;
         self.outstanding -= self.sending.replies;
         let freed = self.sending.recycle(&mut core.buffers);
@@ -519,13 +640,19 @@ impl Connection {
         let fd = types::Fd(self.socket.as_raw_fd());
         // Looking first at a socket that was just emptied would be in vain.
         let ioprio = if self.drained { IORING_RECVSEND_POLL_FIRST } else { 0 };
-        let stream = &mut self.stream[self.end..];
-        let entry = match &mut self.incoming {
+        if let Some(incoming) = &self.incoming
+            && self.payload_until_ns == u64::MAX
+        {
+            self.payload_until_ns = transfer_until_ns(incoming.request.length, core, cx);
+        }
+        let (stream, payload) = match &mut self.tls {
+            // It goes to the payload when it is decrypted.
+            Some(tls) => (tls.room(), None),
+            None => (&mut self.stream[self.end..], self.incoming.as_mut()),
+        };
+        let entry = match payload {
             None => opcode::Recv::new(fd, stream.as_mut_ptr(), stream.len() as u32).ioprio(ioprio).build(),
             Some(incoming) => {
-                if self.payload_until_ns == u64::MAX {
-                    self.payload_until_ns = transfer_until_ns(incoming.request.length, core, cx);
-                }
                 let rest = &mut incoming.buffer[incoming.received..incoming.request.length as usize];
                 self.receive_iovecs = [iovec(rest), iovec(stream)];
                 self.receive_message.msg_iov = self.receive_iovecs.as_mut_ptr();
@@ -535,7 +662,7 @@ impl Connection {
         };
         self.receive_armed = true;
         // SAFETY: the connection is boxed and stays until the receive has ended, and nothing
-        // touches stream or payload while `receive_armed` is set.
+        // touches stream, payload or TLS's records while `receive_armed` is set.
         unsafe { cx.push(entry, token(RECEIVED, self.slot)) }
     }
 
@@ -551,6 +678,10 @@ impl Connection {
                 0 => {}
                 _ => self.break_off(),
             }
+            return;
+        }
+        if let Some(tls) = &mut self.tls {
+            self.drained = tls.received(result as usize);
             return;
         }
         let mut bytes = result as usize;

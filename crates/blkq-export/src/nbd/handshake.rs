@@ -59,11 +59,27 @@ pub struct Session {
     pub base_allocation: bool,
 }
 
+/// Whether a client may, or must, ask for TLS.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum TlsPolicy {
+    /// It may not.
+    #[default]
+    Off,
+    /// It may.
+    Optional,
+    /// Before it has, nothing is told and nothing chosen.
+    Required,
+}
+
 /// How the handshake goes on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
     /// With more bytes.
     Receive,
+    /// With more bytes, under TLS: send what was written in clear, then encrypt both ways. Bytes
+    /// that were received and not consumed came from nobody who may be trusted: if there are any,
+    /// close.
+    StartTls,
     /// Not at all: the requests begin.
     Transmission(Session),
     /// Not at all: send what was written and close.
@@ -81,27 +97,39 @@ enum State {
 /// One handshake, seen from the server.
 pub struct Handshake {
     state: State,
+    tls: TlsPolicy,
+    /// TLS has begun.
+    encrypted: bool,
     client_flags: ClientFlags,
     options: u32,
     replies: ReplyStyle,
     /// The export for which `base:allocation` was chosen.
     base_allocation: Option<usize>,
+    aborted: bool,
 }
 
 impl Handshake {
     /// A new handshake; what the server says first is appended to `output`.
-    pub fn new(output: &mut Vec<u8>) -> Handshake {
+    pub fn new(tls: TlsPolicy, output: &mut Vec<u8>) -> Handshake {
         let flags = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
         let greeting =
             Greeting { init: INIT_MAGIC.into(), magic: OPTION_MAGIC.into(), flags: flags.bits().into() };
         output.extend_from_slice(greeting.as_bytes());
         Handshake {
             state: State::ClientFlags,
+            tls,
+            encrypted: false,
             client_flags: ClientFlags::empty(),
             options: 0,
             replies: ReplyStyle::Simple,
             base_allocation: None,
+            aborted: false,
         }
+    }
+
+    /// Whether the client ended it in the way that the protocol has for that.
+    pub fn is_aborted(&self) -> bool {
+        self.aborted
     }
 
     /// Takes what the client sent and was not yet consumed. Appends what is to be sent to
@@ -161,7 +189,7 @@ impl Handshake {
                 State::Over => break Next::Close,
             }
         };
-        if next != Next::Receive {
+        if !matches!(next, Next::Receive | Next::StartTls) {
             self.state = State::Over;
         }
         (input.len() - rest.len(), next)
@@ -169,9 +197,21 @@ impl Handshake {
 
     fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
         let mut reply = Reply { option, output };
+        if self.tls == TlsPolicy::Required && !self.encrypted {
+            match option {
+                // It has no way to fail.
+                option::EXPORT_NAME => return Next::Close,
+                option::STARTTLS | option::ABORT => {}
+                _ => {
+                    reply.error(option_reply::ERR_TLS_REQD, "TLS comes first: use nbds://");
+                    return Next::Receive;
+                }
+            }
+        }
         match option {
             option::EXPORT_NAME => return self.export_name(data, exports, reply.output),
             option::ABORT => {
+                self.aborted = true;
                 reply.send(option_reply::ACK, &[]);
                 return Next::Close;
             }
@@ -206,7 +246,20 @@ impl Handshake {
                 }
                 reply.send(option_reply::ACK, &[]);
             }
-            option::STARTTLS => reply.error(option_reply::ERR_POLICY, "TLS is off"),
+            option::STARTTLS if self.tls == TlsPolicy::Off => {
+                reply.error(option_reply::ERR_POLICY, "TLS is off");
+            }
+            option::STARTTLS if self.encrypted => {
+                reply.error(option_reply::ERR_INVALID, "TLS is in use");
+            }
+            option::STARTTLS => {
+                reply.send(option_reply::ACK, &[]);
+                // Somebody in between may have said all that came before (CVE-2021-3716).
+                self.replies = ReplyStyle::Simple;
+                self.base_allocation = None;
+                self.encrypted = true;
+                return Next::StartTls;
+            }
             option::STRUCTURED_REPLY if self.replies == ReplyStyle::Extended => {
                 reply.error(option_reply::ERR_EXT_HEADER_REQD, "extended headers are in use");
             }

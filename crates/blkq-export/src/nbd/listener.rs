@@ -1,8 +1,7 @@
 //! Sockets on which clients arrive, made on the control plane before an engine gets them.
 
-use std::fmt;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -30,35 +29,67 @@ pub enum Listen {
     Inherited(OwnedFd),
 }
 
+/// What clients come from, and where that is.
+pub(super) struct Opened {
+    pub socket: Socket,
+    pub place: Place,
+}
+
 pub(super) enum Socket {
-    Listening(Listener),
+    Listening(OwnedFd),
+    /// One client.
     Connected(OwnedFd),
 }
 
-/// A socket that listens. Dropped, its path is removed.
-pub(super) struct Listener {
+/// A socket that listens, and its place.
+pub struct Listener {
     socket: OwnedFd,
-    address: Address,
+    place: Place,
 }
 
-enum Address {
+/// Where clients connect. Dropped, the path of a unix socket is removed.
+pub(super) enum Place {
     /// With device and inode of what was made there.
     Unix(PathBuf, (u64, u64)),
     Tcp(SocketAddr),
-    Inherited,
+    Inherited {
+        connected: bool,
+        /// If it is of TCP.
+        address: Option<SocketAddr>,
+    },
 }
 
 impl Listen {
-    pub(super) fn open(self) -> Result<Socket, Error> {
+    /// Listens, for another server than NBD's: accepting does not block.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if somebody listens there already, [`ErrorKind::Invalid`] for a socket
+    /// that is connected, and what the system says.
+    pub fn listen(self) -> Result<Listener, Error> {
+        let Opened { socket: Socket::Listening(socket), place } = self.open()? else {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "the inherited socket is connected; give one that listens",
+            ));
+        };
+        let nonblocking = || {
+            let flags = rustix::fs::fcntl_getfl(&socket)?;
+            rustix::fs::fcntl_setfl(&socket, flags | OFlags::NONBLOCK)
+        };
+        nonblocking().map_err(|e: Errno| Error::system("cannot set a socket up", e))?;
+        Ok(Listener { socket, place })
+    }
+
+    pub(super) fn open(self) -> Result<Opened, Error> {
         match self {
-            Listen::Unix(path) => listen_unix(path).map(Socket::Listening),
-            Listen::Tcp(host, port) => listen_tcp(&host, port).map(Socket::Listening),
+            Listen::Unix(path) => listen_unix(path),
+            Listen::Tcp(host, port) => listen_tcp(&host, port),
             Listen::Inherited(socket) => inherit(socket),
         }
     }
 }
 
-fn listen_unix(path: PathBuf) -> Result<Listener, Error> {
+fn listen_unix(path: PathBuf) -> Result<Opened, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
         .map_err(|e| Error::system(format!("{}: give a path of at most 107 bytes", what(&path)), e))?;
@@ -87,21 +118,21 @@ fn listen_unix(path: PathBuf) -> Result<Listener, Error> {
         bound => bound.map_err(system)?,
     }
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
-    let listener = Listener { socket, address: Address::Unix(path.clone(), (made.dev(), made.ino())) };
-    rustix::net::listen(&listener.socket, BACKLOG).map_err(system)?;
-    Ok(listener)
+    let place = Place::Unix(path.clone(), (made.dev(), made.ino()));
+    rustix::net::listen(&socket, BACKLOG).map_err(system)?;
+    Ok(Opened { socket: Socket::Listening(socket), place })
 }
 
-fn listen_tcp(host: &str, port: u16) -> Result<Listener, Error> {
+fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
     let what = || format!("cannot listen on {host}:{port}");
     let addresses: Vec<SocketAddr> =
         (host, port).to_socket_addrs().map_err(|e| Error::system(what(), e))?.collect();
     let socket = TcpListener::bind(&addresses[..]).map_err(|e| Error::system(what(), e))?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;
-    Ok(Listener { socket: socket.into(), address: Address::Tcp(address) })
+    Ok(Opened { socket: Socket::Listening(socket.into()), place: Place::Tcp(address) })
 }
 
-fn inherit(socket: OwnedFd) -> Result<Socket, Error> {
+fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
     let what = || format!("file descriptor {} is not a stream socket", socket.as_raw_fd());
     let kind = sockopt::socket_type(&socket).map_err(|e| Error::system(what(), e))?;
     if kind != SocketType::STREAM {
@@ -110,41 +141,73 @@ fn inherit(socket: OwnedFd) -> Result<Socket, Error> {
     // The ring waits by itself; with O_NONBLOCK it would not.
     let flags = rustix::fs::fcntl_getfl(&socket).map_err(|e| Error::system(what(), e))?;
     rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
+    let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
+    let address = SocketAddr::try_from(own).ok();
     if sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))? {
-        return Ok(Socket::Listening(Listener { socket, address: Address::Inherited }));
+        let place = Place::Inherited { connected: false, address };
+        return Ok(Opened { socket: Socket::Listening(socket), place });
     }
     rustix::net::getpeername(&socket)
         .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
-    Ok(Socket::Connected(socket))
+    Ok(Opened { socket: Socket::Connected(socket), place: Place::Inherited { connected: true, address } })
 }
 
 impl Listener {
-    pub fn raw_fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
+    /// Where it listens, if that is TCP.
+    pub fn tcp_address(&self) -> Option<SocketAddr> {
+        match &self.place {
+            Place::Tcp(address) => Some(*address),
+            _ => None,
+        }
     }
-}
 
-impl fmt::Display for Listener {
-    /// As an NBD URI without an export.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.address {
-            Address::Unix(path, _) => {
-                f.write_str("nbd+unix:///?socket=")?;
-                path.as_os_str().as_bytes().iter().try_for_each(|byte| match byte {
-                    b'/' | b'-' | b'.' | b'_' | b'~' => write!(f, "{}", char::from(*byte)),
-                    _ if byte.is_ascii_alphanumeric() => write!(f, "{}", char::from(*byte)),
-                    _ => write!(f, "%{byte:02X}"),
-                })
-            }
-            Address::Tcp(address) => write!(f, "nbd://{address}"),
-            Address::Inherited => write!(f, "nbd on an inherited socket"),
+    /// Where it listens, if that is a unix socket.
+    pub fn unix_path(&self) -> Option<&Path> {
+        match &self.place {
+            Place::Unix(path, _) => Some(path),
+            _ => None,
         }
     }
 }
 
-impl Drop for Listener {
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Place {
+    /// As an NBD URI without an export, for clients that must use TLS or not.
+    pub fn uri(&self, tls: bool) -> String {
+        let scheme = if tls { "nbds" } else { "nbd" };
+        match self {
+            Place::Unix(path, _) => {
+                let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
+                let escaped = path.as_os_str().as_bytes().iter().map(|byte| match plain(*byte) {
+                    true => char::from(*byte).to_string(),
+                    false => format!("%{byte:02X}"),
+                });
+                format!("{scheme}+unix:///?socket={}", escaped.collect::<String>())
+            }
+            Place::Tcp(address) => format!("{scheme}://{address}"),
+            Place::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
+            Place::Inherited { connected: true, .. } => format!("{scheme} on an inherited connection"),
+        }
+    }
+
+    /// Its address, if other machines may reach that.
+    pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
+        let address = match self {
+            Place::Tcp(address) | Place::Inherited { address: Some(address), .. } => *address,
+            Place::Unix(..) | Place::Inherited { .. } => return None,
+        };
+        (!address.ip().to_canonical().is_loopback()).then_some(address)
+    }
+}
+
+impl Drop for Place {
     fn drop(&mut self) {
-        let Address::Unix(path, made) = &self.address else { return };
+        let Place::Unix(path, made) = &*self else { return };
         // Another server may have taken the place meanwhile.
         if std::fs::symlink_metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == *made) {
             let _ = std::fs::remove_file(path);

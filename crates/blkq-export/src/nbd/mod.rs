@@ -3,7 +3,7 @@
 //! [`proto`], [`handshake`], [`transmission`] and [`reply`] are the protocol alone, over bytes
 //! in memory: no socket, no clock, no block layer. [`NbdServer`] puts it on sockets and engines.
 
-mod buffers;
+mod budget;
 mod connection;
 pub mod handshake;
 mod listener;
@@ -15,10 +15,12 @@ mod rest;
 mod server;
 mod source;
 mod status;
+mod tls;
 pub mod transmission;
 
-pub use listener::Listen;
+pub use listener::{Listen, Listener};
 #[cfg(simulation)]
 pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};
-pub use status::ConnectionInfo;
+pub use status::{ConnectionInfo, NbdCounters};
+pub use tls::{TlsCertificates, TlsOptions};

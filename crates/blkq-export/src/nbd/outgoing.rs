@@ -3,7 +3,7 @@
 
 use blkq::IoBuffer;
 
-use super::buffers::BufferPool;
+use crate::buffers::BufferPool;
 
 /// Room for headers that is kept for the next time, in bytes.
 const HEADERS_KEPT_BYTES: usize = 64 << 10;
@@ -87,6 +87,14 @@ impl Outgoing {
             self.sent += 1;
         }
         true
+    }
+
+    /// Hands out the next bytes that are to leave, at most `bytes_max`; empty if all have.
+    pub fn next(&self, bytes_max: usize) -> &[u8] {
+        let Some(iovec) = self.iovecs.get(self.sent) else { return &[] };
+        // SAFETY: since `prepare` made it, the iovec lies in headers or content, which nothing
+        // changes before `recycle`, which forgets it.
+        unsafe { std::slice::from_raw_parts(iovec.iov_base.cast(), iovec.iov_len.min(bytes_max)) }
     }
 
     /// Empties it; the buffers go back to `pool`. Returns how many bytes are free with that.

@@ -151,6 +151,8 @@ pub mod option_reply {
     pub const ERR_POLICY: u32 = 0x8000_0002;
     /// The option breaks a rule.
     pub const ERR_INVALID: u32 = 0x8000_0003;
+    /// TLS comes first.
+    pub const ERR_TLS_REQD: u32 = 0x8000_0005;
     /// There is no such export.
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
     /// The option is too long.

@@ -1,15 +1,18 @@
 //! The server as its owner sees it: start, look, stop.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blkq::{EngineHandle, Error, ErrorKind};
 
-use super::listener::{Listen, Socket};
+use super::handshake::TlsPolicy;
+use super::listener::{Listen, Opened, Place, Socket};
 use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::source::{Arrivals, Loads, NbdSource};
-use super::status::{ConnectionInfo, Registry};
+use super::status::{ConnectionInfo, NbdCounters, Registry};
+use super::tls::TlsOptions;
 
 /// Most requests in flight per connection: two iovecs each, of the 1024 that one send takes.
 const REQUESTS_MAX: usize = 500;
@@ -45,6 +48,10 @@ pub struct NbdOptions {
     /// Time in which a client must take replies, or send the whole payload of a write that it
     /// began, in seconds, plus one for each MiB. Then it is dropped.
     pub transfer_timeout_s: u64,
+    /// TLS, if it is offered.
+    pub tls: Option<TlsOptions>,
+    /// Whether clients of other machines may come without TLS.
+    pub insecure: bool,
     /// An eventfd that does not block, written whenever the last client has gone, once one
     /// has chosen an export: who only asked what there is was no client.
     pub idle_event: Option<Arc<OwnedFd>>,
@@ -52,7 +59,8 @@ pub struct NbdOptions {
 
 impl Default for NbdOptions {
     /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
-    /// begin, 30 s to take a reply or send a payload; nobody is told when clients are gone.
+    /// begin, 30 s to take a reply or send a payload; no TLS; other machines are not let in without TLS;
+    /// nobody is told when clients are gone.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),
@@ -62,6 +70,8 @@ impl Default for NbdOptions {
             buffered_bytes_total: 256 << 20,
             handshake_timeout_s: 10,
             transfer_timeout_s: 30,
+            tls: None,
+            insecure: false,
             idle_event: None,
         }
     }
@@ -84,6 +94,26 @@ impl NbdOptions {
             return invalid("limits of connections and times are at least 1");
         }
         Ok(())
+    }
+
+    pub(super) fn tls_policy(&self) -> TlsPolicy {
+        match &self.tls {
+            None => TlsPolicy::Off,
+            Some(TlsOptions { required: false, .. }) => TlsPolicy::Optional,
+            Some(TlsOptions { required: true, .. }) => TlsPolicy::Required,
+        }
+    }
+
+    /// Refuses a place that strangers reach, unless they are kept out or let in on purpose.
+    fn check_reach(&self, place: &Place) -> Result<(), Error> {
+        let Some(address) = place.beyond_this_machine() else { return Ok(()) };
+        if self.insecure || self.tls_policy() == TlsPolicy::Required {
+            return Ok(());
+        }
+        let message = format!(
+            "other machines reach {address}, where anybody could read and change the device: demand TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or allow it with --insecure"
+        );
+        Err(Error::new(ErrorKind::Denied, message))
     }
 }
 
@@ -109,9 +139,12 @@ pub mod simulated {
     }
 }
 
-/// A running server. Stop it before its engines; dropped, it goes on until they end.
+/// A running server. Stop it before its engines; dropped, it goes on until they end, but its
+/// unix socket is removed.
 pub struct NbdServer {
     address: String,
+    /// Kept here, as no engine shall touch the file system. Gone once stopped.
+    place: Mutex<Option<Place>>,
     registry: Arc<Registry>,
     /// The source that accepts is the first. Empty once stopped: its numbers may then be
     /// those of others.
@@ -130,11 +163,9 @@ impl NbdServer {
     /// If there is no engine.
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
-        let socket = listen.open()?;
-        let address = match &socket {
-            Socket::Listening(listener) => listener.to_string(),
-            Socket::Connected(_) => "nbd on an inherited connection".into(),
-        };
+        let Opened { socket, place } = listen.open()?;
+        options.check_reach(&place)?;
+        let address = place.uri(options.tls_policy() == TlsPolicy::Required);
         let registry = Arc::new(Registry::new(options.idle_event.clone()));
         let options = Arc::new(options);
         // A single client needs no more than one engine.
@@ -159,7 +190,8 @@ impl NbdServer {
         match first {
             Ok(first) => {
                 others.insert(0, first);
-                Ok(NbdServer { address, registry, sources: Mutex::new(others) })
+                let place = Mutex::new(Some(place));
+                Ok(NbdServer { address, place, registry, sources: Mutex::new(others) })
             }
             Err(error) => {
                 others.iter().for_each(|(handle, id)| handle.stop_source(*id, true));
@@ -168,9 +200,15 @@ impl NbdServer {
         }
     }
 
-    /// Where clients connect: `nbd+unix:///?socket=/run/blkq/disk.nbd`, `nbd://127.0.0.1:10809`.
+    /// Where clients connect: `nbd+unix:///?socket=/run/blkq/disk.nbd`, `nbd://127.0.0.1:10809`; with
+    /// `nbds` if they must use TLS.
     pub fn uri(&self) -> &str {
         &self.address
+    }
+
+    /// The address, if other machines may reach it.
+    pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
     }
 
     /// Connections that are there now.
@@ -186,6 +224,11 @@ impl NbdServer {
     /// Connections turned away because there were too many, or the server was going down.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
+    }
+
+    /// What was counted of all connections since the server started.
+    pub fn counters(&self) -> NbdCounters {
+        self.registry.counters()
     }
 
     /// Ends the server: nobody new is let in, and its socket is gone when this returns.
@@ -205,6 +248,7 @@ impl NbdServer {
         for (handle, id) in sources {
             handle.stop_source(id, force);
         }
+        drop(self.place.lock().unwrap_or_else(PoisonError::into_inner).take());
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,10 +11,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, Token};
 use io_uring::{opcode, types};
 
-use super::buffers::{Budget, BufferPool};
+use crate::buffers::BufferPool;
+
+use super::budget::Budget;
 use super::connection::Connection;
 use super::handshake::Export;
-use super::listener::{Listener, peer_name, tune};
+use super::listener::{peer_name, tune};
 use super::pacing::Pacing;
 use super::proto::{Command, TransmissionFlags};
 use super::reply::ReplyTo;
@@ -144,8 +146,8 @@ impl Core {
 
 /// Where clients of this engine come from.
 pub(super) enum Arrivals {
-    /// A socket, and other engines that may take the client over.
-    Listener(Listener, Vec<(EngineHandle, u16)>),
+    /// A socket that listens, and other engines that may take a client over.
+    Listener(OwnedFd, Vec<(EngineHandle, u16)>),
     /// One client.
     Client(Option<OwnedFd>),
     /// The engine with the socket.
@@ -209,7 +211,8 @@ impl NbdSource {
 
     fn accept(&mut self, cx: &mut SourceContext<'_>) {
         let Arrivals::Listener(listener, _) = &self.arrivals else { return };
-        let entry = opcode::AcceptMulti::new(types::Fd(listener.raw_fd())).flags(libc::SOCK_CLOEXEC).build();
+        let entry =
+            opcode::AcceptMulti::new(types::Fd(listener.as_raw_fd())).flags(libc::SOCK_CLOEXEC).build();
         self.accept_armed = true;
         // SAFETY: the listener stays open as long as the source, and no memory is passed.
         unsafe { cx.push(entry, token(ACCEPTED, 0)) }
@@ -273,7 +276,8 @@ impl NbdSource {
                 self.connections.len() - 1
             }
         };
-        let connection = Connection::new(slot as u32, socket, status, exports, until_ns);
+        let tls = self.core.options.tls_policy();
+        let connection = Connection::new(slot as u32, socket, status, exports, tls, until_ns);
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
     }
@@ -343,6 +347,9 @@ impl Source for NbdSource {
             ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE),
             ("IORING_OP_SENDMSG", opcode::SendMsg::CODE),
         ])?;
+        if self.core.options.tls.is_some() {
+            cx.ring().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
+        }
         if let Arrivals::Client(client) = &mut self.arrivals
             && let Some(socket) = client.take()
             && self.registry.admit(1)
@@ -439,6 +446,13 @@ impl Source for NbdSource {
             deadline_ns = deadline_ns.min(self.accept_at_ns);
         }
         (deadline_ns < u64::MAX).then_some(deadline_ns)
+    }
+
+    fn client_of(&self, mark: u64) -> Option<String> {
+        let pending = self.core.pending.get(mark as usize)?;
+        let connection = self.connections.get(pending.connection as usize)?.as_ref()?;
+        let (id, peer) = connection.status().who();
+        Some(format!("nbd client {id} ({peer}), cookie {:#x}", pending.to.cookie))
     }
 
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {

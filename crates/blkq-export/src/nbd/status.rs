@@ -28,6 +28,59 @@ pub struct ConnectionInfo {
     pub in_flight: u64,
 }
 
+/// What a server counted since it started, over all connections that it had.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct NbdCounters {
+    /// Connections that were let in.
+    pub connections: u64,
+    /// Connections turned away because there were too many, or the server was going down.
+    pub refused_connections: u64,
+    /// Connections ended because the client broke the protocol.
+    pub violations: u64,
+    /// Connections ended because the client was late with its handshake, a payload, or taking
+    /// its replies.
+    pub timeouts: u64,
+    /// Requests received.
+    pub requests: u64,
+    /// Of these, those answered with an error, whoever found it.
+    pub errors: u64,
+    /// Of those, the ones that never reached the block layer: malformed, outside of the device,
+    /// not allowed.
+    pub refused_requests: u64,
+    /// Content sent, in bytes.
+    pub read_bytes: u64,
+    /// Content received and written, in bytes.
+    pub written_bytes: u64,
+}
+
+impl NbdCounters {
+    fn add(&mut self, status: &ConnectionStatus) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        self.violations += get(&status.violations);
+        self.timeouts += get(&status.timeouts);
+        self.requests += get(&status.requests);
+        self.errors += get(&status.errors);
+        self.refused_requests += get(&status.refused_requests);
+        self.read_bytes += get(&status.read_bytes);
+        self.written_bytes += get(&status.written_bytes);
+    }
+}
+
+impl std::ops::AddAssign for NbdCounters {
+    /// Adds those of another server.
+    fn add_assign(&mut self, other: NbdCounters) {
+        self.connections += other.connections;
+        self.refused_connections += other.refused_connections;
+        self.violations += other.violations;
+        self.timeouts += other.timeouts;
+        self.requests += other.requests;
+        self.errors += other.errors;
+        self.refused_requests += other.refused_requests;
+        self.read_bytes += other.read_bytes;
+        self.written_bytes += other.written_bytes;
+    }
+}
+
 /// Counters of one connection, written by its engine once per turn.
 pub(super) struct ConnectionStatus {
     id: u64,
@@ -36,16 +89,33 @@ pub(super) struct ConnectionStatus {
     since: Instant,
     pub requests: AtomicU64,
     pub errors: AtomicU64,
+    pub refused_requests: AtomicU64,
+    pub violations: AtomicU64,
+    pub timeouts: AtomicU64,
     pub read_bytes: AtomicU64,
     pub written_bytes: AtomicU64,
     pub in_flight: AtomicU64,
+}
+
+impl ConnectionStatus {
+    /// Its number, and who is at the other end.
+    pub fn who(&self) -> (u64, &str) {
+        (self.id, &self.peer)
+    }
+}
+
+/// Connections that are there, and the sum of those that were.
+#[derive(Default)]
+struct Connections {
+    open: Vec<Arc<ConnectionStatus>>,
+    ended: NbdCounters,
 }
 
 /// What all engines of a server and its control share.
 pub(super) struct Registry {
     /// Held for a push, a removal or a copy of pointers, never across anything that waits;
     /// engines take it when a connection begins and ends, not on the data path.
-    connections: Mutex<Vec<Arc<ConnectionStatus>>>,
+    connections: Mutex<Connections>,
     /// Connections that were let in and are not gone.
     open: AtomicUsize,
     /// No more are let in.
@@ -61,7 +131,7 @@ pub(super) struct Registry {
 impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
-            connections: Mutex::new(Vec::new()),
+            connections: Mutex::default(),
             open: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             accepted: AtomicU64::new(0),
@@ -71,7 +141,7 @@ impl Registry {
         }
     }
 
-    fn connections(&self) -> MutexGuard<'_, Vec<Arc<ConnectionStatus>>> {
+    fn connections(&self) -> MutexGuard<'_, Connections> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -107,16 +177,22 @@ impl Registry {
             since: Instant::now(),
             requests: AtomicU64::new(0),
             errors: AtomicU64::new(0),
+            refused_requests: AtomicU64::new(0),
+            violations: AtomicU64::new(0),
+            timeouts: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         });
-        self.connections().push(status.clone());
+        self.connections().open.push(status.clone());
         status
     }
 
     pub fn end(&self, status: &Arc<ConnectionStatus>) {
-        self.connections().retain(|other| !Arc::ptr_eq(other, status));
+        let mut connections = self.connections();
+        connections.open.retain(|other| !Arc::ptr_eq(other, status));
+        connections.ended.add(status);
+        drop(connections);
         if status.export.get().is_some() {
             self.served.store(true, Ordering::SeqCst);
         }
@@ -143,8 +219,19 @@ impl Registry {
         self.refused.load(Ordering::Relaxed)
     }
 
+    /// What was counted of all connections so far: no counter ever goes back.
+    pub fn counters(&self) -> NbdCounters {
+        let connections = self.connections();
+        let mut sum = connections.ended;
+        connections.open.iter().for_each(|status| sum.add(status));
+        drop(connections);
+        sum.connections = self.accepted.load(Ordering::Relaxed);
+        sum.refused_connections = self.refused();
+        sum
+    }
+
     pub fn list(&self) -> Vec<ConnectionInfo> {
-        let connections = self.connections().clone();
+        let connections = self.connections().open.clone();
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let info = |status: &Arc<ConnectionStatus>| ConnectionInfo {
             id: status.id,

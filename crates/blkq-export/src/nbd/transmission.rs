@@ -87,6 +87,11 @@ impl Transmission {
         if self.drop_payload { 0 } else { self.payload }
     }
 
+    /// The payload that comes next is not wanted: it is dropped by itself.
+    pub fn drop_payload(&mut self) {
+        self.drop_payload = self.payload > 0;
+    }
+
     /// `bytes` of the payload were taken from the stream.
     ///
     /// # Panics

@@ -97,6 +97,8 @@ pub enum Control {
     GetFeatures = control_read(0x13),
     /// Changes the size of a device in use.
     UpdateSize = control_write(0x15),
+    /// Takes a device away from its server, which answers what it has in flight.
+    QuiesceDev = control_write(0x16),
     /// Stops a device unless somebody has it open.
     TryStopDev = control_write(0x17),
 }
@@ -127,6 +129,24 @@ pub const OP_WRITE_ZEROES: u32 = 5;
 pub const IO_FUA: u32 = 1 << 13;
 /// `UBLK_IO_F_NOUNMAP`, not shifted.
 pub const IO_NO_UNMAP: u32 = 1 << 15;
+/// `UBLK_IO_F_NEED_REG_BUF`, not shifted: the kernel could not register the request's pages.
+pub const IO_NEED_REGISTER: u32 = 1 << 17;
+
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: then the request comes with [`IO_NEED_REGISTER`], and does not fail.
+const REGISTER_FALLBACK: u64 = 1 << 0;
+
+/// `ublk_auto_buf_reg_to_sqe_addr`: the address of a command whose next request's pages become
+/// the ring's registered buffer `index`.
+pub const fn register_address(index: u16) -> u64 {
+    index as u64 | REGISTER_FALLBACK << 16
+}
+
+/// Where the data of the request of `tag` in `queue` begins in the character device
+/// (`UBLKSRV_IO_BUF_OFFSET`, `UBLK_TAG_OFF`, `UBLK_QID_OFF`).
+pub const fn data_offset(queue: u16, tag: u16) -> u64 {
+    0x8000_0000 + ((queue as u64) << 41 | (tag as u64) << 25)
+}
+
 /// `struct ublksrv_ctrl_cmd`: the command that a control submission carries.
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
 #[repr(C)]
@@ -175,6 +195,9 @@ pub struct DeviceInfo {
     pub owner_gid: u32,
     pub(super) reserved: [u64; 2],
 }
+
+/// `UBLK_S_DEV_DEAD`: not started, or stopped.
+pub const STATE_DEAD: u16 = 0;
 
 /// `struct ublksrv_io_desc`: a request, written by the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -254,10 +277,21 @@ pub struct DiscardParameters {
     pub(super) reserved0: u16,
 }
 
+/// `struct ublk_param_dma_align`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
+#[repr(C)]
+pub struct AlignParameters {
+    /// Bits that are zero in the address and the length of each piece of memory, below a page.
+    pub alignment: u32,
+    pub(super) pad: u32,
+}
+
 /// `UBLK_PARAM_TYPE_BASIC`: [`Parameters::basic`] is meant.
 pub const PARAM_BASIC: u32 = 1 << 0;
 /// [`Parameters::discard`] is meant.
 pub const PARAM_DISCARD: u32 = 1 << 1;
+/// `UBLK_PARAM_TYPE_DMA_ALIGN`: [`Parameters::align`] is meant (Linux 6.15).
+pub const PARAM_ALIGN: u32 = 1 << 4;
 
 /// `struct ublk_params`, up to the last member that is used here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
@@ -273,6 +307,8 @@ pub struct Parameters {
     pub discard: DiscardParameters,
     pub(super) devt: [u32; 4],
     pub(super) zoned: [u32; 8],
+    /// Memory of requests.
+    pub align: AlignParameters,
     /// The kernel's goes on here.
     pub(super) end: u32,
 }
@@ -292,7 +328,7 @@ const _: () = {
     assert!(size_of::<DiscardParameters>() == 20);
     assert!(offset_of!(Parameters, basic) == 8 && offset_of!(Parameters, discard) == 40);
     assert!(offset_of!(Parameters, devt) == 60 && offset_of!(Parameters, zoned) == 76);
-    assert!(size_of::<Parameters>() == 112);
+    assert!(offset_of!(Parameters, align) == 108 && size_of::<Parameters>() == 120);
 };
 
 #[cfg(test)]
@@ -310,5 +346,16 @@ mod tests {
         assert_eq!(Control::GetFeatures as u32, 0x8020_7513);
         assert_eq!(Control::UpdateSize as u32, 0xc020_7515);
         assert_eq!((FETCH, COMMIT_AND_FETCH), (0xc010_7520, 0xc010_7521));
+        assert_eq!(Control::QuiesceDev as u32, 0xc020_7516);
+    }
+
+    #[test]
+    fn requests_and_their_pages_are_addressed_as_the_kernel_reads_it() {
+        // Bits 0 to 15 the index, bit 16 the flag, all above zero.
+        assert_eq!(register_address(0x1234), 0x1_1234);
+        assert_eq!(data_offset(0, 0), 0x8000_0000);
+        // 25 bits of offset, 16 of tag, then the queue.
+        assert_eq!(data_offset(3, 5), 0x8000_0000 + (5 << 25) + (3 << 41));
+        assert_eq!(data_offset(4095, 0xffff) >> 63, 0, "a file offset");
     }
 }

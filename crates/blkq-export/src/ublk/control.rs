@@ -13,15 +13,20 @@ use rustix::thread::{CapabilitySet, CpuSet, capabilities};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::abi::{self, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters};
+use super::deputy::{self, Command};
 
 /// The control device.
 pub const CONTROL_PATH: &str = "/dev/ublk-control";
+/// Where the kernel lists the character devices.
+const CLASS_PATH: &str = "/sys/class/ublk-char";
 
 /// How long the kernel may take for what it does from memory.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long making and starting a device may take: the kernel looks for partitions. Some
 /// kernels never end it (Linux 6.18.4, for one, which then has lost the driver).
-const START_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the kernel waits for each queue to have an idle command.
+const QUIESCE_WAIT: Duration = Duration::from_secs(1);
 /// How long stopping a device may take: it waits for the I/O in flight.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long removing a device may wait for those who still refer to it.
@@ -168,19 +173,24 @@ impl ControlDevice {
     ///
     /// # Errors
     /// Whatever the kernel says, and that it did not answer in time.
-    pub fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
+    pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
         let id = info.dev_id;
         let command = abi::Control::AddDev;
-        self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT }).map_err(
-            |e| match e.raw_os_error() {
-                Some(libc::EACCES) => Error::system(
-                    "cannot make a ublk device: there are as many as the module's parameter ublks_max allows; raise it, or use --export nbd",
-                    e,
-                ),
-                Some(libc::EPERM) => Error::system("cannot make a ublk device; become root, or use --export nbd", e),
-                _ => failed("making a device", e),
-            },
-        )
+        self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT })
+    }
+
+    /// The numbers of all devices, of whoever made them.
+    ///
+    /// # Errors
+    /// If the kernel's list cannot be read.
+    pub fn devices(&self) -> Result<Vec<u32>, Error> {
+        let list = match std::fs::read_dir(CLASS_PATH) {
+            Ok(list) => list,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(Error::system(format!("cannot read {CLASS_PATH}"), e)),
+        };
+        let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("ublkc")?.parse().ok();
+        Ok(list.filter_map(|entry| number(entry.ok()?.file_name())).collect())
     }
 
     /// What device `id` is; `None` if there is none.
@@ -253,42 +263,45 @@ impl ControlDevice {
         self.call(Call { command, id, data, buffer: &mut [], timeout })
     }
 
-    /// Makes the block device of `id` appear, served by this process.
+    /// Makes the block device of `id` appear, served by the process `pid`.
     ///
     /// # Errors
     /// Whatever the kernel says.
-    pub fn start(&mut self, id: u32) -> Result<(), Error> {
-        let pid = u64::from(std::process::id());
-        self.plain(abi::Control::StartDev, id, pid, START_TIMEOUT).map_err(|e| failed("starting a device", e))
+    pub(super) fn start(&mut self, id: u32, pid: u32) -> io::Result<()> {
+        self.plain(abi::Control::StartDev, id, u64::from(pid), START_TIMEOUT)
+    }
+
+    /// Gives a command that needs the number of a device only.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
+        match what {
+            deputy::STOP => self.stop(id),
+            deputy::TRY_STOP => self.try_stop(id),
+            deputy::DELETE => self.delete(id),
+            _ => Err(io::ErrorKind::InvalidInput.into()),
+        }
     }
 
     /// Makes it disappear. I/O in flight is waited for, later I/O fails.
-    ///
-    /// # Errors
-    /// Whatever the kernel says.
-    pub fn stop(&mut self, id: u32) -> Result<(), Error> {
-        self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT).map_err(|e| failed("stopping a device", e))
+    fn stop(&mut self, id: u32) -> io::Result<()> {
+        self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT)
     }
 
     /// As [`ControlDevice::stop`], unless somebody has the device open
     /// ([`Features::SAFE_STOP_DEV`]).
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`], and whatever the kernel says.
-    pub fn try_stop(&mut self, id: u32) -> Result<(), Error> {
-        self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT).map_err(|e| failed("stopping a device", e))
+    fn try_stop(&mut self, id: u32) -> io::Result<()> {
+        self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// Removes device `id`. One that somebody still has open goes when it is closed: then this
-    /// returns after a moment all the same.
-    ///
-    /// # Errors
-    /// Whatever the kernel says; that there is no such device is none.
-    pub fn delete(&mut self, id: u32) -> Result<(), Error> {
+    /// Removes device `id`; that there is no such device is no error. One that somebody still has
+    /// open goes when it is closed: then this returns after a moment all the same.
+    fn delete(&mut self, id: u32) -> io::Result<()> {
         match self.plain(abi::Control::DelDev, id, 0, DELETE_TIMEOUT) {
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
             Err(e) if e.kind() == io::ErrorKind::TimedOut => Ok(()),
-            done => done.map_err(|e| failed("removing a device", e)),
+            done => done,
         }
     }
 
@@ -311,6 +324,17 @@ impl ControlDevice {
             .map_err(|e| failed("taking over a device", e))
     }
 
+    /// Keeps new requests to device `id` back until another process serves it, and gives the idle
+    /// commands of this one back ([`Features::QUIESCE`]).
+    ///
+    /// # Errors
+    /// That it has no idle one for a second, and whatever the kernel says.
+    pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
+        let wait_ms = QUIESCE_WAIT.as_millis() as u64;
+        self.plain(abi::Control::QuiesceDev, id, wait_ms, ANSWER_TIMEOUT)
+            .map_err(|e| failed("quiescing a device", e))
+    }
+
     /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]).
     ///
     /// # Errors
@@ -321,7 +345,21 @@ impl ControlDevice {
     }
 }
 
-fn failed(what: &str, error: io::Error) -> Error {
+/// Why no device was made.
+pub(super) fn not_added(error: io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(libc::EACCES) => Error::system(
+            "cannot make a ublk device: there are as many as the module's parameter ublks_max allows; raise it, or use --export nbd",
+            error,
+        ),
+        Some(libc::EPERM) => {
+            Error::system("cannot make a ublk device; become root, or use --export nbd", error)
+        }
+        _ => failed("making a device", error),
+    }
+}
+
+pub(super) fn failed(what: &str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::TimedOut {
         let message = format!(
             "ublk: {what}: the kernel does not answer; look into its log (dmesg), or use --export nbd"

@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,10 +10,13 @@ use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
 use blkq::{Disk, EngineHandle, Error, ErrorKind, Source};
-use rustix::thread::CpuSet;
+use rustix::thread::{CapabilitySet, CpuSet, capabilities, set_capabilities};
 
-use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX};
-use super::control::{ControlDevice, block_path, character_path};
+use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX, STATE_DEAD};
+use super::control::{ControlDevice, block_path, character_path, failed};
+use super::copy::CopyMode;
+use super::deputy::{Command, DELETE, Deputy, STOP, TRY_STOP};
+use super::idle::IdleWatch;
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
 use super::source::{QueueOptions, QueueSource, Shared};
 use super::usage;
@@ -24,15 +27,32 @@ const NODE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a device may take until a server that went away is really gone: its I/O in flight
 /// ends first.
 const TAKE_OVER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a server that leaves may take to answer what it has.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Which device it is, for longer than its server lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
-    /// The number N of `/dev/ublkbN`.
+    /// The number N of `/dev/ublkbN`; [`u32::MAX`] of one that is about to be made, whose number
+    /// only the kernel knows.
     pub id: u32,
     /// Kept by the kernel with the device: another one that got the same number has another.
     pub cookie: u64,
+}
+
+/// How a device is made.
+pub struct UblkOptions {
+    /// Which one it will be.
+    pub identity: Identity,
+    /// Whether it outlives this process, where the kernel and the user's rights allow it.
+    pub recoverable: bool,
+    /// Whether the kernel looks for partitions, which it does for root only.
+    pub partscan: bool,
+    /// How data moves; `None` for the best way.
+    pub copy: Option<CopyMode>,
+    /// Makes it, and makes it appear.
+    pub deputy: Deputy,
 }
 
 /// A device, served by this process.
@@ -42,6 +62,8 @@ pub struct UblkDevice {
     kernel: Features,
     info: DeviceInfo,
     serving: Mutex<Option<Serving>>,
+    /// Held by who claims the device to see who uses it, which one cannot while another does.
+    looking: Arc<Mutex<()>>,
 }
 
 /// What of a device ends with its server.
@@ -51,6 +73,13 @@ struct Serving {
 }
 
 impl Identity {
+    /// Of a device that is about to be made: written down before, so that it is found if its server
+    /// dies meanwhile.
+    pub fn of_new() -> Identity {
+        // Differs between any two devices that live between two boots.
+        Identity { id: ANY_ID, cookie: monotonic_ns() }
+    }
+
     /// The block device.
     pub fn path(&self) -> String {
         block_path(self.id)
@@ -58,76 +87,125 @@ impl Identity {
 
     /// What the kernel knows of the device; `None` if it is gone.
     fn info(&self, control: &mut ControlDevice) -> Result<Option<DeviceInfo>, Error> {
-        Ok(control.info(self.id)?.filter(|info| info.ublksrv_flags == self.cookie))
+        let ids = if self.id == ANY_ID { control.devices()? } else { vec![self.id] };
+        for id in ids {
+            let info = match control.info(id) {
+                // One of somebody else is none of ours.
+                Err(e) if self.id == ANY_ID && e.kind() == ErrorKind::Denied => continue,
+                info => info?,
+            };
+            if let Some(info) = info.filter(|info| info.ublksrv_flags == self.cookie) {
+                return Ok(Some(info));
+            }
+        }
+        Ok(None)
     }
 
-    /// Whether the device, whose server is gone, waits for a new one. What is left of a device that
-    /// does not is removed.
+    /// The device with its number, if it waits for a new server, its own being gone. What is left of
+    /// a device that does not is removed.
     ///
     /// # Errors
     /// If the kernel cannot be asked, or does not remove it.
-    pub fn outlives_its_server(&self) -> Result<bool, Error> {
+    pub fn survivor(&self) -> Result<Option<Identity>, Error> {
         let mut control = match ControlDevice::open() {
             Ok(control) => control,
             // The driver was unloaded, and that it is only without devices.
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e),
         };
+        let Some(info) = self.info(&mut control)? else { return Ok(None) };
+        let id = info.dev_id;
+        if info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0 {
+            return Ok(Some(Identity { id, cookie: self.cookie }));
+        }
+        // It was never started; or the kernel has ended the block device, and leaves the character
+        // device.
+        let give = |command| control.give(command, id);
+        end(give, &[STOP, DELETE]).map(|()| None)
+    }
+
+    /// The size of the device in bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if it is gone, and whatever the kernel says.
+    pub fn size_bytes(&self) -> Result<u64, Error> {
+        let mut control = ControlDevice::open()?;
         match self.info(&mut control)? {
-            None => Ok(false),
-            Some(info) if info.flags & Features::USER_RECOVERY.bits() != 0 => Ok(true),
-            // The kernel ends the block device, and leaves the character device.
-            Some(_) => control.stop(self.id).and_then(|()| control.delete(self.id)).map(|()| false),
+            Some(info) => Ok(control.parameters(info.dev_id)?.basic.dev_sectors << 9),
+            None => Err(self.gone()),
         }
     }
 
-    /// Removes a device whose server is gone. Without `force` not if it is in use; with it, I/O
-    /// that waits for a new server fails.
+    fn gone(&self) -> Error {
+        let message = format!("{}: the device is gone; attach the image again", self.path());
+        Error::new(ErrorKind::NotFound, message)
+    }
+
+    /// Removes a device whose server is gone, by way of `deputy`. Without `force` not if it is in
+    /// use; with it, I/O that waits for a new server fails.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if it is in use, and whatever the kernel says.
-    pub fn remove(&self, force: bool) -> Result<(), Error> {
+    pub fn remove(&self, force: bool, mut deputy: Deputy) -> Result<(), Error> {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
         if self.info(&mut control)?.is_none() {
             return Ok(());
         }
-        stop(&mut control, self.id, kernel, force)?;
-        control.delete(self.id)
+        let mut give = |command| deputy.give(command, self.id);
+        stop(&mut give, self.id, kernel, force)?;
+        end(give, &[DELETE])
     }
 }
 
+/// Gives the commands that end a device.
+fn end(mut give: impl FnMut(Command) -> io::Result<()>, commands: &[Command]) -> Result<(), Error> {
+    commands.iter().try_for_each(|command| {
+        let what = if *command == DELETE { "removing a device" } else { "stopping a device" };
+        give(*command).map_err(|e| failed(what, e))
+    })
+}
+
 /// Makes the block device disappear. Without `force` not if it is in use.
-fn stop(control: &mut ControlDevice, id: u32, kernel: Features, force: bool) -> Result<(), Error> {
+fn stop(
+    give: &mut impl FnMut(Command) -> io::Result<()>,
+    id: u32,
+    kernel: Features,
+    force: bool,
+) -> Result<(), Error> {
     if force {
-        return control.stop(id);
+        return end(give, &[STOP]);
     }
     // Held until it is gone, so that nobody begins to use it meanwhile.
     let held = usage::claim(&block_path(id))?;
     if kernel.contains(Features::SAFE_STOP_DEV) {
         // The kernel looks itself, and no moment lies in between.
         drop(held);
-        return control.try_stop(id).map_err(|e| match e.kind() {
+        return end(give, &[TRY_STOP]).map_err(|e| match e.kind() {
             ErrorKind::Busy => usage::busy(&block_path(id), "somebody has it open"),
             _ => e,
         });
     }
-    control.stop(id)
+    end(give, &[STOP])
 }
 
 impl UblkDevice {
-    /// Makes a device of `disk` and serves it, one queue on each of `engines`. One that is
-    /// `recoverable` outlives this process where the kernel and the user's rights allow it; any
-    /// other one goes with it.
+    /// Makes a device of `disk` and serves it, one queue on each of `engines`.
     ///
     /// # Errors
     /// Whatever keeps it from being usable; nothing is left of it then.
-    pub fn start(disk: &Arc<Disk>, engines: &[EngineHandle], recoverable: bool) -> Result<UblkDevice, Error> {
+    pub fn start(
+        disk: &Arc<Disk>,
+        engines: &[EngineHandle],
+        options: UblkOptions,
+    ) -> Result<UblkDevice, Error> {
+        let UblkOptions { identity, recoverable, partscan, copy, mut deputy } = options;
         let limits = disk.limits();
-        let parameters = parameters(&limits)?;
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
-        let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE;
+        let copy = CopyMode::choose(copy, kernel, control.is_privileged(), &limits)?;
+        let parameters = parameters(&limits, copy)?;
+        let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE | Features::QUIESCE;
         let recovery = if recoverable { recovery } else { Features::empty() };
         let wanted = match control.is_privileged() {
             true => kernel & (recovery | Features::UPDATE_SIZE | Features::SAFE_STOP_DEV),
@@ -138,24 +216,24 @@ impl UblkDevice {
             queue_depth: disk.settings().depth.min(QUEUE_DEPTH_MAX),
             max_io_buf_bytes: REQUEST_MAX_BYTES,
             dev_id: ANY_ID,
-            flags: (wanted | Features::CMD_IOCTL_ENCODE).bits(),
-            // Differs between any two devices that live between two boots.
-            ublksrv_flags: monotonic_ns(),
+            flags: (wanted | copy.features() | Features::CMD_IOCTL_ENCODE).bits(),
+            ublksrv_flags: identity.cookie,
             ..DeviceInfo::default()
         };
-        control.add(&mut info)?;
+        deputy.add(&mut info)?;
         let device = UblkDevice::new(kernel, info);
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
-            .and_then(|file| device.serve(&mut control, file, engines))
-            .and_then(|()| control.start(info.dev_id).map_err(|e| device.explain(e)))
+            .and_then(|file| device.serve(&mut control, file, engines, partscan))
+            .and_then(|()| deputy.start(&info).map_err(|e| device.explain(e)))
             .and_then(|()| device.wait_for_node());
         match started {
             Ok(()) => Ok(device),
             Err(error) => {
                 // What is said is why it did not start.
-                let _ = control.stop(info.dev_id).and_then(|()| device.delete(&mut control));
+                let _ = end(|command| control.give(command, info.dev_id), &[STOP])
+                    .and_then(|()| device.delete(&mut control));
                 Err(error)
             }
         }
@@ -176,16 +254,22 @@ impl UblkDevice {
         let kernel = control.features()?;
         let path = identity.path();
         let refuse = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
-        let Some(info) = identity.info(&mut control)? else {
-            return refuse(ErrorKind::NotFound, "the device is gone; attach the image again");
-        };
+        let Some(info) = identity.info(&mut control)? else { return Err(identity.gone()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
             return refuse(ErrorKind::Unsupported, "the device was made without recovery; detach it");
         }
         if usize::from(info.nr_hw_queues) > engines.len() {
             return refuse(ErrorKind::Invalid, "the device has more queues than the disk");
         }
-        let (was, is) = (control.parameters(identity.id)?.basic, parameters(&disk.limits())?.basic);
+        let limits = disk.limits();
+        let copy = CopyMode::of(Features::from_bits_retain(info.flags));
+        if copy == CopyMode::None && !limits.kernel_pages {
+            return refuse(
+                ErrorKind::Unsupported,
+                "its data is not copied, and the driver cannot do that now",
+            );
+        }
+        let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
             return refuse(ErrorKind::Invalid, "the image now has other blocks than the device; detach it");
         }
@@ -203,18 +287,24 @@ impl UblkDevice {
             std::thread::sleep(POLL_INTERVAL);
         }
         let device = UblkDevice::new(kernel, info);
-        device.serve(&mut control, open_node(&character_path(identity.id))?, engines)?;
+        device.serve(&mut control, open_node(&character_path(identity.id))?, engines, true)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
 
     fn new(kernel: Features, info: DeviceInfo) -> UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
-        UblkDevice { identity, kernel, info, serving: Mutex::new(None) }
+        UblkDevice { identity, kernel, info, serving: Mutex::new(None), looking: Arc::default() }
     }
 
     /// Lets the engines fetch from the queues of the character device.
-    fn serve(&self, control: &mut ControlDevice, file: File, engines: &[EngineHandle]) -> Result<(), Error> {
+    fn serve(
+        &self,
+        control: &mut ControlDevice,
+        file: File,
+        engines: &[EngineHandle],
+        partscan: bool,
+    ) -> Result<(), Error> {
         let id = self.identity.id;
         let shared = Arc::new(Shared { file, refused: AtomicI32::new(0) });
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
@@ -224,11 +314,17 @@ impl UblkDevice {
                 shared: shared.clone(),
                 queue,
                 depth: self.info.queue_depth,
-                buffer_bytes: self.info.max_io_buf_bytes as usize,
+                copy: self.copy(),
+                request_max_bytes: self.info.max_io_buf_bytes,
                 // An old kernel or a large machine: then it runs anywhere.
                 processors: control.affinity(id, queue).unwrap_or_else(|_| CpuSet::new()),
             };
-            let make = move || Box::new(QueueSource::new(options)) as Box<dyn Source>;
+            let make = move || {
+                if !partscan {
+                    distrust_this_thread();
+                }
+                Box::new(QueueSource::new(options)) as Box<dyn Source>
+            };
             serving.sources.push((engine.clone(), engine.add_source(make)?));
         }
         Ok(())
@@ -261,6 +357,11 @@ impl UblkDevice {
         self.identity
     }
 
+    /// How its data moves.
+    fn copy(&self) -> CopyMode {
+        CopyMode::of(Features::from_bits_retain(self.info.flags))
+    }
+
     /// Whether another process may take it over.
     pub fn is_recoverable(&self) -> bool {
         self.info.flags & Features::USER_RECOVERY.bits() != 0
@@ -271,7 +372,7 @@ impl UblkDevice {
         let DeviceInfo { nr_hw_queues, queue_depth, .. } = self.info;
         let queues = if nr_hw_queues == 1 { "queue" } else { "queues" };
         let recovery = if self.is_recoverable() { "recoverable" } else { "not recoverable" };
-        format!("{nr_hw_queues} {queues} of {queue_depth}, data copied, {recovery}")
+        format!("{nr_hw_queues} {queues} of {queue_depth}, data {}, {recovery}", self.copy())
     }
 
     /// Ends the device: it is gone when this returns. Without `force` not if it is in use; with it,
@@ -281,11 +382,34 @@ impl UblkDevice {
     /// [`ErrorKind::Busy`] if it is in use; the device goes on. Whatever the kernel says.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         let mut control = ControlDevice::open()?;
-        if force && usage::claim(&self.identity.path()).is_err() {
-            usage::write_back();
+        let _held = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        if force {
+            usage::write_back(&self.identity.path());
         }
-        stop(&mut control, self.identity.id, self.kernel, force)?;
+        let mut give = |command| control.give(command, self.identity.id);
+        stop(&mut give, self.identity.id, self.kernel, force)?;
         self.delete(&mut control)
+    }
+
+    /// Writes the event `idle` when nobody uses the device any more, as [`IdleWatch`] tells, while
+    /// that is `on`.
+    ///
+    /// # Errors
+    /// If the process has no descriptor or thread left.
+    pub fn watch_idle(&self, idle: Arc<OwnedFd>, on: bool) -> Result<IdleWatch, Error> {
+        IdleWatch::start(&self.identity.path(), self.looking.clone(), idle, on)
+    }
+
+    /// Before this process ends and leaves the device to the next server: has new requests wait,
+    /// where the kernel can (Linux 6.16), and those at `disk` end. What does not, within 5 seconds,
+    /// is issued again.
+    pub fn quiesce(&self, disk: &Disk) {
+        let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
+            && ControlDevice::open().and_then(|mut control| control.quiesce(self.identity.id)).is_ok();
+        let until = Instant::now() + ANSWER_TIMEOUT;
+        while quiesced && disk.stats().in_flight != [0; 2] && Instant::now() < until {
+            std::thread::sleep(POLL_INTERVAL);
+        }
     }
 
     /// Removes the device, which is stopped.
@@ -296,7 +420,7 @@ impl UblkDevice {
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
-        control.delete(self.identity.id)
+        end(|command| control.give(command, self.identity.id), &[DELETE])
     }
 
     /// # Errors
@@ -330,24 +454,51 @@ impl UblkDevice {
         let set = || {
             let file = File::open(&path)?;
             let value = libc::c_int::from(read_only);
-            // SAFETY: BLKROSET reads one int.
-            match unsafe { libc::ioctl(file.as_raw_fd(), BLKROSET, &raw const value) } {
-                0 => Ok(()),
-                _ => Err(io::Error::last_os_error()),
-            }
+            let mut now = value;
+            // SAFETY: BLKROSET reads one int, and BLKROGET writes one.
+            let results = unsafe {
+                [
+                    libc::ioctl(file.as_raw_fd(), BLKROSET, &raw const value),
+                    libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut now),
+                ]
+            };
+            if results == [0, 0] { Ok(now != 0) } else { Err(io::Error::last_os_error()) }
         };
-        set().map_err(|e| Error::system(format!("cannot change whether {path} is read-only"), e))
+        match set() {
+            Ok(now) if now == read_only => Ok(()),
+            Ok(_) => {
+                let message = format!(
+                    "the kernel keeps {path} read-only, as it was made; detach it and attach it again"
+                );
+                Err(Error::new(ErrorKind::Unsupported, message))
+            }
+            Err(e) => Err(Error::system(format!("cannot change whether {path} is read-only"), e)),
+        }
+    }
+}
+
+/// The kernel looks for partitions, now or when it is asked to, on devices only that threads with
+/// CAP_SYS_ADMIN serve (`GD_SUPPRESS_PART_SCAN`). Serving needs none of it.
+fn distrust_this_thread() {
+    if let Ok(mut sets) = capabilities(None) {
+        sets.effective.remove(CapabilitySet::SYS_ADMIN);
+        // Of who has it, all may be less.
+        let _ = set_capabilities(None, sets);
     }
 }
 
 /// `BLKROSET` of linux/fs.h.
 const BLKROSET: libc::c_ulong = 0x125d;
+/// `BLKROGET` of linux/fs.h.
+const BLKROGET: libc::c_ulong = 0x125e;
 
 /// Opens a character device as soon as it is there and udev has given it to the user.
 fn open_node(path: &str) -> Result<File, Error> {
     let until = Instant::now() + NODE_TIMEOUT;
     loop {
-        match OpenOptions::new().read(true).write(true).custom_flags(libc::O_CLOEXEC).open(path) {
+        // Without O_NONBLOCK io_uring would have a worker of its own read and write it.
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        match OpenOptions::new().read(true).write(true).custom_flags(flags).open(path) {
             Ok(file) => return Ok(file),
             Err(e) if Instant::now() > until => {
                 let cure = match e.kind() {

@@ -1,18 +1,35 @@
 //! ublk: the kernel's block devices in user space, `/dev/ublkbN`.
 //!
 //! `abi` is the kernel's interface, `control` its control device, `parameters` the limits of a
-//! disk in its words, `source` a queue on its engine with its `descriptors`, `device` the life of
-//! a device, `usage` who uses it, [`process`] what a process that serves one must be.
+//! disk in its words, `copy` how data moves, `source` a queue on its engine with its `descriptors`,
+//! `device` the life of a device, `deputy` a process that makes it, `usage` who uses it and `idle`
+//! when nobody does any more, [`process`] what a process that serves one must be.
 
 pub mod abi;
 mod control;
+mod copy;
+mod deputy;
 mod descriptors;
 mod device;
+mod idle;
 mod parameters;
 pub mod process;
 mod source;
 mod usage;
 
+/// What a fuzzer reaches of what the kernel writes, and of what it is told.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::abi::{IoDescriptor, Parameters};
+    pub use super::copy::CopyMode;
+    pub use super::parameters::{REQUEST_MAX_BYTES, parameters};
+    pub use super::source::bio_of;
+}
+
 pub use abi::Features;
-pub use control::{CONTROL_PATH, ControlDevice};
-pub use device::{Identity, UblkDevice};
+pub use control::{CONTROL_PATH, ControlDevice, block_path};
+pub use copy::CopyMode;
+pub use deputy::Deputy;
+pub use device::{Identity, UblkDevice, UblkOptions};
+pub use idle::IdleWatch;
+pub use usage::check_unopened;

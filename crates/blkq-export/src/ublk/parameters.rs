@@ -2,10 +2,11 @@
 
 use blkq::{Error, ErrorKind, QueueLimits};
 
-use super::abi::{self, BasicParameters, DiscardParameters, Parameters};
+use super::abi::{self, AlignParameters, BasicParameters, DiscardParameters, Parameters};
+use super::copy::CopyMode;
 
 /// Largest request: what the buffer of one tag holds.
-pub(super) const REQUEST_MAX_BYTES: u32 = 512 << 10;
+pub const REQUEST_MAX_BYTES: u32 = 512 << 10;
 /// Largest discard and write zeroes. The kernel counts both in 32 bits of bytes, and the whole of
 /// it is one request, which others wait for.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
@@ -21,11 +22,11 @@ fn sectors(bytes: u64, block: u32) -> u32 {
     ((bytes.min(DISCARD_MAX_BYTES) & !(u64::from(block) - 1)) >> 9) as u32
 }
 
-/// The parameters of a device with `limits`.
+/// The parameters of a device with `limits`, whose data moves as `copy` says.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] for blocks that are larger than a page.
-pub(super) fn parameters(limits: &QueueLimits) -> Result<Parameters, Error> {
+pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Error> {
     let block = limits.logical_block_bytes;
     if block > PAGE_BYTES {
         let message = format!(
@@ -44,9 +45,13 @@ pub(super) fn parameters(limits: &QueueLimits) -> Result<Parameters, Error> {
     let chunk_bytes = if limits.chunk_bytes.is_power_of_two() { limits.chunk_bytes } else { 0 };
     // The layer below does write zeroes of either kind if the driver does one of them.
     let zeroes_bytes = limits.max_write_zeroes_bytes.max(limits.max_write_zeroes_no_unmap_bytes);
+    // The backing file meets the pages themselves then. A block aligns them for whatever direct I/O
+    // may demand later: it is never more (see `QueueLimits::validate`).
+    let align = if copy == CopyMode::None { abi::PARAM_ALIGN } else { 0 };
     Ok(Parameters {
         len: size_of::<Parameters>() as u32,
-        types: abi::PARAM_BASIC | abi::PARAM_DISCARD,
+        types: abi::PARAM_BASIC | abi::PARAM_DISCARD | align,
+        align: AlignParameters { alignment: block - 1, ..AlignParameters::default() },
         basic: BasicParameters {
             attrs,
             logical_bs_shift: shift(block),
@@ -89,8 +94,8 @@ mod tests {
 
     #[test]
     fn every_limit_has_its_parameter() {
-        let got = parameters(&limits()).unwrap();
-        assert_eq!((got.len, got.types), (112, 3));
+        let got = parameters(&limits(), CopyMode::Kernel).unwrap();
+        assert_eq!((got.len, got.types), (120, 3));
         let basic = BasicParameters {
             attrs: 4 | 8,
             logical_bs_shift: 9,
@@ -115,9 +120,18 @@ mod tests {
     }
 
     #[test]
+    fn pages_that_the_file_meets_are_aligned_for_any_direct_io() {
+        for block in [512, 4096] {
+            let limits = QueueLimits { logical_block_bytes: block, ..limits() };
+            let got = parameters(&limits, CopyMode::None).unwrap();
+            assert_eq!((got.types, got.align.alignment), (1 | 2 | 16, block - 1));
+        }
+    }
+
+    #[test]
     fn what_a_device_cannot_do_is_not_offered() {
         let bare = QueueLimits { capacity_bytes: 4096, read_only: true, fua: true, ..QueueLimits::default() };
-        let got = parameters(&bare).unwrap();
+        let got = parameters(&bare, CopyMode::User).unwrap();
         // FUA without a cache would have no meaning.
         assert_eq!(got.basic.attrs, abi::ATTR_READ_ONLY);
         assert_eq!((got.discard.max_discard_sectors, got.discard.max_write_zeroes_sectors), (0, 0));
@@ -135,9 +149,14 @@ mod tests {
                 physical_block_bytes: block,
                 ..limits()
             };
-            assert_eq!(parameters(&limits).unwrap().basic.max_sectors, max_sectors, "{request}");
+            assert_eq!(
+                parameters(&limits, CopyMode::Kernel).unwrap().basic.max_sectors,
+                max_sectors,
+                "{request}"
+            );
         }
-        let chunks = |bytes| parameters(&QueueLimits { chunk_bytes: bytes, ..limits() }).unwrap();
+        let chunks =
+            |bytes| parameters(&QueueLimits { chunk_bytes: bytes, ..limits() }, CopyMode::User).unwrap();
         assert_eq!(chunks(65536).basic.chunk_sectors, 128);
         assert_eq!(chunks(3 << 12).basic.chunk_sectors, 0);
     }
@@ -145,6 +164,6 @@ mod tests {
     #[test]
     fn blocks_larger_than_a_page_are_refused_with_the_cure() {
         let limits = QueueLimits { logical_block_bytes: 8192, physical_block_bytes: 8192, ..limits() };
-        assert!(parameters(&limits).unwrap_err().to_string().contains("--export nbd"));
+        assert!(parameters(&limits, CopyMode::Kernel).unwrap_err().to_string().contains("--export nbd"));
     }
 }

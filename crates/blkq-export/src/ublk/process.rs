@@ -49,7 +49,13 @@ fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
     mount_change("/", propagation).map_err(failed)?;
     let mounts = fs::read_to_string("/proc/self/mountinfo")
         .map_err(|e| Error::system("cannot serve a block device: /proc/self/mountinfo", e))?;
-    for point in unneeded(&mounts, kept) {
+    // The kernel names mounts by where they really are.
+    let real = |path: &PathBuf| match (fs::canonicalize(path), path.parent().map(fs::canonicalize)) {
+        (Ok(real), _) | (Err(_), Some(Ok(real))) => real,
+        _ => path.clone(),
+    };
+    let kept: Vec<PathBuf> = kept.iter().map(real).collect();
+    for point in unneeded(&mounts, &kept) {
         // One that is not reachable, for another lies on it, holds nobody up by its path.
         let _ = unmount(&point, UnmountFlags::DETACH);
     }

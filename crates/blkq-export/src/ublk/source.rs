@@ -2,9 +2,10 @@
 //! under one plug, and commits them as they end. One turn is one io_uring_enter.
 //!
 //! A tag belongs to the kernel while its command is in flight, and to this side from the
-//! command's completion, which brings a request, to the command that commits it. Its buffer is
-//! written and read by the kernel on this very thread, inside io_uring_enter, and only while
-//! the command is in flight.
+//! command's completion, which brings a request, to the command that commits it. Where the kernel
+//! copies, it writes and reads the tag's buffer on this very thread, inside io_uring_enter, and
+//! only while the command is in flight; where nobody does, it has put the request's pages into
+//! the ring's table when the request comes, and takes them out as it is committed.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,13 +14,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use blkq::{
-    Bio, BioFlags, Completion, Cqe, Data, Error, FileSlot, IoBuffer, Operation, Sector, Source, SourceContext,
+    Bio, BioFlags, Completion, Cqe, Data, Error, FileSlot, IoBuffer, KernelPages, Operation, Sector, Source,
+    SourceContext,
 };
 use io_uring::{opcode, types};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use zerocopy::IntoBytes;
 
+use crate::buffers::BufferPool;
+
 use super::abi::{self, IoCommand, IoDescriptor};
+use super::copy::CopyMode;
 use super::descriptors::Descriptors;
 
 /// The engine's queue behind a queue of the device: each engine has one.
@@ -28,6 +33,8 @@ const ENGINE_QUEUE: usize = 0;
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
 /// The token of that, beyond those of the tags.
 const IDLE: u64 = 1 << 16;
+/// In the token of reading or writing the data of a tag's request.
+const COPY: u64 = 1 << 17;
 
 /// What the queues of a device share.
 pub(super) struct Shared {
@@ -42,19 +49,37 @@ pub(super) struct QueueOptions {
     pub shared: Arc<Shared>,
     pub queue: u16,
     pub depth: u16,
-    /// Size of each tag's buffer.
-    pub buffer_bytes: usize,
+    /// How data moves.
+    pub copy: CopyMode,
+    /// Largest request.
+    pub request_max_bytes: u32,
     /// Where its thread shall run.
     pub processors: CpuSet,
 }
 
 /// A tag.
 struct Slot {
-    /// Away while a bio has it.
+    /// Where the kernel copies: the tag's own, away while a bio has it.
     buffer: Option<IoBuffer>,
-    address: u64,
+    /// What the kernel is told where the data goes: the address of that buffer, or the place in
+    /// the ring's table.
+    place: u64,
+    /// How the data of its request moves.
+    copy: CopyMode,
+    /// While this process copies: what follows.
+    copying: Option<Copying>,
+    /// Its request reads.
+    reads: bool,
     /// What to tell the kernel if the request goes well.
     good_result: i32,
+}
+
+/// What follows when the data of a request has been copied.
+enum Copying {
+    /// It is written to the disk.
+    Write(Bio),
+    /// It has been read from the disk: the request is done.
+    Read(IoBuffer),
 }
 
 /// A queue of a device.
@@ -65,13 +90,15 @@ pub(super) struct QueueSource {
     file: Option<FileSlot>,
     descriptors: Option<Descriptors>,
     slots: Vec<Slot>,
+    /// Buffers for what this process copies.
+    pool: BufferPool,
     /// Tags whose request has arrived.
     arrived: Vec<u16>,
     /// Bios for which the queue had no room.
     refused: VecDeque<Bio>,
     /// Commands that the kernel has.
     armed: usize,
-    /// Bios that the block layer has.
+    /// Requests that have begun and are not committed.
     in_flight: usize,
     /// Buffers may have taken memory, and the interval runs.
     used: bool,
@@ -90,6 +117,7 @@ impl QueueSource {
             file: None,
             descriptors: None,
             slots: Vec::with_capacity(depth),
+            pool: BufferPool::new(),
             arrived: Vec::with_capacity(depth),
             refused: VecDeque::new(),
             armed: 0,
@@ -101,40 +129,137 @@ impl QueueSource {
         }
     }
 
+    /// Makes what each tag needs for its data.
+    fn open_slots(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        let QueueOptions { depth, copy, request_max_bytes, .. } = self.options;
+        let first = if copy == CopyMode::None { cx.ring().keep_kernel_buffers(depth)? } else { 0 };
+        for tag in 0..depth {
+            let (buffer, place) = match copy {
+                CopyMode::Kernel => {
+                    let mut buffer = IoBuffer::zeroed(request_max_bytes as usize);
+                    let address = buffer.as_mut_ptr().expose_provenance() as u64;
+                    (Some(buffer), address)
+                }
+                CopyMode::User => (None, 0),
+                CopyMode::None => (None, u64::from(first + tag)),
+            };
+            self.slots.push(Slot { buffer, place, copy, copying: None, reads: false, good_result: 0 });
+        }
+        Ok(())
+    }
+
     /// Gives the kernel the command `operation` for `tag`.
     fn command(&mut self, cx: &mut SourceContext<'_>, operation: u32, tag: u16, result: i32) {
         let Some(FileSlot(file)) = self.file else { return };
-        let address = self.slots[usize::from(tag)].address;
-        let command = IoCommand { q_id: self.options.queue, tag, result, addr: address };
+        let place = self.slots[usize::from(tag)].place;
+        let copy = self.options.copy;
+        let addr = if copy == CopyMode::Kernel { place } else { 0 };
+        let command = IoCommand { q_id: self.options.queue, tag, result, addr };
         let mut bytes = [0; 16];
         bytes.copy_from_slice(command.as_bytes());
-        let entry = opcode::UringCmd16::new(types::Fixed(file), operation).cmd(bytes).build();
+        let entry = opcode::UringCmd16::new(types::Fixed(file), operation).cmd(bytes);
+        let entry = match copy {
+            CopyMode::None => entry.addr(Some(abi::register_address(place as u16))).build(),
+            _ => entry.build(),
+        };
         self.armed += 1;
         // SAFETY: the file and the buffers stay until all commands are back, or the ring is gone.
         unsafe { cx.push(entry, u64::from(tag)) }
     }
 
-    fn commit(&mut self, cx: &mut SourceContext<'_>, tag: u16, result: i32) {
+    /// A request is done.
+    fn commit(&mut self, cx: &mut SourceContext<'_>, tag: u16, result: Result<(), i32>) {
+        self.in_flight -= 1;
+        let result = match result {
+            Ok(()) => self.slots[usize::from(tag)].good_result,
+            Err(errno) => -errno,
+        };
         self.command(cx, abi::COMMIT_AND_FETCH, tag, result);
     }
 
-    /// Submits the request that has arrived for `tag`.
+    /// Begins the request that has arrived for `tag`.
     fn begin(&mut self, cx: &mut SourceContext<'_>, tag: u16) {
         let Some(descriptors) = &self.descriptors else { return };
         let descriptor = descriptors.read(tag);
+        self.in_flight += 1;
+        let bio = match bio_of(&descriptor, self.options.request_max_bytes) {
+            Ok(bio) => Bio { user_data: u64::from(tag), ..bio },
+            Err(errno) => return self.commit(cx, tag, Err(errno)),
+        };
         let slot = &mut self.slots[usize::from(tag)];
-        match bio_of(&descriptor, &mut slot.buffer) {
-            Ok(bio) => {
-                slot.good_result = if bio.operation.has_data() { (bio.sectors << 9) as i32 } else { 0 };
-                self.asked |= bio.operation.has_data();
-                self.in_flight += 1;
-                if self.asked && !self.used {
-                    self.used = true;
-                    self.watch(cx);
-                }
-                self.submit(cx, Bio { user_data: u64::from(tag), ..bio });
+        if !bio.operation.has_data() {
+            slot.good_result = 0;
+            return self.submit(cx, bio);
+        }
+        let bytes = (bio.sectors << 9) as u32;
+        slot.good_result = bytes as i32;
+        slot.reads = bio.operation == Operation::Read;
+        slot.copy = copy_of(&descriptor, self.options.copy);
+        match slot.copy {
+            CopyMode::Kernel => {
+                let data = slot.buffer.take().map_or(Data::None, Data::Buffer);
+                self.use_memory(cx);
+                self.submit(cx, Bio { data, ..bio });
             }
-            Err(errno) => self.commit(cx, tag, -errno),
+            CopyMode::None => {
+                // SAFETY: the request came without an error and without the mark that its pages are
+                // not registered: they are, in this ring, until the command that commits it, which
+                // follows the end of the bio.
+                let pages = unsafe { KernelPages::new(slot.place as u16, bytes) };
+                self.submit(cx, Bio { data: Data::Kernel(pages), ..bio });
+            }
+            CopyMode::User => {
+                let Some(buffer) = self.pool.take(bytes, cx.ring()) else {
+                    return self.commit(cx, tag, Err(libc::ENOMEM));
+                };
+                self.use_memory(cx);
+                let bio = Bio { data: Data::Buffer(buffer), ..bio };
+                match bio.operation {
+                    Operation::Write => self.copy(cx, tag, Copying::Write(bio)),
+                    _ => self.submit(cx, bio),
+                }
+            }
+        }
+    }
+
+    /// Copies the data of the request of `tag`, to or from the buffer in `copying`.
+    fn copy(&mut self, cx: &mut SourceContext<'_>, tag: u16, mut copying: Copying) {
+        let Some(FileSlot(file)) = self.file else { return };
+        let slot = &mut self.slots[usize::from(tag)];
+        let (file, offset) = (types::Fixed(file), abi::data_offset(self.options.queue, tag));
+        let bytes = slot.good_result as u32;
+        let entry = match &mut copying {
+            Copying::Write(Bio { data: Data::Buffer(buffer), .. }) => {
+                opcode::Read::new(file, buffer.as_mut_ptr(), bytes).offset(offset).build()
+            }
+            Copying::Read(buffer) => opcode::Write::new(file, buffer.as_ptr(), bytes).offset(offset).build(),
+            // Such a request has a buffer.
+            Copying::Write(_) => return,
+        };
+        slot.copying = Some(copying);
+        // SAFETY: the buffer is at least as long (see `BufferPool::take`), and stays in the slot
+        // until this has ended, or the ring is gone.
+        unsafe { cx.push(entry, COPY | u64::from(tag)) }
+    }
+
+    /// The data of the request of `tag` was copied, `result` bytes of it or an error.
+    fn copied(&mut self, cx: &mut SourceContext<'_>, tag: u16, result: i32) {
+        let slot = &mut self.slots[usize::from(tag)];
+        let whole = result == slot.good_result;
+        let errno = if result < 0 { -result } else { libc::EIO };
+        match slot.copying.take() {
+            Some(Copying::Write(bio)) if whole => self.submit(cx, bio),
+            Some(copying) => {
+                let buffer = match copying {
+                    Copying::Read(buffer) => Some(buffer),
+                    Copying::Write(bio) => bio.data.into_buffer(),
+                };
+                if let Some(buffer) = buffer {
+                    self.pool.put(buffer);
+                }
+                self.commit(cx, tag, if whole { Ok(()) } else { Err(errno) });
+            }
+            None => {}
         }
     }
 
@@ -151,6 +276,15 @@ impl QueueSource {
             if let Err(bio) = cx.submit(ENGINE_QUEUE, bio) {
                 return self.refused.push_front(bio);
             }
+        }
+    }
+
+    /// A buffer is about to be used.
+    fn use_memory(&mut self, cx: &mut SourceContext<'_>) {
+        self.asked = true;
+        if !self.used {
+            self.used = true;
+            self.watch(cx);
         }
     }
 
@@ -172,6 +306,9 @@ impl QueueSource {
         }
         // Nothing is in flight, so all are here; and the kernel is not in them (see above).
         self.slots.iter_mut().filter_map(|slot| slot.buffer.as_mut()).for_each(IoBuffer::give_back_pages);
+        if self.pool.is_idle() {
+            self.pool.trim(cx.ring());
+        }
         self.used = false;
     }
 
@@ -187,12 +324,16 @@ impl QueueSource {
                 cx.ring().unregister_file(file);
             }
             self.descriptors = None;
+            self.pool.trim(cx.ring());
         }
     }
 }
 
-/// What `descriptor` asks for. The buffer goes with a request that has data.
-fn bio_of(descriptor: &IoDescriptor, buffer: &mut Option<IoBuffer>) -> Result<Bio, i32> {
+/// What `descriptor` asks for, without its data.
+///
+/// # Errors
+/// The errno of what is not known, or larger than a request may be.
+pub fn bio_of(descriptor: &IoDescriptor, request_max_bytes: u32) -> Result<Bio, i32> {
     let (sector, sectors) = (Sector(descriptor.start_sector), u64::from(descriptor.nr_sectors));
     let operation = match descriptor.op_flags & 0xff {
         abi::OP_READ => Operation::Read,
@@ -202,6 +343,9 @@ fn bio_of(descriptor: &IoDescriptor, buffer: &mut Option<IoBuffer>) -> Result<Bi
         abi::OP_WRITE_ZEROES => Operation::WriteZeroes,
         _ => return Err(libc::EOPNOTSUPP),
     };
+    if operation.has_data() && !(1..=u64::from(request_max_bytes)).contains(&(sectors << 9)) {
+        return Err(libc::EINVAL);
+    }
     let mut flags = BioFlags::empty();
     if operation.is_write() {
         flags.set(BioFlags::FUA, descriptor.op_flags & abi::IO_FUA != 0);
@@ -209,15 +353,16 @@ fn bio_of(descriptor: &IoDescriptor, buffer: &mut Option<IoBuffer>) -> Result<Bi
     if operation == Operation::WriteZeroes {
         flags.set(BioFlags::NO_UNMAP, descriptor.op_flags & abi::IO_NO_UNMAP != 0);
     }
-    let data = if operation.has_data() {
-        match buffer.take_if(|buffer| sectors << 9 <= buffer.len() as u64) {
-            Some(buffer) => Data::Buffer(buffer),
-            None => return Err(libc::EINVAL),
-        }
-    } else {
-        Data::None
-    };
-    Ok(Bio { operation, flags, sector, sectors, data, user_data: 0 })
+    Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
+}
+
+/// How the data of `descriptor` moves on a queue where it does so as `copy` says: pages that the
+/// kernel could not register this process copies.
+fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
+    match copy {
+        CopyMode::None if descriptor.op_flags & abi::IO_NEED_REGISTER != 0 => CopyMode::User,
+        copy => copy,
+    }
 }
 
 /// Binds this thread to those of `processors` on which it may run.
@@ -237,22 +382,19 @@ impl Source for QueueSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.ring().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;
         bind(&self.options.processors);
-        let QueueOptions { shared, queue, depth, buffer_bytes, .. } = &self.options;
+        let QueueOptions { shared, queue, depth, .. } = &self.options;
         self.descriptors = Some(Descriptors::map(&shared.file, *queue, *depth)?);
         self.file = Some(cx.ring().register_file(shared.file.as_fd())?);
-        let slot = |_| {
-            let mut buffer = IoBuffer::zeroed(*buffer_bytes);
-            let address = buffer.as_mut_ptr().expose_provenance() as u64;
-            Slot { buffer: Some(buffer), address, good_result: 0 }
-        };
-        self.slots.extend((0..*depth).map(slot));
+        self.open_slots(cx)?;
         (0..self.options.depth).for_each(|tag| self.command(cx, abi::FETCH, tag, 0));
         Ok(())
     }
 
     fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
-        if cqe.token.payload() == IDLE {
-            return self.trim(cx);
+        match cqe.token.payload() {
+            IDLE => return self.trim(cx),
+            payload if payload & COPY != 0 => return self.copied(cx, payload as u16, cqe.result),
+            _ => {}
         }
         self.armed -= 1;
         match cqe.result {
@@ -271,14 +413,13 @@ impl Source for QueueSource {
         let tag = completion.user_data as u16;
         let slot = &mut self.slots[usize::from(tag)];
         if let Some(buffer) = completion.data.into_buffer() {
-            slot.buffer = Some(buffer);
+            match (slot.copy, completion.result) {
+                (CopyMode::User, Ok(())) if slot.reads => return self.copy(cx, tag, Copying::Read(buffer)),
+                (CopyMode::User, _) => self.pool.put(buffer),
+                _ => slot.buffer = Some(buffer),
+            }
         }
-        self.in_flight -= 1;
-        let result = match completion.result {
-            Ok(()) => slot.good_result,
-            Err(status) => -status.errno(),
-        };
-        self.commit(cx, tag, result);
+        self.commit(cx, tag, completion.result.map_err(|status| status.errno()));
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
@@ -289,6 +430,10 @@ impl Source for QueueSource {
             arrived.drain(..).for_each(|tag| self.begin(cx, tag));
             self.arrived = arrived;
         }
+    }
+
+    fn client_of(&self, mark: u64) -> Option<String> {
+        Some(format!("the kernel's block device, tag {mark} of its queue {}", self.options.queue))
     }
 
     /// Without `force` the device has been stopped, and all commands come back. With it, this
@@ -320,16 +465,14 @@ mod tests {
 
     #[test]
     fn flags_are_read_where_the_kernel_puts_them() {
-        let mut buffer = Some(IoBuffer::zeroed(4096));
-        let write = bio_of(&descriptor(abi::OP_WRITE | 1 << 13, 8), &mut buffer).unwrap();
+        let write = bio_of(&descriptor(abi::OP_WRITE | 1 << 13, 8), 4096).unwrap();
         assert_eq!((write.operation, write.flags), (Operation::Write, BioFlags::FUA));
         assert_eq!((write.sector, write.sectors), (Sector(8), 8));
-        assert!(buffer.is_none() && write.data.into_buffer().is_some());
-        let zeroes = |flags| bio_of(&descriptor(abi::OP_WRITE_ZEROES | flags, 1 << 21), &mut None).unwrap();
+        let zeroes = |flags| bio_of(&descriptor(abi::OP_WRITE_ZEROES | flags, 1 << 21), 4096).unwrap();
         assert_eq!(zeroes(1 << 15).flags, BioFlags::NO_UNMAP);
         // Where it would be if the word were shifted, there is another flag.
         assert_eq!(zeroes(1 << 23).flags, BioFlags::empty());
-        let flush = bio_of(&descriptor(abi::OP_FLUSH | 1 << 13, 0), &mut None).unwrap();
+        let flush = bio_of(&descriptor(abi::OP_FLUSH | 1 << 13, 0), 4096).unwrap();
         assert_eq!(
             (flush.operation, flush.flags, flush.sector),
             (Operation::Flush, BioFlags::empty(), Sector(0))
@@ -337,11 +480,20 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_does_not_fit_its_buffer_is_refused_and_the_buffer_kept() {
-        let mut buffer = Some(IoBuffer::zeroed(4096));
-        assert_eq!(bio_of(&descriptor(abi::OP_READ, 9), &mut buffer).unwrap_err(), libc::EINVAL);
-        assert_eq!(bio_of(&descriptor(abi::OP_READ, u32::MAX), &mut buffer).unwrap_err(), libc::EINVAL);
-        assert!(buffer.is_some());
-        assert_eq!(bio_of(&descriptor(13, 8), &mut buffer).unwrap_err(), libc::EOPNOTSUPP);
+    fn a_request_larger_than_the_device_takes_or_of_an_unknown_kind_is_refused() {
+        for sectors in [0, 9, u32::MAX] {
+            assert_eq!(bio_of(&descriptor(abi::OP_READ, sectors), 4096).unwrap_err(), libc::EINVAL);
+        }
+        assert_eq!(bio_of(&descriptor(13, 8), 4096).unwrap_err(), libc::EOPNOTSUPP);
+    }
+
+    #[test]
+    fn pages_that_are_not_registered_are_copied() {
+        let (plain, marked) = (descriptor(abi::OP_READ, 8), descriptor(abi::OP_READ | 1 << 17, 8));
+        assert_eq!(copy_of(&plain, CopyMode::None), CopyMode::None);
+        assert_eq!(copy_of(&marked, CopyMode::None), CopyMode::User);
+        for mode in [CopyMode::Kernel, CopyMode::User] {
+            assert_eq!(copy_of(&marked, mode), mode, "it is for others");
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! those that only have it open are found in /proc.
 
 use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::mpsc::channel;
@@ -16,32 +17,73 @@ pub(super) fn busy(path: &str, why: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first, or use --force"))
 }
 
-/// Claims the block device `path`, so that nobody mounts it meanwhile.
-///
-/// # Errors
-/// [`ErrorKind::Busy`] if somebody uses it.
-pub(super) fn claim(path: &str) -> Result<File, Error> {
-    let held =
-        OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path).map_err(
-            |e| match e.raw_os_error() {
-                Some(libc::EBUSY) => busy(path, "it, or a partition of it, is mounted or claimed"),
-                _ => Error::system(format!("cannot open {path}"), e),
-            },
-        )?;
-    match opener(path) {
-        Some(who) => Err(busy(path, &format!("process {who} has it open"))),
-        None => Ok(held),
+/// Who uses a block device.
+pub(super) enum Use {
+    /// It, or a partition of it, is mounted or claimed in another way.
+    Claimed,
+    /// A process has it, or a partition of it, open.
+    Open,
+    /// Nobody.
+    Nobody,
+    /// There is no such device any more.
+    Gone,
+    /// It cannot be said now.
+    Unknown,
+}
+
+fn open_exclusively(path: &str) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path)
+}
+
+/// Who uses the block device `path`, but for udev, which looks at every device that appears.
+/// Whoever wants to claim it in this moment cannot.
+pub(super) fn find(path: &str) -> Use {
+    match open_exclusively(path) {
+        Ok(_held) if opener(path, std::process::id(), |command| !command.contains("udev")).is_some() => {
+            Use::Open
+        }
+        Ok(_) => Use::Nobody,
+        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Use::Claimed,
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => Use::Gone,
+        Err(_) => Use::Unknown,
     }
 }
 
-/// A process other than this one that has the block device `path` or a partition of it open: its
-/// number and name.
-fn opener(path: &str) -> Option<String> {
-    let this = std::process::id().to_string();
+/// Claims the block device `path`, so that nobody mounts it meanwhile.
+///
+/// # Errors
+/// [`ErrorKind::Busy`] if somebody uses it, as far as this process sees.
+pub(super) fn claim(path: &str) -> Result<File, Error> {
+    let held = open_exclusively(path).map_err(|e| match e.raw_os_error() {
+        Some(libc::EBUSY) => busy(path, "it, or a partition of it, is mounted or claimed"),
+        _ => Error::system(format!("cannot open {path}"), e),
+    })?;
+    check_unopened(path, std::process::id()).map(|()| held)
+}
+
+/// Looks whether a process other than this one and `server` has the block device `path` open, as
+/// far as this user may know. A daemon that is confined cannot: whoever asks it to end looks before,
+/// and may find the daemon itself, which looks whether others have it.
+///
+/// # Errors
+/// [`ErrorKind::Busy`] if there is one.
+pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
+    match opener(path, server, |_| true) {
+        Some(who) => Err(busy(path, &format!("process {who} has it open"))),
+        None => Ok(()),
+    }
+}
+
+/// A process other than this one and `server` that has the block device `path` or a partition of
+/// it open, and whose name `counts`: its number and name.
+fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
+    let known = [std::process::id().to_string(), server.to_string()];
     let processes = fs::read_dir("/proc").ok()?.flatten();
     for process in processes {
         let name = process.file_name();
-        let pid = name.to_str().filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && *name != this);
+        let pid = name
+            .to_str()
+            .filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && !known.iter().any(|pid| pid == name));
         // Others' processes, or one that has just ended.
         let (Some(pid), Ok(fds)) = (pid, fs::read_dir(process.path().join("fd"))) else { continue };
         if fds
@@ -50,24 +92,30 @@ fn opener(path: &str) -> Option<String> {
             .any(|target| is_part_of(&target, path))
         {
             let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            return Some(format!("{pid} ({})", command.trim()));
+            if counts(&command) {
+                return Some(format!("{pid} ({})", command.trim()));
+            }
         }
     }
     None
 }
 
 /// Whether `target` is the device `path` (`/dev/ublkb1`) or a partition of it (`/dev/ublkb1p2`).
-fn is_part_of(target: &Path, path: &str) -> bool {
+pub(super) fn is_part_of(target: &Path, path: &str) -> bool {
     let Some(rest) = target.to_str().and_then(|target| target.strip_prefix(path)) else { return false };
     rest.is_empty() || rest.strip_prefix('p').is_some_and(|part| part.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Has the kernel write back what file systems hold, as far as a moment allows: the device of one
-/// of them is about to go.
-pub(super) fn write_back() {
+/// Has the kernel write back what it holds for the block device `path`, which is about to go, as
+/// far as a moment allows: all file systems if one of them is on it, else what was written to it.
+pub(super) fn write_back(path: &str) {
+    let claimed = claim(path);
     let (sender, done) = channel();
     let sync = move || {
-        rustix::fs::sync();
+        match claimed {
+            Ok(device) => drop(device.sync_all()),
+            Err(_) => rustix::fs::sync(),
+        }
         // Nobody may wait any more.
         let _ = sender.send(());
     };
@@ -92,13 +140,17 @@ mod tests {
         let path = std::env::temp_dir().join(format!("blkq-usage-{}", std::process::id()));
         fs::write(&path, "").unwrap();
         let path_text = path.to_str().unwrap();
-        assert_eq!(opener(path_text), None);
+        let this = std::process::id();
+        assert_eq!(opener(path_text, this, |_| true), None);
         let mut child =
             std::process::Command::new("sleep").arg("60").stdin(File::open(&path).unwrap()).spawn().unwrap();
-        let found = opener(path_text);
+        let found = opener(path_text, this, |_| true);
+        let server = opener(path_text, child.id(), |_| true);
+        let other = opener(path_text, this, |command| !command.contains("sleep"));
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(found, Some(format!("{} (sleep)", child.id())));
+        assert_eq!((server, other), (None, None));
         fs::remove_file(&path).unwrap();
     }
 }

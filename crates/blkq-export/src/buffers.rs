@@ -1,0 +1,107 @@
+//! Free lists of I/O buffers by size, so that the steady state allocates nothing.
+
+use blkq::{IoBuffer, Ring};
+
+/// Largest buffer.
+pub const BUFFER_MAX_BYTES: u32 = 32 << 20;
+
+/// Smallest buffer, in bytes.
+const CLASS_MIN_BYTES: usize = 4096;
+/// Buffers of 4 KiB, 8 KiB, ... up to the largest.
+const CLASSES: usize = (BUFFER_MAX_BYTES as usize / CLASS_MIN_BYTES).ilog2() as usize + 1;
+/// Most that the free lists hold, in bytes.
+const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
+/// Largest buffer that is registered with the ring, which then need not pin its pages for
+/// each direct I/O. Larger ones are too few and too short-lived.
+const REGISTERED_MAX_BYTES: usize = 64 << 10;
+
+/// The buffers of one source.
+pub(crate) struct BufferPool {
+    free: [Vec<IoBuffer>; CLASSES],
+    free_bytes: usize,
+    /// Buffers handed out.
+    used: usize,
+}
+
+impl BufferPool {
+    pub fn new() -> BufferPool {
+        BufferPool { free: [const { Vec::new() }; CLASSES], free_bytes: 0, used: 0 }
+    }
+
+    /// Size in bytes of the buffer that holds `bytes`, at most [`BUFFER_MAX_BYTES`].
+    pub fn size(bytes: u32) -> usize {
+        (bytes as usize).next_power_of_two().max(CLASS_MIN_BYTES)
+    }
+
+    fn class(size: usize) -> usize {
+        (size / CLASS_MIN_BYTES).ilog2() as usize
+    }
+
+    /// A buffer of at least `bytes` (at most [`BUFFER_MAX_BYTES`]), with whatever was in it; `None`
+    /// if there is no memory.
+    pub fn take(&mut self, bytes: u32, ring: &mut Ring) -> Option<IoBuffer> {
+        let size = Self::size(bytes);
+        let buffer = match self.free[Self::class(size)].pop() {
+            Some(buffer) => {
+                self.free_bytes -= size;
+                buffer
+            }
+            None => {
+                let mut buffer = IoBuffer::try_zeroed(size)?;
+                if size <= REGISTERED_MAX_BYTES {
+                    ring.register_buffer(&mut buffer);
+                }
+                buffer
+            }
+        };
+        self.used += 1;
+        Some(buffer)
+    }
+
+    /// Gives a buffer of [`BufferPool::take`] back.
+    pub fn put(&mut self, buffer: IoBuffer) {
+        self.used -= 1;
+        // What is registered is kept: it goes when the pool is trimmed.
+        if self.free_bytes + buffer.len() <= FREE_MAX_BYTES || buffer.is_registered() {
+            self.free_bytes += buffer.len();
+            self.free[Self::class(buffer.len())].push(buffer);
+        }
+    }
+
+    /// Whether there is memory to give back and nobody about to use it.
+    pub fn is_idle(&self) -> bool {
+        self.used == 0 && self.free_bytes > 0
+    }
+
+    /// Gives all free memory back to the system.
+    pub fn trim(&mut self, ring: &mut Ring) {
+        for mut buffer in self.free.iter_mut().flat_map(|free| free.drain(..)) {
+            ring.unregister_buffer(&mut buffer);
+        }
+        self.free = [const { Vec::new() }; CLASSES];
+        self.free_bytes = 0;
+        // SAFETY: only gives unused pages of the heap back.
+        unsafe { libc::malloc_trim(0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_keeps_a_bounded_amount() {
+        let mut ring = Ring::new(8).unwrap();
+        let mut pool = BufferPool::new();
+        for bytes in [BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
+            let taken: Vec<IoBuffer> = (0..6).filter_map(|_| pool.take(bytes, &mut ring)).collect();
+            taken.into_iter().for_each(|buffer| pool.put(buffer));
+            assert!(pool.free_bytes <= FREE_MAX_BYTES);
+        }
+        let kept: usize = pool.free.iter().flatten().map(|buffer| buffer.len()).sum();
+        assert_eq!(kept, pool.free_bytes);
+        assert!(pool.is_idle());
+        pool.trim(&mut ring);
+        assert!(!pool.is_idle());
+    }
+}

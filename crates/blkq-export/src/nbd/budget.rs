@@ -1,0 +1,99 @@
+//! How much of an engine's memory its connections may have in buffers.
+
+use std::collections::VecDeque;
+
+use crate::buffers::BUFFER_MAX_BYTES;
+
+use super::proto::PAYLOAD_MAX_BYTES;
+
+const _: () = assert!(PAYLOAD_MAX_BYTES <= BUFFER_MAX_BYTES);
+
+/// Every connection may always have so many bytes: whoever takes all the rest, requests of
+/// the usual size go on.
+const OWN_BYTES: usize = 256 << 10;
+
+/// The bytes that one engine's connections may have in buffers together, beyond
+/// [`OWN_BYTES`] each. Who finds none left waits in line.
+pub(super) struct Budget {
+    left: usize,
+    /// Connections that wait, oldest first.
+    waiting: VecDeque<u32>,
+    /// There may be enough for the first of them now.
+    changed: bool,
+}
+
+impl Budget {
+    /// A budget of `bytes`, at least [`PAYLOAD_MAX_BYTES`] so that any request fits.
+    pub fn new(bytes: usize) -> Budget {
+        Budget { left: bytes.max(PAYLOAD_MAX_BYTES as usize), waiting: VecDeque::new(), changed: false }
+    }
+
+    /// Whether `connection`, which has `held` bytes, may have `bytes` more. If not, it waits:
+    /// [`Budget::next`] names it when it is to ask again.
+    pub fn take(&mut self, connection: u32, held: usize, bytes: usize) -> bool {
+        let shared = shared_part(held + bytes) - shared_part(held);
+        let first = self.waiting.front().is_none_or(|first| *first == connection);
+        if shared > 0 && (!first || shared > self.left) {
+            if !self.waiting.contains(&connection) {
+                self.waiting.push_back(connection);
+            }
+            return false;
+        }
+        self.left -= shared;
+        self.forget(connection);
+        true
+    }
+
+    /// A connection gives `bytes` of the `held` ones back.
+    pub fn give(&mut self, held: usize, bytes: usize) {
+        let shared = shared_part(held) - shared_part(held - bytes);
+        self.left += shared;
+        self.changed |= shared > 0;
+    }
+
+    /// `connection` waits no longer.
+    pub fn forget(&mut self, connection: u32) {
+        let before = self.waiting.len();
+        self.waiting.retain(|waiting| *waiting != connection);
+        self.changed |= self.waiting.len() < before;
+    }
+
+    /// The connection that is to ask again, if there is one.
+    pub fn next(&mut self) -> Option<u32> {
+        if std::mem::take(&mut self.changed) { self.waiting.front().copied() } else { None }
+    }
+}
+
+fn shared_part(held: usize) -> usize {
+    held.saturating_sub(OWN_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn who_waits_is_served_in_turn_and_small_requests_go_on() {
+        let mut budget = Budget::new(64 * MIB);
+        assert!(budget.take(1, 0, 32 * MIB) && budget.take(2, 0, 32 * MIB));
+        assert!(!budget.take(3, 0, 32 * MIB) && !budget.take(4, 0, MIB));
+        assert!(budget.take(5, 0, OWN_BYTES), "what is its own it may always have");
+        assert_eq!(budget.next(), None);
+        assert!(!budget.take(5, OWN_BYTES, 1), "nobody overtakes those who wait");
+        budget.forget(5);
+        budget.give(32 * MIB, 32 * MIB);
+        assert_eq!(budget.next(), Some(3));
+        assert!(budget.take(3, 0, 32 * MIB));
+        assert_eq!(budget.next(), Some(4));
+        assert!(!budget.take(4, 0, MIB));
+        assert_eq!(budget.next(), None);
+        budget.forget(4);
+        assert_eq!(budget.next(), None);
+        budget.give(32 * MIB, 32 * MIB);
+        budget.give(32 * MIB, 32 * MIB);
+        budget.give(OWN_BYTES, OWN_BYTES);
+        assert_eq!(budget.left, 64 * MIB);
+    }
+}

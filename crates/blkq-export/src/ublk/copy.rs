@@ -1,0 +1,143 @@
+//! How the data of requests moves between the pages of the kernel's request and the driver.
+
+use std::fmt;
+use std::str::FromStr;
+
+use blkq::{Error, ErrorKind, QueueLimits};
+
+use super::abi::Features;
+
+/// Who copies the data of a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CopyMode {
+    /// The kernel, between the pages and a buffer of each tag, as it hands a request over and takes
+    /// it back.
+    Kernel,
+    /// This process, by reading and writing the character device: buffers are for what is in
+    /// flight.
+    User,
+    /// Nobody: the driver does its I/O on the pages (Linux 6.16).
+    None,
+}
+
+impl CopyMode {
+    /// As it is written on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            CopyMode::Kernel => "kernel",
+            CopyMode::User => "user",
+            CopyMode::None => "none",
+        }
+    }
+
+    /// The features of a device that works so. What the kernel cannot register this process copies.
+    pub(super) fn features(self) -> Features {
+        match self {
+            CopyMode::Kernel => Features::empty(),
+            CopyMode::User => Features::USER_COPY,
+            CopyMode::None => Features::AUTO_BUF_REG | Features::USER_COPY,
+        }
+    }
+
+    /// How a device with `features` works.
+    pub(super) fn of(features: Features) -> CopyMode {
+        if features.contains(Features::AUTO_BUF_REG) {
+            CopyMode::None
+        } else if features.contains(Features::USER_COPY) {
+            CopyMode::User
+        } else {
+            CopyMode::Kernel
+        }
+    }
+
+    /// What keeps a device of a disk with `limits` from working so, if something does.
+    fn obstacle(self, kernel: Features, privileged: bool, limits: &QueueLimits) -> Option<&'static str> {
+        if self == CopyMode::Kernel {
+            None
+        } else if !privileged {
+            Some("only root may keep the kernel from copying")
+        } else if self == CopyMode::None && !kernel.contains(Features::AUTO_BUF_REG) {
+            Some("this kernel's ublk cannot register the pages of requests (Linux 6.16 and newer can)")
+        } else if self == CopyMode::None && !limits.kernel_pages {
+            Some("the driver looks at the data, or has no file that it could go to")
+        } else {
+            None
+        }
+    }
+
+    /// How a device of a disk with `limits` is to work: as `wanted`, or in the best way.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it cannot work as wanted.
+    pub(super) fn choose(
+        wanted: Option<CopyMode>,
+        kernel: Features,
+        privileged: bool,
+        limits: &QueueLimits,
+    ) -> Result<CopyMode, Error> {
+        let obstacle = |mode: CopyMode| mode.obstacle(kernel, privileged, limits);
+        let Some(wanted) = wanted else {
+            return Ok(if obstacle(CopyMode::None).is_none() { CopyMode::None } else { CopyMode::Kernel });
+        };
+        match obstacle(wanted) {
+            None => Ok(wanted),
+            Some(why) => {
+                let message = format!("--copy {}: {why}; leave it away, or use --copy kernel", wanted.name());
+                Err(Error::new(ErrorKind::Unsupported, message))
+            }
+        }
+    }
+}
+
+impl fmt::Display for CopyMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CopyMode::Kernel => "copied by the kernel",
+            CopyMode::User => "copied by the daemon",
+            CopyMode::None => "not copied",
+        })
+    }
+}
+
+impl FromStr for CopyMode {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<CopyMode, Error> {
+        let all = [CopyMode::Kernel, CopyMode::User, CopyMode::None];
+        all.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("data is copied by kernel, user or none, not {text:?}"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_way_that_kernel_user_and_driver_allow_is_taken() {
+        let file = QueueLimits { kernel_pages: true, ..QueueLimits::default() };
+        let memory = QueueLimits::default();
+        let (old, new) = (Features::USER_COPY, Features::USER_COPY | Features::AUTO_BUF_REG);
+        let choose = |wanted, kernel, privileged, limits| {
+            CopyMode::choose(wanted, kernel, privileged, limits).map_err(|e| e.to_string())
+        };
+        assert_eq!(choose(None, new, true, &file), Ok(CopyMode::None));
+        assert_eq!(choose(None, old, true, &file), Ok(CopyMode::Kernel));
+        assert_eq!(choose(None, new, false, &file), Ok(CopyMode::Kernel));
+        assert_eq!(choose(None, new, true, &memory), Ok(CopyMode::Kernel));
+        for mode in [CopyMode::Kernel, CopyMode::User, CopyMode::None] {
+            assert_eq!(choose(Some(mode), new, true, &file), Ok(mode));
+            assert_eq!(mode.name().parse::<CopyMode>().ok(), Some(mode));
+            assert_eq!(CopyMode::of(mode.features()), mode);
+        }
+        for (kernel, privileged, limits, why) in
+            [(old, true, &file, "6.16"), (new, false, &file, "root"), (new, true, &memory, "driver")]
+        {
+            let refused = choose(Some(CopyMode::None), kernel, privileged, limits).unwrap_err();
+            assert!(refused.contains(why) && refused.contains("--copy kernel"), "{refused}");
+        }
+        assert!(choose(Some(CopyMode::User), new, false, &file).is_err());
+        assert_eq!(choose(Some(CopyMode::Kernel), old, false, &memory), Ok(CopyMode::Kernel));
+    }
+}

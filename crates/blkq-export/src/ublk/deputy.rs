@@ -1,0 +1,205 @@
+//! A process that gives commands to the control device in place of this one. The kernel runs them
+//! inside the process that gives them, which cannot end before they do: there are kernels that never
+//! end making a device, and starting one waits for its server, for partitions are read. What hangs
+//! then is the deputy, which holds nothing, and neither a server with its image nor who types.
+
+use std::fs::OpenOptions;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use blkq::Error;
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+
+use super::abi::DeviceInfo;
+use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
+
+/// How much longer the server waits than the deputy.
+const SLACK: Duration = Duration::from_secs(2);
+
+/// A command.
+pub(super) type Command = u32;
+/// Makes a device.
+const ADD: Command = 1;
+/// Makes the block device appear.
+const START: Command = 2;
+/// [`ControlDevice::stop`].
+pub(super) const STOP: Command = 3;
+/// [`ControlDevice::try_stop`].
+pub(super) const TRY_STOP: Command = 4;
+/// [`ControlDevice::delete`].
+pub(super) const DELETE: Command = 5;
+
+/// What the deputy is asked to do.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
+#[repr(C)]
+struct Request {
+    what: Command,
+    /// The server's process.
+    pid: u32,
+    info: DeviceInfo,
+}
+
+/// What became of it.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
+#[repr(C)]
+struct Reply {
+    /// 0, or why not.
+    errno: i32,
+    pad: u32,
+    info: DeviceInfo,
+}
+
+/// The process, which ends when this is dropped.
+#[derive(Debug)]
+pub struct Deputy {
+    socket: UnixStream,
+    process: libc::pid_t,
+    /// It did not answer, and may never end.
+    lost: bool,
+}
+
+impl Deputy {
+    /// Makes the process.
+    ///
+    /// # Errors
+    /// Whatever the kernel says.
+    ///
+    /// # Safety
+    /// This process must have one thread only: the new one has but that, and whatever others held
+    /// locked would stay so in it.
+    pub unsafe fn fork() -> Result<Deputy, Error> {
+        let refuse = |e| Error::system("cannot start the process that gives ublk's commands", e);
+        let (socket, other) = UnixStream::pair().map_err(refuse)?;
+        let answer_timeout = Some(START_TIMEOUT + SLACK);
+        socket.set_read_timeout(answer_timeout).map_err(refuse)?;
+        // SAFETY: there are no other threads, says the caller.
+        match unsafe { libc::fork() } {
+            -1 => Err(refuse(io::Error::last_os_error())),
+            0 => be_deputy(other),
+            process => Ok(Deputy { socket, process, lost: false }),
+        }
+    }
+
+    fn ask(&mut self, request: Request) -> io::Result<DeviceInfo> {
+        let mut reply = Reply::new_zeroed();
+        let exchange = self
+            .socket
+            .write_all(request.as_bytes())
+            .and_then(|()| self.socket.read_exact(reply.as_mut_bytes()));
+        match exchange {
+            Ok(()) if reply.errno == 0 => Ok(reply.info),
+            Ok(()) => {
+                self.lost = reply.errno == libc::ETIMEDOUT;
+                Err(io::Error::from_raw_os_error(reply.errno))
+            }
+            Err(_) => {
+                self.lost = true;
+                Err(io::ErrorKind::TimedOut.into())
+            }
+        }
+    }
+
+    /// Makes a device. The kernel changes `info` to what it became.
+    ///
+    /// # Errors
+    /// Whatever the kernel says, and that it did not answer in time.
+    pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
+        *info = self.ask(Request { what: ADD, pid: 0, info: *info }).map_err(not_added)?;
+        Ok(())
+    }
+
+    /// Makes the block device of `info` appear, served by this process.
+    ///
+    /// # Errors
+    /// As [`Deputy::add`].
+    pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
+        let request = Request { what: START, pid: std::process::id(), info: *info };
+        self.ask(request).map(|_| ()).map_err(|e| failed("starting a device", e))
+    }
+
+    /// Gives one of the commands that need the number of a device only.
+    ///
+    /// # Errors
+    /// Whatever the kernel says, and that it did not answer in time.
+    pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
+        let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
+        self.ask(Request { what, pid: 0, info }).map(|_| ())
+    }
+}
+
+impl Drop for Deputy {
+    fn drop(&mut self) {
+        // Without its socket it ends.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        let flags = if self.lost { libc::WNOHANG } else { 0 };
+        // SAFETY: a child of this process that nobody else waits for; no status is asked for.
+        unsafe { libc::waitpid(self.process, std::ptr::null_mut(), flags) };
+    }
+}
+
+/// The life of the deputy.
+fn be_deputy(socket: UnixStream) -> ! {
+    let done = only_keep(socket).map(|mut socket| while serve(&mut socket).is_ok() {});
+    // SAFETY: nothing of the process that this one was copied from shall run in it any more.
+    unsafe { libc::_exit(i32::from(done.is_err())) }
+}
+
+/// Lets go of everything but the socket: of the image with its locks first of all.
+fn only_keep(socket: UnixStream) -> io::Result<UnixStream> {
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        // SAFETY: the default action runs no code of this program.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    std::env::set_current_dir("/")?;
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    let kept = socket.as_raw_fd();
+    std::mem::forget((socket, null));
+    // SAFETY: nothing of this process uses its descriptors any more, but the socket, which is left
+    // out, and the standard ones.
+    let closed = unsafe {
+        let below = if kept > 3 { libc::syscall(libc::SYS_close_range, 3, kept - 1, 0) } else { 0 };
+        below | libc::syscall(libc::SYS_close_range, kept + 1, libc::c_uint::MAX, 0)
+    };
+    if closed != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: open, and forgotten by its owner above.
+    Ok(UnixStream::from(unsafe { OwnedFd::from_raw_fd(kept) }))
+}
+
+/// Does what is asked next.
+///
+/// # Errors
+/// If the server is gone.
+fn serve(socket: &mut UnixStream) -> io::Result<()> {
+    let mut request = Request::new_zeroed();
+    socket.read_exact(request.as_mut_bytes())?;
+    let mut info = request.info;
+    // The server has opened it before: why it could not be now, it will not hear more exactly.
+    let result = ControlDevice::open().map_err(|_| libc::EIO).and_then(|mut control| {
+        let done = match request.what {
+            ADD => control.add(&mut info),
+            START => control.start(info.dev_id, request.pid),
+            what => control.give(what, info.dev_id),
+        };
+        done.map_err(|e| if e.kind() == io::ErrorKind::TimedOut { libc::ETIMEDOUT } else { raw(&e) })
+    });
+    let reply = Reply { errno: result.err().unwrap_or(0), pad: 0, info };
+    let told = socket.write_all(reply.as_bytes());
+    if told.is_err() && request.what == ADD && reply.errno == 0 {
+        // Nobody is left who would know of it.
+        if let Ok(mut control) = ControlDevice::open() {
+            let _ = control.give(DELETE, info.dev_id);
+        }
+    }
+    told
+}
+
+fn raw(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
