@@ -43,16 +43,19 @@ impl Autoclear {
     }
 
     /// Changes that; clients that are connected count, those that were before do not.
-    ///
-    /// # Errors
-    /// If `value` is neither `on` nor `off`.
-    pub fn set(&self, value: &str) -> Outcome {
-        let on = match value {
-            "on" => true,
-            "off" => false,
-            _ => return Err(Failure::new(format!("autoclear is on or off, not {value:?}"))),
-        };
+    pub fn set(&self, on: bool) {
         self.on.store(on, Ordering::SeqCst);
-        Ok(())
+    }
+}
+
+/// Whether `value` turns it on.
+///
+/// # Errors
+/// If it is neither `on` nor `off`.
+pub fn parse(value: &str) -> Outcome<bool> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(Failure::new(format!("autoclear is on or off, not {value:?}"))),
     }
 }

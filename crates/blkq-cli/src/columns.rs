@@ -58,7 +58,7 @@ pub static LIST: [Column; 7] = columns! {
     Left "MODE" "rw, or ro if writes are refused" |info| Cell::Text(if info.read_only { "ro" } else { "rw" }.to_owned());
     Left "DIRECT" "whether direct I/O is on or off" |info| Cell::Text(info.direct_io.effective.clone());
     Right "CLIENTS" "clients that are connected" |info| Cell::Number(info.clients.len() as u64);
-    Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(info.image.clone());
+    Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(shown_path(info));
     Left "EXPORT" "where clients find it" |info| Cell::Text(info.exports.join(" "));
 };
 

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Mode;
-use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, setsid, umask};
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, Uid, geteuid, getrlimit, setrlimit, setsid, umask};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::commands::attach::Args;
@@ -27,7 +28,7 @@ use crate::{log, systemd};
 
 /// Commands answered at a time; the next ones are turned away.
 const ANSWERING_MAX: usize = 16;
-/// How long to wait when a connection cannot be taken.
+/// How long to wait when a connection cannot be taken, or waited for.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Stack of a thread that answers a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
@@ -35,13 +36,14 @@ const ANSWER_STACK_BYTES: usize = 256 << 10;
 /// The process that started this daemon and waits for word from it, on standard output.
 #[derive(Debug)]
 pub struct Parent {
-    waits: bool,
+    /// What standard output becomes when it has been told; `None` if nobody waits.
+    null: Option<std::fs::File>,
 }
 
 impl Parent {
     /// Nobody: this process was not started by `attach`.
     pub fn none() -> Parent {
-        Parent { waits: false }
+        Parent { null: None }
     }
 
     /// The parent of a daemon, which leaves the parent's session.
@@ -50,7 +52,8 @@ impl Parent {
     /// If it cannot.
     pub fn new() -> Outcome<Parent> {
         setsid().map_err(|e| Failure::new(format!("setsid: {e}")))?;
-        Ok(Parent { waits: true })
+        let null = std::fs::File::options().write(true).open("/dev/null");
+        Ok(Parent { null: Some(null.map_err(|e| Failure::new(format!("/dev/null: {e}")))?) })
     }
 
     /// Gives the parent its one message, and lets go of standard output.
@@ -58,14 +61,10 @@ impl Parent {
     /// # Errors
     /// If the parent is gone.
     pub fn tell(&mut self, reply: &[u8]) -> Outcome {
-        if !std::mem::take(&mut self.waits) {
-            return Ok(());
-        }
+        let Some(null) = self.null.take() else { return Ok(()) };
         let mut stdout = std::io::stdout().lock();
         let told = stdout.write_all(reply).and_then(|()| stdout.flush());
-        let null = std::fs::File::options().write(true).open("/dev/null");
-        told.and(null)
-            .and_then(|null| Ok(rustix::stdio::dup2_stdout(null)?))
+        told.and_then(|()| Ok(rustix::stdio::dup2_stdout(null)?))
             .map_err(|e| Failure::new(format!("the command that started the daemon is gone: {e}")))
     }
 }
@@ -85,9 +84,14 @@ pub struct Daemon {
 
 /// What the threads that answer commands share.
 struct Shared {
+    /// Who runs it.
+    owner: Uid,
     device: Device,
-    /// The device is closed and ends, or has ended. Locked while that is decided.
+    /// The device is closed and ends, or has ended. Locked while that is decided, and while the state
+    /// file is written, which goes with it.
     ending: Mutex<bool>,
+    dir: StateDir,
+    name: String,
     answering: AtomicUsize,
     ended: Sender<Ended>,
     waker: UnixStream,
@@ -99,8 +103,6 @@ struct Ended {
     flushed: Outcome,
     /// Who asked for it and waits for the answer.
     asker: Option<UnixStream>,
-    /// The kernel's block device stays, for the next daemon.
-    leaves: bool,
 }
 
 impl Daemon {
@@ -116,7 +118,7 @@ impl Daemon {
             Some(name) => dir.claim(name)?,
             None => dir.claim_unique(&args.default_name())?,
         };
-        let open = |claim: &Claim| Device::open(args, claim.name(), &claim.file(".nbd"), inherited);
+        let open = |claim: &Claim| Device::open(args, claim, inherited);
         Daemon::ready(claim, open, parent)
     }
 
@@ -130,7 +132,7 @@ impl Daemon {
         for ending in [".control", ".nbd"] {
             claim.remove_socket(ending)?;
         }
-        let open = |claim: &Claim| Device::recover(args, claim.name(), &claim.file(".nbd"), state);
+        let open = |claim: &Claim| Device::recover(args, claim, state);
         Daemon::ready(claim, open, parent)
     }
 
@@ -156,15 +158,19 @@ impl Daemon {
         let signals = catch_signals().map_err(system("signals"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
         let (sender, ended) = channel();
-        let device = open(&claim)?;
+        let owner = geteuid();
+        let mut device = open(&claim)?;
         let mut tell = || -> Outcome {
-            let info = device.info()?;
             claim.write_state(&device.state_file()?)?;
-            if parent.waits {
+            if parent.null.is_some() {
                 log::redirect(&claim.file(".log"))?;
                 // Not to keep a file system busy that has nothing to do with the device.
                 std::env::set_current_dir("/").map_err(system("chdir"))?;
             }
+            // Nothing below opens a file, or needs a privilege that is not kept.
+            device.confine(claim.file(".lock"))?;
+            device.attend()?;
+            let info = device.info()?;
             parent.tell(&reply_line(Ok(&info)))?;
             let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
@@ -179,8 +185,11 @@ impl Daemon {
         }
         claim.keep(false);
         let shared = Shared {
+            owner,
             device,
             ending: Mutex::new(false),
+            dir: claim.dir().clone(),
+            name: claim.name().to_owned(),
             answering: AtomicUsize::new(0),
             ended: sender,
             waker,
@@ -207,7 +216,9 @@ impl Daemon {
                 PollFd::new(self.shared.device.autoclear().idle_event(), PollFlags::IN),
             ];
             // Interrupted, or out of memory: look again. The signal is in its pipe.
-            let _ = poll(&mut fds, None);
+            if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
             let [commands, signals, ended, idle] = fds.map(|fd| !fd.revents().is_empty());
             if signals {
                 let before = std::mem::replace(&mut signalled, true);
@@ -220,7 +231,7 @@ impl Daemon {
                 spawn_answer(&self.shared, |shared| match shared.close(|device| device.close(true)) {
                     Ok(()) => {
                         log::line("ending: a signal asked for it");
-                        shared.end(None, false);
+                        shared.end(None);
                     }
                     Err(failure) => log::line(&format!("not ending: {failure}")),
                 });
@@ -233,7 +244,7 @@ impl Daemon {
                 spawn_answer(&self.shared, |shared| {
                     if shared.close_idle() {
                         log::line("ending: the last client has gone");
-                        shared.end(None, false);
+                        shared.end(None);
                     }
                 });
             }
@@ -249,8 +260,7 @@ impl Daemon {
 
     /// Removes what is left of the device, and then says so to who asked for it.
     fn finish(self, ended: Ended) -> ExitCode {
-        let Daemon { shared, control, mut claim, .. } = self;
-        claim.keep(ended.leaves);
+        let Daemon { shared, control, claim, .. } = self;
         drop(control);
         drop(claim);
         drop(shared);
@@ -293,11 +303,11 @@ impl Shared {
     }
 
     /// Ends the device, which is closed.
-    fn end(&self, asker: Option<UnixStream>, leaves: bool) {
+    fn end(&self, asker: Option<UnixStream>) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
         let flushed = self.device.end();
         // The other ends are in the first thread, which lives longer than any other.
-        let _ = self.ended.send(Ended { flushed, asker, leaves });
+        let _ = self.ended.send(Ended { flushed, asker });
         let _ = (&self.waker).write_all(&[0]);
     }
 
@@ -319,14 +329,17 @@ impl Shared {
             Request::Leave {} => match self.close(Device::leave) {
                 Ok(()) => {
                     log::line("ending: the device goes to another daemon");
-                    return self.end(Some(stream), true);
+                    answer(&stream, &reply_line(Ok(())));
+                    // As if killed: the kernel takes back what it has given out when the task ends,
+                    // and may wait for it for ever when only the ring goes.
+                    std::process::exit(0);
                 }
                 Err(failure) => reply_line::<()>(Err(failure)),
             },
             Request::Detach { force } => match self.close(|device| device.close(force)) {
                 Ok(()) => {
                     log::line("ending: detach asked for it");
-                    return self.end(Some(stream), false);
+                    return self.end(Some(stream));
                 }
                 Err(failure) => reply_line::<()>(Err(failure)),
             },
@@ -335,6 +348,27 @@ impl Shared {
     }
 
     fn set(&self, settings: &[(String, String)]) -> Outcome {
+        // Of several that were set, those before the one that was refused are kept too.
+        let changed = self.change(settings);
+        let kept = self.keep_settings();
+        changed.and(kept)
+    }
+
+    /// Writes the settings down, for the next daemon of the block device.
+    fn keep_settings(&self) -> Outcome {
+        let ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        // Of one that ends nothing is to be left.
+        if *ending {
+            return Ok(());
+        }
+        let state = self.device.state_file()?;
+        if state.ublk.is_none() {
+            return Ok(());
+        }
+        self.dir.write_state(&self.name, &state).map_err(|e| e.during("set, but not kept for blkq recover"))
+    }
+
+    fn change(&self, settings: &[(String, String)]) -> Outcome {
         for (done, (key, value)) in settings.iter().enumerate() {
             log::line(&format!("set {key:?} to {value:?}"));
             self.set_one(key, value).map_err(|e| {
@@ -348,8 +382,10 @@ impl Shared {
     }
 
     fn set_one(&self, key: &str, value: &str) -> Outcome {
-        if key != "autoclear" {
-            return self.device.set(key, value);
+        match key {
+            "autoclear" => {}
+            "hang-warning" => return self.device.set_hang_warning(value),
+            _ => return self.device.set(key, value),
         }
         // Who is told that it stays can rely on it.
         let ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
@@ -365,7 +401,7 @@ fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     let turn_away = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
     // The socket's mode says the same; this holds wherever somebody moves the socket.
     match rustix::net::sockopt::socket_peercred(&stream) {
-        Ok(peer) if peer.uid == geteuid() || peer.uid.is_root() => {}
+        Ok(peer) if peer.uid == shared.owner || peer.uid.is_root() => {}
         _ => return turn_away("only the owner of the daemon may talk to it"),
     }
     if shared.answering.load(Ordering::Relaxed) >= ANSWERING_MAX {
@@ -440,4 +476,6 @@ fn raise_limits() {
         let maximum = getrlimit(resource).maximum;
         let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
     }
+    // Root needs no limit raised to lock memory, until it is no longer privileged.
+    let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
+use crate::confine::Confinement;
+
 /// A device. Sizes in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DeviceInfo {
@@ -34,6 +36,9 @@ pub struct DeviceInfo {
     /// Whether the kernel was asked to look for partitions.
     #[serde(default)]
     pub partscan: bool,
+    /// What its daemon has given up.
+    #[serde(default)]
+    pub sandbox: Confinement,
     /// How the backing file is read and written.
     pub direct_io: DirectIoInfo,
     /// What the device can do besides reading and writing.
@@ -48,7 +53,7 @@ pub struct DeviceInfo {
     pub warnings: Vec<String>,
 }
 
-/// What of a device never changes, for whoever finds its files without a daemon.
+/// What of a device is kept, for whoever finds its files without a daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StateFile {
     /// Its name.
@@ -62,12 +67,15 @@ pub struct StateFile {
     /// The kernel's block device, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
+    /// What was set since it was attached, in order.
+    #[serde(default, with = "ordered")]
+    pub settings: Vec<(String, String)>,
 }
 
 /// The kernel's block device, and what a new daemon needs to take it over.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BlockDevice {
-    /// The number N of `/dev/ublkbN`.
+    /// The number N of `/dev/ublkbN`; `u32::MAX` until it is made.
     pub id: u32,
     /// Tells it from another device of that number.
     pub cookie: u64,
@@ -77,20 +85,13 @@ pub struct BlockDevice {
     pub directory: PathBuf,
 }
 
-impl StateFile {
-    /// The part of `info` that is kept in a file.
-    pub fn new(info: &DeviceInfo, ublk: Option<BlockDevice>) -> StateFile {
-        StateFile {
-            name: info.name.clone(),
-            pid: info.pid,
-            image: info.image.clone(),
-            exports: info.exports.clone(),
-            ublk,
-        }
-    }
-}
-
 impl BlockDevice {
+    /// The device `identity`, attached in this directory with `words`.
+    pub fn new(identity: Identity, words: Vec<String>) -> BlockDevice {
+        let Identity { id, cookie } = identity;
+        BlockDevice { id, cookie, words, directory: std::env::current_dir().unwrap_or_default() }
+    }
+
     /// The device that is meant.
     pub fn identity(&self) -> Identity {
         Identity { id: self.id, cookie: self.cookie }
@@ -158,5 +159,19 @@ mod ordered {
             }
         }
         deserializer.deserialize_map(Object)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_file_without_settings_is_understood() {
+        let text = r#"{"name":"d","pid":7,"image":"/d.img","exports":["/dev/ublkb3"],
+            "ublk":{"id":3,"cookie":9,"words":["d.img"],"directory":"/"}}"#;
+        let state: StateFile = serde_json::from_str(text).unwrap();
+        assert_eq!(state.ublk.map(|ublk| ublk.identity()), Some(Identity { id: 3, cookie: 9 }));
+        assert!(state.settings.is_empty());
     }
 }

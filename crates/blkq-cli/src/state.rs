@@ -27,6 +27,8 @@ const LONGEST_ENDING: &str = ".control";
 const ENDINGS: [&str; 6] = [".control", ".nbd", ".json", ".json.new", ".log", ".lock"];
 /// How long an attach waits for a name whose owner is just going away.
 const CLAIM_WAIT: Duration = Duration::from_millis(200);
+/// The same for an owner that was killed, and for its image: until its I/O in flight has ended.
+pub const DYING_WAIT: Duration = Duration::from_secs(30);
 /// Devices of one image's name before attach gives up finding a free one.
 const UNIQUE_NAMES_MAX: u32 = 10_000;
 
@@ -148,16 +150,19 @@ impl StateDir {
                 self.0.display()
             )));
         }
-        let until = Instant::now() + CLAIM_WAIT;
+        let begin = Instant::now();
         loop {
             match Claim::take(self, name, true)? {
                 Taken::Claim(claim) => return Ok(claim),
                 Taken::Orphan(orphan) => return Err(orphan.refusal()),
                 Taken::Held => {}
             }
-            // The lock may be held for a moment by one who clears up after a dead daemon.
-            let serving = std::os::unix::net::UnixStream::connect(self.control_socket(name)).is_ok();
-            if serving || Instant::now() > until {
+            // The lock may be held for a moment by one who clears up after a dead daemon. While a
+            // daemon dies its socket still takes connections.
+            let dying = self.holder_is_dying(name);
+            let serving = || std::os::unix::net::UnixStream::connect(self.control_socket(name)).is_ok();
+            let waited = begin.elapsed();
+            if !dying && serving() || waited > if dying { DYING_WAIT } else { CLAIM_WAIT } {
                 return Err(Failure::new(format!(
                     "name {name:?}: taken by another device; choose another --name, or blkq detach {name}"
                 )));
@@ -187,10 +192,28 @@ impl StateDir {
                 Taken::Claim(claim) => return Ok(claim),
                 // Most likely of the same image, which must not be attached twice.
                 Taken::Orphan(orphan) => return Err(orphan.refusal()),
+                // Nor while the one before it is not quite gone.
+                Taken::Held if self.holder_is_dying(&name) => return self.claim(&name),
                 Taken::Held => {}
             }
         }
         Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
+    }
+
+    /// Whether the daemon of that name was killed and is not gone yet: it has I/O in flight.
+    fn holder_is_dying(&self, name: &str) -> bool {
+        let pid = fs::read_to_string(self.file(name, ".lock")).ok();
+        let pid = pid.and_then(|pid| pid.trim().parse::<u32>().ok());
+        pid.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/status")).ok())
+            .is_some_and(|status| is_dying(&status))
+    }
+
+    /// Waits until the daemon of that name, if it was killed, is really gone; for a bounded time.
+    pub fn wait_for_dying(&self, name: &str) {
+        let begin = Instant::now();
+        while self.holder_is_dying(name) && begin.elapsed() < DYING_WAIT {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan.
@@ -218,7 +241,7 @@ pub enum Dead {
     /// A daemon that had died, with this last line in its log; nothing is left of it.
     Cleared(String),
     /// The device of a daemon that had died.
-    Orphan(Orphan),
+    Orphan(Box<Orphan>),
     /// It lives, or there is none.
     No,
 }
@@ -226,7 +249,7 @@ pub enum Dead {
 /// What [`Claim::take`] found.
 enum Taken {
     Claim(Claim),
-    Orphan(Orphan),
+    Orphan(Box<Orphan>),
     /// Another process has it; or it must be there, and is not.
     Held,
 }
@@ -257,8 +280,10 @@ pub struct Claim {
     name: String,
     /// The files stay when it is dropped.
     kept: bool,
+    /// The image of the daemon that had the name and died.
+    after: Option<String>,
     /// Locked; the kernel unlocks it when this process ends, however it ends.
-    _lock: File,
+    lock: File,
 }
 
 impl Claim {
@@ -289,21 +314,24 @@ impl Claim {
                 _ => continue,
             }
             let state = read_state(&dir.file(name, ".json"));
-            let orphan = match state.as_ref().and_then(|state| state.ublk.as_ref()) {
-                Some(ublk) if ublk.identity().outlives_its_server()? => state,
-                _ => None,
-            };
+            let after = state.as_ref().map(|state| state.image.clone());
+            let orphan = orphan(state)?;
             if orphan.is_none() {
                 for ending in ENDINGS.iter().filter(|ending| **ending != ".lock") {
                     remove(&dir.file(name, ending)).map_err(refuse)?;
                 }
             }
-            let pid = format!("{}\n", std::process::id());
-            lock.set_len(0).and_then(|()| lock.write_all_at(pid.as_bytes(), 0)).map_err(refuse)?;
+            // From here on what is refused leaves nothing behind.
             let kept = orphan.is_some();
-            let claim = Claim { dir: dir.clone(), name: name.to_owned(), kept, _lock: lock };
+            let claim = Claim { dir: dir.clone(), name: name.to_owned(), kept, after, lock };
+            let pid = format!("{}\n", std::process::id());
+            claim
+                .lock
+                .set_len(0)
+                .and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0))
+                .map_err(refuse)?;
             return Ok(match orphan {
-                Some(state) => Taken::Orphan(Orphan { claim, state }),
+                Some(state) => Taken::Orphan(Box::new(Orphan { claim, state })),
                 None => Taken::Claim(claim),
             });
         }
@@ -312,6 +340,16 @@ impl Claim {
     /// The device's name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Where it is taken.
+    pub fn dir(&self) -> &StateDir {
+        &self.dir
+    }
+
+    /// Whether the daemon that had the name before served `image` and died: its last I/O may go on.
+    pub fn is_after(&self, image: &str) -> bool {
+        self.after.as_deref() == Some(image)
     }
 
     /// The path of one of the device's files.
@@ -338,13 +376,23 @@ impl Claim {
         remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
     }
 
-    /// Writes the device's state file, as a whole or not at all.
+    /// As [`StateDir::write_state`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome {
+        self.dir.write_state(&self.name, state)
+    }
+}
+
+impl StateDir {
+    /// Writes a device's state file, as a whole or not at all. For its daemon alone, one at a time.
     ///
     /// # Errors
     /// If the directory cannot be written.
-    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome {
-        let path = self.file(".json");
-        let new = self.file(".json.new");
+    pub fn write_state(&self, name: &str, state: &impl serde::Serialize) -> Outcome {
+        let path = self.file(name, ".json");
+        let new = self.file(name, ".json.new");
         let refuse = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
         let mut text = serde_json::to_vec(state).map_err(|e| refuse(e.into()))?;
         text.push(b'\n');
@@ -363,11 +411,36 @@ impl Drop for Claim {
     }
 }
 
+/// What a daemon left written of a block device that waits for a new one.
+fn orphan(state: Option<StateFile>) -> Outcome<Option<StateFile>> {
+    let Some(mut state) = state else { return Ok(None) };
+    let Some(ublk) = &mut state.ublk else { return Ok(None) };
+    let Some(survivor) = ublk.identity().survivor()? else { return Ok(None) };
+    if ublk.id != survivor.id {
+        // Its daemon died before it heard of the number.
+        ublk.id = survivor.id;
+        state.exports = vec![survivor.path()];
+    }
+    Ok(Some(state))
+}
+
 /// What a daemon left written, if it can be read.
 fn read_state(path: &Path) -> Option<StateFile> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(1 << 20).read_to_end(&mut text).ok()?;
-    serde_json::from_slice(&text).ok()
+    parse_state(&text)
+}
+
+/// What a state file says, if it is one.
+pub fn parse_state(text: &[u8]) -> Option<StateFile> {
+    serde_json::from_slice(text).ok()
+}
+
+/// Whether proc_pid_status(5) tells of a process whose first thread is gone, or is to be killed.
+fn is_dying(status: &str) -> bool {
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
+    let killed = |signals: &str| u64::from_str_radix(signals, 16).is_ok_and(|set| set >> 8 & 1 != 0);
+    field("State:").starts_with(['Z', 'X']) || killed(field("SigPnd:")) || killed(field("ShdPnd:"))
 }
 
 fn remove(path: &Path) -> io::Result<()> {
@@ -435,6 +508,18 @@ mod tests {
         assert_eq!(name_from("..", 50), "disk");
         assert_eq!(name_from("éa", 50), "a");
         assert_eq!(name_from("abcdef", 3), "abc");
+    }
+
+    #[test]
+    fn a_process_that_was_killed_is_told_from_one_that_lives() {
+        let status =
+            |state, own, shared| format!("Name:\tblkq\nState:\t{state}\nSigPnd:\t{own}\nShdPnd:\t{shared}\n");
+        let none = "0000000000000000";
+        assert!(!is_dying(&status("S (sleeping)", none, none)) && !is_dying(""));
+        assert!(!is_dying(&status("T (stopped)", none, "0000000000004200")));
+        assert!(is_dying(&status("Z (zombie)", none, none)));
+        assert!(is_dying(&status("D (disk sleep)", "0000000000000100", none)));
+        assert!(is_dying(&status("D (disk sleep)", none, "0000000000004100")));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use blkq::stats::LATENCY_BUCKETS;
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
+use blkq_export::nbd::NbdCounters;
 use serde::{Deserialize, Serialize};
 
 /// The counters of a device at one time.
@@ -20,9 +21,111 @@ pub struct Statistics {
     in_flight_max: [u64; 2],
     busy_ns: u64,
     counters: BTreeMap<String, u64>,
-    /// A daemon of an older version does not send it.
+    // A daemon of an older version does not send what follows.
     #[serde(default)]
     clock_age_max_ns: u64,
+    #[serde(default)]
+    hung: u64,
+    /// How often the thread of a queue did not answer for longer than `--hang-warning`.
+    #[serde(default)]
+    pub stalls: u64,
+    /// `--hang-warning`, 0 if it is off.
+    #[serde(default)]
+    pub hang_warning_ns: u64,
+    /// What happened at the request gate, where threads of the daemon wait.
+    #[serde(default)]
+    pub gate: Gate,
+    /// What NBD servers counted; `None` if there is none.
+    #[serde(default)]
+    pub nbd: Option<Nbd>,
+}
+
+/// What happened at the request gate ([`blkq::gate::GateCounters`]), and who waits there.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Gate {
+    /// Submitters that wait now: for reads, for all else.
+    pub waiting: [u32; 2],
+    /// How often one had to wait, and was woken.
+    pub waits: u64,
+    /// How often one was woken.
+    pub wakeups: u64,
+    /// How often one was granted a batch, and the most requests of one.
+    pub grants: u64,
+    /// The most requests that one grant gave.
+    pub largest_grant: u32,
+}
+
+/// What all NBD servers of the device counted ([`NbdCounters`]).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Nbd {
+    /// Clients connected now.
+    pub connected: u64,
+    /// Connections let in, ever.
+    pub connections: u64,
+    /// Connections turned away.
+    pub refused_connections: u64,
+    /// Connections ended because the client broke the protocol.
+    pub violations: u64,
+    /// Connections ended because the client was late.
+    pub timeouts: u64,
+    /// Requests received.
+    pub requests: u64,
+    /// Of these, those answered with an error.
+    pub errors: u64,
+    /// Of those, the ones that never reached the block layer.
+    pub refused_requests: u64,
+    /// Content sent, in bytes.
+    pub read_bytes: u64,
+    /// Content received and written, in bytes.
+    pub written_bytes: u64,
+}
+
+impl Gate {
+    /// What happened since `earlier`; who waits and the largest grant stay as they are now.
+    pub fn since(&self, earlier: &Gate) -> Gate {
+        Gate {
+            waits: self.waits.saturating_sub(earlier.waits),
+            wakeups: self.wakeups.saturating_sub(earlier.wakeups),
+            grants: self.grants.saturating_sub(earlier.grants),
+            ..self.clone()
+        }
+    }
+}
+
+impl Nbd {
+    /// What was counted since `earlier`; who is connected stays as it is now.
+    pub fn since(&self, earlier: &Nbd) -> Nbd {
+        Nbd {
+            connected: self.connected,
+            connections: self.connections.saturating_sub(earlier.connections),
+            refused_connections: self.refused_connections.saturating_sub(earlier.refused_connections),
+            violations: self.violations.saturating_sub(earlier.violations),
+            timeouts: self.timeouts.saturating_sub(earlier.timeouts),
+            requests: self.requests.saturating_sub(earlier.requests),
+            errors: self.errors.saturating_sub(earlier.errors),
+            refused_requests: self.refused_requests.saturating_sub(earlier.refused_requests),
+            read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
+            written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
+        }
+    }
+
+    /// What the servers counted, with so many clients connected.
+    pub fn new(counters: NbdCounters, connected: usize) -> Nbd {
+        let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
+        let NbdCounters { requests, errors, refused_requests, read_bytes, written_bytes, .. } = counters;
+        Nbd {
+            connected: connected as u64,
+            connections,
+            refused_connections,
+            violations,
+            timeouts,
+            requests,
+            errors,
+            refused_requests,
+            read_bytes,
+            written_bytes,
+        }
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -36,6 +139,9 @@ struct Group {
     latencies: Vec<(usize, u64)>,
     /// By the name of the status.
     errors: BTreeMap<String, u64>,
+    /// The same of what never became a request.
+    #[serde(default)]
+    refused: BTreeMap<String, u64>,
 }
 
 impl Statistics {
@@ -44,8 +150,10 @@ impl Statistics {
         let group = |group: &StatGroup| {
             let group = &snapshot[*group];
             let buckets = group.latency.buckets.iter().copied().enumerate();
-            let errors =
-                Status::ALL.iter().map(|status| (status.name().to_owned(), group.failed_with(*status)));
+            let by_status = |count: &dyn Fn(Status) -> u64| {
+                let all = Status::ALL.iter().map(|status| (status.name().to_owned(), count(*status)));
+                all.filter(|(_, count)| *count != 0).collect()
+            };
             Group {
                 ios: group.ios,
                 merges: group.merges,
@@ -53,7 +161,8 @@ impl Statistics {
                 nanoseconds: group.nanoseconds,
                 latency_max_ns: group.latency.max_ns,
                 latencies: buckets.filter(|(_, count)| *count != 0).collect(),
-                errors: errors.filter(|(_, count)| *count != 0).collect(),
+                errors: by_status(&|status| group.failed_with(status)),
+                refused: by_status(&|status| group.refused_with(status)),
             }
         };
         let counters =
@@ -67,6 +176,8 @@ impl Statistics {
             busy_ns: snapshot.busy_ns,
             counters: counters.collect(),
             clock_age_max_ns: snapshot.clock_age_max_ns,
+            hung: snapshot.hung,
+            ..Statistics::default()
         }
     }
 
@@ -77,6 +188,7 @@ impl Statistics {
             in_flight_max: self.in_flight_max,
             busy_ns: self.busy_ns,
             clock_age_max_ns: self.clock_age_max_ns,
+            hung: self.hung,
             ..StatsSnapshot::default()
         };
         for (into, group) in snapshot.groups.iter_mut().zip(&self.groups) {
@@ -88,8 +200,9 @@ impl Statistics {
             for (bucket, count) in group.latencies.iter().filter(|(bucket, _)| *bucket < LATENCY_BUCKETS) {
                 into.latency.buckets[*bucket] = *count;
             }
-            for (status, count) in Status::ALL.iter().zip(&mut into.errors) {
-                *count = group.errors.get(status.name()).copied().unwrap_or(0);
+            for (i, status) in Status::ALL.iter().enumerate() {
+                into.errors[i] = group.errors.get(status.name()).copied().unwrap_or(0);
+                into.refused[i] = group.refused.get(status.name()).copied().unwrap_or(0);
             }
         }
         for (counter, count) in Counter::ALL.iter().zip(&mut snapshot.counters) {
@@ -111,10 +224,11 @@ mod tests {
             let i = i as u64;
             (group.ios, group.merges, group.sectors, group.nanoseconds) = (10 + i, 20 + i, 30 + i, 40 + i);
             group.errors[Status::ALL.len() - 1] = 50 + i;
+            group.refused[0] = 60 + i;
             (0..10).for_each(|n| group.latency.record(1000 * n + i));
         }
         snapshot.counters[Counter::Splits as usize] = 7;
-        snapshot.clock_age_max_ns = 8;
+        (snapshot.clock_age_max_ns, snapshot.hung) = (8, 9);
         let sent = serde_json::to_string(&Statistics::new(&snapshot, 1, 2)).unwrap();
         let received: Statistics = serde_json::from_str(&sent).unwrap();
         assert_eq!(received.snapshot(), snapshot);
@@ -126,6 +240,7 @@ mod tests {
         for group in &mut snapshot.groups {
             group.latency.buckets.fill(1 << 44);
             group.errors.fill(1 << 44);
+            group.refused.fill(1 << 44);
             (group.ios, group.nanoseconds) = (1 << 53, u64::MAX);
         }
         let line = serde_json::to_vec(&Statistics::new(&snapshot, u64::MAX, u64::MAX)).unwrap();

@@ -106,6 +106,43 @@ fn a_killed_daemon_stops_nothing() {
 }
 
 #[test]
+fn an_image_that_was_removed_or_replaced_is_said_to_be() {
+    let place = Place::new("removed");
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image]);
+    let other = place.image("other.img", 1 << 20);
+    std::fs::rename(&other, &image).unwrap();
+    for command in [&["list"][..], &["show", "disk.img"]] {
+        assert!(place.done(command).contains("disk.img (deleted)"), "{command:?}");
+    }
+    // What bears its name now is another file.
+    place.done(&["attach", &image, "--name", "new"]);
+}
+
+#[test]
+fn few_open_files_are_enough_and_leave_some_for_commands() {
+    let place = Place::new("few");
+    let limited = ["-c", "ulimit -n 160 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_blkq")];
+    let attach = ["attach", "ram:1M", "--export", "nbd", "--max-connections", "1000"];
+    let output =
+        Command::new("sh").args(limited).args(attach).env("BLKQ_STATE_DIR", place.state()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let uri = String::from_utf8(output.stdout).unwrap();
+    assert!(String::from_utf8(output.stderr).unwrap().contains("clients at a time"));
+    // All that it lets in, and more.
+    let address = uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap();
+    let crowd: Vec<UnixStream> = (0..180)
+        .map(|_| {
+            let mut stream = UnixStream::connect(address).unwrap();
+            let _ = stream.read(&mut [0; 18]);
+            stream
+        })
+        .collect();
+    place.done(&["set", "ram", "depth=32"]);
+    drop(crowd);
+}
+
+#[test]
 fn detach_spares_clients_unless_forced() {
     let place = Place::new("clients");
     let uri = place.done(&["attach", "ram:1M"]);
@@ -244,6 +281,10 @@ fn settings_and_size_change_while_it_is_attached() {
         assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], scheduler);
     }
     place.done(&["set", "d", "read-only=off"]);
+    // What was set is written down for the next daemon of a block device (lab/tests/recovery); any
+    // other daemon may write no file.
+    let state = fs::read_to_string(place.state().join("d.json")).unwrap();
+    assert!(state.contains(r#""settings":{}"#), "{state}");
     assert_eq!(place.done(&["resize", "d", "3M"]), "3M\n");
     assert_eq!(fs::metadata(&image).unwrap().len(), 3 << 20);
     fs::File::options().write(true).open(&image).unwrap().set_len(5 << 20).unwrap();
@@ -288,7 +329,7 @@ fn stat_reports_once_or_again_and_again() {
     let once = place.json(&["stat", "ram", "--json"]);
     assert_eq!(once["fields"].as_array().unwrap().len(), 17);
     assert_eq!((&once["in_flight"], &once["read"]["iops"]), (&0.into(), &0.0.into()));
-    assert!(place.done(&["stat", "ram"]).contains("in-flight 0"));
+    assert!(place.done(&["stat", "ram"]).contains("in-flight  0 now"));
     let mut command = place.command(&["stat", "ram", "--interval", "0.02", "--json"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut reports = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
@@ -335,6 +376,48 @@ fn sockets_and_files_are_the_owners_alone() {
 }
 
 #[test]
+fn a_daemon_has_given_up_what_it_does_not_need() {
+    let place = Place::new("sandbox");
+    place.done(&["attach", "ram:1M", "--queues", "2"]);
+    let fields = |name: &str| -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", place.pid(name))).unwrap();
+        let mut lines: Vec<String> = tasks
+            .filter_map(|task| fs::read_to_string(task.unwrap().path().join("status")).ok())
+            .flat_map(|status| status.lines().map(str::to_owned).collect::<Vec<_>>())
+            .filter(|line| {
+                ["CapPrm:", "CapEff:", "NoNewPrivs:", "Seccomp:"].iter().any(|name| line.starts_with(name))
+            })
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect();
+        lines.sort();
+        lines.dedup();
+        lines
+    };
+    let zero = "0".repeat(16);
+    let given_up =
+        [format!("CapEff: {zero}"), format!("CapPrm: {zero}"), "NoNewPrivs: 1".into(), "Seccomp: 2".into()];
+    assert_eq!(fields("ram"), given_up);
+    let sandbox = &place.json(&["show", "ram", "--json"])["sandbox"];
+    assert_eq!((&sandbox["capabilities"], &sandbox["seccomp"]), (&"none".into(), &true.into()));
+    place.done(&["attach", "ram:1M", "--name", "open", "--no-sandbox"]);
+    assert!(fields("open").contains(&"Seccomp: 0".to_owned()));
+    assert!(place.done(&["show", "open"]).contains("off (--no-sandbox)"));
+}
+
+#[test]
+fn other_machines_are_not_let_in_by_accident() {
+    let place = Place::new("world");
+    for address in ["tcp:0.0.0.0:0", "tcp:[::]:0"] {
+        let line = place.refused(&["attach", "ram:1M", "--listen", address]);
+        assert!(line.contains("--tls") && line.contains("--insecure"), "{line}");
+        assert!(place.files().is_empty());
+        place.done(&["attach", "ram:1M", "--listen", address, "--insecure"]);
+        place.done(&["detach", "ram"]);
+    }
+    assert!(place.refused(&["attach", "ram:1M", "--tls", "require"]).contains("--tls-certificates"));
+}
+
+#[test]
 fn one_device_may_have_several_addresses() {
     let place = Place::new("tcp");
     let unix = format!("unix:{}", place.dir.join("u").display());
@@ -363,6 +446,8 @@ fn what_this_build_lacks_is_refused() {
     if !Path::new("/dev/ublk-control").exists() {
         assert!(place.refused(&["attach", "ram:1M", "--export", "ublk"]).contains("modprobe ublk_drv"));
     }
+    let copy = ["attach", "ram:1M", "--export", "nbd", "--copy", "user"];
+    assert!(place.refused(&copy).contains("leave it out"));
     place.refused(&["attach", "ram:1M", "--direct-io", "on"]);
     place.refused(&["attach", "/nonexistent/image"]);
     assert!(place.files().is_empty());
@@ -397,6 +482,7 @@ fn wrong_usage_is_told_from_refusal() {
         &["attach", "ram:0"],
         &["attach", "ram:1M", "--depth", "0"],
         &["attach", "ram:1M", "--listen", "banana"],
+        &["attach", "ram:1M", "--copy", "me"],
         &["detach"],
         &["detach", "a", "--all"],
         &["set", "a"],

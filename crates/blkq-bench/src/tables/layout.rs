@@ -66,28 +66,17 @@ struct Row {
     published: (f64, f64),
 }
 
+const fn row(name: &'static str, pattern: Pattern, write_percent: u64, published: (f64, f64)) -> Row {
+    Row { name, pattern, write_percent, published }
+}
+
 const ROWS: [Row; 6] = [
-    Row {
-        name: "write",
-        pattern: Pattern::Sequential,
-        write_percent: 100,
-        published: (187_130.0, 217_838.0),
-    },
-    Row { name: "read", pattern: Pattern::Sequential, write_percent: 0, published: (172_653.0, 354_639.0) },
-    Row {
-        name: "randwrite",
-        pattern: Pattern::Random,
-        write_percent: 100,
-        published: (179_101.0, 184_242.0),
-    },
-    Row { name: "randread", pattern: Pattern::Random, write_percent: 0, published: (170_866.0, 266_359.0) },
-    Row {
-        name: "readwrite",
-        pattern: Pattern::Sequential,
-        write_percent: 50,
-        published: (188_789.0, 328_945.0),
-    },
-    Row { name: "randrw", pattern: Pattern::Random, write_percent: 50, published: (177_886.0, 245_988.0) },
+    row("write", Pattern::Sequential, 100, (187_130.0, 217_838.0)),
+    row("read", Pattern::Sequential, 0, (172_653.0, 354_639.0)),
+    row("randwrite", Pattern::Random, 100, (179_101.0, 184_242.0)),
+    row("randread", Pattern::Random, 0, (170_866.0, 266_359.0)),
+    row("readwrite", Pattern::Sequential, 50, (188_789.0, 328_945.0)),
+    row("randrw", Pattern::Random, 50, (177_886.0, 245_988.0)),
 ];
 
 /// Measures it.

@@ -3,12 +3,14 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::{ClockMode, ErrorKind, SchedulerKind};
+use blkq_export::ublk::CopyMode;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 
@@ -18,7 +20,7 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{be_daemon, launch, report, warn};
 use crate::size::format_size;
-use crate::{nooverlap, print_json, systemd};
+use crate::{hangs, nooverlap, print_json, systemd};
 
 /// Options of `attach`.
 #[derive(clap::Args, Clone, Debug)]
@@ -62,13 +64,17 @@ pub struct Args {
     /// is; if others that overlap them are, refuse. Of several at once, one attaches
     #[arg(long, conflicts_with_all = ["shared", "foreground"])]
     pub nooverlap: bool,
-    /// Detach when the last client has gone, after the first one came
+    /// Detach when the last client has gone, after the first one came. A block device's are those
+    /// who mount it, write to it, or have it open for a while
     #[arg(long)]
     pub autoclear: bool,
-    /// Have the kernel look for partitions on the device's node in /dev; over NBD the
-    /// client's kernel does
+    /// Have the kernel look for partitions on the device's node in /dev, as it does anyhow for
+    /// ublk devices of root; over NBD the client's kernel does
     #[arg(long)]
     pub partscan: bool,
+    /// Keep the kernel from looking for partitions, now and later
+    #[arg(long, conflicts_with = "partscan")]
+    pub no_partscan: bool,
     /// Where in the image the device begins
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0")]
     pub offset: u64,
@@ -90,6 +96,10 @@ pub struct Args {
     /// Requests in flight per queue
     #[arg(long, value_name = "N", default_value = "128", value_parser = clap::value_parser!(u16).range(1..=i64::from(DEPTH_MAX)))]
     pub depth: u16,
+    /// Who copies the data of a ublk device between the kernel and the daemon: nobody, which
+    /// needs Linux 6.16 and an image, or the kernel, or the daemon. auto takes the first that works
+    #[arg(long, default_value = "auto", value_parser = parse_copy())]
+    pub copy: Copying,
     /// The order in which requests reach the driver
     #[arg(long, value_enum, default_value = "none")]
     pub scheduler: Scheduler,
@@ -108,12 +118,35 @@ pub struct Args {
     /// Make things go wrong on purpose, for testing what uses the device (docs/fault.md)
     #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>)]
     pub fault: Option<FaultSpec>,
+    /// Report requests in flight for longer than so many seconds in the daemon's log, once each;
+    /// 0 for never (docs/watching.md)
+    #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse)]
+    pub hang_warning: Duration,
+    /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT, which must be of
+    /// this machine (docs/watching.md)
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_listen)]
+    pub metrics: Option<Address>,
     /// NBD connections at a time
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub max_connections: u16,
     /// How long an NBD client may take to say what it wants
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub handshake_timeout: u16,
+    /// TLS for NBD: clients may use it, or must; a directory of certificates is needed [default:
+    /// require with --tls-certificates, else off]
+    #[arg(long, value_enum)]
+    pub tls: Option<Tls>,
+    /// The directory of server-cert.pem and server-key.pem; with ca-cert.pem, clients must have
+    /// certificates that it signed
+    #[arg(long, value_name = "DIR")]
+    pub tls_certificates: Option<PathBuf>,
+    /// Let NBD without TLS, and --metrics, listen where other machines reach them: whoever does can
+    /// read and change the device, or read its metrics
+    #[arg(long)]
+    pub insecure: bool,
+    /// Keep all privileges, and do not filter system calls, to look for an error
+    #[arg(long)]
+    pub no_sandbox: bool,
     /// Serve it in this process, until SIGINT or SIGTERM
     #[arg(long)]
     pub foreground: bool,
@@ -123,6 +156,17 @@ pub struct Args {
     /// Be the daemon: report on standard output, then let go of it
     #[arg(long, hide = true)]
     pub daemon: bool,
+}
+
+/// `--copy`: nothing is the best way. A type of its own, as clap has another use for options.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Copying(pub Option<CopyMode>);
+
+fn parse_copy() -> impl TypedValueParser<Value = Copying> {
+    PossibleValuesParser::new(["auto", "none", "kernel", "user"]).try_map(|name| match name.as_str() {
+        "auto" => Ok(Copying(None)),
+        name => name.parse().map(|mode| Copying(Some(mode))),
+    })
 }
 
 /// Where NBD listens.
@@ -143,6 +187,17 @@ pub enum Export {
     Ublk,
     /// A disk for virtual machines
     VhostUserBlk,
+}
+
+/// `--tls`.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tls {
+    /// Not offered
+    Off,
+    /// Offered
+    On,
+    /// Demanded
+    Require,
 }
 
 /// `--sector-size`.
@@ -220,7 +275,11 @@ fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {
     }
 }
 
-fn parse_listen(text: &str) -> Result<Address, String> {
+/// An address as it is written on the command line.
+///
+/// # Errors
+/// The rule, if it is none.
+pub fn parse_listen(text: &str) -> Result<Address, String> {
     let rule = "an address is unix:PATH or tcp:HOST:PORT, such as tcp:127.0.0.1:10809 or tcp:[::1]:10809";
     match text.split_once(':') {
         Some(("unix", path)) if !path.is_empty() => Ok(Address::Unix(PathBuf::from(path))),
@@ -323,6 +382,15 @@ impl Args {
         }
         if !self.listen.is_empty() && !self.exports.is_empty() && !self.exports.contains(&Export::Nbd) {
             return Err(Failure::new("--listen is where NBD listens; add --export nbd, or leave it out"));
+        }
+        let no_ublk = self.exports.iter().all(|export| *export == Export::Nbd) && !self.exports.is_empty();
+        if self.copy.0.is_some() && no_ublk {
+            return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; leave it out"));
+        }
+        if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
+            return Err(Failure::new(
+                "--tls: there are no certificates; say where they are with --tls-certificates DIR (docs/nbd.md)",
+            ));
         }
         Ok(())
     }

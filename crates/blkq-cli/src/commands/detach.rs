@@ -2,8 +2,11 @@
 
 use std::process::ExitCode;
 
+use blkq_export::ublk::{self, Deputy};
+
 use crate::control::{Called, Request, call, died, no_such_device};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::info::DeviceInfo;
 use crate::state::{Dead, Orphan, StateDir, check_name};
 use crate::{complain, print};
 
@@ -75,20 +78,40 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     if check_name(name).is_err() {
         return Ok(Detached::NotThere);
     }
+    dir.wait_for_dying(name);
+    if !force {
+        check_unopened(dir, name)?;
+    }
     match call::<()>(dir, name, &Request::Detach { force })? {
         Called::Answered(()) => Ok(Detached::Done),
         Called::Nobody => match dir.clear_dead(name)? {
             Dead::Cleared(last_words) => Ok(Detached::Died(last_words)),
             Dead::No => Ok(Detached::NotThere),
-            Dead::Orphan(Orphan { mut claim, state }) => {
+            Dead::Orphan(orphan) => {
+                let Orphan { mut claim, state } = *orphan;
                 if let Some(ublk) = state.ublk {
-                    ublk.identity().remove(force)?;
+                    // SAFETY: this command has no threads.
+                    let deputy = unsafe { Deputy::fork() }?;
+                    ublk.identity().remove(force, deputy)?;
                 }
                 claim.keep(false);
                 Ok(Detached::Done)
             }
         },
     }
+}
+
+/// Refuses if somebody has the block device of `name` open: the daemon, which looks whether it is
+/// mounted, is confined and sees no other processes.
+///
+/// # Errors
+/// Who has it open, or that the daemon does not answer.
+pub fn check_unopened(dir: &StateDir, name: &str) -> Outcome {
+    let Called::Answered(info) = call::<DeviceInfo>(dir, name, &Request::Show {})? else { return Ok(()) };
+    for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
+        ublk::check_unopened(device, info.pid)?;
+    }
+    Ok(())
 }
 
 /// Ends one of all devices: one that died, or was just detached by somebody else, is gone as

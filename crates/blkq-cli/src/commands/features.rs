@@ -5,6 +5,7 @@ use blkq_export::ublk::{self, ControlDevice};
 use io_uring::opcode;
 use serde::Serialize;
 
+use crate::confine;
 use crate::failure::Outcome;
 use crate::table::{Align, render};
 use crate::{print, print_json};
@@ -20,8 +21,8 @@ pub struct Args {
     json: bool,
 }
 
-/// Operations of io_uring: name, number, what they are for.
-const OPERATIONS: [(&str, u8, &str); 15] = [
+/// Operations of io_uring: name, number, what they are for. A confined daemon can do no others.
+pub const OPERATIONS: [(&str, u8, &str); 17] = [
     ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
     ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),
     ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE, "direct reads into registered buffers"),
@@ -31,19 +32,24 @@ const OPERATIONS: [(&str, u8, &str); 15] = [
     ("IORING_OP_FSYNC", opcode::Fsync::CODE, "flush"),
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE, "discard, write zeroes"),
     ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waking an engine"),
+    ("IORING_OP_TIMEOUT", opcode::Timeout::CODE, "giving back memory that is not used"),
     ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE, "detach, ending connections"),
     ("IORING_OP_URING_CMD", opcode::UringCmd16::CODE, "ublk, discard of block devices"),
     ("IORING_OP_ACCEPT", opcode::Accept::CODE, "NBD connections"),
     ("IORING_OP_RECV", opcode::Recv::CODE, "NBD requests"),
     ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
+    ("IORING_OP_SEND", opcode::Send::CODE, "NBD under TLS"),
     ("IORING_OP_SENDMSG", opcode::SendMsg::CODE, "NBD replies"),
 ];
 
 /// Features of ublk that are used: name, what they are for.
-const UBLK_FEATURES: [(ublk::Features, &str, &str); 5] = [
+const UBLK_FEATURES: [(ublk::Features, &str, &str); 8] = [
     (ublk::Features::USER_RECOVERY, "UBLK_F_USER_RECOVERY", "devices outlive their daemon"),
     (ublk::Features::USER_RECOVERY_REISSUE, "UBLK_F_USER_RECOVERY_REISSUE", "recovery without I/O errors"),
     (ublk::Features::UNPRIVILEGED_DEV, "UBLK_F_UNPRIVILEGED_DEV", "devices of other users than root"),
+    (ublk::Features::USER_COPY, "UBLK_F_USER_COPY", "data copied by the daemon"),
+    (ublk::Features::AUTO_BUF_REG, "UBLK_F_AUTO_BUF_REG", "data not copied"),
+    (ublk::Features::QUIESCE, "UBLK_F_QUIESCE", "upgrade without requests issued again"),
     (ublk::Features::UPDATE_SIZE, "UBLK_F_UPDATE_SIZE", "resizing a device in use"),
     (ublk::Features::SAFE_STOP_DEV, "UBLK_F_SAFE_STOP_DEV", "detaching only what is not open"),
 ];
@@ -78,6 +84,18 @@ impl Features {
             }
             Err(e) => add("io_uring", false, format!("everything: {e}")),
         }
+        let confined = "the daemon keeps out of files that are not its own";
+        match confine::landlock_abi() {
+            0 => {
+                add("Landlock", false, format!("{confined}: add landlock to the parameter lsm of the kernel"))
+            }
+            abi => add("Landlock", true, format!("{confined} (ABI {abi})")),
+        }
+        add(
+            "seccomp",
+            confine::seccomp::is_there(),
+            "the daemon makes no system call but those that it needs".into(),
+        );
         match ControlDevice::open().and_then(|mut control| control.features()) {
             Ok(has) => {
                 add("ublk", true, "kernel block devices".into());

@@ -1,22 +1,23 @@
 //! `blkq recover`: a new daemon for a block device whose own died.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
-use blkq::drivers::DriverSpec;
-use clap::Parser;
-
-use super::{Cli, Command};
+use super::attach;
 use crate::control::{Called, Request, call, died, no_such_device};
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
+use crate::info::StateFile;
 use crate::launch::{be_daemon, launch, report};
-use crate::state::{Dead, Orphan, StateDir, check_name};
+use crate::state::{Dead, StateDir, check_name};
+use blkq::drivers::DriverSpec;
 
 /// Options of `recover`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A ublk device outlives its daemon: I/O on it waits, and is issued again when a new daemon
-serves it. The options are those of `blkq attach`; changes of `blkq set` are not kept.
+serves it. The options are those of `blkq attach`, the settings and the size those of the old
+daemon.
 
 Examples:
   blkq list                     its mode is `orphan`
@@ -63,29 +64,64 @@ fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
     if check_name(name).is_err() {
         return Err(no_such_device(name));
     }
+    dir.wait_for_dying(name);
     if let Called::Answered(()) = call::<()>(&dir, name, &Request::Ping {})? {
         return Err(Failure::new("its daemon lives; blkq upgrade hands the device to a new one"));
     }
     let orphan = match dir.clear_dead(name)? {
-        Dead::Orphan(orphan) => orphan,
+        Dead::Orphan(orphan) => *orphan,
         Dead::Cleared(last_words) => return Err(died(name, &last_words)),
         Dead::No => return Err(no_such_device(name)),
     };
-    let args = attach_args(&orphan)?;
+    let args = attach_args(&orphan.state)?;
+    if let Some(ublk) = &orphan.state.ublk {
+        // For other paths than the image's, which is known without it.
+        let _ = std::env::set_current_dir(&ublk.directory);
+    }
     Daemon::recover(&args, orphan, parent)
 }
 
-/// What `attach` was told.
-fn attach_args(orphan: &Orphan) -> Outcome<super::attach::Args> {
-    let Some(ublk) = &orphan.state.ublk else { return Err(no_such_device(&orphan.state.name)) };
-    // For other paths than the image's, which is known without it.
-    let _ = std::env::set_current_dir(&ublk.directory);
-    let words = ["blkq", "attach"].into_iter().chain(ublk.words.iter().map(String::as_str));
-    let refuse = |why: String| Failure::new(format!("its options are not understood any more: {why}"));
-    let cli = Cli::try_parse_from(words).map_err(|e| refuse(e.to_string()))?;
-    let Command::Attach(mut args) = cli.command else { return Err(refuse("no attach".into())) };
+/// What `attach` was told, by what its daemon left written.
+///
+/// # Errors
+/// That it was no block device, or what of it is not understood any more.
+pub fn attach_args(state: &StateFile) -> Outcome<attach::Args> {
+    let Some(ublk) = &state.ublk else { return Err(no_such_device(&state.name)) };
+    let words: Vec<OsString> = ublk.words.iter().map(Into::into).collect();
+    let mut args =
+        attach::Args::from_words(&words).map_err(|e| e.during("its options are not understood any more"))?;
     if let DriverSpec::Image(path) = &mut args.image {
-        *path = orphan.state.image.clone().into();
+        *path = state.image.clone().into();
     }
     Ok(args)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::info::BlockDevice;
+
+    #[test]
+    fn what_is_not_understood_any_more_is_one_short_line() {
+        let state = |words: &[&str]| StateFile {
+            name: "a".into(),
+            pid: 1,
+            image: "/images/a.img".into(),
+            exports: vec!["/dev/ublkb0".into()],
+            ublk: Some(BlockDevice {
+                id: 0,
+                cookie: 1,
+                words: words.iter().map(|word| (*word).to_owned()).collect(),
+                directory: "/".into(),
+            }),
+            settings: Vec::new(),
+        };
+        let args = attach_args(&state(&["a.img", "--queues", "2"])).unwrap();
+        assert_eq!((args.image, args.queues), (DriverSpec::Image("/images/a.img".into()), 2));
+        for words in [&["a.img", "--gone"][..], &["a.img", "--depth", "x"], &["--help"], &[]] {
+            let why = attach_args(&state(words)).unwrap_err().to_string();
+            assert!(why.starts_with("its options are not understood any more: "), "{why}");
+            assert!(why.len() < 200 && !why.contains("Usage"), "{why}");
+        }
+    }
 }

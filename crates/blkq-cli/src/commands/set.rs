@@ -14,6 +14,7 @@ Examples:
   blkq set disk.img direct-io=on
   blkq set disk.img scheduler=mq-deadline depth=64
   blkq set disk.img read-only=on
+  blkq set disk.img hang-warning=5      seconds; 0 for none
   blkq set disk.img fault=none          on a device attached with --fault")]
 pub struct Args {
     /// The device, as `blkq list` names it
@@ -23,7 +24,11 @@ pub struct Args {
     settings: Vec<(String, String)>,
 }
 
-fn parse_setting(text: &str) -> Result<(String, String), String> {
+/// A name and a value, joined by `=`; neither is empty.
+///
+/// # Errors
+/// The rule, if it is something else.
+pub fn parse_setting(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err("a setting is KEY=VALUE, such as depth=64".to_owned()),

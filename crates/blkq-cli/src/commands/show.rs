@@ -1,5 +1,6 @@
 //! `blkq show`: all about one device.
 
+use crate::backing::shown_path;
 use crate::control::{Request, ask};
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo};
@@ -38,7 +39,7 @@ fn page(info: &DeviceInfo) -> String {
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
     let switch = |on: bool| if on { "yes" } else { "no" }.to_owned();
     row("name", info.name.clone());
-    row("image", info.image.clone());
+    row("image", shown_path(info));
     info.exports.iter().for_each(|export| row("export", export.clone()));
     row("clients", info.clients.len().to_string());
     for client in &info.clients {
@@ -48,6 +49,7 @@ fn page(info: &DeviceInfo) -> String {
         row(&format!("  {peer}"), format!("{seconds} s, {did}, {in_flight} in flight"));
     }
     row("daemon", format!("process {}", info.pid));
+    row("sandbox", info.sandbox.describe());
     row("size", format!("{} ({} bytes)", format_size(info.size), info.size));
     row("sector-size", format!("{} (physical {})", info.sector_size, info.physical_sector_size));
     row("read-only", switch(info.read_only));

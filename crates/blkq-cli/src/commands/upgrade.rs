@@ -10,9 +10,10 @@ use crate::state::StateDir;
 /// Options of `upgrade`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Install the new blkq, and run it: the daemon that serves the device ends after its I/O in
-flight, and a new one of the program that you run takes over. I/O waits meanwhile, and does
-not fail. The options are those of `blkq attach`; changes of `blkq set` are not kept.
+Install the new blkq, and run it: the daemon that serves the device ends, and a new one of the
+program that you run takes over. I/O in flight is issued again; what comes meanwhile waits, and
+nothing fails. The options are those of `blkq attach`, the settings and the size those of the old
+daemon.
 
 Example:
   blkq upgrade disk.img

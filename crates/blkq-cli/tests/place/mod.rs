@@ -129,6 +129,43 @@ pub fn kill(pid: i32) {
     wait_until("the killed daemon goes away", || is_gone(pid));
 }
 
+/// A client of the device `name` that may send requests.
+pub fn session(uri: &str, name: &str) -> UnixStream {
+    let mut stream = client(uri);
+    let mut hello = b"\0\0\0\x03IHAVEOPT\0\0\0\x01".to_vec();
+    hello.extend(u32::try_from(name.len()).unwrap().to_be_bytes());
+    hello.extend(name.as_bytes());
+    stream.write_all(&hello).unwrap();
+    stream.read_exact(&mut [0; 10]).unwrap();
+    stream
+}
+
+/// Asks for `command` (0 read, 1 write, 3 flush) without waiting for the answer.
+pub fn request(stream: &mut UnixStream, command: u16, cookie: u64, offset: u64, length: u32) {
+    let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
+    bytes.extend([0, 0]);
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    bytes.extend(length.to_be_bytes());
+    if command == 1 {
+        bytes.resize(bytes.len() + length as usize, 7);
+    }
+    stream.write_all(&bytes).unwrap();
+}
+
+/// The error and the cookie of the next answer, of which `content` bytes follow if it is good.
+pub fn reply(stream: &mut UnixStream, content: usize) -> (u32, u64) {
+    let mut bytes = [0; 16];
+    stream.read_exact(&mut bytes).unwrap();
+    assert_eq!(bytes[..4], 0x6744_6698_u32.to_be_bytes());
+    let error = u32::from_be_bytes(bytes[4..8].try_into().unwrap());
+    if error == 0 {
+        stream.read_exact(&mut vec![0; content]).unwrap();
+    }
+    (error, u64::from_be_bytes(bytes[8..].try_into().unwrap()))
+}
+
 /// A client that stays: connected, greeted, in the middle of its handshake.
 pub fn client(uri: &str) -> UnixStream {
     let mut stream = UnixStream::connect(uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap()).unwrap();

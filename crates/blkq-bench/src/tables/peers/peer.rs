@@ -60,11 +60,11 @@ enum Way {
     Raw,
     /// A loop device of the kernel, with direct I/O or without.
     Loop { direct: bool },
-    /// A server in the foreground: its words, in which {image}, {bytes} and {socket} stand
+    /// A server in the foreground: its words, apart by spaces, in which {image}, {bytes} and {socket} stand
     /// for what they are. The first word blkq is this program.
-    Nbd(&'static [&'static str]),
+    Nbd(&'static str),
     /// A server in the foreground that prints the device that it makes.
-    Device(&'static [&'static str]),
+    Device(&'static str),
 }
 
 /// Somebody to measure.
@@ -98,77 +98,42 @@ pub const OVER_FILE: [Peer; 8] = [
         name: QEMU_NBD,
         package: "qemu-utils",
         quick: true,
-        way: Way::Nbd(&[
-            "qemu-nbd",
-            "-f",
-            "raw",
-            "-t",
-            "-e",
-            "8",
-            "--cache=none",
-            "--aio=io_uring",
-            "-x",
-            "disk",
-            "-k",
-            "{socket}",
-            "{image}",
-        ]),
+        way: Way::Nbd(
+            "qemu-nbd -f raw -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} \
+             {image}",
+        ),
     },
     Peer {
         name: "qemu-storage-daemon",
         package: "qemu-system-common",
         quick: false,
-        way: Way::Nbd(&[
-            "qemu-storage-daemon",
-            "--blockdev",
-            "driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring",
-            "--nbd-server",
-            "addr.type=unix,addr.path={socket},max-connections=8",
-            "--export",
-            "type=nbd,id=export,node-name=disk,name=disk,writable=on",
-        ]),
+        way: Way::Nbd(
+            "qemu-storage-daemon --blockdev \
+             driver=file,node-name=disk,filename={image},cache.direct=on,aio=io_uring \
+             --nbd-server addr.type=unix,addr.path={socket},max-connections=8 --export \
+             type=nbd,id=export,node-name=disk,name=disk,writable=on",
+        ),
     },
     Peer {
         name: "nbdkit file, cache=none",
         package: "nbdkit",
         quick: false,
-        way: Way::Nbd(&["nbdkit", "-f", "-e", "disk", "-U", "{socket}", "file", "{image}", "cache=none"]),
+        way: Way::Nbd("nbdkit -f -e disk -U {socket} file {image} cache=none"),
     },
     Peer {
         name: BLKQ,
         package: "",
         quick: true,
-        way: Way::Nbd(&[
-            "blkq",
-            "attach",
-            "{image}",
-            "--name",
-            "disk",
-            "--foreground",
-            "--direct-io",
-            "on",
-            "--export",
-            "nbd",
-            "--listen",
-            "unix:{socket}",
-        ]),
+        way: Way::Nbd(
+            "blkq attach {image} --name disk --foreground --direct-io on --export nbd \
+             --listen unix:{socket}",
+        ),
     },
     Peer {
         name: "blkq ublk",
         package: "",
         quick: true,
-        way: Way::Device(&[
-            "blkq",
-            "attach",
-            "{image}",
-            "--name",
-            "disk",
-            "--foreground",
-            "--direct-io",
-            "on",
-            "--export",
-            "ublk",
-        ]),
+        way: Way::Device("blkq attach {image} --name disk --foreground --direct-io on --export ublk"),
     },
 ];
 
@@ -178,41 +143,22 @@ pub const OVER_NOTHING: [Peer; 3] = [
         name: "qemu-nbd null-co",
         package: "qemu-utils",
         quick: true,
-        way: Way::Nbd(&[
-            "qemu-nbd",
-            "-t",
-            "-e",
-            "8",
-            "-x",
-            "disk",
-            "-k",
-            "{socket}",
-            "--image-opts",
-            "driver=null-co,size={bytes}",
-        ]),
+        way: Way::Nbd("qemu-nbd -t -e 8 -x disk -k {socket} --image-opts driver=null-co,size={bytes}"),
     },
     Peer {
         name: "nbdkit null",
         package: "nbdkit",
         quick: false,
-        way: Way::Nbd(&["nbdkit", "-f", "-e", "disk", "-U", "{socket}", "null", "{bytes}"]),
+        way: Way::Nbd("nbdkit -f -e disk -U {socket} null {bytes}"),
     },
     Peer {
         name: BLKQ_NULL,
         package: "",
         quick: true,
-        way: Way::Nbd(&[
-            "blkq",
-            "attach",
-            "null:{bytes}",
-            "--name",
-            "disk",
-            "--foreground",
-            "--export",
-            "nbd",
-            "--listen",
-            "unix:{socket}",
-        ]),
+        way: Way::Nbd(
+            "blkq attach null:{bytes} --name disk --foreground --export nbd --listen \
+             unix:{socket}",
+        ),
     },
 ];
 
@@ -340,15 +286,18 @@ impl Peer {
     }
 }
 
-fn command(words: &[&str], place: &Place) -> Result<Command> {
-    let own = std::env::current_exe()?;
-    let fill = |word: &&str| {
+fn command(words: &str, place: &Place) -> Result<Command> {
+    let fill = |word: &str| {
         word.replace("{image}", &place.image.to_string_lossy())
             .replace("{bytes}", &place.bytes.to_string())
             .replace("{socket}", &place.socket().to_string_lossy())
     };
-    let mut command = if words[0] == "blkq" { Command::new(own) } else { Command::new(words[0]) };
-    command.args(words[1..].iter().map(fill)).env("BLKQ_STATE_DIR", place.scratch.join("state"));
+    let mut words = words.split_whitespace();
+    let mut command = match words.next() {
+        None | Some("blkq") => Command::new(std::env::current_exe()?),
+        Some(other) => Command::new(other),
+    };
+    command.args(words.map(fill)).env("BLKQ_STATE_DIR", place.scratch.join("state"));
     Ok(command)
 }
 

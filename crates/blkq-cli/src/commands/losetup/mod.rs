@@ -1,7 +1,7 @@
 //! `blkq losetup`: the command line of losetup(8) of util-linux, done with blkq's devices.
 
 mod output;
-mod size;
+pub mod size;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -238,7 +238,8 @@ impl Args {
             }
             Action::Detach(devices) => self.detach(devices, |device| {
                 let name = existing(&dir, device)?.name;
-                ask::<()>(&dir, &name, &Request::Detach { force: false })
+                detach::check_unopened(&dir, &name)
+                    .and_then(|()| ask::<()>(&dir, &name, &Request::Detach { force: false }))
                     .map_err(|e| e.during(format_args!("detach {name}")))
             }),
             Action::DetachAll => self.detach(dir.names()?, |name| detach::end(&dir, name, false)),
@@ -328,9 +329,12 @@ impl Args {
             word("--sector-size", &size);
         }
         word("--direct-io", &self.direct_io.as_deref().unwrap_or("off"));
-        for (given, option) in
-            [(self.read_only, "--read-only"), (self.partscan, "--partscan"), (self.nooverlap, "--nooverlap")]
-        {
+        for (given, option) in [
+            (self.read_only, "--read-only"),
+            (self.partscan, "--partscan"),
+            (!self.partscan, "--no-partscan"),
+            (self.nooverlap, "--nooverlap"),
+        ] {
             words.extend(given.then(|| option.into()));
         }
         words.push("--".into());

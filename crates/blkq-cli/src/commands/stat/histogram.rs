@@ -1,0 +1,96 @@
+//! How latencies are distributed, drawn with letters: one bar per power of two.
+
+use blkq::stats::Histogram;
+
+use crate::table::{Align, render};
+
+/// Length of the longest bar.
+const BAR: u64 = 40;
+/// The greatest power of two that a histogram tells of.
+const BITS_MAX: u32 = 40;
+
+/// Bars from the shortest latency to the longest: from so many nanoseconds to below so many, and
+/// how many there were.
+pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
+    let (mut from_ns, mut before) = (0, 0);
+    let mut bars = Vec::new();
+    for (to_ns, count) in histogram.below_powers(0, BITS_MAX) {
+        bars.push((from_ns, to_ns, count - before));
+        (from_ns, before) = (to_ns, count);
+    }
+    let is_used = |bar: &(u64, u64, u64)| bar.2 > 0;
+    let Some(first) = bars.iter().position(is_used) else { return Vec::new() };
+    let last = bars.iter().rposition(is_used).unwrap_or(first);
+    bars[first..=last].to_vec()
+}
+
+/// The bars of the operation `name`, or nothing if it did not happen.
+pub fn draw(name: &str, histogram: &Histogram) -> String {
+    let bars = bars(histogram);
+    let (all, most) = (histogram.count(), bars.iter().map(|bar| bar.2).max().unwrap_or(0));
+    let rows: Vec<[String; 5]> = bars
+        .iter()
+        .map(|(from_ns, to_ns, count)| {
+            // Whatever happened is seen.
+            let length = (u128::from(*count) * u128::from(BAR)).div_ceil(u128::from(most.max(1)));
+            let percent = *count as f64 * 100.0 / all as f64;
+            [
+                format!("  {}", time(*from_ns)),
+                time(*to_ns),
+                format!("|{:<width$}", "#".repeat(length as usize), width = BAR as usize),
+                count.to_string(),
+                format!("{percent:.1}%"),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    use Align::{Left, Right};
+    format!("{name}: {all} latencies, from ... to\n{}", render([Right, Right, Left, Right, Right], &rows))
+}
+
+/// Nanoseconds in a unit in which they are short.
+fn time(ns: u64) -> String {
+    let (value, unit) = match ns {
+        0..1_000 => return format!("{ns} ns"),
+        1_000..1_000_000 => (ns as f64 / 1e3, "us"),
+        1_000_000..1_000_000_000 => (ns as f64 / 1e6, "ms"),
+        _ => (ns as f64 / 1e9, "s"),
+    };
+    match value {
+        0.0..10.0 => format!("{value:.2} {unit}"),
+        10.0..100.0 => format!("{value:.1} {unit}"),
+        _ => format!("{value:.0} {unit}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_are_in_proportion_and_nothing_is_lost() {
+        let mut histogram = Histogram::default();
+        assert_eq!(draw("read", &histogram), "");
+        (0..80).for_each(|_| histogram.record(1_500));
+        (0..20).for_each(|_| histogram.record(3_000));
+        histogram.record(20_000);
+        let text = draw("read", &histogram);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "read: 101 latencies, from ... to");
+        assert_eq!(lines.len(), 1 + 5);
+        assert_eq!(lines[1].matches('#').count(), 40);
+        assert_eq!(lines[2].matches('#').count(), 10);
+        assert_eq!((lines[3].matches('#').count(), lines[5].matches('#').count()), (0, 1));
+        assert!(
+            lines[1].contains("1.02 us") && lines[1].contains("2.05 us") && lines[1].ends_with("79.2%"),
+            "{text}"
+        );
+        assert!(lines[5].contains("16.4 us") && lines[5].contains("32.8 us"), "{text}");
+        assert!(lines[2..].iter().all(|line| line.len() == lines[1].len()), "{text}");
+        histogram.record(u64::MAX);
+        histogram.record(0);
+        assert_eq!(bars(&histogram).iter().map(|bar| bar.2).sum::<u64>(), 103);
+    }
+}

@@ -1,0 +1,194 @@
+//! Landlock (landlock(7)): which files this thread may open, and with whom it may talk. A small
+//! part of linux/landlock.h, called directly.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::io::Errno;
+
+use crate::failure::{Failure, Outcome};
+
+/// `LANDLOCK_CREATE_RULESET_VERSION`.
+const VERSION_FLAG: u32 = 1;
+/// `LANDLOCK_RULE_PATH_BENEATH`.
+const PATH_BENEATH: u32 = 1;
+
+/// Rights on files (`LANDLOCK_ACCESS_FS_*`).
+mod access {
+    pub const WRITE_FILE: u64 = 1 << 1;
+    pub const READ_FILE: u64 = 1 << 2;
+    pub const REMOVE_FILE: u64 = 1 << 5;
+    pub const MAKE_REG: u64 = 1 << 8;
+    pub const TRUNCATE: u64 = 1 << 14;
+    pub const IOCTL_DEV: u64 = 1 << 15;
+}
+
+/// Number of rights on files that the kernel knows, by its ABI: 13 in the first, of which each is
+/// listed with the ABI that brought more.
+const RIGHTS: [(u32, u32); 4] = [(1, 13), (2, 14), (3, 15), (5, 16)];
+/// ABIs that brought more kinds: TCP ports; signals and abstract unix sockets.
+const NET_ABI: u32 = 4;
+const SCOPE_ABI: u32 = 6;
+/// `LANDLOCK_ACCESS_NET_BIND_TCP | LANDLOCK_ACCESS_NET_CONNECT_TCP`.
+const NET: u64 = 0b11;
+/// `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET`, `LANDLOCK_SCOPE_SIGNAL`.
+const SCOPE_ABSTRACT_SOCKETS: u64 = 1;
+const SCOPE_SIGNALS: u64 = 2;
+
+/// `struct landlock_ruleset_attr`; older kernels know the beginning of it, and take zeroes.
+#[repr(C)]
+struct RulesetAttr {
+    handled_access_fs: u64,
+    handled_access_net: u64,
+    scoped: u64,
+}
+const _: () = assert!(size_of::<RulesetAttr>() == 24);
+
+/// `struct landlock_path_beneath_attr`.
+#[repr(C, packed)]
+struct PathBeneathAttr {
+    allowed_access: u64,
+    parent_fd: i32,
+}
+const _: () = assert!(size_of::<PathBeneathAttr>() == 12);
+
+/// With whom a thread may talk beyond the sockets that it has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Sockets {
+    /// With nobody.
+    None,
+    /// With the service manager, wherever that is.
+    Manager,
+}
+
+/// Rules that are gathered, and then hold for good.
+pub struct Landlock {
+    /// `None` where the kernel has no Landlock.
+    ruleset: Option<OwnedFd>,
+    abi: u32,
+    handled: u64,
+}
+
+fn last_error() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+fn failed(what: impl std::fmt::Display, error: Errno) -> Failure {
+    Failure::new(format!("cannot confine the daemon: Landlock, {what}: {error}; --no-sandbox leaves it out"))
+}
+
+/// The version that this kernel has, 0 if none.
+pub fn abi() -> u32 {
+    // SAFETY: without a ruleset the call only tells the version.
+    let abi = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_create_ruleset,
+            std::ptr::null::<RulesetAttr>(),
+            0usize,
+            VERSION_FLAG,
+        )
+    };
+    u32::try_from(abi).unwrap_or(0)
+}
+
+impl Landlock {
+    /// Rules that allow nothing yet.
+    ///
+    /// # Errors
+    /// If the kernel has Landlock and refuses.
+    pub fn new(sockets: Sockets) -> Outcome<Landlock> {
+        let abi = abi();
+        if abi == 0 {
+            return Ok(Landlock { ruleset: None, abi, handled: 0 });
+        }
+        let rights = RIGHTS.iter().rfind(|(since, _)| *since <= abi).map_or(13, |(_, rights)| *rights);
+        let handled = (1 << rights) - 1;
+        let mut scoped = SCOPE_SIGNALS;
+        if sockets == Sockets::None {
+            scoped |= SCOPE_ABSTRACT_SOCKETS;
+        }
+        let attr = RulesetAttr {
+            handled_access_fs: handled,
+            handled_access_net: if abi >= NET_ABI { NET } else { 0 },
+            scoped: if abi >= SCOPE_ABI { scoped } else { 0 },
+        };
+        // SAFETY: the structure lives through the call, and its size is told.
+        let fd = unsafe {
+            libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), 0u32)
+        };
+        if fd < 0 {
+            return Err(failed("rules", last_error()));
+        }
+        // SAFETY: the kernel made this descriptor for us, close-on-exec.
+        let ruleset = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+        Ok(Landlock { ruleset: Some(ruleset), abi, handled })
+    }
+
+    /// Allows to use `file`, by whatever name it has.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn allow_image(&mut self, file: BorrowedFd<'_>) -> Outcome {
+        let rights = access::READ_FILE | access::WRITE_FILE | access::TRUNCATE | access::IOCTL_DEV;
+        self.allow(file, rights).map_err(|e| failed("the image", e))
+    }
+
+    /// Allows to use the device at `path`.
+    ///
+    /// # Errors
+    /// If it is not there, or the kernel refuses.
+    pub fn allow_device(&mut self, path: &Path) -> Outcome {
+        self.allow_path(path, access::READ_FILE | access::WRITE_FILE | access::IOCTL_DEV)
+    }
+
+    /// Allows to remove files of the directory at `path`.
+    ///
+    /// # Errors
+    /// If it is not there, or the kernel refuses.
+    pub fn allow_removing(&mut self, path: &Path) -> Outcome {
+        self.allow_path(path, access::REMOVE_FILE)
+    }
+
+    /// Allows to write files of the directory at `path` anew, and to put them in others' places.
+    ///
+    /// # Errors
+    /// If it is not there, or the kernel refuses.
+    pub fn allow_replacing(&mut self, path: &Path) -> Outcome {
+        let rights = access::MAKE_REG | access::WRITE_FILE | access::TRUNCATE | access::REMOVE_FILE;
+        self.allow_path(path, rights)
+    }
+
+    fn allow_path(&mut self, path: &Path, rights: u64) -> Outcome {
+        let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        file.and_then(|file| self.allow(file.as_fd(), rights)).map_err(|e| failed(path.display(), e))
+    }
+
+    fn allow(&mut self, file: BorrowedFd<'_>, rights: u64) -> rustix::io::Result<()> {
+        let Some(ruleset) = &self.ruleset else { return Ok(()) };
+        let attr = PathBeneathAttr { allowed_access: rights & self.handled, parent_fd: file.as_raw_fd() };
+        // SAFETY: the structure lives through the call, and both descriptors are open.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_landlock_add_rule,
+                ruleset.as_raw_fd(),
+                PATH_BENEATH,
+                &raw const attr,
+                0u32,
+            )
+        };
+        if result == 0 { Ok(()) } else { Err(last_error()) }
+    }
+
+    /// Has the rules hold for this thread, and those that it makes, for good. Returns the version
+    /// of Landlock, 0 where the kernel has none.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn enter(self) -> Outcome<u32> {
+        let Some(ruleset) = &self.ruleset else { return Ok(0) };
+        // SAFETY: the descriptor is open; no memory is passed.
+        let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0u32) };
+        if result == 0 { Ok(self.abi) } else { Err(failed("entering", last_error())) }
+    }
+}

@@ -1,0 +1,168 @@
+//! What a daemon gives up once it is set up: capabilities, new privileges, the file system, and
+//! the system calls that it does not make. docs/security.md says what for, and how to see it.
+//!
+//! Everything here holds for the thread that asks for it and for those that it makes later.
+//! Engines are made by a thread that is confined more than the rest: they read what clients send,
+//! and open nothing.
+
+mod capabilities;
+mod landlock;
+pub mod seccomp;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use blkq::ring::{self, Policy};
+use blkq_export::ublk::{self, CONTROL_PATH};
+use rustix::thread::{CapabilitySet, set_no_new_privs};
+use serde::{Deserialize, Serialize};
+
+use crate::commands::features::OPERATIONS;
+use crate::failure::{Failure, Outcome};
+use landlock::Landlock;
+
+/// What of the system the control plane goes on to use.
+#[derive(Debug, Default)]
+pub struct Needs {
+    /// The image, if there is one (`O_PATH`): it is opened anew to be written.
+    pub image: Option<OwnedFd>,
+    /// Files that are removed in the end: sockets, and those in the state directory.
+    pub removed: Vec<PathBuf>,
+    /// The number of the block device, if there is one, and the state directory: what is set is
+    /// kept there for its next daemon.
+    pub block_device: Option<(u32, PathBuf)>,
+}
+
+/// What the control plane of a daemon has given up.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Confinement {
+    /// Those that are left: `none`, or their names.
+    pub capabilities: String,
+    /// Whether no program that it runs could have more.
+    pub no_new_privileges: bool,
+    /// The version of Landlock that keeps the file system from it; 0 where the kernel has none.
+    pub landlock_abi: u32,
+    /// Whether system calls are filtered.
+    pub seccomp: bool,
+}
+
+impl Confinement {
+    /// In words, for people.
+    pub fn describe(&self) -> String {
+        let Confinement { capabilities, no_new_privileges, landlock_abi, seccomp } = self;
+        if *self == Confinement::default() {
+            return "off (--no-sandbox)".to_owned();
+        }
+        let landlock = match landlock_abi {
+            0 => "no Landlock (this kernel has none)".to_owned(),
+            abi => format!("Landlock ABI {abi}"),
+        };
+        let privileges = if *no_new_privileges { "no new privileges" } else { "new privileges" };
+        let seccomp = if *seccomp { "seccomp" } else { "no seccomp (this kernel has none)" };
+        format!("capabilities: {capabilities}; {privileges}; {landlock}; {seccomp}")
+    }
+}
+
+/// Confines this thread to what an engine, its worker and a watcher of trigger files do: nothing
+/// is opened, nobody is connected to. With `partscan` it keeps the capability without which the
+/// kernel looks for no partitions on a block device that it serves.
+///
+/// # Errors
+/// What the kernel has, and refuses.
+pub fn engine(partscan: bool) -> Outcome {
+    ring::set_policy(Policy { operations: &NUMBERS, sealed: no_more_rings });
+    let landlock = Landlock::new(landlock::Sockets::None)?;
+    let kept = if partscan { CapabilitySet::SYS_ADMIN } else { CapabilitySet::empty() };
+    enter(kept, landlock, seccomp::ENGINE).map(|_| ())
+}
+
+/// The operations of a ring.
+static NUMBERS: [u8; OPERATIONS.len()] = {
+    let mut numbers = [0; OPERATIONS.len()];
+    let mut at = 0;
+    while at < numbers.len() {
+        numbers[at] = OPERATIONS[at].1;
+        at += 1;
+    }
+    numbers
+};
+
+/// An engine has its ring, which is restricted: another one would not be.
+fn no_more_rings() -> Result<(), blkq::Error> {
+    match seccomp::without_rings() {
+        Ok(_) => Ok(()),
+        Err(failure) => Err(blkq::Error::new(blkq::ErrorKind::System, failure.to_string())),
+    }
+}
+
+/// Confines this thread, the first, to what the control plane does.
+///
+/// # Errors
+/// What the kernel has, and refuses.
+pub fn control(needs: &Needs) -> Outcome<Confinement> {
+    let kept = capabilities_of(needs);
+    // Word to the service manager goes to where it says, which may be a name without a path.
+    let mut landlock = Landlock::new(landlock::Sockets::Manager)?;
+    if let Some(image) = &needs.image {
+        landlock.allow_image(image.as_fd())?;
+    }
+    for directory in directories(&needs.removed) {
+        landlock.allow_removing(directory)?;
+    }
+    if let Some((id, state)) = &needs.block_device {
+        landlock.allow_replacing(state)?;
+        landlock.allow_device(Path::new(CONTROL_PATH))?;
+        landlock.allow_device(Path::new(&ublk::block_path(*id)))?;
+    }
+    let confinement = enter(kept, landlock, seccomp::CONTROL)?;
+    // The commands of ublk go through a ring.
+    if needs.block_device.is_none() {
+        seccomp::without_rings()?;
+    }
+    Ok(confinement)
+}
+
+/// Has this thread, and those that it makes, keep only what looking for the users of a block device
+/// takes: the open files of all processes.
+///
+/// # Errors
+/// What the kernel refuses.
+pub fn watcher() -> Outcome {
+    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
+    capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
+    // Landlock would hide the processes.
+    seccomp::only_look().map(|_| ())
+}
+
+/// The version of Landlock that this kernel has, 0 if none.
+pub fn landlock_abi() -> u32 {
+    landlock::abi()
+}
+
+/// What may be needed of those that this thread has.
+fn capabilities_of(needs: &Needs) -> CapabilitySet {
+    let mut kept = CapabilitySet::empty();
+    // The kernel's ublk wants it for each command about a device that is not of an ordinary user.
+    kept.set(CapabilitySet::SYS_ADMIN, needs.block_device.is_some());
+    // The node may be given to somebody else, who lets nobody open it.
+    kept.set(CapabilitySet::DAC_READ_SEARCH, needs.block_device.is_some());
+    // Without it root is but another user where the files of others are.
+    let writable =
+        capabilities::all_writable(needs.image.as_ref().map(AsFd::as_fd), directories(&needs.removed));
+    kept.set(CapabilitySet::DAC_OVERRIDE, !writable);
+    kept
+}
+
+fn directories(files: &[PathBuf]) -> impl Iterator<Item = &Path> {
+    files.iter().filter_map(|file| file.parent())
+}
+
+fn enter(kept: CapabilitySet, landlock: Landlock, calls: &[seccomp::Call]) -> Outcome<Confinement> {
+    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
+    let capabilities = capabilities::keep(kept)?;
+    // In this order: the filter knows no call of the two before it.
+    let landlock_abi = landlock.enter()?;
+    let seccomp = seccomp::enter(calls)?;
+    Ok(Confinement { capabilities, no_new_privileges: true, landlock_abi, seccomp })
+}

@@ -1,0 +1,462 @@
+//! The system calls that a confined thread may make (seccomp(2)), as a filter program.
+//!
+//! `lab/security` runs daemons through everything that they do, and fails if one makes a call that
+//! is not listed here, or if a listed one is neither made nor marked as seldom.
+//!
+//! What is refused seems not to be there (ENOSYS), as on an older kernel: then a newer C library
+//! falls back to what it called before, and the device lives. What nothing here could have called
+//! ends the process, for somebody else has it in his hands.
+
+use std::mem::offset_of;
+
+use crate::failure::{Failure, Outcome};
+
+/// A system call that is allowed.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    name: &'static str,
+    number: libc::c_long,
+    /// Only if this argument has this value in the bits of the mask.
+    argument: Option<Argument>,
+    /// Only errors, old kernels or other C libraries lead to it: no test does.
+    seldom: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Argument {
+    index: u8,
+    mask: u32,
+    value: u32,
+}
+
+impl Call {
+    /// As in its manual page.
+    pub fn name(&self) -> &'static str {
+        self.name.trim_start_matches("SYS_")
+    }
+
+    /// Whether no test leads to it.
+    pub fn is_seldom(&self) -> bool {
+        self.seldom
+    }
+
+    const fn only(mut self, index: u8, mask: u32, value: u32) -> Call {
+        self.argument = Some(Argument { index, mask, value });
+        self
+    }
+
+    const fn seldom(mut self) -> Call {
+        self.seldom = true;
+        self
+    }
+}
+
+macro_rules! call {
+    ($number:ident) => {
+        Call { name: stringify!($number), number: libc::$number, argument: None, seldom: false }
+    };
+}
+
+const ALL: u32 = u32::MAX;
+const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
+const THREAD: u32 = libc::CLONE_THREAD as u32;
+
+/// What an engine, its worker and a watcher of trigger files do.
+pub const ENGINE: &[Call] = &[
+    // Filters are added, and take nothing back.
+    call!(SYS_seccomp),
+    call!(SYS_io_uring_setup),
+    call!(SYS_io_uring_enter),
+    call!(SYS_io_uring_register),
+    // Eventfds, the log, the extents of a file, trigger files.
+    call!(SYS_read),
+    call!(SYS_write),
+    call!(SYS_close),
+    call!(SYS_pread64),
+    call!(SYS_lseek),
+    call!(SYS_fcntl),
+    call!(SYS_statx),
+    // Memory: never such that what was written there could be run.
+    call!(SYS_mmap).only(2, EXECUTABLE, 0),
+    call!(SYS_munmap),
+    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
+    call!(SYS_madvise),
+    call!(SYS_brk),
+    call!(SYS_mremap).seldom(),
+    // Threads, never processes.
+    call!(SYS_clone).only(0, THREAD, THREAD),
+    call!(SYS_futex),
+    call!(SYS_rseq),
+    call!(SYS_set_robust_list),
+    call!(SYS_sigaltstack),
+    call!(SYS_rt_sigprocmask),
+    call!(SYS_sched_getaffinity),
+    // Of ublk, which is there in guests only.
+    call!(SYS_sched_setaffinity).seldom(),
+    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u32),
+    call!(SYS_clock_nanosleep),
+    call!(SYS_exit),
+    call!(SYS_gettid),
+    // Clients' sockets.
+    call!(SYS_getsockopt),
+    call!(SYS_setsockopt),
+    call!(SYS_getpeername),
+    call!(SYS_shutdown),
+    call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32),
+    // A clock that has no vDSO; keys; waiting for a lock; a panic, and its message.
+    call!(SYS_clock_gettime).seldom(),
+    call!(SYS_getrandom),
+    call!(SYS_sched_yield).seldom(),
+    call!(SYS_rt_sigreturn),
+    call!(SYS_rt_sigaction).seldom(),
+    call!(SYS_restart_syscall).seldom(),
+    call!(SYS_tgkill).seldom(),
+    call!(SYS_getpid),
+    call!(SYS_exit_group),
+];
+
+/// What the control plane does beside that: commands, live changes, the end.
+const MORE: &[Call] = &[
+    call!(SYS_accept4),
+    call!(SYS_recvfrom),
+    call!(SYS_sendto),
+    call!(SYS_socket).only(0, ALL, libc::AF_UNIX as u32),
+    call!(SYS_ppoll),
+    call!(SYS_ioctl),
+    call!(SYS_openat),
+    call!(SYS_ftruncate),
+    call!(SYS_fdatasync),
+    // A ublk device: what its commands may say, a forced end.
+    call!(SYS_capget).seldom(),
+    call!(SYS_fsync).seldom(),
+    call!(SYS_sync).seldom(),
+    // The thread of the metrics steps back.
+    call!(SYS_setpriority),
+    // Standard output, once the command that waits there has been told.
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_dup2),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_readlink),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_unlink),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_rename).seldom(),
+    #[cfg(not(target_arch = "x86_64"))]
+    call!(SYS_dup3),
+    #[cfg(not(target_arch = "x86_64"))]
+    call!(SYS_readlinkat),
+    #[cfg(not(target_arch = "x86_64"))]
+    call!(SYS_unlinkat),
+    #[cfg(not(target_arch = "x86_64"))]
+    call!(SYS_renameat).seldom(),
+];
+
+/// What the first thread, and those that answer commands, do.
+pub const CONTROL: &[Call] = &{
+    let mut calls = [ENGINE[0]; ENGINE.len() + MORE.len()];
+    let mut at = 0;
+    while at < calls.len() {
+        calls[at] = if at < ENGINE.len() { ENGINE[at] } else { MORE[at - ENGINE.len()] };
+        at += 1;
+    }
+    calls
+};
+
+/// What nothing here has ever called: new programs, other processes, other privileges, mounts, the
+/// kernel itself.
+const DEADLY: &[libc::c_long] = &[
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_kcmp,
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setreuid,
+    libc::SYS_setregid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setgroups,
+    libc::SYS_capset,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_chroot,
+    libc::SYS_pivot_root,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsmount,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+];
+
+/// `AUDIT_ARCH_*` of linux/audit.h: what else the processor can run has other numbers.
+#[cfg(target_arch = "x86_64")]
+const ARCHITECTURE: u32 = 0xc000_003e;
+#[cfg(target_arch = "aarch64")]
+const ARCHITECTURE: u32 = 0xc000_00b7;
+
+/// Whether this kernel has filters.
+pub fn is_there() -> bool {
+    let action = libc::SECCOMP_RET_ALLOW;
+    // SAFETY: the kernel reads one word, and only tells.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0u32, &raw const action) };
+    result == 0
+}
+
+/// Filters the calls of this thread, and of those that it makes, for good. False where the kernel
+/// has no such thing.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn enter(calls: &[Call]) -> Outcome<bool> {
+    // The C library tries clone3 for each thread. That is no news, and all else is: what the second
+    // filter refuses is in the kernel's log.
+    Ok(install(&mut but_for(libc::SYS_clone3, REFUSE), 0)?
+        && install(&mut program(calls), libc::SECCOMP_FILTER_FLAG_LOG)?)
+}
+
+/// Lets this thread, and those that it makes, do all but what nothing here does, and open nothing to
+/// write it. False where the kernel has no filters.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn only_look() -> Outcome<bool> {
+    install(&mut looking(), 0)
+}
+
+/// The filter of [`only_look`].
+fn looking() -> Vec<libc::sock_filter> {
+    let mut program = vec![
+        load(offset_of!(libc::seccomp_data, arch)),
+        libc::sock_filter { jt: 1, ..unless(ARCHITECTURE, 0) },
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        load(offset_of!(libc::seccomp_data, nr)),
+    ];
+    for number in DEADLY.iter().chain(&[libc::SYS_io_uring_setup]) {
+        program.extend([unless(*number as u32, 1), answer(libc::SECCOMP_RET_KILL_PROCESS)]);
+    }
+    const WRITES: u32 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u32;
+    program.extend([
+        unless(libc::SYS_openat as u32, 5),
+        // The lower half of the flags: both architectures put it first.
+        load(offset_of!(libc::seccomp_data, args) + 8 * 2),
+        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, WRITES),
+        unless(libc::O_RDONLY as u32, 1),
+        answer(libc::SECCOMP_RET_ALLOW),
+        answer(REFUSE),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ]);
+    program
+}
+
+/// Lets this thread, which is confined, and those that it makes, make no more rings. False where
+/// the kernel has no filters.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn without_rings() -> Outcome<bool> {
+    install(&mut but_for(libc::SYS_io_uring_setup, libc::SECCOMP_RET_KILL_PROCESS), 0)
+}
+
+fn install(program: &mut [libc::sock_filter], flags: libc::c_ulong) -> Outcome<bool> {
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // No code of others runs here: a mitigation that would slow the thread down protects nobody.
+    let flags = flags | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
+    // SAFETY: filter and program live through the call, which copies them.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const filter) };
+    if result == 0 {
+        return Ok(true);
+    }
+    let error = std::io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::ENOSYS | libc::EINVAL) => Ok(false),
+        _ => Err(Failure::new(format!(
+            "cannot confine the daemon: seccomp: {error}; --no-sandbox leaves it out"
+        ))),
+    }
+}
+
+/// What a refused call seems to be.
+const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+
+fn statement(code: u32, k: u32) -> libc::sock_filter {
+    libc::sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+fn load(offset: usize) -> libc::sock_filter {
+    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset as u32)
+}
+
+fn answer(action: u32) -> libc::sock_filter {
+    statement(libc::BPF_RET | libc::BPF_K, action)
+}
+
+/// Goes on if what was loaded is `k`, else behind the next `skip`.
+fn unless(k: u32, skip: u8) -> libc::sock_filter {
+    libc::sock_filter { jf: skip, ..statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) }
+}
+
+/// A filter that answers one call with `action`, and leaves all others to the other filters.
+fn but_for(number: libc::c_long, action: u32) -> [libc::sock_filter; 4] {
+    let call = unless(number as u32, 1);
+    [load(offset_of!(libc::seccomp_data, nr)), call, answer(action), answer(libc::SECCOMP_RET_ALLOW)]
+}
+
+/// The filter: the kernel runs it for each call, and keeps the answer where no argument counts.
+fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
+    let mut program = vec![
+        load(offset_of!(libc::seccomp_data, arch)),
+        libc::sock_filter { jt: 1, ..unless(ARCHITECTURE, 0) },
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        load(offset_of!(libc::seccomp_data, nr)),
+    ];
+    for call in calls {
+        match call.argument {
+            // A later entry may allow it whatever its arguments are.
+            Some(_) if calls.iter().any(|other| other.number == call.number && other.argument.is_none()) => {}
+            None => program.extend([unless(call.number as u32, 1), answer(libc::SECCOMP_RET_ALLOW)]),
+            Some(Argument { index, mask, value }) => {
+                // The lower half: both architectures put it first.
+                let at = offset_of!(libc::seccomp_data, args) + 8 * usize::from(index);
+                program.extend([
+                    unless(call.number as u32, 5),
+                    load(at),
+                    statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, mask),
+                    unless(value, 1),
+                    answer(libc::SECCOMP_RET_ALLOW),
+                    answer(REFUSE),
+                ]);
+            }
+        }
+    }
+    // Refused by the other filter.
+    program.extend([unless(libc::SYS_clone3 as u32, 1), answer(libc::SECCOMP_RET_ALLOW)]);
+    for number in DEADLY {
+        program.extend([unless(*number as u32, 1), answer(libc::SECCOMP_RET_KILL_PROCESS)]);
+    }
+    program.push(answer(REFUSE));
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the kernel's interpreter would answer.
+    fn run(calls: &[Call], number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
+        interpret(&program(calls), number, arguments, arch)
+    }
+
+    fn interpret(program: &[libc::sock_filter], number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
+        let mut data = vec![];
+        data.extend((number as u32).to_ne_bytes());
+        data.extend(arch.to_ne_bytes());
+        data.extend(0u64.to_ne_bytes());
+        arguments.iter().for_each(|argument| data.extend(argument.to_ne_bytes()));
+        let (mut at, mut value) = (0, 0u32);
+        loop {
+            let libc::sock_filter { code, jt, jf, k } = program[at];
+            at += 1;
+            match u32::from(code) {
+                0x20 => value = u32::from_ne_bytes(data[k as usize..][..4].try_into().unwrap()),
+                0x15 => at += usize::from(if value == k { jt } else { jf }),
+                0x54 => value &= k,
+                0x06 => return k,
+                other => panic!("code {other:#x}"),
+            }
+        }
+    }
+
+    /// The table that lab/security holds the daemon to is this list.
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn the_documentation_lists_what_is_allowed() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/security.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        let table = text.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+        let rows: Vec<(&str, bool, bool)> = table
+            .filter_map(|(name, rest)| {
+                let mut cells = rest.split('|').skip(1).map(str::trim);
+                let control = match cells.next()? {
+                    "engines" => false,
+                    "control plane" => true,
+                    _ => return None,
+                };
+                Some((name, control, cells.next()? == "seldom"))
+            })
+            .collect();
+        let more = MORE.iter().filter(|call| !ENGINE.iter().any(|other| other.number == call.number));
+        let listed = ENGINE.iter().map(|call| (call, false)).chain(more.map(|call| (call, true)));
+        let listed: Vec<_> = listed.map(|(call, control)| (call.name(), control, call.is_seldom())).collect();
+        assert_eq!(rows, listed);
+    }
+
+    #[test]
+    fn the_filter_allows_what_is_listed_refuses_the_rest_and_kills_who_breaks_out() {
+        let none = [0; 6];
+        let refused = REFUSE;
+        for calls in [ENGINE, CONTROL] {
+            let answer = |number, arguments| run(calls, number, arguments, ARCHITECTURE);
+            for call in calls.iter().filter(|call| call.argument.is_none()) {
+                assert_eq!(answer(call.number, none), libc::SECCOMP_RET_ALLOW, "{}", call.name());
+            }
+            for number in DEADLY {
+                assert!(!calls.iter().any(|call| call.number == *number));
+                assert_eq!(answer(*number, none), libc::SECCOMP_RET_KILL_PROCESS);
+            }
+            assert_eq!(
+                interpret(&but_for(libc::SYS_clone3, REFUSE), libc::SYS_clone3, none, ARCHITECTURE),
+                refused
+            );
+            assert_eq!(answer(libc::SYS_read, none), libc::SECCOMP_RET_ALLOW);
+            assert_eq!(answer(libc::SYS_socketpair, none), refused);
+            assert_eq!(answer(libc::SYS_clone, none), refused, "no processes");
+            assert_eq!(answer(libc::SYS_clone, [0x3d0f00, 0, 0, 0, 0, 0]), libc::SECCOMP_RET_ALLOW);
+            for number in [libc::SYS_mmap, libc::SYS_mprotect] {
+                assert_eq!(answer(number, [0, 0, 3, 0, 0, 0]), libc::SECCOMP_RET_ALLOW);
+                assert_eq!(answer(number, [0, 0, 7, 0, 0, 0]), refused, "nothing is made executable");
+            }
+            // The other numbers of the same processor.
+            assert_eq!(run(calls, libc::SYS_read, none, 0x4000_0003), libc::SECCOMP_RET_KILL_PROCESS);
+            assert_eq!(answer(libc::SYS_read | 0x4000_0000, none), refused);
+        }
+        let ioctl =
+            |calls: &[Call], request| run(calls, libc::SYS_ioctl, [3, request, 0, 0, 0, 0], ARCHITECTURE);
+        assert_eq!(ioctl(ENGINE, libc::TIOCSTI), REFUSE);
+        assert_eq!(ioctl(ENGINE, libc::TIOCOUTQ), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(ioctl(CONTROL, 0x125d), libc::SECCOMP_RET_ALLOW);
+        for number in [libc::SYS_openat, libc::SYS_socket, libc::SYS_accept4, libc::SYS_unlinkat] {
+            assert_eq!(run(ENGINE, number, none, ARCHITECTURE), REFUSE, "an engine opens nothing");
+        }
+    }
+
+    #[test]
+    fn who_only_looks_opens_nothing_to_write_it() {
+        let run =
+            |number, flags: i32| interpret(&looking(), number, [0, 0, flags as u64, 0, 0, 0], ARCHITECTURE);
+        assert_eq!(run(libc::SYS_openat, libc::O_RDONLY | libc::O_CLOEXEC), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(run(libc::SYS_openat, libc::O_RDWR), REFUSE);
+        assert_eq!(run(libc::SYS_openat, libc::O_CREAT), REFUSE);
+        assert_eq!(run(libc::SYS_getdents64, 0), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(run(libc::SYS_execve, 0), libc::SECCOMP_RET_KILL_PROCESS);
+        assert_eq!(run(libc::SYS_io_uring_setup, 0), libc::SECCOMP_RET_KILL_PROCESS);
+    }
+}

@@ -1,0 +1,422 @@
+//! `--hang-warning`: requests that are in flight for too long, and engines that do not answer,
+//! go to the daemon's log once, and their end too.
+
+use std::fmt::Write;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blkq::clock::monotonic_ns;
+use blkq::engine::Looked;
+use blkq::watch::{Hang, HangEnd, Look};
+use blkq::{Disk, EngineHandle};
+
+use crate::failure::{Failure, Outcome};
+
+/// `--hang-warning`, unless said otherwise.
+pub const DEFAULT: &str = "30";
+/// The longest and the shortest times, in seconds.
+const SECONDS_MAX: f64 = 86_400.0;
+const SECONDS_MIN: f64 = 0.1;
+/// Looks in the time that a request may take, and how far they are apart.
+const LOOKS: u32 = 8;
+const INTERVAL_MIN: Duration = Duration::from_millis(50);
+const INTERVAL_MAX: Duration = Duration::from_secs(5);
+/// How long an engine's answer is waited for before another one is asked.
+const ANSWER_WAIT: Duration = Duration::from_millis(100);
+/// Stack of the thread.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Reads a value of `--hang-warning`: seconds; zero is off.
+///
+/// # Errors
+/// The rule that it breaks.
+pub fn parse(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(0.0) => Ok(Duration::ZERO),
+        Ok(seconds) if (SECONDS_MIN..=SECONDS_MAX).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err(format!("give seconds from {SECONDS_MIN} to {SECONDS_MAX}, or 0 for no warning")),
+    }
+}
+
+/// What the thread is told and tells.
+#[derive(Clone, Default)]
+pub struct HangCounters {
+    limit_ns: Arc<AtomicU64>,
+    stalls: Arc<AtomicU64>,
+}
+
+impl HangCounters {
+    /// How long a request may take; zero if nobody looks.
+    pub fn limit(&self) -> Duration {
+        Duration::from_nanos(self.limit_ns.load(Ordering::Relaxed))
+    }
+
+    /// How often the thread of a queue did not answer in time.
+    pub fn stalls(&self) -> u64 {
+        self.stalls.load(Ordering::Relaxed)
+    }
+
+    fn set_limit(&self, limit: Duration) {
+        self.limit_ns.store(limit.as_nanos() as u64, Ordering::Relaxed);
+    }
+}
+
+/// The thread that looks, until this is dropped.
+pub struct HangWatch {
+    counters: HangCounters,
+    /// What the thread will have.
+    watcher: Option<(Watcher, Receiver<()>)>,
+    wake: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl HangWatch {
+    /// To watch the queues of `disk`, of which each engine has the one of its number.
+    pub fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, limit: Duration) -> HangWatch {
+        let counters = HangCounters::default();
+        counters.set_limit(limit);
+        let (wake, woken) = channel();
+        let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
+        let watcher = Watcher { disk, queues: watched.collect(), counters: counters.clone() };
+        HangWatch { counters, watcher: Some((watcher, woken)), wake: Some(wake), thread: None }
+    }
+
+    /// Begins to look, and gives lines to `log`.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
+        let Some((watcher, woken)) = self.watcher.take() else { return Ok(()) };
+        let thread = std::thread::Builder::new()
+            .name("blkq-watch".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || watcher.run(&woken, &log))
+            .map_err(|e| Failure::new(format!("cannot start a thread: {e}")))?;
+        self.thread = Some(thread);
+        Ok(())
+    }
+
+    /// How long a request may take; zero if nobody looks.
+    pub fn limit(&self) -> Duration {
+        self.counters.limit()
+    }
+
+    /// Those that go on to be told when this is not at hand.
+    pub fn counters(&self) -> HangCounters {
+        self.counters.clone()
+    }
+
+    /// Changes that, from the next look on.
+    ///
+    /// # Errors
+    /// If `value` is no such time.
+    pub fn set(&self, value: &str) -> Outcome {
+        let limit = parse(value).map_err(Failure::new)?;
+        self.counters.set_limit(limit);
+        if let Some(wake) = &self.wake {
+            // The thread is there as long as this is.
+            let _ = wake.send(());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for HangWatch {
+    fn drop(&mut self) {
+        self.wake = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic has been printed by the thread itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread has.
+struct Watcher {
+    disk: Arc<Disk>,
+    queues: Vec<Watched>,
+    counters: HangCounters,
+}
+
+/// One queue, and the engine that owns it.
+struct Watched {
+    queue: usize,
+    engine: EngineHandle,
+    /// What the kernel says of its thread (proc_pid_status(5)), if it may be asked.
+    status: Option<File>,
+    /// What it was asked for and has not answered, and when.
+    asked: Option<(Looked, u64)>,
+    /// It was told of that it does not answer.
+    stalled: bool,
+    /// How much hung when it last answered.
+    hung: u64,
+}
+
+impl Watcher {
+    fn run(mut self, woken: &Receiver<()>, log: &dyn Fn(&str)) {
+        loop {
+            let limit = self.counters.limit();
+            let interval = (limit / LOOKS).clamp(INTERVAL_MIN, INTERVAL_MAX);
+            let woke = match limit.is_zero() {
+                true => woken.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                false => woken.recv_timeout(interval),
+            };
+            match woke {
+                Err(RecvTimeoutError::Disconnected) => return,
+                // Nothing is too long now: what was counted as hanging no longer is.
+                Ok(()) if self.counters.limit().is_zero() => self.look(u64::MAX, log),
+                Ok(()) => {}
+                Err(RecvTimeoutError::Timeout) => self.look(limit.as_nanos() as u64, log),
+            }
+        }
+    }
+
+    fn look(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
+        let Watcher { disk, queues, counters } = self;
+        for watched in queues.iter_mut() {
+            if watched.asked.is_none() {
+                if watched.hung == 0 && disk.is_at_rest(watched.queue) {
+                    continue;
+                }
+                let now_ns = monotonic_ns();
+                watched.asked = Some((watched.engine.look(now_ns, limit_ns), now_ns));
+            }
+            watched.hear(limit_ns, &counters.stalls, log);
+        }
+    }
+}
+
+impl Watched {
+    fn new(queue: usize, engine: EngineHandle) -> Watched {
+        let status = thread_status(&format!("blkq-queue-{queue}"));
+        Watched { queue, engine, status, asked: None, stalled: false, hung: 0 }
+    }
+
+    /// Takes the answer of the engine, if there is one by now.
+    fn hear(&mut self, limit_ns: u64, stalls: &AtomicU64, log: &dyn Fn(&str)) {
+        let Some((looked, asked_ns)) = &self.asked else { return };
+        let answer = match self.stalled {
+            // It has been waited for.
+            true => looked.try_recv(),
+            false => looked.recv_timeout(ANSWER_WAIT).map_err(|e| match e {
+                RecvTimeoutError::Timeout => TryRecvError::Empty,
+                RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
+            }),
+        };
+        let age_ns = monotonic_ns().saturating_sub(*asked_ns);
+        let (queue, age) = (self.queue, seconds(age_ns));
+        match answer {
+            Ok(look) => {
+                if std::mem::take(&mut self.stalled) {
+                    log(&format!("hang over: queue {queue}: its thread answers again, after {age}"));
+                }
+                self.hung = look.hung;
+                self.asked = None;
+                tell(queue, &look, limit_ns, log);
+            }
+            Err(TryRecvError::Empty) if age_ns > limit_ns && !self.stalled => {
+                self.stalled = true;
+                stalls.fetch_add(1, Ordering::Relaxed);
+                let state = self.status.as_ref().and_then(state_in);
+                let state = state.map(|state| format!("; it is {state}")).unwrap_or_default();
+                log(&format!("hang: queue {queue}: its thread has not answered for {age}{state}"));
+            }
+            Err(TryRecvError::Empty) => {}
+            Err(TryRecvError::Disconnected) => (self.asked, self.hung) = (None, 0),
+        }
+    }
+}
+
+/// Logs what an engine found in `queue`.
+fn tell(queue: usize, look: &Look, limit_ns: u64, log: &dyn Fn(&str)) {
+    // First what is over: it was told of before.
+    look.ended.iter().for_each(|end| log(&end_line(end)));
+    look.hangs.iter().for_each(|hang| log(&hang_line(hang)));
+    if look.more > 0 {
+        let Look { more, hung, .. } = look;
+        log(&format!(
+            "hang: and {more} more; queue {queue} has {hung} in flight for more than {}",
+            seconds(limit_ns)
+        ));
+    }
+}
+
+fn hang_line(hang: &Hang) -> String {
+    let Hang { subject, age_ns, bios, place, client, .. } = hang;
+    let mut line = format!("hang: {subject}: in flight for {}, {}", seconds(*age_ns), place);
+    if *bios != 1 {
+        let _ = write!(line, ", {bios} bios");
+    }
+    if let Some(client) = client {
+        let _ = write!(line, ", asked for by {client}");
+    }
+    line
+}
+
+fn end_line(end: &HangEnd) -> String {
+    let how = match end.result {
+        Some(Ok(())) => "well".to_owned(),
+        Some(Err(status)) => format!("with an error: {status}"),
+        None => "without a request".to_owned(),
+    };
+    format!("hang over: {}: ended {how} after {}", end.subject, seconds(end.age_ns))
+}
+
+fn seconds(ns: u64) -> String {
+    format!("{:.1} s", ns as f64 / 1e9)
+}
+
+/// The file with what the kernel says of the thread of that name. It is opened before the daemon
+/// gives up opening files.
+fn thread_status(name: &str) -> Option<File> {
+    let mut tasks = std::fs::read_dir("/proc/self/task").ok()?.flatten().map(|task| task.path());
+    let of_name =
+        |task: &PathBuf| std::fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.trim_end() == name);
+    File::open(tasks.find(of_name)?.join("status")).ok()
+}
+
+/// The state in such a file, such as `D (disk sleep)`.
+fn state_in(status: &File) -> Option<String> {
+    let mut text = [0; 512];
+    let length = status.read_at(&mut text, 0).ok()?;
+    let text = String::from_utf8_lossy(&text[..length]);
+    let state = text.lines().find_map(|line| line.strip_prefix("State:"))?;
+    Some(state.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::time::Instant;
+
+    use blkq::drivers::{DriverOptions, DriverSpec, open};
+    use blkq::{Bio, Completion, Cqe, EngineThread, Error, Source, SourceContext};
+
+    use super::*;
+
+    /// Lines that a watcher logged.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<String>>>);
+
+    impl Lines {
+        fn log(&self) -> impl Fn(&str) + Send + 'static {
+            let lines = self.clone();
+            move |line| lines.0.lock().unwrap().push(line.to_owned())
+        }
+
+        fn with(&self, what: &str) -> Vec<String> {
+            self.0.lock().unwrap().iter().filter(|line| line.contains(what)).cloned().collect()
+        }
+
+        fn wait(&self, what: &str, count: usize) -> Vec<String> {
+            let until = Instant::now() + Duration::from_secs(10);
+            while self.with(what).len() < count {
+                assert!(Instant::now() < until, "{count} x {what:?} in {:?}", self.0.lock().unwrap());
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            self.with(what)
+        }
+    }
+
+    /// A watched device, on which nothing ends while `fault` is in force.
+    fn device(fault: &str, limit: Duration) -> (Arc<Disk>, EngineThread, HangWatch, Lines) {
+        let options = DriverOptions { fault: Some(fault.parse().unwrap()), ..DriverOptions::default() };
+        let opened = open(&DriverSpec::Ram(1 << 20), &options).unwrap();
+        let disk = Disk::builder(opened.driver).build().unwrap();
+        let engine = EngineThread::spawn("blkq-queue-0", vec![(disk.clone(), 0)]).unwrap();
+        let lines = Lines::default();
+        let handles = vec![engine.handle().clone()];
+        let mut watch = HangWatch::new(disk.clone(), handles, limit);
+        watch.start(lines.log()).unwrap();
+        (disk, engine, watch, lines)
+    }
+
+    #[test]
+    fn a_stuck_request_is_told_of_once_and_its_end_too() {
+        let (disk, engine, watch, lines) = device("stuck,op=write,count=1", Duration::from_millis(100));
+        let writer = std::thread::spawn({
+            let mut submitter = disk.submitter();
+            move || submitter.write_at(&[1; 4096], 8192)
+        });
+        let hang = &lines.wait("hang:", 1)[0];
+        for part in
+            ["write sector 16 + 8, queue 0, tag ", "stuck by a rule of --fault", "a thread of this process"]
+        {
+            assert!(hang.contains(part), "{hang}");
+        }
+        std::thread::sleep(Duration::from_millis(400));
+        assert_eq!(lines.with("hang:").len(), 1, "once");
+        assert_eq!(disk.stats().hung, 1);
+        disk.set("fault", "none").unwrap();
+        assert!(writer.join().unwrap().is_ok());
+        let over = &lines.wait("hang over:", 1)[0];
+        assert!(over.contains("write sector 16 + 8") && over.contains("ended well after 0."), "{over}");
+        assert_eq!((disk.stats().hung, watch.counters().stalls()), (0, 0));
+        drop((watch, engine));
+    }
+
+    #[test]
+    fn the_warning_can_be_changed_and_switched_off() {
+        let (disk, engine, watch, lines) = device("stuck,op=read", Duration::ZERO);
+        let reader = std::thread::spawn({
+            let mut submitter = disk.submitter();
+            move || submitter.read_at(&mut [0; 512], 0)
+        });
+        std::thread::sleep(Duration::from_millis(250));
+        assert!(lines.with("hang").is_empty(), "it is off");
+        watch.set("0.1").unwrap();
+        assert_eq!(watch.limit(), Duration::from_millis(100));
+        lines.wait("hang:", 1);
+        watch.set("0").unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        while disk.stats().hung != 0 {
+            assert!(Instant::now() < until, "what nobody looks for does not count as hanging");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for bad in ["", "-1", "x", "0.01", "inf", "NaN", "1e9"] {
+            assert!(watch.set(bad).is_err(), "{bad:?}");
+        }
+        disk.set("fault", "none").unwrap();
+        assert!(reader.join().unwrap().is_ok());
+        drop((watch, engine));
+    }
+
+    /// Submits a read, and sleeps on the engine's thread for as long as it is told.
+    struct Sleeper;
+
+    impl Source for Sleeper {
+        fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+            let _ = cx.submit(0, Bio::read(blkq::Sector(0), blkq::IoBuffer::zeroed(512), 0));
+            Ok(())
+        }
+        fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+        fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+        fn on_message(&mut self, _: &mut SourceContext<'_>, time: Box<dyn std::any::Any + Send>) {
+            std::thread::sleep(*time.downcast::<Duration>().unwrap());
+        }
+        fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+        fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+        fn is_stopped(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn an_engine_that_is_held_up_is_told_of() {
+        let (disk, engine, watch, lines) = device("stuck", Duration::from_millis(200));
+        let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
+        engine.handle().send(source, Box::new(Duration::from_millis(900)));
+        let line = &lines.wait("its thread has not answered", 1)[0];
+        assert!(line.contains("queue 0") && line.contains("; it is S (sleeping)"), "{line}");
+        lines.wait("answers again", 1);
+        assert_eq!((watch.counters().stalls(), lines.with("not answered").len()), (1, 1));
+        disk.set("fault", "none").unwrap();
+        drop((watch, engine));
+    }
+}

@@ -1,0 +1,205 @@
+//! As much of HTTP/1.1 (RFC 9112) as a scraper needs: one request without content, one answer,
+//! and the connection is over.
+
+/// Longest head of a request, in bytes.
+pub const HEAD_BYTES_MAX: usize = 8 << 10;
+
+/// What is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Asked {
+    /// The metrics, with or without (HEAD) the text itself.
+    Metrics {
+        /// Whether the text is sent.
+        text: bool,
+    },
+    /// Something that is refused, and how.
+    Refused(Refusal),
+}
+
+/// A refusal: status, reason, and a line for people.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Refusal(pub u16, pub &'static str, pub &'static str);
+
+const BAD: Refusal = Refusal(400, "Bad Request", "not a request of HTTP/1.1");
+const NOT_FOUND: Refusal = Refusal(404, "Not Found", "the metrics are at /metrics");
+const NOT_ALLOWED: Refusal = Refusal(405, "Method Not Allowed", "only GET and HEAD are understood");
+const TOO_LARGE: Refusal = Refusal(431, "Request Header Fields Too Large", "the request is too long");
+const VERSION: Refusal =
+    Refusal(505, "HTTP Version Not Supported", "only HTTP/1.0 and HTTP/1.1 are understood");
+/// The device has ended, and the daemon is about to.
+pub const ENDED: Refusal = Refusal(503, "Service Unavailable", "the device is ending");
+
+/// Looks at what has arrived; `None` if more is needed.
+pub fn parse(input: &[u8]) -> Option<Asked> {
+    let head = match end_of_head(input) {
+        Some(end) if end <= HEAD_BYTES_MAX => &input[..end],
+        Some(_) => return Some(Asked::Refused(TOO_LARGE)),
+        // What is surely no request need not be waited for.
+        None if input.iter().any(|byte| !is_text(*byte)) => return Some(Asked::Refused(BAD)),
+        None if input.len() >= HEAD_BYTES_MAX => return Some(Asked::Refused(TOO_LARGE)),
+        None => return None,
+    };
+    Some(understand(head).unwrap_or_else(Asked::Refused))
+}
+
+/// Where the empty line ends that ends the head.
+fn end_of_head(input: &[u8]) -> Option<usize> {
+    input.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
+}
+
+fn is_text(byte: u8) -> bool {
+    matches!(byte, b'\t' | b'\r' | b'\n' | b' '..=b'~' | 0x80..=0xff)
+}
+
+fn understand(head: &[u8]) -> Result<Asked, Refusal> {
+    if !head.iter().all(|byte| is_text(*byte)) {
+        return Err(BAD);
+    }
+    // Fields may have bytes of any character set; what matters here has none.
+    let head = String::from_utf8_lossy(head);
+    let mut lines = head.split("\r\n");
+    let mut words = lines.next().unwrap_or_default().split(' ');
+    let (method, target, version) = match (words.next(), words.next(), words.next(), words.next()) {
+        (Some(method), Some(target), Some(version), None) => (method, target, version),
+        _ => return Err(BAD),
+    };
+    let is_token =
+        |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic() && byte != b':');
+    if !is_token(method) {
+        return Err(BAD);
+    }
+    let mut hosts = 0;
+    for line in lines.filter(|line| !line.is_empty()) {
+        let (name, _) = line.split_once(':').filter(|(name, _)| is_token(name)).ok_or(BAD)?;
+        hosts += u32::from(name.eq_ignore_ascii_case("host"));
+    }
+    match version {
+        "HTTP/1.1" if hosts != 1 => return Err(BAD),
+        "HTTP/1.1" | "HTTP/1.0" => {}
+        _ if version.starts_with("HTTP/") => return Err(VERSION),
+        _ => return Err(BAD),
+    }
+    let text = match method {
+        "GET" => true,
+        "HEAD" => false,
+        _ => return Err(NOT_ALLOWED),
+    };
+    match path(target) {
+        "/metrics" => Ok(Asked::Metrics { text }),
+        _ => Err(NOT_FOUND),
+    }
+}
+
+/// The path of a request's target, which may be a whole URI, without its query.
+fn path(target: &str) -> &str {
+    let target = match target.strip_prefix("http://") {
+        Some(rest) => rest.find('/').map_or("/", |at| &rest[at..]),
+        None => target,
+    };
+    target.split(['?', '#']).next().unwrap_or_default()
+}
+
+/// The answer with the metrics.
+pub fn metrics(page: &str, text: bool) -> Vec<u8> {
+    let head = head(200, "OK", "text/plain; version=0.0.4; charset=utf-8", page.len(), "");
+    [head.as_bytes(), if text { page.as_bytes() } else { b"" }].concat()
+}
+
+/// The answer that refuses.
+pub fn refusal(Refusal(status, reason, why): Refusal) -> Vec<u8> {
+    let text = format!("{why}\n");
+    let allow = if status == NOT_ALLOWED.0 { "Allow: GET, HEAD\r\n" } else { "" };
+    (head(status, reason, "text/plain; charset=utf-8", text.len(), allow) + &text).into_bytes()
+}
+
+fn head(status: u16, reason: &str, kind: &str, length: usize, more: &str) -> String {
+    format!(
+        "HTTP/1.1 {status} {reason}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n{more}Connection: close\r\n\r\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(request: &str) -> Option<u16> {
+        parse(request.as_bytes()).map(|asked| match asked {
+            Asked::Metrics { .. } => 200,
+            Asked::Refused(Refusal(status, ..)) => status,
+        })
+    }
+
+    #[test]
+    fn scrapers_are_understood() {
+        let prometheus = "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9100\r\nUser-Agent: Prometheus/2.53\r\nAccept: a, b;q=0.1\r\nX: \r\n\r\n";
+        assert_eq!(parse(prometheus.as_bytes()), Some(Asked::Metrics { text: true }));
+        for request in [
+            "GET /metrics HTTP/1.0\r\n\r\n",
+            "GET /metrics?name[]=a HTTP/1.1\r\nhOST: a\r\n\r\n",
+            "GET http://a:1/metrics HTTP/1.1\r\nHost: a:1\r\n\r\n",
+            "GET /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nbody",
+        ] {
+            assert_eq!(status(request), Some(200), "{request}");
+        }
+        let head = parse(b"HEAD /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
+        assert_eq!(head, Some(Asked::Metrics { text: false }));
+    }
+
+    #[test]
+    fn all_else_is_refused_as_the_standard_says() {
+        for (request, expected) in [
+            ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+            ("GET /metrics/ HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+            ("GET http://a HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+            ("POST /metrics HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+            ("GET /metrics HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+            ("GET /metrics HTTP/1.1\r\n\r\n", 400),
+            ("GET /metrics HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+            ("GET /metrics HTTP/1.1\r\nHost a\r\n\r\n", 400),
+            ("GET  /metrics HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+            ("GET /metrics HTTP/1.1 x\r\nHost: a\r\n\r\n", 400),
+            ("GET /metrics\r\n\r\n", 400),
+            ("\r\n\r\n", 400),
+            (" \r\n\r\n", 400),
+            ("GET /metrics JUNK\r\nHost: a\r\n\r\n", 400),
+            ("NBDMAGIC\0", 400),
+            ("\x16\x03\x01", 400),
+        ] {
+            assert_eq!(status(request), Some(expected), "{request:?}");
+        }
+        for unfinished in ["", "G", "GET /metrics HTTP/1.1\r\nHost: a\r\n", "GET /metrics HTTP/1.1\r\n\r"] {
+            assert_eq!(status(unfinished), None, "{unfinished:?}");
+        }
+        assert_eq!(status(&"a".repeat(HEAD_BYTES_MAX)), Some(431));
+        let long = format!("GET /metrics HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n", "a".repeat(HEAD_BYTES_MAX));
+        assert_eq!(status(&long), Some(431));
+        assert_eq!(status(&long[..HEAD_BYTES_MAX - 1]), None);
+    }
+
+    #[test]
+    fn no_bytes_do_harm() {
+        let mut random = 1u64;
+        for _ in 0..100_000 {
+            let mut bytes = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n".to_vec();
+            for _ in 0..3 {
+                random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                let at = (random >> 33) as usize % bytes.len();
+                bytes[at] = (random >> 20) as u8;
+            }
+            bytes.truncate((random >> 40) as usize % 64);
+            let _ = parse(&bytes);
+        }
+    }
+
+    #[test]
+    fn answers_have_their_length() {
+        for answer in [metrics("abc\n", true), refusal(NOT_ALLOWED), refusal(ENDED)] {
+            let text = String::from_utf8(answer).unwrap();
+            let (head, body) = text.split_once("\r\n\r\n").unwrap();
+            assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
+            assert!(head.ends_with("Connection: close"));
+        }
+        let head = String::from_utf8(metrics("abc\n", false)).unwrap();
+        assert!(head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"));
+    }
+}

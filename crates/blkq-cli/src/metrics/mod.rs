@@ -1,0 +1,106 @@
+//! `--metrics`: the counters of a device for Prometheus, over HTTP.
+//!
+//! One thread of low priority serves all who ask; it shares nothing with the engines but the
+//! counters that these publish anyway. `http` is the protocol and `page` the text, both over
+//! bytes in memory; `server` puts them on sockets.
+
+mod http;
+mod page;
+mod server;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use blkq_export::nbd::{Listen, Listener};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::failure::{Failure, Outcome};
+use crate::serve::Meter;
+
+/// Stack of the thread.
+const STACK_BYTES: usize = 256 << 10;
+
+/// The endpoint, until this is dropped.
+pub struct Endpoint {
+    uri: String,
+    warning: Option<String>,
+    /// What the thread will have.
+    listener: Option<Listener>,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Endpoint {
+    /// Listens; who asks is answered from [`Endpoint::start`] on. An address that other machines
+    /// reach is refused unless that is meant: the text tells how busy the device is.
+    ///
+    /// # Errors
+    /// If it cannot or must not listen there.
+    pub fn bind(listen: Listen, insecure: bool) -> Outcome<Endpoint> {
+        let during = |e: Failure| e.during("--metrics");
+        let listener = listen.listen().map_err(|e| during(e.into()))?;
+        let world = listener.tcp_address().filter(|address| !address.ip().is_loopback());
+        if let (Some(address), false) = (world, insecure) {
+            return Err(during(Failure::new(format!(
+                "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or say --insecure"
+            ))));
+        }
+        let warning =
+            world.map(|address| format!("whoever reaches {address} can read the metrics of the device"));
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| during(Failure::new(format!("eventfd: {e}"))))?;
+        Ok(Endpoint {
+            uri: uri(&listener),
+            warning,
+            listener: Some(listener),
+            stop: Arc::new(stop),
+            thread: None,
+        })
+    }
+
+    /// From now on tells what `meter` reads.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub fn start(&mut self, meter: Meter) -> Outcome {
+        let Some(listener) = self.listener.take() else { return Ok(()) };
+        let stop = self.stop.clone();
+        let thread = std::thread::Builder::new()
+            .name("blkq-metrics".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || server::run(&listener, &stop, &meter))
+            .map_err(|e| Failure::new(format!("--metrics: cannot start a thread: {e}")))?;
+        self.thread = Some(thread);
+        Ok(())
+    }
+
+    /// Where it is: `http://127.0.0.1:9100/metrics`, or `http+unix://` and a path.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// What the user should know of it.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+}
+
+fn uri(listener: &Listener) -> String {
+    match (listener.tcp_address(), listener.unix_path()) {
+        (Some(address), _) => format!("http://{address}/metrics"),
+        (_, Some(path)) => format!("http+unix://{}", path.display()),
+        _ => String::new(),
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // Never full: it is written once.
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            // A panic has been printed by the thread itself.
+            let _ = thread.join();
+        }
+    }
+}

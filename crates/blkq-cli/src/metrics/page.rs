@@ -1,0 +1,272 @@
+//! The text: Prometheus' exposition format, version 0.0.4. Times are in seconds, sizes in bytes.
+
+use std::fmt::{Display, Write};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use blkq::{Counter, StatGroup, Status};
+
+use super::server::Served;
+use crate::statistics::{Nbd, Statistics};
+
+/// Buckets of latencies end below these powers of two of nanoseconds: 1 us to 34 s.
+const LATENCY_BITS: (u32, u32) = (10, 35);
+
+/// What is written so far.
+struct Page {
+    text: String,
+    device: String,
+}
+
+/// The metrics of the device `name`.
+pub fn render(name: &str, size_bytes: u64, statistics: &Statistics, served: &Served) -> String {
+    let mut page = Page { text: String::with_capacity(32 << 10), device: escape(name) };
+    page.device(size_bytes, statistics);
+    page.requests(statistics);
+    page.layer(statistics);
+    page.hangs(statistics);
+    if let Some(nbd) = &statistics.nbd {
+        page.nbd(nbd);
+    }
+    let get = |counter: &AtomicU64| counter.load(Relaxed);
+    page.counter("metrics_answered", "Requests for metrics that were answered.", get(&served.answered));
+    page.counter("metrics_refused", "HTTP requests that were refused.", get(&served.refused));
+    page.counter("metrics_shed", "HTTP connections ended because they took too long.", get(&served.shed));
+    page.text
+}
+
+impl Page {
+    fn device(&mut self, size_bytes: u64, statistics: &Statistics) {
+        self.family("info", "gauge", "Always 1; the label says which version serves the device.");
+        self.sample("info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
+        self.gauge("size_bytes", "Size of the device.", size_bytes);
+        self.gauge("uptime_seconds", "Time since the device was attached.", seconds(statistics.uptime_ns));
+    }
+
+    fn requests(&mut self, statistics: &Statistics) {
+        let snapshot = statistics.snapshot();
+        let groups = || StatGroup::ALL.iter().map(|group| (group.name(), &snapshot[*group]));
+        self.family("ios_total", "counter", "Requests ended, well or badly.");
+        groups().for_each(|(op, group)| self.sample("ios_total", &[("op", op)], group.ios));
+        self.family("merges_total", "counter", "I/Os that became part of another's request.");
+        groups().for_each(|(op, group)| self.sample("merges_total", &[("op", op)], group.merges));
+        self.family("transferred_bytes_total", "counter", "Bytes of the requests ended.");
+        groups().filter(|(op, _)| *op != StatGroup::Flush.name()).for_each(|(op, group)| {
+            self.sample("transferred_bytes_total", &[("op", op)], u128::from(group.sectors) * 512);
+        });
+        self.family("errors_total", "counter", "Requests that ended with an error.");
+        for (op, group) in groups() {
+            for status in Status::ALL {
+                let labels = [("op", op), ("status", status.name())];
+                self.sample("errors_total", &labels, group.failed_with(status));
+            }
+        }
+        self.family("refused_total", "counter", "I/Os refused before they were requests.");
+        for (op, group) in groups() {
+            for status in Status::ALL {
+                let labels = [("op", op), ("status", status.name())];
+                self.sample("refused_total", &labels, group.refused_with(status));
+            }
+        }
+        self.family("latency_seconds", "histogram", "Time from submission to end, queueing included.");
+        let (from, to) = LATENCY_BITS;
+        for (op, group) in groups() {
+            for (edge_ns, count) in group.latency.below_powers(from, to) {
+                // The greatest latency below the edge, for the bound is part of its bucket.
+                let le = seconds(edge_ns - 1).to_string();
+                self.sample("latency_seconds_bucket", &[("op", op), ("le", &le)], count);
+            }
+            let count = group.latency.count();
+            self.sample("latency_seconds_bucket", &[("op", op), ("le", "+Inf")], count);
+            self.sample("latency_seconds_sum", &[("op", op)], seconds(group.nanoseconds));
+            self.sample("latency_seconds_count", &[("op", op)], count);
+        }
+        self.family("latency_max_seconds", "gauge", "The longest time of all since the device was attached.");
+        groups().for_each(|(op, group)| {
+            self.sample("latency_max_seconds", &[("op", op)], seconds(group.latency.max_ns));
+        });
+        let directions = ["read", "other"];
+        self.family("in_flight", "gauge", "Requests in flight.");
+        for (direction, count) in directions.iter().zip(snapshot.in_flight) {
+            self.sample("in_flight", &[("direction", direction)], count);
+        }
+        self.family("in_flight_max", "gauge", "The most that ever were in flight, in a single queue.");
+        for (direction, count) in directions.iter().zip(snapshot.in_flight_max) {
+            self.sample("in_flight_max", &[("direction", direction)], count);
+        }
+        self.counter("busy_seconds", "Time with anything in flight.", seconds(snapshot.busy_ns));
+    }
+
+    fn layer(&mut self, statistics: &Statistics) {
+        let snapshot = statistics.snapshot();
+        let counted = [
+            (Counter::FlushesAsked, "flushes_asked", "I/Os that needed a flush."),
+            (Counter::FlushesSent, "flushes_sent", "Flushes given to the driver."),
+            (Counter::FlushesCoalesced, "flushes_coalesced", "Flushes served by one that others needed too."),
+            (Counter::PlugFlushes, "plug_flushes", "Batches of requests that left the plug."),
+            (Counter::DispatchBatches, "dispatch_batches", "Batches of requests given to the driver."),
+            (Counter::Requeues, "requeues", "Requests that the driver refused, and was offered again."),
+            (Counter::Splits, "splits", "Parts of I/Os that were larger than the limits."),
+            (Counter::TagWaits, "tag_waits", "I/Os that found no free tag."),
+            (Counter::ClockReads, "clock_reads", "Readings of the clock."),
+            (
+                Counter::NegativeLatencies,
+                "negative_latencies",
+                "Requests that ended before they began, by their time stamps.",
+            ),
+        ];
+        for (counter, name, help) in counted {
+            self.counter(name, help, snapshot.counter(counter));
+        }
+        let age = seconds(snapshot.clock_age_max_ns);
+        self.gauge("clock_age_max_seconds", "The longest that a cached reading of the clock was used.", age);
+        let gate = &statistics.gate;
+        self.family("gate_waiting", "gauge", "Threads that wait at the request gate.");
+        for (direction, count) in ["read", "other"].iter().zip(gate.waiting) {
+            self.sample("gate_waiting", &[("direction", direction)], count);
+        }
+        self.counter("gate_waits", "How often a thread had to wait at the request gate.", gate.waits);
+        self.counter("gate_wakeups", "How often one was woken there.", gate.wakeups);
+        self.counter("gate_grants", "Batches of requests granted there.", gate.grants);
+        self.gauge("gate_largest_grant", "The most requests of one such batch.", gate.largest_grant);
+    }
+
+    fn hangs(&mut self, statistics: &Statistics) {
+        let snapshot = statistics.snapshot();
+        let limit = seconds(statistics.hang_warning_ns);
+        self.gauge(
+            "hang_warning_seconds",
+            "How long a request may take before it hangs; 0: nobody looks.",
+            limit,
+        );
+        self.counter("hangs", "Requests found to hang.", snapshot.counter(Counter::Hangs));
+        self.gauge("hung", "Requests that hung when last looked.", snapshot.hung);
+        self.counter(
+            "stalls",
+            "How often the thread of a queue did not answer for as long.",
+            statistics.stalls,
+        );
+    }
+
+    fn nbd(&mut self, nbd: &Nbd) {
+        self.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
+        for (name, help, value) in [
+            ("nbd_connections", "NBD connections let in.", nbd.connections),
+            ("nbd_refused_connections", "NBD connections turned away.", nbd.refused_connections),
+            ("nbd_violations", "NBD connections ended because the protocol was broken.", nbd.violations),
+            ("nbd_timeouts", "NBD connections ended because the client was late.", nbd.timeouts),
+            ("nbd_requests", "NBD requests received.", nbd.requests),
+            ("nbd_errors", "NBD requests answered with an error.", nbd.errors),
+            ("nbd_refused_requests", "Those that never reached the block layer.", nbd.refused_requests),
+            ("nbd_read_bytes", "Content sent to NBD clients.", nbd.read_bytes),
+            ("nbd_written_bytes", "Content received from NBD clients.", nbd.written_bytes),
+        ] {
+            self.counter(name, help, value);
+        }
+    }
+
+    /// A counter without labels of its own; its name gets `_total`.
+    fn counter(&mut self, name: &str, help: &str, value: impl Display) {
+        let name = format!("{name}_total");
+        self.family(&name, "counter", help);
+        self.sample(&name, &[], value);
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
+        self.family(name, "gauge", help);
+        self.sample(name, &[], value);
+    }
+
+    // Nothing here fails: it is written to memory.
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = write!(self.text, "# HELP blkq_{name} {help}\n# TYPE blkq_{name} {kind}\n");
+    }
+
+    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
+        let _ = write!(self.text, "blkq_{name}{{device=\"{}\"", self.device);
+        for (label, text) in labels {
+            let _ = write!(self.text, ",{label}=\"{}\"", escape(text));
+        }
+        let _ = writeln!(self.text, "}} {value}");
+    }
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
+/// The value of a label.
+fn escape(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+#[path = "../../tests/exposition/mod.rs"]
+mod exposition;
+
+#[cfg(test)]
+mod tests {
+    use blkq::StatsSnapshot;
+
+    use super::*;
+    use exposition::{Exposition, check};
+
+    fn page(name: &str, statistics: &Statistics) -> String {
+        let mut statistics = statistics.clone();
+        statistics.nbd = Some(Nbd { requests: 7, ..Nbd::default() });
+        render(name, 1 << 20, &statistics, &Served::default())
+    }
+
+    #[test]
+    fn the_text_is_in_the_format_whatever_was_counted() {
+        check(&page("a", &Statistics::default())).unwrap();
+        let mut full = StatsSnapshot { in_flight: [u64::MAX; 2], busy_ns: u64::MAX, ..Default::default() };
+        full.counters.fill(u64::MAX);
+        for group in &mut full.groups {
+            group.latency.buckets.fill(1 << 50);
+            group.errors.fill(u64::MAX);
+            (group.ios, group.sectors, group.nanoseconds) = (u64::MAX, u64::MAX, u64::MAX);
+        }
+        check(&page("b", &Statistics::new(&full, u64::MAX, u64::MAX))).unwrap();
+        let odd = check(&page("a\\b\"c\nd{}=,", &Statistics::default())).unwrap();
+        assert!(odd.value("blkq_size_bytes", &[("device", "a\\b\"c\nd{}=,")]).is_some());
+    }
+
+    #[test]
+    fn buckets_count_what_is_not_above_their_bound() {
+        let mut snapshot = StatsSnapshot::default();
+        let read = &mut snapshot.groups[StatGroup::Read as usize];
+        let latencies = [0, 1023, 1024, 1_000_000, 1_048_575, 1_048_576, 3_000_000_000, u64::MAX];
+        latencies.iter().for_each(|ns| read.latency.record(*ns));
+        (read.ios, read.nanoseconds) = (8, 1_500_000_000);
+        let told = check(&page("a", &Statistics::new(&snapshot, 1, 1))).unwrap();
+        let bucket = |le: &str| told.value("blkq_latency_seconds_bucket", &[("op", "read"), ("le", le)]);
+        assert_eq!(bucket("0.000001023"), Some(2.0));
+        assert_eq!(bucket("0.000002047"), Some(3.0));
+        assert_eq!(bucket("0.001048575"), Some(5.0));
+        assert_eq!(bucket("0.002097151"), Some(6.0));
+        assert_eq!((bucket("4.294967295"), bucket("+Inf")), (Some(7.0), Some(8.0)));
+        assert_eq!(told.value("blkq_latency_seconds_sum", &[("op", "read")]), Some(1.5));
+        assert_eq!(told.value("blkq_latency_seconds_count", &[("op", "read")]), Some(8.0));
+    }
+
+    #[test]
+    fn the_documentation_has_every_metric_as_it_is() {
+        let told = check(&page("a", &Statistics::default())).unwrap();
+        let documented = include_str!("../../../../docs/watching.md");
+        let Exposition { families, .. } = &told;
+        for family in families {
+            let row = documented.lines().find(|line| line.starts_with(&format!("| `{}` ", family.name)));
+            let cells: Vec<&str> = row.map(|row| row.split('|').map(str::trim).collect()).unwrap_or_default();
+            let [_, _, kind, labels, help, _] = cells[..] else { panic!("{}: no row of four", family.name) };
+            let own: Vec<String> = family.labels().iter().map(|label| format!("`{label}`")).collect();
+            assert_eq!(
+                (kind, labels, help),
+                (&*family.kind, &*own.join(" "), &*family.help),
+                "{}",
+                family.name
+            );
+        }
+        let rows = documented.lines().filter(|line| line.starts_with("| `blkq_")).count();
+        assert_eq!(rows, families.len(), "a metric that there is not");
+    }
+}

@@ -1,0 +1,94 @@
+//! The device as it is, for `show` and `list`.
+
+use blkq::QueueLimits;
+use blkq_export::nbd::ConnectionInfo;
+
+use super::{Attendants, Device};
+use crate::failure::Outcome;
+use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+
+impl Device {
+    /// The device as it is now.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        let running = self.running()?;
+        let disk = &running.disk;
+        let (limits, settings) = (disk.limits(), disk.settings());
+        let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
+        let mut facts = disk.driver().describe();
+        let mut fact = |name: &str| {
+            let at = facts.iter().position(|(key, _)| *key == name)?;
+            Some(facts.remove(at).1)
+        };
+        let direct_io = match (fact("direct-io-requested"), fact("direct-io")) {
+            (Some(requested), Some(effective)) => direct_io_info(&requested, &effective),
+            _ => direct_io_info("auto", "off (there is no file behind the device)"),
+        };
+        let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
+        let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
+        let settings = [
+            ("queues", disk.queue_count().to_string()),
+            ("depth", settings.depth.to_string()),
+            ("scheduler", settings.scheduler.to_string()),
+            ("merge", switch(settings.merge)),
+            ("batching", switch(settings.batching)),
+            ("iostats", switch(settings.iostats)),
+            ("clock", settings.clock.to_string()),
+        ];
+        let watching = self.attendants().as_ref().map(Attendants::describe).unwrap_or_default();
+        let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
+        Ok(DeviceInfo {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            exports: running.exports(),
+            clients: running.connections().map(client_info).collect(),
+            image: self.image.clone(),
+            driver: disk.driver().name().to_owned(),
+            size: limits.capacity_bytes,
+            sector_size: limits.logical_block_bytes,
+            physical_sector_size: limits.physical_block_bytes,
+            read_only: limits.read_only,
+            autoclear: self.autoclear.is_on(),
+            partscan: self.partscan,
+            sandbox: self.sandbox.clone(),
+            direct_io,
+            capabilities: capabilities(&limits),
+            settings: settings.into_iter().chain(dispatch).chain(ublk).chain(watching).map(owned).collect(),
+            driver_facts: facts.into_iter().map(owned).collect(),
+            warnings: self.warnings.clone(),
+        })
+    }
+}
+
+fn client_info(connection: ConnectionInfo) -> ClientInfo {
+    ClientInfo {
+        peer: connection.peer,
+        seconds: connection.age.as_secs(),
+        requests: connection.requests,
+        errors: connection.errors,
+        read_bytes: connection.read_bytes,
+        written_bytes: connection.written_bytes,
+        in_flight: connection.in_flight,
+    }
+}
+
+/// Splits what a driver says of direct I/O: `on` or `off`, then more in brackets.
+fn direct_io_info(requested: &str, effective: &str) -> DirectIoInfo {
+    let (effective, reason) = effective.split_once(' ').unwrap_or((effective, ""));
+    let reason = reason.strip_prefix('(').and_then(|reason| reason.strip_suffix(')')).unwrap_or(reason);
+    let [requested, effective, reason] = [requested, effective, reason].map(str::to_owned);
+    DirectIoInfo { requested, effective, reason }
+}
+
+fn capabilities(limits: &QueueLimits) -> Vec<String> {
+    let able = [
+        (limits.write_cache, "flush"),
+        (limits.fua, "fua"),
+        (limits.max_discard_bytes > 0, "discard"),
+        (limits.max_write_zeroes_bytes > 0, "write-zeroes"),
+        (limits.max_write_zeroes_no_unmap_bytes > 0, "write-zeroes-no-unmap"),
+    ];
+    able.into_iter().filter(|(able, _)| *able).map(|(_, name)| name.to_owned()).collect()
+}

@@ -1,0 +1,59 @@
+//! What is counted, for who only reads.
+
+use std::sync::{Arc, Weak};
+
+use blkq::clock::monotonic_ns;
+use blkq_export::nbd::{NbdCounters, NbdServer};
+
+use super::Running;
+use crate::hangs::{HangCounters, HangWatch};
+use crate::statistics::{Gate, Nbd, Statistics};
+
+/// What reads the counters of a device without keeping it from ending.
+#[derive(Clone)]
+pub struct Meter {
+    name: String,
+    opened_ns: u64,
+    running: Weak<Running>,
+    hangs: HangCounters,
+}
+
+impl Meter {
+    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch) -> Meter {
+        let (running, hangs) = (Arc::downgrade(running), hangs.counters());
+        Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs }
+    }
+
+    /// The device's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The counters, unless the device has ended.
+    pub fn statistics(&self) -> Option<Statistics> {
+        let running = self.running.upgrade()?;
+        let disk = &running.disk;
+        let now_ns = monotonic_ns();
+        let mut nbd = NbdCounters::default();
+        running.servers.iter().for_each(|server| nbd += server.counters());
+        let connected = running.servers.iter().map(NbdServer::connection_count).sum();
+        let gate = disk.gate_counters();
+        let mut statistics = Statistics::new(&disk.stats(), now_ns, now_ns.saturating_sub(self.opened_ns));
+        statistics.stalls = self.hangs.stalls();
+        statistics.hang_warning_ns = self.hangs.limit().as_nanos() as u64;
+        statistics.gate = Gate {
+            waiting: disk.gate_waiting(),
+            waits: gate.waits,
+            wakeups: gate.wakeups,
+            grants: gate.grants,
+            largest_grant: gate.largest_grant,
+        };
+        statistics.nbd = (!running.servers.is_empty()).then(|| Nbd::new(nbd, connected));
+        Some(statistics)
+    }
+
+    /// The size of the device in bytes, unless it has ended.
+    pub fn size(&self) -> Option<u64> {
+        Some(self.running.upgrade()?.disk.limits().capacity_bytes)
+    }
+}

@@ -1,0 +1,329 @@
+//! Where a daemon meets the block layer and its attachments.
+
+mod facts;
+mod meter;
+mod open;
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use blkq::{Disk, EngineThread};
+use blkq_export::nbd::{ConnectionInfo, NbdServer};
+use blkq_export::ublk::{IdleWatch, UblkDevice};
+
+use crate::autoclear::Autoclear;
+use crate::confine::{self, Confinement, Needs};
+use crate::failure::{Failure, Outcome};
+use crate::hangs::HangWatch;
+use crate::info::{BlockDevice, StateFile};
+use crate::metrics::Endpoint;
+use crate::statistics::Statistics;
+use crate::{autoclear, log};
+
+pub use meter::Meter;
+
+/// The settings that are none of the disk's.
+const AUTOCLEAR: &str = "autoclear";
+const HANG_WARNING: &str = "hang-warning";
+
+/// A device being served, until it is ended.
+pub struct Device {
+    name: String,
+    image: String,
+    warnings: Vec<String>,
+    partscan: bool,
+    autoclear: Autoclear,
+    meter: Meter,
+    attendants: Mutex<Option<Attendants>>,
+    /// What the control plane needs of the system, until it is confined to that.
+    needs: Option<Needs>,
+    sandbox: Confinement,
+    /// What the next daemon of the kernel's block device needs.
+    block_device: Option<BlockDevice>,
+    /// And what was changed since, by its last value.
+    settings: Mutex<Vec<(String, String)>>,
+    running: Mutex<Option<Arc<Running>>>,
+}
+
+/// Threads that only look, and end before all else does.
+struct Attendants {
+    hangs: HangWatch,
+    metrics: Option<Endpoint>,
+    /// While the block device is to end with its last user.
+    users: Option<IdleWatch>,
+}
+
+/// What of a device ends with it, in the order in which it goes.
+struct Running {
+    servers: Vec<NbdServer>,
+    ublk: Option<UblkDevice>,
+    /// One per hardware queue. They end with the last use of this, before the disk.
+    _engines: Vec<EngineThread>,
+    disk: Arc<Disk>,
+}
+
+impl Device {
+    /// Confines this thread, the first, and those that it makes from now on, unless that was not
+    /// wanted. Engines are confined already. What looks who uses a block device is not: it must see
+    /// all processes.
+    ///
+    /// # Errors
+    /// What the kernel has, and refuses; if there can be no more threads.
+    pub fn confine(&mut self, removed: PathBuf) -> Outcome {
+        let running = self.running()?;
+        let confined = self.needs.is_some();
+        if let Some(ublk) = &running.ublk {
+            let (idle, on) = (self.autoclear.idle_event().clone(), self.autoclear.is_on());
+            let start = || -> Outcome<IdleWatch> {
+                if confined {
+                    confine::watcher()?;
+                }
+                Ok(ublk.watch_idle(idle, on)?)
+            };
+            // Threads have what the one that makes them has.
+            let users = std::thread::scope(|scope| scope.spawn(start).join())
+                .unwrap_or_else(|_| Err(Failure::new("starting the watch of the users failed")));
+            self.attendants().as_mut().ok_or_else(ending)?.users = match users {
+                Ok(users) => Some(users),
+                // The node need not be the user's who has the device served.
+                Err(_) if !on => None,
+                Err(failure) => return Err(failure.during("autoclear")),
+            };
+        }
+        if let Some(mut needs) = self.needs.take() {
+            needs.removed.push(removed);
+            self.sandbox = confine::control(&needs)?;
+        }
+        Ok(())
+    }
+
+    /// Begins to look for what hangs, and to answer who asks for metrics: on threads that have no
+    /// more rights than the one that calls this.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub fn attend(&self) -> Outcome {
+        let mut attendants = self.attendants();
+        let Some(Attendants { hangs, metrics, .. }) = &mut *attendants else { return Ok(()) };
+        hangs.start(log::line)?;
+        metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(self.meter.clone()))
+    }
+
+    fn attendants(&self) -> MutexGuard<'_, Option<Attendants>> {
+        self.attendants.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn running(&self) -> Outcome<Arc<Running>> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running.clone().ok_or_else(ending)
+    }
+
+    /// Whether it ends with its last client.
+    pub fn autoclear(&self) -> &Autoclear {
+        &self.autoclear
+    }
+
+    /// Changes whether it ends with its last client.
+    ///
+    /// # Errors
+    /// If it cannot, or `value` is neither `on` nor `off`.
+    pub fn set_autoclear(&self, value: &str) -> Outcome {
+        let on = autoclear::parse(value)?;
+        let has_node = self.running()?.ublk.is_some();
+        match self.attendants().as_ref().and_then(|attendants| attendants.users.as_ref()) {
+            Some(users) => users.set(on),
+            None if on && has_node => {
+                return Err(Failure::new(
+                    "who uses the block device cannot be seen without access to its node",
+                ));
+            }
+            None => {}
+        }
+        self.autoclear.set(on);
+        self.keep_setting(AUTOCLEAR, value);
+        Ok(())
+    }
+
+    fn keep_setting(&self, key: &str, value: &str) {
+        let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        settings.retain(|(other, _)| other != key);
+        settings.push((key.to_owned(), value.to_owned()));
+    }
+
+    /// The counters.
+    ///
+    /// # Errors
+    /// If the device has ended.
+    pub fn statistics(&self) -> Outcome<Statistics> {
+        self.meter.statistics().ok_or_else(ending)
+    }
+
+    /// Changes after how many seconds in flight a request is reported.
+    ///
+    /// # Errors
+    /// If `value` is no such number.
+    pub fn set_hang_warning(&self, value: &str) -> Outcome {
+        self.attendants().as_ref().ok_or_else(ending)?.hangs.set(value)?;
+        self.keep_setting(HANG_WARNING, value);
+        Ok(())
+    }
+
+    /// What is kept in a file.
+    ///
+    /// # Errors
+    /// If the device has ended.
+    pub fn state_file(&self) -> Outcome<StateFile> {
+        let running = self.running()?;
+        let mut block_device = self.block_device.clone();
+        if let (Some(kept), Some(ublk)) = (&mut block_device, &running.ublk) {
+            kept.id = ublk.identity().id;
+        }
+        let info = self.info()?;
+        Ok(StateFile {
+            name: info.name,
+            pid: info.pid,
+            image: info.image,
+            exports: info.exports,
+            ublk: block_device,
+            settings: self.settings.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+        })
+    }
+
+    /// Changes a setting of the disk or its driver, while no I/O is in flight.
+    ///
+    /// # Errors
+    /// If there is no such setting, or it cannot have that value.
+    pub fn set(&self, key: &str, value: &str) -> Outcome {
+        let running = self.running()?;
+        running.disk.set(key, value)?;
+        if let Some(ublk) = running.ublk.as_ref().filter(|_| key == "read-only") {
+            let read_only = value == "on";
+            ublk.set_read_only(read_only).inspect_err(|_| {
+                // As it was; what is said is why.
+                let _ = running.disk.set(key, if read_only { "off" } else { "on" });
+            })?;
+        }
+        self.keep_setting(key, value);
+        Ok(())
+    }
+
+    /// Changes the size; `None` takes over that of the image. Returns the new one in bytes.
+    ///
+    /// # Errors
+    /// If the device cannot have that size.
+    pub fn resize(&self, bytes: Option<u64>) -> Outcome<u64> {
+        let running = self.running()?;
+        if let Some(ublk) = &running.ublk {
+            ublk.check_resizable()?;
+        }
+        let bytes = running.disk.resize(bytes)?;
+        if let Some(ublk) = &running.ublk {
+            ublk.resize(bytes)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Refuses to end a device that is in use, unless its clients are to be dropped by `force`.
+    /// When it returns well, there are no clients, no sockets and no block device any more.
+    ///
+    /// # Errors
+    /// Who uses it; the device goes on.
+    pub fn close(&self, force: bool) -> Outcome {
+        let running = self.running()?;
+        if !force {
+            running.check_no_clients()?;
+        }
+        if let Some(ublk) = &running.ublk {
+            ublk.stop(force)?;
+        }
+        // The first one that refuses goes on, unless something has gone already: then a client
+        // that came in between is dropped.
+        for (stopped, server) in running.servers.iter().enumerate() {
+            if server.stop(force || running.ublk.is_some() || stopped > 0).is_err() {
+                return Err(busy(server.connection_count().max(1)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes all but the block device, which waits for the next daemon when this one ends. What
+    /// it then has in flight is issued again.
+    ///
+    /// # Errors
+    /// If there is none that could be left; the device goes on.
+    pub fn leave(&self) -> Outcome {
+        let running = self.running()?;
+        if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
+            return Err(Failure::new(
+                "there is no block device that another daemon could take over; detach it, and attach it again",
+            ));
+        }
+        running.check_no_clients()?;
+        running.close_servers();
+        if let Some(ublk) = &running.ublk {
+            ublk.quiesce(&running.disk);
+        }
+        Ok(())
+    }
+
+    /// Ends a device that is closed: flushes, ends the engines and lets go of the image.
+    ///
+    /// # Errors
+    /// If the flush failed; the device has ended all the same.
+    pub fn end(&self) -> Outcome {
+        // They may use it just now.
+        drop(self.attendants().take());
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(running) = running else { return Ok(()) };
+        let limits = running.disk.limits();
+        let flushed =
+            if limits.write_cache && !limits.read_only { running.disk.submitter().flush() } else { Ok(()) };
+        drop(running);
+        flushed.map_err(|e| Failure::new(format!("flush: {e}")))
+    }
+}
+
+impl Attendants {
+    /// How they are set.
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let limit = ("hang-warning", self.hangs.limit().as_secs_f64().to_string());
+        let metrics = self.metrics.iter().map(|endpoint| ("metrics", endpoint.uri().to_owned()));
+        std::iter::once(limit).chain(metrics).collect()
+    }
+}
+
+impl Running {
+    fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
+        self.servers.iter().flat_map(NbdServer::connections)
+    }
+
+    /// Where clients find it, one line each.
+    fn exports(&self) -> Vec<String> {
+        let ublk = self.ublk.iter().map(|ublk| ublk.identity().path());
+        ublk.chain(self.servers.iter().map(|server| server.uri().to_owned())).collect()
+    }
+
+    fn check_no_clients(&self) -> Outcome {
+        match self.connections().count() {
+            0 => Ok(()),
+            clients => Err(busy(clients)),
+        }
+    }
+
+    /// Ends all servers, whoever is connected.
+    fn close_servers(&self) {
+        for server in &self.servers {
+            // Forced, it does not refuse.
+            let _ = server.stop(true);
+        }
+    }
+}
+
+fn busy(clients: usize) -> Failure {
+    let are = if clients == 1 { "client is" } else { "clients are" };
+    Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
+}
+
+fn ending() -> Failure {
+    Failure::new("the device is ending")
+}

@@ -1,0 +1,384 @@
+//! How a device comes to be served: what is opened, started and given up, in which order.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blkq::drivers::{self, DriverOptions, DriverSpec, Opened};
+use blkq::{Disk, EngineHandle, EngineThread, ErrorKind};
+use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, TlsCertificates, TlsOptions};
+use blkq_export::ublk::{
+    CONTROL_PATH, ControlDevice, Deputy, Features, Identity, UblkDevice, UblkOptions, process,
+};
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::process::geteuid;
+
+use super::{AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, Running};
+use crate::autoclear::Autoclear;
+use crate::commands::attach::{Address, Args, Export, Tls, image_text, own_words};
+use crate::confine::{self, Confinement, Needs};
+use crate::descriptors::clients_max;
+use crate::failure::{Failure, Outcome};
+use crate::hangs::{self, HangWatch};
+use crate::info::{BlockDevice, StateFile};
+use crate::metrics::Endpoint;
+use crate::state::{Claim, DYING_WAIT, StateDir};
+
+/// How long an image may still be in use by a daemon that was killed, and had another name.
+const IN_USE_WAIT: Duration = Duration::from_millis(300);
+
+/// `--partscan` of a device without a node.
+const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export has no node in /dev; \
+     the kernel of its client scans them (nbd-client), or use --offset and --size-limit for one";
+
+impl Device {
+    /// Opens the image and serves it under the name of `claim`: over ublk, or NBD on the addresses of
+    /// `args`, if there are none on the sockets `inherited`, and if there are none on a unix socket in
+    /// the state directory.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being served; nothing is left open then.
+    pub fn open(args: &Args, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Device> {
+        let exports = choose_exports(args, &inherited)?;
+        let listen = if exports.nbd { addresses(args, claim, inherited)? } else { Vec::new() };
+        let words = own_words();
+        // What is in memory only is gone with the daemon, and so shall the device be.
+        let recoverable = words.is_some() && !matches!(args.image, DriverSpec::Ram(_));
+        let wait = if claim.is_after(&image_name(&args.image)) { DYING_WAIT } else { IN_USE_WAIT };
+        let opened = open_driver(args, wait)?;
+        // SAFETY: a daemon has no other threads until it serves.
+        let deputy = exports.ublk.then(|| unsafe { Deputy::fork() }).transpose()?;
+        let identity = Identity::of_new();
+        let block_device = exports.ublk.then(|| BlockDevice::new(identity, words.unwrap_or_default()));
+        let intent = StateFile {
+            name: claim.name().to_owned(),
+            pid: std::process::id(),
+            image: image_name(&args.image),
+            exports: Vec::new(),
+            ublk: block_device.clone(),
+            settings: Vec::new(),
+        };
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
+            let Some(deputy) = deputy else { return Ok(None) };
+            // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
+            // that nobody knows of.
+            claim.write_state(&intent)?;
+            let (partscan, copy) = (!args.no_partscan, args.copy.0);
+            let options = UblkOptions { identity, recoverable, partscan, copy, deputy };
+            Ok(Some(UblkDevice::start(disk, engines, options)?))
+        };
+        Device::serve(args, claim, opened, listen, block_device, attach, Vec::new())
+    }
+
+    /// As [`Device::open`], for the block device that `state` tells of, with the settings that its
+    /// last daemon had.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being taken over; it stays as it was.
+    pub fn recover(args: &Args, claim: &Claim, state: StateFile) -> Outcome<Device> {
+        let Some(block_device) = state.ublk else {
+            return Err(Failure::new("there is no block device to take over"));
+        };
+        let mut args = args.clone();
+        let bytes = block_device.identity().size_bytes()?;
+        keep_size(&mut args, bytes);
+        let settings = state.settings;
+        for (key, value) in &settings {
+            match key.as_str() {
+                AUTOCLEAR => args.autoclear = value == "on",
+                HANG_WARNING => args.hang_warning = hangs::parse(value).unwrap_or(args.hang_warning),
+                _ => {}
+            }
+        }
+        let nbd = args.exports.contains(&Export::Nbd);
+        let listen = if nbd { addresses(&args, claim, Vec::new())? } else { Vec::new() };
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
+            // The image has grown, and nobody told the kernel so.
+            if disk.limits().capacity_bytes > bytes {
+                disk.resize(Some(bytes))?;
+            }
+            Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines)?))
+        };
+        let opened = open_driver(&args, DYING_WAIT)?;
+        Device::serve(&args, claim, opened, listen, Some(block_device.clone()), attach, settings)
+    }
+
+    fn serve(
+        args: &Args,
+        claim: &Claim,
+        opened: Opened,
+        listen: Vec<Listen>,
+        block_device: Option<BlockDevice>,
+        attach: impl FnOnce(&Arc<Disk>, &[EngineHandle]) -> Outcome<Option<UblkDevice>>,
+        settings: Vec<(String, String)>,
+    ) -> Outcome<Device> {
+        let name = claim.name();
+        let autoclear = Autoclear::new(args.autoclear)?;
+        let driver = opened.driver.name();
+        let disk = Disk::builder(opened.driver)
+            .name(name)
+            .queues(usize::from(args.queues))
+            .depth(args.depth)
+            .scheduler(args.scheduler.kind())
+            .merge(!args.no_merge)
+            .batching(!args.no_batching)
+            .iostats(!args.no_iostats)
+            .clock(args.clock)
+            .read_only(args.read_only)
+            .build()?;
+        let of_disk = settings.iter().filter(|(key, _)| ![AUTOCLEAR, HANG_WARNING].contains(&key.as_str()));
+        let not_kept: Vec<String> = of_disk
+            .filter_map(|(key, value)| {
+                let error = disk.set(key, value).err()?;
+                Some(format!("{key}={value} was set before and cannot be set again: {error}"))
+            })
+            .collect();
+        let metrics = args.metrics.as_ref().map(listen_at).transpose()?;
+        // Before the mounts that these are on may go.
+        let tls = tls(args)?;
+        let mut needs = needs(args, listen.iter().chain(&metrics))?;
+        if block_device.is_some() {
+            let mut kept = vec![StateDir::locate()?.path().to_owned()];
+            kept.extend(listen.iter().chain(&metrics).filter_map(|listen| match listen {
+                Listen::Unix(path) => Some(path.clone()),
+                _ => None,
+            }));
+            // Before there are other threads.
+            process::prepare(&kept)?;
+        }
+        let engines = start_engines(&disk, !args.no_sandbox, block_device.is_some() && !args.no_partscan)?;
+        let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
+        let attendants = Attendants {
+            hangs: HangWatch::new(disk.clone(), handles.clone(), args.hang_warning),
+            metrics: metrics.map(|at| Endpoint::bind(at, args.insecure)).transpose()?,
+            users: None,
+        };
+        let image = image_name(&args.image);
+        let export = NbdExport { name: name.to_owned(), description: format!("{driver} {image}"), queue: 0 };
+        let connections_max = clients_max(usize::from(args.max_connections), listen.len());
+        let options = NbdOptions {
+            exports: vec![export],
+            connections_max,
+            handshake_timeout_s: u64::from(args.handshake_timeout),
+            tls,
+            insecure: args.insecure,
+            idle_event: Some(autoclear.idle_event().clone()),
+            ..NbdOptions::default()
+        };
+        // Made before the servers, so that these end first if one of them does not start.
+        let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk };
+        for listen in listen {
+            match NbdServer::start(listen, options.clone(), &handles) {
+                Ok(server) => running.servers.push(server),
+                Err(error) => {
+                    running.close_servers();
+                    return Err(error.into());
+                }
+            }
+        }
+        match attach(&running.disk, &handles) {
+            Ok(ublk) => running.ublk = ublk,
+            Err(failure) => {
+                running.close_servers();
+                return Err(failure);
+            }
+        }
+        needs.block_device =
+            running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
+        let mut warnings = opened.warnings;
+        warnings.extend(not_kept);
+        if connections_max < usize::from(args.max_connections) && !running.servers.is_empty() {
+            warnings.push(format!(
+                "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
+            ));
+        }
+        warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server, &options)));
+        if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
+            warnings.push(NO_PARTITION_SCAN.to_owned());
+        }
+        let running = Arc::new(running);
+        let meter = Meter::new(name, &running, &attendants.hangs);
+        if let Some(endpoint) = &attendants.metrics {
+            warnings.extend(endpoint.warning().map(str::to_owned));
+        }
+        Ok(Device {
+            name: name.to_owned(),
+            image,
+            warnings,
+            partscan: args.partscan || running.ublk.is_some() && !args.no_partscan,
+            autoclear,
+            meter,
+            attendants: Mutex::new(Some(attendants)),
+            needs: (!args.no_sandbox).then_some(needs),
+            sandbox: Confinement::default(),
+            block_device,
+            settings: Mutex::new(settings),
+            running: Mutex::new(Some(running)),
+        })
+    }
+}
+
+/// Which attachments serve a device.
+struct Exports {
+    nbd: bool,
+    ublk: bool,
+}
+
+/// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
+/// kernel has it and the user may use it, else NBD.
+fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Outcome<Exports> {
+    let asked = |export| args.exports.contains(&export);
+    if !args.exports.is_empty() {
+        if asked(Export::Ublk) {
+            check_ublk()?;
+        }
+        return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk) });
+    }
+    let addressed = !args.listen.is_empty() || !inherited.is_empty();
+    let ublk = !addressed && check_ublk().is_ok();
+    Ok(Exports { nbd: !ublk, ublk })
+}
+
+/// Refuses if this process may not make ublk devices.
+fn check_ublk() -> Outcome {
+    load_driver();
+    let check = || {
+        let mut control = ControlDevice::open()?;
+        match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
+            true => Ok(()),
+            false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),
+        }
+    };
+    // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
+    // serve a block device.
+    std::thread::spawn(check)
+        .join()
+        .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
+}
+
+/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
+/// by whoever then finds no control device.
+fn load_driver() {
+    if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
+        let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
+        let mut modprobe = Command::new(program.trim());
+        modprobe.args(["-q", "ublk_drv"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let _ = modprobe.status();
+    }
+}
+
+/// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
+/// files of a daemon that was killed only some time after the process is gone.
+fn open_driver(args: &Args, wait: Duration) -> Outcome<Opened> {
+    let until = Instant::now() + wait;
+    loop {
+        match drivers::open(&args.image, &driver_options(args)) {
+            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            opened => return Ok(opened?),
+        }
+    }
+}
+
+/// Has a disk opened at the size that its block device has now.
+fn keep_size(args: &mut Args, bytes: u64) {
+    match &mut args.image {
+        DriverSpec::Image(_) => args.size_limit = args.size_limit.map(|_| bytes),
+        DriverSpec::Null(size) | DriverSpec::Ram(size) => *size = bytes,
+    }
+}
+
+fn driver_options(args: &Args) -> DriverOptions {
+    DriverOptions {
+        offset: args.offset,
+        size_limit: args.size_limit,
+        sector_size: args.sector_size.bytes(),
+        direct_io: args.direct_io,
+        dispatch: args.dispatch,
+        read_only: args.read_only,
+        shared: args.shared,
+        fault: args.fault.clone(),
+    }
+}
+
+/// Starts one engine per queue, on threads that are confined from their beginning if `sandbox`;
+/// such that the kernel looks for partitions on a block device of theirs if `partscan`.
+fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec<EngineThread>> {
+    let start = || -> Outcome<Vec<EngineThread>> {
+        if sandbox {
+            confine::engine(partscan)?;
+        }
+        let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
+        Ok((0..disk.queue_count()).map(spawn).collect::<Result<_, _>>()?)
+    };
+    // Threads have what the one that makes them has: this one gives it up, and goes.
+    std::thread::scope(|scope| scope.spawn(start).join())
+        .unwrap_or_else(|_| Err(Failure::new("starting the engines failed")))
+}
+
+/// What the control plane needs, of what there is before there is a block device.
+fn needs<'a>(args: &Args, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
+    let mut needs = Needs::default();
+    if args.no_sandbox {
+        return Ok(needs);
+    }
+    if let DriverSpec::Image(path) = &args.image {
+        let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        needs.image = Some(file.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?);
+    }
+    needs.removed.extend(listen.filter_map(|listen| match listen {
+        Listen::Unix(path) => Some(path.clone()),
+        _ => None,
+    }));
+    Ok(needs)
+}
+
+/// Where to serve.
+fn addresses(args: &Args, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Vec<Listen>> {
+    if args.listen.is_empty() && inherited.is_empty() {
+        return Ok(vec![Listen::Unix(claim.file(".nbd"))]);
+    }
+    if args.listen.is_empty() {
+        return Ok(inherited.into_iter().map(Listen::Inherited).collect());
+    }
+    args.listen.iter().map(listen_at).collect()
+}
+
+fn listen_at(address: &Address) -> Outcome<Listen> {
+    match address {
+        // The daemon changes its directory, and removes the socket from there.
+        Address::Unix(path) => std::path::absolute(path)
+            .map(Listen::Unix)
+            .map_err(|e| Failure::new(format!("cannot listen on {}: {e}", path.display()))),
+        Address::Tcp(host, port) => Ok(Listen::Tcp(host.clone(), *port)),
+    }
+}
+
+/// TLS as it is to be offered.
+fn tls(args: &Args) -> Outcome<Option<TlsOptions>> {
+    let Some(directory) = args.tls_certificates.as_deref().filter(|_| args.tls != Some(Tls::Off)) else {
+        return Ok(None);
+    };
+    let certificates = TlsCertificates::load(directory)?;
+    Ok(Some(TlsOptions { certificates, required: args.tls != Some(Tls::On) }))
+}
+
+/// What the user should know of a server that other machines reach.
+fn warn_of_the_world(server: &NbdServer, options: &NbdOptions) -> Option<String> {
+    let address = server.beyond_this_machine()?;
+    let verified = options.tls.as_ref().filter(|tls| tls.required)?.certificates.verifies_clients();
+    (!verified).then(|| {
+        format!("whoever reaches {address} can use the device: no client needs a certificate; put ca-cert.pem into the directory of certificates, or keep others out with a firewall")
+    })
+}
+
+/// The image as another process finds it.
+fn image_name(image: &DriverSpec) -> String {
+    match image {
+        DriverSpec::Image(path) => path.canonicalize().unwrap_or_else(|_| path.clone()).display().to_string(),
+        _ => image_text(image),
+    }
+}

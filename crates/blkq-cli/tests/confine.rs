@@ -1,0 +1,148 @@
+//! What a confined thread is refused, tried. Each case runs in a process of its own: the test
+//! program again, with the name of the case.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitStatus};
+
+use blkq_cli::confine::{self, Needs, landlock_abi};
+
+const CASE: &str = "BLKQ_CONFINE_CASE";
+
+fn run(case: &str) -> ExitStatus {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "in_a_process_of_its_own", "--nocapture", "--ignored"]).env(CASE, case);
+    let mut child = command.spawn().unwrap();
+    let status = child.wait().unwrap();
+    // What is confined cannot clean up.
+    let _ = fs::remove_dir_all(directory(child.id(), case));
+    status
+}
+
+fn directory(process: u32, case: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("blkq-confine-{process}-{case}"))
+}
+
+fn errno(result: std::io::Result<impl Sized>) -> Option<i32> {
+    result.err().and_then(|e| e.raw_os_error())
+}
+
+struct Files {
+    dir: PathBuf,
+    image: PathBuf,
+}
+
+impl Files {
+    fn new(case: &str) -> Files {
+        let dir = directory(std::process::id(), case);
+        fs::create_dir(&dir).unwrap();
+        let image = dir.join("image");
+        fs::write(&image, "content").unwrap();
+        Files { dir, image }
+    }
+
+    fn needs(&self) -> Needs {
+        let image = File::options().read(true).custom_flags(libc::O_PATH).open(&self.image).unwrap();
+        let removed = vec![self.dir.join("state/x.lock")];
+        fs::create_dir(self.dir.join("state")).unwrap();
+        fs::write(&removed[0], "").unwrap();
+        Needs { image: Some(OwnedFd::from(image)), removed, block_device: None }
+    }
+}
+
+#[test]
+#[ignore = "run by the other tests, each in a process of its own"]
+fn in_a_process_of_its_own() {
+    match std::env::var(CASE).unwrap().as_str() {
+        "engine" => engine(),
+        "control" => control(),
+        "execve" => {
+            confine::engine(false).unwrap();
+            let _ = std::os::unix::process::CommandExt::exec(&mut Command::new("/bin/true"));
+        }
+        "mount" => {
+            confine::control(&Needs::default()).unwrap();
+            // SAFETY: no memory is passed that is not a string.
+            unsafe { libc::umount2(c"/".as_ptr(), libc::MNT_DETACH) };
+        }
+        "ring" => {
+            confine::control(&Needs::default()).unwrap();
+            let _ = blkq::Ring::new(4);
+        }
+        case => panic!("no case {case}"),
+    }
+}
+
+fn engine() {
+    let files = Files::new("engine");
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    confine::engine(false).unwrap();
+    assert_eq!(errno(File::open(&files.image)), Some(libc::ENOSYS));
+    assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
+    assert_eq!(errno(TcpStream::connect(address)), Some(libc::ENOSYS));
+    assert_eq!(errno(Command::new("/bin/true").spawn().map(drop)), Some(libc::ENOSYS));
+    // Its threads have no more than it has.
+    let opened = std::thread::spawn(move || errno(File::open(&files.image)));
+    assert_eq!(opened.join().unwrap(), Some(libc::ENOSYS));
+    // And its ring does not open files either, nor does it make sockets.
+    let mut ring = blkq::Ring::new(4).unwrap();
+    let path = c"/etc/passwd";
+    let open = io_uring::opcode::OpenAt::new(io_uring::types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
+    let socket = io_uring::opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build();
+    for entry in [open, socket] {
+        // SAFETY: the path lives as long as the program.
+        unsafe { ring.push(entry, blkq::Token::new(1, 1)) };
+        ring.enter(1, None);
+        let mut ends = Vec::new();
+        ring.reap_all(&mut ends);
+        assert_eq!(ends[0].result, -libc::EACCES);
+    }
+}
+
+fn control() {
+    let files = Files::new("control");
+    let needs = files.needs();
+    let abi = landlock_abi();
+    assert!(abi > 0, "this kernel has no Landlock");
+    let told = confine::control(&needs).unwrap();
+    assert!(told.no_new_privileges && told.seccomp);
+    assert_eq!((told.capabilities.as_str(), told.landlock_abi), ("none", abi));
+    // What it needs goes on,
+    File::options().read(true).write(true).open(&files.image).unwrap();
+    File::options().write(true).truncate(true).open(&files.image).unwrap();
+    fs::remove_file(&needs.removed[0]).unwrap();
+    assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
+    // and nothing else.
+    for path in ["/etc/passwd", "/dev/null", "/proc/self/maps"] {
+        assert_eq!(File::open(path).err().unwrap().kind(), ErrorKind::PermissionDenied, "{path}");
+    }
+    assert_eq!(errno(File::create(files.dir.join("state/new"))), Some(libc::EACCES));
+    assert_eq!(errno(fs::remove_file(&files.image)), Some(libc::EACCES));
+    // Nor are there sockets of another family than the service manager's.
+    assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), Some(libc::ENOSYS));
+}
+
+#[test]
+fn an_engine_opens_nothing_and_talks_to_nobody() {
+    assert!(run("engine").success());
+}
+
+#[test]
+fn the_control_plane_has_the_image_and_what_it_removes() {
+    assert!(run("control").success());
+}
+
+#[test]
+fn who_breaks_out_ends_the_process() {
+    for case in ["execve", "mount", "ring"] {
+        assert_eq!(run(case).signal(), Some(libc::SIGSYS), "{case}");
+    }
+}

@@ -1,0 +1,286 @@
+//! Hang warnings, statistics and metrics, as a user meets them.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod exposition;
+mod place;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use exposition::{Exposition, check};
+use place::*;
+
+fn log(place: &Place, name: &str) -> String {
+    fs::read_to_string(place.state().join(format!("{name}.log"))).unwrap_or_default()
+}
+
+fn lines_with(place: &Place, what: &str) -> Vec<String> {
+    log(place, "ram").lines().filter(|line| line.contains(what)).map(str::to_owned).collect()
+}
+
+#[test]
+fn what_hangs_is_in_the_log_with_its_client_and_its_end() {
+    let place = Place::new("hang");
+    let fault = "stuck,op=write,range=8K-12K";
+    let words = ["attach", "ram:1M", "--hang-warning", "0.2", "--depth", "2", "--fault", fault, "--no-merge"];
+    let uri = String::from_utf8(place.run(&words).stdout).unwrap();
+    let mut client = session(&uri, "ram");
+    request(&mut client, 1, 0xabc, 8192, 4096);
+    request(&mut client, 1, 0xabd, 8192, 512);
+    // Both tags are taken now.
+    request(&mut client, 0, 0xabe, 0, 512);
+    wait_until("three lines", || lines_with(&place, " hang: ").len() == 3);
+    let lines = lines_with(&place, " hang: ");
+    for (line, parts) in lines.iter().zip([
+        ["#0.1 write sector 16 + 8, queue 0, tag ", "stuck by a rule of --fault", "cookie 0xabc"],
+        ["#0.2 write sector 16 + 1, queue 0, tag ", "stuck by a rule of --fault", "cookie 0xabd"],
+        ["#0.3 read sector 0 + 1, queue 0, no tag", "first of those that wait for a tag", "cookie 0xabe"],
+    ]) {
+        let client = format!("nbd client 1 (pid {}, uid ", std::process::id());
+        assert!(line.contains(&client) && parts.iter().all(|part| line.contains(part)), "{line}");
+    }
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(lines_with(&place, " hang: ").len(), 3, "once each");
+    let stat = place.json(&["stat", "ram", "--json"]);
+    assert_eq!((&stat["hangs"]["now"], &stat["hangs"]["found"]), (&3.into(), &3.into()));
+    assert_eq!(stat["hangs"]["warning_seconds"], 0.2);
+    place.done(&["set", "ram", "fault=none"]);
+    let mut cookies: Vec<u64> = [0, 0, 512]
+        .map(|content| reply(&mut client, content))
+        .map(|(error, cookie)| {
+            assert_eq!(error, 0);
+            cookie
+        })
+        .into();
+    cookies.sort_unstable();
+    assert_eq!(cookies, [0xabc, 0xabd, 0xabe]);
+    wait_until("three ends", || lines_with(&place, " hang over: ").len() == 3);
+    assert!(lines_with(&place, " hang over: ").iter().all(|line| line.contains("ended well after ")));
+    assert_eq!(place.json(&["stat", "ram", "--json"])["hangs"]["now"], 0);
+}
+
+#[test]
+fn the_warning_is_a_live_setting_and_works_without_statistics() {
+    let place = Place::new("hangset");
+    let words = ["attach", "ram:1M", "--hang-warning", "0", "--no-iostats", "--fault", "stuck,op=flush"];
+    let uri = String::from_utf8(place.run(&words).stdout).unwrap();
+    assert_eq!(place.json(&["show", "ram", "--json"])["settings"]["hang-warning"], "0");
+    let mut client = session(&uri, "ram");
+    // A device in memory has nothing to flush: reads do.
+    place.done(&["set", "ram", "fault=stuck,op=read"]);
+    request(&mut client, 0, 5, 0, 512);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(lines_with(&place, "hang:").is_empty());
+    for bad in ["hang-warning=x", "hang-warning=-1", "hang-warning=0.01", "hang-warning=1e9"] {
+        assert!(place.refused(&["set", "ram", bad]).contains("seconds from 0.1"));
+    }
+    place.done(&["set", "ram", "hang-warning=0.1"]);
+    assert_eq!(place.json(&["show", "ram", "--json"])["settings"]["hang-warning"], "0.1");
+    wait_until("a line", || lines_with(&place, " hang: ").len() == 1);
+    let stat = place.json(&["stat", "ram", "--json"]);
+    assert_eq!((&stat["counters"]["clock-reads"], &stat["hangs"]["found"]), (&0.into(), &1.into()));
+    place.done(&["set", "ram", "fault=none"]);
+    assert_eq!(reply(&mut client, 512), (0, 5));
+    wait_until("its end", || lines_with(&place, " hang over: ").len() == 1);
+    for bad in [["--hang-warning", "-1"], ["--hang-warning", "nan"], ["--metrics", "http://a"]] {
+        let output = place.run(&[&["attach", "ram:1M"], &bad[..]].concat());
+        assert_eq!(output.status.code(), Some(2), "{bad:?}");
+    }
+}
+
+#[test]
+fn stat_shows_all_that_is_counted() {
+    let place = Place::new("statall");
+    let image = place.image("d", 1 << 20);
+    let uri = place.done(&["attach", &image, "--name", "d"]);
+    let mut client = session(&uri, "d");
+    for n in 0..20u64 {
+        request(&mut client, 1, n, n * 8192, 4096);
+        assert_eq!(reply(&mut client, 0), (0, n));
+    }
+    request(&mut client, 3, 99, 0, 0);
+    assert_eq!(reply(&mut client, 0).0, 0);
+    request(&mut client, 0, 1, 2 << 20, 512);
+    assert_eq!(reply(&mut client, 0).0, 22, "beyond the end");
+    let page = place.done(&["stat", "d", "--histogram"]);
+    let lines: Vec<&str> = page.lines().collect();
+    assert!(lines[..5].iter().all(|line| line.len() == lines[0].len()), "{page}");
+    assert!(page.contains("flushes    1 asked, 1 sent, 0 coalesced\n"), "{page}");
+    assert!(page.contains("nbd        1 connected, 1 connections, 0 turned away"), "{page}");
+    assert!(page.contains("22 requests, 1 errors, of which 1 refused at once\n"), "{page}");
+    assert!(page.contains("\nwrite: 20 latencies, from ... to\n") && !page.contains("\nread: "), "{page}");
+    let stat = place.json(&["stat", "d", "--json", "--histogram"]);
+    let bars = stat["write"]["histogram"].as_array().unwrap();
+    assert_eq!(bars.iter().map(|bar| bar["count"].as_u64().unwrap()).sum::<u64>(), 20);
+    let write = |name: &str| stat["write"][name].as_f64().unwrap();
+    let percentiles =
+        ["latency_p50_us", "latency_p90_us", "latency_p99_us", "latency_p999_us", "latency_max_us"];
+    let values = percentiles.map(write);
+    assert!(values[0] > 0.0 && values.is_sorted(), "{values:?}");
+}
+
+/// What the endpoint at `uri` sends to who sends `request`.
+fn answer(uri: &str, request: &[u8]) -> String {
+    let mut answer = Vec::new();
+    match uri.strip_prefix("http+unix://") {
+        Some(path) => talk(UnixStream::connect(path).unwrap(), request, &mut answer),
+        None => {
+            let address = uri.strip_prefix("http://").unwrap().strip_suffix("/metrics").unwrap();
+            talk(TcpStream::connect(address).unwrap(), request, &mut answer);
+        }
+    }
+    String::from_utf8(answer).unwrap()
+}
+
+fn talk(mut stream: impl Read + Write, request: &[u8], answer: &mut Vec<u8>) {
+    // It may answer and close before it has read everything.
+    let _ = stream.write_all(request);
+    let _ = stream.read_to_end(answer);
+}
+
+fn scrape(uri: &str) -> Exposition {
+    let answer = answer(uri, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
+    let (head, text) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+    assert!(head.contains("Content-Type: text/plain; version=0.0.4"), "{head}");
+    check(text).unwrap()
+}
+
+fn metrics_uri(place: &Place, name: &str) -> String {
+    place.json(&["show", name, "--json"])["settings"]["metrics"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn metrics_are_well_formed_and_count_what_happens() {
+    let place = Place::new("metrics");
+    let image = place.image("d", 1 << 20);
+    let socket = place.dir.join("m.sock");
+    let at = format!("unix:{}", socket.display());
+    let uri = place.done(&["attach", &image, "--name", "d", "--metrics", &at]);
+    assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    let metrics = metrics_uri(&place, "d");
+    let before = scrape(&metrics);
+    let mut client = session(&uri, "d");
+    for n in 0..10u64 {
+        request(&mut client, 1, n, n * 8192, 4096);
+        assert_eq!(reply(&mut client, 0), (0, n));
+    }
+    request(&mut client, 3, 99, 0, 0);
+    assert_eq!(reply(&mut client, 0).0, 0);
+    let after = scrape(&metrics);
+    let write = [("op", "write"), ("device", "d")];
+    let rose = |name: &str, labels: &[(&str, &str)]| {
+        after.value(name, labels).unwrap() - before.value(name, labels).unwrap()
+    };
+    assert_eq!(rose("blkq_ios_total", &write), 10.0);
+    assert_eq!(rose("blkq_transferred_bytes_total", &write), 40960.0);
+    assert_eq!(rose("blkq_latency_seconds_count", &write), 10.0);
+    assert!(rose("blkq_latency_seconds_sum", &write) > 0.0);
+    assert_eq!(rose("blkq_flushes_sent_total", &[]), 1.0);
+    assert_eq!(
+        (rose("blkq_nbd_connections_total", &[]), rose("blkq_nbd_written_bytes_total", &[])),
+        (1.0, 40960.0)
+    );
+    assert_eq!(
+        (after.value("blkq_in_flight", &[("direction", "other")]), after.value("blkq_size_bytes", &[])),
+        (Some(0.0), Some(1048576.0))
+    );
+    assert_eq!(after.value("blkq_hang_warning_seconds", &[]), Some(30.0));
+    assert_eq!(after.value("blkq_metrics_answered_total", &[]), Some(2.0));
+    // Nothing ever goes back.
+    for family in after.families.iter().filter(|family| family.kind != "gauge") {
+        for sample in &family.samples {
+            let labels: Vec<(&str, &str)> =
+                sample.labels.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            assert!(sample.value >= before.value(&sample.name, &labels).unwrap(), "{sample:?}");
+        }
+    }
+    drop(client);
+    place.done(&["detach", "d", "--force"]);
+    assert!(!socket.exists());
+}
+
+#[test]
+fn metrics_are_for_this_machine_unless_said_otherwise() {
+    let place = Place::new("loopback");
+    let refused = place.refused(&["attach", "ram:1M", "--export", "nbd", "--metrics", "tcp:0.0.0.0:0"]);
+    assert!(refused.contains("other machines can read") && refused.contains("--insecure"), "{refused}");
+    assert!(place.files().is_empty(), "nothing is left of it");
+    let told = place.run(&["attach", "ram:1M", "--metrics", "tcp:0.0.0.0:0", "--insecure"]);
+    assert_eq!(told.status.code(), Some(0));
+    assert!(String::from_utf8(told.stderr).unwrap().contains("can read the metrics"));
+    scrape(&metrics_uri(&place, "ram").replace("0.0.0.0", "127.0.0.1"));
+    // Whoever listens already keeps the address, and the device is not attached.
+    let taken = metrics_uri(&place, "ram").replace("http://", "tcp:").replace("/metrics", "");
+    let other = place.refused(&["attach", "ram:1M", "--export", "nbd", "--metrics", &taken, "--insecure"]);
+    assert!(other.contains("--metrics: cannot listen on"), "{other}");
+    assert_eq!(place.json(&["list", "--json"]).as_array().unwrap().len(), 1);
+    // What a killed daemon left stops nothing.
+    let at = format!("unix:{}", place.dir.join("m.sock").display());
+    place.done(&["attach", "ram:1M", "--name", "k", "--metrics", &at]);
+    kill(place.pid("k"));
+    place.done(&["attach", "ram:1M", "--name", "k", "--metrics", &at]);
+    scrape(&metrics_uri(&place, "k"));
+}
+
+#[test]
+fn who_means_harm_over_http_is_shed_and_the_device_does_not_feel_it() {
+    let place = Place::new("http");
+    let uri = place.done(&["attach", "ram:1M", "--metrics", "tcp:127.0.0.1:0"]);
+    let metrics = metrics_uri(&place, "ram");
+    let address = metrics.strip_prefix("http://").unwrap().strip_suffix("/metrics").unwrap().to_owned();
+    for (request, status) in [
+        (&b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"[..], "405 "),
+        (b"GET /etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n", "404 "),
+        (b"GET /metrics HTTP/3.0\r\nHost: a\r\n\r\n", "505 "),
+        (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03", "400 "),
+        (&[b'x'; 1 << 20], "431 "),
+        (&[0; 100_000], "400 "),
+    ] {
+        let told = answer(&metrics, request);
+        assert!(told.starts_with(&format!("HTTP/1.1 {status}")), "{told}");
+    }
+    let served = || {
+        let begin = Instant::now();
+        scrape(&metrics);
+        let mut client = session(&uri, "ram");
+        request(&mut client, 0, 1, 0, 4096);
+        assert_eq!(reply(&mut client, 4096), (0, 1));
+        begin.elapsed()
+    };
+    // Who says nothing, or too slowly, keeps nobody out.
+    let mut slow: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    slow.iter_mut().for_each(|stream| _ = stream.write_all(b"GET /met"));
+    assert!(served() < Duration::from_secs(2));
+    let told = scrape(&metrics);
+    assert!(told.value("blkq_metrics_shed_total", &[]).unwrap() >= 80.0, "84 had no place");
+    assert_eq!(told.value("blkq_metrics_refused_total", &[]), Some(6.0));
+    // The ones that still have a place have five seconds.
+    let mut late = TcpStream::connect(&address).unwrap();
+    let begin = Instant::now();
+    late.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    assert_eq!(late.read(&mut [0]).unwrap_or(0), 0);
+    assert!((4..12).contains(&begin.elapsed().as_secs()), "{:?}", begin.elapsed());
+    // Who asks and does not read holds a place, not a thread.
+    let greedy: Vec<TcpStream> = (0..16)
+        .map(|_| {
+            let mut stream = TcpStream::connect(&address).unwrap();
+            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+            stream
+        })
+        .collect();
+    assert!(served() < Duration::from_secs(2));
+    drop((slow, greedy));
+    // The daemon has kept no descriptors of them.
+    let descriptors = || fs::read_dir(format!("/proc/{}/fd", place.pid("ram"))).unwrap().count();
+    wait_until("all are closed", || descriptors() < 40);
+    assert!(log(&place, "ram").is_empty(), "{}", log(&place, "ram"));
+    let begin = Instant::now();
+    let _held = TcpStream::connect(&address).unwrap();
+    place.done(&["detach", "ram"]);
+    assert!(begin.elapsed() < Duration::from_secs(2), "a scraper does not hold up the end");
+}
