@@ -7,7 +7,7 @@
 #![no_main]
 
 use blkq_export::nbd::handshake::{
-    Export, Handshake, INPUT_BYTES, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX,
+    Export, Handshake, INPUT_BYTES, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, TlsPolicy,
 };
 use blkq_export::nbd::proto::{OPTION_MAGIC, OPTION_REPLY_MAGIC, TransmissionFlags, option, option_reply};
 use libfuzzer_sys::fuzz_target;
@@ -25,6 +25,14 @@ fn exports(mode: u8) -> Vec<Export> {
         block_preferred_bytes: 4096,
     };
     vec![export("disk", "a disk"), export("b", "")].into_iter().take(usize::from(mode >> 1) % 3).collect()
+}
+
+fn policy(mode: u8) -> TlsPolicy {
+    match mode >> 6 {
+        2 => TlsPolicy::Optional,
+        3 => TlsPolicy::Required,
+        _ => TlsPolicy::Off,
+    }
 }
 
 /// The stream that a list of options stands for.
@@ -92,9 +100,10 @@ fn asked(stream: &[u8]) -> Vec<u32> {
     options
 }
 
-fn run(stream: &[u8], cut: usize, exports: &[Export]) -> (Vec<u8>, usize, Next) {
+/// What follows the beginning of TLS is taken for what was decrypted.
+fn run(stream: &[u8], cut: usize, exports: &[Export], tls: TlsPolicy) -> (Vec<u8>, usize, Next) {
     let mut output = Vec::new();
-    let mut handshake = Handshake::new(&mut output);
+    let mut handshake = Handshake::new(tls, &mut output);
     assert_eq!(output, b"NBDMAGICIHAVEOPT\0\x03");
     output.clear();
     let (mut consumed, mut arrived) = (0, 0);
@@ -103,6 +112,10 @@ fn run(stream: &[u8], cut: usize, exports: &[Export]) -> (Vec<u8>, usize, Next) 
         let (taken, next) = handshake.receive(&stream[consumed..arrived], exports, &mut output);
         consumed += taken;
         assert!(consumed <= arrived);
+        if next == Next::StartTls {
+            assert_ne!(tls, TlsPolicy::Off);
+            continue;
+        }
         if next != Next::Receive {
             // Over is over.
             let before = output.len();
@@ -121,9 +134,10 @@ fuzz_target!(|data: &[u8]| {
     let [mode, cut, rest @ ..] = data else { return };
     let exports = exports(*mode);
     let stream = if mode & 1 == 0 { rest.to_vec() } else { expand(rest) };
-    let (output, consumed, next) = run(&stream, stream.len().max(1), &exports);
+    let tls = policy(*mode);
+    let (output, consumed, next) = run(&stream, stream.len().max(1), &exports, tls);
     let cut = (1 + usize::from(*cut)) * (stream.len() / 256).max(1);
-    assert_eq!(run(&stream, cut, &exports), (output.clone(), consumed, next));
+    assert_eq!(run(&stream, cut, &exports, tls), (output.clone(), consumed, next));
 
     let asked = asked(&stream);
     assert!(output.len() <= REPLIES_MAX_BYTES * asked.len().min(OPTIONS_MAX as usize));
@@ -132,12 +146,18 @@ fuzz_target!(|data: &[u8]| {
     let mut rest = &output[..];
     let mut current = None;
     let (mut answered, mut gone) = (0, false);
+    let mut open = tls != TlsPolicy::Required;
     while rest.len() >= 20 && rest[..8] == OPTION_REPLY_MAGIC.to_be_bytes() {
         let (option, reply, length) = (word(rest, 8), word(rest, 12), word(rest, 16) as usize);
         if current.is_none() {
             current = asked.next();
         }
         assert_eq!(current, Some(option));
+        if reply == option_reply::ACK {
+            assert!(open || option == option::STARTTLS || option == option::ABORT);
+            open |= option == option::STARTTLS;
+        }
+        assert!(open || reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP, "told before TLS");
         if reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP {
             current = None;
             answered += 1;

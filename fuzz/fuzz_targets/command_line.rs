@@ -1,0 +1,121 @@
+//! Words of the command line: sizes of two kinds, addresses, settings, devices, names, and whole
+//! lines. What is understood is understood in the same way when it is written again; what is not is
+//! refused in one line.
+//!
+//! Input: what it is, then the text; for a line its words, with NUL in between.
+
+#![no_main]
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+
+use blkq::drivers::{DriverSpec, parse_bytes};
+use blkq_cli::commands::attach::{Address, Args, image_text, parse_listen};
+use blkq_cli::commands::losetup::size::parse_size;
+use blkq_cli::commands::set::parse_setting;
+use blkq_cli::commands::{Cli, Command};
+use blkq_cli::failure::Failure;
+use blkq_cli::size::format_size;
+use clap::Parser;
+use libfuzzer_sys::fuzz_target;
+
+fn one_line(error: &impl ToString) {
+    // Values are quoted by what prints the whole.
+    assert!(!Failure::new(error.to_string()).to_string().contains('\n'));
+}
+
+fn bytes(text: &str) {
+    match parse_bytes(text) {
+        Ok(bytes) => {
+            assert!(bytes <= i64::MAX as u64);
+            assert_eq!(parse_bytes(&format_size(bytes)).ok(), Some(bytes));
+            // The same digits without a unit are the same or less.
+            let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+            assert!(digits.parse::<u64>().is_ok_and(|number| number <= bytes), "{text:?}");
+        }
+        Err(error) => one_line(&error),
+    }
+}
+
+fn losetup_size(text: &str) {
+    match parse_size(text) {
+        Ok(bytes) => {
+            assert!(bytes <= i64::MAX as u64);
+            assert_eq!(parse_size(&bytes.to_string()), Ok(bytes));
+            // Where both kinds know the unit they agree.
+            if let Ok(ours) = parse_bytes(text) {
+                assert_eq!(ours, bytes, "{text:?}");
+            }
+        }
+        Err(error) => one_line(&error),
+    }
+}
+
+fn listen(text: &str) {
+    match parse_listen(text) {
+        Ok(address) => {
+            let written = match &address {
+                Address::Unix(path) => format!("unix:{}", path.display()),
+                Address::Tcp(host, port) if host.contains(':') => format!("tcp:[{host}]:{port}"),
+                Address::Tcp(host, port) => format!("tcp:{host}:{port}"),
+            };
+            assert_eq!(parse_listen(&written), Ok(address));
+        }
+        Err(error) => one_line(&error),
+    }
+}
+
+fn image(text: &str) {
+    match text.parse::<DriverSpec>() {
+        Ok(spec) => assert_eq!(image_text(&spec).parse::<DriverSpec>().ok(), Some(spec)),
+        Err(error) => one_line(&error),
+    }
+}
+
+fn line(text: &[u8]) {
+    let words = |name: &str| -> Vec<OsString> {
+        let words = text.split(|byte| *byte == 0).take(24).map(|word| OsString::from_vec(word.to_vec()));
+        std::iter::once(OsString::from(name)).chain(words).collect()
+    };
+    match Cli::try_parse_from(words("blkq")) {
+        Ok(Cli { command: Command::Attach(args) }) => {
+            assert!(args.depth > 0 && args.queues > 0 && args.max_connections > 0);
+            // The daemon is given the same words.
+            let after: Vec<OsString> = words("blkq").split_off(2);
+            let again = Args::from_words(&after).expect("the same words");
+            assert_eq!((again.image, again.offset, again.fault), (args.image, args.offset, args.fault));
+        }
+        Ok(_) => {}
+        Err(error) => drop(error.to_string()),
+    }
+    let mut losetup = words("blkq");
+    losetup.insert(1, "losetup".into());
+    if let Err(error) = Cli::try_parse_from(losetup) {
+        drop(error.to_string());
+    }
+    if let Err(failure) = Args::from_words(&words("x").split_off(1)) {
+        one_line(&failure);
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((kind, rest)) = data.split_first() else { return };
+    if kind % 8 >= 6 {
+        return line(rest);
+    }
+    let text = String::from_utf8_lossy(rest);
+    match kind % 8 {
+        0 => bytes(&text),
+        1 => losetup_size(&text),
+        2 => listen(&text),
+        3 => image(&text),
+        4 => match parse_setting(&text) {
+            Ok((key, value)) => assert!(!key.is_empty() && format!("{key}={value}") == text),
+            Err(error) => one_line(&error),
+        },
+        _ => assert_eq!(blkq_cli::state::check_name(&text).is_ok(), {
+            let name = |c: char| c.is_ascii_alphanumeric() || "._-+@".contains(c);
+            text.starts_with(|c: char| c.is_ascii_alphanumeric()) && text.chars().all(name)
+        }),
+    }
+});

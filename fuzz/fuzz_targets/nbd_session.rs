@@ -1,0 +1,231 @@
+//! A whole NBD server against a model of its disk: a client that knows the protocol sends commands,
+//! good ones and such as are to be refused, several at a time and in pieces of any size. Every
+//! request is answered once, with what the model says; reads bring the model's bytes.
+//!
+//! Input: the style of replies, then commands as `arbitrary` reads them.
+
+#![no_main]
+
+#[path = "../../crates/blkq-export/tests/nbd/mod.rs"]
+mod nbd;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::sync::LazyLock;
+
+use blkq::drivers::ram::Ram;
+use blkq_export::nbd::NbdOptions;
+use blkq_export::nbd::reply::ReplyStyle;
+use libfuzzer_sys::arbitrary::{self, Arbitrary, Result, Unstructured};
+use libfuzzer_sys::fuzz_target;
+use nbd::{Client, Served};
+
+const SIZE: u64 = 256 << 10;
+const BLOCK: u64 = 512;
+const COMMANDS_MAX: usize = 64;
+const FUA: u16 = 1;
+const NO_HOLE: u16 = 2;
+const EINVAL: u32 = 22;
+const ENOSPC: u32 = 28;
+
+static SERVED: LazyLock<Served> = LazyLock::new(|| {
+    let ram = Ram::new(SIZE, BLOCK as u32, false).expect("memory");
+    let options = NbdOptions { requests_max: 16, ..nbd::options() };
+    nbd::serve(Box::new(ram), 1, options)
+});
+
+#[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    Flush,
+    Trim,
+    Cache,
+    WriteZeroes,
+    BlockStatus,
+    /// No command of the protocol.
+    Unknown,
+}
+
+impl Kind {
+    fn number(self) -> u16 {
+        match self {
+            Kind::Read => 0,
+            Kind::Write => 1,
+            Kind::Flush => 3,
+            Kind::Trim => 4,
+            Kind::Cache => 5,
+            Kind::WriteZeroes => 6,
+            Kind::BlockStatus => 7,
+            Kind::Unknown => 9,
+        }
+    }
+
+    fn changes(self) -> bool {
+        matches!(self, Kind::Write | Kind::Trim | Kind::WriteZeroes)
+    }
+}
+
+#[derive(Arbitrary, Clone, Copy, Debug)]
+struct Command {
+    kind: Kind,
+    block: u16,
+    blocks: u8,
+    fill: u8,
+    flags: u8,
+    /// How it is wrong, if it is.
+    skew: u8,
+}
+
+/// A request on its way.
+struct Sent {
+    kind: Kind,
+    range: Range<u64>,
+    /// 0: it is to go well.
+    error: u32,
+    /// What a read is to bring.
+    content: Vec<u8>,
+}
+
+struct Session {
+    client: Client<UnixStream>,
+    model: Vec<u8>,
+    sent: BTreeMap<u64, Sent>,
+    next: u64,
+    /// Bytes that are not sent yet.
+    queued: Vec<u8>,
+}
+
+impl Session {
+    fn begin(style: ReplyStyle) -> Session {
+        let mut client = SERVED.client(style);
+        // Whatever the session before left.
+        assert_eq!(client.call(6, 0, 0, SIZE, &[]).0, 0);
+        Session { client, model: vec![0; SIZE as usize], sent: BTreeMap::new(), next: 1, queued: Vec::new() }
+    }
+
+    fn send_queued(&mut self, piece: usize) {
+        let queued = std::mem::take(&mut self.queued);
+        queued.chunks(piece.max(1)).for_each(|piece| self.client.stream.write_all(piece).expect("it reads"));
+    }
+
+    /// Takes replies until at most `left` requests are unanswered.
+    fn take(&mut self, left: usize) {
+        while self.sent.len() > left {
+            let sent = &self.sent;
+            let reply = self.client.reply(|cookie| match sent.get(&cookie) {
+                Some(Sent { kind: Kind::Read, error: 0, range, .. }) => (range.end - range.start) as usize,
+                _ => 0,
+            });
+            let sent = self.sent.remove(&reply.cookie).expect("a reply to nothing, or a second one");
+            assert_eq!(reply.error, sent.error, "{:?} {:?}", sent.kind, sent.range);
+            match sent.kind {
+                Kind::Read if sent.error == 0 => assert!(reply.payload == sent.content, "{:?}", sent.range),
+                Kind::BlockStatus if sent.error == 0 => {
+                    assert!(!reply.payload.is_empty(), "extents of {:?}", sent.range);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        let Command { kind, block, blocks, fill, flags, skew } = command;
+        let style = self.client.style;
+        let mut offset = u64::from(block) % (SIZE / BLOCK) * BLOCK;
+        let mut length = (u64::from(blocks) % 64 + 1) * BLOCK;
+        let mut error = 0;
+        match (skew, kind) {
+            // The ones that go well: most of them.
+            (0..200, _) => length = length.min(SIZE - offset),
+            (_, Kind::Flush | Kind::Unknown) => {}
+            (200..215, _) => (offset, error) = (offset | 1, EINVAL),
+            // The payload comes all the same.
+            (215..230, _) => (length, error) = (length | 3, EINVAL),
+            (230..245, _) => {
+                offset = SIZE - BLOCK + BLOCK * u64::from(fill % 2);
+                length = 2 * BLOCK;
+                error = if matches!(kind, Kind::Write | Kind::WriteZeroes) { ENOSPC } else { EINVAL };
+            }
+            _ => (length, error) = (0, EINVAL),
+        }
+        if kind == Kind::Flush {
+            (offset, length) = if skew < 200 { (0, 0) } else { (BLOCK, 0) };
+            error = if skew < 200 { 0 } else { EINVAL };
+        }
+        if kind == Kind::Unknown || kind == Kind::BlockStatus && style == ReplyStyle::Simple {
+            error = EINVAL;
+        }
+        let mut wire_flags = 0;
+        if kind.changes() && flags & 1 != 0 {
+            wire_flags |= FUA;
+        }
+        if kind == Kind::WriteZeroes && flags & 2 != 0 {
+            wire_flags |= NO_HOLE;
+        }
+        // A flag that no such command has.
+        if flags & 0xf0 == 0xf0 && kind != Kind::WriteZeroes {
+            (wire_flags, error) = (wire_flags | NO_HOLE, EINVAL);
+        }
+        let range = offset..offset + length;
+        // Of two that meet and are not answered, who is first is the server's choice.
+        let meets = |sent: &Sent| {
+            sent.error == 0
+                && (sent.kind.changes() || kind.changes())
+                && sent.range.start < range.end
+                && range.start < sent.range.end
+        };
+        if error == 0 && self.sent.values().any(meets) {
+            self.send_queued(usize::from(fill) + 1);
+            self.take(0);
+        }
+        let data = if kind == Kind::Write { vec![fill; length as usize] } else { Vec::new() };
+        let cookie = self.next;
+        self.next += 1;
+        let mut content = Vec::new();
+        if error == 0 {
+            let place = range.start as usize..range.end as usize;
+            match kind {
+                Kind::Read => content = self.model[place].to_vec(),
+                Kind::Write => self.model[place].fill(fill),
+                // The device says that what is discarded reads as zeroes.
+                Kind::Trim | Kind::WriteZeroes => self.model[place].fill(0),
+                _ => {}
+            }
+        }
+        self.queued.extend(self.client.bytes(kind.number(), wire_flags, cookie, offset, length, &data));
+        self.sent.insert(cookie, Sent { kind, range, error, content });
+        if flags & 4 != 0 {
+            self.send_queued(1 + usize::from(fill) * 8);
+        }
+        if flags & 8 != 0 || self.sent.len() > 24 {
+            self.send_queued(usize::MAX);
+            self.take(usize::from(flags >> 6) * 4);
+        }
+    }
+
+    fn end(mut self) {
+        self.send_queued(usize::MAX);
+        self.take(0);
+        let whole = self.client.read(0, SIZE as usize);
+        assert!(whole == self.model, "the disk is not what was written");
+        self.client.send(2, 0, 0, 0, 0, &[]);
+        self.client.expect_end();
+    }
+}
+
+fn run(data: &[u8]) -> Result<()> {
+    let mut u = Unstructured::new(data);
+    let style = *u.choose(&[ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended])?;
+    let commands: Vec<Command> = u.arbitrary_iter()?.take(COMMANDS_MAX).collect::<Result<_>>()?;
+    let mut session = Session::begin(style);
+    commands.into_iter().for_each(|command| session.command(command));
+    session.end();
+    Ok(())
+}
+
+fuzz_target!(|data: &[u8]| {
+    let _ = run(data);
+});
