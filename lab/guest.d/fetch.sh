@@ -130,10 +130,15 @@ fetch_kernel() {
     KERNEL_DIR=$LAB_CACHE/kernel-$1
 }
 
+# Of the first suite that has one which the machine's packages bear: newer tools of QEMU refuse an
+# older emulator.
 make_qemu() { # DIRECTORY
-    local package
+    local suite package
     rm -f "$LAB_CACHE"/apt/archives/*.deb
-    apt_own apt-get install -y --download-only --no-install-recommends qemu-system-x86
+    for suite in "${SUITES[@]}"; do
+        apt_own apt-get install -y --download-only --no-install-recommends -t "$suite" qemu-system-x86 || continue
+        break
+    done
     for package in "$LAB_CACHE"/apt/archives/*.deb; do
         dpkg-deb -x "$package" "$1"
     done

@@ -36,6 +36,14 @@ serve() {
         [[ $DEVICE == /dev/ublkb* ]] || fail "attach printed: $DEVICE"
     fi
     [[ -b $DEVICE ]] || fail "no $DEVICE"
+    KERNEL_LINES=$(dmesg | wc -l)
+}
+
+# The kernel has told of no I/O error of DEVICE since it is served.
+no_io_errors() {
+    if dmesg | tail -n "+$((KERNEL_LINES + 1))" | grep -E "error, dev ${DEVICE##*/},"; then
+        fail "errors reached the kernel"
+    fi
 }
 
 unserve() { # NAME
@@ -68,6 +76,11 @@ image() {
     IMAGE=$SCRATCH/image
     rm -f "$IMAGE"
     truncate -s "$1" "$IMAGE"
+}
+
+# 6.12 is 6012.
+kernel_version() {
+    uname -r | awk -F. '{ print $1 * 1000 + $2 }'
 }
 
 queue_limit() { # NAME

@@ -1,0 +1,59 @@
+#!/usr/bin/python3
+"""The system calls of confined threads in traces of strace -f, against the table of
+docs/security.md: `calls.py TABLE TRACE...`. Fails if one was refused, or if a call of the table
+was not made and is not marked as seldom."""
+
+import re
+import sys
+
+# The C library tries it for each thread, and falls back.
+EXPECTED = {"clone3"}
+ROW = re.compile(r"^\| `(\w+)`.*\| (engines|control plane) *\| *(seldom)?")
+LINE = re.compile(r"^(\d+) +(<\.\.\. )?(\w+)")
+CHILD = re.compile(r"^\d+ +(?:<\.\.\. )?clone3?\b.* = (\d+)$")
+
+
+def calls(path):
+    """Pairs of call and result line of threads, from when their filter holds."""
+    confined = set()
+    with open(path, errors="replace") as trace:
+        for line in map(str.rstrip, trace):
+            found = LINE.match(line)
+            if not found:
+                continue
+            thread, name = found[1], found[3]
+            if thread in confined:
+                yield name, line
+                child = CHILD.match(line)
+                if child:
+                    confined.add(child[1])
+            elif name == "seccomp" and "SECCOMP_SET_MODE_FILTER" in line and line.endswith("= 0"):
+                confined.add(thread)
+
+
+def main():
+    with open(sys.argv[1]) as table:
+        rows = [found for found in map(ROW.match, table) if found]
+    listed, seldom = {row[1] for row in rows}, {row[1] for row in rows if row[3]}
+    made, refused = set(), set()
+    for path in sys.argv[2:]:
+        for name, line in calls(path):
+            made.add(name)
+            if "ENOSYS" in line and name not in EXPECTED:
+                refused.add(f"{name}: {line}")
+    made -= EXPECTED
+    print(f"{len(sys.argv) - 2} traces, {len(made)} calls made: {' '.join(sorted(made))}")
+    wrong = [
+        ("refused", sorted(refused)[:20]),
+        ("made, and not listed", sorted(made - listed)),
+        ("listed, and not made", sorted(listed - made - seldom)),
+        ("called seldom, and made", sorted(seldom & made)),
+    ]
+    for what, names in wrong:
+        for name in names:
+            print(f"{what}: {name}")
+    sys.exit(1 if not listed or not made or any(names for _, names in wrong[:3]) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+#!/usr/bin/python3
+"""A daemon that was killed and is not quite gone: its first thread is, another still ends its I/O,
+and keeps its locks and its sockets. An attach under its name waits for it. dying.py IMAGE"""
+
+import ctypes
+import fcntl
+import os
+import pathlib
+import socket
+import sys
+import threading
+import time
+
+from server import Server, is_alive
+
+LINGERS_S = 2
+
+
+def linger(name):
+    """What such a daemon looks like: a zombie with a thread."""
+    state = pathlib.Path(os.environ["BLKQ_STATE_DIR"])
+    lock = open(state / f"{name}.lock", "w", encoding="ascii")
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    control = socket.socket(socket.AF_UNIX)
+    control.bind(str(state / f"{name}.control"))
+    control.listen()
+    threading.Thread(target=lambda: (time.sleep(LINGERS_S), os._exit(0))).start()
+    ctypes.CDLL(None).pthread_exit(None)
+
+
+def main(image):
+    pid = os.fork()
+    if not pid:
+        linger("crash")
+    while is_alive(pid):
+        time.sleep(0.01)
+    began = time.monotonic()
+    server = Server(image)
+    waited = time.monotonic() - began
+    os.waitpid(pid, 0)
+    server.detach()
+    if waited < LINGERS_S / 2:
+        raise SystemExit(f"attached after {waited:.2f} s, beside the one before")
+    print(f"    waited {waited:.1f} s for the one before")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

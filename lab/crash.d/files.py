@@ -1,0 +1,179 @@
+"""A user of a mounted file system that keeps books of what it made durable, and the file system's
+way onto a device: nbdfuse makes the export a file, the kernel's loop device makes that a disk."""
+
+import hashlib
+import os
+import pathlib
+import subprocess
+import time
+
+MKFS = {"ext4": ["mkfs.ext4", "-qF", "-J", "size=4"], "xfs": ["mkfs.xfs", "-qf"]}
+ANY = "any"
+CHECK = {"ext4": ["e2fsck", "-fn"], "xfs": ["xfs_repair", "-n"]}
+
+
+def run(*command, timeout_s=60):
+    """Runs a command that must succeed; its output."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout_s,
+                          stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise AssertionError(f"{' '.join(map(str, command))}: exit code {done.returncode}: "
+                             f"{(done.stdout + done.stderr)[-600:]}")
+    return done.stdout.strip()
+
+
+class Disk:
+    """An NBD export as a block device of this machine's kernel."""
+
+    def __init__(self, scratch, socket):
+        self.directory = pathlib.Path(scratch, "nbdfuse")
+        self.directory.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(["nbdfuse", self.directory / "disk", "--unix", socket],
+                                        stderr=subprocess.DEVNULL)
+        self.device = None
+        try:
+            deadline = time.monotonic() + 20
+            while not (self.directory / "disk").exists():
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    raise AssertionError("nbdfuse did not come up")
+                time.sleep(0.01)
+            self.device = run("losetup", "-f", "--show", self.directory / "disk")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        """Takes both away, also from a server that is gone."""
+        if self.device:
+            run("losetup", "-d", self.device)
+        subprocess.run(["umount", "-l", self.directory], check=False, stderr=subprocess.DEVNULL)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Mounted:
+    """A mounted file system, for the length of a `with`."""
+
+    def __init__(self, scratch, device, *options):
+        self.path = pathlib.Path(scratch, "mnt")
+        self.path.mkdir(exist_ok=True)
+        run("mount", *options, device, self.path)
+
+    def __enter__(self):
+        return self.path
+
+    def __exit__(self, *_):
+        run("umount", self.path)
+
+
+def digest(data):
+    """What the books keep of a file's content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class Books:
+    """What a directory must hold after a crash: of each name a set of digests; None is no file,
+    ANY any content."""
+
+    def __init__(self):
+        self.names = {}
+
+    def copy(self):
+        """As they are now."""
+        copied = Books()
+        copied.names = {name: set(may) for name, may in self.names.items()}
+        return copied
+
+    def read(self, directory):
+        """What is there, and nothing else."""
+        self.names = {path.name: {digest(path.read_bytes())} for path in directory.iterdir() if path.is_file()}
+
+    def may(self, name, *outcomes):
+        """The name may have become one of these meanwhile."""
+        self.names.setdefault(name, {None}).update(outcomes)
+
+    def must(self, name, outcome):
+        """The name has become this, and stays it."""
+        self.names[name] = {outcome}
+
+    def wrong(self, directory):
+        """What a directory has that it must not, as lines."""
+        found = {path.name: digest(path.read_bytes()) for path in directory.iterdir() if path.is_file()}
+        told = [f"{name} {'is missing' if name not in found else 'has other content'}"
+                for name, may in self.names.items() if ANY not in may and found.get(name) not in may]
+        return told + [f"{name}: nobody made it" for name in found.keys() - self.names.keys()]
+
+
+class User:
+    """Writes, overwrites, renames over and removes files, each time until it is durable. `books`
+    have what must be, and of a step that failed all that may be; `during` what could be at any
+    moment of the last step."""
+
+    def __init__(self, random):
+        self.random, self.books, self.during, self.steps = random, Books(), Books(), 0
+
+    def step(self, directory):
+        """One change, made durable."""
+        path = directory / f"file-{self.random.randrange(40)}"
+        became = self._change(path, self.random.random(), self._data())
+        self.during = self.books.copy()
+        for name, outcome in became.items():
+            self.books.must(name, outcome)
+        self.steps += 1
+
+    def _change(self, path, kind, data):
+        """The outcome for each name that it is about."""
+        books, name = self.books, path.name
+        if kind < 0.15:
+            books.may(name, None)
+            path.unlink(missing_ok=True)
+            sync(path.parent)
+            return {name: None}
+        if kind < 0.55:
+            # Made beside it, then renamed over it: old or new, nothing between.
+            beside = path.with_suffix(".new")
+            books.may(beside.name, ANY)
+            books.may(name, digest(data))
+            self._write(beside, data, os.O_CREAT | os.O_TRUNC)
+            beside.rename(path)
+            sync(path.parent)
+            return {beside.name: None, name: digest(data)}
+        books.may(name, ANY)
+        if kind < 0.8 and path.exists():
+            # In place, and no byte more.
+            held = path.read_bytes()
+            self._write(path, data[:len(held)], 0)
+            return {name: digest(data[:len(held)] + held[len(data):])}
+        self._write(path, data, os.O_CREAT | os.O_TRUNC)
+        sync(path.parent)
+        return {name: digest(data)}
+
+    def _data(self):
+        return self.random.randbytes(int(self.random.lognormvariate(9, 1.5)) % 200_000 + 1)
+
+    def _write(self, path, data, flags):
+        file = os.open(path, os.O_WRONLY | flags, 0o600)
+        try:
+            for at in range(0, len(data), 65536):
+                os.write(file, data[at:at + 65536])
+            (os.fsync if self.random.random() < 0.7 else os.fdatasync)(file)
+        finally:
+            os.close(file)
+
+
+def sync(directory):
+    """Makes the names in a directory durable."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,161 @@
+#!/usr/bin/python3
+"""The image truncated, deleted, replaced under load. image.py SCRATCH ROUNDS"""
+
+import os
+import pathlib
+import random
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "nbd"))
+
+import wire
+from load import Load, read_all
+from model import SECTOR, Model
+from server import Refused, Server, blkq
+
+SECTORS = 8192
+BYTES = SECTORS * SECTOR
+MODES = [["--direct-io", "on"], ["--direct-io", "off"]]
+
+
+def fresh(image):
+    """A sparse image."""
+    with open(image, "wb") as file:
+        file.truncate(BYTES)
+    return image
+
+
+def loaded(image, options, seed, errors=()):
+    """A served image, its model, and a load that runs on it."""
+    server, model = Server(image, *options), Model(SECTORS)
+    load = Load(model, seed, errors=errors)
+    load.connect(server.socket, 2)
+    load.run(16, lambda: load.answered["write"] > 200)
+    return server, model, load
+
+
+def look(model, held, upto=SECTORS):
+    """The bytes are what the model allows, as far as that sector."""
+    wrong = model.check(held, only=range(upto))
+    if wrong:
+        raise AssertionError(f"{len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}")
+
+
+def read(server, first, count):
+    """The error of a read, and its data."""
+    with wire.Wire(server.socket) as client:
+        client.ready(structured=False)
+        client.request(wire.CMD_READ, first * SECTOR, count * SECTOR)
+        error, _, data = client.simple_reply(count * SECTOR)
+        return error, data
+
+
+def truncated(image, options, chance):
+    """Cut in the middle of load: beyond the end EIO, and never zeroes or what was there; before it
+    all is well; writes and a new size bring it back."""
+    server, model, load = loaded(fresh(image), options, chance.random(), errors=(wire.EIO,))
+    end = chance.randrange(8, SECTORS // 8) * 8
+    # Reads alone: a write beyond the end would make the file longer again.
+    load.kinds, load.weights = ("read",), (1,)
+    load.drain()
+    os.truncate(image, end * SECTOR)
+    before = load.answered["read"] + load.refused
+    load.run(16, lambda: load.answered["read"] + load.refused > before + 500)
+    load.drain()
+    load.close()
+    if not load.refused:
+        raise AssertionError("no read failed")
+    for first, count in ((end, 1), (SECTORS - 1, 1), (end - 1, 2), (end - 4, 16), (end, SECTORS - end)):
+        error, _ = read(server, first, count)
+        if error != wire.EIO:
+            raise AssertionError(f"a read of {count} sectors at {first}, end {end}: error {error}")
+    error, data = read(server, 0, end)
+    if error:
+        raise AssertionError(f"a read before the end: error {error}")
+    look(model, data, end)
+    # It grows by what is written, and by itself: what comes back is zeroes.
+    os.truncate(image, BYTES)
+    held = read_all(server.socket, SECTORS)
+    look(model, held, end)
+    if any(held[end * SECTOR:]):
+        raise AssertionError("bytes that were cut off came back")
+    server.detach()
+    return load.refused
+
+
+def deleted(image, options, chance):
+    """Removed under load: it goes on until the detach, list and show say so, and the name is free."""
+    server, model, load = loaded(fresh(image), options, chance.random())
+    keep = os.open(image, os.O_RDONLY)
+    os.unlink(image)
+    goes_on(load)
+    told_of(server, "(deleted)")
+    look(model, read_all(server.socket, SECTORS))
+    look(model, os.pread(keep, BYTES, 0))
+    server.detach()
+    os.close(keep)
+    try:
+        Server(image, *options)
+    except Refused as error:
+        if "cannot find the image" in str(error):
+            return 0
+        raise
+    raise AssertionError("attached what is not there")
+
+
+def replaced(image, options, chance):
+    """Another file renamed over it under load: the old one goes on, the other stays untouched, and
+    is what the next attach serves, also beside the old one."""
+    server, model, load = loaded(fresh(image), options, chance.random())
+    keep = os.open(image, os.O_RDONLY)
+    other = image.with_suffix(".other")
+    noise = chance.randbytes(BYTES)
+    other.write_bytes(noise)
+    other.rename(image)
+    goes_on(load)
+    told_of(server, "(deleted)")
+    look(model, read_all(server.socket, SECTORS))
+    look(model, os.pread(keep, BYTES, 0))
+    # Nobody has the new file: it can be served at once, under another name.
+    second = Server(image, *options, name="second")
+    if read_all(second.socket, SECTORS) != noise:
+        raise AssertionError("the new file is not what it was")
+    server.detach()
+    second.detach()
+    os.close(keep)
+    if image.read_bytes() != noise:
+        raise AssertionError("the new file was written to")
+    return 0
+
+
+def goes_on(load):
+    """As if nothing had happened to the image."""
+    before = load.answered["write"]
+    load.run(16, lambda: load.answered["write"] > before + 300)
+    load.drain()
+    load.close()
+
+
+def told_of(server, words):
+    """list and show say what became of the image."""
+    for told in (blkq("list"), blkq("show", server.name), server.facts()["backing-file"]):
+        if words not in told:
+            raise AssertionError(f"nothing of {words!r} in: {told}")
+
+
+def main(scratch, rounds):
+    refused = 0
+    for number in range(int(rounds)):
+        for options in MODES:
+            for what in (truncated, deleted, replaced):
+                chance = random.Random(number)
+                try:
+                    refused += what(pathlib.Path(scratch, "changing.img"), options, chance)
+                except BaseException as error:
+                    raise SystemExit(f"{what.__name__}, {' '.join(options)}, round {number}: {error!r}") from error
+    print(f"    truncated, deleted, replaced under load {rounds} times in {len(MODES)} modes; "
+          f"{refused} reads beyond the end were EIO")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,137 @@
+#!/usr/bin/python3
+"""The loss of the kernel: a user-mode Linux runs the daemon, on an image in an ext4 of its own, and
+a client with exact books; killed, it takes with it what its page cache held. The image is then
+found on the disk that it leaves, and must hold what docs/durability.md promises.
+kernel.py SCRATCH CRASHES [SEED]"""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+from files import Mounted, run
+from model import SECTOR, Model, Operation
+
+# For who wants to see it fail: more options of attach.
+MORE = os.environ.get("CRASH_ATTACH", "").split()
+SECTORS = 4096
+DISK_BYTES, BOOKS_BYTES = 96 << 20, 32 << 20
+MODES = [("direct", "on"), ("buffered", "off")]
+BOOT_S = 90
+
+
+class Machine:
+    """A user-mode Linux with two disks: one for the image, one for the client's books."""
+
+    def __init__(self, scratch, disk, books, direct_io, seed):
+        inside = pathlib.Path(__file__).parent / "kernel_inside"
+        self.console = open(pathlib.Path(scratch, "console"), "w+b")
+        options = pathlib.Path(scratch, "attach-options")
+        options.write_text("\n".join(["--direct-io", direct_io, "--sector-size", "512", *MORE]), encoding="ascii")
+        environment = {"BLKQ": os.environ["BLKQ"], "OPTIONS": options, "SEED": seed, "SECTORS": SECTORS}
+        self.process = subprocess.Popen(
+            ["linux.uml", "mem=256M", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", f"init={inside}",
+             f"ubda={disk}", f"ubdb={books}", "con=null", "con0=null,fd:1", "quiet",
+             *(f"{name}={value}" for name, value in environment.items())],
+            stdin=subprocess.DEVNULL, stdout=self.console, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def kill(self):
+        """At once, with all of the processes that it is made of."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + 20
+        while members(self.process.pid):
+            if time.monotonic() > deadline:
+                raise AssertionError("the machine's processes are not gone")
+            time.sleep(0.01)
+
+    def said(self):
+        """The end of what it said on its console."""
+        self.console.seek(0)
+        return self.console.read().decode(errors="replace")[-1500:]
+
+
+def members(session):
+    """The processes of a session that are not zombies."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(path.parent.name)
+    return found
+
+
+def sparse(path, size):
+    """An empty file of that size."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return path
+
+
+def replay(model, books):
+    """Takes the client's books into the model; how many requests began, and how many promises they
+    have: flushes and FUA writes that were answered."""
+    operations, flushes, promises = {}, {}, 0
+    for line in books.split(b"\0", 1)[0].decode("ascii").split("\n"):
+        words = line.split()
+        if not words:
+            continue
+        kind, number, *rest = words
+        if kind == "begin":
+            first, count, stamp, fua = map(int, rest)
+            operations[number] = Operation(first, count, stamp, bool(fua))
+            model.begin(operations[number])
+        elif kind == "end":
+            promises += operations[number].fua
+            model.end(operations[number])
+        elif kind == "flush":
+            flushes[number] = model.flush_began()
+        else:
+            model.flush_ended(flushes[number])
+            promises += 1
+    return len(operations), promises
+
+
+def main(scratch, crashes, seed="1"):
+    chance = random.Random(int(seed))
+    for number, (name, direct_io) in enumerate(MODES):
+        disk = sparse(pathlib.Path(scratch, "kernel.img"), DISK_BYTES)
+        run("mkfs.ext4", "-qF", "-J", "size=4", disk)
+        with Mounted(scratch, disk, "-o", "loop") as directory:
+            sparse(directory / "image", SECTORS * SECTOR)
+        model = Model(SECTORS, power=True)
+        share, begun, promises = (int(crashes) + number) // len(MODES), 0, 0
+        for crash in range(share):
+            books = sparse(pathlib.Path(scratch, "books.img"), BOOKS_BYTES)
+            machine = Machine(scratch, disk, books, direct_io, crash + 1)
+            try:
+                deadline = time.monotonic() + BOOT_S
+                while not books.read_bytes()[:1].strip(b"\0"):
+                    if time.monotonic() > deadline or machine.process.poll() is not None:
+                        raise AssertionError(f"the machine does nothing; it said: {machine.said()}")
+                    time.sleep(0.02)
+                time.sleep(0.1 + min(chance.expovariate(1 / 0.5), 3))
+            finally:
+                machine.kill()
+            told = replay(model, books.read_bytes())
+            begun, promises = begun + told[0], promises + told[1]
+            with Mounted(scratch, disk, "-o", "loop") as directory:
+                held = (directory / "image").read_bytes()
+            run("e2fsck", "-fn", disk)
+            wrong = model.check(held, settle=True)
+            if wrong:
+                raise SystemExit(f"{name}, crash {crash + 1}: {len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}; "
+                                 f"it said: {machine.said()}")
+        if share and not promises:
+            raise SystemExit(f"{name}: nothing was promised: this tested nothing")
+        print(f"    {name}: {share} kernels lost, {begun} requests, {promises} promises kept", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,121 @@
+"""What a device may hold after a crash: an exact model of every sector, for clients that know
+which of their requests were answered. Sectors are 512 bytes, times are counts of events."""
+
+SECTOR = 512
+ZEROES = bytes(SECTOR)
+
+
+def content(sector, stamp):
+    """What a sector holds that was written with `stamp`; 0 is zeroes."""
+    if stamp == 0:
+        return ZEROES
+    return (sector.to_bytes(8, "big") + stamp.to_bytes(8, "big")) * (SECTOR // 16)
+
+
+def stamp_of(sector, held):
+    """The stamp of a sector's bytes; None if nobody wrote such bytes there."""
+    stamp = int.from_bytes(held[8:16], "big")
+    return stamp if held == content(sector, stamp) else None
+
+
+class Operation:
+    """One write, discard or write of zeroes of a client."""
+
+    __slots__ = ("first", "count", "stamp", "fua", "begun", "ended", "safe")
+
+    def __init__(self, first, count, stamp, fua=False):
+        self.first, self.count, self.stamp, self.fua = first, count, stamp, fua
+        self.begun, self.ended, self.safe = 0, None, False
+
+    def sectors(self):
+        """The sectors it changes."""
+        return range(self.first, self.first + self.count)
+
+    def data(self):
+        """What it writes."""
+        return b"".join(content(sector, self.stamp) for sector in self.sectors())
+
+
+class Model:
+    """Of each sector the operations whose content it may hold.
+
+    One is out of the question as soon as another began after it had ended, and is safe. When
+    only the process dies, what was answered is safe; when the power fails (`power`), what was
+    answered with FUA, or before a flush began that was answered too."""
+
+    def __init__(self, sectors, power=False):
+        self.power, self.now, self.unsafe = power, 0, {}
+        # Sectors of which something has changed; for who looks only at those.
+        self.touched = set()
+        self.may_hold = [[] for _ in range(sectors)]
+        for sector in range(sectors):
+            self.settle(sector, 0)
+
+    def settle(self, sector, stamp):
+        """The sector was found to hold this, and will until it is written."""
+        settled = Operation(sector, 1, stamp)
+        settled.ended, settled.safe = self.now, True
+        self.may_hold[sector] = [settled]
+
+    def begin(self, operation):
+        """It is about to be sent."""
+        self.now += 1
+        operation.begun = self.now
+        self.touched.update(operation.sectors())
+        for sector in operation.sectors():
+            self.may_hold[sector].append(operation)
+
+    def end(self, operation):
+        """It was answered without an error."""
+        self.now += 1
+        operation.ended = self.now
+        if operation.fua or not self.power:
+            self._make_safe(operation)
+        else:
+            self.unsafe[operation] = None
+
+    def flush_began(self):
+        """The time of a flush that is about to be sent."""
+        self.now += 1
+        return self.now
+
+    def flush_ended(self, began):
+        """The flush of that time was answered without an error."""
+        for operation in [each for each in self.unsafe if each.ended < began]:
+            del self.unsafe[operation]
+            self._make_safe(operation)
+
+    def _make_safe(self, operation):
+        operation.safe = True
+        self.touched.update(operation.sectors())
+        for sector in operation.sectors():
+            older = self.may_hold[sector]
+            if len(older) > 1:
+                self.may_hold[sector] = [
+                    each for each in older if each.ended is None or each.ended >= operation.begun]
+
+    def allows(self, sector, stamp):
+        """Whether the sector may hold this after a crash now."""
+        return any(each.stamp == stamp for each in self.may_hold[sector])
+
+    def check(self, image, settle=False, also=(), only=None):
+        """Compares all sectors, or `only` those, with `image`; what it finds wrong, as lines. `also`
+        are operations that may have begun; with `settle` the model goes on from what it found."""
+        wrong = []
+        further = {}
+        for operation in also:
+            for sector in operation.sectors():
+                further.setdefault(sector, set()).add(operation.stamp)
+        for sector in range(len(self.may_hold)) if only is None else only:
+            may = self.may_hold[sector]
+            held = image[sector * SECTOR:(sector + 1) * SECTOR]
+            stamp = stamp_of(sector, held)
+            if not any(each.stamp == stamp for each in may) and stamp not in further.get(sector, ()):
+                told = f"stamp {stamp}" if stamp is not None else f"foreign bytes {held[:16].hex()}"
+                wrong.append(f"sector {sector} holds {told}, want one of "
+                             f"{[(each.stamp, each.begun, each.ended, each.safe) for each in may]}")
+            elif settle and (len(may) > 1 or not may[0].safe):
+                self.settle(sector, stamp)
+        if settle:
+            self.unsafe.clear()
+        return wrong

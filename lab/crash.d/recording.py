@@ -1,0 +1,51 @@
+"""An image in the recorder's file system, for as long as a test lasts."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import log
+
+
+class Recording:
+    """Mounts it; `image` is the file to serve. Unmounts at the end, whatever happened."""
+
+    def __init__(self, scratch, size, direct=False, name="recorded"):
+        self.mountpoint = pathlib.Path(scratch, f"{name}.mnt")
+        self.backing = pathlib.Path(scratch, f"{name}.img")
+        self.log = pathlib.Path(scratch, f"{name}.log")
+        self.image, self.size, self.direct = self.mountpoint / "image", size, direct
+        self.process = self.marks = None
+
+    def __enter__(self):
+        self.mountpoint.mkdir(exist_ok=True)
+        self.log.unlink(missing_ok=True)
+        with open(self.backing, "wb") as file:
+            file.truncate(self.size)
+        recorder = pathlib.Path(__file__).parent / "recorder.py"
+        self.process = subprocess.Popen([sys.executable, recorder, self.mountpoint, self.backing, self.log,
+                                         "direct" if self.direct else ""])
+        deadline = time.monotonic() + 10
+        while not self.image.exists():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise AssertionError("the recorder's file system did not appear")
+            time.sleep(0.01)
+        self.marks = os.open(self.mountpoint / "mark", os.O_WRONLY)
+        return self
+
+    def mark(self, number):
+        """A mark in the log: what was answered until now is answered at this place."""
+        os.write(self.marks, str(number).encode())
+
+    def entries(self):
+        """The log."""
+        return log.read(self.log)
+
+    def __exit__(self, *_):
+        os.close(self.marks)
+        subprocess.run(["umount", "-l", self.mountpoint], check=False)
+        self.process.kill()
+        self.process.wait()
+        self.mountpoint.rmdir()
