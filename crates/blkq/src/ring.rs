@@ -91,6 +91,8 @@ static POLICY: OnceLock<Policy> = OnceLock::new();
 
 /// Has `policy` hold for all rings that are made from now on. The first one stays.
 pub fn set_policy(policy: Policy) {
+    #[cfg(not(any(simulation, loom, shuttle)))]
+    uring::look_at_limits();
     // A second one would be the same one again, or come too late.
     let _ = POLICY.set(policy);
 }

@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
-use std::time::Duration;
+use std::sync::LazyLock;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
+use rustix::process::{Resource, getrlimit};
 
 use super::{Cqe, FileSlot, RingCounters, Token, policy};
 use crate::buffer::{IoBuffer, Segment};
@@ -19,6 +22,17 @@ const BUFFER_SLOTS: u16 = 1024;
 /// Slots behind them that are kept for the kernel to fill: as many as a ublk queue has tags.
 const KERNEL_SLOTS: u16 = 4096;
 
+/// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
+/// until then its memory is counted as locked by the user whose it was (Linux 6.14 on).
+const MEMORY_WAIT: Duration = Duration::from_secs(2);
+const MEMORY_LOOK: Duration = Duration::from_millis(20);
+
+/// The bytes of buffers that one ring registers at most: a 16th of the memory that may be locked
+/// (`RLIMIT_MEMLOCK`). It is one account for all processes of a user, rings that others begin
+/// included.
+static REGISTERED_MAX: LazyLock<usize> =
+    LazyLock::new(|| getrlimit(Resource::Memlock).current.map_or(usize::MAX, |limit| limit as usize / 16));
+
 /// What a ring registers after its beginning (`IORING_UNREGISTER_FILES`,
 /// `IORING_REGISTER_FILES_UPDATE`, `IORING_REGISTER_BUFFERS_UPDATE`).
 const REGISTER_OPERATIONS: [u8; 3] = [3, 6, 16];
@@ -30,6 +44,9 @@ pub struct Ring {
     probe: Probe,
     files: Vec<u32>,
     buffers: Vec<u16>,
+    /// Bytes of the buffers that are registered, and the most that there may be.
+    registered: usize,
+    registered_max: usize,
     /// The slots for the kernel to fill that nobody has.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
@@ -55,11 +72,12 @@ impl Ring {
         // NO_SQARRAY came with Linux 6.6; without it the ring is the same, with one indirection more.
         let mut without_sqarray = builder.clone();
         without_sqarray.setup_no_sqarray();
-        let uring = without_sqarray.build(entries).or_else(|_| builder.build(entries)).map_err(|e| {
+        let build = || without_sqarray.build(entries).or_else(|_| builder.build(entries));
+        let uring = with_patience(build).map_err(|e| {
             let cure = match e.raw_os_error() {
                 Some(libc::EPERM) => "io_uring is forbidden here: set kernel.io_uring_disabled=0 or allow it in the seccomp profile",
                 Some(libc::ENOSYS) | Some(libc::EINVAL) => "blkq needs Linux 6.1 or newer",
-                Some(libc::ENOMEM) => "raise the limit of locked memory (ulimit -l)",
+                Some(libc::ENOMEM) => "too little memory may be locked: raise the limit (ulimit -l), or end others that use io_uring",
                 _ => "see io_uring_setup(2)",
             };
             Error::system(format!("cannot set up io_uring ({cure})"), e)
@@ -91,6 +109,8 @@ impl Ring {
             probe,
             files,
             buffers,
+            registered: 0,
+            registered_max: *REGISTERED_MAX,
             kernel_buffers,
             counters: RingCounters::default(),
             early: Vec::new(),
@@ -226,12 +246,18 @@ impl Ring {
     /// time. Not being able to (locked-memory limit, table full) is no error: the buffer
     /// then stays as it is.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        if self.registered + buffer.len() > self.registered_max {
+            return;
+        }
         let Some(slot) = self.buffers.pop() else { return };
         let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         // SAFETY: the kernel pins the pages itself; unregistering or closing the ring unpins them.
         let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[iovec], None) };
         match done {
-            Ok(_) => buffer.set_registered(slot),
+            Ok(_) => {
+                self.registered += buffer.len();
+                buffer.set_registered(slot);
+            }
             Err(_) => self.buffers.push(slot),
         }
     }
@@ -246,6 +272,7 @@ impl Ring {
         // SAFETY: an empty entry unpins what the slot held.
         let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[empty], None) };
         if done.is_ok() {
+            self.registered -= buffer.len();
             self.buffers.push(slot);
         }
         buffer.set_registered(Segment::UNREGISTERED);
@@ -277,6 +304,24 @@ impl Ring {
     }
 }
 
+/// A thread that is confined may not ask what rings ask once: this asks.
+pub(super) fn look_at_limits() {
+    LazyLock::force(&REGISTERED_MAX);
+}
+
+/// What `build` makes, tried again while there is no memory for it.
+fn with_patience(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Result<IoUring> {
+    let begin = Instant::now();
+    loop {
+        match build() {
+            Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && begin.elapsed() < MEMORY_WAIT => {
+                thread::sleep(MEMORY_LOOK);
+            }
+            result => return result,
+        }
+    }
+}
+
 /// Has `uring`, which is not enabled yet, carry out `operations` and nothing else, and enables it.
 fn restrict(uring: &IoUring, operations: &[u8]) -> std::io::Result<()> {
     let flags = (squeue::Flags::FIXED_FILE | squeue::Flags::ASYNC).bits();
@@ -299,6 +344,8 @@ impl Drop for Ring {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use io_uring::opcode;
 
     use super::*;
@@ -313,6 +360,33 @@ mod tests {
         assert_eq!(ring.keep_kernel_buffers(90).unwrap(), first + 4000);
         assert!(ring.keep_kernel_buffers(7).is_err());
         ring.unregister_buffer(&mut buffer);
+    }
+
+    #[test]
+    fn a_ring_waits_for_memory_and_for_nothing_else() {
+        let calls = Cell::new(0);
+        let fail = |errno| {
+            calls.set(calls.get() + 1);
+            Err(std::io::Error::from_raw_os_error(errno))
+        };
+        let late = || if calls.get() < 3 { fail(libc::ENOMEM) } else { IoUring::new(4) };
+        assert!(with_patience(late).is_ok());
+        assert_eq!(calls.replace(0), 3);
+        let refused = with_patience(|| fail(libc::EPERM)).err().unwrap();
+        assert_eq!((calls.get(), refused.raw_os_error()), (1, Some(libc::EPERM)));
+    }
+
+    #[test]
+    fn buffers_are_registered_up_to_a_share_of_what_may_be_locked() {
+        let mut ring = Ring::new(4).unwrap();
+        ring.registered_max = 8192;
+        let mut buffers = [IoBuffer::zeroed(4096), IoBuffer::zeroed(4096), IoBuffer::zeroed(4096)];
+        buffers.iter_mut().for_each(|buffer| ring.register_buffer(buffer));
+        assert_eq!(buffers.each_ref().map(IoBuffer::is_registered), [true, true, false]);
+        ring.unregister_buffer(&mut buffers[0]);
+        ring.register_buffer(&mut buffers[2]);
+        assert!(buffers[2].is_registered());
+        buffers.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
     }
 
     #[test]
