@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use blkq::Error;
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use super::abi::DeviceInfo;
@@ -94,10 +95,12 @@ impl Deputy {
                 self.lost = reply.errno == libc::ETIMEDOUT;
                 Err(io::Error::from_raw_os_error(reply.errno))
             }
-            Err(_) => {
+            // EAGAIN is how the end of a socket's timeout is told.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 self.lost = true;
                 Err(io::ErrorKind::TimedOut.into())
             }
+            Err(_) => Err(io::Error::other("the process that gives ublk's commands was killed")),
         }
     }
 
@@ -184,7 +187,7 @@ fn serve(socket: &mut UnixStream) -> io::Result<()> {
     let result = ControlDevice::open().map_err(|_| libc::EIO).and_then(|mut control| {
         let done = match request.what {
             ADD => control.add(&mut info),
-            START => control.start(info.dev_id, request.pid),
+            START => while_it_lives(request.pid, || control.start(info.dev_id, request.pid)),
             what => control.give(what, info.dev_id),
         };
         done.map_err(|e| if e.kind() == io::ErrorKind::TimedOut { libc::ETIMEDOUT } else { raw(&e) })
@@ -200,6 +203,60 @@ fn serve(socket: &mut UnixStream) -> io::Result<()> {
     told
 }
 
+/// Does `start`, and dies with the server: without that, the kernel waits for the queues of the
+/// device for as long as it may, and the deputy with it.
+fn while_it_lives(server: u32, start: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    // It may be dead already.
+    if getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server) {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    let started = start();
+    set_parent_process_death_signal(None)?;
+    started
+}
+
 fn raw(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn deputy_of(socket: UnixStream, process: libc::pid_t) -> Deputy {
+        socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        Deputy { socket, process, lost: false }
+    }
+
+    #[test]
+    #[expect(clippy::zombie_processes, reason = "the deputy waits for it")]
+    fn a_dead_deputy_is_not_a_kernel_that_does_not_answer() {
+        let child = std::process::Command::new("true").spawn().unwrap();
+        let (socket, other) = UnixStream::pair().unwrap();
+        let mut deputy = deputy_of(socket, child.id() as libc::pid_t);
+        drop(other);
+        let error = deputy.give(STOP, 0).unwrap_err();
+        assert!(error.to_string().contains("killed"), "{error}");
+        assert!(!deputy.lost, "it is to be waited for");
+    }
+
+    #[test]
+    fn a_deputy_that_does_not_answer_is_not_waited_for() {
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let (socket, _other) = UnixStream::pair().unwrap();
+        let mut deputy = deputy_of(socket, child.id() as libc::pid_t);
+        assert_eq!(deputy.give(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        drop(deputy);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn nothing_is_started_for_a_server_that_is_gone() {
+        let never = || -> io::Result<()> { panic!("started") };
+        let not_the_parent = std::process::id();
+        assert_eq!(while_it_lives(not_the_parent, never).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        set_parent_process_death_signal(None).unwrap();
+    }
 }
