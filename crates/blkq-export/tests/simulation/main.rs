@@ -11,12 +11,13 @@
 mod client;
 mod model;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
-use blkq::simulation::{self, Chance, Faults};
+use blkq::simulation::{self, Chance, Defect, Faults};
 use blkq::{ClockMode, Disk, SchedulerKind, SimulatedEngine};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 
@@ -114,8 +115,8 @@ struct Seen {
     digest: u64,
 }
 
-/// Lives through the fate of `seed`.
-fn live(seed: u64) -> Seen {
+/// Lives through the fate of `seed`, over a kernel that may have a defect.
+fn live(seed: u64, defect: Option<Defect>) -> Seen {
     let mut chance = Chance(seed);
     let image = std::env::temp_dir().join(format!(
         "blkq-simulation-{}-{:?}",
@@ -126,6 +127,7 @@ fn live(seed: u64) -> Seen {
     // Data everywhere, so that what block status says of it is right.
     std::fs::write(&image, vec![1; setup.sectors as usize * 512]).unwrap();
     simulation::begin(chance.word(), setup.sectors << 9, Faults::default());
+    simulation::set_defect(defect);
     let block_sectors = u64::from(setup.options.sector_size.unwrap_or(512)) / 512;
     let mut common = Common {
         model: Model::new(setup.sectors as usize),
@@ -255,14 +257,14 @@ fn number(name: &str, default: u64) -> u64 {
 /// Runs a seed so that a failure names it.
 fn run(seed: u64) -> Seen {
     let named = format!("seed {seed}");
-    let thread = std::thread::Builder::new().name(named.clone()).spawn(move || live(seed)).unwrap();
+    let thread = std::thread::Builder::new().name(named.clone()).spawn(move || live(seed, None)).unwrap();
     thread.join().unwrap_or_else(|_| panic!("{named} failed; BLKQ_SEED={seed} lab/simulate runs it again"))
 }
 
 #[test]
 fn seeds() {
     if let Ok(seed) = std::env::var("BLKQ_SEED") {
-        let seen = live(seed.parse().unwrap());
+        let seen = live(seed.parse().unwrap(), None);
         return println!("seed {seed}: {seen:?}");
     }
     let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
@@ -297,5 +299,45 @@ fn seeds_that_found_defects() {
 fn a_seed_has_one_fate() {
     for seed in [1, 2, 3, 1 << 40] {
         assert_eq!(run(seed), run(seed));
+    }
+}
+
+/// What the clients or the model say of each defect, and within how many seeds one of them does.
+const NOTICED: [(Defect, &[&str], u64); 7] = [
+    (Defect::LostSync, &["the file holds what cannot be"], 32),
+    (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
+    (Defect::MisplacedWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
+    (Defect::StaleRead, &["a read brought what cannot be"], 32),
+    (Defect::IgnoredDsync, &["the file holds what cannot be"], 64),
+    (Defect::EndedTwice, &["the driver completed tag"], 32),
+    (Defect::NeverEnded, &["requests are not answered", "the engine does not end"], 32),
+];
+
+/// The first of `seeds` that fails with this defect, and what it says.
+fn first_that_fails(defect: Defect, seeds: Range<u64>) -> Option<(u64, String)> {
+    seeds.into_iter().find_map(|seed| {
+        let thread = std::thread::Builder::new().name(QUIET.to_owned());
+        let failed = thread.spawn(move || live(seed, Some(defect))).unwrap().join().err()?;
+        let said = failed.downcast_ref::<String>().cloned();
+        Some((seed, said.or_else(|| failed.downcast_ref::<&str>().map(|said| (*said).to_owned()))?))
+    })
+}
+
+/// Threads of this name fail on purpose, and are not to be heard.
+const QUIET: &str = "has a defect";
+
+#[test]
+fn defects_are_noticed() {
+    let loud = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if std::thread::current().name() != Some(QUIET) {
+            loud(panic);
+        }
+    }));
+    for (defect, expected, within) in NOTICED {
+        let (seed, said) = first_that_fails(defect, 0..within)
+            .unwrap_or_else(|| panic!("{defect:?} is not noticed in {within} seeds"));
+        assert!(expected.iter().any(|begin| said.starts_with(begin)), "{defect:?}, seed {seed}: {said}");
+        println!("{defect:?} is noticed by seed {seed}: {}", said.split(';').next().unwrap_or(&said));
     }
 }

@@ -49,10 +49,11 @@ impl SimulatedFile {
     }
 
     pub(super) fn read(&self, offset: usize, into: &mut [u8]) {
-        self.current.as_flattened()[offset..offset + into.len()]
-            .iter()
-            .zip(into)
-            .for_each(|(from, to)| *to = *from);
+        into.copy_from_slice(&self.current.as_flattened()[offset..offset + into.len()]);
+    }
+
+    pub(super) fn read_durable(&self, offset: usize, into: &mut [u8]) {
+        into.copy_from_slice(&self.durable.as_flattened()[offset..offset + into.len()]);
     }
 
     pub(super) fn write(&mut self, offset: usize, bytes: &[u8]) {

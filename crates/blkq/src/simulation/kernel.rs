@@ -5,7 +5,7 @@
 use io_uring::{opcode, squeue};
 
 use super::Chance;
-use super::file::SimulatedFile;
+use super::file::{SECTOR_BYTES, SimulatedFile};
 use crate::ring::{Cqe, Token};
 
 /// How often things go wrong: once in so many operations, 0 for never.
@@ -31,6 +31,29 @@ pub struct Faults {
     /// The file system zeroes no ranges.
     pub no_zero_range: bool,
 }
+
+/// What the simulated kernel or its file does wrong without telling: nothing that a block layer
+/// could make good, so whoever checks it must notice.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Defect {
+    /// Syncs end well, and nothing is durable.
+    LostSync,
+    /// Now and then a write ends well, and was not done.
+    LostWrite,
+    /// Now and then a write ends well, and was done at another place.
+    MisplacedWrite,
+    /// Now and then a read brings what is durable, not what was written since.
+    StaleRead,
+    /// RWF_DSYNC is not heeded.
+    IgnoredDsync,
+    /// Now and then an operation's end is reported twice.
+    EndedTwice,
+    /// Now and then an operation's end is never reported.
+    NeverEnded,
+}
+
+/// How often now and then is: once in so many operations.
+const DEFECT_ONE_IN: u64 = 4;
 
 /// struct io_uring_sqe of include/uapi/linux/io_uring.h, as far as it is used.
 #[repr(C)]
@@ -74,6 +97,7 @@ enum Tried {
 
 pub(crate) struct Kernel {
     pub faults: Faults,
+    pub defect: Option<Defect>,
     pub file: SimulatedFile,
     pub ended: Vec<Cqe>,
     pub dead: bool,
@@ -88,6 +112,7 @@ impl Kernel {
     pub fn new(file_bytes: u64, faults: Faults) -> Kernel {
         Kernel {
             faults,
+            defect: None,
             file: SimulatedFile::new(file_bytes),
             ended: Vec::new(),
             dead: false,
@@ -134,10 +159,24 @@ impl Kernel {
                 let what = u64::from(pending.sqe.opcode) << 32 | u64::from(result as u32);
                 self.digest =
                     (self.digest.rotate_left(5) ^ what ^ pending.sqe.off).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                let of_file = is_of_file(pending.sqe.opcode);
+                if of_file && self.has_defect(Defect::NeverEnded, chance) {
+                    return;
+                }
                 self.end(pending.sqe.user_data, result, flags);
+                // Not of one that goes on: its memory would be used by the rest, after its end.
+                let whole = !matches!(-result, libc::EAGAIN | libc::EINTR) && self.faults.short == 0;
+                if of_file && whole && self.has_defect(Defect::EndedTwice, chance) {
+                    self.end(pending.sqe.user_data, result, flags);
+                }
             }
             Tried::Blocked => self.pending.push(pending),
         }
+    }
+
+    /// Whether `defect` is there, and shows this time.
+    fn has_defect(&self, defect: Defect, chance: &mut Chance) -> bool {
+        self.defect == Some(defect) && chance.one_in(DEFECT_ONE_IN)
     }
 
     fn end(&mut self, user_data: u64, result: i32, flags: u32) {
@@ -200,7 +239,9 @@ impl Kernel {
                     }
                     return ended(-libc::EIO);
                 }
-                self.file.sync(upto);
+                if self.defect != Some(Defect::LostSync) {
+                    self.file.sync(upto);
+                }
                 ended(0)
             }
             opcode::Fallocate::CODE => ended(self.allocate(&sqe, chance)),
@@ -233,7 +274,11 @@ impl Kernel {
         let wanted: usize = vectors.iter().map(|vector| vector.iov_len).sum();
         let total = self.portion(wanted.min(self.file.bytes().saturating_sub(offset)), chance);
         let mut bytes = vec![0; total];
-        self.file.read(offset, &mut bytes);
+        if self.has_defect(Defect::StaleRead, chance) {
+            self.file.read_durable(offset, &mut bytes);
+        } else {
+            self.file.read(offset, &mut bytes);
+        }
         let mut left = &bytes[..];
         for vector in vectors {
             let (now, rest) = left.split_at(vector.iov_len.min(left.len()));
@@ -260,8 +305,17 @@ impl Kernel {
             return -[libc::EIO, libc::ENOSPC][chance.below(2) as usize];
         }
         let total = self.portion(bytes.len(), chance);
+        if self.has_defect(Defect::LostWrite, chance) {
+            return total as i32;
+        }
+        let mut offset = offset;
+        if self.has_defect(Defect::MisplacedWrite, chance) {
+            let places = (self.file.bytes() - total) / SECTOR_BYTES + 1;
+            offset = chance.below(places as u64) as usize * SECTOR_BYTES;
+        }
         self.file.write(offset, &bytes[..total]);
-        if sqe.op_flags & libc::RWF_DSYNC as u32 != 0 {
+        let durable = sqe.op_flags & libc::RWF_DSYNC as u32 != 0;
+        if durable && self.defect != Some(Defect::IgnoredDsync) {
             self.file.sync_range(offset, total);
         }
         total as i32

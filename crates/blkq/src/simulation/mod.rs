@@ -12,8 +12,8 @@ mod ring;
 use std::cell::RefCell;
 
 pub use file::{SECTOR_BYTES, SimulatedFile};
-pub use kernel::Faults;
 pub(crate) use kernel::Kernel;
+pub use kernel::{Defect, Faults};
 pub use ring::Ring;
 
 thread_local! {
@@ -79,6 +79,11 @@ pub fn pass(ns: u64) {
 /// From now on other things go wrong.
 pub fn set_faults(faults: Faults) {
     with(|world| world.kernel.faults = faults);
+}
+
+/// From now on the kernel has this defect.
+pub fn set_defect(defect: Option<Defect>) {
+    with(|world| world.kernel.defect = defect);
 }
 
 /// How often something went wrong so far.
