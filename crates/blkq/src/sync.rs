@@ -24,9 +24,13 @@ pub(crate) use std::{
 };
 
 use std::sync::TryLockError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+#[cfg(all(test, any(loom, shuttle)))]
+use std::time::Instant;
 
 use atomic::Ordering::SeqCst;
+
+use crate::clock::monotonic_ns;
 
 /// Locks `mutex`, taking over the data of a thread that panicked while holding it:
 /// every critical section of the crate leaves its data consistent at each step.
@@ -75,17 +79,18 @@ impl WaitQueue {
     /// The same, but for `timeout` at most: whether the condition came to hold.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
         // A timeout beyond the clock's range is none.
-        self.wait(condition, Instant::now().checked_add(timeout))
+        let timeout_ns = u64::try_from(timeout.as_nanos()).ok();
+        self.wait(condition, timeout_ns.and_then(|timeout_ns| monotonic_ns().checked_add(timeout_ns)))
     }
 
-    fn wait(&self, mut condition: impl FnMut() -> bool, until: Option<Instant>) -> bool {
+    fn wait(&self, mut condition: impl FnMut() -> bool, until_ns: Option<u64>) -> bool {
         loop {
             let seen = self.wakes.load(SeqCst);
             seq_cst_for_loom();
             if condition() {
                 return true;
             }
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = until_ns.map(|until_ns| Duration::from_nanos(until_ns.saturating_sub(monotonic_ns())));
             if left.is_some_and(|left| left.is_zero()) {
                 return false;
             }
@@ -99,8 +104,14 @@ impl WaitQueue {
         self.futex_wake_all();
     }
 
+    /// The simulated world has one thread: while it waits the world goes on.
+    #[cfg(simulation)]
+    fn futex_wait(&self, _seen: u32, _timeout: Option<Duration>) {
+        crate::simulation::go_on();
+    }
+
     /// Sleeps unless more wake-ups than `seen` were counted.
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(any(loom, shuttle, simulation)))]
     fn futex_wait(&self, seen: u32, timeout: Option<Duration>) {
         use rustix::thread::futex;
         let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());

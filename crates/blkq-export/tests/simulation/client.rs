@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-use blkq::simulation::{Chance, SECTOR_BYTES};
+use blkq::simulation::{self, Chance, SECTOR_BYTES};
 use blkq_export::nbd::proto::*;
 
 use super::model::{Content, Model, payload};
@@ -25,6 +25,8 @@ struct Outstanding {
     fast_zero: bool,
     /// It must be refused: it is wrong.
     wrong: bool,
+    /// It writes to what the client was told is read-only.
+    denied: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,13 +36,45 @@ enum Replies {
     Extended,
 }
 
+/// What something was at what time. While it is changed it may be the one or the other.
+pub struct History<T>(Vec<(u64, [T; 2])>);
+
+impl<T: Copy> History<T> {
+    pub fn new(now: u64, value: T) -> History<T> {
+        History(vec![(now, [value; 2])])
+    }
+
+    pub fn now(&self) -> T {
+        self.0[self.0.len() - 1].1[1]
+    }
+
+    /// A change to `value` begins.
+    pub fn begin(&mut self, now: u64, value: T) {
+        self.0.push((now, [self.now(), value]));
+    }
+
+    /// No change goes on, and this is what came of it.
+    pub fn end(&mut self, now: u64, value: T) {
+        self.0.push((now, [value; 2]));
+    }
+
+    /// Whether it may have been one that `is` so, at any time from `since` until now.
+    pub fn may(&self, since: u64, is: impl Fn(T) -> bool) -> bool {
+        let before = self.0.iter().rposition(|(from, _)| *from <= since).unwrap_or(0);
+        self.0[before..].iter().flat_map(|(_, values)| values).any(|value| is(*value))
+    }
+}
+
 /// What all clients of a device share.
 pub struct Common {
     pub model: Model,
     /// Counts everything that clients do.
     pub now: u64,
-    pub sectors: u64,
     pub block_sectors: u64,
+    pub sectors: History<u64>,
+    pub read_only: History<bool>,
+    /// Writes of the file after the last change.
+    pub writes_seen: u64,
     /// Something went wrong in this life of the server, so that errors are allowed.
     pub errors_allowed: bool,
     pub replies: u64,
@@ -48,9 +82,17 @@ pub struct Common {
 }
 
 impl Common {
-    fn tick(&mut self) -> u64 {
+    pub fn tick(&mut self) -> u64 {
         self.now += 1;
         self.now
+    }
+
+    /// Nothing was written since the device became read-only, if it is.
+    pub fn check_read_only(&self) {
+        if self.read_only.now() {
+            let writes = simulation::with_file(|file| file.writes());
+            assert_eq!(writes, self.writes_seen, "a read-only device was written to");
+        }
     }
 }
 
@@ -63,6 +105,9 @@ pub struct Client {
     /// Option replies still expected before transmission.
     greeted: bool,
     ready: bool,
+    /// What the server said of the device.
+    sectors: u64,
+    flags: TransmissionFlags,
     outstanding: BTreeMap<u64, Outstanding>,
     pub closed: bool,
 }
@@ -103,6 +148,8 @@ impl Client {
             block_status,
             greeted: false,
             ready: false,
+            sectors: 0,
+            flags: TransmissionFlags::empty(),
             outstanding: BTreeMap::new(),
             closed: false,
         };
@@ -165,7 +212,7 @@ impl Client {
                 here
             })
             .unwrap();
-        let blocks = common.sectors / common.block_sectors;
+        let blocks = self.sectors / common.block_sectors;
         let most = if chance.one_in(4) { 40 } else { 4 };
         let length = 1 + chance.below(most.min(blocks));
         let first = chance.below(blocks - length + 1);
@@ -185,7 +232,7 @@ impl Client {
             || command != Command::Flush && chance.one_in(40);
         if wrong && (self.block_status || command != Command::BlockStatus) {
             offset = match chance.below(3) {
-                0 => common.sectors << 9,
+                0 => self.sectors << 9,
                 1 => offset + 1,
                 _ => u64::MAX - 511,
             };
@@ -195,14 +242,15 @@ impl Client {
             Command::Trim | Command::WriteZeroes => Some(Content::Zero),
             _ => None,
         };
-        if let (Some(content), false) = (content, wrong) {
+        let denied = content.is_some() && self.flags.contains(TransmissionFlags::READ_ONLY);
+        if let (Some(content), false) = (content, wrong || denied) {
             common.model.begin(cookie, sectors.clone(), &content, cookie);
         }
         self.request(command, flags, cookie, offset, bytes);
         if command == Command::Write {
             self.output.extend(payload(cookie, sectors.clone()));
         }
-        let outstanding = Outstanding { command, sectors, submitted: cookie, fua, fast_zero, wrong };
+        let outstanding = Outstanding { command, sectors, submitted: cookie, fua, fast_zero, wrong, denied };
         self.outstanding.insert(cookie, outstanding);
     }
 
@@ -232,14 +280,19 @@ impl Client {
         }
         if !self.ready {
             let Some(length) = self.field::<4>(16).map(u32::from_be_bytes) else { return false };
-            let ready = self.take(20 + length as usize, |_, bytes| {
-                assert_eq!(bytes[..8], OPTION_REPLY_MAGIC.to_be_bytes());
-                let (asked, kind) = (word32(&bytes[8..]), word32(&bytes[12..]));
-                assert!(kind < 1 << 31, "option {asked} is refused: {kind:#x}");
-                asked == option::GO && kind == option_reply::ACK
-            });
-            self.ready = ready == Some(true);
-            return ready.is_some();
+            let Some(reply) = self.take(20 + length as usize, |_, bytes| bytes.to_vec()) else {
+                return false;
+            };
+            assert_eq!(reply[..8], OPTION_REPLY_MAGIC.to_be_bytes());
+            let (asked, kind, data) = (word32(&reply[8..]), word32(&reply[12..]), &reply[20..]);
+            assert!(kind < 1 << 31, "option {asked} is refused: {kind:#x}");
+            if kind == option_reply::INFO && data[..2] == info::EXPORT.to_be_bytes() {
+                self.sectors = u64::from_be_bytes(data[2..10].try_into().unwrap()) >> 9;
+                let flags = u16::from_be_bytes(data[10..12].try_into().unwrap());
+                self.flags = TransmissionFlags::from_bits(flags).unwrap();
+            }
+            self.ready = asked == option::GO && kind == option_reply::ACK;
+            return true;
         }
         match self.replies {
             Replies::Simple => {
@@ -300,8 +353,35 @@ impl Client {
             return;
         }
         common.errors += u64::from(!ok);
-        let may_fail = common.errors_allowed || asked.fast_zero && error == NbdError::NotSupported as u32;
+        if asked.denied {
+            // What is not offered on a read-only device is wrong as well.
+            let invalid = asked.fast_zero && error == NbdError::Invalid as u32;
+            assert!(invalid || error == NbdError::Permission as u32, "error {error}: {asked:?}");
+            return;
+        }
+        let since = asked.submitted;
+        let writes = matches!(asked.command, Command::Write | Command::Trim | Command::WriteZeroes);
+        let may_deny = writes && common.read_only.may(since, |read_only| read_only);
+        let must_deny = writes && !common.read_only.may(since, |read_only| !read_only);
+        let (end, in_place) = (asked.sectors.end, asked.command != Command::Flush);
+        let may_be_beyond = in_place && common.sectors.may(since, |sectors| sectors < end);
+        let must_be_beyond = (writes || asked.command == Command::Read)
+            && !common.sectors.may(since, |sectors| sectors >= end);
+        let unknown = asked.command == Command::Trim && !self.flags.contains(TransmissionFlags::SEND_TRIM);
+        let refused = may_deny && error == NbdError::Permission as u32
+            || (may_be_beyond || unknown) && error == NbdError::Invalid as u32;
+        // What lies beyond the end of a device that became smaller has no status.
+        let nothing_there = asked.command == Command::BlockStatus && error == NbdError::Io as u32;
+        let may_fail = refused
+            || may_be_beyond && nothing_there
+            || common.errors_allowed
+            || asked.fast_zero && error == NbdError::NotSupported as u32;
         assert!(ok || may_fail, "error {error} though nothing went wrong: {asked:?}");
+        assert!(may_deny || error != NbdError::Permission as u32, "not permitted: {asked:?}");
+        if must_deny || must_be_beyond {
+            assert!(refused, "error {error}, not refused as it must be: {asked:?}");
+            return common.model.refuse(cookie, asked.sectors);
+        }
         match asked.command {
             Command::Read if ok => {
                 assert_eq!(content.len(), sector_bytes(&asked.sectors));

@@ -64,6 +64,11 @@ impl Model {
         Model { sectors: (0..sectors).map(|_| vec![first(Content::Zero)]).collect() }
     }
 
+    /// How many there are.
+    pub fn sectors(&self) -> u64 {
+        self.sectors.len() as u64
+    }
+
     /// A request that changes `sectors` was sent.
     pub fn begin(&mut self, request: u64, sectors: Range<u64>, content: &Content, now: u64) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
@@ -80,6 +85,13 @@ impl Model {
             for version in versions.iter_mut().filter(|version| version.request == request) {
                 (version.ended, version.done, version.promised) = (now, done, promised);
             }
+        }
+    }
+
+    /// It changed nothing, and will not.
+    pub fn refuse(&mut self, request: u64, sectors: Range<u64>) {
+        for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
+            versions.retain(|version| version.request != request);
         }
     }
 

@@ -1,5 +1,7 @@
 //! A file in memory, of which the writes since the last sync can be lost.
 
+use std::ops::Range;
+
 use super::Chance;
 
 /// The unit in which the power's failure leaves writes done or undone.
@@ -38,8 +40,8 @@ impl SimulatedFile {
         self.current.len() * SECTOR_BYTES
     }
 
-    /// Writes so far: what [`SimulatedFile::sync`] takes.
-    pub(super) fn writes(&self) -> u64 {
+    /// How often it was written so far.
+    pub fn writes(&self) -> u64 {
         self.writes
     }
 
@@ -64,7 +66,7 @@ impl SimulatedFile {
         }
     }
 
-    /// The writes up to number `upto` are durable.
+    /// The writes up to number `upto`, of [`SimulatedFile::writes`], are durable.
     pub(super) fn sync(&mut self, upto: u64) {
         for (durable, unsynced) in self.durable.iter_mut().zip(&mut self.unsynced) {
             let synced = unsynced.iter().take_while(|version| version.written <= upto).count();
@@ -82,9 +84,10 @@ impl SimulatedFile {
         }
     }
 
-    /// What is not synced never will be; some of it may be durable by accident.
-    pub(super) fn forget(&mut self, chance: &mut Chance) {
-        for (durable, unsynced) in self.durable.iter_mut().zip(&mut self.unsynced) {
+    /// What of these bytes is not synced never will be; some of it may be durable by accident.
+    pub(super) fn forget(&mut self, bytes: Range<usize>, chance: &mut Chance) {
+        let sectors = bytes.start / SECTOR_BYTES..bytes.end.div_ceil(SECTOR_BYTES);
+        for (durable, unsynced) in self.durable[sectors.clone()].iter_mut().zip(&mut self.unsynced[sectors]) {
             let left = chance.below(unsynced.len() as u64 + 1) as usize;
             if left > 0 {
                 *durable = unsynced[left - 1].content;

@@ -2,6 +2,9 @@
 //! chance chooses, now and then shorter than asked, interrupted, or not at all. File
 //! operations go to the simulated file, sockets are real and never block.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
+
 use io_uring::{opcode, squeue};
 
 use super::Chance;
@@ -21,8 +24,9 @@ pub struct Faults {
     pub write_error: u64,
     /// EIO of a sync.
     pub sync_error: u64,
-    /// What a failed sync was to make durable stays in the page cache, counts as synced, and
-    /// never is: what Linux does with pages that it could not write.
+    /// What a failed sync, or write with RWF_DSYNC, was to make durable stays in the page cache,
+    /// counts as synced, and never is; each open file is told of it once. What Linux does with
+    /// pages that it could not write.
     pub failed_sync_forgets: bool,
     /// EIO of a discard or of writing zeroes.
     pub allocate_error: u64,
@@ -106,6 +110,11 @@ pub(crate) struct Kernel {
     pub executed: u64,
     pub digest: u64,
     pending: Vec<Pending>,
+    /// How often pages were forgotten, and how much of that each open file was told (errseq_t).
+    forgotten: u64,
+    told: BTreeMap<i32, u64>,
+    /// Of files that were opened since, as all of them were when the process began.
+    told_before: u64,
 }
 
 impl Kernel {
@@ -121,6 +130,9 @@ impl Kernel {
             executed: 0,
             digest: 0,
             pending: Vec::new(),
+            forgotten: 0,
+            told: BTreeMap::new(),
+            told_before: 0,
         }
     }
 
@@ -232,17 +244,7 @@ impl Kernel {
             opcode::Fsync::CODE => {
                 // What was written while it ran may be durable or not.
                 let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };
-                if self.fails(chance, self.faults.sync_error) {
-                    self.syncs_failed += 1;
-                    if self.faults.failed_sync_forgets {
-                        self.file.forget(chance);
-                    }
-                    return ended(-libc::EIO);
-                }
-                if self.defect != Some(Defect::LostSync) {
-                    self.file.sync(upto);
-                }
-                ended(0)
+                ended(self.sync(sqe.fd, upto, chance))
             }
             opcode::Fallocate::CODE => ended(self.allocate(&sqe, chance)),
             opcode::PollAdd::CODE => poll(sqe.fd),
@@ -254,6 +256,41 @@ impl Kernel {
             opcode::SendMsg::CODE => send(sqe.fd, message(&sqe), &mut pending.sent, chance),
             other => panic!("the simulated kernel has no operation {other}"),
         }
+    }
+
+    /// A sync of all there is, outside of the ring.
+    pub fn sync_now(&mut self, fd: i32, chance: &mut Chance) -> i32 {
+        self.sync(fd, self.file.writes(), chance)
+    }
+
+    fn sync(&mut self, fd: i32, upto: u64, chance: &mut Chance) -> i32 {
+        if self.fails(chance, self.faults.sync_error) {
+            self.syncs_failed += 1;
+            if self.faults.failed_sync_forgets {
+                let all = 0..self.file.bytes();
+                self.forget(fd, all, chance);
+            }
+            return -libc::EIO;
+        }
+        if self.defect != Some(Defect::LostSync) {
+            self.file.sync(upto);
+        }
+        let told = self.told.insert(fd, self.forgotten).unwrap_or(self.told_before);
+        if told == self.forgotten { 0 } else { -libc::EIO }
+    }
+
+    /// Pages could not be written, and `fd` is told so.
+    fn forget(&mut self, fd: i32, bytes: Range<usize>, chance: &mut Chance) {
+        self.file.forget(bytes, chance);
+        self.forgotten += 1;
+        self.told.insert(fd, self.forgotten);
+    }
+
+    /// A new process, which has no file open.
+    pub fn restart(&mut self) {
+        self.dead = false;
+        self.told.clear();
+        self.told_before = self.forgotten;
     }
 
     /// How much of `bytes` is transferred this time.
@@ -299,9 +336,15 @@ impl Kernel {
         }
         let offset = sqe.off as usize;
         assert!(offset + bytes.len() <= self.file.bytes(), "a write beyond the device");
+        let durable = sqe.op_flags & libc::RWF_DSYNC as u32 != 0;
         if self.fails(chance, self.faults.write_error) {
             let part = chance.below(bytes.len() as u64 + 1) as usize;
             self.file.write(offset, &bytes[..part]);
+            if durable && self.faults.failed_sync_forgets {
+                self.syncs_failed += 1;
+                self.forget(sqe.fd, offset..offset + bytes.len(), chance);
+                return -libc::EIO;
+            }
             return -[libc::EIO, libc::ENOSPC][chance.below(2) as usize];
         }
         let total = self.portion(bytes.len(), chance);
@@ -314,7 +357,6 @@ impl Kernel {
             offset = chance.below(places as u64) as usize * SECTOR_BYTES;
         }
         self.file.write(offset, &bytes[..total]);
-        let durable = sqe.op_flags & libc::RWF_DSYNC as u32 != 0;
         if durable && self.defect != Some(Defect::IgnoredDsync) {
             self.file.sync_range(offset, total);
         }

@@ -18,6 +18,7 @@ pub use ring::Ring;
 
 thread_local! {
     static WORLD: RefCell<World> = RefCell::new(World::new(0, 0, Faults::default()));
+    static MEANWHILE: RefCell<Option<Box<dyn FnMut()>>> = const { RefCell::new(None) };
 }
 
 /// Chance, time, and the kernel with its file.
@@ -76,6 +77,26 @@ pub fn pass(ns: u64) {
     with(|world| world.now_ns += ns);
 }
 
+/// What goes on in the world, a step at a time, while its one thread waits for something.
+pub fn set_meanwhile(step: Option<Box<dyn FnMut()>>) {
+    MEANWHILE.set(step);
+}
+
+/// The thread waits: a step of the rest of the world.
+pub(crate) fn go_on() {
+    let mut step = MEANWHILE.take().expect("the only thread of the world waits for ever");
+    step();
+    MEANWHILE.set(Some(step));
+}
+
+/// Makes the simulated file durable through an open file of this process.
+pub(crate) fn sync(fd: i32) -> std::io::Result<()> {
+    match with(|world| world.kernel.sync_now(fd, &mut world.chance)) {
+        0 => Ok(()),
+        error => Err(std::io::Error::from_raw_os_error(-error)),
+    }
+}
+
 /// From now on other things go wrong.
 pub fn set_faults(faults: Faults) {
     with(|world| world.kernel.faults = faults);
@@ -108,9 +129,9 @@ pub fn kill() {
     with(|world| world.kernel.kill(&mut world.chance));
 }
 
-/// A new process may submit.
+/// A new process may submit, through files that it opens.
 pub fn restart() {
-    with(|world| world.kernel.dead = false);
+    with(|world| world.kernel.restart());
 }
 
 /// The power fails: of each sector written since the last sync some version is left.

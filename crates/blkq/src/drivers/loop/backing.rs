@@ -121,6 +121,14 @@ pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
         .map_err(|e| Error::system(format!("cannot tell the size of {}", path.display()), e))
 }
 
+/// Makes durable what was written to the file.
+pub(super) fn sync(file: &File) -> std::io::Result<()> {
+    #[cfg(simulation)]
+    return crate::simulation::sync(file.as_raw_fd());
+    #[cfg(not(simulation))]
+    file.sync_data()
+}
+
 /// Sets or clears a status flag of the open file description.
 pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<()> {
     let flags = fcntl_getfl(file)?;

@@ -93,8 +93,8 @@ struct Shared {
     /// Where in the file the device begins.
     offset: u64,
     block_device: bool,
-    /// The image once more, for flushes alone: what could not be written back is told once to each
-    /// open file, and what a failed FUA write or live change was told must not be missed by a flush.
+    /// The image once more, for syncs alone: what could not be written back is told once to each
+    /// open file, and what a failed FUA write was told must not be missed by a flush.
     synced: File,
     state: Mutex<State>,
     writer: WriterToken,
@@ -273,10 +273,21 @@ impl LoopDevice {
         Window { path: &self.path, offset: self.shared.offset, sector: self.sector }
     }
 
-    /// Makes durable what the page cache holds, without holding up whoever asks for the state.
+    /// Makes durable what was written, without holding up whoever asks for the state. Once that
+    /// failed through the page cache it fails for good: see [`LoopQueue::flushed`].
     fn sync(&self) -> Result<(), Error> {
-        let file = Arc::clone(&locked(&self.shared.state).file);
-        file.sync_data().map_err(|e| Error::system(format!("cannot make {} durable", self.path.display()), e))
+        let (shared, path) = (&self.shared, self.path.display());
+        let buffered = locked(&shared.state).mode.direct.is_none();
+        // The open file of the flushes: another may have been told already of what they must tell.
+        if let Err(e) = backing::sync(&shared.synced) {
+            shared.writeback_failed.fetch_or(buffered, Relaxed);
+            return Err(Error::system(format!("cannot make {path} durable"), e));
+        }
+        if shared.writeback_failed.load(Relaxed) {
+            let message = format!("earlier writes to {path} could not be made durable; attach it anew");
+            return Err(Error::new(ErrorKind::System, message));
+        }
+        Ok(())
     }
 
     fn set_direct(&self, file: &File, on: bool) -> Result<(), Error> {

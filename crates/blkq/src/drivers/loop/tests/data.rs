@@ -287,6 +287,28 @@ fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
     }
 }
 
+#[test]
+fn what_was_lost_is_not_forgotten_by_a_live_change() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    for (direct_io, lost) in [(DirectIo::Off, true), (DirectIo::On, false)] {
+        let device = open(&path, direct_io);
+        let mut h = Harness::open(&device).unwrap();
+        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+        h.start(&[flush]);
+        h.inject(u64::from(flush.0), -libc::EIO);
+        h.swallow = 1;
+        assert_eq!(h.wait(flush).0, Err(Status::Io));
+        while h.swallow > 0 {
+            h.turn();
+        }
+        // Afterwards a flush would be answered well: without asking, or by a file that forgot.
+        for (key, value) in [("read-only", "on"), ("direct-io", "on")] {
+            assert_eq!(device.set(key, value).is_err(), lost, "{key}");
+        }
+    }
+}
+
 /// A file system on a device that runs full behind its back: written pages cannot be kept.
 #[test]
 fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {

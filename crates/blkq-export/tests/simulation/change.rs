@@ -1,0 +1,99 @@
+//! Live changes: what `blkq set` and `blkq resize` do, while clients go on, and what the model
+//! is to know of it.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use blkq::simulation::{self, Chance};
+use blkq::{ErrorKind, SchedulerKind};
+
+use super::life::World;
+
+/// A change, as a user asks for it.
+#[derive(Clone, Debug)]
+enum Change {
+    /// Of what clients do not notice.
+    Setting(&'static str, String),
+    DirectIo(&'static str),
+    ReadOnly(bool),
+    /// In bytes; `None` for what the file has.
+    Resize(Option<u64>),
+}
+
+impl Change {
+    fn by_chance(chance: &mut Chance, block_sectors: u64, sectors_max: u64) -> Change {
+        let mut one_of = |values: &[&'static str]| values[chance.below(values.len() as u64) as usize];
+        let on_off = |word| if word == "on" { Change::ReadOnly(true) } else { Change::ReadOnly(false) };
+        match one_of(&["depth", "scheduler", "dispatch", "switch", "direct-io", "read-only", "size"]) {
+            "depth" => Change::Setting("depth", one_of(&["1", "2", "8", "128"]).into()),
+            "scheduler" => {
+                Change::Setting("scheduler", one_of(&SchedulerKind::ALL.map(SchedulerKind::name)).into())
+            }
+            "dispatch" => Change::Setting("dispatch", one_of(&["serial", "concurrent"]).into()),
+            "switch" => match one_of(&["merge", "batching", "iostats", "clock"]) {
+                "clock" => Change::Setting("clock", one_of(&["cached", "precise"]).into()),
+                key => Change::Setting(key, one_of(&["on", "off"]).into()),
+            },
+            "direct-io" => Change::DirectIo(one_of(&["on", "off"])),
+            "read-only" => on_off(one_of(&["on", "off", "off"])),
+            _ => {
+                let blocks = sectors_max / block_sectors;
+                let size = (1 + chance.below(blocks)) * block_sectors;
+                Change::Resize((!chance.one_in(4)).then_some(size << 9))
+            }
+        }
+    }
+}
+
+/// Makes a change, during which the world goes on.
+pub fn make_one(world: &Rc<RefCell<World>>) {
+    let (disk, change, begun) = {
+        let mut world = world.borrow_mut();
+        let World { chance, common, sectors_max, .. } = &mut *world;
+        let change = Change::by_chance(chance, common.block_sectors, *sectors_max);
+        let begun = common.tick();
+        common.check_read_only();
+        match change {
+            Change::ReadOnly(on) => common.read_only.begin(begun, on),
+            Change::Resize(Some(bytes)) => common.sectors.begin(begun, bytes >> 9),
+            // To what the file has, which is at most so much.
+            Change::Resize(None) => common.sectors.begin(begun, *sectors_max),
+            _ => {}
+        }
+        (world.disk(), change, begun)
+    };
+    let result = match &change {
+        Change::Setting(key, value) => disk.set(key, value),
+        Change::DirectIo(value) => disk.set("direct-io", value),
+        Change::ReadOnly(on) => disk.set("read-only", if *on { "on" } else { "off" }),
+        Change::Resize(bytes) => disk.resize(*bytes).map(drop),
+    };
+    let mut world = world.borrow_mut();
+    let World { common, seen, .. } = &mut *world;
+    seen.changes += 1;
+    if let Err(error) = &result {
+        seen.refused_changes += 1;
+        let may_be = match (&change, error.kind()) {
+            // What was written before could not be made durable.
+            (Change::DirectIo(_) | Change::ReadOnly(_), ErrorKind::System) => common.errors_allowed,
+            (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
+            _ => false,
+        };
+        assert!(may_be, "{change:?} is refused: {error}");
+    }
+    let now = common.tick();
+    let limits = disk.limits();
+    match change {
+        Change::ReadOnly(_) => common.read_only.end(now, limits.read_only),
+        Change::Resize(_) => common.sectors.end(now, limits.capacity_bytes >> 9),
+        Change::Setting(..) | Change::DirectIo(_) => {}
+    }
+    common.writes_seen = simulation::with_file(|file| file.writes());
+    if result.is_ok() && matches!(change, Change::DirectIo(_) | Change::ReadOnly(_)) {
+        // An fdatasync belongs to it.
+        common.model.flushed(begun);
+    }
+    if let (Ok(()), Change::DirectIo(value)) = (result, change) {
+        world.set_buffered(value == "off");
+    }
+}
