@@ -77,6 +77,8 @@ pub fn make_one(world: &Rc<RefCell<World>>) {
             // What was written before could not be made durable.
             (Change::DirectIo(_) | Change::ReadOnly(_), ErrorKind::System) => common.errors_allowed,
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
+            // Requests in flight lasted too long.
+            (_, ErrorKind::Busy) => common.slow,
             _ => false,
         };
         assert!(may_be, "{change:?} is refused: {error}");
@@ -96,4 +98,50 @@ pub fn make_one(world: &Rc<RefCell<World>>) {
     if let (Ok(()), Change::DirectIo(value)) = (result, change) {
         world.set_buffered(value == "off");
     }
+}
+
+/// Changes what the fault driver does.
+pub fn make_faults(world: &Rc<RefCell<World>>) {
+    let mut world = world.borrow_mut();
+    let sectors_max = world.sectors_max;
+    let spec = if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max) };
+    world.seen.changes += 1;
+    world.disk().set("fault", &spec).unwrap();
+}
+
+/// Rules for the fault driver, as docs/fault.md has them.
+fn faults(chance: &mut Chance, sectors_max: u64) -> String {
+    let mut spec = format!("seed={}", chance.word());
+    for _ in 0..1 + chance.below(3) {
+        let mut number = |from: u64, to: u64| from + chance.below(to - from);
+        let data = ["read", "write", "read+write"][number(0, 3) as usize];
+        let changing = ["write", "discard+write-zeroes", "flush", "write+flush"][number(0, 4) as usize];
+        let any = ["read", "write", "discard+write-zeroes+flush", "read+write+flush"][number(0, 4) as usize];
+        let error = ["EIO", "ENOSPC", "ENOMEM", "EOPNOTSUPP", "EINVAL", "EAGAIN"][number(0, 6) as usize];
+        let (effect, operations, few) = match number(0, 9) {
+            0 => (format!("error={error}"), any, false),
+            1 => (format!("short={error}"), data, false),
+            2 => ("torn".into(), data, false),
+            3 => ("misdirect".into(), data, false),
+            4 => ("corrupt".into(), data, false),
+            5 => ("lose".into(), changing, false),
+            6 => (format!("delay={}ms", number(1, 50)), any, false),
+            7 => (format!("delay={0}ms,p99={1}ms", number(4, 9), number(9, 50)), any, false),
+            _ => (format!("stuck={}s", number(1, 40)), any, true),
+        };
+        spec += &format!(";{effect},op={operations}");
+        match number(0, 3) {
+            0 => spec += &format!(",rate={}%", number(1, 40)),
+            1 => spec += &format!(",after={}", number(0, 20)),
+            _ => {}
+        }
+        if few || number(0, 2) == 0 {
+            spec += &format!(",count={}", number(1, 4));
+        }
+        if number(0, 4) == 0 {
+            let (from, to) = (number(0, sectors_max / 2), number(sectors_max / 2, sectors_max));
+            spec += &format!(",range={}-{}", from << 9, (to + 1) << 9);
+        }
+    }
+    spec
 }

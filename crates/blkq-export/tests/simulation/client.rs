@@ -1,15 +1,18 @@
 //! A client that does what chance wants: sends requests in pieces, many at a time, some of
 //! them wrong, and checks every reply against the model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Read, Write};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::rc::Rc;
 
+use blkq::Operation;
 use blkq::simulation::{self, Chance, SECTOR_BYTES};
 use blkq_export::nbd::proto::*;
 
+use super::hits::{KINDS, Noticed};
 use super::model::{Content, Model, payload};
 
 /// Most requests of a client at a time.
@@ -27,6 +30,31 @@ struct Outstanding {
     wrong: bool,
     /// It writes to what the client was told is read-only.
     denied: bool,
+    /// Hits that it may have had.
+    hits: Vec<Rc<Noticed>>,
+}
+
+impl Outstanding {
+    fn is_flushed(&self) -> bool {
+        self.command == Command::Flush || self.fua && self.command != Command::Write
+    }
+
+    /// Whether it rests on a flush that was none.
+    fn rests_on_lost_flush(&self) -> bool {
+        let lost = |noticed: &Rc<Noticed>| noticed.hit.operation == Operation::Flush;
+        self.is_flushed() && self.hits.iter().any(lost)
+    }
+
+    /// Checks what it read of `sector`.
+    fn check_read(&self, model: &Model, sector: u64, bytes: &[u8]) -> Result<(), String> {
+        let mut hits = self.hits.iter().filter(|noticed| noticed.touches(sector));
+        let check = |noticed: &Rc<Noticed>| noticed.check_read(model, sector, self.submitted, bytes);
+        if let Some(sure) = hits.clone().find(|noticed| noticed.is_sure(sector)) {
+            return check(sure).map_err(|wrong| format!("{wrong}; hit: {sure:?}"));
+        }
+        let clean = model.check_read(sector, self.submitted, bytes);
+        if clean.is_err() && hits.any(|noticed| check(noticed).is_ok()) { Ok(()) } else { clean }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -77,6 +105,16 @@ pub struct Common {
     pub writes_seen: u64,
     /// Something went wrong in this life of the server, so that errors are allowed.
     pub errors_allowed: bool,
+    /// The fault driver may make requests last for longer than a change waits.
+    pub slow: bool,
+    /// What clients that are gone asked to read.
+    pub ghosts: Vec<Range<u64>>,
+    /// Requests of which a part was refused by the fault driver.
+    pub must_fail: BTreeSet<u64>,
+    /// Misdirected writes on their way, by their tags: number, place, whether for good.
+    pub astray: BTreeMap<u16, (u64, Range<u64>, bool)>,
+    /// Requests hit by the fault driver, by the kind of the effect.
+    pub hits: [u64; KINDS],
     pub replies: u64,
     pub errors: u64,
 }
@@ -158,6 +196,30 @@ impl Client {
 
     pub fn is_idle(&self) -> bool {
         self.closed || self.ready && self.outstanding.is_empty() && self.output.is_empty()
+    }
+
+    /// The places of what it asked to read, and has no answer to.
+    pub fn reads(&self) -> impl Iterator<Item = Range<u64>> {
+        let reads = |asked: &&Outstanding| matches!(asked.command, Command::Read | Command::Cache);
+        self.outstanding.values().filter(reads).map(|asked| asked.sectors.clone())
+    }
+
+    /// The fault driver hit what may have been a request of this client.
+    pub fn notice(&mut self, noticed: &Rc<Noticed>) {
+        for asked in self.outstanding.values_mut() {
+            let concerned = match noticed.hit.operation {
+                Operation::Flush => asked.is_flushed(),
+                operation => {
+                    let read = matches!(asked.command, Command::Read | Command::Cache);
+                    read == (operation == Operation::Read)
+                        && asked.command != Command::Flush
+                        && asked.sectors.clone().any(|sector| noticed.touches(sector))
+                }
+            };
+            if concerned {
+                asked.hits.push(noticed.clone());
+            }
+        }
     }
 
     /// Does some of what it can do.
@@ -250,7 +312,16 @@ impl Client {
         if command == Command::Write {
             self.output.extend(payload(cookie, sectors.clone()));
         }
-        let outstanding = Outstanding { command, sectors, submitted: cookie, fua, fast_zero, wrong, denied };
+        let outstanding = Outstanding {
+            command,
+            sectors,
+            submitted: cookie,
+            fua,
+            fast_zero,
+            wrong,
+            denied,
+            hits: Vec::new(),
+        };
         self.outstanding.insert(cookie, outstanding);
     }
 
@@ -375,9 +446,12 @@ impl Client {
         let may_fail = refused
             || may_be_beyond && nothing_there
             || common.errors_allowed
+            || asked.hits.iter().any(|noticed| noticed.explains(error))
             || asked.fast_zero && error == NbdError::NotSupported as u32;
         assert!(ok || may_fail, "error {error} though nothing went wrong: {asked:?}");
         assert!(may_deny || error != NbdError::Permission as u32, "not permitted: {asked:?}");
+        let must_fail = common.must_fail.remove(&cookie);
+        assert!(!ok || !must_fail, "done in spite of an error: {asked:?}");
         if must_deny || must_be_beyond {
             assert!(refused, "error {error}, not refused as it must be: {asked:?}");
             return common.model.refuse(cookie, asked.sectors);
@@ -386,17 +460,18 @@ impl Client {
             Command::Read if ok => {
                 assert_eq!(content.len(), sector_bytes(&asked.sectors));
                 for (sector, bytes) in asked.sectors.clone().zip(content.chunks(SECTOR_BYTES)) {
-                    if let Err(wrong) = common.model.check_read(sector, asked.submitted, bytes) {
+                    if let Err(wrong) = asked.check_read(&common.model, sector, bytes) {
                         panic!("a read brought what cannot be: {wrong}");
                     }
                 }
             }
             Command::Write | Command::WriteZeroes => {
-                common.model.end(cookie, asked.sectors, ok, ok && asked.fua, now);
+                let promised = ok && asked.fua && !asked.rests_on_lost_flush();
+                common.model.end(cookie, asked.sectors, ok, promised, now);
             }
             // A hint: the old content may stay.
             Command::Trim => common.model.end(cookie, asked.sectors, false, false, now),
-            Command::Flush if ok => common.model.flushed(asked.submitted),
+            Command::Flush if ok && !asked.rests_on_lost_flush() => common.model.flushed(asked.submitted),
             _ => {}
         }
     }

@@ -2,17 +2,20 @@
 //! wrong in it, how it ends, and what is left then.
 
 use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq::simulation::{self, Chance, Defect, Faults};
-use blkq::{ClockMode, Disk, SchedulerKind, SimulatedEngine};
+use blkq::{ClockMode, Disk, Driver, SchedulerKind, SimulatedEngine};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 
 use super::change;
 use super::client::{Client, Common, History};
+use super::hits::KINDS;
 use super::model::Model;
 
 /// Turns within which everything must be answered once nothing goes wrong any more.
@@ -56,9 +59,12 @@ impl Setup {
         }
     }
 
-    fn open(&self) -> Server {
-        let driver = LoopDevice::open(&self.options).unwrap();
-        let disk: Arc<Disk> = Disk::builder(Box::new(driver))
+    fn open(&self, faulty: bool) -> Server {
+        let mut driver: Box<dyn Driver> = Box::new(LoopDevice::open(&self.options).unwrap());
+        if faulty {
+            driver = Box::new(Fault::new(driver, FaultSpec::default()).unwrap());
+        }
+        let disk: Arc<Disk> = Disk::builder(driver)
             .depth(self.depth)
             .scheduler(self.scheduler)
             .merge(self.merge)
@@ -109,6 +115,8 @@ pub struct Seen {
     pub changes: u64,
     pub refused_changes: u64,
     pub digest: u64,
+    /// Requests that the fault driver hit: error, short, torn, misdirect, corrupt, lose, stuck.
+    pub hits: [u64; KINDS],
 }
 
 /// A server with its clients.
@@ -154,6 +162,11 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
             read_only: History::new(0, false),
             sectors: History::new(0, setup.sectors),
             writes_seen: 0,
+            slow: false,
+            ghosts: Vec::new(),
+            must_fail: BTreeSet::new(),
+            astray: BTreeMap::new(),
+            hits: [0; KINDS],
             replies: 0,
             errors: 0,
         },
@@ -174,6 +187,7 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
     Seen {
         replies: world.common.replies,
         errors: world.common.errors,
+        hits: world.common.hits,
         faults: simulation::faults_seen(),
         operations,
         digest,
@@ -184,20 +198,24 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
 /// One life of the server: from its start to its end, be that orderly or not.
 fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
     let syncs_failed = simulation::syncs_failed();
-    let changing = world.borrow_mut().begin(setup);
+    let (changing, faulty) = world.borrow_mut().begin(setup);
     let steps = 20 + world.borrow_mut().chance.below(150);
     for _ in 0..steps {
         world.borrow_mut().step();
         if changing && world.borrow_mut().chance.one_in(20) {
             change::make_one(world);
         }
+        if faulty && world.borrow_mut().chance.one_in(15) {
+            change::make_faults(world);
+        }
     }
     world.borrow_mut().end(simulation::syncs_failed() > syncs_failed);
 }
 
 impl World {
-    /// A server begins its life. Whether it is to be changed in it.
-    fn begin(&mut self, setup: &Setup) -> bool {
+    /// A server begins its life. Whether it is to be changed in it, and whether the fault driver
+    /// takes part.
+    fn begin(&mut self, setup: &Setup) -> (bool, bool) {
         let (chance, common) = (&mut self.chance, &mut self.common);
         let calm = chance.one_in(4);
         common.errors_allowed = !calm;
@@ -205,13 +223,18 @@ impl World {
         let sectors = std::fs::metadata(&setup.options.path).unwrap().len() >> 9;
         common.sectors = History::new(common.now, sectors);
         common.read_only = History::new(common.now, false);
+        let (changing, faulty) = (chance.one_in(2), chance.one_in(2));
+        common.slow = faulty;
+        common.ghosts.clear();
+        common.must_fail.clear();
+        common.astray.clear();
         let faults = if calm { Faults::default() } else { faults(chance) };
         self.set_faults(Faults {
             failed_sync_forgets: !calm && setup.options.direct_io == DirectIo::Off,
             ..faults
         });
-        self.server = Some(setup.open());
-        self.chance.one_in(2)
+        self.server = Some(setup.open(faulty));
+        (changing, faulty)
     }
 
     fn set_faults(&mut self, faults: Faults) {
@@ -233,9 +256,10 @@ impl World {
     fn step(&mut self) {
         let World { chance, common, server, .. } = self;
         let Some(Server { engine, source, clients, .. }) = server else { return };
+        let source = *source;
         if clients.len() < 3 && chance.one_in(6) || clients.is_empty() {
             let (client, socket) = Client::new(chance);
-            engine.handle().send(*source, simulated::client(socket));
+            engine.handle().send(source, simulated::client(socket));
             clients.push(client);
         }
         let which = chance.below(clients.len() as u64) as usize;
@@ -243,10 +267,11 @@ impl World {
         assert!(!clients[which].closed, "the server hung up");
         if chance.one_in(60) {
             // In the middle of whatever it was about.
-            clients.swap_remove(which);
+            common.ghosts.extend(clients.swap_remove(which).reads());
         }
         for _ in 0..chance.below(4) {
             engine.turn();
+            common.note(simulation::take_noted(), clients);
         }
         if chance.one_in(200) {
             simulation::pass(chance.below(9_000_000_000));
@@ -265,26 +290,33 @@ impl World {
     fn end(&mut self, doubtful: bool) {
         self.common.check_read_only();
         let World { chance, common, seen, server, .. } = self;
-        let Server { mut engine, mut clients, .. } = server.take().unwrap();
-        match chance.below(4) {
+        let Server { disk, mut engine, mut clients, .. } = server.take().unwrap();
+        let how = chance.below(4);
+        // In order it ends under the faults, too, which stop nothing for ever.
+        if common.slow && (how != 1 || chance.one_in(2)) {
+            disk.set("fault", "none").unwrap();
+        }
+        match how {
             0 => {
                 drain(&mut engine, &mut clients, chance, common);
                 drop(clients);
                 engine.end();
             }
             1 => {
-                // In order, with requests on their way.
+                // With requests on their way.
                 engine.end();
+                common.note(simulation::take_noted(), &mut clients);
                 clients.iter_mut().for_each(|client| {
                     while !client.closed {
                         client.transfer(chance, common)
                     }
                 });
             }
-            how => {
+            _ => {
                 simulation::kill();
                 drop(clients);
                 engine.end();
+                common.note(simulation::take_noted(), &mut []);
                 seen.kills += 1;
                 if how == 3 {
                     simulation::cut_power();
@@ -315,6 +347,7 @@ fn drain(engine: &mut SimulatedEngine, clients: &mut [Client], chance: &mut Chan
             return;
         }
         engine.turn();
+        common.note(simulation::take_noted(), clients);
         for client in clients.iter_mut() {
             client.transfer(chance, common);
             assert!(!client.closed, "the server hung up");

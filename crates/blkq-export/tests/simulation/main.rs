@@ -10,6 +10,7 @@
 
 mod change;
 mod client;
+mod hits;
 mod life;
 mod model;
 
@@ -52,11 +53,12 @@ fn seeds() {
         all.operations += seen.operations;
         all.changes += seen.changes;
         all.refused_changes += seen.refused_changes;
+        all.hits.iter_mut().zip(seen.hits).for_each(|(all, seen)| *all += seen);
     }
     let seconds = begin.elapsed().as_secs_f64();
     println!("{count} seeds from {first} in {seconds:.1} s: {all:?}");
     let rare = [all.power_cuts, all.kills, all.faults, all.errors, all.changes];
-    assert!(count < 100 || rare.iter().all(|count| *count > 0));
+    assert!(count < 100 || rare.iter().chain(&all.hits).all(|count| *count > 0));
 }
 
 /// Seeds that found defects.

@@ -51,7 +51,20 @@ struct Version {
     promised: bool,
     /// A sync failed in the life of the server that did it: no later one makes it durable.
     doubtful: bool,
+    /// It may not have been done, even if it ended well: it was that, or another one like it.
+    uncertain: bool,
 }
+
+impl Version {
+    fn begun(content: Content, request: u64, now: u64) -> Version {
+        let (submitted, ended) = (now, u64::MAX);
+        let (done, promised, doubtful, uncertain) = (false, false, false, false);
+        Version { content, request, submitted, ended, done, promised, doubtful, uncertain }
+    }
+}
+
+/// Numbers from here on are of writes that nobody asked for.
+const STRAY: u64 = 1 << 48;
 
 /// The versions of every sector.
 pub struct Model {
@@ -72,10 +85,7 @@ impl Model {
     /// A request that changes `sectors` was sent.
     pub fn begin(&mut self, request: u64, sectors: Range<u64>, content: &Content, now: u64) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
-            let content = content.clone();
-            let (submitted, ended) = (now, u64::MAX);
-            let (done, promised, doubtful) = (false, false, false);
-            versions.push(Version { content, request, submitted, ended, done, promised, doubtful });
+            versions.push(Version::begun(content.clone(), request, now));
         }
     }
 
@@ -83,7 +93,9 @@ impl Model {
     pub fn end(&mut self, request: u64, sectors: Range<u64>, done: bool, promised: bool, now: u64) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
             for version in versions.iter_mut().filter(|version| version.request == request) {
-                (version.ended, version.done, version.promised) = (now, done, promised);
+                version.ended = now;
+                (version.done, version.promised) =
+                    (done && !version.uncertain, promised && !version.uncertain);
             }
         }
     }
@@ -93,6 +105,53 @@ impl Model {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
             versions.retain(|version| version.request != request);
         }
+    }
+
+    /// Requests on their way that put `bytes` into `sector`.
+    fn on_their_way(&self, sector: u64, bytes: &[u8]) -> Vec<usize> {
+        let versions = self.sectors[sector as usize].iter().enumerate();
+        let found = versions.filter(|(_, version)| {
+            version.ended == u64::MAX
+                && version.request < STRAY
+                && bytes.iter().enumerate().all(|(at, byte)| version.content.byte(sector, at) == *byte)
+        });
+        let found: Vec<usize> = found.map(|(index, _)| index).collect();
+        assert!(!found.is_empty(), "the driver has a write to sector {sector} that nobody sent");
+        found
+    }
+
+    /// One that is to put `bytes` into `sector` will not do it: this one, if it is known.
+    pub fn undo(&mut self, sector: u64, bytes: &[u8]) -> Option<u64> {
+        let found = self.on_their_way(sector, bytes);
+        let versions = &mut self.sectors[sector as usize];
+        if let [only] = found[..] {
+            return Some(versions.remove(only).request);
+        }
+        found.into_iter().for_each(|index| versions[index].uncertain = true);
+        None
+    }
+
+    /// One that is to put `bytes` into `sector` puts these there instead.
+    pub fn alter(&mut self, sector: u64, bytes: &[u8], instead: &[u8]) {
+        let found = self.on_their_way(sector, bytes);
+        let versions = &mut self.sectors[sector as usize];
+        let content = Content::Found(instead.into());
+        if let [only] = found[..] {
+            versions[only].content = content;
+            return;
+        }
+        let Version { request, submitted, .. } = versions[found[0]];
+        found.into_iter().for_each(|index| versions[index].uncertain = true);
+        versions.push(Version { uncertain: true, ..Version::begun(content, request, submitted) });
+    }
+
+    /// A write that was sent to another place goes to `first` and what follows. Its number.
+    pub fn stray(&mut self, first: u64, bytes: &[u8], now: u64) -> u64 {
+        let request = STRAY + now;
+        for (versions, bytes) in self.sectors[first as usize..].iter_mut().zip(bytes.chunks(SECTOR_BYTES)) {
+            versions.push(Version::begun(Content::Found(bytes.into()), request, now));
+        }
+        request
     }
 
     /// A flush that was sent at `submitted` ended well.
@@ -138,7 +197,7 @@ impl Model {
 }
 
 fn first(content: Content) -> Version {
-    Version { content, request: 0, submitted: 0, ended: 0, done: true, promised: true, doubtful: false }
+    Version { ended: 0, done: true, promised: true, ..Version::begun(content, 0, 0) }
 }
 
 /// Whether `old` cannot come back: something after it is durable.

@@ -6,12 +6,14 @@
 //! One world per thread; everything in it follows from its seed.
 
 mod file;
+mod hit;
 mod kernel;
 mod ring;
 
 use std::cell::RefCell;
 
 pub use file::{SECTOR_BYTES, SimulatedFile};
+pub use hit::{Hit, Noted};
 pub(crate) use kernel::Kernel;
 pub use kernel::{Defect, Faults};
 pub use ring::Ring;
@@ -26,11 +28,17 @@ struct World {
     chance: Chance,
     now_ns: u64,
     kernel: Kernel,
+    noted: Vec<Noted>,
 }
 
 impl World {
     fn new(seed: u64, file_bytes: u64, faults: Faults) -> World {
-        World { chance: Chance(seed), now_ns: 1_000_000_000, kernel: Kernel::new(file_bytes, faults) }
+        World {
+            chance: Chance(seed),
+            now_ns: 1_000_000_000,
+            kernel: Kernel::new(file_bytes, faults),
+            noted: Vec::new(),
+        }
     }
 }
 
@@ -105,6 +113,16 @@ pub fn set_faults(faults: Faults) {
 /// From now on the kernel has this defect.
 pub fn set_defect(defect: Option<Defect>) {
     with(|world| world.kernel.defect = defect);
+}
+
+/// The fault driver did something.
+pub(crate) fn note(noted: Noted) {
+    with(|world| world.noted.push(noted));
+}
+
+/// What the fault driver did since this was last asked.
+pub fn take_noted() -> Vec<Noted> {
+    with(|world| std::mem::take(&mut world.noted))
 }
 
 /// How often something went wrong so far.

@@ -6,6 +6,7 @@
 //! driver sees ordinary requests within its limits, and what it does with them is real.
 //! It allocates for every request; nobody measures speed through it.
 
+mod note;
 mod queue;
 mod spec;
 
@@ -32,12 +33,12 @@ const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A device in which things go wrong.
 pub struct Fault {
-    inner: Box<dyn Driver>,
     shared: Arc<Shared>,
 }
 
 /// What the queues and the device share.
 struct Shared {
+    inner: Box<dyn Driver>,
     rules: Mutex<Arc<Rules>>,
     /// Raised when the rules change, so that queues look without taking the lock.
     generation: AtomicU64,
@@ -70,8 +71,8 @@ impl Fault {
     /// None now; opening a queue fails if the thread that looks for trigger files cannot be started.
     pub fn new(inner: Box<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
         let rules = Mutex::new(Rules::new(spec));
-        let shared = Shared { rules, generation: AtomicU64::new(0), wakes: Mutex::new(BTreeMap::new()) };
-        Ok(Fault { inner, shared: Arc::new(shared) })
+        let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
+        Ok(Fault { shared: Arc::new(Shared { inner, rules, generation, wakes }) })
     }
 
     /// The seed in force: with it the faults come again.
@@ -140,15 +141,15 @@ impl Driver for Fault {
 
     fn limits(&self) -> QueueLimits {
         // Some faults look into the data.
-        QueueLimits { kernel_pages: false, ..self.inner.limits() }
+        QueueLimits { kernel_pages: false, ..self.shared.inner.limits() }
     }
 
     fn uses_ring(&self) -> bool {
-        self.inner.uses_ring()
+        self.shared.inner.uses_ring()
     }
 
     fn queues_max(&self) -> usize {
-        self.inner.queues_max()
+        self.shared.inner.queues_max()
     }
 
     fn open_queue(
@@ -158,24 +159,24 @@ impl Driver for Fault {
         ring: Option<&mut Ring>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
-        let inner = self.inner.open_queue(index, tags, ring, wake.clone())?;
+        let inner = self.shared.inner.open_queue(index, tags, ring, wake.clone())?;
         self.shared.rules().watch()?;
         lock(&self.shared.wakes).insert(index, wake);
-        Ok(Box::new(FaultQueue::new(inner, self.shared.clone(), index, tags, self.limits())))
+        Ok(Box::new(FaultQueue::new(inner, self.shared.clone(), index, tags)))
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        self.inner.extents(range, max)
+        self.shared.inner.extents(range, max)
     }
 
     fn sets_live(&self, key: &str) -> bool {
-        key == "fault" || self.inner.sets_live(key)
+        key == "fault" || self.shared.inner.sets_live(key)
     }
 
     /// `fault` takes a new spec, or `none`. Stuck requests go on.
     fn set(&self, key: &str, value: &str) -> Result<(), Error> {
         if key != "fault" {
-            return self.inner.set(key, value);
+            return self.shared.inner.set(key, value);
         }
         let rules = Rules::new(value.parse()?);
         // Before there are queues whoever opens the first one does: an engine may be confined.
@@ -189,7 +190,7 @@ impl Driver for Fault {
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
-        self.inner.resize(bytes)
+        self.shared.inner.resize(bytes)
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
@@ -200,9 +201,9 @@ impl Driver for Fault {
             ("fault", rules.spec.to_string()),
             ("fault-seed", rules.seed.to_string()),
             ("fault-hits", hits.join(" ")),
-            ("fault-driver", self.inner.name().to_owned()),
+            ("fault-driver", self.shared.inner.name().to_owned()),
         ];
-        facts.extend(self.inner.describe());
+        facts.extend(self.shared.inner.describe());
         facts
     }
 }

@@ -22,7 +22,7 @@ use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks, slice_segments};
 use crate::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use super::spec::{Effect, Rule};
-use super::{RuleState, Rules, Shared};
+use super::{RuleState, Rules, Shared, note};
 
 /// When requests that the wrapped queue refused are offered again, in nanoseconds
 /// (BLK_MQ_RESOURCE_DELAY is 3 ms).
@@ -90,23 +90,17 @@ macro_rules! inner {
 }
 
 impl FaultQueue {
-    pub fn new(
-        inner: Box<dyn DriverQueue>,
-        shared: Arc<Shared>,
-        index: u16,
-        tags: usize,
-        limits: QueueLimits,
-    ) -> FaultQueue {
+    pub fn new(inner: Box<dyn DriverQueue>, shared: Arc<Shared>, index: u16, tags: usize) -> FaultQueue {
         let generation = shared.generation.load(Acquire);
         let rules = shared.rules();
         FaultQueue {
             inner,
             random: seed_of(&rules, index),
             rules,
+            limits: shared.inner.limits(),
             shared,
             generation,
             index,
-            limits,
             requests: (0..tags).map(|_| Request::idle()).collect(),
             bios: BioSlab::new(tags as u32),
             completed: Vec::with_capacity(tags),
@@ -178,15 +172,21 @@ impl FaultQueue {
     /// Begins requests: ends those that the wrapped queue is not to see, and offers it the others.
     fn begin(&mut self, cx: &mut DriverContext<'_>, tags: impl IntoIterator<Item = Tag>) {
         for tag in tags {
-            match self.plans[tag.index()].effect {
-                Some(Effect::Error(status)) => cx.complete(tag, Err(status)),
-                Some(Effect::Stuck(_)) => cx.complete(tag, Err(Status::Timeout)),
-                Some(Effect::Lose) => cx.complete(tag, Ok(())),
-                effect => match self.build(cx, tag, effect) {
-                    true => self.refused.push_back(tag),
-                    // Nothing at all is left of it.
-                    false => self.end(cx, tag, Ok(())),
-                },
+            let effect = self.plans[tag.index()].effect;
+            let at_once = match effect {
+                Some(Effect::Error(status)) => Some(Err(status)),
+                Some(Effect::Stuck(_)) => Some(Err(Status::Timeout)),
+                Some(Effect::Lose) => Some(Ok(())),
+                _ => None,
+            };
+            if let (Some(effect), Some(result)) = (effect, at_once) {
+                note::hit(cx, tag, effect, 0);
+                cx.complete(tag, result);
+            } else if self.build(cx, tag, effect) {
+                self.refused.push_back(tag);
+            } else {
+                // Nothing at all is left of it.
+                self.end(cx, tag, Ok(()));
             }
         }
         self.offer(cx);
@@ -198,21 +198,26 @@ impl FaultQueue {
         let (operation, flags) = (request.operation(), request.flags());
         let (mut sector, mut bytes) = (request.sector(), request.bytes());
         match effect {
-            Some(Effect::Short(_) | Effect::Torn) => {
+            Some(effect @ (Effect::Short(_) | Effect::Torn)) => {
                 let block = u64::from(self.limits.logical_block_bytes);
                 bytes = below(&mut self.random, bytes / block) * block;
                 self.plans[tag.index()].bytes = bytes;
+                note::hit(cx, tag, effect, bytes);
                 if bytes == 0 {
                     return false;
                 }
             }
-            Some(Effect::Misdirect) => sector = self.elsewhere(sector, bytes),
+            Some(Effect::Misdirect) => {
+                sector = self.elsewhere(sector, bytes);
+                note::hit(cx, tag, Effect::Misdirect, sector.bytes());
+            }
             _ => {}
         }
         let mut segments = Vec::with_capacity(request.segment_count());
         cx.for_each_segment(tag, |segment| segments.push(segment));
         if effect == Some(Effect::Corrupt) && operation == Operation::Write {
-            self.alter(tag, &mut segments);
+            let bit = self.alter(tag, &mut segments);
+            note::hit(cx, tag, Effect::Corrupt, bit);
         }
         let mut first = Vec::with_capacity(segments.len());
         slice_segments(&segments, 0, bytes as u32, |segment| first.push(segment));
@@ -253,8 +258,9 @@ impl FaultQueue {
         Sector((other * unit + within) >> SECTOR_SHIFT)
     }
 
-    /// Writes from a copy in which one bit is turned round; the pieces stay as they are.
-    fn alter(&mut self, tag: Tag, segments: &mut [Segment]) {
+    /// Writes from a copy in which one bit is turned round, which it returns; the pieces stay as
+    /// they are.
+    fn alter(&mut self, tag: Tag, segments: &mut [Segment]) -> u64 {
         let length: usize = segments.iter().map(|segment| segment.len as usize).sum();
         let mut copy = IoBuffer::zeroed(length);
         let base = copy.as_mut_ptr();
@@ -268,6 +274,7 @@ impl FaultQueue {
         let bit = below(&mut self.random, length as u64 * 8);
         copy[(bit / 8) as usize] ^= 1 << (bit % 8);
         self.plans[tag.index()].altered = Some(copy);
+        bit
     }
 
     /// Offers the wrapped queue what is built and waits.
@@ -300,6 +307,7 @@ impl FaultQueue {
     /// Ends a request, of which the beginning was done with `result`.
     fn end(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
+        note::end(tag, plan.effect, result);
         let request = cx.request(tag);
         let (read, bytes) = (request.operation() == Operation::Read, request.bytes());
         let result = match (result, plan.effect) {
@@ -311,6 +319,7 @@ impl FaultQueue {
             }
             (Ok(()), Some(Effect::Corrupt)) if read => {
                 let bit = below(&mut self.random, bytes * 8);
+                note::hit(cx, tag, Effect::Corrupt, bit);
                 alter_read(cx, tag, bit / 8, bit / 8 + 1, |byte| *byte ^= 1 << (bit % 8));
                 Ok(())
             }
@@ -396,6 +405,7 @@ impl DriverQueue for FaultQueue {
     }
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
+        self.limits = self.shared.inner.limits();
         inner!(self, cx, reload);
         self.end_inner(cx);
     }

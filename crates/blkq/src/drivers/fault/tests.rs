@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::bio::{BioFlags, Operation};
 use crate::drivers::harness::{CountWakes, Harness, filled, pattern};
+use crate::drivers::r#loop::{LoopDevice, LoopOptions};
 use crate::drivers::null::{Null, NullOptions};
 use crate::drivers::ram::Ram;
 use crate::error::Status;
@@ -123,6 +124,24 @@ fn a_misdirected_write_lands_elsewhere_and_inside() {
     let changed: Vec<usize> = (0..SIZE as usize).filter(|at| now[*at] != expected[*at]).collect();
     let (first, last) = (changed[0], *changed.last().unwrap());
     assert!(last - first < 8192 && changed.iter().all(|at| now[*at] == 0xAA));
+}
+
+#[test]
+fn on_a_device_that_became_smaller_misdirected_writes_stay_inside() {
+    let path = std::env::temp_dir().join(format!("blkq-fault-smaller-{}", std::process::id()));
+    std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
+    let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+    let device = Fault::new(Box::new(image), "seed=1;misdirect,op=write".parse().unwrap()).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    device.resize(Some(SIZE / 16)).unwrap();
+    h.reload();
+    for _ in 0..20 {
+        assert_eq!(write(&mut h, 0, 0xAA), Ok(()));
+    }
+    let now = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let (inside, beyond) = now.split_at((SIZE / 16) as usize);
+    assert!(inside.contains(&0xAA) && !beyond.contains(&0xAA));
 }
 
 #[test]

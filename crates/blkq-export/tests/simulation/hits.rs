@@ -1,0 +1,156 @@
+//! What the model is to know of the fault driver: it tells which requests it hits, and how, and
+//! everything else must be as if it were not there.
+
+use std::rc::Rc;
+
+use blkq::Operation;
+use blkq::drivers::fault::Effect;
+use blkq::simulation::{Hit, Noted, SECTOR_BYTES};
+use blkq_export::nbd::proto::NbdError;
+
+use super::client::{Client, Common};
+use super::model::Model;
+
+/// Kinds of effects that are told of, in the order of [`kind`].
+pub const KINDS: usize = 7;
+
+fn kind(effect: Effect) -> usize {
+    match effect {
+        Effect::Error(_) => 0,
+        Effect::Short(_) => 1,
+        Effect::Torn => 2,
+        Effect::Misdirect => 3,
+        Effect::Corrupt => 4,
+        Effect::Lose => 5,
+        Effect::Stuck(_) => 6,
+        Effect::Delay { .. } => unreachable!("a delay changes nothing"),
+    }
+}
+
+/// A hit that clients may notice.
+#[derive(Debug)]
+pub struct Noticed {
+    pub hit: Hit,
+    /// Of a read, how many that were asked for may have been hit, for each of its sectors.
+    candidates: Vec<u32>,
+}
+
+impl Noticed {
+    pub fn touches(&self, sector: u64) -> bool {
+        (self.hit.offset >> 9..(self.hit.offset + self.hit.bytes) >> 9).contains(&sector)
+    }
+
+    /// Whether no other read of `sector` can have been the one.
+    pub fn is_sure(&self, sector: u64) -> bool {
+        self.candidates[(sector - (self.hit.offset >> 9)) as usize] == 1
+    }
+
+    pub fn explains(&self, error: u32) -> bool {
+        match self.hit.effect {
+            Effect::Error(status) | Effect::Short(status) => NbdError::from(status) as u32 == error,
+            Effect::Stuck(_) => error == NbdError::Io as u32,
+            _ => false,
+        }
+    }
+
+    /// Checks a sector of a read that was hit.
+    pub fn check_read(&self, model: &Model, sector: u64, since: u64, bytes: &[u8]) -> Result<(), String> {
+        let Hit { at, offset, .. } = self.hit;
+        match self.hit.effect {
+            Effect::Torn if sector << 9 >= offset + at => match bytes.iter().all(|byte| *byte == 0) {
+                true => Ok(()),
+                false => Err(format!("sector {sector} is beyond a torn read's end, and no zeroes")),
+            },
+            Effect::Misdirect => model.check_read(sector - (offset >> 9) + (at >> 9), since, bytes),
+            Effect::Corrupt if (offset + at / 8) >> 9 == sector => {
+                model.check_read(sector, since, &turned(bytes, at))
+            }
+            Effect::Torn | Effect::Corrupt => model.check_read(sector, since, bytes),
+            effect => Err(format!("a read of sector {sector} succeeded in spite of {effect:?}")),
+        }
+    }
+}
+
+/// A sector in which bit `at` of a request is turned round.
+fn turned(bytes: &[u8], at: u64) -> Box<[u8]> {
+    let mut bytes: Box<[u8]> = bytes.into();
+    bytes[(at / 8) as usize % SECTOR_BYTES] ^= 1 << (at % 8);
+    bytes
+}
+
+impl Common {
+    /// Takes over what the fault driver did in a turn.
+    pub fn note(&mut self, noted: Vec<Noted>, clients: &mut [Client]) {
+        for noted in noted {
+            match noted {
+                Noted::Hit(hit) => self.hit(hit, clients),
+                Noted::End(tag, result) => {
+                    let now = self.tick();
+                    if let Some((request, sectors, fua)) = self.astray.remove(&tag) {
+                        let done = result.is_ok();
+                        self.model.end(request, sectors, done, done && fua, now);
+                    }
+                }
+            }
+        }
+    }
+
+    fn hit(&mut self, hit: Hit, clients: &mut [Client]) {
+        self.hits[kind(hit.effect)] += 1;
+        let now = self.tick();
+        let sectors = hit.offset >> 9..(hit.offset + hit.bytes) >> 9;
+        if hit.effect == Effect::Misdirect {
+            let end = (hit.at + hit.bytes) >> 9;
+            assert!(self.sectors.may(now, |sectors| sectors >= end), "misdirected beyond the end: {hit:?}");
+        }
+        let mut candidates =
+            vec![0; if hit.operation == Operation::Read { sectors.clone().count() } else { 0 }];
+        for read in self.ghosts.iter().cloned().chain(clients.iter().flat_map(Client::reads)) {
+            for (sector, count) in sectors.clone().zip(&mut candidates) {
+                *count += u32::from(read.contains(&sector));
+            }
+        }
+        if hit.operation.is_write() {
+            self.hit_write(&hit, now);
+        }
+        let noticed = Rc::new(Noticed { hit, candidates });
+        clients.iter_mut().for_each(|client| client.notice(&noticed));
+    }
+
+    fn hit_write(&mut self, hit: &Hit, now: u64) {
+        let first = hit.offset >> 9;
+        let zeroes = [0; SECTOR_BYTES];
+        let content = |index: u64| match hit.data.is_empty() {
+            true => &zeroes[..],
+            false => &hit.data[(index as usize) << 9..(index as usize + 1) << 9],
+        };
+        let all = 0..hit.bytes >> 9;
+        let undone = match hit.effect {
+            // It may still be done by writing zeroes.
+            Effect::Error(blkq::Status::NotSupported) if hit.operation == Operation::WriteZeroes => 0..0,
+            Effect::Short(_) | Effect::Torn => hit.at >> 9..all.end,
+            Effect::Corrupt => {
+                let index = hit.at / 8 >> 9;
+                let bytes = content(index);
+                self.model.alter(first + index, bytes, &turned(bytes, hit.at));
+                0..0
+            }
+            _ => all.clone(),
+        };
+        for index in undone {
+            let request = self.model.undo(first + index, content(index));
+            let fails = match hit.effect {
+                // That of a trim is not told.
+                Effect::Error(blkq::Status::NotSupported) => hit.operation == Operation::Write,
+                Effect::Error(_) | Effect::Short(_) | Effect::Stuck(_) => true,
+                _ => false,
+            };
+            self.must_fail.extend(request.filter(|_| fails));
+        }
+        if hit.effect == Effect::Misdirect {
+            let sectors = hit.at >> 9..(hit.at + hit.bytes) >> 9;
+            let request = self.model.stray(sectors.start, &hit.data, now);
+            self.astray.insert(hit.tag, (request, sectors, hit.fua));
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! What the fault driver tells of the requests that it hits, so that a model can expect exactly
+//! what a rule did.
+
+use crate::bio::Operation;
+use crate::drivers::fault::Effect;
+use crate::error::IoResult;
+
+/// A request, and what happens to it.
+#[derive(Clone, Debug)]
+pub struct Hit {
+    /// The request's, until it has ended.
+    pub tag: u16,
+    /// Of the effects all but delays.
+    pub effect: Effect,
+    /// Of a short or torn transfer the bytes that are done; of a misdirected one where it goes,
+    /// in bytes of the device; of a corrupted one the bit, counted from its beginning; else 0.
+    pub at: u64,
+    /// What was asked for.
+    pub operation: Operation,
+    /// Whether for good.
+    pub fua: bool,
+    /// Where, in bytes of the device.
+    pub offset: u64,
+    /// How much.
+    pub bytes: u64,
+    /// What was to be written; empty for all but writes.
+    pub data: Vec<u8>,
+}
+
+/// What the fault driver did.
+#[derive(Clone, Debug)]
+pub enum Noted {
+    /// A request is hit.
+    Hit(Hit),
+    /// The request with this tag has ended in the wrapped driver.
+    End(u16, IoResult),
+}
