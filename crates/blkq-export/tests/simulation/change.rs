@@ -106,6 +106,7 @@ pub fn make_faults(world: &Rc<RefCell<World>>) {
     let sectors_max = world.sectors_max;
     let spec = if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max) };
     world.seen.changes += 1;
+    world.common.ruled = spec != "none";
     world.disk().set("fault", &spec).unwrap();
 }
 

@@ -107,6 +107,8 @@ pub struct Common {
     pub errors_allowed: bool,
     /// The fault driver may make requests last for longer than a change waits.
     pub slow: bool,
+    /// The fault driver has rules.
+    pub ruled: bool,
     /// What clients that are gone asked to read.
     pub ghosts: Vec<Range<u64>>,
     /// Requests of which a part was refused by the fault driver.

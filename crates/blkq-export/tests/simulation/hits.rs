@@ -97,6 +97,10 @@ impl Common {
 
     fn hit(&mut self, hit: Hit, clients: &mut [Client]) {
         self.hits[kind(hit.effect)] += 1;
+        // What waits when the rules are taken away goes on as if there had been none; what has
+        // begun has its effect.
+        let at_its_end = hit.effect == Effect::Corrupt && hit.operation == Operation::Read;
+        assert!(self.ruled || at_its_end, "hit without a rule: {hit:?}");
         let now = self.tick();
         let sectors = hit.offset >> 9..(hit.offset + hit.bytes) >> 9;
         if hit.effect == Effect::Misdirect {

@@ -163,6 +163,7 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
             sectors: History::new(0, setup.sectors),
             writes_seen: 0,
             slow: false,
+            ruled: false,
             ghosts: Vec::new(),
             must_fail: BTreeSet::new(),
             astray: BTreeMap::new(),
@@ -225,6 +226,7 @@ impl World {
         common.read_only = History::new(common.now, false);
         let (changing, faulty) = (chance.one_in(2), chance.one_in(2));
         common.slow = faulty;
+        common.ruled = false;
         common.ghosts.clear();
         common.must_fail.clear();
         common.astray.clear();
@@ -295,6 +297,7 @@ impl World {
         // In order it ends under the faults, too, which stop nothing for ever.
         if common.slow && (how != 1 || chance.one_in(2)) {
             disk.set("fault", "none").unwrap();
+            common.ruled = false;
         }
         match how {
             0 => {
