@@ -24,6 +24,18 @@ impl Content {
             Content::Found(bytes) => bytes[at],
         }
     }
+
+    /// Whether all of `sector` is this.
+    fn is(&self, sector: u64, bytes: &[u8]) -> bool {
+        match self {
+            Content::Zero => bytes.iter().all(|byte| *byte == 0),
+            Content::Write(number) => {
+                let stamp = stamp(*number, sector);
+                bytes.chunks(8).all(|chunk| chunk == stamp)
+            }
+            Content::Found(found) => **found == *bytes,
+        }
+    }
 }
 
 /// Eight bytes that say which write put them where.
@@ -34,7 +46,11 @@ fn stamp(number: u64, sector: u64) -> [u8; 8] {
 
 /// What write `number` puts into `sectors`.
 pub fn payload(number: u64, sectors: Range<u64>) -> Vec<u8> {
-    sectors.flat_map(|sector| stamp(number, sector).repeat(SECTOR_BYTES / 8)).collect()
+    let mut bytes = Vec::new();
+    for sector in sectors {
+        bytes.extend_from_slice([stamp(number, sector); SECTOR_BYTES / 8].as_flattened());
+    }
+    bytes
 }
 
 #[derive(Debug)]
@@ -111,9 +127,7 @@ impl Model {
     fn on_their_way(&self, sector: u64, bytes: &[u8]) -> Vec<usize> {
         let versions = self.sectors[sector as usize].iter().enumerate();
         let found = versions.filter(|(_, version)| {
-            version.ended == u64::MAX
-                && version.request < STRAY
-                && bytes.iter().enumerate().all(|(at, byte)| version.content.byte(sector, at) == *byte)
+            version.ended == u64::MAX && version.request < STRAY && version.content.is(sector, bytes)
         });
         let found: Vec<usize> = found.map(|(index, _)| index).collect();
         assert!(!found.is_empty(), "the driver has a write to sector {sector} that nobody sent");
@@ -220,6 +234,10 @@ fn check(
     sector: u64,
     bytes: &[u8],
 ) -> Result<(), String> {
+    // Nearly always it is one of them.
+    if versions.iter().any(|version| version.content.is(sector, bytes) && !gone(version)) {
+        return Ok(());
+    }
     let possible: Vec<&Version> = versions.iter().filter(|version| !gone(version)).collect();
     let wrong = bytes
         .iter()
