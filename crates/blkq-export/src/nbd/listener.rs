@@ -10,6 +10,9 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::process::Pid;
+
+use crate::peer::Peer;
 
 /// Clients that the kernel lets wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -230,8 +233,8 @@ pub(super) fn tune(socket: BorrowedFd<'_>) {
 /// Who is at the other end, for people.
 pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
     if is_unix(socket) {
-        return match sockopt::socket_peercred(socket) {
-            Ok(peer) => format!("pid {}, uid {}", peer.pid.as_raw_nonzero(), peer.uid.as_raw()),
+        return match Peer::of(socket) {
+            Ok(Peer { pid, uid }) => format!("pid {}, uid {}", Pid::as_raw(pid), uid.as_raw()),
             Err(_) => "unknown".into(),
         };
     }

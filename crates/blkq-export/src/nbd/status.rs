@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 pub struct ConnectionInfo {
     /// Counted up from 1.
     pub id: u64,
-    /// Who: `pid 123, uid 0`, or an address and port.
+    /// Who: `pid 123, uid 0` (pid 0: not to be seen from this PID namespace), or an address and
+    /// port.
     pub peer: String,
     /// The export it chose; `None` during the handshake.
     pub export: Option<String>,
