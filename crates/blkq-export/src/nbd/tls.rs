@@ -14,6 +14,8 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
+use crate::buffers::try_zeroed;
+
 use super::outgoing::Outgoing;
 
 /// What a directory of certificates holds, by the names that QEMU, libvirt and nbdkit use.
@@ -30,6 +32,8 @@ const INCOMING_BYTES: usize = 128 << 10;
 const OUTGOING_BYTES: usize = 128 << 10;
 /// Most that a record holds, in bytes.
 const RECORD_BYTES: usize = 16 << 10;
+/// Most that a whole record takes, in bytes.
+const RECORD_SEALED_MAX_BYTES: usize = 5 + RECORD_BYTES + 256;
 
 /// TLS as a server offers it.
 #[derive(Clone, Debug)]
@@ -155,10 +159,13 @@ pub(super) struct Tls {
 }
 
 impl Tls {
-    pub fn new(certificates: &TlsCertificates) -> Result<Tls, TlsEnd> {
-        let connection = ServerConnection::new(certificates.config.clone()).map_err(|_| TlsEnd::Broken)?;
-        let incoming = vec![0; INCOMING_BYTES].into();
-        Ok(Tls { connection, incoming, start: 0, end: 0, outgoing: Vec::new(), sent: 0, closed: false })
+    /// `None` if there is no memory for it. What rustls takes by itself cannot fail in this way.
+    pub fn new(certificates: &TlsCertificates) -> Option<Tls> {
+        let incoming = try_zeroed(INCOMING_BYTES)?;
+        let mut outgoing = Vec::new();
+        outgoing.try_reserve_exact(OUTGOING_BYTES + RECORD_SEALED_MAX_BYTES).ok()?;
+        let connection = ServerConnection::new(certificates.config.clone()).ok()?;
+        Some(Tls { connection, incoming, start: 0, end: 0, outgoing, sent: 0, closed: false })
     }
 
     /// Where to receive into.
