@@ -14,6 +14,8 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
+use webpki::{BorrowedCertRevocationList, CertRevocationList};
+
 use crate::buffers::try_zeroed;
 
 use super::outgoing::Outgoing;
@@ -82,9 +84,18 @@ impl TlsCertificates {
             for certificate in read_all(&file(AUTHORITY))? {
                 roots.add(certificate).map_err(|e| invalid(AUTHORITY, &e))?;
             }
-            let mut verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+            let roots = Arc::new(roots);
+            let mut verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider);
             if is_there(REVOKED) {
                 let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&file(REVOKED))?;
+                if lists.iter().any(|list| !is_of(list, &roots)) {
+                    return Err(invalid(
+                        REVOKED,
+                        &format_args!(
+                            "it is of an authority that is not in {AUTHORITY}, and would revoke nothing; add that authority there, or put the list of the right one here"
+                        ),
+                    ));
+                }
                 verifier = verifier.with_crls(lists).allow_unknown_revocation_status();
             }
             let of = |e: &VerifierBuilderError| match e {
@@ -111,6 +122,13 @@ impl TlsCertificates {
     pub fn verifies_clients(&self) -> bool {
         self.authority
     }
+}
+
+/// Whether `list` is of one of `roots`, by its name. One that cannot be read is refused elsewhere.
+fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
+    let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
+    let list = CertRevocationList::from(list);
+    roots.roots.iter().any(|root| &*root.subject == list.issuer())
 }
 
 fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
