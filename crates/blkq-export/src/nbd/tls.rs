@@ -156,7 +156,7 @@ fn unreadable(path: &Path, error: &pem::Error) -> Error {
 
 /// Why nothing more can be received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum TlsEnd {
+pub enum TlsEnd {
     /// The client said that it is done.
     Closed,
     /// What it sent is not what was agreed on.
@@ -164,7 +164,7 @@ pub(super) enum TlsEnd {
 }
 
 /// One connection's records.
-pub(super) struct Tls {
+pub struct Tls {
     connection: ServerConnection,
     incoming: Box<[u8]>,
     /// What of it was received and not decrypted.
