@@ -126,7 +126,13 @@ enum Act {
     Rekey,
     /// The client says that it is done.
     Bye,
-    /// One bit of a record on its way is another.
+    Meddle(Meddle),
+}
+
+/// What somebody in between does with what is on its way to the server.
+#[derive(Arbitrary, Debug)]
+enum Meddle {
+    /// One bit of a record is another.
     Flip {
         record: u8,
         at: u16,
@@ -291,8 +297,6 @@ impl Session {
     }
 
     fn act(&mut self, act: Act) {
-        let records = self.wire.len();
-        let chosen = |record: u8| if records == 0 { 0 } else { usize::from(record) % records };
         match act {
             Act::Say(bytes) if !self.bye && !self.deaf => {
                 let words: Vec<u8> = (self.said..self.said + usize::from(bytes)).map(pattern).collect();
@@ -313,7 +317,16 @@ impl Session {
                 self.bye = true;
                 self.collect();
             }
-            Act::Insert { record, kind, mut bytes } => {
+            Act::Meddle(how) => self.meddle(how),
+            _ => {}
+        }
+    }
+
+    fn meddle(&mut self, how: Meddle) {
+        let records = self.wire.len();
+        let chosen = |record: u8| if records == 0 { 0 } else { usize::from(record) % records };
+        match how {
+            Meddle::Insert { record, kind, mut bytes } => {
                 if kind % 2 == 0 {
                     let length = (bytes.len() as u16).to_be_bytes();
                     let head = [20 + (kind >> 1) % 6, 3, 1 + (kind >> 4) % 4, length[0], length[1]];
@@ -322,7 +335,7 @@ impl Session {
                 self.meddled |= !bytes.is_empty();
                 self.wire.insert(chosen(record), bytes);
             }
-            Act::Flip { record, at, bit } if records > 0 => {
+            Meddle::Flip { record, at, bit } if records > 0 => {
                 let record = &mut self.wire[chosen(record)];
                 let length = record.len().max(1);
                 if let Some(byte) = record.get_mut(usize::from(at) % length) {
@@ -330,21 +343,21 @@ impl Session {
                     self.meddled = true;
                 }
             }
-            Act::Cut { record, at } if records > 0 => {
+            Meddle::Cut { record, at } if records > 0 => {
                 let record = &mut self.wire[chosen(record)];
                 record.truncate(usize::from(at) % (record.len() + 1));
                 self.meddled = true;
             }
-            Act::Drop(record) if records > 0 => {
+            Meddle::Drop(record) if records > 0 => {
                 self.wire.remove(chosen(record));
                 self.meddled = true;
             }
-            Act::Repeat(record) if records > 0 => {
+            Meddle::Repeat(record) if records > 0 => {
                 let again = self.wire[chosen(record)].clone();
                 self.wire.insert(chosen(record), again);
                 self.meddled = true;
             }
-            Act::Swap(one, other) if records > 0 => {
+            Meddle::Swap(one, other) if records > 0 => {
                 self.wire.swap(chosen(one), chosen(other));
                 self.meddled |= chosen(one) != chosen(other);
             }
@@ -391,8 +404,10 @@ fn take(client: &mut ClientConnection, mut taken: usize, answered: usize) -> usi
 fn run(data: &[u8]) -> Result<()> {
     let mut u = Unstructured::new(data);
     let mut session = Session::begin(u.arbitrary()?);
-    for act in u.arbitrary_iter()?.take(ACTS_MAX) {
-        session.act(act?);
+    let mut acts = 0;
+    while !u.is_empty() && acts < ACTS_MAX {
+        session.act(u.arbitrary()?);
+        acts += 1;
     }
     session.finish();
     Ok(())

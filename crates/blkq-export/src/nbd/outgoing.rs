@@ -32,7 +32,6 @@ pub struct Outgoing {
 
 impl Outgoing {
     /// Nothing.
-    #[allow(clippy::new_without_default, reason = "only a fuzzer sees it from outside")]
     pub fn new() -> Outgoing {
         Outgoing {
             headers: Vec::new(),
