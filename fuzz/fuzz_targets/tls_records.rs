@@ -29,6 +29,8 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 const ACTS_MAX: usize = 96;
+/// The longest answers are of more than the server's side may hold.
+const ANSWER_PIECE_BYTES: usize = 16;
 /// Most that the server's side of a connection holds, in bytes: its buffers of 128 and 144 KiB, and
 /// what rustls needs.
 const SERVER_BYTES_MAX: isize = 512 << 10;
@@ -120,7 +122,7 @@ enum Act {
     Carry(u16, u16),
     /// All that is on its way arrives.
     CarryAll,
-    /// The server answers with so many bytes.
+    /// The server answers with so many pieces of [`ANSWER_PIECE_BYTES`].
     Answer(u16),
     /// The client takes new keys.
     Rekey,
@@ -306,7 +308,9 @@ impl Session {
             Act::Carry(bytes, piece) => self.carry(usize::from(bytes), usize::from(piece)),
             Act::CarryAll => self.carry_all(),
             // Of a server that has heard nothing there are no answers.
-            Act::Answer(bytes) if self.heard > 0 && self.end.is_none() => self.send(bytes.into()),
+            Act::Answer(pieces) if self.heard > 0 && self.end.is_none() => {
+                self.send(usize::from(pieces) * ANSWER_PIECE_BYTES);
+            }
             Act::Rekey if !self.client.is_handshaking() && !self.bye && !self.deaf => {
                 // TLS 1.2 has no such thing, and all has its limits.
                 let _ = self.client.refresh_traffic_keys();
