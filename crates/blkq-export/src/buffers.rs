@@ -18,8 +18,8 @@ const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 /// each direct I/O. Larger ones are too few and too short-lived.
 const REGISTERED_MAX_BYTES: usize = 64 << 10;
 
-/// Zeroed memory of `bytes` bytes, at least one, whose pages are only taken when they are used;
-/// `None` if there is none.
+/// Zeroed memory of `bytes` bytes, at least one; `None` if there is none. Its pages may be taken from
+/// the system only when they are used.
 pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
     let layout = Layout::array::<u8>(bytes).ok().filter(|layout| layout.size() > 0)?;
     // SAFETY: the layout's size is not zero.

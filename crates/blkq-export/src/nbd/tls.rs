@@ -92,7 +92,7 @@ impl TlsCertificates {
                     return Err(invalid(
                         REVOKED,
                         &format_args!(
-                            "it is of an authority that is not in {AUTHORITY}, and would revoke nothing; add that authority there, or put the list of the right one here"
+                            "it is of an authority that is not in {AUTHORITY}, and may revoke nothing; add that authority there, or put the list of the right one here"
                         ),
                     ));
                 }
