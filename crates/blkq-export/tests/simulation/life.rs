@@ -176,8 +176,10 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
         faults: Faults::default(),
         server: None,
     }));
-    let meanwhile = world.clone();
-    simulation::set_meanwhile(Some(Box::new(move || meanwhile.borrow_mut().meanwhile())));
+    let meanwhile = Rc::downgrade(&world);
+    simulation::set_meanwhile(Some(Box::new(move || {
+        meanwhile.upgrade().unwrap().borrow_mut().meanwhile();
+    })));
     for _ in 0..lives {
         life(&setup, &world);
     }
