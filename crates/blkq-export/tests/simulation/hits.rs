@@ -134,7 +134,7 @@ impl Common {
             Effect::Error(blkq::Status::NotSupported) if hit.operation == Operation::WriteZeroes => 0..0,
             Effect::Short(_) | Effect::Torn => hit.at >> 9..all.end,
             Effect::Corrupt => {
-                let index = hit.at / 8 >> 9;
+                let index = hit.at >> 12;
                 let bytes = content(index);
                 self.model.alter(first + index, bytes, &turned(bytes, hit.at));
                 0..0

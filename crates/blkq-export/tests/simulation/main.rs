@@ -77,7 +77,7 @@ fn seeds_that_found_defects() {
 
 #[test]
 fn a_seed_has_one_fate() {
-    for seed in [1, 2, 3, 1 << 40] {
+    for seed in (0..16).chain([1 << 40]) {
         assert_eq!(run(seed), run(seed));
     }
 }
