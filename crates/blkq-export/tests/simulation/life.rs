@@ -212,7 +212,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
             change::make_faults(world);
         }
     }
-    world.borrow_mut().end(simulation::syncs_failed() > syncs_failed);
+    world.borrow_mut().end(syncs_failed);
 }
 
 impl World {
@@ -290,8 +290,9 @@ impl World {
         }
     }
 
-    /// The server ends, one way or another, and what is left is looked at.
-    fn end(&mut self, doubtful: bool) {
+    /// The server ends, one way or another, and what is left is looked at. So many syncs had
+    /// failed before it began.
+    fn end(&mut self, syncs_failed: u64) {
         self.common.check_read_only();
         let World { chance, common, seen, server, .. } = self;
         let Server { disk, mut engine, mut clients, .. } = server.take().unwrap();
@@ -335,7 +336,7 @@ impl World {
         simulation::restart();
         common.now += 1;
         common.model.settle(common.now);
-        if doubtful {
+        if simulation::syncs_failed() > syncs_failed {
             common.model.doubt();
         }
         common.now += 1;
