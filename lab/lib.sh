@@ -11,6 +11,7 @@ BLKQ=${BLKQ:-${CARGO_TARGET_DIR:-$ROOT/target}/release/blkq}
 
 PASSED=0
 FAILED=0
+FAILURES=()
 LEFT_OUT=()
 
 die() {
@@ -84,6 +85,7 @@ step() {
         grep -E '^    left out ' "$log" | sed 's/^/  /' || true
     else
         FAILED=$((FAILED + 1))
+        FAILURES+=("$name")
         printf '  %-44s %7s s  FAIL (exit %d)\n' "$name" "$(seconds_since "$begin_ms")" "$code"
         tail -n "${LAB_TAIL:-25}" "$log" | sed 's/^/      /'
     fi
@@ -99,6 +101,10 @@ verdict() {
     local reason
     for reason in "${LEFT_OUT[@]}"; do
         printf 'left out on purpose: %s\n' "$reason"
+    done
+    # Once more, for who sees the end only.
+    for reason in "${FAILURES[@]}"; do
+        printf 'failed: %s\n' "$reason"
     done
     printf '%d passed, %d failed\n' "$PASSED" "$FAILED"
     [[ $FAILED -eq 0 && $PASSED -gt 0 ]]
