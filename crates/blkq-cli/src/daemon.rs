@@ -30,6 +30,8 @@ use crate::{log, systemd};
 const ANSWERING_MAX: usize = 16;
 /// How long to wait when a connection cannot be taken, or waited for.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// How long a daemon that leaves its device to the next one waits for other commands' answers.
+const LEAVE_WAIT: Duration = Duration::from_millis(100);
 /// Stack of a thread that answers a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
@@ -100,7 +102,7 @@ struct Shared {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Serving,
-    /// It is left to the next daemon, which has read, or will read, what this one wrote.
+    /// It is left to the next daemon, which reads what this one has written.
     Leaving,
     /// It is closed and ends, or has ended.
     Ending,
@@ -357,6 +359,7 @@ impl Shared {
                 Ok(()) => {
                     log::line("ending: the device goes to another daemon");
                     answer(&stream, &reply_line(Ok(())));
+                    self.wait_for_answers();
                     // As if killed: the kernel takes back what it has given out when the task ends,
                     // and may wait for it for ever when only the ring goes.
                     std::process::exit(0);
@@ -372,6 +375,14 @@ impl Shared {
             },
         };
         answer(&stream, &reply);
+    }
+
+    /// Gives other commands a moment to be answered: one that is lost is refused, and says so.
+    fn wait_for_answers(&self) {
+        let until = Instant::now() + LEAVE_WAIT;
+        while self.answering.load(Ordering::Relaxed) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn set(&self, settings: &[(String, String)]) -> Outcome {
