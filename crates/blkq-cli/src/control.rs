@@ -5,6 +5,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
@@ -107,7 +108,7 @@ pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) 
         Err(e) => return Err(Failure::new(format!("control socket of {name}: {e}"))),
     };
     // The kernel's record of who listens there: it tells when that process is gone.
-    let pid = rustix::net::sockopt::socket_peercred(&stream).ok().map(|peer| peer.pid);
+    let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let timeout = match request {
         Request::Ping {} | Request::Show {} | Request::Stat {} => Some(ANSWER_TIMEOUT),

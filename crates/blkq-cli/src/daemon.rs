@@ -12,6 +12,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -441,7 +442,7 @@ impl Shared {
 fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     let turn_away = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
     // The socket's mode says the same; this holds wherever somebody moves the socket.
-    match rustix::net::sockopt::socket_peercred(&stream) {
+    match Peer::of(&stream) {
         Ok(peer) if peer.uid == shared.owner || peer.uid.is_root() => {}
         _ => return turn_away("only the owner of the daemon may talk to it"),
     }

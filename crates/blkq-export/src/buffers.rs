@@ -1,5 +1,8 @@
 //! Free lists of I/O buffers by size, so that the steady state allocates nothing.
 
+use std::alloc::{Layout, alloc_zeroed};
+use std::ptr::{NonNull, slice_from_raw_parts_mut};
+
 use blkq::{IoBuffer, Ring};
 
 /// Largest buffer.
@@ -14,6 +17,17 @@ const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 /// Largest buffer that is registered with the ring, which then need not pin its pages for
 /// each direct I/O. Larger ones are too few and too short-lived.
 const REGISTERED_MAX_BYTES: usize = 64 << 10;
+
+/// Zeroed memory of `bytes` bytes, at least one; `None` if there is none. Its pages may be taken from
+/// the system only when they are used.
+pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
+    let layout = Layout::array::<u8>(bytes).ok().filter(|layout| layout.size() > 0)?;
+    // SAFETY: the layout's size is not zero.
+    let memory = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+    // SAFETY: it was allocated with the layout of so many bytes, which are zeroes, and is nobody
+    // else's.
+    Some(unsafe { Box::from_raw(slice_from_raw_parts_mut(memory.as_ptr(), bytes)) })
+}
 
 /// The buffers of one source.
 pub(crate) struct BufferPool {

@@ -25,4 +25,5 @@
 
 mod buffers;
 pub mod nbd;
+pub mod peer;
 pub mod ublk;

@@ -4,7 +4,8 @@
 mod nbd;
 
 use std::collections::HashMap;
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
@@ -19,8 +20,9 @@ use blkq::{
     Taken,
 };
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{Listen, NbdServer};
+use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
 use nbd::*;
+use rustix::net::{AddressFamily, SocketType};
 
 const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];
 
@@ -333,6 +335,39 @@ fn tcp_and_inherited_sockets() {
 
     let file = std::fs::File::open("/dev/null").unwrap();
     assert!(NbdServer::start(Listen::Inherited(file.into()), options(), &handles).is_err());
+}
+
+/// Guests and who not may reach such a socket, and there is no telling.
+#[test]
+fn an_inherited_socket_of_another_family_is_refused() {
+    let socket = match rustix::net::socket(AddressFamily::VSOCK, SocketType::STREAM, None) {
+        Err(rustix::io::Errno::AFNOSUPPORT) => return eprintln!("left out: no AF_VSOCK here"),
+        socket => socket.unwrap(),
+    };
+    let engine = engines(&Disk::builder(ram()).queues(1).build().unwrap());
+    let start = |listen, options| NbdServer::start(listen, options, &[engine[0].handle().clone()]);
+    // SAFETY: the address is whole, and the kernel only reads it.
+    let bound = unsafe {
+        let mut address: libc::sockaddr_vm = std::mem::zeroed();
+        address.svm_family = libc::AF_VSOCK as _;
+        (address.svm_cid, address.svm_port) = (libc::VMADDR_CID_ANY, libc::VMADDR_PORT_ANY);
+        let length = size_of_val(&address) as _;
+        libc::bind(socket.as_raw_fd(), (&raw const address).cast(), length)
+    };
+    assert_eq!(bound, 0);
+    rustix::net::listen(&socket, 1).unwrap();
+    let error = start(Listen::Inherited(socket), NbdOptions { insecure: true, ..options() }).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(
+        error.to_string().ends_with("is a socket of address family 40; give one of unix or TCP"),
+        "{error}"
+    );
+
+    // TCP is told by its address: of all, it wants TLS or `insecure`; of loopback, nothing.
+    let tcp = |address| Listen::Inherited(TcpListener::bind(address).unwrap().into());
+    assert_eq!(start(tcp("0.0.0.0:0"), options()).err().unwrap().kind(), ErrorKind::Denied);
+    start(tcp("0.0.0.0:0"), NbdOptions { insecure: true, ..options() }).unwrap().stop(true).unwrap();
+    start(tcp("127.0.0.1:0"), options()).unwrap().stop(true).unwrap();
 }
 
 #[test]

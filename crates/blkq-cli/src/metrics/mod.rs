@@ -8,6 +8,12 @@ mod http;
 mod page;
 mod server;
 
+/// What a fuzzer knows of an endpoint's answers.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::http::{Asked, HEAD_BYTES_MAX, Refusal, parse};
+}
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;

@@ -11,7 +11,7 @@ use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector,
 use io_uring::{opcode, types};
 use rustix::net::{Shutdown, shutdown};
 
-use crate::buffers::BufferPool;
+use crate::buffers::{BufferPool, try_zeroed};
 
 use super::handshake::{Export, Handshake, INPUT_BYTES, Next, TlsPolicy};
 use super::outgoing::Outgoing;
@@ -20,7 +20,7 @@ use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::rest::{Rest, Resting};
 use super::source::{Core, Pending, RECEIVED, SENT, token};
 use super::status::ConnectionStatus;
-use super::tls::{Tls, TlsEnd};
+use super::tls::{Tls, TlsEnd, TlsOptions};
 use super::transmission::{Request, Step, Transmission};
 
 /// Size of the buffer that requests are received into: thirty writes of 4 KiB, and any
@@ -57,6 +57,25 @@ enum Ending {
     Broken,
 }
 
+/// What a connection needs of memory whatever its client does.
+pub(super) struct Memory {
+    stream: Box<[u8]>,
+    /// For the client that asks for it.
+    tls: Option<Box<Tls>>,
+}
+
+impl Memory {
+    /// `None` if there is not enough.
+    pub fn new(tls: Option<&TlsOptions>) -> Option<Memory> {
+        let stream = try_zeroed(STREAM_BYTES)?;
+        let tls = match tls {
+            Some(tls) => Some(Box::new(Tls::new(&tls.certificates)?)),
+            None => None,
+        };
+        Some(Memory { stream, tls })
+    }
+}
+
 /// Counters, kept here and published once per turn.
 #[derive(Default)]
 struct Counters {
@@ -88,6 +107,8 @@ pub(super) struct Connection {
     gathering: Outgoing,
     sending: Outgoing,
     tls: Option<Box<Tls>>,
+    /// Until TLS begins.
+    tls_offered: Option<Box<Tls>>,
     /// What was gathered before TLS began has not left yet: it goes out in clear.
     clear: bool,
     /// Requests received whose replies have not left.
@@ -119,6 +140,7 @@ impl Connection {
         exports: Vec<Export>,
         tls: TlsPolicy,
         handshake_until_ns: u64,
+        memory: Memory,
     ) -> Connection {
         let mut gathering = Outgoing::new();
         let handshake = Handshake::new(tls, &mut gathering.headers);
@@ -130,7 +152,7 @@ impl Connection {
             phase: Phase::Handshake(handshake, exports),
             queue: 0,
             style: ReplyStyle::Simple,
-            stream: vec![0; STREAM_BYTES].into(),
+            stream: memory.stream,
             start: 0,
             end: 0,
             incoming: None,
@@ -138,6 +160,7 @@ impl Connection {
             gathering,
             sending: Outgoing::new(),
             tls: None,
+            tls_offered: memory.tls,
             clear: false,
             outstanding: 0,
             buffered: 0,
@@ -287,7 +310,7 @@ impl Connection {
                     match next {
                         Next::Receive => return true,
                         Next::StartTls => {
-                            self.start_tls(core);
+                            self.start_tls();
                             return self.ending == Ending::No;
                         }
                         Next::Close => {
@@ -296,6 +319,7 @@ impl Connection {
                         }
                         Next::Transmission(session) => {
                             self.handshake_until_ns = u64::MAX;
+                            self.tls_offered = None;
                             self.queue = core.options.exports[session.export].queue;
                             self.style = session.replies;
                             // Set once: one handshake has one end.
@@ -358,12 +382,11 @@ impl Connection {
     }
 
     /// From here on all is encrypted, but for what was gathered before.
-    fn start_tls(&mut self, core: &Core) {
-        let tls = core.options.tls.as_ref().map(|tls| Tls::new(&tls.certificates));
-        match tls {
+    fn start_tls(&mut self) {
+        match self.tls_offered.take() {
             // Who sends on before the answer did not ask for TLS; what came is not looked at.
-            Some(Ok(tls)) if self.start == self.end => {
-                self.tls = Some(Box::new(tls));
+            Some(tls) if self.start == self.end => {
+                self.tls = Some(tls);
                 self.clear = true;
             }
             _ => {

@@ -10,6 +10,9 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::process::Pid;
+
+use crate::peer::Peer;
 
 /// Clients that the kernel lets wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -25,7 +28,8 @@ pub enum Listen {
     Unix(PathBuf),
     /// TCP: a host (or address) and a port, 0 for any free one.
     Tcp(String, u16),
-    /// A socket from elsewhere: listening (socket activation) or connected (one client).
+    /// A socket of unix or TCP from elsewhere: listening (socket activation) or connected (one
+    /// client).
     Inherited(OwnedFd),
 }
 
@@ -54,7 +58,7 @@ pub(super) enum Place {
     Tcp(SocketAddr),
     Inherited {
         connected: bool,
-        /// If it is of TCP.
+        /// If it is of TCP; else it is a unix socket.
         address: Option<SocketAddr>,
     },
 }
@@ -142,7 +146,22 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
     let flags = rustix::fs::fcntl_getfl(&socket).map_err(|e| Error::system(what(), e))?;
     rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
     let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
-    let address = SocketAddr::try_from(own).ok();
+    // Who reaches an address of any other family (a guest, say, through AF_VSOCK) is not known.
+    let address = match sockopt::socket_domain(&socket).map_err(|e| Error::system(what(), e))? {
+        AddressFamily::UNIX => None,
+        AddressFamily::INET | AddressFamily::INET6 => {
+            Some(SocketAddr::try_from(own).map_err(|e| Error::system(what(), e))?)
+        }
+        family => {
+            let (number, family) = (socket.as_raw_fd(), family.as_raw());
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "file descriptor {number} is a socket of address family {family}; give one of unix or TCP"
+                ),
+            ));
+        }
+    };
     if sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))? {
         let place = Place::Inherited { connected: false, address };
         return Ok(Opened { socket: Socket::Listening(socket), place });
@@ -230,8 +249,8 @@ pub(super) fn tune(socket: BorrowedFd<'_>) {
 /// Who is at the other end, for people.
 pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
     if is_unix(socket) {
-        return match sockopt::socket_peercred(socket) {
-            Ok(peer) => format!("pid {}, uid {}", peer.pid.as_raw_nonzero(), peer.uid.as_raw()),
+        return match Peer::of(socket) {
+            Ok(Peer { pid, uid }) => format!("pid {}, uid {}", Pid::as_raw(pid), uid.as_raw()),
             Err(_) => "unknown".into(),
         };
     }

@@ -18,6 +18,13 @@ mod status;
 mod tls;
 pub mod transmission;
 
+/// What a fuzzer reaches of TLS.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::outgoing::Outgoing;
+    pub use super::tls::{Tls, TlsEnd};
+}
+
 pub use listener::{Listen, Listener};
 #[cfg(simulation)]
 pub use server::simulated;

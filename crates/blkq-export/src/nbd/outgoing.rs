@@ -16,7 +16,7 @@ struct Content {
 }
 
 /// Replies gathered, then sent. At most two iovecs per reply; the kernel takes 1024.
-pub(super) struct Outgoing {
+pub struct Outgoing {
     /// Everything but content, in order.
     pub headers: Vec<u8>,
     contents: Vec<Content>,
@@ -31,6 +31,7 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
+    /// Nothing.
     pub fn new() -> Outgoing {
         Outgoing {
             headers: Vec::new(),
@@ -44,6 +45,7 @@ impl Outgoing {
         }
     }
 
+    /// Whether nothing was gathered.
     pub fn is_empty(&self) -> bool {
         self.headers.is_empty()
     }
@@ -98,7 +100,7 @@ impl Outgoing {
     }
 
     /// Empties it; the buffers go back to `pool`. Returns how many bytes are free with that.
-    pub fn recycle(&mut self, pool: &mut BufferPool) -> usize {
+    pub(super) fn recycle(&mut self, pool: &mut BufferPool) -> usize {
         let mut freed = std::mem::take(&mut self.extents_bytes);
         for content in self.contents.drain(..) {
             freed += content.buffer.len();

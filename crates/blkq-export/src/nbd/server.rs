@@ -33,7 +33,7 @@ pub struct NbdExport {
 pub struct NbdOptions {
     /// At least one.
     pub exports: Vec<NbdExport>,
-    /// Connections at once; more are closed at once.
+    /// Connections at once; more are closed at once, and so are those for which there is no memory.
     pub connections_max: usize,
     /// Requests in flight per connection, 1 to 500; more wait in the socket.
     pub requests_max: usize,
@@ -221,7 +221,8 @@ impl NbdServer {
         self.registry.list()
     }
 
-    /// Connections turned away because there were too many, or the server was going down.
+    /// Connections turned away because there were too many, or no memory for one more, or the
+    /// server was going down.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
     }

@@ -14,7 +14,7 @@ use io_uring::{opcode, types};
 use crate::buffers::BufferPool;
 
 use super::budget::Budget;
-use super::connection::Connection;
+use super::connection::{Connection, Memory};
 use super::handshake::Export;
 use super::listener::{peer_name, tune};
 use super::pacing::Pacing;
@@ -249,10 +249,11 @@ impl NbdSource {
 
     /// Begins with a client that was admitted.
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
-        if self.stopping {
+        let memory = if self.stopping { None } else { Memory::new(self.core.options.tls.as_ref()) };
+        let Some(memory) = memory else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
-            return self.registry.leave();
-        }
+            return self.registry.turn_away();
+        };
         tune(socket.as_fd());
         let status = self.registry.begin(peer_name(socket.as_fd()));
         let exports = self.core.options.exports.iter().map(|export| {
@@ -277,7 +278,7 @@ impl NbdSource {
             }
         };
         let tls = self.core.options.tls_policy();
-        let connection = Connection::new(slot as u32, socket, status, exports, tls, until_ns);
+        let connection = Connection::new(slot as u32, socket, status, exports, tls, until_ns, memory);
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
     }

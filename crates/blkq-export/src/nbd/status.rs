@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 pub struct ConnectionInfo {
     /// Counted up from 1.
     pub id: u64,
-    /// Who: `pid 123, uid 0`, or an address and port.
+    /// Who: `pid 123, uid 0` (pid 0: not to be seen from this PID namespace), or an address and
+    /// port.
     pub peer: String,
     /// The export it chose; `None` during the handshake.
     pub export: Option<String>,
@@ -35,7 +36,8 @@ pub struct ConnectionInfo {
 pub struct NbdCounters {
     /// Connections that were let in.
     pub connections: u64,
-    /// Connections turned away because there were too many, or the server was going down.
+    /// Connections turned away because there were too many, or no memory for one more, or the
+    /// server was going down.
     pub refused_connections: u64,
     /// Connections ended because the client broke the protocol.
     pub violations: u64,
@@ -162,7 +164,8 @@ impl Registry {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether one more connection is let in; it then counts until [`Registry::leave`].
+    /// Whether one more connection is let in; it then counts until [`Registry::end`]
+    /// or [`Registry::turn_away`].
     pub fn admit(&self, connections_max: usize) -> bool {
         let before = self.open.fetch_add(1, Ordering::SeqCst);
         let admitted = before < connections_max && !self.closed.load(Ordering::SeqCst);
@@ -173,8 +176,14 @@ impl Registry {
         admitted
     }
 
-    /// A connection that was admitted is gone, or was never begun.
-    pub fn leave(&self) {
+    /// A connection that was admitted is turned away all the same.
+    pub fn turn_away(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+        self.leave();
+    }
+
+    /// A connection that was admitted is gone.
+    fn leave(&self) {
         let last = self.open.fetch_sub(1, Ordering::SeqCst) == 1;
         if last
             && let Some(event) = &self.idle_event

@@ -14,6 +14,10 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
+use webpki::{BorrowedCertRevocationList, CertRevocationList};
+
+use crate::buffers::try_zeroed;
+
 use super::outgoing::Outgoing;
 
 /// What a directory of certificates holds, by the names that QEMU, libvirt and nbdkit use.
@@ -30,6 +34,8 @@ const INCOMING_BYTES: usize = 128 << 10;
 const OUTGOING_BYTES: usize = 128 << 10;
 /// Most that a record holds, in bytes.
 const RECORD_BYTES: usize = 16 << 10;
+/// Most that a whole record takes, in bytes.
+const RECORD_SEALED_MAX_BYTES: usize = 5 + RECORD_BYTES + 256;
 
 /// TLS as a server offers it.
 #[derive(Clone, Debug)]
@@ -78,9 +84,18 @@ impl TlsCertificates {
             for certificate in read_all(&file(AUTHORITY))? {
                 roots.add(certificate).map_err(|e| invalid(AUTHORITY, &e))?;
             }
-            let mut verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+            let roots = Arc::new(roots);
+            let mut verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider);
             if is_there(REVOKED) {
                 let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&file(REVOKED))?;
+                if lists.iter().any(|list| !is_of(list, &roots)) {
+                    return Err(invalid(
+                        REVOKED,
+                        &format_args!(
+                            "it is of an authority that is not in {AUTHORITY}, and may revoke nothing; add that authority there, or put the list of the right one here"
+                        ),
+                    ));
+                }
                 verifier = verifier.with_crls(lists).allow_unknown_revocation_status();
             }
             let of = |e: &VerifierBuilderError| match e {
@@ -109,6 +124,13 @@ impl TlsCertificates {
     }
 }
 
+/// Whether `list` is of one of `roots`, by its name. One that cannot be read is refused elsewhere.
+fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
+    let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
+    let list = CertRevocationList::from(list);
+    roots.roots.iter().any(|root| &*root.subject == list.issuer())
+}
+
 fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
     let items = T::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<T>, _>>);
     match items {
@@ -134,7 +156,7 @@ fn unreadable(path: &Path, error: &pem::Error) -> Error {
 
 /// Why nothing more can be received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum TlsEnd {
+pub enum TlsEnd {
     /// The client said that it is done.
     Closed,
     /// What it sent is not what was agreed on.
@@ -142,7 +164,7 @@ pub(super) enum TlsEnd {
 }
 
 /// One connection's records.
-pub(super) struct Tls {
+pub struct Tls {
     connection: ServerConnection,
     incoming: Box<[u8]>,
     /// What of it was received and not decrypted.
@@ -155,10 +177,13 @@ pub(super) struct Tls {
 }
 
 impl Tls {
-    pub fn new(certificates: &TlsCertificates) -> Result<Tls, TlsEnd> {
-        let connection = ServerConnection::new(certificates.config.clone()).map_err(|_| TlsEnd::Broken)?;
-        let incoming = vec![0; INCOMING_BYTES].into();
-        Ok(Tls { connection, incoming, start: 0, end: 0, outgoing: Vec::new(), sent: 0, closed: false })
+    /// `None` if there is no memory for it. What rustls takes by itself cannot fail in this way.
+    pub fn new(certificates: &TlsCertificates) -> Option<Tls> {
+        let incoming = try_zeroed(INCOMING_BYTES)?;
+        let mut outgoing = Vec::new();
+        outgoing.try_reserve_exact(OUTGOING_BYTES + RECORD_SEALED_MAX_BYTES).ok()?;
+        let connection = ServerConnection::new(certificates.config.clone()).ok()?;
+        Some(Tls { connection, incoming, start: 0, end: 0, outgoing, sent: 0, closed: false })
     }
 
     /// Where to receive into.

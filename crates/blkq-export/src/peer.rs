@@ -1,0 +1,96 @@
+//! Who is at the other end of a unix socket.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, Uid};
+
+/// A process, as the kernel noted it when the connection was made (`SO_PEERCRED`).
+#[derive(Clone, Copy, Debug)]
+pub struct Peer {
+    /// Its number; `None` if it is in a PID namespace that is not to be seen from here.
+    pub pid: Option<Pid>,
+    /// Its user; the overflow user if it has no number here.
+    pub uid: Uid,
+}
+
+impl Peer {
+    /// Asks the kernel for the peer of `socket`.
+    ///
+    /// # Errors
+    /// What the kernel says of a socket that is none, or that has no peer.
+    pub fn of(socket: impl AsFd) -> Result<Peer, Errno> {
+        // Not through rustix, whose process numbers are never 0: the kernel's may be.
+        let mut peer = MaybeUninit::<libc::ucred>::zeroed();
+        let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+        let socket = socket.as_fd().as_raw_fd();
+        // SAFETY: the kernel writes at most `length` bytes to `peer`, and the length to `length`.
+        let result = unsafe {
+            let to = peer.as_mut_ptr().cast();
+            libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, to, &raw mut length)
+        };
+        if result != 0 {
+            return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO));
+        }
+        // SAFETY: three integers, for which any bytes are good, and those not written are zero.
+        let peer = unsafe { peer.assume_init() };
+        // Of sockets without one, such as those of TCP, it is all zeroes but for the user, -1.
+        if peer.uid == u32::MAX {
+            return Err(Errno::NOTCONN);
+        }
+        Ok(Peer { pid: Pid::from_raw(peer.pid), uid: Uid::from_raw(peer.uid) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_is_who_made_the_connection() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let peer = Peer::of(&one).unwrap();
+        assert_eq!(peer.pid, Some(rustix::process::getpid()));
+        assert_eq!(peer.uid, rustix::process::geteuid());
+        assert!(Peer::of(std::fs::File::open("/dev/null").unwrap()).is_err());
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let tcp = std::net::TcpStream::connect(tcp.local_addr().unwrap()).unwrap();
+        assert!(Peer::of(&tcp).is_err());
+    }
+
+    /// Runs itself in a PID namespace of its own, from which this process is not to be seen.
+    #[test]
+    fn a_peer_of_another_pid_namespace_has_no_number() {
+        const NAME: &str = "peer::tests::a_peer_of_another_pid_namespace_has_no_number";
+        const INSIDE: &str = "BLKQ_TEST_INSIDE";
+        if std::env::var_os(INSIDE).is_some() {
+            let peer = Peer::of(std::io::stdin()).unwrap();
+            assert_eq!((peer.pid, peer.uid.as_raw()), (None, 0), "{peer:?}");
+            return;
+        }
+        let unshare = || {
+            let mut command = Command::new("unshare");
+            command.args(["--user", "--map-root-user", "--pid", "--fork"]);
+            command
+        };
+        if !unshare().arg("true").status().is_ok_and(|status| status.success()) {
+            return eprintln!("left out: no namespaces here");
+        }
+        let (_one, other) = UnixStream::pair().unwrap();
+        let itself = std::env::current_exe().unwrap();
+        let inside = unshare()
+            .arg(itself)
+            .args(["--exact", NAME])
+            .env(INSIDE, "1")
+            .stdin(Stdio::from(OwnedFd::from(other)))
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&inside.stdout);
+        assert!(inside.status.success() && told.contains("1 passed"), "{told}");
+    }
+}

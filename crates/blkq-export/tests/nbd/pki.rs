@@ -1,0 +1,87 @@
+//! Certificates for tests, made with openssl.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A directory of them: of an authority, NAME-cert.pem and NAME-key.pem. It goes with this.
+pub struct Pki {
+    directory: PathBuf,
+}
+
+impl Pki {
+    /// An authority `ca`, and certificates of it for a `server` (localhost) and a `client`.
+    pub fn new() -> Pki {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("blkq-pki-{}-{number}", std::process::id()));
+        std::fs::create_dir(&directory).unwrap();
+        let pki = Pki { directory };
+        pki.authority("ca");
+        pki.issue("ca", "server", "serverAuth");
+        pki.issue("ca", "client", "clientAuth");
+        pki
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    /// An authority that nobody has signed.
+    pub fn authority(&self, name: &str) {
+        self.request(name, &["-addext", "keyUsage=critical,keyCertSign,cRLSign"]);
+    }
+
+    /// A certificate that `authority` has signed.
+    pub fn issue(&self, authority: &str, name: &str, usage: &str) {
+        let [cert, key] = [format!("{authority}-cert.pem"), format!("{authority}-key.pem")];
+        let usage = format!("extendedKeyUsage={usage}");
+        let extensions = ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", &usage];
+        let name_of_host = ["-addext", "subjectAltName=DNS:localhost", "-CA", &cert, "-CAkey", &key];
+        self.request(name, &[&extensions[..], &name_of_host].concat());
+    }
+
+    fn request(&self, name: &str, words: &[&str]) {
+        let [cert, key] = [format!("{name}-cert.pem"), format!("{name}-key.pem")];
+        let subject = format!("/CN={name}");
+        let of_all = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
+        let own = ["-days", "2", "-subj", &subject, "-out", &cert, "-keyout", &key];
+        self.openssl(&[&of_all[..], &own, words].concat());
+    }
+
+    /// A list, NAME-crl.pem, on which `authority` revokes nothing.
+    pub fn revocations(&self, authority: &str) {
+        let config = "[ca]\ndefault_ca = all\n[all]\ndatabase = index\ncrlnumber = number\ncrl_extensions = more\ndefault_md = sha256\ndefault_crl_days = 2\n[more]\nauthorityKeyIdentifier = keyid:always\n";
+        for (name, content) in [("config", config), ("index", ""), ("number", "01\n")] {
+            std::fs::write(self.file(name), content).unwrap();
+        }
+        let [cert, key] = [format!("{authority}-cert.pem"), format!("{authority}-key.pem")];
+        let list = format!("{authority}-crl.pem");
+        self.openssl(&[
+            "ca", "-config", "config", "-gencrl", "-cert", &cert, "-keyfile", &key, "-out", &list,
+        ]);
+    }
+
+    /// A directory `name` in here with copies of `files`, each under the second of its names.
+    pub fn gather(&self, name: &str, files: &[(&str, &str)]) -> PathBuf {
+        let directory = self.file(name);
+        std::fs::create_dir(&directory).unwrap();
+        for (from, to) in files {
+            std::fs::copy(self.file(from), directory.join(to)).unwrap();
+        }
+        directory
+    }
+
+    fn openssl(&self, words: &[&str]) {
+        let mut command = Command::new("openssl");
+        let output = command.args(words).current_dir(Path::new(&self.directory)).output();
+        let output = output.expect("openssl is installed");
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+impl Drop for Pki {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
