@@ -2,7 +2,10 @@
 //! answers, the connection ends, and the device is still there.
 //!
 //! Input: the number of bytes that are sent at once, then the request: as it is if that number is
-//! even, else settings, one in a line, for a well-formed `set`. What ends the daemon is not sent.
+//! even, else settings, one in a line, for a well-formed `set`. If it is 255 choices come after it,
+//! from which requests are made: those that a model of the device knows, and then the device is what
+//! the model says, and those that are well-formed but for what was broken in them. What ends the
+//! daemon is not sent.
 
 #![no_main]
 
@@ -16,7 +19,28 @@ use std::time::Duration;
 use blkq_cli::commands::attach::Args;
 use blkq_cli::control::{LINE_BYTES_MAX, Reply, Request, parse_request};
 use blkq_cli::daemon::{Daemon, Parent};
+use blkq_cli::info::DeviceInfo;
+use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
+use serde_json::{Value, json};
+
+/// Settings that `show` tells of, with good values as it writes them, then bad ones.
+const SETTINGS: [(&str, &[&str], &[&str]); 8] = [
+    ("scheduler", &["none", "mq-deadline", "kyber"], &["", "deadline", "None"]),
+    ("depth", &["1", "2", "64", "128"], &["0", "-1", "65536", "x"]),
+    ("merge", &["on", "off"], &["yes", ""]),
+    ("batching", &["on", "off"], &["1"]),
+    ("iostats", &["on", "off"], &["0"]),
+    ("clock", &["cached", "precise"], &["fast"]),
+    ("hang-warning", &["0", "0.5", "30", "86400"], &["-1", "NaN", "inf", "1e9", ""]),
+    ("nonsense", &[], &["on", ""]),
+];
+/// Those that it tells of elsewhere, or not at all.
+const OTHERS: [(&str, &[&str], &[&str]); 3] = [
+    ("read-only", &["on", "off"], &["", "true"]),
+    ("autoclear", &["off"], &["", "never"]),
+    ("fault", &["none", "error=EIO,op=write,rate=1%", "delay=2ms,p99=20ms;seed=7"], &["error=", "delay=1"]),
+];
 
 /// A daemon in this process, and its control socket.
 static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
@@ -24,7 +48,8 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     // SAFETY: nothing else runs yet.
     unsafe { std::env::set_var(blkq_cli::state::STATE_DIR_VARIABLE, &directory) };
     // Confined, this process could not go on fuzzing.
-    let words = ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];
+    let words =
+        ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];
     let args = Args::from_words(&words.map(Into::into)).expect("good words");
     let daemon = Daemon::start(&args, &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
@@ -50,18 +75,104 @@ fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
     answer
 }
 
-fuzz_target!(|data: &[u8]| {
-    let Some((choice, rest)) = data.split_first() else { return };
-    let mut request = rest.to_vec();
-    if choice % 2 == 1 {
-        let settings = String::from_utf8_lossy(rest)
-            .lines()
-            .filter_map(|line| line.split_once('='))
-            .map(|(key, value)| (key.to_owned(), value.to_owned()))
-            .collect();
-        request = serde_json::to_vec(&Request::Set { settings }).expect("strings");
-        request.push(b'\n');
+/// What the daemon answers, if it does.
+fn answered<T: serde::de::DeserializeOwned>(request: &Value, at_once: usize) -> Option<Reply<T>> {
+    let mut line = serde_json::to_vec(request).expect("JSON");
+    line.push(b'\n');
+    let answer = ask(&line, at_once);
+    (!answer.is_empty()).then(|| serde_json::from_slice(&answer).expect("a reply"))
+}
+
+fn show() -> DeviceInfo {
+    match answered(&json!({ "command": "show" }), usize::MAX) {
+        Some(Reply::Ok(info)) => info,
+        reply => panic!("show: {reply:?}"),
     }
+}
+
+/// Settings for one request, and how many of them are done: all before the first bad one.
+fn set(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
+    let all = [&SETTINGS[..], &OTHERS].concat();
+    let (mut settings, mut done) = (Vec::new(), None);
+    for number in 0..u.int_in_range(1..=6)? {
+        let (key, good, bad) = *u.choose(&all)?;
+        let is_good = !good.is_empty() && u.ratio(7, 8)?;
+        settings.push((key, *u.choose(if is_good { good } else { bad })?));
+        if !is_good && done.is_none() {
+            done = Some(number);
+        }
+    }
+    let before = show();
+    let reply: Option<Reply<()>> = answered(&json!({ "command": "set", "settings": settings }), at_once);
+    assert_eq!(matches!(reply, Some(Reply::Ok(()))), done.is_none(), "{settings:?}: {reply:?}");
+    let after = show();
+    let settings = &settings[..done.unwrap_or(settings.len())];
+    let last = |key: &str| settings.iter().rev().find(|(other, _)| *other == key).map(|(_, value)| *value);
+    for ((key, is), (_, was)) in after.settings.iter().zip(&before.settings) {
+        assert_eq!(is, last(key).unwrap_or(was), "{key} after {settings:?}");
+    }
+    assert_eq!(after.read_only, last("read-only").map_or(before.read_only, |value| value == "on"));
+    Ok(())
+}
+
+/// Memory stays as large as it is.
+fn resize(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
+    let size: Option<u64> = u.arbitrary()?;
+    let reply: Option<Reply<u64>> = answered(&json!({ "command": "resize", "size": size }), at_once);
+    assert!(matches!(reply, Some(Reply::Error(_))), "{size:?}: {reply:?}");
+    assert_eq!(show().size, 1 << 20);
+    Ok(())
+}
+
+/// A request of which something is left out, of another type, twice there, or too much.
+fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
+    let commands = ["ping", "show", "stat", "set", "resize", "leave", "detach", "reboot", ""];
+    let mut fields = vec![("command".to_owned(), json!(u.choose(&commands)?))];
+    for _ in 0..u.int_in_range(0..=3)? {
+        let name = *u.choose(&["settings", "size", "force", "command", "name", ""])?;
+        let value = match u.int_in_range(0..=7)? {
+            0 => Value::Null,
+            1 => json!(u.arbitrary::<bool>()?),
+            2 => json!(u.arbitrary::<i64>()?),
+            3 => json!(u.arbitrary::<f64>()?),
+            4 => json!(u.arbitrary::<&str>()?),
+            5 => json!([["depth", "64"], u.arbitrary::<&str>()?]),
+            6 => json!([[u.arbitrary::<&str>()?, u.arbitrary::<&str>()?]]),
+            _ => json!({ "depth": u.arbitrary::<u16>()? }),
+        };
+        fields.push((name.to_owned(), value));
+    }
+    // Not by way of an object, in which each name is there once.
+    let fields: Vec<String> = fields.iter().map(|(name, value)| format!("{}:{value}", json!(name))).collect();
+    let mut line = format!("{{{}}}", fields.join(",")).into_bytes();
+    if u.ratio(1, 8)? {
+        line.truncate(u.int_in_range(0..=line.len())?);
+    }
+    if u.ratio(7, 8)? {
+        line.push(b'\n');
+    }
+    Ok(line)
+}
+
+/// Requests made from choices, one after the other.
+fn made(u: &mut Unstructured<'_>) -> Result<()> {
+    for _ in 0..u.int_in_range(1..=4)? {
+        let at_once = if u.ratio(1, 2)? { usize::MAX } else { u.int_in_range(1..=64)? };
+        match u.int_in_range(0..=3)? {
+            0 => set(u, at_once)?,
+            1 => resize(u, at_once)?,
+            2 => {
+                let reply: Option<Reply<Value>> = answered(&json!({ "command": "stat" }), at_once);
+                assert!(matches!(reply, Some(Reply::Ok(Value::Object(_)))), "{reply:?}");
+            }
+            _ => request(&broken(u)?, at_once),
+        }
+    }
+    Ok(())
+}
+
+/// Sends `request`, unless it would end the daemon, and looks at what comes back.
+fn request(request: &[u8], at_once: usize) {
     let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let parsed = parse_request(line);
     if let Ok(request) = &parsed {
@@ -78,8 +189,7 @@ fuzz_target!(|data: &[u8]| {
         Ok(Request::Resize { size: Some(size) }) if (64 << 20..=i64::MAX as u64).contains(size) => return,
         _ => {}
     }
-    let at_once = 1 + usize::from(*choice) * 16;
-    let answer = ask(&request, at_once);
+    let answer = ask(request, at_once);
     assert!(answer.len() <= LINE_BYTES_MAX);
     let cut_off = request.len() > LINE_BYTES_MAX || line.len() < request.len();
     assert!(cut_off || answer.ends_with(b"\n"), "{:?}", String::from_utf8_lossy(&answer));
@@ -90,4 +200,24 @@ fuzz_target!(|data: &[u8]| {
     }
     let alive = serde_json::from_slice::<Reply<()>>(&ask(b"{\"command\":\"ping\"}\n", usize::MAX));
     assert_eq!(alive.expect("JSON"), Reply::Ok(()));
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((choice, rest)) = data.split_first() else { return };
+    if *choice == u8::MAX {
+        // It ends where the choices do.
+        let _ = made(&mut Unstructured::new(rest));
+        return;
+    }
+    let mut line = rest.to_vec();
+    if choice % 2 == 1 {
+        let settings = String::from_utf8_lossy(rest)
+            .lines()
+            .filter_map(|line| line.split_once('='))
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect();
+        line = serde_json::to_vec(&Request::Set { settings }).expect("strings");
+        line.push(b'\n');
+    }
+    request(&line, 1 + usize::from(*choice) * 16);
 });

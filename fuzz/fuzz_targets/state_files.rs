@@ -2,7 +2,8 @@
 //! touched, and what a state file says of a block device is understood or refused in one line.
 //!
 //! Input: files, each `[kind, length, length, content]`: of a device `a` or `b`, or under a name of
-//! the input's own, not so long that its socket would have no place.
+//! the input's own, not so long that its socket would have no place. By the kind, the content is as
+//! it is, or choices from which a state is made, which is then damaged a little.
 
 #![no_main]
 
@@ -13,7 +14,9 @@ use std::sync::LazyLock;
 use blkq_cli::commands::recover::attach_args;
 use blkq_cli::devices::all;
 use blkq_cli::state::{STATE_DIR_VARIABLE, StateDir, check_name, parse_state};
+use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
+use serde_json::{Map, Value, json};
 
 const ENDINGS: [&str; 7] = [".lock", ".json", ".json.new", ".log", ".control", ".nbd", ".other"];
 
@@ -25,6 +28,76 @@ static DIRECTORY: LazyLock<PathBuf> = LazyLock::new(|| {
     unsafe { std::env::set_var(STATE_DIR_VARIABLE, &directory) };
     directory
 });
+
+/// A value of any type, of few.
+fn any(u: &mut Unstructured<'_>) -> Result<Value> {
+    Ok(match u.int_in_range(0..=7)? {
+        0 => Value::Null,
+        1 => json!(u.arbitrary::<bool>()?),
+        2 => json!(u.arbitrary::<i64>()?),
+        3 => json!(u.arbitrary::<u64>()?),
+        4 => json!(u.arbitrary::<f64>()?),
+        5 => json!(text(u)?),
+        6 => json!([any(u)?]),
+        _ => json!({ text(u)?: any(u)? }),
+    })
+}
+
+fn text(u: &mut Unstructured<'_>) -> Result<String> {
+    Ok(match u.int_in_range(0..=3)? {
+        0 => u.arbitrary::<&str>()?.chars().take(40).collect(),
+        _ => {
+            (*u.choose(&["", "a", "b", "/a.img", "null:1G", "ram:1M", "/dev/ublkb0", "depth", "64", "on"])?)
+                .to_owned()
+        }
+    })
+}
+
+fn damage(u: &mut Unstructured<'_>, object: &mut Map<String, Value>) -> Result<()> {
+    let keys: Vec<String> = object.keys().cloned().collect();
+    let key = u.choose(&keys)?;
+    match u.int_in_range(0..=3)? {
+        0 => drop(object.remove(key)),
+        1 => drop(object.insert(key.clone(), any(u)?)),
+        2 => drop(object.insert(text(u)?, any(u)?)),
+        _ => {
+            if let Some(Value::Object(inner)) = object.get_mut(key) {
+                damage(u, inner)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A state file's text.
+fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
+    let settings = (0..u.int_in_range(0..=3)?).map(|_| Ok((text(u)?, json!(text(u)?))));
+    let settings: Map<String, Value> = settings.collect::<Result<_>>()?;
+    let mut state = Map::from_iter([
+        ("name".to_owned(), json!(text(u)?)),
+        ("pid".to_owned(), json!(u.arbitrary::<u32>()?)),
+        ("image".to_owned(), json!(text(u)?)),
+        ("exports".to_owned(), json!([text(u)?])),
+        ("settings".to_owned(), json!(settings)),
+    ]);
+    if u.ratio(3, 4)? {
+        let [words, _] = blkq_fuzz::line(u, Some("attach"))?;
+        // A number that no kernel here has given to a device.
+        let ublk = json!({ "id": u32::MAX, "cookie": u.arbitrary::<u64>()?, "words": words[1..], "directory": text(u)? });
+        state.insert("ublk".to_owned(), ublk);
+    }
+    let whole =
+        parse_state(&serde_json::to_vec(&state).expect("strings and numbers")).expect("a whole state");
+    assert_eq!(serde_json::to_value(&whole).expect("a state"), Value::Object(state.clone()));
+    for _ in 0..u.int_in_range(0..=2)? {
+        damage(u, &mut state)?;
+    }
+    let mut text = serde_json::to_vec(&state).expect("strings and numbers");
+    if u.ratio(1, 8)? {
+        text.truncate(u.int_in_range(0..=text.len())?);
+    }
+    Ok(text)
+}
 
 fn state(text: &[u8]) {
     let Some(state) = parse_state(text) else { return };
@@ -47,6 +120,8 @@ fuzz_target!(|data: &[u8]| {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(after.len());
         let (content, next) = after.split_at(length);
         rest = next;
+        let made = (kind >> 6 == 1).then(|| made(&mut Unstructured::new(content)).unwrap_or_default());
+        let content = made.as_deref().unwrap_or(content);
         state(content);
         let ending = ENDINGS[usize::from(*kind) % ENDINGS.len()];
         let name = match kind >> 6 {

@@ -9,7 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
@@ -31,6 +31,8 @@ use crate::{log, systemd};
 const ANSWERING_MAX: usize = 16;
 /// How long to wait when a connection cannot be taken, or waited for.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// How long a daemon that leaves its device to the next one waits for other commands' answers.
+const LEAVE_WAIT: Duration = Duration::from_millis(100);
 /// Stack of a thread that answers a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
@@ -88,14 +90,34 @@ struct Shared {
     /// Who runs it.
     owner: Uid,
     device: Device,
-    /// The device is closed and ends, or has ended. Locked while that is decided, and while the state
-    /// file is written, which goes with it.
-    ending: Mutex<bool>,
+    /// Locked while its change is decided, and while the state file is written, which goes with it.
+    stage: Mutex<Stage>,
     dir: StateDir,
     name: String,
     answering: AtomicUsize,
     ended: Sender<Ended>,
     waker: UnixStream,
+}
+
+/// Where a device is in its life.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Serving,
+    /// It is left to the next daemon, which reads what this one has written.
+    Leaving,
+    /// It is closed and ends, or has ended.
+    Ending,
+}
+
+impl Stage {
+    /// Whether the device can still be changed, and why not.
+    fn check(self) -> Outcome {
+        match self {
+            Stage::Serving => Ok(()),
+            Stage::Leaving => Err(Failure::new("the device is being handed over to a new daemon; try again")),
+            Stage::Ending => Err(Failure::new("the device is ending")),
+        }
+    }
 }
 
 /// The device has ended.
@@ -188,7 +210,7 @@ impl Daemon {
         let shared = Shared {
             owner,
             device,
-            ending: Mutex::new(false),
+            stage: Mutex::new(Stage::Serving),
             dir: claim.dir().clone(),
             name: claim.name().to_owned(),
             answering: AtomicUsize::new(0),
@@ -229,12 +251,14 @@ impl Daemon {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
                     return ExitCode::from(EXIT_FAILED);
                 }
-                spawn_answer(&self.shared, |shared| match shared.close(|device| device.close(true)) {
-                    Ok(()) => {
-                        log::line("ending: a signal asked for it");
-                        shared.end(None);
+                spawn_answer(&self.shared, |shared| {
+                    match shared.close(Stage::Ending, |device| device.close(true)) {
+                        Ok(()) => {
+                            log::line("ending: a signal asked for it");
+                            shared.end(None);
+                        }
+                        Err(failure) => log::line(&format!("not ending: {failure}")),
                     }
-                    Err(failure) => log::line(&format!("not ending: {failure}")),
                 });
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
@@ -281,26 +305,31 @@ impl Daemon {
 }
 
 impl Shared {
-    /// Closes the device in the way of `close`, for who then ends it.
+    fn stage(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes the device in the way of `close`, for who then ends it or leaves it, as `next` says.
     ///
     /// # Errors
     /// If it is in use and that is to be respected, or it is ending already.
-    fn close(&self, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
-        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
-        if *ending {
+    fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
+        let mut stage = self.stage();
+        if *stage != Stage::Serving {
             return Err(Failure::new("it is ending already; blkq list tells when it is gone"));
         }
         close(&self.device)?;
-        *ending = true;
+        *stage = next;
         Ok(())
     }
 
     /// Closes a device that is to end with its last client, if that has gone.
     fn close_idle(&self) -> bool {
-        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
-        let close = !*ending && self.device.autoclear().is_on() && self.device.close(false).is_ok();
-        *ending |= close;
-        close
+        let close = |device: &Device| match device.autoclear().is_on() {
+            true => device.close(false),
+            false => Err(Failure::new("it stays")),
+        };
+        self.close(Stage::Ending, close).is_ok()
     }
 
     /// Ends the device, which is closed.
@@ -327,17 +356,18 @@ impl Shared {
                 log::line(&format!("resize to {size:?}"));
                 reply_line(self.device.resize(size))
             }
-            Request::Leave {} => match self.close(Device::leave) {
+            Request::Leave {} => match self.close(Stage::Leaving, Device::leave) {
                 Ok(()) => {
                     log::line("ending: the device goes to another daemon");
                     answer(&stream, &reply_line(Ok(())));
+                    self.wait_for_answers();
                     // As if killed: the kernel takes back what it has given out when the task ends,
                     // and may wait for it for ever when only the ring goes.
                     std::process::exit(0);
                 }
                 Err(failure) => reply_line::<()>(Err(failure)),
             },
-            Request::Detach { force } => match self.close(|device| device.close(force)) {
+            Request::Detach { force } => match self.close(Stage::Ending, |device| device.close(force)) {
                 Ok(()) => {
                     log::line("ending: detach asked for it");
                     return self.end(Some(stream));
@@ -348,20 +378,33 @@ impl Shared {
         answer(&stream, &reply);
     }
 
-    fn set(&self, settings: &[(String, String)]) -> Outcome {
-        // Of several that were set, those before the one that was refused are kept too.
-        let changed = self.change(settings);
-        let kept = self.keep_settings();
-        changed.and(kept)
+    /// Gives other commands a moment to be answered: one that is lost is refused, and says so.
+    fn wait_for_answers(&self) {
+        let until = Instant::now() + LEAVE_WAIT;
+        while self.answering.load(Ordering::Relaxed) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
-    /// Writes the settings down, for the next daemon of the block device.
-    fn keep_settings(&self) -> Outcome {
-        let ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
-        // Of one that ends nothing is to be left.
-        if *ending {
-            return Ok(());
+    fn set(&self, settings: &[(String, String)]) -> Outcome {
+        self.stage().check()?;
+        self.keep(self.change(settings))
+    }
+
+    /// Writes the settings that were `changed` down, for the next daemon of the block device.
+    fn keep(&self, changed: Outcome) -> Outcome {
+        let stage = self.stage();
+        match *stage {
+            // Of several that were set, those before the one that was refused are kept too.
+            Stage::Serving => changed.and(self.write_settings()),
+            // The next daemon does not hear of it.
+            Stage::Leaving => stage.check(),
+            // Nothing of it is to be left.
+            Stage::Ending => changed,
         }
+    }
+
+    fn write_settings(&self) -> Outcome {
         let state = self.device.state_file()?;
         if state.ublk.is_none() {
             return Ok(());
@@ -389,10 +432,8 @@ impl Shared {
             _ => return self.device.set(key, value),
         }
         // Who is told that it stays can rely on it.
-        let ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
-        if *ending {
-            return Err(Failure::new("the device is ending"));
-        }
+        let stage = self.stage();
+        stage.check()?;
         self.device.set_autoclear(value)
     }
 }
@@ -479,4 +520,54 @@ fn raise_limits() {
     }
     // Root needs no limit raised to lock memory, until it is no longer privileged.
     let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn what_the_next_daemon_would_not_hear_of_is_not_set_well() {
+        let dir = scratch("handover");
+        let claim = dir.claim("a").unwrap();
+        let words = ["ram:1M", "--export", "nbd", "--no-sandbox"].map(Into::into);
+        let device = Device::open(&Args::from_words(&words).unwrap(), &claim, Vec::new()).unwrap();
+        let ((_wake, waker), (sender, _ended)) = (UnixStream::pair().unwrap(), channel());
+        let shared = Shared {
+            owner: geteuid(),
+            device,
+            stage: Mutex::new(Stage::Serving),
+            dir: dir.clone(),
+            name: "a".to_owned(),
+            answering: AtomicUsize::new(0),
+            ended: sender,
+            waker,
+        };
+        let depth = || {
+            let settings = shared.device.info().unwrap().settings;
+            settings.into_iter().find(|(key, _)| key == "depth").unwrap().1
+        };
+        let set = |value: &str| shared.set(&[("depth".to_owned(), value.to_owned())]);
+        set("64").unwrap();
+        // There is no block device to leave: it goes on.
+        assert!(shared.close(Stage::Leaving, Device::leave).is_err());
+        set("32").unwrap();
+
+        *shared.stage() = Stage::Leaving;
+        let refused = set("16").unwrap_err().to_string();
+        assert!(refused.contains("handed over") && refused.contains("try again"), "{refused}");
+        assert_eq!(depth(), "32");
+        // It began to leave while the change was made.
+        shared.change(&[("depth".to_owned(), "16".to_owned())]).unwrap();
+        assert_eq!(shared.keep(Ok(())), Err(Failure::new(refused)));
+        *shared.stage() = Stage::Ending;
+        assert_eq!(shared.keep(Ok(())), Ok(()));
+        assert!(set("8").unwrap_err().to_string().contains("ending"));
+
+        shared.device.close(true).unwrap();
+        shared.device.end().unwrap();
+        drop((shared, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
 }

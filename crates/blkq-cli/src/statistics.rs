@@ -55,29 +55,14 @@ pub struct Gate {
     pub largest_grant: u32,
 }
 
-/// What all NBD servers of the device counted ([`NbdCounters`]).
+/// What all NBD servers of the device counted.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Nbd {
     /// Clients connected now.
     pub connected: u64,
-    /// Connections let in, ever.
-    pub connections: u64,
-    /// Connections turned away.
-    pub refused_connections: u64,
-    /// Connections ended because the client broke the protocol.
-    pub violations: u64,
-    /// Connections ended because the client was late.
-    pub timeouts: u64,
-    /// Requests received.
-    pub requests: u64,
-    /// Of these, those answered with an error.
-    pub errors: u64,
-    /// Of those, the ones that never reached the block layer.
-    pub refused_requests: u64,
-    /// Content sent, in bytes.
-    pub read_bytes: u64,
-    /// Content received and written, in bytes.
-    pub written_bytes: u64,
+    /// Of all servers together.
+    #[serde(flatten)]
+    pub counters: NbdCounters,
 }
 
 impl Gate {
@@ -95,36 +80,7 @@ impl Gate {
 impl Nbd {
     /// What was counted since `earlier`; who is connected stays as it is now.
     pub fn since(&self, earlier: &Nbd) -> Nbd {
-        Nbd {
-            connected: self.connected,
-            connections: self.connections.saturating_sub(earlier.connections),
-            refused_connections: self.refused_connections.saturating_sub(earlier.refused_connections),
-            violations: self.violations.saturating_sub(earlier.violations),
-            timeouts: self.timeouts.saturating_sub(earlier.timeouts),
-            requests: self.requests.saturating_sub(earlier.requests),
-            errors: self.errors.saturating_sub(earlier.errors),
-            refused_requests: self.refused_requests.saturating_sub(earlier.refused_requests),
-            read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
-            written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
-        }
-    }
-
-    /// What the servers counted, with so many clients connected.
-    pub fn new(counters: NbdCounters, connected: usize) -> Nbd {
-        let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
-        let NbdCounters { requests, errors, refused_requests, read_bytes, written_bytes, .. } = counters;
-        Nbd {
-            connected: connected as u64,
-            connections,
-            refused_connections,
-            violations,
-            timeouts,
-            requests,
-            errors,
-            refused_requests,
-            read_bytes,
-            written_bytes,
-        }
+        Nbd { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }
 }
 
@@ -232,6 +188,25 @@ mod tests {
         let sent = serde_json::to_string(&Statistics::new(&snapshot, 1, 2)).unwrap();
         let received: Statistics = serde_json::from_str(&sent).unwrap();
         assert_eq!(received.snapshot(), snapshot);
+    }
+
+    #[test]
+    fn the_counters_of_nbd_stand_side_by_side() {
+        let counters = NbdCounters {
+            connections: 2,
+            refused_connections: 3,
+            violations: 4,
+            timeouts: 5,
+            requests: 6,
+            errors: 7,
+            refused_requests: 8,
+            read_bytes: 9,
+            written_bytes: u64::MAX,
+        };
+        let nbd = Nbd { connected: 1, counters };
+        let text = r#"{"connected":1,"connections":2,"refused_connections":3,"violations":4,"timeouts":5,"requests":6,"errors":7,"refused_requests":8,"read_bytes":9,"written_bytes":18446744073709551615}"#;
+        assert_eq!(serde_json::to_string(&nbd).unwrap(), text);
+        assert_eq!(serde_json::from_str::<Nbd>(text).unwrap(), nbd);
     }
 
     #[test]

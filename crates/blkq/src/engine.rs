@@ -4,7 +4,7 @@
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use io_uring::squeue;
@@ -209,6 +209,14 @@ struct Mailbox {
     /// None once the engine has ended.
     messages: Mutex<Option<Vec<Message>>>,
     kick: Arc<Kick>,
+    /// As the ring was made.
+    kernel_buffers: OnceLock<u16>,
+}
+
+impl Mailbox {
+    fn new(kick: Arc<Kick>) -> Arc<Mailbox> {
+        Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick, kernel_buffers: OnceLock::new() })
+    }
 }
 
 /// With this any thread can talk to an engine.
@@ -222,6 +230,12 @@ impl EngineHandle {
             messages.push(message);
         }
         self.0.kick.kick();
+    }
+
+    /// How many slots for the kernel to fill the engine's ring was made with
+    /// ([`Ring::keep_kernel_buffers`]); 0 if it could not have its table of registered buffers.
+    pub fn kernel_buffers(&self) -> u16 {
+        self.0.kernel_buffers.get().copied().unwrap_or(0)
     }
 
     /// Makes a source on the engine's thread and starts it. Returns its number.
@@ -281,7 +295,7 @@ impl EngineThread {
             disk.check_queue(*index)?;
         }
         let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
-        let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick }));
+        let handle = EngineHandle(Mailbox::new(kick));
         let (sender, receiver) = channel();
         let engine_handle = handle.clone();
         let sealed = |engine| policy().map_or(Ok(()), |policy| (policy.sealed)()).map(|()| engine);
@@ -334,6 +348,7 @@ impl Engine {
     fn new(queues: Vec<(Arc<Disk>, usize)>, handle: EngineHandle) -> Result<Engine, Error> {
         let mut ring = Ring::new(RING_ENTRIES)?;
         ring.require(&ENGINE_OPERATIONS)?;
+        let _ = handle.0.kernel_buffers.set(ring.kernel_buffers_left());
         let kicks: Vec<_> =
             queues.iter().map(|(disk, index)| disk.hardware_queue(*index).kick.clone()).collect();
         let open = |(owner, (disk, index)): (usize, &(Arc<Disk>, usize))| {
@@ -595,7 +610,7 @@ impl SimulatedEngine {
     /// As there.
     pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
         let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
-        let handle = EngineHandle(Arc::new(Mailbox { messages: Mutex::new(Some(Vec::new())), kick }));
+        let handle = EngineHandle(Mailbox::new(kick));
         Engine::new(queues, handle).map(SimulatedEngine)
     }
 

@@ -145,6 +145,7 @@ fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
     let (disk, other) = (null_disk(2), null_disk(1));
     let queues = vec![(disk.clone(), 0), (disk.clone(), 1), (other, 0)];
     let engine = EngineThread::spawn("test-engine", queues).unwrap();
+    assert!(engine.handle().kernel_buffers() > 0, "its ring has a table for the kernel to fill");
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
     let id = engine.handle().add_source(move || Box::new(Load::new(&source, 64))).unwrap();

@@ -149,16 +149,17 @@ impl Page {
 
     fn nbd(&mut self, nbd: &Nbd) {
         self.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
+        let counters = &nbd.counters;
         for (name, help, value) in [
-            ("nbd_connections", "NBD connections let in.", nbd.connections),
-            ("nbd_refused_connections", "NBD connections turned away.", nbd.refused_connections),
-            ("nbd_violations", "NBD connections ended because the protocol was broken.", nbd.violations),
-            ("nbd_timeouts", "NBD connections ended because the client was late.", nbd.timeouts),
-            ("nbd_requests", "NBD requests received.", nbd.requests),
-            ("nbd_errors", "NBD requests answered with an error.", nbd.errors),
-            ("nbd_refused_requests", "Those that never reached the block layer.", nbd.refused_requests),
-            ("nbd_read_bytes", "Content sent to NBD clients.", nbd.read_bytes),
-            ("nbd_written_bytes", "Content received from NBD clients.", nbd.written_bytes),
+            ("nbd_connections", "NBD connections let in.", counters.connections),
+            ("nbd_refused_connections", "NBD connections turned away.", counters.refused_connections),
+            ("nbd_violations", "NBD connections ended because the protocol was broken.", counters.violations),
+            ("nbd_timeouts", "NBD connections ended because the client was late.", counters.timeouts),
+            ("nbd_requests", "NBD requests received.", counters.requests),
+            ("nbd_errors", "NBD requests answered with an error.", counters.errors),
+            ("nbd_refused_requests", "Those that never reached the block layer.", counters.refused_requests),
+            ("nbd_read_bytes", "Content sent to NBD clients.", counters.read_bytes),
+            ("nbd_written_bytes", "Content received from NBD clients.", counters.written_bytes),
         ] {
             self.counter(name, help, value);
         }
@@ -206,13 +207,15 @@ mod exposition;
 #[cfg(test)]
 mod tests {
     use blkq::StatsSnapshot;
+    use blkq_export::nbd::NbdCounters;
 
     use super::*;
     use exposition::{Exposition, check};
 
     fn page(name: &str, statistics: &Statistics) -> String {
         let mut statistics = statistics.clone();
-        statistics.nbd = Some(Nbd { requests: 7, ..Nbd::default() });
+        statistics.nbd =
+            Some(Nbd { connected: 0, counters: NbdCounters { requests: 7, ..NbdCounters::default() } });
         render(name, 1 << 20, &statistics, &Served::default())
     }
 

@@ -34,9 +34,9 @@ impl Meter {
         let running = self.running.upgrade()?;
         let disk = &running.disk;
         let now_ns = monotonic_ns();
-        let mut nbd = NbdCounters::default();
-        running.servers.iter().for_each(|server| nbd += server.counters());
-        let connected = running.servers.iter().map(NbdServer::connection_count).sum();
+        let mut counters = NbdCounters::default();
+        running.servers.iter().for_each(|server| counters += server.counters());
+        let connected = running.servers.iter().map(NbdServer::connection_count).sum::<usize>() as u64;
         let gate = disk.gate_counters();
         let mut statistics = Statistics::new(&disk.stats(), now_ns, now_ns.saturating_sub(self.opened_ns));
         statistics.stalls = self.hangs.stalls();
@@ -48,7 +48,7 @@ impl Meter {
             grants: gate.grants,
             largest_grant: gate.largest_grant,
         };
-        statistics.nbd = (!running.servers.is_empty()).then(|| Nbd::new(nbd, connected));
+        statistics.nbd = (!running.servers.is_empty()).then_some(Nbd { connected, counters });
         Some(statistics)
     }
 

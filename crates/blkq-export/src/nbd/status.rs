@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 /// One connection, as it is now.
 #[derive(Clone, Debug)]
 pub struct ConnectionInfo {
@@ -30,7 +32,7 @@ pub struct ConnectionInfo {
 }
 
 /// What a server counted since it started, over all connections that it had.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct NbdCounters {
     /// Connections that were let in.
     pub connections: u64,
@@ -56,6 +58,21 @@ pub struct NbdCounters {
 }
 
 impl NbdCounters {
+    /// What was counted since `earlier`, of the same servers.
+    pub fn since(&self, earlier: &NbdCounters) -> NbdCounters {
+        NbdCounters {
+            connections: self.connections.saturating_sub(earlier.connections),
+            refused_connections: self.refused_connections.saturating_sub(earlier.refused_connections),
+            violations: self.violations.saturating_sub(earlier.violations),
+            timeouts: self.timeouts.saturating_sub(earlier.timeouts),
+            requests: self.requests.saturating_sub(earlier.requests),
+            errors: self.errors.saturating_sub(earlier.errors),
+            refused_requests: self.refused_requests.saturating_sub(earlier.refused_requests),
+            read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
+            written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
+        }
+    }
+
     fn add(&mut self, status: &ConnectionStatus) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         self.violations += get(&status.violations);

@@ -51,7 +51,13 @@ impl CopyMode {
     }
 
     /// What keeps a device of a disk with `limits` from working so, if something does.
-    fn obstacle(self, kernel: Features, privileged: bool, limits: &QueueLimits) -> Option<&'static str> {
+    fn obstacle(
+        self,
+        kernel: Features,
+        privileged: bool,
+        buffers: bool,
+        limits: &QueueLimits,
+    ) -> Option<&'static str> {
         if self == CopyMode::Kernel {
             None
         } else if !privileged {
@@ -60,12 +66,17 @@ impl CopyMode {
             Some("this kernel's ublk cannot register the pages of requests (Linux 6.16 and newer can)")
         } else if self == CopyMode::None && !limits.kernel_pages {
             Some("the driver looks at the data, or has no file that it could go to")
+        } else if self == CopyMode::None && !buffers {
+            Some(
+                "the ring got no table of registered buffers, for lack of memory or by the limit of locked memory",
+            )
         } else {
             None
         }
     }
 
-    /// How a device of a disk with `limits` is to work: as `wanted`, or in the best way.
+    /// How a device of a disk with `limits` is to work: as `wanted`, or in the best way, and then
+    /// why in no better one. `buffers`: whether the rings of all queues have room for its pages.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if it cannot work as wanted.
@@ -73,14 +84,18 @@ impl CopyMode {
         wanted: Option<CopyMode>,
         kernel: Features,
         privileged: bool,
+        buffers: bool,
         limits: &QueueLimits,
-    ) -> Result<CopyMode, Error> {
-        let obstacle = |mode: CopyMode| mode.obstacle(kernel, privileged, limits);
+    ) -> Result<(CopyMode, Option<&'static str>), Error> {
+        let obstacle = |mode: CopyMode| mode.obstacle(kernel, privileged, buffers, limits);
         let Some(wanted) = wanted else {
-            return Ok(if obstacle(CopyMode::None).is_none() { CopyMode::None } else { CopyMode::Kernel });
+            return Ok(match obstacle(CopyMode::None) {
+                None => (CopyMode::None, None),
+                why => (CopyMode::Kernel, why),
+            });
         };
         match obstacle(wanted) {
-            None => Ok(wanted),
+            None => Ok((wanted, None)),
             Some(why) => {
                 let message = format!("--copy {}: {why}; leave it away, or use --copy kernel", wanted.name());
                 Err(Error::new(ErrorKind::Unsupported, message))
@@ -120,14 +135,19 @@ mod tests {
         let memory = QueueLimits::default();
         let (old, new) = (Features::USER_COPY, Features::USER_COPY | Features::AUTO_BUF_REG);
         let choose = |wanted, kernel, privileged, limits| {
-            CopyMode::choose(wanted, kernel, privileged, limits).map_err(|e| e.to_string())
+            CopyMode::choose(wanted, kernel, privileged, true, limits).map_err(|e| e.to_string())
         };
-        assert_eq!(choose(None, new, true, &file), Ok(CopyMode::None));
-        assert_eq!(choose(None, old, true, &file), Ok(CopyMode::Kernel));
-        assert_eq!(choose(None, new, false, &file), Ok(CopyMode::Kernel));
-        assert_eq!(choose(None, new, true, &memory), Ok(CopyMode::Kernel));
+        let best = |kernel, privileged, limits| {
+            let (mode, why) = choose(None, kernel, privileged, limits).unwrap();
+            assert_eq!(why.is_none(), mode == CopyMode::None, "{why:?}");
+            mode
+        };
+        assert_eq!(best(new, true, &file), CopyMode::None);
+        assert_eq!(best(old, true, &file), CopyMode::Kernel);
+        assert_eq!(best(new, false, &file), CopyMode::Kernel);
+        assert_eq!(best(new, true, &memory), CopyMode::Kernel);
         for mode in [CopyMode::Kernel, CopyMode::User, CopyMode::None] {
-            assert_eq!(choose(Some(mode), new, true, &file), Ok(mode));
+            assert_eq!(choose(Some(mode), new, true, &file), Ok((mode, None)));
             assert_eq!(mode.name().parse::<CopyMode>().ok(), Some(mode));
             assert_eq!(CopyMode::of(mode.features()), mode);
         }
@@ -138,6 +158,21 @@ mod tests {
             assert!(refused.contains(why) && refused.contains("--copy kernel"), "{refused}");
         }
         assert!(choose(Some(CopyMode::User), new, false, &file).is_err());
-        assert_eq!(choose(Some(CopyMode::Kernel), old, false, &memory), Ok(CopyMode::Kernel));
+        assert_eq!(choose(Some(CopyMode::Kernel), old, false, &memory), Ok((CopyMode::Kernel, None)));
+    }
+
+    #[test]
+    fn a_ring_without_registered_buffers_has_the_kernel_copy_and_says_why() {
+        let file = QueueLimits { kernel_pages: true, ..QueueLimits::default() };
+        let kernel = Features::USER_COPY | Features::AUTO_BUF_REG;
+        let choose = |wanted| CopyMode::choose(wanted, kernel, true, false, &file);
+        let (mode, why) = choose(None).unwrap();
+        assert_eq!(mode, CopyMode::Kernel);
+        assert!(why.unwrap().contains("locked memory"));
+        let refused = choose(Some(CopyMode::None)).unwrap_err().to_string();
+        assert!(refused.starts_with("--copy none: the ring got no table of registered buffers"), "{refused}");
+        for mode in [CopyMode::Kernel, CopyMode::User] {
+            assert_eq!(choose(Some(mode)).unwrap(), (mode, None));
+        }
     }
 }

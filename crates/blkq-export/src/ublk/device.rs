@@ -61,6 +61,8 @@ pub struct UblkDevice {
     /// What the kernel has.
     kernel: Features,
     info: DeviceInfo,
+    /// Why its data moves in no better way, if that was to be chosen.
+    copied_because: Option<&'static str>,
     serving: Mutex<Option<Serving>>,
     /// Held by who claims the device to see who uses it, which one cannot while another does.
     looking: Arc<Mutex<()>>,
@@ -189,6 +191,11 @@ fn stop(
     end(give, &[STOP])
 }
 
+/// Whether the ring of each of `engines` has slots for the pages of `depth` requests.
+fn has_kernel_buffers(engines: &[EngineHandle], depth: u16) -> bool {
+    engines.iter().all(|engine| engine.kernel_buffers() >= depth)
+}
+
 impl UblkDevice {
     /// Makes a device of `disk` and serves it, one queue on each of `engines`.
     ///
@@ -203,7 +210,9 @@ impl UblkDevice {
         let limits = disk.limits();
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
-        let copy = CopyMode::choose(copy, kernel, control.is_privileged(), &limits)?;
+        let depth = disk.settings().depth.min(QUEUE_DEPTH_MAX);
+        let buffers = has_kernel_buffers(engines, depth);
+        let (copy, because) = CopyMode::choose(copy, kernel, control.is_privileged(), buffers, &limits)?;
         let parameters = parameters(&limits, copy)?;
         let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE | Features::QUIESCE;
         let recovery = if recoverable { recovery } else { Features::empty() };
@@ -213,7 +222,7 @@ impl UblkDevice {
         };
         let mut info = DeviceInfo {
             nr_hw_queues: engines.len() as u16,
-            queue_depth: disk.settings().depth.min(QUEUE_DEPTH_MAX),
+            queue_depth: depth,
             max_io_buf_bytes: REQUEST_MAX_BYTES,
             dev_id: ANY_ID,
             flags: (wanted | copy.features() | Features::CMD_IOCTL_ENCODE).bits(),
@@ -221,7 +230,7 @@ impl UblkDevice {
             ..DeviceInfo::default()
         };
         deputy.add(&mut info)?;
-        let device = UblkDevice::new(kernel, info);
+        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info) };
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
@@ -269,6 +278,13 @@ impl UblkDevice {
                 "its data is not copied, and the driver cannot do that now",
             );
         }
+        if copy == CopyMode::None && !has_kernel_buffers(engines, info.queue_depth) {
+            return refuse(
+                ErrorKind::Unsupported,
+                "its data is not copied, and the ring got no table of registered buffers; raise the limit of \
+                 locked memory",
+            );
+        }
         let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
             return refuse(ErrorKind::Invalid, "the image now has other blocks than the device; detach it");
@@ -294,7 +310,8 @@ impl UblkDevice {
 
     fn new(kernel: Features, info: DeviceInfo) -> UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
-        UblkDevice { identity, kernel, info, serving: Mutex::new(None), looking: Arc::default() }
+        let (serving, looking) = (Mutex::new(None), Arc::default());
+        UblkDevice { identity, kernel, info, copied_because: None, serving, looking }
     }
 
     /// Lets the engines fetch from the queues of the character device.
@@ -372,7 +389,8 @@ impl UblkDevice {
         let DeviceInfo { nr_hw_queues, queue_depth, .. } = self.info;
         let queues = if nr_hw_queues == 1 { "queue" } else { "queues" };
         let recovery = if self.is_recoverable() { "recoverable" } else { "not recoverable" };
-        format!("{nr_hw_queues} {queues} of {queue_depth}, data {}, {recovery}", self.copy())
+        let because = self.copied_because.map(|why| format!(" ({why})")).unwrap_or_default();
+        format!("{nr_hw_queues} {queues} of {queue_depth}, data {}{because}, {recovery}", self.copy())
     }
 
     /// Ends the device: it is gone when this returns. Without `force` not if it is in use; with it,

@@ -31,6 +31,13 @@ pub(super) enum Use {
     Unknown,
 }
 
+/// What udev's processes are called: of systemd the first one and its workers, and eudev's.
+const UDEV: [&str; 3] = ["systemd-udevd", "(udev-worker)", "udevd"];
+
+fn is_udev(command: &str) -> bool {
+    UDEV.contains(&command)
+}
+
 fn open_exclusively(path: &str) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path)
 }
@@ -39,9 +46,7 @@ fn open_exclusively(path: &str) -> io::Result<File> {
 /// Whoever wants to claim it in this moment cannot.
 pub(super) fn find(path: &str) -> Use {
     match open_exclusively(path) {
-        Ok(_held) if opener(path, std::process::id(), |command| !command.contains("udev")).is_some() => {
-            Use::Open
-        }
+        Ok(_held) if opener(path, std::process::id(), |command| !is_udev(command)).is_some() => Use::Open,
         Ok(_) => Use::Nobody,
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Use::Claimed,
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => Use::Gone,
@@ -92,8 +97,9 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
             .any(|target| is_part_of(&target, path))
         {
             let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            if counts(&command) {
-                return Some(format!("{pid} ({})", command.trim()));
+            let command = command.strip_suffix('\n').unwrap_or(&command);
+            if counts(command) {
+                return Some(format!("{pid} ({command})"));
             }
         }
     }
@@ -136,6 +142,17 @@ mod tests {
     }
 
     #[test]
+    fn only_udev_is_taken_for_udev() {
+        for name in ["systemd-udevd", "(udev-worker)", "udevd"] {
+            assert!(is_udev(name), "{name}");
+        }
+        for name in ["", "udev", "udevadm", "my-udev-backup", "udev-worker", "systemd-udevd2", "(udev-worker"]
+        {
+            assert!(!is_udev(name), "{name}");
+        }
+    }
+
+    #[test]
     fn whoever_has_a_file_open_is_found() {
         let path = std::env::temp_dir().join(format!("blkq-usage-{}", std::process::id()));
         fs::write(&path, "").unwrap();
@@ -146,7 +163,7 @@ mod tests {
             std::process::Command::new("sleep").arg("60").stdin(File::open(&path).unwrap()).spawn().unwrap();
         let found = opener(path_text, this, |_| true);
         let server = opener(path_text, child.id(), |_| true);
-        let other = opener(path_text, this, |command| !command.contains("sleep"));
+        let other = opener(path_text, this, |command| command != "sleep");
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(found, Some(format!("{} (sleep)", child.id())));

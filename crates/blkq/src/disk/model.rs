@@ -235,6 +235,7 @@ impl World {
     }
 
     /// Changes depth and scheduler.
+    #[cfg(shuttle)]
     fn changer(&self) -> thread::JoinHandle<()> {
         let disk = self.disk.clone();
         thread::spawn(move || {
@@ -297,7 +298,8 @@ fn hangs_are_told_of_once(shape: Shape, submitters: usize, freezes: usize, looks
     world.end(submitters);
 }
 
-/// Settings change under load.
+/// Settings change under load: too many schedules for loom.
+#[cfg(shuttle)]
 fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, false)).collect();

@@ -278,6 +278,11 @@ impl Ring {
         buffer.set_registered(Segment::UNREGISTERED);
     }
 
+    /// How many slots [`Ring::keep_kernel_buffers`] can still keep.
+    pub fn kernel_buffers_left(&self) -> u16 {
+        self.kernel_buffers.len() as u16
+    }
+
     /// Keeps `count` slots of the table of registered buffers for the kernel to fill; the first
     /// of them. They are kept for as long as the ring.
     ///
@@ -353,7 +358,9 @@ mod tests {
     #[test]
     fn slots_for_the_kernel_are_given_out_once_and_are_none_of_the_others() {
         let mut ring = Ring::new(4).unwrap();
+        assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS);
         let first = ring.keep_kernel_buffers(4000).unwrap();
+        assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS - 4000);
         let mut buffer = IoBuffer::zeroed(4096);
         ring.register_buffer(&mut buffer);
         assert!(buffer.segment().registered < first);

@@ -91,6 +91,10 @@ impl Ring {
         }
     }
 
+    pub fn kernel_buffers_left(&self) -> u16 {
+        0
+    }
+
     pub fn keep_kernel_buffers(&mut self, _count: u16) -> Result<u16, Error> {
         Err(Error::new(ErrorKind::Unsupported, "the simulated kernel has no buffers of its own"))
     }

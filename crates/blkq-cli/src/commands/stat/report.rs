@@ -3,6 +3,7 @@
 
 use blkq::stats::GroupSnapshot;
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
+use blkq_export::nbd::NbdCounters;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -286,8 +287,9 @@ impl Figures {
         };
         row("hangs", format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls));
         if let Some(nbd) = &self.nbd {
-            let Nbd { connected, connections, refused_connections, violations, timeouts, .. } = nbd;
-            let Nbd { requests, errors, refused_requests, .. } = nbd;
+            let Nbd { connected, counters } = nbd;
+            let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
+            let NbdCounters { requests, errors, refused_requests, .. } = counters;
             row(
                 "nbd",
                 format!(
@@ -384,14 +386,14 @@ mod tests {
         more.counters[Counter::FlushesAsked as usize] = 4;
         more.hung = 2;
         let mut now = Statistics::new(&more, 4_000_000_000, 9);
-        now.nbd = Some(Nbd { connected: 2, requests: 5, ..Nbd::default() });
+        now.nbd = Some(Nbd { connected: 2, counters: NbdCounters { requests: 5, ..NbdCounters::default() } });
         now.gate = Gate { waits: 7, waiting: [1, 2], ..Gate::default() };
         let figures = Report::between("a", &before, &now).figures;
         assert_eq!((figures.seconds, figures.read.iops, figures.write.iops), (3.0, 0.0, 10.0));
         assert_eq!((figures.flushes.asked, figures.hangs.now, figures.in_flight), (4, 2, 4));
         let later = Report::between("a", &now, &now).figures;
         assert_eq!((later.gate.waits, later.gate.waiting), (0, [1, 2]));
-        assert_eq!(later.nbd.map(|nbd| (nbd.connected, nbd.requests)), Some((2, 0)));
+        assert_eq!(later.nbd.map(|nbd| (nbd.connected, nbd.counters.requests)), Some((2, 0)));
     }
 
     #[test]

@@ -1,0 +1,362 @@
+//! Ownership of a name, and who gets it after a daemon that died.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::orphan::{Orphan, orphan};
+use super::{ENDINGS, STATE_DIR_VARIABLE, StateDir, check_name, name_from, read_state, remove};
+use crate::failure::{Failure, Outcome};
+
+/// How long an attach waits for a name whose owner is just going away.
+const CLAIM_WAIT: Duration = Duration::from_millis(200);
+/// The same for an owner that was killed, and for its image: until its I/O in flight has ended.
+pub const DYING_WAIT: Duration = Duration::from_secs(30);
+/// Devices of one image's name before attach gives up finding a free one.
+const UNIQUE_NAMES_MAX: u32 = 10_000;
+
+impl StateDir {
+    /// Takes `name` for a new device.
+    ///
+    /// # Errors
+    /// If the name is malformed, too long for this directory, or taken.
+    pub fn claim(&self, name: &str) -> Outcome<Claim> {
+        check_name(name).map_err(|why| Failure::new(format!("name {name:?}: {why}")))?;
+        let max = self.name_bytes_max();
+        if name.len() > max {
+            return Err(Failure::new(format!(
+                "name {name:?}: its sockets' paths in {} would be too long; take at most {max} characters",
+                self.0.display()
+            )));
+        }
+        let begin = Instant::now();
+        loop {
+            match Claim::take(self, name, true)? {
+                Taken::Claim(claim) => return Ok(claim),
+                Taken::Orphan(orphan) => return Err(orphan.refusal()),
+                Taken::Held => {}
+            }
+            // The lock may be held for a moment by one who clears up after a dead daemon. While a
+            // daemon dies its socket still takes connections.
+            let dying = self.holder_is_dying(name);
+            let serving = || std::os::unix::net::UnixStream::connect(self.control_socket(name)).is_ok();
+            let waited = begin.elapsed();
+            if !dying && serving() || waited > if dying { DYING_WAIT } else { CLAIM_WAIT } {
+                return Err(Failure::new(format!(
+                    "name {name:?}: taken by another device; choose another --name, or blkq detach {name}"
+                )));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Takes the first free one of `wanted`, `wanted-2`, `wanted-3`, ...; what a name may
+    /// not contain is replaced.
+    ///
+    /// # Errors
+    /// If the directory's path leaves no room for names, or cannot be written.
+    pub fn claim_unique(&self, wanted: &str) -> Outcome<Claim> {
+        let room = self.name_bytes_max();
+        // Room for "-9999" as well.
+        if room < 8 {
+            return Err(Failure::new(format!(
+                "state directory {}: the path is too long for sockets; set {STATE_DIR_VARIABLE} to a shorter one",
+                self.0.display()
+            )));
+        }
+        let base = name_from(wanted, room - 5);
+        for number in 1..UNIQUE_NAMES_MAX {
+            let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
+            match Claim::take(self, &name, true)? {
+                Taken::Claim(claim) => return Ok(claim),
+                // Most likely of the same image, which must not be attached twice.
+                Taken::Orphan(orphan) => return Err(orphan.refusal()),
+                // Nor while the one before it is not quite gone.
+                Taken::Held if self.holder_is_dying(&name) => return self.claim(&name),
+                Taken::Held => {}
+            }
+        }
+        Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
+    }
+
+    /// Whether the daemon of that name was killed and is not gone yet: it has I/O in flight.
+    fn holder_is_dying(&self, name: &str) -> bool {
+        let pid = fs::read_to_string(self.file(name, ".lock")).ok();
+        let pid = pid.and_then(|pid| pid.trim().parse::<u32>().ok());
+        pid.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/status")).ok())
+            .is_some_and(|status| is_dying(&status))
+    }
+
+    /// Waits until the daemon of that name, if it was killed, is really gone; for a bounded time.
+    pub fn wait_for_dying(&self, name: &str) {
+        let begin = Instant::now();
+        while self.holder_is_dying(name) && begin.elapsed() < DYING_WAIT {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
+        let mut log = String::new();
+        if let Ok(file) = File::open(self.file(name, ".log")) {
+            // A log is bounded; a reader need not trust that.
+            let _ = file.take(1 << 20).read_to_string(&mut log);
+        }
+        let last_line = log.lines().last().unwrap_or_default().to_owned();
+        Ok(match Claim::take(self, name, false)? {
+            Taken::Claim(_claim) => Dead::Cleared(last_line),
+            Taken::Orphan(orphan) => Dead::Orphan(orphan),
+            Taken::Held => Dead::No,
+        })
+    }
+}
+
+/// What [`StateDir::clear_dead`] found.
+#[derive(Debug)]
+pub enum Dead {
+    /// A daemon that had died, with this last line in its log; nothing is left of it.
+    Cleared(String),
+    /// The device of a daemon that had died.
+    Orphan(Box<Orphan>),
+    /// It lives, or there is none.
+    No,
+}
+
+/// What [`Claim::take`] found.
+enum Taken {
+    Claim(Claim),
+    Orphan(Box<Orphan>),
+    /// Another process has it; or it must be there, and is not.
+    Held,
+}
+
+/// Ownership of a name: dropped, the name is free and nothing is left of the device.
+#[derive(Debug)]
+pub struct Claim {
+    dir: StateDir,
+    name: String,
+    /// The files stay when it is dropped.
+    kept: bool,
+    /// The image of the daemon that had the name and died.
+    after: Option<String>,
+    /// Locked; the kernel unlocks it when this process ends, however it ends.
+    lock: File,
+}
+
+impl Claim {
+    /// Takes the lock of `name` if it is free, and removes what a dead owner left unless its
+    /// device lives. Without `create`, only a lock file that is there is taken.
+    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Taken> {
+        let path = dir.file(name, ".lock");
+        let refuse = |e: io::Error| {
+            let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
+            Failure::new(format!("lock {}: {e}; {cure}", path.display()))
+        };
+        loop {
+            let lock = match OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path)
+            {
+                Ok(lock) => lock,
+                Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(Taken::Held),
+                Err(e) => return Err(refuse(e)),
+            };
+            match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Taken::Held),
+                Err(e) => return Err(refuse(e.into())),
+            }
+            // The owner before us may have removed the file between our open and our lock.
+            let ours = lock.metadata().map_err(refuse)?;
+            match fs::symlink_metadata(&path) {
+                Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
+                _ => continue,
+            }
+            let state = read_state(&dir.file(name, ".json"));
+            let after = state.as_ref().map(|state| state.image.clone());
+            let orphan = orphan(state)?;
+            if orphan.is_none() {
+                for ending in ENDINGS.iter().filter(|ending| **ending != ".lock") {
+                    remove(&dir.file(name, ending)).map_err(refuse)?;
+                }
+            }
+            // From here on what is refused leaves nothing behind.
+            let kept = orphan.is_some();
+            let claim = Claim { dir: dir.clone(), name: name.to_owned(), kept, after, lock };
+            let pid = format!("{}\n", std::process::id());
+            claim
+                .lock
+                .set_len(0)
+                .and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0))
+                .map_err(refuse)?;
+            return Ok(match orphan {
+                Some(state) => Taken::Orphan(Box::new(Orphan { claim, state })),
+                None => Taken::Claim(claim),
+            });
+        }
+    }
+
+    /// The device's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where it is taken.
+    pub fn dir(&self) -> &StateDir {
+        &self.dir
+    }
+
+    /// Whether the daemon that had the name before served `image` and died: its last I/O may go on.
+    pub fn is_after(&self, image: &str) -> bool {
+        self.after.as_deref() == Some(image)
+    }
+
+    /// The path of one of the device's files.
+    pub fn file(&self, ending: &str) -> PathBuf {
+        self.dir.file(&self.name, ending)
+    }
+
+    /// Whether the files stay when the name is given up.
+    pub fn is_kept(&self) -> bool {
+        self.kept
+    }
+
+    /// Says whether the files stay when the name is given up: for the next daemon of the device.
+    pub fn keep(&mut self, kept: bool) {
+        self.kept = kept;
+    }
+
+    /// Removes a socket on which nobody listens any more.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn remove_socket(&self, ending: &str) -> Outcome {
+        let path = self.file(ending);
+        remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
+    }
+
+    /// As [`StateDir::write_state`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome {
+        self.dir.write_state(&self.name, state)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        for ending in ENDINGS.iter().filter(|_| !self.kept) {
+            // What cannot be removed now is cleared by the next one who takes the name.
+            let _ = remove(&self.file(ending));
+        }
+    }
+}
+
+/// Whether proc_pid_status(5) tells of a process whose first thread is gone, or is to be killed.
+fn is_dying(status: &str) -> bool {
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
+    let killed = |signals: &str| u64::from_str_radix(signals, 16).is_ok_and(|set| set >> 8 & 1 != 0);
+    field("State:").starts_with(['Z', 'X']) || killed(field("SigPnd:")) || killed(field("ShdPnd:"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::SOCKET_PATH_BYTES_MAX;
+    use crate::state::tests::{files, scratch};
+
+    #[test]
+    fn a_process_that_was_killed_is_told_from_one_that_lives() {
+        let status =
+            |state, own, shared| format!("Name:\tblkq\nState:\t{state}\nSigPnd:\t{own}\nShdPnd:\t{shared}\n");
+        let none = "0000000000000000";
+        assert!(!is_dying(&status("S (sleeping)", none, none)) && !is_dying(""));
+        assert!(!is_dying(&status("T (stopped)", none, "0000000000004200")));
+        assert!(is_dying(&status("Z (zombie)", none, none)));
+        assert!(is_dying(&status("D (disk sleep)", "0000000000000100", none)));
+        assert!(is_dying(&status("D (disk sleep)", none, "0000000000004100")));
+    }
+
+    #[test]
+    fn a_name_has_one_owner_and_leaves_nothing() {
+        let dir = scratch("owner");
+        let claim = dir.claim("a").unwrap();
+        claim.write_state(&"x").unwrap();
+        assert!(dir.claim("a").unwrap_err().to_string().contains("taken"));
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
+        assert_eq!(files(&dir), ["a.json", "a.lock"]);
+        drop(claim);
+        assert!(files(&dir).is_empty());
+        drop(dir.claim("a").unwrap());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn unique_names_count_on() {
+        let dir = scratch("unique");
+        let first = dir.claim_unique("d.img").unwrap();
+        let second = dir.claim_unique("d.img").unwrap();
+        assert_eq!((first.name(), second.name()), ("d.img", "d.img-2"));
+        drop(first);
+        assert_eq!(dir.claim_unique("d.img").unwrap().name(), "d.img");
+        drop(second);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn leftovers_of_the_dead_are_cleared_under_the_lock() {
+        let dir = scratch("dead");
+        for ending in ENDINGS {
+            fs::write(dir.file("a", ending), "first\nlast\n").unwrap();
+        }
+        fs::write(dir.file("ab", ".nbd"), "of another").unwrap();
+        assert_eq!(dir.names().unwrap(), ["a"]);
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(last)) if last == "last"));
+        assert_eq!(files(&dir), ["ab.nbd"]);
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn many_threads_never_own_one_name_together() {
+        let dir = scratch("race");
+        let owners = std::sync::atomic::AtomicU32::new(0);
+        let taken = std::sync::atomic::AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..300 {
+                        if let Taken::Claim(claim) = Claim::take(&dir, "a", true).unwrap() {
+                            use std::sync::atomic::Ordering::SeqCst;
+                            assert_eq!(owners.fetch_add(1, SeqCst), 0);
+                            taken.fetch_add(1, SeqCst);
+                            owners.fetch_sub(1, SeqCst);
+                            drop(claim);
+                        }
+                    }
+                });
+            }
+        });
+        assert!(taken.into_inner() > 0);
+        assert!(files(&dir).is_empty());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn names_that_do_not_fit_a_socket_path_are_refused() {
+        let dir = scratch("long");
+        let max = dir.name_bytes_max();
+        let fits = "n".repeat(max);
+        drop(dir.claim(&fits).unwrap());
+        assert!(dir.control_socket(&fits).as_os_str().len() == SOCKET_PATH_BYTES_MAX);
+        assert!(dir.claim(&"n".repeat(max + 1)).unwrap_err().to_string().contains("at most"));
+        assert!(dir.claim_unique(&"n".repeat(400)).unwrap().name().len() <= max);
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+}

@@ -1,0 +1,37 @@
+//! A kernel's block device that outlived its daemon.
+
+use super::Claim;
+use crate::failure::{Failure, Outcome};
+use crate::info::StateFile;
+
+/// A kernel's block device whose daemon is gone, and its name.
+#[derive(Debug)]
+pub struct Orphan {
+    /// Keeps the files.
+    pub claim: Claim,
+    /// What the daemon left written.
+    pub state: StateFile,
+}
+
+impl Orphan {
+    /// Why it is in the way, and what can be done.
+    pub fn refusal(&self) -> Failure {
+        let (name, exports) = (self.claim.name(), self.state.exports.join(" "));
+        Failure::new(format!(
+            "{name}: its daemon is gone, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
+        ))
+    }
+}
+
+/// What a daemon left written of a block device that waits for a new one.
+pub(super) fn orphan(state: Option<StateFile>) -> Outcome<Option<StateFile>> {
+    let Some(mut state) = state else { return Ok(None) };
+    let Some(ublk) = &mut state.ublk else { return Ok(None) };
+    let Some(survivor) = ublk.identity().survivor()? else { return Ok(None) };
+    if ublk.id != survivor.id {
+        // Its daemon died before it heard of the number.
+        ublk.id = survivor.id;
+        state.exports = vec![survivor.path()];
+    }
+    Ok(Some(state))
+}

@@ -1,0 +1,73 @@
+//! What is refused, or does not answer.
+
+use super::place::*;
+use super::stdout;
+
+#[test]
+fn what_has_no_meaning_here_is_refused_in_one_line() {
+    let place = Place::new("l-refused");
+    let image = place.image("disk.img", 1 << 20);
+    for (words, says) in [
+        (&["-f"][..], "give the file as well: -f --show FILE"),
+        (&["--remove", "x"], "use -d"),
+        (&["/dev/loop0", &image], "or use -f"),
+        (&["/dev/ublkb0", &image], "or use -f"),
+        (&["--loop-ref", "a", "b", &image], "leave one of them away"),
+        (&["--loop-ref", "a/b", "-f", &image], "a name consists of"),
+        (&["/dev/loop0"], "kernel's loop driver"),
+        (&["-d", "/dev/loop0"], "kernel's loop driver"),
+        (&["nothing"], "no such device"),
+        (&["-f", "null:1M"], "cannot find the image"),
+        (&["-f", "/dev/null"], "a character device"),
+        (&["-f", "-o", "100", &image], "multiple of the sector size"),
+    ] {
+        let line = place.losetup_refused(words);
+        assert!(line.starts_with("blkq: losetup: ") && line.contains(says), "{words:?}: {line}");
+    }
+    for words in [
+        &["a", "b", "c"][..],
+        &["-f", "a", "b"],
+        &["-a", "-D"],
+        &["-D", "x"],
+        &["-o", "512"],
+        &["-o", "512", "x"],
+        &["-r", "-d", "x"],
+        &["-L", "x"],
+        &["-P"],
+        &["-o", "1Q", "-f", &image],
+        &["--direct-io=maybe", "-f", &image],
+        &["-J", "--raw"],
+    ] {
+        assert_eq!(place.run(&[&["losetup"], words].concat()).status.code(), Some(2), "{words:?}");
+    }
+    assert!(place.files().is_empty());
+    // A file is a file, also if it is called as a driver is; and a name that is given is taken.
+    let odd = place.image("null:1M", 1 << 20);
+    let mut command = place.command(&["losetup", "-f", "--show", "null:1M"]);
+    assert_eq!(stdout(&command.current_dir(&place.dir).output().unwrap()), "null_1M\n");
+    assert_eq!(place.column("null_1M", "BACK-FILE"), odd);
+    assert_eq!(place.losetup(&["data", &image]), "");
+    assert_eq!(place.column("data", "BACK-FILE"), image);
+}
+
+#[test]
+fn partition_scan_is_carried_along_and_over_nbd_said_to_be_the_client_s() {
+    let place = Place::new("l-part");
+    let image = place.image("disk.img", 1 << 20);
+    let output = place.run(&["losetup", "-P", "-f", "--show", &image]);
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!((stdout(&output), text.lines().count()), ("disk.img\n".to_owned(), 1));
+    assert!(text.contains("the kernel of its client scans them"), "{text}");
+    assert_eq!(place.column("disk.img", "PARTSCAN"), "1");
+}
+
+#[test]
+fn a_daemon_that_does_not_answer_is_told_from_a_device_that_is_not_there() {
+    let place = Place::new("l-exit");
+    place.done(&["attach", "ram:1M"]);
+    assert_eq!(place.losetup(&["ram"]), "ram: []: (ram:1M)\n");
+    assert_eq!(place.run(&["losetup", "nothing"]).status.code(), Some(1));
+    kill(place.pid("ram"));
+    assert_eq!(place.run(&["losetup", "ram"]).status.code(), Some(2));
+    assert_eq!(place.run(&["losetup", "ram"]).status.code(), Some(1));
+}

@@ -1,0 +1,126 @@
+//! Attaching at the same moment, and what overlaps.
+
+use std::fs;
+
+use super::place::*;
+use super::stdout;
+
+#[test]
+fn attaching_at_the_same_moment_never_collides() {
+    let place = Place::new("l-race");
+    let images: Vec<String> =
+        (0..20).map(|n| place.image(&format!("{n}/disk.img").replace('/', "-"), 1 << 20)).collect();
+    // Twenty images of one file name in twenty directories.
+    let same_named: Vec<String> = (0..20)
+        .map(|n| {
+            fs::create_dir(place.dir.join(n.to_string())).unwrap();
+            place.image(&format!("{n}/same.img"), 1 << 20)
+        })
+        .collect();
+    for paths in [&images, &same_named] {
+        let lines: Vec<Vec<&str>> = paths.iter().map(|path| vec!["losetup", "-f", "--show", path]).collect();
+        let outputs = place.at_once(&lines);
+        let mut names: Vec<String> = outputs.iter().map(stdout).collect();
+        for output in &outputs {
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 20);
+        for (path, output) in paths.iter().zip(&outputs) {
+            assert_eq!(place.column(stdout(output).trim(), "BACK-FILE"), *path, "each has its own");
+        }
+        place.losetup(&["-D"]);
+        assert!(place.files().is_empty());
+    }
+    // One image: one gets it, the others are told so.
+    let image = &images[0];
+    let outputs = place.at_once(&vec![vec!["losetup", "-f", "--show", image]; 20]);
+    let (done, refused): (Vec<_>, Vec<_>) = outputs.iter().partition(|output| output.status.success());
+    assert_eq!((done.len(), refused.len()), (1, 19));
+    for output in refused {
+        assert!(String::from_utf8_lossy(&output.stderr).contains("is in use"));
+    }
+    place.losetup(&["-D"]);
+    // One image and --nooverlap: all get the same device. Also for reading only, where no lock
+    // keeps them apart, and also if others ask without it.
+    for access in ["--direct-io=off", "-r"] {
+        let outputs = place.at_once(&vec![vec!["losetup", "-L", access, "-f", "--show", image]; 20]);
+        assert!(
+            outputs.iter().all(|output| output.status.success() && stdout(output) == "0-disk.img\n"),
+            "{outputs:?}"
+        );
+        assert_eq!(place.losetup(&["-a"]).lines().count(), 1);
+        place.losetup(&["-D"]);
+    }
+    let mixed = [vec!["losetup", "-f", "--show", image], vec!["losetup", "-L", "-f", "--show", image]];
+    let lines: Vec<Vec<&str>> = (0..20).map(|n| mixed[n % 2].clone()).collect();
+    let outputs = place.at_once(&lines);
+    let device = place.losetup(&["-n", "-O", "NAME"]);
+    for (line, output) in lines.iter().zip(&outputs) {
+        let refused = !line.contains(&"-L") && output.status.code() == Some(1);
+        assert!(refused || stdout(output) == device, "{device}: {output:?}");
+    }
+    place.losetup(&["-D"]);
+    // Shared by all, with a name for each.
+    let outputs = place.at_once(&vec![vec!["attach", image, "--shared"]; 20]);
+    assert!(outputs.iter().all(|output| output.status.success()));
+    assert_eq!(place.losetup(&["-a"]).lines().count(), 20);
+}
+
+/// blktests loop/006: devices come and go on the same file without spurious failures.
+#[test]
+fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
+    let place = Place::new("l-storm");
+    let image = place.image("disk.img", 1 << 20);
+    for access in ["--direct-io=off", "-r"] {
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..8 {
+                        let device = place.set_up(&["-L", access, &image]);
+                        // Somebody else may have done it.
+                        let output = place.run(&["losetup", "-d", &device]);
+                        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+                        let gone = ["no such device", "ending", "gave no answer"];
+                        assert!(
+                            output.status.success() || gone.iter().any(|why| text.contains(why)),
+                            "{text}"
+                        );
+                    }
+                });
+            }
+        });
+    }
+    wait_until("all are gone", || place.files().is_empty());
+}
+
+#[test]
+fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
+    let place = Place::new("l-overlap");
+    let image = place.image("disk.img", 4 << 20);
+    let device = place.set_up(&["-L", "-o", "1M", "--sizelimit", "1M", &image]);
+    assert_eq!(place.set_up(&["-L", "-o", "1M", "--sizelimit", "1M", &image]), device);
+    for words in [&[][..], &["-o", "1M"], &["-o", "1536K", "--sizelimit", "1M"]] {
+        let line = place.losetup_refused(&[&["-L", "-f"], words, &[&image]].concat());
+        assert!(line.contains(&format!("it is attached as {device} with offset 1048576")), "{line}");
+    }
+    let beside = place.set_up(&["-L", "-o", "2M", &image]);
+    assert_ne!(beside, device);
+    place.losetup(&["-D"]);
+    // As the original: whoever wants to write is not given what is read-only.
+    let device = place.set_up(&["-L", "-r", &image]);
+    assert!(place.losetup_refused(&["-L", "-f", &image]).contains("for reading only"));
+    assert_eq!(place.set_up(&["-L", "-r", &image]), device);
+    assert!(place.losetup_refused(&["-L", "-r", "-b", "4096", "-f", &image]).contains("sectors of 512"));
+    // It stays for those who were told of it.
+    place.done(&["set", &device, "autoclear=on"]);
+    assert_eq!(place.column(&device, "AUTOCLEAR"), "1");
+    assert_eq!(
+        place.done(&["attach", "--nooverlap", "--read-only", &image]),
+        format!("{}\n", place.uri(&device))
+    );
+    assert_eq!(place.column(&device, "AUTOCLEAR"), "0");
+    assert!(place.refused(&["attach", "--nooverlap", "ram:1M"]).contains("is for images"));
+    assert!(place.refused(&["attach", "--nooverlap", "/nonexistent"]).contains("cannot find the image"));
+}
