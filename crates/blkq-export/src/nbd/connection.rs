@@ -548,16 +548,17 @@ impl Connection {
     pub fn complete_extents(&mut self, pending: Pending, extents: Option<Vec<Extent>>) {
         self.busy -= 1;
         self.gathering.extents_bytes += EXTENTS_MAX_BYTES;
+        let Some(mut extents) = extents else { return self.error(pending.to, NbdError::Io) };
         let mut left = pending.length;
-        let mut extents = extents.unwrap_or_default();
         // Exactly what was asked for, whatever the driver says.
         extents.retain_mut(|extent| {
             extent.length = extent.length.min(left);
             left -= extent.length;
             extent.length > 0
         });
+        // All of it lies beyond the end of a device that became smaller.
         if extents.is_empty() {
-            return self.error(pending.to, NbdError::Io);
+            return self.error(pending.to, NbdError::Invalid);
         }
         self.style.block_status(pending.to, &extents, &mut self.gathering.headers);
         self.gathering.replies += 1;

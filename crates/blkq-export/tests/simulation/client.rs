@@ -443,10 +443,7 @@ impl Client {
         let unknown = asked.command == Command::Trim && !self.flags.contains(TransmissionFlags::SEND_TRIM);
         let refused = may_deny && error == NbdError::Permission as u32
             || (may_be_beyond || unknown) && error == NbdError::Invalid as u32;
-        // What lies beyond the end of a device that became smaller has no status.
-        let nothing_there = asked.command == Command::BlockStatus && error == NbdError::Io as u32;
         let may_fail = refused
-            || may_be_beyond && nothing_there
             || common.errors_allowed
             || asked.hits.iter().any(|noticed| noticed.explains(error))
             || asked.fast_zero && error == NbdError::NotSupported as u32;
