@@ -323,6 +323,17 @@ impl Shared {
         Ok(())
     }
 
+    /// Closes the device for the next daemon. Not if writes could not be made durable: that one
+    /// would know nothing of it, and answer flushes well.
+    ///
+    /// # Errors
+    /// As [`Shared::close`], and that.
+    fn leave(&self) -> Outcome {
+        // Not under the lock: a flush may take long, or hang, and a forced end does not wait for it.
+        self.device.flush()?;
+        self.close(Stage::Leaving, Device::leave)
+    }
+
     /// Closes a device that is to end with its last client, if that has gone.
     fn close_idle(&self) -> bool {
         let close = |device: &Device| match device.autoclear().is_on() {
@@ -354,9 +365,10 @@ impl Shared {
             Request::Set { settings } => reply_line(self.set(&settings)),
             Request::Resize { size } => {
                 log::line(&format!("resize to {size:?}"));
-                reply_line(self.device.resize(size))
+                let open = self.stage().check();
+                reply_line(open.and_then(|()| self.device.resize(size)))
             }
-            Request::Leave {} => match self.close(Stage::Leaving, Device::leave) {
+            Request::Leave {} => match self.leave() {
                 Ok(()) => {
                     log::line("ending: the device goes to another daemon");
                     answer(&stream, &reply_line(Ok(())));

@@ -140,14 +140,12 @@ impl Device {
             None => {}
         }
         self.autoclear.set(on);
-        self.keep_setting(AUTOCLEAR, value);
+        keep(&mut self.settings(), AUTOCLEAR, value);
         Ok(())
     }
 
-    fn keep_setting(&self, key: &str, value: &str) {
-        let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-        settings.retain(|(other, _)| other != key);
-        settings.push((key.to_owned(), value.to_owned()));
+    fn settings(&self) -> MutexGuard<'_, Vec<(String, String)>> {
+        self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The counters.
@@ -164,7 +162,7 @@ impl Device {
     /// If `value` is no such number.
     pub fn set_hang_warning(&self, value: &str) -> Outcome {
         self.attendants().as_ref().ok_or_else(ending)?.hangs.set(value)?;
-        self.keep_setting(HANG_WARNING, value);
+        keep(&mut self.settings(), HANG_WARNING, value);
         Ok(())
     }
 
@@ -185,7 +183,7 @@ impl Device {
             image: info.image,
             exports: info.exports,
             ublk: block_device,
-            settings: self.settings.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            settings: self.settings().clone(),
         })
     }
 
@@ -195,6 +193,8 @@ impl Device {
     /// If there is no such setting, or it cannot have that value.
     pub fn set(&self, key: &str, value: &str) -> Outcome {
         let running = self.running()?;
+        // What is kept is what was set last, of several at once too.
+        let mut settings = self.settings();
         running.disk.set(key, value)?;
         if let Some(ublk) = running.ublk.as_ref().filter(|_| key == "read-only") {
             let read_only = value == "on";
@@ -203,7 +203,7 @@ impl Device {
                 let _ = running.disk.set(key, if read_only { "off" } else { "on" });
             })?;
         }
-        self.keep_setting(key, value);
+        keep(&mut settings, key, value);
         Ok(())
     }
 
@@ -216,9 +216,13 @@ impl Device {
         if let Some(ublk) = &running.ublk {
             ublk.check_resizable()?;
         }
+        let before = running.disk.limits().capacity_bytes;
         let bytes = running.disk.resize(bytes)?;
         if let Some(ublk) = &running.ublk {
-            ublk.resize(bytes)?;
+            ublk.resize(bytes).inspect_err(|_| {
+                // As it was; what is said is why.
+                let _ = running.disk.resize(Some(before));
+            })?;
         }
         Ok(bytes)
     }
@@ -266,6 +270,14 @@ impl Device {
         Ok(())
     }
 
+    /// Makes what was written durable.
+    ///
+    /// # Errors
+    /// That it cannot be, or earlier writes could not; if the device has ended.
+    pub fn flush(&self) -> Outcome {
+        self.running()?.flush()
+    }
+
     /// Ends a device that is closed: flushes, ends the engines and lets go of the image.
     ///
     /// # Errors
@@ -275,11 +287,9 @@ impl Device {
         drop(self.attendants().take());
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(running) = running else { return Ok(()) };
-        let limits = running.disk.limits();
-        let flushed =
-            if limits.write_cache && !limits.read_only { running.disk.submitter().flush() } else { Ok(()) };
+        let flushed = running.flush();
         drop(running);
-        flushed.map_err(|e| Failure::new(format!("flush: {e}")))
+        flushed
     }
 }
 
@@ -310,6 +320,15 @@ impl Running {
         }
     }
 
+    /// As [`Device::flush`].
+    fn flush(&self) -> Outcome {
+        let limits = self.disk.limits();
+        if !limits.write_cache || limits.read_only {
+            return Ok(());
+        }
+        self.disk.submitter().flush().map_err(|e| Failure::new(format!("flush: {e}")))
+    }
+
     /// Ends all servers, whoever is connected.
     fn close_servers(&self) {
         for server in &self.servers {
@@ -317,6 +336,12 @@ impl Running {
             let _ = server.stop(true);
         }
     }
+}
+
+/// Notes that `key` was set to `value`.
+fn keep(settings: &mut Vec<(String, String)>, key: &str, value: &str) {
+    settings.retain(|(other, _)| other != key);
+    settings.push((key.to_owned(), value.to_owned()));
 }
 
 fn busy(clients: usize) -> Failure {
