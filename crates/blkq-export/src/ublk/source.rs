@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use blkq::{
-    Bio, BioFlags, Completion, Cqe, Data, Error, FileSlot, IoBuffer, KernelPages, Operation, Sector, Source,
-    SourceContext,
+    Bio, BioFlags, Completion, Cqe, Data, Error, ErrorKind, FileSlot, IoBuffer, KernelPages, Operation,
+    Sector, Source, SourceContext,
 };
 use io_uring::{opcode, types};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -109,6 +109,15 @@ pub(super) struct QueueSource {
     forced: bool,
 }
 
+/// There is none for the data of `depth` requests of up to `bytes`.
+fn no_memory(depth: u16, bytes: u32) -> Error {
+    let mib = (u64::from(depth) * u64::from(bytes)) >> 20;
+    let message = format!(
+        "ublk: no memory for the data of a queue's requests ({mib} MiB): use a smaller --depth, or fewer --queues"
+    );
+    Error::new(ErrorKind::System, message)
+}
+
 impl QueueSource {
     pub fn new(options: QueueOptions) -> QueueSource {
         let depth = usize::from(options.depth);
@@ -136,7 +145,8 @@ impl QueueSource {
         for tag in 0..depth {
             let (buffer, place) = match copy {
                 CopyMode::Kernel => {
-                    let mut buffer = IoBuffer::zeroed(request_max_bytes as usize);
+                    let mut buffer = IoBuffer::try_zeroed(request_max_bytes as usize)
+                        .ok_or_else(|| no_memory(depth, request_max_bytes))?;
                     let address = buffer.as_mut_ptr().expose_provenance() as u64;
                     (Some(buffer), address)
                 }
@@ -384,8 +394,10 @@ impl Source for QueueSource {
         bind(&self.options.processors);
         let QueueOptions { shared, queue, depth, .. } = &self.options;
         self.descriptors = Some(Descriptors::map(&shared.file, *queue, *depth)?);
-        self.file = Some(cx.ring().register_file(shared.file.as_fd())?);
+        let shared = shared.clone();
         self.open_slots(cx)?;
+        // Last, as what the ring has keeps the device from being removed.
+        self.file = Some(cx.ring().register_file(shared.file.as_fd())?);
         (0..self.options.depth).for_each(|tag| self.command(cx, abi::FETCH, tag, 0));
         Ok(())
     }
