@@ -362,12 +362,27 @@ fn an_inherited_socket_of_another_family_is_refused() {
         error.to_string().ends_with("is a socket of address family 40; give one of unix or TCP"),
         "{error}"
     );
+}
 
-    // TCP is told by its address: of all, it wants TLS or `insecure`; of loopback, nothing.
+/// Of all addresses TCP wants TLS or `insecure`, of loopback nothing; of unix sockets it is told.
+#[test]
+fn who_reaches_an_inherited_socket_is_known() {
+    let engine = engines(&Disk::builder(ram()).queues(1).build().unwrap());
+    let start = |listen, options| NbdServer::start(listen, options, &[engine[0].handle().clone()]);
     let tcp = |address| Listen::Inherited(TcpListener::bind(address).unwrap().into());
     assert_eq!(start(tcp("0.0.0.0:0"), options()).err().unwrap().kind(), ErrorKind::Denied);
     start(tcp("0.0.0.0:0"), NbdOptions { insecure: true, ..options() }).unwrap().stop(true).unwrap();
     start(tcp("127.0.0.1:0"), options()).unwrap().stop(true).unwrap();
+    let path = socket_path();
+    for (mode, open) in [(0o600, false), (0o660, false), (0o666, true)] {
+        let _ = std::fs::remove_file(&path);
+        let socket = UnixListener::bind(&path).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        let server = start(Listen::Inherited(socket.into()), options()).unwrap();
+        assert_eq!(server.open_to_all_users(), open.then(|| path.display().to_string()));
+        server.stop(true).unwrap();
+    }
+    std::fs::remove_file(&path).unwrap();
 }
 
 #[test]

@@ -195,6 +195,9 @@ impl Device {
             ));
         }
         warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server, &options)));
+        warnings.extend(running.servers.iter().filter_map(NbdServer::open_to_all_users).map(|socket| {
+            format!("all users of this machine may connect to {socket}: give its unit SocketMode=0600")
+        }));
         if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }

@@ -1,5 +1,6 @@
 //! Sockets on which clients arrive, made on the control plane before an engine gets them.
 
+use std::ffi::OsStr;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -60,6 +61,8 @@ pub(super) enum Place {
         connected: bool,
         /// If it is of TCP; else it is a unix socket.
         address: Option<SocketAddr>,
+        /// The unix socket that listens, if all users of this machine may connect to it.
+        open: Option<String>,
     },
 }
 
@@ -146,9 +149,13 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
     let flags = rustix::fs::fcntl_getfl(&socket).map_err(|e| Error::system(what(), e))?;
     rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
     let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
+    let mut open = None;
     // Who reaches an address of any other family (a guest, say, through AF_VSOCK) is not known.
     let address = match sockopt::socket_domain(&socket).map_err(|e| Error::system(what(), e))? {
-        AddressFamily::UNIX => None,
+        AddressFamily::UNIX => {
+            open = SocketAddrUnix::try_from(own).ok().and_then(|own| open_to_all(&own));
+            None
+        }
         AddressFamily::INET | AddressFamily::INET6 => {
             Some(SocketAddr::try_from(own).map_err(|e| Error::system(what(), e))?)
         }
@@ -163,12 +170,23 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
         }
     };
     if sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))? {
-        let place = Place::Inherited { connected: false, address };
+        let place = Place::Inherited { connected: false, address, open };
         return Ok(Opened { socket: Socket::Listening(socket), place });
     }
     rustix::net::getpeername(&socket)
         .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
-    Ok(Opened { socket: Socket::Connected(socket), place: Place::Inherited { connected: true, address } })
+    let place = Place::Inherited { connected: true, address, open: None };
+    Ok(Opened { socket: Socket::Connected(socket), place })
+}
+
+/// The name of a unix socket to which all users of this machine may connect (unix(7)).
+fn open_to_all(address: &SocketAddrUnix) -> Option<String> {
+    if let Some(name) = address.abstract_name() {
+        return Some(format!("@{}", String::from_utf8_lossy(name)));
+    }
+    let path = Path::new(OsStr::from_bytes(address.path_bytes()?));
+    let open = std::fs::metadata(path).is_ok_and(|found| found.mode() & 0o002 != 0);
+    open.then(|| path.display().to_string())
 }
 
 impl Listener {
@@ -211,6 +229,14 @@ impl Place {
             Place::Tcp(address) => format!("{scheme}://{address}"),
             Place::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
             Place::Inherited { connected: true, .. } => format!("{scheme} on an inherited connection"),
+        }
+    }
+
+    /// Its name, if it is a unix socket from elsewhere to which all users may connect.
+    pub fn open_to_all_users(&self) -> Option<String> {
+        match self {
+            Place::Inherited { open, .. } => open.clone(),
+            _ => None,
         }
     }
 

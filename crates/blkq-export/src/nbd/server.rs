@@ -211,6 +211,11 @@ impl NbdServer {
         self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
     }
 
+    /// An inherited unix socket, if all users of this machine may connect to it.
+    pub fn open_to_all_users(&self) -> Option<String> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.open_to_all_users()
+    }
+
     /// Connections that are there now.
     pub fn connection_count(&self) -> usize {
         self.registry.open()
