@@ -21,9 +21,7 @@ use serde_json::{Map, Value, json};
 const ENDINGS: [&str; 7] = [".lock", ".json", ".json.new", ".log", ".control", ".nbd", ".other"];
 
 static DIRECTORY: LazyLock<PathBuf> = LazyLock::new(|| {
-    let memory = PathBuf::from("/dev/shm");
-    let base = if memory.is_dir() { memory } else { std::env::temp_dir() };
-    let directory = base.join(format!("blkq-fuzz-state-{}", std::process::id()));
+    let directory = std::env::temp_dir().join(format!("blkq-fuzz-state-{}", std::process::id()));
     // SAFETY: nothing else runs yet.
     unsafe { std::env::set_var(STATE_DIR_VARIABLE, &directory) };
     directory

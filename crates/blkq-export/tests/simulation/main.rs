@@ -63,12 +63,13 @@ fn seeds() {
 
 /// Seeds that find defects which there were. Which they are changes with what the seeds mean.
 ///
-/// - 137, 164: after a failed fdatasync of the page cache the next one knew nothing of what was
+/// - 137: after a failed fdatasync of the page cache the next one knew nothing of what was
 ///   lost, and a flush was answered well.
 /// - 164, 240, 606: the same after `read-only` or `direct-io` was set at the second try.
 /// - 11820: the same after a FUA write had failed, and was told of the loss in place of that change.
+/// - 841: a failed FUA write took the news of other lost writes away from the next flush.
 /// - 10, 47: the fault driver sent transfers beyond the end of a device that had become smaller.
-const FOUND: [u64; 7] = [10, 47, 137, 164, 240, 606, 11820];
+const FOUND: [u64; 8] = [10, 47, 137, 164, 240, 606, 841, 11820];
 
 #[test]
 fn seeds_that_found_defects() {
