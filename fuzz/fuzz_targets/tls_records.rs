@@ -29,6 +29,8 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 const ACTS_MAX: usize = 96;
+/// rustls ends a session in which the other side has asked for new keys more often than that.
+const REKEYS_MAX: usize = 32;
 /// The longest answers are of more than the server's side may hold.
 const ANSWER_PIECE_BYTES: usize = 16;
 /// Most that the server's side of a connection holds, in bytes: its buffers of 128 and 144 KiB, and
@@ -175,6 +177,7 @@ struct Session {
     /// Bytes that the server answered, and that came out of the client.
     answered: usize,
     taken: usize,
+    rekeys: usize,
     bye: bool,
     end: Option<TlsEnd>,
     /// The client has heard enough.
@@ -198,6 +201,7 @@ impl Session {
             heard: 0,
             answered: 0,
             taken: 0,
+            rekeys: 0,
             bye: false,
             end: None,
             deaf: false,
@@ -311,7 +315,10 @@ impl Session {
             Act::Answer(pieces) if self.heard > 0 && self.end.is_none() => {
                 self.send(usize::from(pieces) * ANSWER_PIECE_BYTES);
             }
-            Act::Rekey if !self.client.is_handshaking() && !self.bye && !self.deaf => {
+            Act::Rekey
+                if !self.client.is_handshaking() && !self.bye && !self.deaf && self.rekeys < REKEYS_MAX =>
+            {
+                self.rekeys += 1;
                 // TLS 1.2 has no such thing, and all has its limits.
                 let _ = self.client.refresh_traffic_keys();
                 self.collect();
