@@ -2,17 +2,19 @@
 //! JSON line answers, then the daemon closes the connection.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Outcome};
-use crate::state::{Dead, StateDir};
+use crate::state::{DYING_WAIT, Dead, StateDir};
 
 /// Longest line of either side, newline included.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
@@ -110,13 +112,22 @@ pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) 
     // The kernel's record of who listens there: it tells when that process is gone.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+    let asks = matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {});
     let timeout = match request {
         Request::Ping {} | Request::Show {} | Request::Stat {} => Some(ANSWER_TIMEOUT),
         Request::Set { .. } | Request::Resize { .. } => Some(CHANGE_TIMEOUT),
         // It waits for the I/O in flight and a flush, which take as long as they take.
         Request::Detach { .. } | Request::Leave {} => None,
     };
-    let reply = exchange(&stream, request, timeout).map_err(|e| {
+    let reply = match exchange(&stream, request, timeout) {
+        // It was killed, and its threads go one after the other. Of a change nobody knows whether it
+        // was made.
+        Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(ends) => {
+            return Ok(Called::Nobody);
+        }
+        reply => reply,
+    };
+    let reply = reply.map_err(|e| {
         let of = pid.map(|pid| format!(" (process {})", pid.as_raw_nonzero())).unwrap_or_default();
         let why = match e.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "does not answer".to_owned(),
@@ -132,11 +143,28 @@ pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) 
             if let (Request::Detach { .. } | Request::Leave {}, Some(daemon)) = (request, daemon) {
                 // Its end, not its answer, is when everything that it held is free.
                 let mut fds = [PollFd::new(&daemon, PollFlags::IN)];
-                while poll(&mut fds, None).is_err_and(|e| e == rustix::io::Errno::INTR) {}
+                while poll(&mut fds, None).is_err_and(|e| e == Errno::INTR) {}
             }
             Ok(Called::Answered(value))
         }
         Reply::Error(message) => Err(Failure::new(message)),
+    }
+}
+
+fn is_cut_off(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// Whether the process ends in the time that one takes which was killed.
+fn ends(process: &OwnedFd) -> bool {
+    let until = Instant::now() + DYING_WAIT;
+    loop {
+        let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).unwrap_or_default();
+        match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
+            Err(Errno::INTR) => {}
+            ended => return ended == Ok(1),
+        }
     }
 }
 

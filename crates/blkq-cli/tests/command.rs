@@ -106,6 +106,21 @@ fn a_killed_daemon_stops_nothing() {
 }
 
 #[test]
+fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
+    let place = Place::new("asked");
+    place.done(&["attach", "ram:1M", "--name", "a"]);
+    let pid = place.pid("a");
+    signal(pid, rustix::process::Signal::STOP);
+    let mut show = place.command(&["show", "a"]);
+    let show = show.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(300)); // it waits for the answer
+    signal(pid, rustix::process::Signal::KILL);
+    let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
+    assert!(line.contains("its daemon died"), "{line}");
+    assert!(place.files().is_empty());
+}
+
+#[test]
 fn an_image_that_was_removed_or_replaced_is_said_to_be() {
     let place = Place::new("removed");
     let image = place.image("disk.img", 1 << 20);
