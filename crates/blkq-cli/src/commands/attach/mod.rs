@@ -1,26 +1,29 @@
 //! `blkq attach`: makes an image usable, by way of a daemon of its own.
 
+mod values;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use blkq::ClockMode;
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
-use blkq::{ClockMode, ErrorKind, SchedulerKind};
-use blkq_export::ublk::CopyMode;
-use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 
 use super::Cli;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{be_daemon, launch, report, warn};
-use crate::size::format_size;
 use crate::{hangs, nooverlap, print_json, systemd};
+
+pub use values::{Address, Copying, Export, Scheduler, SectorSize, Tls, image_text, parse_listen};
+use values::{one_of, parse_copy, parse_image};
 
 /// Options of `attach`.
 #[derive(clap::Args, Clone, Debug)]
@@ -158,155 +161,6 @@ pub struct Args {
     pub daemon: bool,
 }
 
-/// `--copy`: nothing is the best way. A type of its own, as clap has another use for options.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Copying(pub Option<CopyMode>);
-
-fn parse_copy() -> impl TypedValueParser<Value = Copying> {
-    PossibleValuesParser::new(["auto", "none", "kernel", "user"]).try_map(|name| match name.as_str() {
-        "auto" => Ok(Copying(None)),
-        name => name.parse().map(|mode| Copying(Some(mode))),
-    })
-}
-
-/// Where NBD listens.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Address {
-    /// A unix socket.
-    Unix(PathBuf),
-    /// A TCP port of a host's name or address.
-    Tcp(String, u16),
-}
-
-/// Kinds of exports.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Export {
-    /// A server of the NBD protocol
-    Nbd,
-    /// A kernel block device
-    Ublk,
-    /// A disk for virtual machines
-    VhostUserBlk,
-}
-
-/// `--tls`.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Tls {
-    /// Not offered
-    Off,
-    /// Offered
-    On,
-    /// Demanded
-    Require,
-}
-
-/// `--sector-size`.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-pub enum SectorSize {
-    /// 512 bytes
-    #[value(name = "512")]
-    Bytes512,
-    /// 1024 bytes
-    #[value(name = "1024")]
-    Bytes1024,
-    /// 2048 bytes
-    #[value(name = "2048")]
-    Bytes2048,
-    /// 4096 bytes
-    #[value(name = "4096")]
-    Bytes4096,
-    /// The smallest that works
-    Auto,
-}
-
-impl SectorSize {
-    /// In bytes; `None`: the driver chooses.
-    pub fn bytes(self) -> Option<u32> {
-        match self {
-            SectorSize::Bytes512 => Some(512),
-            SectorSize::Bytes1024 => Some(1024),
-            SectorSize::Bytes2048 => Some(2048),
-            SectorSize::Bytes4096 => Some(4096),
-            SectorSize::Auto => None,
-        }
-    }
-}
-
-/// `--scheduler`.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Scheduler {
-    /// As they come
-    None,
-    /// By place, with deadlines
-    MqDeadline,
-    /// By latency targets
-    Kyber,
-}
-
-impl Scheduler {
-    /// The block layer's.
-    pub fn kind(self) -> SchedulerKind {
-        match self {
-            Scheduler::None => SchedulerKind::None,
-            Scheduler::MqDeadline => SchedulerKind::MqDeadline,
-            Scheduler::Kyber => SchedulerKind::Kyber,
-        }
-    }
-}
-
-/// One of `names`, as the block layer reads it.
-fn one_of<T>(names: &'static [&'static str]) -> impl TypedValueParser<Value = T>
-where
-    T: std::str::FromStr<Err = blkq::Error> + Clone + Send + Sync + 'static,
-{
-    PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
-}
-
-fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {
-    let spec = match text.into_string() {
-        Ok(text) => text.parse()?,
-        Err(path) => DriverSpec::Image(path.into()),
-    };
-    match spec {
-        DriverSpec::Null(0) | DriverSpec::Ram(0) => {
-            Err(blkq::Error::new(ErrorKind::Invalid, "a device has a size above 0"))
-        }
-        spec => Ok(spec),
-    }
-}
-
-/// An address as it is written on the command line.
-///
-/// # Errors
-/// The rule, if it is none.
-pub fn parse_listen(text: &str) -> Result<Address, String> {
-    let rule = "an address is unix:PATH or tcp:HOST:PORT, such as tcp:127.0.0.1:10809 or tcp:[::1]:10809";
-    match text.split_once(':') {
-        Some(("unix", path)) if !path.is_empty() => Ok(Address::Unix(PathBuf::from(path))),
-        Some(("tcp", rest)) => {
-            let (host, port) = rest.rsplit_once(':').ok_or(rule)?;
-            let port = port.parse().map_err(|_| rule)?;
-            let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
-                Some(host) => host,
-                // Colons without brackets: where the address ends is anybody's guess.
-                None if host.contains(':') => return Err(rule.to_owned()),
-                None => host,
-            };
-            if host.is_empty() { Err(rule.to_owned()) } else { Ok(Address::Tcp(host.to_owned(), port)) }
-        }
-        _ => Err(rule.to_owned()),
-    }
-}
-
-/// The image in the words of the command line.
-pub fn image_text(image: &DriverSpec) -> String {
-    match image {
-        DriverSpec::Image(path) => path.display().to_string(),
-        DriverSpec::Null(bytes) => format!("null:{}", format_size(*bytes)),
-        DriverSpec::Ram(bytes) => format!("ram:{}", format_size(*bytes)),
-    }
-}
-
 impl Args {
     /// The name of the device if none is given, before it is made unique.
     pub fn default_name(&self) -> String {
@@ -422,41 +276,4 @@ pub fn own_words() -> Option<Vec<String>> {
     let hidden = |word: &String| word != "--daemon";
     let words = std::env::args_os().skip(2).map(|word| word.into_string().ok());
     words.collect::<Option<Vec<String>>>().map(|words| words.into_iter().filter(hidden).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn images_are_told_from_drivers() {
-        let parse = |text: &str| parse_image(text.into()).ok();
-        assert_eq!(parse("null:1G"), Some(DriverSpec::Null(1 << 30)));
-        assert_eq!(parse("./null:1G"), Some(DriverSpec::Image("./null:1G".into())));
-        for bad in ["", "null:", "ram:0", "ram:1X"] {
-            assert_eq!(parse(bad), None, "{bad:?}");
-        }
-        assert_eq!(image_text(&DriverSpec::Ram(4096)), "ram:4K");
-    }
-
-    #[test]
-    fn addresses_are_unambiguous() {
-        assert_eq!(parse_listen("unix:/a:b"), Ok(Address::Unix("/a:b".into())));
-        assert_eq!(parse_listen("tcp:localhost:0"), Ok(Address::Tcp("localhost".into(), 0)));
-        assert_eq!(parse_listen("tcp:[::1]:10809"), Ok(Address::Tcp("::1".into(), 10809)));
-        for bad in [
-            "",
-            "unix:",
-            "tcp:",
-            "tcp:10809",
-            "tcp::10809",
-            "tcp:a:b",
-            "tcp:::1:10809",
-            "tcp:[]:1",
-            "tcp:a:65536",
-            "/a",
-        ] {
-            assert!(parse_listen(bad).is_err(), "{bad:?}");
-        }
-    }
 }
