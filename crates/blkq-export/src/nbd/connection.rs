@@ -3,30 +3,25 @@
 //! Requests wait in the kernel's socket buffer, not here, when the client has too much
 //! in flight: nothing more is received until replies have left.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector, SourceContext, Status};
-use io_uring::{opcode, types};
-use rustix::net::{Shutdown, shutdown};
+use rustix::net::Shutdown;
 
-use crate::buffers::{BufferPool, try_zeroed};
+use crate::buffers::BufferPool;
 
-use super::handshake::{Export, Handshake, INPUT_BYTES, Next, TlsPolicy};
-use super::outgoing::Outgoing;
+use super::handshake::{Export, Handshake, Next, TlsPolicy};
 use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::rest::{Rest, Resting};
-use super::source::{Core, Pending, RECEIVED, SENT, token};
+use super::source::{Core, Pending};
 use super::status::ConnectionStatus;
-use super::tls::{Tls, TlsEnd, TlsOptions};
+use super::stream::{ConnectionBuffers, Received, Stream};
+use super::tls::TlsEnd;
 use super::transmission::{Request, Step, Transmission};
 
-/// Size of the buffer that requests are received into: thirty writes of 4 KiB, and any
-/// option of the handshake.
-const STREAM_BYTES: usize = 128 << 10;
-const _: () = assert!(STREAM_BYTES >= INPUT_BYTES);
 /// Most that one cache request reads ahead, in bytes.
 const CACHE_MAX_BYTES: u64 = 4 << 20;
 /// What the extents of one request may take, in bytes.
@@ -47,6 +42,13 @@ struct Incoming {
     received: usize,
 }
 
+impl Incoming {
+    /// Where the rest of the payload goes.
+    fn missing(&mut self) -> &mut [u8] {
+        &mut self.buffer[self.received..self.request.length as usize]
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
     /// Not in sight.
@@ -55,25 +57,6 @@ enum Ending {
     Drain,
     /// Nothing more is sent either; what is in flight only ends.
     Broken,
-}
-
-/// What a connection needs of memory whatever its client does.
-pub(super) struct Memory {
-    stream: Box<[u8]>,
-    /// For the client that asks for it.
-    tls: Option<Box<Tls>>,
-}
-
-impl Memory {
-    /// `None` if there is not enough.
-    pub fn new(tls: Option<&TlsOptions>) -> Option<Memory> {
-        let stream = try_zeroed(STREAM_BYTES)?;
-        let tls = match tls {
-            Some(tls) => Some(Box::new(Tls::new(&tls.certificates)?)),
-            None => None,
-        };
-        Some(Memory { stream, tls })
-    }
 }
 
 /// Counters, kept here and published once per turn.
@@ -90,44 +73,27 @@ struct Counters {
 
 pub(super) struct Connection {
     slot: u32,
-    socket: OwnedFd,
+    stream: Stream,
     status: Arc<ConnectionStatus>,
     counters: Counters,
     phase: Phase,
     /// The engine's queue behind the export.
     queue: usize,
     style: ReplyStyle,
-    stream: Box<[u8]>,
-    /// What of the stream was received and not parsed.
-    start: usize,
-    end: usize,
     incoming: Option<Incoming>,
     /// A request for which there is no room yet.
     stalled: Option<Request>,
-    gathering: Outgoing,
-    sending: Outgoing,
-    tls: Option<Box<Tls>>,
-    /// Until TLS begins.
-    tls_offered: Option<Box<Tls>>,
-    /// What was gathered before TLS began has not left yet: it goes out in clear.
-    clear: bool,
     /// Requests received whose replies have not left.
     outstanding: usize,
     /// Bytes in I/O buffers of this client.
     buffered: usize,
     /// Bios and queries on the way.
     busy: usize,
-    receive_armed: bool,
-    /// Nothing more was there when last looked.
-    drained: bool,
-    send_armed: bool,
     ending: Ending,
     handshake_until_ns: u64,
     send_until_ns: u64,
     payload_until_ns: u64,
     rest: Rest,
-    receive_iovecs: [libc::iovec; 2],
-    receive_message: libc::msghdr,
     /// Whether it is on its source's list for this turn.
     pub ready: bool,
 }
@@ -140,42 +106,28 @@ impl Connection {
         exports: Vec<Export>,
         tls: TlsPolicy,
         handshake_until_ns: u64,
-        memory: Memory,
+        buffers: ConnectionBuffers,
     ) -> Connection {
-        let mut gathering = Outgoing::new();
-        let handshake = Handshake::new(tls, &mut gathering.headers);
+        let mut stream = Stream::new(slot, socket, buffers);
+        let handshake = Handshake::new(tls, &mut stream.replies().headers);
         Connection {
             slot,
-            socket,
+            stream,
             status,
             counters: Counters::default(),
             phase: Phase::Handshake(handshake, exports),
             queue: 0,
             style: ReplyStyle::Simple,
-            stream: memory.stream,
-            start: 0,
-            end: 0,
             incoming: None,
             stalled: None,
-            gathering,
-            sending: Outgoing::new(),
-            tls: None,
-            tls_offered: memory.tls,
-            clear: false,
             outstanding: 0,
             buffered: 0,
             busy: 0,
-            receive_armed: false,
-            drained: false,
-            send_armed: false,
             ending: Ending::No,
             handshake_until_ns,
             send_until_ns: u64::MAX,
             payload_until_ns: u64::MAX,
             rest: Rest::default(),
-            receive_iovecs: [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2],
-            // SAFETY: a msghdr of zeroes is an empty message.
-            receive_message: unsafe { std::mem::zeroed() },
             ready: false,
         }
     }
@@ -207,19 +159,17 @@ impl Connection {
         self.ending != Ending::No
             && self.busy == 0
             && !self.is_armed()
-            && (self.ending == Ending::Broken
-                || self.gathering.is_empty() && !self.tls.as_ref().is_some_and(|tls| tls.wants_send()))
+            && (self.ending == Ending::Broken || self.stream.is_flushed())
     }
 
     /// Whether the kernel has memory of this connection.
     pub fn is_armed(&self) -> bool {
-        self.receive_armed || self.send_armed
+        self.stream.is_armed()
     }
 
     /// Gives its buffers back, before it is dropped.
     pub fn release(&mut self, core: &mut Core) {
-        self.gathering.recycle(&mut core.buffers);
-        self.sending.recycle(&mut core.buffers);
+        self.stream.release(&mut core.buffers);
         if let Some(incoming) = self.incoming.take() {
             core.buffers.put(incoming.buffer);
         }
@@ -239,8 +189,7 @@ impl Connection {
             Phase::Transmission(transmission) if !force => transmission.shut_down(),
             _ if self.ending == Ending::No => {
                 self.ending = Ending::Drain;
-                // Ends a receive in flight. One that fails has nothing to end.
-                let _ = shutdown(&self.socket, Shutdown::Read);
+                self.stream.shutdown(Shutdown::Read);
             }
             _ => {}
         }
@@ -252,8 +201,7 @@ impl Connection {
         self.handshake_until_ns = u64::MAX;
         self.send_until_ns = u64::MAX;
         self.payload_until_ns = u64::MAX;
-        // Ends what is in flight in the kernel. The peer may be gone already.
-        let _ = shutdown(&self.socket, Shutdown::Both);
+        self.stream.shutdown(Shutdown::Both);
     }
 
     /// Does all that can be done now: parses, submits, sends, receives.
@@ -263,18 +211,18 @@ impl Connection {
             hungry = self.parse(core, cx);
         }
         // Nothing is taken in before the client knows that TLS begins.
-        hungry &= !self.clear && self.ending == Ending::No;
+        hungry &= !self.stream.must_send_first() && self.ending == Ending::No;
         if self.ending != Ending::No {
             core.budget.forget(self.slot);
         }
         if self.ending == Ending::Broken {
             // A send in flight keeps its memory until it ends.
-            let freed = self.gathering.recycle(&mut core.buffers);
+            let freed = self.stream.drop_replies(&mut core.buffers);
             self.give(freed, core);
-        } else if !self.send_armed {
+        } else if !self.stream.is_sending() {
             self.send(core, cx);
         }
-        if !hungry || self.receive_armed {
+        if !hungry || self.stream.is_receiving() {
             self.rest.end();
         } else if !self.rests(core, cx) {
             self.receive(core, cx);
@@ -297,16 +245,16 @@ impl Connection {
     /// Parses all that has arrived and there is room for. True if more bytes are wanted.
     fn parse(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) -> bool {
         // While a receive is in flight the stream, or the payload, is the kernel's.
-        if self.receive_armed {
+        if self.stream.is_receiving() {
             return false;
         }
         while self.ending == Ending::No {
             let transmission = match &mut self.phase {
                 Phase::Transmission(transmission) => transmission,
                 Phase::Handshake(handshake, exports) => {
-                    let input = &self.stream[self.start..self.end];
-                    let (taken, next) = handshake.receive(input, exports, &mut self.gathering.headers);
-                    self.start += taken;
+                    let (input, replies) = self.stream.input_and_replies();
+                    let (taken, next) = handshake.receive(input, exports, &mut replies.headers);
+                    self.stream.consume(taken);
                     match next {
                         Next::Receive => return true,
                         Next::StartTls => {
@@ -319,7 +267,7 @@ impl Connection {
                         }
                         Next::Transmission(session) => {
                             self.handshake_until_ns = u64::MAX;
-                            self.tls_offered = None;
+                            self.stream.forget_tls();
                             self.queue = core.options.exports[session.export].queue;
                             self.style = session.replies;
                             // Set once: one handshake has one end.
@@ -331,11 +279,12 @@ impl Connection {
                 }
             };
             if let Some(incoming) = &mut self.incoming {
-                let bytes = (transmission.payload_bytes() as usize).min(self.end - self.start);
+                let input = self.stream.input();
+                let bytes = (transmission.payload_bytes() as usize).min(input.len());
                 let there = incoming.received..incoming.received + bytes;
-                incoming.buffer[there].copy_from_slice(&self.stream[self.start..self.start + bytes]);
+                incoming.buffer[there].copy_from_slice(&input[..bytes]);
                 incoming.received += bytes;
-                self.start += bytes;
+                self.stream.consume(bytes);
                 transmission.took_payload(bytes as u32);
                 if transmission.payload_bytes() > 0 {
                     return true;
@@ -356,9 +305,11 @@ impl Connection {
             } else if self.outstanding >= core.options.requests_max {
                 return false;
             } else {
-                let mut input = &self.stream[self.start..self.end];
-                let step = transmission.next(&mut input);
-                self.start = self.end - input.len();
+                let input = self.stream.input();
+                let mut rest = input;
+                let step = transmission.next(&mut rest);
+                let taken = input.len() - rest.len();
+                self.stream.consume(taken);
                 match step {
                     Step::Receive => return true,
                     Step::Request(request) => {
@@ -381,44 +332,24 @@ impl Connection {
         false
     }
 
-    /// From here on all is encrypted, but for what was gathered before.
     fn start_tls(&mut self) {
-        match self.tls_offered.take() {
-            // Who sends on before the answer did not ask for TLS; what came is not looked at.
-            Some(tls) if self.start == self.end => {
-                self.tls = Some(tls);
-                self.clear = true;
-            }
-            _ => {
-                self.counters.violations += 1;
-                self.break_off();
-            }
+        if !self.stream.start_tls() {
+            self.counters.violations += 1;
+            self.break_off();
         }
     }
 
     /// Decrypts what has arrived to where it belongs. True if there is something to parse now.
     fn decrypt(&mut self) -> bool {
-        let Some(tls) = &mut self.tls else { return false };
-        if self.receive_armed || self.clear {
-            return false;
-        }
-        let read = if let (Some(incoming), Phase::Transmission(transmission)) =
-            (&mut self.incoming, &mut self.phase)
-        {
-            let rest = &mut incoming.buffer[incoming.received..incoming.request.length as usize];
-            tls.read(rest).inspect(|bytes| {
-                incoming.received += bytes;
-                transmission.took_payload(*bytes as u32);
-            })
-        } else {
-            // Less than a request, or an option, is left of it: there is room.
-            self.stream.copy_within(self.start..self.end, 0);
-            self.end -= self.start;
-            self.start = 0;
-            tls.read(&mut self.stream[self.end..]).inspect(|bytes| self.end += bytes)
-        };
-        match read {
-            Ok(bytes) => return bytes > 0,
+        let payload = self.incoming.as_mut().map(Incoming::missing);
+        let to_payload = payload.is_some();
+        match self.stream.decrypt(payload) {
+            Ok(bytes) => {
+                if to_payload {
+                    self.took_payload(bytes);
+                }
+                return bytes > 0;
+            }
             Err(TlsEnd::Closed) => self.ending = Ending::Drain,
             Err(TlsEnd::Broken) => {
                 self.counters.violations += 1;
@@ -426,6 +357,14 @@ impl Connection {
             }
         }
         false
+    }
+
+    /// `bytes` of the payload that is on its way have arrived where they belong.
+    fn took_payload(&mut self, bytes: usize) {
+        if let (Some(incoming), Phase::Transmission(transmission)) = (&mut self.incoming, &mut self.phase) {
+            incoming.received += bytes;
+            transmission.took_payload(bytes as u32);
+        }
     }
 
     fn count_request(&mut self) {
@@ -518,9 +457,9 @@ impl Connection {
         if let Some(buffer) = completion.data.into_buffer() {
             if pending.command == Command::Read && completion.result.is_ok() {
                 self.counters.read_bytes += pending.length;
-                self.style.data(pending.to, pending.length as u32, &mut self.gathering.headers);
-                self.gathering.push_content(buffer, pending.length as usize);
-                self.gathering.replies += 1;
+                self.style.data(pending.to, pending.length as u32, &mut self.stream.replies().headers);
+                self.stream.replies().push_content(buffer, pending.length as usize);
+                self.stream.replies().replies += 1;
                 return;
             }
             self.give(buffer.len(), core);
@@ -540,14 +479,14 @@ impl Connection {
     }
 
     fn done(&mut self, to: ReplyTo) {
-        self.style.done(to, &mut self.gathering.headers);
-        self.gathering.replies += 1;
+        self.style.done(to, &mut self.stream.replies().headers);
+        self.stream.replies().replies += 1;
     }
 
     /// A query of extents ended.
     pub fn complete_extents(&mut self, pending: Pending, extents: Option<Vec<Extent>>) {
         self.busy -= 1;
-        self.gathering.extents_bytes += EXTENTS_MAX_BYTES;
+        self.stream.replies().extents_bytes += EXTENTS_MAX_BYTES;
         let Some(mut extents) = extents else { return self.error(pending.to, NbdError::Io) };
         let mut left = pending.length;
         // Exactly what was asked for, whatever the driver says.
@@ -560,14 +499,14 @@ impl Connection {
         if extents.is_empty() {
             return self.error(pending.to, NbdError::Invalid);
         }
-        self.style.block_status(pending.to, &extents, &mut self.gathering.headers);
-        self.gathering.replies += 1;
+        self.style.block_status(pending.to, &extents, &mut self.stream.replies().headers);
+        self.stream.replies().replies += 1;
     }
 
     fn error(&mut self, to: ReplyTo, error: NbdError) {
         self.counters.errors += 1;
-        self.style.error(to, error, &mut self.gathering.headers);
-        self.gathering.replies += 1;
+        self.style.error(to, error, &mut self.stream.replies().headers);
+        self.stream.replies().replies += 1;
     }
 
     /// Whether to look for requests later.
@@ -576,13 +515,13 @@ impl Connection {
             self.rest.end();
             return false;
         }
-        match self.rest.consider(self.counters.requests, cx.now_ns(), self.socket.as_fd()) {
+        match self.rest.consider(self.counters.requests, cx.now_ns(), self.stream.socket()) {
             Resting::Until(until_ns) => {
                 core.expect_deadline(until_ns);
                 true
             }
             Resting::Ended => {
-                self.drained = false;
+                self.stream.expect_input();
                 false
             }
             Resting::No => false,
@@ -591,139 +530,60 @@ impl Connection {
 
     /// Sends all that was gathered, if there is anything, and what TLS has to say by itself.
     fn send(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
-        let bytes = if self.gathering.is_empty() {
-            let Some(tls) = &mut self.tls else { return };
-            if self.ending == Ending::Drain && self.busy == 0 {
-                tls.close();
-            }
-            if !tls.wants_send() {
-                return;
-            }
-            0
-        } else {
-            std::mem::swap(&mut self.gathering, &mut self.sending);
-            self.sending.prepare() as u64
-        };
-        self.send_until_ns = transfer_until_ns(bytes, core, cx);
-        self.push_send(cx);
+        if self.ending == Ending::Drain && self.busy == 0 && self.stream.replies().is_empty() {
+            self.stream.close_tls();
+        }
+        if let Some(bytes) = self.stream.prepare_send() {
+            self.send_until_ns = transfer_until_ns(bytes, core, cx);
+            self.push_send(cx);
+        }
     }
 
     fn push_send(&mut self, cx: &mut SourceContext<'_>) {
-        let fd = types::Fd(self.socket.as_raw_fd());
-        let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL) as u32;
-        let entry = match self.tls.as_mut().filter(|_| !self.clear) {
-            None => opcode::SendMsg::new(fd, self.sending.message()).flags(flags).build(),
-            Some(tls) => {
-                if tls.unsent().is_empty() && tls.encrypt(&mut self.sending).is_err() {
-                    return self.break_off();
-                }
-                let piece = tls.unsent();
-                opcode::Send::new(fd, piece.as_ptr(), piece.len() as u32).flags(flags as i32).build()
-            }
-        };
-        self.send_armed = true;
-        // SAFETY: the connection is boxed and stays until the send has ended, and nothing
-        // touches `sending`, or what TLS has to send, while `send_armed` is set.
-        unsafe { cx.push(entry, token(SENT, self.slot)) }
-    }
-
-    /// Notes that `bytes` more have left. True if that was all that was to be sent.
-    fn advance(&mut self, bytes: usize) -> bool {
-        match self.tls.as_mut().filter(|_| !self.clear) {
-            None => self.sending.advance(bytes),
-            Some(tls) => {
-                tls.sent(bytes);
-                tls.unsent().is_empty() && self.sending.next(1).is_empty()
-            }
-        }
-    }
-
-    /// A send ended with a count of bytes, or a negative errno.
-    pub fn sent(&mut self, result: i32, core: &mut Core, cx: &mut SourceContext<'_>) {
-        self.send_armed = false;
-        let retry = matches!(-result, libc::EINTR | libc::EAGAIN);
-        if result < 0 && !retry {
+        if !self.stream.push_send(cx) {
             self.break_off();
         }
-        if self.ending != Ending::Broken && !self.advance(result.max(0) as usize) {
+    }
+
+    /// A send completed with a count of bytes, or a negative errno.
+    pub fn sent(&mut self, result: i32, core: &mut Core, cx: &mut SourceContext<'_>) {
+        let sent = self.stream.sent(result);
+        if sent.is_err() {
+            self.break_off();
+        }
+        if self.ending != Ending::Broken && sent == Ok(false) {
             return self.push_send(cx);
         }
-        self.clear &= !self.gathering.is_empty();
         self.send_until_ns = u64::MAX;
-        self.outstanding -= self.sending.replies;
-        let freed = self.sending.recycle(&mut core.buffers);
+        let (replies, freed) = self.stream.recycle_sent(&mut core.buffers);
+        self.outstanding -= replies;
         self.give(freed, core);
     }
 
-    /// Waits for more of the stream, and before that for the rest of a payload right where
-    /// it belongs.
+    /// Receives more of the stream, or of a payload, for which there is a time.
     fn receive(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
-        self.stream.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
-        let fd = types::Fd(self.socket.as_raw_fd());
-        // Looking first at a socket that was just emptied would be in vain.
-        let ioprio = if self.drained { IORING_RECVSEND_POLL_FIRST } else { 0 };
         if let Some(incoming) = &self.incoming
             && self.payload_until_ns == u64::MAX
         {
             self.payload_until_ns = transfer_until_ns(incoming.request.length, core, cx);
         }
-        let (stream, payload) = match &mut self.tls {
-            // It goes to the payload when it is decrypted.
-            Some(tls) => (tls.room(), None),
-            None => (&mut self.stream[self.end..], self.incoming.as_mut()),
-        };
-        let entry = match payload {
-            None => opcode::Recv::new(fd, stream.as_mut_ptr(), stream.len() as u32).ioprio(ioprio).build(),
-            Some(incoming) => {
-                let rest = &mut incoming.buffer[incoming.received..incoming.request.length as usize];
-                self.receive_iovecs = [iovec(rest), iovec(stream)];
-                self.receive_message.msg_iov = self.receive_iovecs.as_mut_ptr();
-                self.receive_message.msg_iovlen = 2;
-                opcode::RecvMsg::new(fd, &raw mut self.receive_message).ioprio(ioprio).build()
-            }
-        };
-        self.receive_armed = true;
-        // SAFETY: the connection is boxed and stays until the receive has ended, and nothing
-        // touches stream, payload or TLS's records while `receive_armed` is set.
-        unsafe { cx.push(entry, token(RECEIVED, self.slot)) }
+        self.stream.receive(self.incoming.as_mut().map(Incoming::missing), cx);
     }
 
-    /// A receive ended with a count of bytes, or a negative errno.
+    /// A receive completed with a count of bytes, or a negative errno.
     pub fn received(&mut self, result: i32) {
-        self.receive_armed = false;
-        self.rest.device_idle = self.outstanding == self.sending.replies + self.gathering.replies;
-        if result <= 0 {
-            match -result {
-                libc::EINTR | libc::EAGAIN => {}
-                // The end of the stream. What was asked before is answered.
-                0 if self.ending == Ending::No => self.ending = Ending::Drain,
-                0 => {}
-                _ => self.break_off(),
-            }
-            return;
+        self.rest.device_idle = self.outstanding == self.stream.unsent_replies();
+        let payload = self.incoming.as_mut().map_or(0, |incoming| incoming.missing().len());
+        match self.stream.received(result, payload) {
+            Received::Payload(bytes) => self.took_payload(bytes),
+            Received::Nothing => {}
+            // What was requested before is answered.
+            Received::Closed if self.ending == Ending::No => self.ending = Ending::Drain,
+            Received::Closed => {}
+            Received::Failed => self.break_off(),
         }
-        if let Some(tls) = &mut self.tls {
-            self.drained = tls.received(result as usize);
-            return;
-        }
-        let mut bytes = result as usize;
-        let mut room = self.stream.len() - self.end;
-        if let (Some(incoming), Phase::Transmission(transmission)) = (&mut self.incoming, &mut self.phase) {
-            let payload = bytes.min(transmission.payload_bytes() as usize);
-            room += transmission.payload_bytes() as usize - payload;
-            incoming.received += payload;
-            transmission.took_payload(payload as u32);
-            bytes -= payload;
-        }
-        self.end += bytes;
-        self.drained = bytes < room;
     }
 }
-
-/// `IORING_RECVSEND_POLL_FIRST` of the kernel's io_uring.h.
-const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
 /// When `bytes` must have left or arrived, which the engine then looks at.
 fn transfer_until_ns(bytes: u64, core: &mut Core, cx: &SourceContext<'_>) -> u64 {
@@ -731,10 +591,6 @@ fn transfer_until_ns(bytes: u64, core: &mut Core, cx: &SourceContext<'_>) -> u64
     let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
     core.expect_deadline(until_ns);
     until_ns
-}
-
-fn iovec(bytes: &mut [u8]) -> libc::iovec {
-    libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
 }
 
 /// Size of the buffers that a request needs.

@@ -15,6 +15,7 @@ mod rest;
 mod server;
 mod source;
 mod status;
+mod stream;
 mod tls;
 pub mod transmission;
 

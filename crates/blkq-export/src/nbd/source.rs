@@ -14,7 +14,7 @@ use io_uring::{opcode, types};
 use crate::buffers::BufferPool;
 
 use super::budget::Budget;
-use super::connection::{Connection, Memory};
+use super::connection::Connection;
 use super::handshake::Export;
 use super::listener::{peer_name, tune};
 use super::pacing::Pacing;
@@ -22,6 +22,7 @@ use super::proto::{Command, TransmissionFlags};
 use super::reply::ReplyTo;
 use super::server::NbdOptions;
 use super::status::Registry;
+use super::stream::ConnectionBuffers;
 
 /// Kinds of submissions, in the token above the slot of the connection.
 pub(super) const RECEIVED: u64 = 0;
@@ -249,8 +250,9 @@ impl NbdSource {
 
     /// Begins with a client that was admitted.
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
-        let memory = if self.stopping { None } else { Memory::new(self.core.options.tls.as_ref()) };
-        let Some(memory) = memory else {
+        let buffers =
+            if self.stopping { None } else { ConnectionBuffers::new(self.core.options.tls.as_ref()) };
+        let Some(buffers) = buffers else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
             return self.registry.turn_away();
         };
@@ -278,7 +280,7 @@ impl NbdSource {
             }
         };
         let tls = self.core.options.tls_policy();
-        let connection = Connection::new(slot as u32, socket, status, exports, tls, until_ns, memory);
+        let connection = Connection::new(slot as u32, socket, status, exports, tls, until_ns, buffers);
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
     }
