@@ -7,7 +7,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,13 +17,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, Uid, geteuid, getrlimit, setrlimit, setsid, umask};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::commands::attach::Args;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::serve::Device;
+use crate::signals::{Signal, Signals};
 use crate::state::{Claim, Orphan, StateDir};
 use crate::{log, systemd};
 
@@ -76,8 +76,9 @@ impl Parent {
 pub struct Daemon {
     shared: Arc<Shared>,
     control: UnixListener,
-    /// One byte per signal.
-    signals: UnixStream,
+    signals: Signals,
+    /// One of them has asked for the end.
+    signalled: bool,
     ended: Receiver<Ended>,
     /// A byte when there is something in `ended`.
     wake: UnixStream,
@@ -136,13 +137,13 @@ impl Daemon {
     /// Whatever keeps the device from being usable; nothing is left of it then.
     pub fn start(args: &Args, parent: &mut Parent) -> Outcome<Daemon> {
         let inherited = systemd::take_listeners()?;
-        let dir = Daemon::begin()?;
+        let (dir, signals) = Daemon::begin(parent)?;
         let claim = match &args.name {
             Some(name) => dir.claim(name)?,
             None => dir.claim_unique(&args.default_name())?,
         };
         let open = |claim: &Claim| Device::open(args, claim, inherited);
-        Daemon::ready(claim, open, parent)
+        Daemon::ready(claim, signals, open, parent)
     }
 
     /// As [`Daemon::start`], for the block device of a daemon that is gone.
@@ -150,35 +151,37 @@ impl Daemon {
     /// # Errors
     /// Whatever keeps the device from being taken over; it stays an orphan then.
     pub fn recover(args: &Args, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
-        Daemon::begin()?;
+        let (_, signals) = Daemon::begin(parent)?;
         let Orphan { claim, state } = orphan;
         for ending in [".control", ".nbd"] {
             claim.remove_socket(ending)?;
         }
         let open = |claim: &Claim| Device::recover(args, claim, state);
-        Daemon::ready(claim, open, parent)
+        Daemon::ready(claim, signals, open, parent)
     }
 
     /// What a daemon does first.
-    fn begin() -> Outcome<StateDir> {
+    fn begin(parent: &Parent) -> Outcome<(StateDir, Signals)> {
+        // In the foreground it is the user's process, who may have started it with nohup(1).
+        let signals = Signals::install(parent.null.is_none())?;
         raise_limits();
         let dir = StateDir::locate()?;
         dir.create()?;
         // Sockets and files are for their owner alone, from the moment that they exist.
         umask(Mode::from_bits_truncate(0o177));
-        Ok(dir)
+        Ok((dir, signals))
     }
 
     /// Listens, opens the device, and tells `parent`.
     fn ready(
         mut claim: Claim,
+        signals: Signals,
         open: impl FnOnce(&Claim) -> Outcome<Device>,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
         let system = |what: &'static str| move |e: std::io::Error| Failure::new(format!("{what}: {e}"));
         let control = UnixListener::bind(claim.file(".control")).map_err(system("control socket"))?;
         control.set_nonblocking(true).map_err(system("control socket"))?;
-        let signals = catch_signals().map_err(system("signals"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
         let (sender, ended) = channel();
         let owner = geteuid();
@@ -217,7 +220,7 @@ impl Daemon {
             ended: sender,
             waker,
         };
-        Ok(Daemon { shared: Arc::new(shared), control, signals, ended, wake, claim })
+        Ok(Daemon { shared: Arc::new(shared), control, signals, signalled: false, ended, wake, claim })
     }
 
     /// The device as it is now.
@@ -230,7 +233,6 @@ impl Daemon {
 
     /// Serves until the device is detached or a signal ends it.
     pub fn run(mut self) -> ExitCode {
-        let mut signalled = false;
         loop {
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
@@ -244,22 +246,11 @@ impl Daemon {
             }
             let [commands, signals, ended, idle] = fds.map(|fd| !fd.revents().is_empty());
             if signals {
-                let before = std::mem::replace(&mut signalled, true);
-                let mut bytes = [0; 16];
-                let count = self.signals.read(&mut bytes).unwrap_or(0);
-                if before || count > 1 {
-                    log::line("ending at once: another signal asked for it; what was in flight may be lost");
-                    return ExitCode::from(EXIT_FAILED);
-                }
-                spawn_answer(&self.shared, |shared| {
-                    match shared.close(Stage::Ending, |device| device.close(true)) {
-                        Ok(()) => {
-                            log::line("ending: a signal asked for it");
-                            shared.end(None);
-                        }
-                        Err(failure) => log::line(&format!("not ending: {failure}")),
+                for signal in self.signals.take() {
+                    if let Some(code) = self.on_signal(signal) {
+                        return code;
                     }
-                });
+                }
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
                 return self.finish(ended);
@@ -279,6 +270,28 @@ impl Daemon {
                     // Out of descriptors, say: others may give some back.
                     Err(_) => std::thread::sleep(ACCEPT_PAUSE),
                 }
+            }
+        }
+    }
+
+    /// Does what a signal asks for; returns the exit code if the process is to exit at once.
+    fn on_signal(&mut self, signal: Signal) -> Option<ExitCode> {
+        match signal {
+            Signal::Terminate | Signal::Interrupt | Signal::Hangup => {
+                if std::mem::replace(&mut self.signalled, true) {
+                    log::line("ending at once: another signal asked for it; what was in flight may be lost");
+                    return Some(ExitCode::from(EXIT_FAILED));
+                }
+                spawn_answer(&self.shared, |shared| {
+                    match shared.close(Stage::Ending, |device| device.close(true)) {
+                        Ok(()) => {
+                            log::line("ending: a signal asked for it");
+                            shared.end(None);
+                        }
+                        Err(failure) => log::line(&format!("not ending: {failure}")),
+                    }
+                });
+                None
             }
         }
     }
@@ -510,17 +523,6 @@ fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
 fn answer(mut stream: &UnixStream, reply: &[u8]) {
     let _ = stream.set_write_timeout(Some(LINE_TIMEOUT));
     let _ = stream.write_all(reply);
-}
-
-/// A stream that gets one byte for each signal that asks for the end.
-fn catch_signals() -> std::io::Result<UnixStream> {
-    let (receiver, sender) = UnixStream::pair()?;
-    for signal in [SIGTERM, SIGINT, SIGHUP] {
-        signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
-    }
-    // A write beyond the file size limit shall fail, not end the process.
-    signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
-    Ok(receiver)
 }
 
 /// Takes what the user is allowed: descriptors for connections, locked memory for

@@ -26,6 +26,7 @@ pub mod log;
 pub mod metrics;
 pub mod nooverlap;
 pub mod serve;
+pub mod signals;
 pub mod size;
 pub mod state;
 pub mod statistics;

@@ -449,6 +449,15 @@ mod tests {
     }
 
     #[test]
+    fn a_signal_can_be_forwarded_by_every_thread() {
+        for program in [program(ENGINE), program(CONTROL), looking()] {
+            for call in [libc::SYS_write, libc::SYS_rt_sigreturn] {
+                assert_eq!(interpret(&program, call, [0; 6], ARCHITECTURE), libc::SECCOMP_RET_ALLOW);
+            }
+        }
+    }
+
+    #[test]
     fn who_only_looks_opens_nothing_to_write_it() {
         let run =
             |number, flags: i32| interpret(&looking(), number, [0, 0, flags as u64, 0, 0, 0], ARCHITECTURE);

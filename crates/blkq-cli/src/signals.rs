@@ -1,0 +1,113 @@
+//! The signals that a daemon acts on, as bytes in a pipe that its first thread polls.
+//!
+//! Every thread has them unblocked, and the handler only writes a byte: whichever thread the kernel
+//! or a sender chooses, the signal arrives. A blocked signal sent to one thread (tgkill(2)) would
+//! stay pending there for ever. Hence every system call list of [`seccomp`](crate::confine::seccomp)
+//! has `write` and `rt_sigreturn`. A program that is run from here starts with no handlers, and with
+//! nothing blocked or ignored but SIGXFSZ.
+
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use crate::failure::{Failure, Outcome};
+
+/// A signal that arrived.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Signal {
+    /// SIGTERM
+    Terminate,
+    /// SIGINT
+    Interrupt,
+    /// SIGHUP
+    Hangup,
+}
+
+const HANDLED: [(libc::c_int, Signal); 3] =
+    [(libc::SIGTERM, Signal::Terminate), (libc::SIGINT, Signal::Interrupt), (libc::SIGHUP, Signal::Hangup)];
+
+/// The pipe's other side. It stays open as long as the process, as the handlers do.
+static PIPE: AtomicI32 = AtomicI32::new(-1);
+
+/// Where the signals of this process arrive.
+#[derive(Debug)]
+pub struct Signals {
+    pipe: std::fs::File,
+}
+
+impl Signals {
+    /// Installs the handlers, whatever was inherited: blocked or ignored. With `honour_nohup` a
+    /// SIGHUP that is ignored stays so (nohup(1)). Writes beyond the file size limit fail from here
+    /// on, and send no signal. Called once, before there are other threads.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn install(honour_nohup: bool) -> Outcome<Signals> {
+        let refuse = |e: std::io::Error| Failure::new(format!("signals: {e}"));
+        let (pipe, sender) =
+            pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| refuse(e.into()))?;
+        PIPE.store(sender.into_raw_fd(), Ordering::Relaxed);
+        // SAFETY: zeroes are an empty sigset_t and sigaction.
+        let (mut unblocked, mut old): (libc::sigset_t, libc::sigaction) = unsafe { std::mem::zeroed() };
+        for (number, signal) in HANDLED {
+            // SAFETY: asks for the disposition, and writes it to `old`.
+            unsafe { libc::sigaction(number, std::ptr::null(), &mut old) };
+            if honour_nohup && signal == Signal::Hangup && old.sa_sigaction == libc::SIG_IGN {
+                continue;
+            }
+            set_action(number, forward as extern "C" fn(libc::c_int) as libc::sighandler_t)
+                .map_err(refuse)?;
+            // SAFETY: a set of our own, and a number that there is.
+            unsafe { libc::sigaddset(&mut unblocked, number) };
+        }
+        set_action(libc::SIGXFSZ, libc::SIG_IGN).map_err(refuse)?;
+        // SAFETY: changes the mask of this thread, which those that it makes get.
+        match unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &unblocked, std::ptr::null_mut()) } {
+            0 => Ok(Signals { pipe: std::fs::File::from(pipe) }),
+            error => Err(refuse(std::io::Error::from_raw_os_error(error))),
+        }
+    }
+
+    /// Those that arrived since, in their order.
+    pub fn take(&mut self) -> Vec<Signal> {
+        let mut numbers = [0; 16];
+        // None, if it would block.
+        let count = self.pipe.read(&mut numbers).unwrap_or(0);
+        let signal = |number: &u8| HANDLED.iter().find(|(of, _)| *of == libc::c_int::from(*number));
+        numbers[..count].iter().filter_map(signal).map(|(_, signal)| *signal).collect()
+    }
+}
+
+impl AsFd for Signals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
+    }
+}
+
+fn set_action(signal: libc::c_int, handler: libc::sighandler_t) -> std::io::Result<()> {
+    // SAFETY: zeroes are a sigaction with an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = handler;
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: `handler` is SIG_IGN, or a function that does only what a handler may.
+    match unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// The handler, on whatever thread.
+extern "C" fn forward(signal: libc::c_int) {
+    let pipe: RawFd = PIPE.load(Ordering::Relaxed);
+    let number = signal as u8;
+    // SAFETY: errno belongs to this thread, and the code that was interrupted may be about to read
+    // it; write(2) may be called in a handler. A full pipe has enough to read.
+    unsafe {
+        let errno = libc::__errno_location();
+        let before = *errno;
+        libc::write(pipe, (&raw const number).cast(), 1);
+        *errno = before;
+    }
+}

@@ -1,0 +1,128 @@
+//! What a daemon is as a process: signals, what it inherits, how it is found.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use place::*;
+use rustix::process::Signal;
+
+/// Numbers and names of the threads of a process, without those that are the kernel's: they have all
+/// signals blocked.
+fn threads(pid: i32) -> Vec<(i32, String)> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
+    let thread = |task: io::Result<fs::DirEntry>| {
+        let path = task.ok()?.path();
+        let name = fs::read_to_string(path.join("comm")).ok()?.trim().to_owned();
+        Some((path.file_name()?.to_str()?.parse().ok()?, name))
+    };
+    tasks.filter_map(thread).filter(|(_, name)| !name.starts_with("iou-")).collect()
+}
+
+/// Sends a signal to one thread; that it has exited is no matter.
+fn signal_thread(pid: i32, thread: i32, signal: Signal) {
+    // SAFETY: only sends a signal, to a child of this process or its child.
+    unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, signal.as_raw()) };
+}
+
+fn foreground(place: &Place, words: &[&str]) -> Child {
+    let mut command = place.command(&[&["attach", "ram:1M", "--foreground", "--name", "d"], words].concat());
+    command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+fn wait_for_exit(child: &mut Child, what: &str) {
+    let exited = std::cell::Cell::new(false);
+    let child = std::cell::RefCell::new(child);
+    wait_until(what, || {
+        exited.set(child.borrow_mut().try_wait().unwrap().is_some());
+        exited.get()
+    });
+}
+
+#[test]
+fn a_signal_ends_a_daemon_whichever_thread_gets_it() {
+    let place = Place::new("threads");
+    let count = || threads(place.pid("d")).len();
+    let words = ["attach", "ram:1M", "--name", "d", "--queues", "2"];
+    place.done(&words);
+    let names: Vec<String> = threads(place.pid("d")).into_iter().map(|(_, name)| name).collect();
+    assert!(names.iter().filter(|name| name.starts_with("blkq-queue-")).count() == 2, "{names:?}");
+    let mut at = 0;
+    for end in [Signal::TERM, Signal::INT, Signal::HUP] {
+        for index in 0..count() {
+            at += 1;
+            let pid = place.pid("d");
+            // Threads that answer commands come and go.
+            if let Some((thread, name)) = threads(pid).get(index) {
+                signal_thread(pid, *thread, end);
+                wait_until(&format!("{end:?} to {name} ends the daemon"), || is_gone(pid));
+                assert!(place.files().is_empty(), "{end:?} to {name}: {:?}", place.files());
+                place.done(&words);
+            }
+        }
+    }
+    assert!(at >= 9, "{at}");
+}
+
+#[test]
+fn a_signal_ends_a_daemon_at_whatever_moment() {
+    let place = Place::new("moments");
+    for round in 0..40 {
+        let mut child = foreground(&place, &["--queues", "2"]);
+        let pid = i32::try_from(child.id()).unwrap();
+        std::thread::sleep(Duration::from_micros(1500 * round));
+        let threads = threads(pid);
+        // Another thread each time, from the newest to the first.
+        if let Some((thread, _)) = threads.iter().rev().nth(round as usize % threads.len().max(1)) {
+            signal_thread(pid, *thread, [Signal::TERM, Signal::INT, Signal::HUP][round as usize % 3]);
+        }
+        wait_for_exit(&mut child, &format!("the daemon of round {round} ends: signalled {threads:?}"));
+        assert!(place.files().is_empty(), "round {round}: {:?}", place.files());
+    }
+}
+
+/// Has `command` begin with SIGHUP ignored, and all three signals blocked.
+fn deaf(command: &mut Command) {
+    let ignore = || {
+        // SAFETY: calls that may be made between fork and exec; zeroes are an empty set.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+                libc::sigaddset(&mut set, signal);
+            }
+            libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+            libc::signal(libc::SIGHUP, libc::SIG_IGN);
+        }
+        Ok(())
+    };
+    // SAFETY: see above.
+    unsafe { command.pre_exec(ignore) };
+}
+
+#[test]
+fn inherited_masks_and_nohup_keep_no_signal_from_a_daemon() {
+    let place = Place::new("deaf");
+    for end in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let mut command = place.command(&["attach", "ram:1M"]);
+        deaf(&mut command);
+        assert!(command.stdout(Stdio::null()).status().unwrap().success());
+        let pid = place.pid("ram");
+        signal(pid, end);
+        wait_until(&format!("{end:?} ends the daemon"), || is_gone(pid));
+    }
+    // In the foreground nohup(1) is obeyed.
+    let mut command = place.command(&["attach", "ram:1M", "--foreground", "--name", "d"]);
+    deaf(&mut command);
+    let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    wait_until("the device is there", || place.run(&["show", "d"]).status.success());
+    signal(pid, Signal::HUP);
+    assert_eq!(place.pid("d"), pid, "SIGHUP is ignored");
+    signal(pid, Signal::TERM);
+    wait_for_exit(&mut child, "SIGTERM ends it");
+}
