@@ -6,6 +6,9 @@ ROOT=$(dirname -- "$LAB")
 PYTHON=/usr/bin/python3 # Debian's own, which has libnbd's bindings
 MIB=$((1024 * 1024))
 
+# shellcheck source-path=SCRIPTDIR source=clock.sh
+. "$LAB/clock.sh"
+
 # The blkq command under test: $BLKQ, or the release build.
 BLKQ=${BLKQ:-${CARGO_TARGET_DIR:-$ROOT/target}/release/blkq}
 
@@ -48,7 +51,7 @@ scratch() {
 
 finish() {
     local mount process
-    [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state timeout 20 "$BLKQ" detach --all --force >/dev/null 2>&1
+    [[ -x $BLKQ ]] && BLKQ_STATE_DIR=$SCRATCH/state limit 20 "$BLKQ" detach --all --force >/dev/null 2>&1
     daemons | xargs -r kill -9
     for process in $(jobs -p); do
         kill "$process" 2>/dev/null
@@ -68,25 +71,58 @@ seconds_since() {
     printf '%d.%d' $((elapsed_ms / 1000)) $((elapsed_ms % 1000 / 100))
 }
 
+# What NAME took the last time, in seconds, where $STEP_TIMES keeps it.
+last_time() {
+    [[ ! -s ${STEP_TIMES:-} ]] || awk -F '\t' -v name="$1" '$1 == name { seconds = $2 } END { print seconds }' "$STEP_TIMES"
+}
+
+keep_time() { # NAME SECONDS
+    [[ ${STEP_TIMES:-} ]] || return 0
+    {
+        [[ ! -s $STEP_TIMES ]] || awk -F '\t' -v name="$1" '$1 != name' "$STEP_TIMES"
+        printf '%s\t%s\n' "$1" "$2"
+    } >"$SCRATCH/times" && mv "$SCRATCH/times" "$STEP_TIMES"
+}
+
+# On a terminal: which step runs, for how long, and how long it took the last time.
+show_progress() { # NAME BEGIN-MS
+    local last
+    last=$(last_time "$1")
+    while sleep 1; do
+        printf '\r  %-44s %7s s  ...%s' "$1" "$(seconds_since "$2")" "${last:+ (last time: $last s)}"
+    done
+}
+
 # step NAME COMMAND...: runs it in a subshell that stops at the first failure, and counts.
 # Never call it left of || or &&, or in an if: bash then ignores set -e, and failures with it.
 step() {
-    local name=$1 begin_ms code log=$SCRATCH/step.log
+    local name=$1 begin_ms code seconds progress='' log=$SCRATCH/step.log
     shift
     begin_ms=$(now_ms)
+    if [[ -t 1 ]]; then
+        show_progress "$name" "$begin_ms" &
+        progress=$!
+    fi
     (
         set -eo pipefail
         "$@"
     ) >"$log" 2>&1 </dev/null
     code=$?
+    if [[ $progress ]]; then
+        kill "$progress"
+        wait "$progress" 2>/dev/null
+        printf '\r\e[K'
+    fi
+    seconds=$(seconds_since "$begin_ms")
     if [[ $code -eq 0 ]]; then
         PASSED=$((PASSED + 1))
-        printf '  %-44s %7s s  ok\n' "$name" "$(seconds_since "$begin_ms")"
-        grep -E '^    left out ' "$log" | sed 's/^/  /' || true
+        printf '  %-44s %7s s  ok\n' "$name" "$seconds"
+        grep -E '^    (left out|slow:) ' "$log" | sed 's/^/  /' || true
+        keep_time "$name" "$seconds"
     else
         FAILED=$((FAILED + 1))
         FAILURES+=("$name")
-        printf '  %-44s %7s s  FAIL (exit %d)\n' "$name" "$(seconds_since "$begin_ms")" "$code"
+        printf '  %-44s %7s s  FAIL (exit %d)\n' "$name" "$seconds" "$code"
         tail -n "${LAB_TAIL:-25}" "$log" | sed 's/^/      /'
     fi
     return "$code"
@@ -130,12 +166,17 @@ random_file() {
         openssl enc -aes-128-ctr -nosalt -pass "pass:${3:-1}" -pbkdf2 >"$1"
 }
 
-# wait_for SECONDS COMMAND...: until it succeeds.
+# wait_for SECONDS COMMAND...: until it succeeds; seconds of the machine (clock.sh).
 wait_for() {
-    local deadline_ms=$(($(now_ms) + $1 * 1000))
+    local begin_ms stretch_ms=$(($1 * 10))
     shift
+    begin_ms=$(now_ms)
+    SLOWNESS=100
     until "$@" 2>/dev/null; do
-        [[ $(now_ms) -lt $deadline_ms ]] || return 1
+        if [[ $(now_ms) -ge $((begin_ms + stretch_ms * SLOWNESS)) ]]; then
+            measure_slowness # the time may be over only because the machine is slow
+            [[ $(now_ms) -lt $((begin_ms + stretch_ms * SLOWNESS)) ]] || return 1
+        fi
         sleep 0.02
     done
 }
@@ -144,12 +185,12 @@ wait_for() {
 attach() {
     local name=$1 image=$2
     shift 2
-    URI=$(timeout 20 "$BLKQ" attach "$image" --name "$name" --export nbd "$@") || return
+    URI=$(limit 20 "$BLKQ" attach "$image" --name "$name" --export nbd "$@") || return
     [[ $URI == nbd* ]] || fail "attach printed: $URI"
 }
 
 detach() {
-    timeout 30 "$BLKQ" detach "$@"
+    limit 30 "$BLKQ" detach "$@"
 }
 
 # The processes that serve devices of this lab's state directory.

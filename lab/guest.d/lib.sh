@@ -32,7 +32,7 @@ serve() {
         DEVICE=/dev/nbd0
         nbd-client -unix "$BLKQ_STATE_DIR/$name.nbd" "$DEVICE" -C 2
     else
-        DEVICE=$(timeout 60 "$BLKQ" attach "$@" --name "$name" --export ublk)
+        DEVICE=$(limit 60 "$BLKQ" attach "$@" --name "$name" --export ublk)
         [[ $DEVICE == /dev/ublkb* ]] || fail "attach printed: $DEVICE"
     fi
     [[ -b $DEVICE ]] || fail "no $DEVICE"
@@ -68,7 +68,7 @@ clean_up() {
     done
     ! mountpoint -q "$SCRATCH/mnt" || umount "$SCRATCH/mnt"
     [[ $EXPORT != nbd ]] || disconnected || nbd-client -d "$DEVICE"
-    timeout 60 "$BLKQ" detach --all --force
+    limit 60 "$BLKQ" detach --all --force
 }
 
 # A fresh image of SIZE, in IMAGE: image SIZE
