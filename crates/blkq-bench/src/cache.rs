@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use crate::Result;
-use crate::bench::Run;
+use crate::measurement::Run;
 use crate::metric::Metric;
 
 /// Number of cachestat (Linux 6.5), the same on all architectures.

@@ -18,6 +18,7 @@ pub mod file;
 pub mod interrupt;
 pub mod load;
 pub mod machine;
+pub mod measurement;
 pub mod metric;
 pub mod print;
 pub mod process;

@@ -1,6 +1,5 @@
 //! The command: measures the tables that were asked for, and hands the results out.
 
-use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -86,7 +85,7 @@ impl Outputs<'_> {
     fn check(arguments: &Arguments) -> Result<Outputs<'_>> {
         let outputs = Outputs { json: arguments.json.as_deref(), report: arguments.report.as_deref() };
         if let Some(path) = outputs.json.filter(|_| !outputs.json_to_stdout()) {
-            check_writable(path)?;
+            report::check_writable(path)?;
         }
         if let Some(directory) = outputs.report {
             report::check(directory)?;
@@ -124,18 +123,4 @@ fn print_out(text: &str) -> Result {
     let mut stdout = std::io::stdout().lock();
     let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
     written.map_err(|e| format!("standard output: {e}").into())
-}
-
-/// Sees that a file can be written, and leaves everything as it was.
-///
-/// # Errors
-/// If it cannot.
-pub(crate) fn check_writable(path: &Path) -> Result {
-    let new = !path.exists();
-    OpenOptions::new()
-        .append(true)
-        .create(true)
-        .open(path)
-        .and_then(|_| if new { std::fs::remove_file(path) } else { Ok(()) })
-        .map_err(|e| format!("{}: {e}", path.display()).into())
 }

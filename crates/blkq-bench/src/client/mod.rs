@@ -15,10 +15,9 @@ mod pages;
 #[cfg(test)]
 mod tests;
 
+pub use pages::PAGE_BYTES;
 use pages::Pages;
 
-/// What the cache holds and the client reads and writes at once.
-pub const PAGE_BYTES: usize = 4096;
 /// What is contiguous of a file on the device.
 const EXTENT_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 /// Pages read at once when a sequential read begins, and at most (as read_ahead_kb = 128).

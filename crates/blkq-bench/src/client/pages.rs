@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::client::PAGE_BYTES;
+/// The cache holds, and the client reads and writes, so many bytes at once.
+pub const PAGE_BYTES: usize = 4096;
 
 /// What is known of a cached page.
 #[derive(Clone, Copy, Default)]

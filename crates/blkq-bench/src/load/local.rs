@@ -6,8 +6,8 @@ use std::time::Duration;
 use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
 
 use crate::Result;
-use crate::bench::{Run, timed};
 use crate::load::{Load, Offsets};
+use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
 /// Runs `load` through queue 0 of `disk` for `length`.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use io_uring::opcode;
 
 use crate::Result;
-use crate::bench::{Run, timed};
 use crate::load::raw;
+use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
 /// Submits `batch` operations at once and takes their ends, for `length`.

@@ -11,8 +11,8 @@ use blkq::IoBuffer;
 use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::Result;
-use crate::bench::{Run, timed};
 use crate::load::Load;
+use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
 /// Slots of the submission queue.

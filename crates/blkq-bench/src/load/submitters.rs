@@ -10,8 +10,8 @@ use blkq::stats::Histogram;
 use blkq::{Bio, Data, Disk, EngineThread, IoBuffer, IoResult, Sector, Status};
 
 use crate::Result;
-use crate::bench::{Run, rate};
 use crate::load::Load;
+use crate::measurement::{Run, rate};
 use crate::metric::Metric;
 use crate::process::Usage;
 

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use blkq::IoBuffer;
 
 use crate::Result;
-use crate::bench::{Run, rate};
 use crate::load::Load;
+use crate::measurement::{Run, rate};
 use crate::process::Usage;
 
 /// Runs `load`, which must have an end, through the page cache with as many threads as it

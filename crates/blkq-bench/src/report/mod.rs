@@ -1,5 +1,6 @@
 //! The report: one page that needs nothing else, and the raw figures beside it.
 
+use std::fs::OpenOptions;
 use std::path::Path;
 
 use crate::Result;
@@ -13,15 +14,8 @@ mod page;
 mod plots;
 mod scale;
 
-/// Name of the page in its directory.
-pub const PAGE: &str = "index.html";
-/// Name of the figures as JSON.
-const JSON: &str = "results.json";
-/// Name of the figures as CSV.
-const CSV: &str = "results.csv";
-
-/// The mark by which a page is known as one of ours, which may be replaced.
-const GENERATOR: &str = "<meta name=\"generator\" content=\"blkq bench\">";
+pub use page::PAGE;
+use page::{CSV, GENERATOR, JSON};
 
 /// The results as the JSON document that `schema.json` describes.
 ///
@@ -44,7 +38,7 @@ pub fn check(directory: &Path) -> Result {
             format!("{} is no report of blkq bench; choose another directory with --report", page.display());
         return Err(message.into());
     }
-    [PAGE, JSON, CSV].iter().try_for_each(|name| crate::run::check_writable(&directory.join(name)))
+    [PAGE, JSON, CSV].iter().try_for_each(|name| check_writable(&directory.join(name)))
 }
 
 /// Writes the page and the figures into `directory`.
@@ -60,4 +54,18 @@ pub fn write(results: &Results, directory: &Path) -> Result {
         std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
     }
     Ok(())
+}
+
+/// Checks that a file can be written, and leaves everything as it was.
+///
+/// # Errors
+/// If it cannot.
+pub fn check_writable(path: &Path) -> Result {
+    let new = !path.exists();
+    OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(path)
+        .and_then(|_| if new { std::fs::remove_file(path) } else { Ok(()) })
+        .map_err(|e| format!("{}: {e}", path.display()).into())
 }

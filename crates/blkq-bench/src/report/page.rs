@@ -2,10 +2,19 @@
 
 use super::html::{base64, escape, table as html_table};
 use super::plots::{self, ratio_and_spread};
-use super::{CSV, GENERATOR, JSON};
 use crate::metric::Metric;
 use crate::result::{Comparison, Effect, Expected, Figure, Results, Table};
 use crate::summary::{self, number};
+
+/// Name of the page in its directory.
+pub const PAGE: &str = "index.html";
+/// Name of the figures as JSON.
+pub(super) const JSON: &str = "results.json";
+/// Name of the figures as CSV.
+pub(super) const CSV: &str = "results.csv";
+
+/// The mark by which a page is known as one of ours, which may be replaced.
+pub(super) const GENERATOR: &str = "<meta name=\"generator\" content=\"blkq bench\">";
 
 /// How it looks. Colours of light and dark stand at its top.
 const STYLE: &str = include_str!("style.css");

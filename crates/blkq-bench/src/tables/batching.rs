@@ -8,9 +8,10 @@ use blkq::drivers::null::{Null, NullCompletion, NullOptions, SeekModel};
 use blkq::gate::BATCH_REQUESTS;
 use blkq::{Disk, Driver};
 
-use crate::bench::{Bench, Pace, Run, case};
+use crate::bench::{Bench, Pace, case};
 use crate::load::submitters::{self, WARM_UP};
 use crate::load::{Load, Pattern};
+use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::{Comparison, Expected, Published, PublishedRow, Table};
 use crate::{Result, What};

@@ -6,8 +6,9 @@ use blkq::clock::CLOCK_USES_MAX;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{ClockMode, Disk};
 
-use crate::bench::{Bench, Pace, Run, case};
+use crate::bench::{Bench, Pace, case};
 use crate::load::{Load, Pattern, local};
+use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::{Expected, Published, PublishedRow, Table};
 use crate::{Result, What};

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq::{Disk, EngineThread};
 
-use crate::bench::{Bench, Pace, Run, case};
+use crate::bench::{Bench, Pace, case};
 use crate::cache::cold;
 use crate::client::{File, Layout, PAGE_BYTES};
 use crate::load::workers::together;
 use crate::load::{Load, Offsets, Pattern};
+use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::process::resident_bytes;
 use crate::result::{Expected, Published, PublishedRow, Table};

@@ -7,9 +7,10 @@ use std::time::Duration;
 use blkq::Disk;
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
-use crate::bench::{Bench, Pace, Run, case};
+use crate::bench::{Bench, Pace, case};
 use crate::cache::cold;
 use crate::load::{Load, Pattern, local, raw, workers};
+use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::{Case, Comparison, Curve, Expected, Point, Published, PublishedRow, Table};
 use crate::{Result, What};

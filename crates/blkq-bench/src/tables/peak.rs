@@ -9,8 +9,9 @@ use blkq::drivers::null::{Null, NullOptions};
 use blkq::drivers::ram::Ram;
 use blkq::{ClockMode, Disk, Driver};
 
-use crate::bench::{Bench, CaseRun, Pace, Run, case};
+use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, Pattern, local, nop, raw};
+use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::{Curve, Expected, Point, Table};
 use crate::tables::clock::null_disk;

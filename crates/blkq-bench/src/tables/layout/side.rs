@@ -10,8 +10,8 @@ use super::library::drivers::null::{Null, NullOptions};
 use super::library::layout::contended_lines;
 use super::library::{Bio, Disk, EngineThread, IoBuffer, LocalQueue, Sector};
 use crate::Result;
-use crate::bench::{Run, rate};
 use crate::load::Offsets;
+use crate::measurement::{Run, rate};
 use crate::process::Usage;
 use crate::random::Random;
 

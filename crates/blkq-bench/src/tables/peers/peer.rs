@@ -11,9 +11,9 @@ use super::child::{Child, LOOK};
 use super::fio::{self, Job, Target};
 use super::kernel_loop::KernelLoop;
 use crate::Result;
-use crate::bench::Run;
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
+use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
 

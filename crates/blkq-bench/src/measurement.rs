@@ -1,0 +1,75 @@
+//! What one run did, in figures.
+
+use std::time::{Duration, Instant};
+
+use blkq::StatsSnapshot;
+
+use crate::Result;
+use crate::metric::Metric;
+use crate::process::Usage;
+
+/// The figures of one run: a value for each metric that it knows of.
+#[derive(Clone, Debug, Default)]
+pub struct Run {
+    /// I/Os done.
+    pub ios: u64,
+    /// The values, in the order in which they are printed.
+    pub values: Vec<(Metric, f64)>,
+}
+
+impl Run {
+    /// Adds a value.
+    #[must_use]
+    pub fn with(mut self, metric: Metric, value: f64) -> Run {
+        self.values.push((metric, value));
+        self
+    }
+
+    /// Adds a count divided by the I/Os.
+    #[must_use]
+    pub fn per_io(self, metric: Metric, count: u64) -> Run {
+        let per_io = count as f64 / self.ios as f64;
+        self.with(metric, per_io)
+    }
+
+    /// Adds clock reads and merges per I/O, out of the device's statistics.
+    #[must_use]
+    pub fn with_statistics(self, statistics: &StatsSnapshot) -> Run {
+        let merges = statistics.groups.iter().map(|group| group.merges).sum();
+        self.per_io(Metric::ClockReadsPerIo, statistics.counter(blkq::Counter::ClockReads))
+            .per_io(Metric::MergesPerIo, merges)
+    }
+}
+
+/// Calls `turn`, which does some I/Os and returns how many, until `length` is over or there
+/// was nothing left to do: IOPS, processor time and context switches of this process.
+///
+/// # Errors
+/// Those of `turn`; or if it did nothing at all.
+pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<Run> {
+    let (began, before) = (Instant::now(), Usage::of_self());
+    let mut ios = 0;
+    while began.elapsed() < length {
+        match turn()? {
+            0 => break,
+            done => ios += done,
+        }
+    }
+    let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
+    rate(ios, elapsed, used)
+}
+
+/// The run of so many I/Os in that time, at that expense.
+///
+/// # Errors
+/// If there was no I/O.
+pub fn rate(ios: u64, elapsed: Duration, used: Usage) -> Result<Run> {
+    if ios == 0 {
+        return Err(format!("no I/O completed in {elapsed:?}").into());
+    }
+    Ok(Run { ios, values: Vec::new() }
+        .with(Metric::Iops, ios as f64 / elapsed.as_secs_f64())
+        .with(Metric::NsPerIo, elapsed.as_nanos() as f64 / ios as f64)
+        .with(Metric::CpuNsPerIo, used.cpu.as_nanos() as f64 / ios as f64)
+        .per_io(Metric::ContextSwitchesPerIo, used.context_switches))
+}
