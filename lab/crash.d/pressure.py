@@ -264,7 +264,7 @@ def state_directory(scratch):
         except Refused as error:
             if "set, but not kept" not in str(error):
                 raise
-        if server.show()["settings"]["depth"] != "32":
+        if server.show()["settings"]["depth"] != 32:
             raise AssertionError("the depth was not set")
         blkq("list")
         work(load, 100)

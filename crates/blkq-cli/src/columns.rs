@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
+use serde_json::Value;
+
 use crate::backing::{Backing, shown_path};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
@@ -15,6 +17,10 @@ pub enum Cell {
     Text(String),
     /// A number, to be aligned right.
     Number(u64),
+    /// A number of bytes, with its unit in a table.
+    Bytes(u64),
+    /// A number of seconds, as ps(1) shows an elapsed time in a table.
+    Seconds(u64),
     /// 1 or 0 in a table.
     Switch(bool),
     /// The device has no such thing.
@@ -27,9 +33,32 @@ impl Cell {
         match self {
             Cell::Text(text) => text.clone(),
             Cell::Number(number) => number.to_string(),
+            Cell::Bytes(bytes) => format_size(*bytes),
+            Cell::Seconds(seconds) => elapsed(*seconds),
             Cell::Switch(on) => u8::from(*on).to_string(),
             Cell::Nothing => String::new(),
         }
+    }
+
+    /// As a value of JSON: numbers and switches are numbers and booleans.
+    pub fn json(&self) -> Value {
+        match self {
+            Cell::Text(text) => text.trim().into(),
+            Cell::Number(number) | Cell::Bytes(number) | Cell::Seconds(number) => (*number).into(),
+            Cell::Switch(on) => (*on).into(),
+            Cell::Nothing => Value::Null,
+        }
+    }
+}
+
+/// `[[days-]hours:]minutes:seconds`, as in ps(1).
+fn elapsed(seconds: u64) -> String {
+    let (days, hours, minutes, seconds) =
+        (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    match (days, hours) {
+        (0, 0) => format!("{minutes:02}:{seconds:02}"),
+        (0, _) => format!("{hours:02}:{minutes:02}:{seconds:02}"),
+        _ => format!("{days}-{hours:02}:{minutes:02}:{seconds:02}"),
     }
 }
 
@@ -52,15 +81,25 @@ macro_rules! columns {
 }
 
 /// Those of `blkq list`.
-pub static LIST: [Column; 7] = columns! {
+pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
-    Right "SIZE" "size of the device" |info| Cell::Text(format_size(info.size));
+    Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);
     Left "MODE" "rw, or ro if writes are refused" |info| Cell::Text(if info.read_only { "ro" } else { "rw" }.to_owned());
     Left "DIRECT" "whether direct I/O is on or off" |info| Cell::Text(info.direct_io.effective.clone());
     Right "CLIENTS" "clients that are connected" |info| Cell::Number(info.clients.len() as u64);
     Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(shown_path(info));
     Left "EXPORT" "where clients find it" |info| Cell::Text(info.exports.join(" "));
+    Right "PID" "process of its daemon" |info| Cell::Number(info.pid.into());
+    Right "UPTIME" "for how long its daemon has served it" |info| Cell::Seconds(info.uptime_seconds);
 };
+
+/// How many of them `blkq list` shows by itself.
+const LIST_DEFAULT: usize = 7;
+
+/// Those that `blkq list` shows by itself.
+pub fn list_default() -> Vec<&'static Column> {
+    LIST[..LIST_DEFAULT].iter().collect()
+}
 
 /// Those of losetup.
 pub static LOSETUP: [Column; 17] = columns! {
@@ -170,5 +209,19 @@ mod tests {
         assert!(names("NAME,FOO").unwrap_err().to_string().contains("unknown column: FOO; there are AUTO"));
         assert!(names("").is_err());
         assert_eq!(losetup_default().len(), LOSETUP_DEFAULT.len());
+    }
+
+    #[test]
+    fn elapsed_times_read_as_those_of_ps() {
+        for (seconds, text) in [
+            (0, "00:00"),
+            (61, "01:01"),
+            (3_661, "01:01:01"),
+            (90_061, "1-01:01:01"),
+            (864_000, "10-00:00:00"),
+        ] {
+            assert_eq!(Cell::Seconds(seconds).text(), text);
+        }
+        assert_eq!((Cell::Bytes(2048).text(), Cell::Bytes(2048).json()), ("2K".to_owned(), 2048.into()));
     }
 }

@@ -173,10 +173,22 @@ fn ends(process: &OwnedFd) -> bool {
 /// # Errors
 /// As [`call`], and if there is no such device or its daemon died.
 pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
+    ask_if_there(dir, name, request)?.ok_or_else(|| no_such_device(name))
+}
+
+/// As [`ask`]; `None` if there is no such device.
+///
+/// # Errors
+/// As [`call`], and if its daemon died.
+pub fn ask_if_there<T: DeserializeOwned>(
+    dir: &StateDir,
+    name: &str,
+    request: &Request,
+) -> Outcome<Option<T>> {
     // Only what could be a device's name becomes part of a path.
     if crate::state::check_name(name).is_ok() {
         match call(dir, name, request)? {
-            Called::Answered(answer) => return Ok(answer),
+            Called::Answered(answer) => return Ok(Some(answer)),
             Called::Nobody => match dir.clear_dead(name)? {
                 Dead::Cleared(last_words) => return Err(died(name, &last_words)),
                 Dead::Orphan(orphan) => return Err(orphan.refusal()),
@@ -184,7 +196,7 @@ pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -
             },
         }
     }
-    Err(no_such_device(name))
+    Ok(None)
 }
 
 /// There is nothing of that name.

@@ -374,7 +374,7 @@ impl Shared {
         let reply = match request {
             Request::Ping {} => reply_line(Ok(())),
             Request::Show {} => reply_line(self.device.info()),
-            Request::Stat {} => reply_line(self.device.statistics()),
+            Request::Stat {} => reply_line(Ok(self.device.statistics())),
             Request::Set { settings } => reply_line(self.set(&settings)),
             Request::Resize { size } => {
                 log::line(&format!("resize to {size:?}"));

@@ -14,6 +14,15 @@ pub struct DeviceInfo {
     pub name: String,
     /// Its daemon's process.
     pub pid: u32,
+    /// For how long that has served it.
+    #[serde(default)]
+    pub uptime_seconds: u64,
+    /// Where its files are.
+    #[serde(default)]
+    pub state_directory: PathBuf,
+    /// Its daemon's log; `None` if that is standard error.
+    #[serde(default)]
+    pub log: Option<PathBuf>,
     /// Where clients find it: URIs.
     pub exports: Vec<String>,
     /// Who is connected now.
@@ -44,10 +53,10 @@ pub struct DeviceInfo {
     /// What the device can do besides reading and writing.
     pub capabilities: Vec<String>,
     /// How it is set, in order.
-    #[serde(with = "ordered")]
+    #[serde(with = "typed::settings")]
     pub settings: Vec<(String, String)>,
     /// Facts of the driver, in order.
-    #[serde(with = "ordered")]
+    #[serde(with = "typed::facts")]
     pub driver_facts: Vec<(String, String)>,
     /// What the user should know.
     pub warnings: Vec<String>,
@@ -131,40 +140,128 @@ pub struct ClientInfo {
 /// Pairs of name and value as a JSON object that keeps their order.
 mod ordered {
     use std::fmt;
+    use std::marker::PhantomData;
 
     use serde::de::{MapAccess, Visitor};
-    use serde::{Deserializer, Serializer};
+    use serde::{Deserialize, Deserializer, Serializer};
 
-    type Pairs = Vec<(String, String)>;
+    pub type Pairs = Vec<(String, String)>;
 
     pub fn serialize<S: Serializer>(pairs: &Pairs, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(pairs.iter().map(|(name, value)| (name, value)))
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Pairs, D::Error> {
-        struct Object;
-        impl<'de> Visitor<'de> for Object {
+        object(deserializer, |value: String| value)
+    }
+
+    /// An object whose values `text` turns into text.
+    pub fn object<'de, D: Deserializer<'de>, V: Deserialize<'de>>(
+        deserializer: D,
+        text: impl Fn(V) -> String,
+    ) -> Result<Pairs, D::Error> {
+        struct Object<F, V>(F, PhantomData<V>);
+        impl<'de, V: Deserialize<'de>, F: Fn(V) -> String> Visitor<'de> for Object<F, V> {
             type Value = Pairs;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of strings")
+                f.write_str("an object of names and values")
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Pairs, A::Error> {
                 let mut pairs = Vec::new();
-                while let Some(pair) = object.next_entry()? {
-                    pairs.push(pair);
+                while let Some((name, value)) = object.next_entry()? {
+                    pairs.push((name, self.0(value)));
                 }
                 Ok(pairs)
             }
         }
-        deserializer.deserialize_map(Object)
+        deserializer.deserialize_map(Object(text, PhantomData))
     }
+}
+
+/// The same, numbers and switches as JSON's numbers and booleans. A daemon of an older version
+/// sends all as strings.
+mod typed {
+    use serde_json::Value;
+
+    /// `text` as a value; `switch` are the words for true and false.
+    fn value(text: &str, switch: [&str; 2]) -> Value {
+        let is_number = text.starts_with(|c: char| c.is_ascii_digit())
+            && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        match text {
+            text if text == switch[0] => true.into(),
+            text if text == switch[1] => false.into(),
+            text if is_number => serde_json::from_str(text).unwrap_or_else(|_| text.into()),
+            text => text.into(),
+        }
+    }
+
+    fn text(value: Value, switch: [&str; 2]) -> String {
+        match value {
+            Value::Bool(on) => switch[usize::from(!on)].to_owned(),
+            Value::String(text) => text,
+            value => value.to_string(),
+        }
+    }
+
+    macro_rules! pairs {
+        ($name:ident, $switch:expr) => {
+            pub mod $name {
+                use super::super::ordered::{Pairs, object};
+                use super::{text, value};
+
+                pub fn serialize<S: serde::Serializer>(
+                    pairs: &Pairs,
+                    serializer: S,
+                ) -> Result<S::Ok, S::Error> {
+                    serializer.collect_map(pairs.iter().map(|(name, text)| (name, value(text, $switch))))
+                }
+
+                pub fn deserialize<'de, D: serde::Deserializer<'de>>(
+                    deserializer: D,
+                ) -> Result<Pairs, D::Error> {
+                    object(deserializer, |value| text(value, $switch))
+                }
+            }
+        };
+    }
+
+    // As `blkq set` takes them, and as drivers describe themselves.
+    pairs!(settings, ["on", "off"]);
+    pairs!(facts, ["true", "false"]);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_and_switches_are_typed_in_json_and_come_back_as_they_were() {
+        #[derive(Serialize, Deserialize, PartialEq, Debug)]
+        struct Device {
+            #[serde(with = "typed::settings")]
+            settings: Vec<(String, String)>,
+            #[serde(with = "typed::facts")]
+            facts: Vec<(String, String)>,
+        }
+        let pairs = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        };
+        let device = Device {
+            settings: pairs(&[("merge", "on"), ("depth", "128"), ("warning", "0.5"), ("a", "none")]),
+            facts: pairs(&[("failed", "false"), ("mean", "1.0"), ("node", "8:1"), ("c", "007"), ("d", "1.")]),
+        };
+        let text = serde_json::to_string(&device).unwrap();
+        assert_eq!(
+            text,
+            r#"{"settings":{"merge":true,"depth":128,"warning":0.5,"a":"none"},"facts":{"failed":false,"mean":1.0,"node":"8:1","c":"007","d":"1."}}"#
+        );
+        assert_eq!(serde_json::from_str::<Device>(&text).unwrap(), device);
+        let older = r#"{"settings":{"merge":"on","depth":"128"},"facts":{}}"#;
+        let older: Device = serde_json::from_str(older).unwrap();
+        assert_eq!(older.settings, device.settings[..2]);
+    }
 
     #[test]
     fn a_state_file_without_settings_is_understood() {

@@ -32,6 +32,7 @@ pub mod state;
 pub mod statistics;
 pub mod systemd;
 pub mod table;
+pub mod timestamp;
 
 use commands::Cli;
 use failure::{EXIT_FAILED, Failure, Outcome};

@@ -3,8 +3,8 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::failure::{Failure, Outcome};
@@ -14,6 +14,8 @@ const LOG_BYTES_MAX: u64 = 256 << 10;
 
 /// The log file, if standard error is one.
 static FILE: Mutex<Option<File>> = Mutex::new(None);
+/// Its path.
+static PATH: OnceLock<PathBuf> = OnceLock::new();
 
 /// Makes `path` the standard error of this process.
 ///
@@ -24,7 +26,13 @@ pub fn redirect(path: &Path) -> Outcome {
     let file = OpenOptions::new().create(true).append(true).mode(0o600).open(path).map_err(refuse)?;
     rustix::stdio::dup2_stderr(&file).map_err(|e| refuse(e.into()))?;
     *FILE.lock().unwrap_or_else(|e| e.into_inner()) = Some(file);
+    let _ = PATH.set(path.to_owned());
     Ok(())
+}
+
+/// The path of the log file; `None` if the log is what standard error was from the beginning.
+pub fn path() -> Option<&'static Path> {
+    PATH.get().map(PathBuf::as_path)
 }
 
 /// Writes a line with the time in seconds since 1970. Never called on an engine thread.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use blkq::drivers::parse_bytes;
+use serde_json::{Map, Value};
 
 use crate::backing::{Backing, is_behind};
 use crate::columns::{self, Column};
@@ -17,12 +18,13 @@ use crate::{complain, print, print_json};
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]
 pub struct Args {
-    /// One JSON array of objects as `show --json` prints them; those of daemons that do
-    /// not answer have "name" and "error" only, and orphans "image" and "exports" besides
-    #[arg(long, conflicts_with_all = ["output", "no_headings"])]
+    /// One JSON array of objects: as `show --json` prints them, or with --output of the columns.
+    /// Those of daemons that do not answer have "name" and "error" only, and orphans "image" and
+    /// "exports" besides
+    #[arg(long, conflicts_with = "no_headings")]
     json: bool,
     /// The columns to show, with commas in between; with a + in front, in addition
-    #[arg(long, short = 'O', value_name = "COLUMNS")]
+    #[arg(long, short, visible_short_alias = 'O', value_name = "COLUMNS")]
     output: Option<String>,
     /// Leave out the line above the columns
     #[arg(long)]
@@ -47,7 +49,9 @@ Columns:
 
 Examples:
   blkq list
-  blkq list --backing disk.img --output NAME --no-headings
+  blkq list -o +PID,UPTIME
+  blkq list --backing disk.img -o NAME --no-headings
+  blkq list --json -o NAME,SIZE,PID
   blkq list --json | jq -r '.[].name'",
         columns::help(&columns::LIST)
     )
@@ -59,14 +63,18 @@ impl Args {
     /// # Errors
     /// If the state directory cannot be read, or there is no such column.
     pub fn run(self) -> Outcome {
-        let default = columns::LIST.iter().collect();
+        let default = columns::list_default();
         let columns = match &self.output {
             Some(text) => columns::choose(text, &columns::LIST, &columns::LOSETUP, default)?,
             None => default,
         };
         let mut entries = all(&StateDir::locate()?)?;
         entries.retain(|entry| self.is_asked_for(entry));
-        if self.json { print_json(&entries) } else { print(&table(&columns, &entries, !self.no_headings)) }
+        match (self.json, &self.output) {
+            (true, None) => print_json(&entries),
+            (true, Some(_)) => print_json(&objects(&columns, &entries)),
+            (false, _) => print(&table(&columns, &entries, !self.no_headings)),
+        }
     }
 
     fn is_asked_for(&self, entry: &Entry) -> bool {
@@ -91,25 +99,25 @@ pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
     offset.is_none() || Backing::of(info).map(|backing| backing.window.offset) == offset
 }
 
+/// What is known of a column of an entry whose daemon does not answer; `None` if nothing is.
+fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
+    match (entry, column.name) {
+        (Entry::Orphan { name, .. } | Entry::Silent { name, .. }, "NAME") => Some(name.clone()),
+        (Entry::Orphan { .. }, "MODE") => Some("orphan".to_owned()),
+        (Entry::Orphan { image, .. }, "IMAGE") => Some(image.clone()),
+        (Entry::Orphan { exports, .. }, "EXPORT") => Some(exports.join(" ")),
+        _ => None,
+    }
+}
+
 fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
-    let silent = |column: &Column, name: &str, error: &str| match column.name {
-        "NAME" => name.to_owned(),
-        "EXPORT" => format!("({error})"),
-        _ => "-".to_owned(),
-    };
-    let orphan = |column: &Column, name: &str, image: &str, exports: &[String]| match column.name {
-        "NAME" => name.to_owned(),
-        "MODE" => "orphan".to_owned(),
-        "IMAGE" => image.to_owned(),
-        "EXPORT" => exports.join(" "),
-        _ => "-".to_owned(),
-    };
-    let row = |entry: &Entry| match entry {
-        Entry::Orphan { name, image, exports, .. } => {
-            columns.iter().map(|column| orphan(column, name, image, exports)).collect()
-        }
-        Entry::Device(info) => columns.iter().map(|column| (column.cell)(info).text()).collect(),
-        Entry::Silent { name, error } => columns.iter().map(|column| silent(column, name, error)).collect(),
+    let row = |entry: &Entry| -> Vec<String> {
+        let cell = |column: &&Column| match (entry, column.name) {
+            (Entry::Device(info), _) => (column.cell)(info).text(),
+            (Entry::Silent { error, .. }, "EXPORT") => format!("({error})"),
+            _ => cell_without_daemon(column, entry).unwrap_or_else(|| "-".to_owned()),
+        };
+        columns.iter().map(cell).collect()
     };
     let heading = || columns.iter().map(|column| column.name.to_owned()).collect();
     let mut rows: Vec<Vec<String>> = Vec::new();
@@ -118,4 +126,21 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
     }
     rows.extend(entries.iter().map(row));
     render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)
+}
+
+/// The entries as JSON, each with its columns; those whose daemon does not answer with `error`.
+fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
+    let object = |entry: &Entry| {
+        let cell = |column: &Column| match entry {
+            Entry::Device(info) => (column.cell)(info).json(),
+            _ => cell_without_daemon(column, entry).into(),
+        };
+        let cells = columns.iter().map(|column| (column.name.to_lowercase(), cell(column)));
+        let error = match entry {
+            Entry::Device(_) => None,
+            Entry::Orphan { error, .. } | Entry::Silent { error, .. } => Some(error.as_str()),
+        };
+        cells.chain(error.map(|error| ("error".to_owned(), error.into()))).collect()
+    };
+    entries.iter().map(object).collect()
 }

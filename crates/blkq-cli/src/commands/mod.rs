@@ -31,7 +31,7 @@ pub mod upgrade;
 Examples:
   blkq attach disk.img                 serve an image; prints /dev/ublkb0, or an NBD URI
   blkq list                            what is attached
-  blkq stat disk.img --interval 1      what it is doing
+  blkq stat disk.img 1                 what it is doing, every second
   blkq detach disk.img                 flush it and end it
 
 Exit codes: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage."
@@ -51,7 +51,7 @@ pub enum Command {
     List(list::Args),
     /// Tell all about one device
     Show(show::Args),
-    /// Print what a device did, or is doing
+    /// Print what devices did, or are doing
     Stat(stat::Args),
     /// Change settings of a device while it is in use
     Set(set::Args),
@@ -88,7 +88,7 @@ impl Command {
             Command::Attach(args) => args.run(),
             Command::List(args) => args.run().map(done),
             Command::Show(args) => args.run().map(done),
-            Command::Stat(args) => args.run().map(done),
+            Command::Stat(args) => args.run(),
             Command::Set(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),

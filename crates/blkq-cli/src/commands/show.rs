@@ -1,6 +1,7 @@
 //! `blkq show`: all about one device.
 
 use crate::backing::shown_path;
+use crate::columns::Cell;
 use crate::control::{Request, ask};
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo};
@@ -48,7 +49,10 @@ fn page(info: &DeviceInfo) -> String {
             format!("{requests} requests, {errors} errors, {read_bytes} bytes read, {written_bytes} written");
         row(&format!("  {peer}"), format!("{seconds} s, {did}, {in_flight} in flight"));
     }
-    row("daemon", format!("process {}", info.pid));
+    let uptime = Cell::Seconds(info.uptime_seconds).text();
+    row("daemon", format!("process {}, up for {uptime}", info.pid));
+    row("state directory", info.state_directory.display().to_string());
+    row("log", info.log.as_ref().map_or("standard error".to_owned(), |log| log.display().to_string()));
     row("sandbox", info.sandbox.describe());
     row("size", format!("{} ({} bytes)", format_size(info.size), info.size));
     row("sector-size", format!("{} (physical {})", info.sector_size, info.physical_sector_size));

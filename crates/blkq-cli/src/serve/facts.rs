@@ -1,11 +1,14 @@
 //! The device as it is, for `show` and `list`.
 
+use std::path::Path;
+
 use blkq::QueueLimits;
 use blkq_export::nbd::ConnectionInfo;
 
 use super::{Attendants, Device};
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
+use crate::log;
 
 impl Device {
     /// The device as it is now.
@@ -42,6 +45,9 @@ impl Device {
         Ok(DeviceInfo {
             name: self.name.clone(),
             pid: std::process::id(),
+            uptime_seconds: self.meter.uptime_ns() / 1_000_000_000,
+            state_directory: self.state_directory.clone(),
+            log: log::path().map(Path::to_owned),
             exports: running.exports(),
             clients: running.connections().map(client_info).collect(),
             image: self.image.clone(),

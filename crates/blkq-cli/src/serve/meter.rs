@@ -29,6 +29,11 @@ impl Meter {
         &self.name
     }
 
+    /// Nanoseconds since the device was opened.
+    pub fn uptime_ns(&self) -> u64 {
+        monotonic_ns().saturating_sub(self.opened_ns)
+    }
+
     /// The counters, unless the device has ended.
     pub fn statistics(&self) -> Option<Statistics> {
         let running = self.running.upgrade()?;

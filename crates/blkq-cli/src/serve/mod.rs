@@ -30,6 +30,7 @@ const HANG_WARNING: &str = "hang-warning";
 pub struct Device {
     name: String,
     image: String,
+    state_directory: PathBuf,
     warnings: Vec<String>,
     partscan: bool,
     autoclear: Autoclear,
@@ -148,12 +149,9 @@ impl Device {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The counters.
-    ///
-    /// # Errors
-    /// If the device has ended.
-    pub fn statistics(&self) -> Outcome<Statistics> {
-        self.meter.statistics().ok_or_else(ending)
+    /// The counters, unless the device has stopped.
+    pub fn statistics(&self) -> Option<Statistics> {
+        self.meter.statistics()
     }
 
     /// Changes after how many seconds in flight a request is reported.

@@ -209,6 +209,7 @@ impl Device {
         Ok(Device {
             name: name.to_owned(),
             image,
+            state_directory: claim.dir().path().to_owned(),
             warnings,
             partscan: args.partscan || running.ublk.is_some() && !args.no_partscan,
             autoclear,

@@ -75,14 +75,8 @@ fn escaped(text: &str, special: impl Fn(char) -> bool) -> String {
 
 /// Laid out as libsmartcols does it, for those who compare texts.
 fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
-    let value = |cell: &Cell| match cell {
-        Cell::Text(text) => serde_json::Value::from(text.trim()),
-        Cell::Number(number) => (*number).into(),
-        Cell::Switch(on) => (*on).into(),
-        Cell::Nothing => serde_json::Value::Null,
-    };
     let member = |(column, cell): (&&Column, &Cell)| {
-        format!("         \"{}\": {}", column.name.to_lowercase(), value(cell))
+        format!("         \"{}\": {}", column.name.to_lowercase(), cell.json())
     };
     let object = |row: &Vec<Cell>| {
         let members: Vec<String> = columns.iter().zip(row).map(member).collect();

@@ -1,89 +1,275 @@
-//! `blkq stat`: what a device did since it was attached, or did in each interval.
+//! `blkq stat`: what devices did since they were attached, or do in each interval.
 
 mod histogram;
+mod overview;
+mod page;
 mod report;
 
-use std::time::Duration;
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime};
 
-use crate::control::{Request, ask};
-use crate::failure::Outcome;
+use clap::CommandFactory;
+
+use super::Cli;
+use crate::control::{Request, ask_if_there, no_such_device};
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
-use crate::{print, print_json};
+use crate::timestamp::rfc3339;
+use crate::{complain, print, print_json};
 
+use overview::overview;
 use report::Report;
+
+/// Shortest and longest interval.
+const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
 
 /// Options of `stat`.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "\
-Without --interval: the averages since the device was attached. With it: one report per
-interval, until interrupted or the device is gone. iops and merges are per second, MB is
-10^6 bytes, latencies are in microseconds and include queueing; queue is how many
-requests were in flight on average. docs/watching.md explains every line.
+#[command(
+    override_usage = "blkq stat [OPTIONS] [NAME]... [INTERVAL [COUNT]]",
+    after_help = "\
+Without an interval: totals and averages since the device was attached. With one: a report
+per interval on that interval alone, until COUNT reports are made, the devices are detached,
+or Ctrl-C. One device has a page: iops, MB/s and merges/s are per second, MB is 10^6 bytes,
+latencies are in microseconds and include queueing; queue is how many requests were in
+flight on average. Several devices, or all if none is named, have a line each with the
+columns of iostat(1), whose await is in milliseconds; rMB and wMB are totals. A device whose
+name is a number is reported with --interval only. docs/watching.md explains every line.
 
 Examples:
+  blkq stat                         all devices since they were attached
+  blkq stat 1                       all devices, every second
   blkq stat disk.img
-  blkq stat disk.img --interval 1
+  blkq stat disk.img 1 10 -t        ten reports of a second each
   blkq stat disk.img --histogram
-  blkq stat disk.img --interval 0.5 --json | jq .read.latency_p99_us")]
+  blkq stat disk.img 0.5 --json | jq .read.latency_p99_us"
+)]
 pub struct Args {
-    /// The device, as `blkq list` names it
-    name: String,
-    /// Report again and again, after so many seconds each
+    /// Devices, as `blkq list` names them [default: all]; then seconds between reports, and
+    /// how many reports
+    #[arg(value_name = "NAME|INTERVAL|COUNT")]
+    words: Vec<String>,
+    /// All devices, which is what no name means too
+    #[arg(long)]
+    all: bool,
+    /// Report again and again, after so many seconds each; what else is a number is a name
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     interval: Option<Duration>,
-    /// Show how latencies are distributed
+    /// So many reports, with an interval
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+    /// Print the time above each report
+    #[arg(long, short = 't')]
+    timestamp: bool,
+    /// Show what was idle too
+    #[arg(long, short)]
+    verbose: bool,
+    /// Show how latencies are distributed; for one device, or with --json
     #[arg(long)]
     histogram: bool,
-    /// One JSON object per report and line; "fields" are the 17 of /sys/block/X/stat
+    /// One JSON object per device, report and line; "fields" are the 17 of /sys/block/X/stat
     #[arg(long)]
     json: bool,
 }
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().filter(|seconds| (0.01..=86400.0).contains(seconds));
+    let seconds = text.parse().ok().filter(|seconds| INTERVAL_SECONDS.contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval is from 0.01 to 86400 seconds".to_owned())
 }
 
+/// What is reported, and when.
+#[derive(PartialEq, Debug)]
+struct Plan {
+    /// None: all.
+    names: Vec<String>,
+    interval: Option<Duration>,
+    count: Option<u64>,
+}
+
 impl Args {
+    /// Names first; one or two numbers at the end are the interval and the count.
+    fn plan(&self) -> Result<Plan, String> {
+        let mut names = self.words.clone();
+        let (mut interval, mut count) = (self.interval, self.count);
+        if interval.is_none() {
+            let is_number = |word: &&String| word.parse::<f64>().is_ok_and(f64::is_finite);
+            let numbers = names.iter().rev().take(2).take_while(is_number).count();
+            let mut numbers = names.split_off(names.len() - numbers).into_iter();
+            interval = numbers.next().map(|text| parse_interval(&text)).transpose()?;
+            if let Some(text) = numbers.next() {
+                let number = text.parse().ok().filter(|number| *number > 0);
+                count = Some(number.ok_or("a count of reports is a whole number from 1")?);
+            }
+        }
+        if count.is_some() && interval.is_none() {
+            return Err("--count: without an interval there is one report; give INTERVAL too".to_owned());
+        }
+        if self.all && !names.is_empty() {
+            return Err("--all is for all devices; leave out their names".to_owned());
+        }
+        if self.histogram && names.len() != 1 && !self.json {
+            return Err("--histogram is for one device, or --json; name the device".to_owned());
+        }
+        names.dedup();
+        Ok(Plan { names, interval, count })
+    }
+
     /// Prints one report, or one per interval.
     ///
     /// # Errors
-    /// If there is no such device, or it goes away.
-    pub fn run(self) -> Outcome {
-        let dir = StateDir::locate()?;
-        let read = || ask::<Statistics>(&dir, &self.name, &Request::Stat {});
-        let mut before = read()?;
-        let Some(interval) = self.interval else {
-            return self.print(Report::whole(&self.name, &before));
+    /// If there is no such device, or its daemon died or does not answer. Of several devices, that
+    /// is complained of on the way and only the exit code remains.
+    pub fn run(self) -> Outcome<ExitCode> {
+        let plan = self.plan().unwrap_or_else(|why| {
+            let error = clap::error::ErrorKind::ValueValidation;
+            Cli::command().error(error, format!("stat: {why}")).exit()
+        });
+        let mut devices = Devices { dir: StateDir::locate()?, names: plan.names, failed: BTreeMap::new() };
+        let mut before = devices.sample()?;
+        for name in devices.names.clone() {
+            if !before.contains_key(&name) && !devices.failed.contains_key(&name) {
+                let failure = no_such_device(&name);
+                devices.fail(name, failure)?;
+            }
+        }
+        let Some(interval) = plan.interval else {
+            let reports = before.iter().map(|(name, now)| Report::whole(name, now)).collect();
+            self.print(reports, &devices, false)?;
+            return Ok(devices.exit_code());
         };
-        loop {
-            std::thread::sleep(interval);
-            let now = read()?;
-            self.print(Report::between(&self.name, &before, &now))?;
+        let mut next = Instant::now();
+        for _ in 0..plan.count.unwrap_or(u64::MAX) {
+            next = (next + interval).max(Instant::now());
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            let now = devices.sample()?;
+            // Detached: that is as good an end as any.
+            if now.is_empty() && !devices.are_all() {
+                break;
+            }
+            let reports = now.iter().map(|(name, now)| match before.get(name) {
+                Some(before) => Report::between(name, before, now),
+                None => Report::whole(name, now),
+            });
+            self.print(reports.collect(), &devices, true)?;
             before = now;
         }
+        Ok(devices.exit_code())
     }
 
-    fn print(&self, report: Report) -> Outcome {
+    fn print(&self, reports: Vec<Report>, devices: &Devices, again: bool) -> Outcome {
         if self.json {
-            return print_json(&report.json(self.histogram));
+            return reports.into_iter().try_for_each(|report| print_json(&report.json(self.histogram)));
         }
-        // Reports that follow each other are parted by an empty line.
-        let end = if self.interval.is_some() { "\n" } else { "" };
-        print(&(report.page(self.histogram) + end))
+        let mut text = match (&reports[..], &devices.names[..]) {
+            ([report], [_]) => report.page(self.histogram, self.verbose),
+            _ => overview(&reports, self.verbose),
+        };
+        if self.timestamp {
+            text.insert_str(0, &(rfc3339(SystemTime::now()) + "\n"));
+        }
+        // An empty line between reports.
+        if again {
+            text.push('\n');
+        }
+        print(&text)
+    }
+}
+
+/// The devices that are reported on.
+struct Devices {
+    dir: StateDir,
+    /// Empty for all that there are at any time.
+    names: Vec<String>,
+    /// Those that cannot be reported on, and why.
+    failed: BTreeMap<String, Failure>,
+}
+
+impl Devices {
+    fn are_all(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    /// The counters of each device that is there.
+    ///
+    /// # Errors
+    /// Why the only device, if it was named, cannot be reported on.
+    fn sample(&mut self) -> Outcome<BTreeMap<String, Statistics>> {
+        let names = if self.are_all() { self.dir.names()? } else { self.names.clone() };
+        let mut samples = BTreeMap::new();
+        for name in names {
+            if !self.are_all() && self.failed.contains_key(&name) {
+                continue;
+            }
+            match ask_if_there::<Option<Statistics>>(&self.dir, &name, &Request::Stat {}) {
+                Ok(statistics) => {
+                    self.failed.remove(&name);
+                    samples.extend(statistics.flatten().map(|statistics| (name, statistics)));
+                }
+                Err(failure) => self.fail(name, failure)?,
+            }
+        }
+        Ok(samples)
+    }
+
+    /// Reports a failure once, as long as it is the same.
+    fn fail(&mut self, name: String, failure: Failure) -> Outcome {
+        if self.names.len() == 1 {
+            return Err(failure);
+        }
+        if self.failed.get(&name) != Some(&failure) {
+            complain(&failure);
+            self.failed.insert(name, failure);
+        }
+        Ok(())
+    }
+
+    fn exit_code(&self) -> ExitCode {
+        if self.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_FAILED) }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    fn plan(words: &str) -> Result<Plan, String> {
+        let line = ["blkq", "stat"].into_iter().chain(words.split_whitespace());
+        let super::super::Command::Stat(args) = Cli::parse_from(line).command else { panic!("{words}") };
+        args.plan()
+    }
 
     #[test]
     fn intervals_are_bounded() {
         assert_eq!(parse_interval("0.5"), Ok(Duration::from_millis(500)));
         for bad in ["0", "-1", "nan", "inf", "1e9", "x", ""] {
             assert!(parse_interval(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn numbers_at_the_end_are_interval_and_count() {
+        let expect = |words: &str, names: &[&str], seconds: Option<u64>, count: Option<u64>| {
+            let names = names.iter().map(|name| (*name).to_owned()).collect();
+            let interval = seconds.map(Duration::from_secs);
+            assert_eq!(plan(words), Ok(Plan { names, interval, count }), "{words}");
+        };
+        expect("", &[], None, None);
+        expect("--all", &[], None, None);
+        expect("2", &[], Some(2), None);
+        expect("2 3", &[], Some(2), Some(3));
+        expect("a", &["a"], None, None);
+        expect("a b 2", &["a", "b"], Some(2), None);
+        expect("a 2 3", &["a"], Some(2), Some(3));
+        expect("7 2 3", &["7"], Some(2), Some(3));
+        expect("nan inf", &["nan", "inf"], None, None);
+        expect("7 --interval 2", &["7"], Some(2), None);
+        expect("a --interval 2 --count 3", &["a"], Some(2), Some(3));
+        for bad in ["a 0", "a 1 0", "a 1 1.5", "--count 2", "a --all", "--histogram", "a b --histogram"] {
+            assert!(plan(bad).is_err(), "{bad}");
         }
     }
 }

@@ -1,120 +1,132 @@
-//! One report of `blkq stat`: as a table, and as JSON. The names in the JSON stay; there may
-//! come more.
+//! The figures of one report of `blkq stat`, and their JSON. The names in the JSON stay; more may
+//! come.
+
+use std::time::SystemTime;
 
 use blkq::stats::GroupSnapshot;
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
-use blkq_export::nbd::NbdCounters;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::histogram::{bars, draw};
+use super::histogram::bars;
 use crate::statistics::{Gate, Nbd, Statistics};
-use crate::table::{Align, render};
+use crate::timestamp::rfc3339;
 
 /// One report.
 pub struct Report {
-    figures: Figures,
+    /// What it shows.
+    pub figures: Figures,
+    /// Whether it covers all the time since the device was attached.
+    pub is_whole: bool,
     /// Of the time that the report covers.
-    during: StatsSnapshot,
+    pub during: StatsSnapshot,
 }
 
+/// What a report shows of a device.
 #[derive(Serialize)]
-struct Figures {
-    name: String,
+pub struct Figures {
+    pub name: String,
+    /// When the report was made.
+    pub time: String,
     /// The time that it covers.
-    seconds: f64,
-    read: Group,
-    write: Group,
-    discard: Group,
-    flush: Group,
+    pub seconds: f64,
+    pub read: Group,
+    pub write: Group,
+    pub discard: Group,
+    pub flush: Group,
     /// Requests in flight now.
-    in_flight: u64,
+    pub in_flight: u64,
     /// The most that ever were in flight: reads, and all others.
-    in_flight_max: [u64; 2],
+    pub in_flight_max: [u64; 2],
     /// Requests in flight on average.
-    queue: f64,
+    pub queue: f64,
     /// Part of the time with anything in flight, in percent.
-    busy_percent: f64,
-    flushes: Flushes,
-    batches: Batches,
-    gate: Gate,
-    clock: Clock,
-    hangs: Hangs,
+    pub busy_percent: f64,
+    pub flushes: Flushes,
+    pub batches: Batches,
+    pub gate: Gate,
+    pub clock: Clock,
+    pub hangs: Hangs,
     /// Null without an NBD server.
-    nbd: Option<Nbd>,
+    pub nbd: Option<Nbd>,
     /// Counted in the time that the report covers.
-    counters: Map<String, Value>,
+    pub counters: Map<String, Value>,
     /// The same as `clock.age_max_us`.
-    clock_age_max_us: f64,
+    pub clock_age_max_us: f64,
     /// Counted since the device was attached: the fields of /sys/block/X/stat.
-    fields: [u64; 17],
+    pub fields: [u64; 17],
 }
 
-/// What a report says of one kind of operation.
+/// The figures of one kind of operation.
 #[derive(Serialize)]
-struct Group {
-    iops: f64,
-    mb_per_s: f64,
-    merges_per_s: f64,
-    latency_average_us: f64,
-    latency_p50_us: f64,
-    latency_p90_us: f64,
-    latency_p99_us: f64,
-    latency_p999_us: f64,
-    latency_max_us: f64,
+pub struct Group {
+    /// Totals of the time that the report covers.
+    pub ios: u64,
+    pub bytes: u64,
+    pub merges: u64,
+    /// Rates and latencies.
+    pub iops: f64,
+    pub mb_per_s: f64,
+    pub merges_per_s: f64,
+    pub latency_average_us: f64,
+    pub latency_p50_us: f64,
+    pub latency_p90_us: f64,
+    pub latency_p99_us: f64,
+    pub latency_p999_us: f64,
+    pub latency_max_us: f64,
     /// Requests failed in the time that the report covers, by the name of the status.
-    errors: Map<String, Value>,
+    pub errors: Map<String, Value>,
     /// The same of I/Os that were refused before they were requests.
-    refused: Map<String, Value>,
+    pub refused: Map<String, Value>,
     /// From the shortest latency on, if it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
-    histogram: Option<Vec<Bar>>,
+    pub histogram: Option<Vec<Bar>>,
 }
 
 /// So many latencies below this time, and not below that of the bar before.
 #[derive(Serialize)]
-struct Bar {
-    below_us: f64,
-    count: u64,
+pub struct Bar {
+    pub below_us: f64,
+    pub count: u64,
 }
 
 /// How many flushes were needed, given to the driver, and served by one that others needed too.
 #[derive(Serialize)]
-struct Flushes {
-    asked: u64,
-    sent: u64,
-    coalesced: u64,
+pub struct Flushes {
+    pub asked: u64,
+    pub sent: u64,
+    pub coalesced: u64,
 }
 
 /// Batches that left the plug and reached the driver, and requests of each on average.
 #[derive(Serialize)]
-struct Batches {
-    plugs: u64,
-    plug_mean: f64,
-    dispatches: u64,
-    dispatch_mean: f64,
-    requeues: u64,
-    splits: u64,
-    tag_waits: u64,
+pub struct Batches {
+    pub plugs: u64,
+    pub plug_mean: f64,
+    pub dispatches: u64,
+    pub dispatch_mean: f64,
+    pub requeues: u64,
+    pub splits: u64,
+    pub tag_waits: u64,
 }
 
 #[derive(Serialize)]
-struct Clock {
-    reads: u64,
-    reads_per_io: f64,
+pub struct Clock {
+    pub reads: u64,
+    pub reads_per_io: f64,
     /// The longest that a cached reading was used since the device was attached.
-    age_max_us: f64,
+    pub age_max_us: f64,
 }
 
 #[derive(Serialize)]
-struct Hangs {
+pub struct Hangs {
     /// Hung when last looked.
-    now: u64,
-    found: u64,
+    pub now: u64,
+    pub found: u64,
     /// How often the thread of a queue did not answer.
-    stalls: u64,
+    pub stalls: u64,
     /// 0 if nobody looks.
-    warning_seconds: f64,
+    pub warning_seconds: f64,
 }
 
 impl Report {
@@ -123,16 +135,19 @@ impl Report {
         Report::new(name, &Statistics::default(), now, now.uptime_ns)
     }
 
-    /// Of what was counted between two times.
+    /// Of what was counted between two times; of all if the device was attached in between.
     pub fn between(name: &str, before: &Statistics, now: &Statistics) -> Report {
+        if now.uptime_ns < now.time_ns.saturating_sub(before.time_ns) {
+            return Report::whole(name, now);
+        }
         Report::new(name, before, now, now.time_ns.saturating_sub(before.time_ns))
     }
 
     fn new(name: &str, before: &Statistics, now: &Statistics, elapsed_ns: u64) -> Report {
         let totals = now.snapshot();
         // Of all the time the latencies are known to the nanosecond.
-        let during =
-            if *before == Statistics::default() { totals.clone() } else { totals.delta(&before.snapshot()) };
+        let is_whole = *before == Statistics::default();
+        let during = if is_whole { totals.clone() } else { totals.delta(&before.snapshot()) };
         // Nothing divides by zero below; a report of no time shows no rates.
         let seconds = elapsed_ns as f64 / 1e9;
         let group = |group| Group::new(&during[group], seconds);
@@ -145,6 +160,7 @@ impl Report {
         let mean = |ios: u64, batches: u64| rate(ios as f64, batches as f64);
         let figures = Figures {
             name: name.to_owned(),
+            time: rfc3339(SystemTime::now()),
             seconds: round(seconds, 1e6),
             read: group(StatGroup::Read),
             write: group(StatGroup::Write),
@@ -185,7 +201,7 @@ impl Report {
             clock_age_max_us: totals.clock_age_max_ns as f64 / 1e3,
             fields: totals.fields(),
         };
-        Report { figures, during }
+        Report { figures, is_whole, during }
     }
 
     /// What is put into JSON; with `histogram`, also the latencies of each operation.
@@ -198,114 +214,6 @@ impl Report {
         }
         self.figures
     }
-
-    /// As text; with `histogram`, the latencies of each operation below.
-    pub fn page(&self, histogram: bool) -> String {
-        let mut page = self.figures.table() + &self.figures.lines();
-        if histogram {
-            for group in StatGroup::ALL {
-                page += &draw(group.name(), &self.during[group].latency);
-            }
-        }
-        page
-    }
-}
-
-impl Figures {
-    fn groups(&self) -> impl Iterator<Item = (&'static str, &Group)> {
-        let groups = [&self.read, &self.write, &self.discard, &self.flush];
-        StatGroup::ALL.iter().map(|group| group.name()).zip(groups)
-    }
-
-    fn table(&self) -> String {
-        let heads = [
-            "", "iops", "MB/s", "merges/s", "avg us", "p50 us", "p90 us", "p99 us", "p99.9 us", "max us",
-            "errors",
-        ];
-        let mut rows = vec![heads.map(str::to_owned)];
-        rows[0][0] = self.name.clone();
-        for (name, group) in self.groups() {
-            let errors = by_status(&group.errors);
-            // Wide enough that the columns of most reports stand below each other.
-            rows.push([
-                format!("{name:8}"),
-                format!("{:8.0}", group.iops),
-                format!("{:8.2}", group.mb_per_s),
-                format!("{:8.0}", group.merges_per_s),
-                format!("{:8.1}", group.latency_average_us),
-                format!("{:8.1}", group.latency_p50_us),
-                format!("{:8.1}", group.latency_p90_us),
-                format!("{:8.1}", group.latency_p99_us),
-                format!("{:8.1}", group.latency_p999_us),
-                format!("{:8.1}", group.latency_max_us),
-                if errors.is_empty() { "0".to_owned() } else { errors },
-            ]);
-        }
-        let mut align = [Align::Right; 11];
-        align[0] = Align::Left;
-        render(align, &rows)
-    }
-
-    fn lines(&self) -> String {
-        let Figures { in_flight_max: [reads, others], flushes, batches, gate, clock, hangs, .. } = self;
-        let mut rows = Vec::new();
-        let mut row = |name: &str, text: String| rows.push([name.to_owned(), text]);
-        let (in_flight, queue, busy, seconds) = (self.in_flight, self.queue, self.busy_percent, self.seconds);
-        row(
-            "in-flight",
-            format!(
-                "{in_flight} now (most: {reads} reads, {others} others), queue {queue:.2}, busy {busy:.1}% of {seconds:.1} s"
-            ),
-        );
-        let Flushes { asked, sent, coalesced } = flushes;
-        row("flushes", format!("{asked} asked, {sent} sent, {coalesced} coalesced"));
-        let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits } = batches;
-        row(
-            "batches",
-            format!(
-                "{plugs} plugs of {plug_mean:.1}, {dispatches} dispatches of {dispatch_mean:.1}, {requeues} requeues, {splits} splits, {tag_waits} tag waits"
-            ),
-        );
-        let Gate { waiting, waits, wakeups, grants, largest_grant } = gate;
-        row(
-            "gate",
-            format!(
-                "{} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches granted (largest {largest_grant})",
-                waiting[0] + waiting[1]
-            ),
-        );
-        row(
-            "clock",
-            format!(
-                "{} reads, {:.3} per I/O, cached for {:.1} us at most",
-                clock.reads, clock.reads_per_io, clock.age_max_us
-            ),
-        );
-        let limit = match hangs.warning_seconds {
-            0.0 => "nobody looks".to_owned(),
-            seconds => format!("after {seconds} s"),
-        };
-        row("hangs", format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls));
-        if let Some(nbd) = &self.nbd {
-            let Nbd { connected, counters } = nbd;
-            let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
-            let NbdCounters { requests, errors, refused_requests, .. } = counters;
-            row(
-                "nbd",
-                format!(
-                    "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {timeouts} late"
-                ),
-            );
-            row(
-                "",
-                format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once"),
-            );
-        }
-        for (name, group) in self.groups().filter(|(_, group)| !group.refused.is_empty()) {
-            row("refused", format!("{name} {}", by_status(&group.refused)));
-        }
-        render([Align::Left, Align::Left], &rows)
-    }
 }
 
 impl Group {
@@ -316,6 +224,9 @@ impl Group {
         };
         let percentile_us = |percent| group.latency.percentile_ns(percent) as f64 / 1e3;
         Group {
+            ios: group.ios,
+            bytes: group.sectors * 512,
+            merges: group.merges,
             iops: rate(group.ios as f64, seconds),
             mb_per_s: rate(group.sectors as f64 * 512.0 / 1e6, seconds),
             merges_per_s: rate(group.merges as f64, seconds),
@@ -332,11 +243,6 @@ impl Group {
     }
 }
 
-/// `io:3,no-space:1`
-fn by_status(counts: &Map<String, Value>) -> String {
-    counts.iter().map(|(name, count)| format!("{name}:{count}")).collect::<Vec<_>>().join(",")
-}
-
 fn rate(count: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { round(count / seconds, 1e3) } else { 0.0 }
 }
@@ -346,12 +252,13 @@ fn round(value: f64, steps: f64) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use blkq_export::nbd::NbdCounters;
     use serde_json::json;
 
     use super::*;
 
-    fn counted() -> StatsSnapshot {
+    pub fn counted() -> StatsSnapshot {
         let mut snapshot = StatsSnapshot { in_flight: [3, 1], busy_ns: 500_000_000, ..Default::default() };
         let read = &mut snapshot.groups[StatGroup::Read as usize];
         (read.ios, read.merges, read.sectors, read.nanoseconds) = (100, 50, 800, 1_000_000_000);
@@ -367,6 +274,7 @@ mod tests {
         let figures = Report::whole("a", &Statistics::new(&counted(), 5, 2_000_000_000)).figures;
         assert_eq!((figures.read.iops, figures.read.merges_per_s), (50.0, 25.0));
         assert_eq!(figures.read.mb_per_s, 0.205);
+        assert_eq!((figures.read.ios, figures.read.merges, figures.read.bytes), (100, 50, 800 * 512));
         assert_eq!(figures.read.latency_average_us, 10_000.0);
         assert!((1.0..1.2).contains(&figures.read.latency_p50_us));
         assert!((1.0..1.2).contains(&figures.read.latency_p99_us));
@@ -379,13 +287,13 @@ mod tests {
 
     #[test]
     fn an_interval_is_what_came_between() {
-        let before = Statistics::new(&counted(), 1_000_000_000, 9);
+        let before = Statistics::new(&counted(), 1_000_000_000, 9_000_000_000);
         let mut more = counted();
         let write = &mut more.groups[StatGroup::Write as usize];
         (write.ios, write.sectors) = (30, 300);
         more.counters[Counter::FlushesAsked as usize] = 4;
         more.hung = 2;
-        let mut now = Statistics::new(&more, 4_000_000_000, 9);
+        let mut now = Statistics::new(&more, 4_000_000_000, 12_000_000_000);
         now.nbd = Some(Nbd { connected: 2, counters: NbdCounters { requests: 5, ..NbdCounters::default() } });
         now.gate = Gate { waits: 7, waiting: [1, 2], ..Gate::default() };
         let figures = Report::between("a", &before, &now).figures;
@@ -397,25 +305,12 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_aligned_and_all_is_there() {
-        let mut snapshot = counted();
-        snapshot.groups[StatGroup::Write as usize].refused[0] = 3;
-        let mut statistics = Statistics::new(&snapshot, 5, 2_000_000_000);
-        statistics.nbd = Some(Nbd::default());
-        let report = Report::whole("a", &statistics);
-        let page = report.page(false);
-        let lines: Vec<&str> = page.lines().collect();
-        assert!(lines[..5].iter().all(|line| line.len() == lines[0].len()), "{page}");
-        let begins = [
-            "in-flight  4 now",
-            "flushes    0",
-            "batches    10 plugs of 10.0",
-            "gate       0",
-            "clock      25 reads",
-        ];
-        assert!(begins.iter().zip(&lines[5..]).all(|(begin, line)| line.starts_with(begin)), "{page}");
-        assert!(page.ends_with("refused    write not-supported:3\n"), "{page}");
-        assert!(report.page(true).contains("read: 100 latencies"));
+    fn a_device_attached_in_between_is_reported_in_whole() {
+        let before = Statistics::new(&counted(), 1_000_000_000, 9_000_000_000);
+        let now = Statistics::new(&counted(), 4_000_000_000, 2_000_000_000);
+        let report = Report::between("a", &before, &now);
+        assert!(report.is_whole);
+        assert_eq!((report.figures.seconds, report.figures.read.ios), (2.0, 100));
     }
 
     #[test]

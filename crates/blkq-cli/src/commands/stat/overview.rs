@@ -1,0 +1,95 @@
+//! Several devices, one line each, under the names and in the units of iostat(1).
+
+use super::report::{Figures, Group, Report};
+use crate::table::{Align, render};
+
+/// What stands above the columns. MB are 10^6 bytes, await is in milliseconds; those without `/s`
+/// are totals of the time in the second column.
+const HEADS: [&str; 15] = [
+    "DEVICE", "seconds", "r/s", "rMB/s", "r_await", "w/s", "wMB/s", "w_await", "d/s", "f/s", "rMB", "wMB",
+    "aqu-sz", "%util", "errors",
+];
+
+/// One line per report; of those that cover an interval without any I/O only their number, unless
+/// `verbose`.
+pub fn overview(reports: &[Report], verbose: bool) -> String {
+    let is_shown = |report: &&Report| verbose || report.is_whole || !report.figures.is_idle();
+    let mut rows = vec![HEADS.map(str::to_owned)];
+    rows.extend(reports.iter().filter(is_shown).map(|report| row(&report.figures)));
+    let idle = reports.len() + 1 - rows.len();
+    let table = if rows.len() > 1 {
+        let mut align = [Align::Right; HEADS.len()];
+        align[0] = Align::Left;
+        render(align, &rows)
+    } else {
+        String::new()
+    };
+    match idle {
+        0 => table,
+        1 => table + "1 device was idle\n",
+        _ => format!("{table}{idle} devices were idle\n"),
+    }
+}
+
+fn row(figures: &Figures) -> [String; HEADS.len()] {
+    let Figures { name, seconds, read, write, discard, flush, queue, busy_percent, .. } = figures;
+    let errors = |group: &Group| group.errors.values().filter_map(serde_json::Value::as_u64).sum::<u64>();
+    let ms = |group: &Group| group.latency_average_us / 1e3;
+    let megabytes = |group: &Group| group.bytes as f64 / 1e6;
+    [
+        // Wide enough that the columns of most reports line up.
+        format!("{name:12}"),
+        format!("{seconds:7.1}"),
+        format!("{:8.1}", read.iops),
+        format!("{:8.2}", read.mb_per_s),
+        format!("{:7.3}", ms(read)),
+        format!("{:8.1}", write.iops),
+        format!("{:8.2}", write.mb_per_s),
+        format!("{:7.3}", ms(write)),
+        format!("{:6.1}", discard.iops),
+        format!("{:6.1}", flush.iops),
+        format!("{:8.1}", megabytes(read)),
+        format!("{:8.1}", megabytes(write)),
+        format!("{queue:6.2}"),
+        format!("{busy_percent:5.1}"),
+        [read, write, discard, flush].map(errors).iter().sum::<u64>().to_string(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::counted;
+    use super::*;
+    use crate::statistics::Statistics;
+
+    #[test]
+    fn devices_have_a_line_each_and_idle_ones_are_counted() {
+        let before = Statistics::new(&counted(), 1_000_000_000, 9_000_000_000);
+        let mut busy = counted();
+        busy.groups[1].ios += 30;
+        busy.groups[1].errors[0] += 2;
+        busy.in_flight = [0, 0];
+        let busy = Statistics::new(&busy, 4_000_000_000, 12_000_000_000);
+        let mut idle = counted();
+        idle.in_flight = [0, 0];
+        let idle = Statistics::new(&idle, 4_000_000_000, 12_000_000_000);
+        let reports = || {
+            [
+                Report::between("busy", &before, &busy),
+                Report::between("idle", &before, &idle),
+                Report::whole("new", &idle),
+            ]
+        };
+        let text = overview(&reports(), false);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 4, "{text}");
+        assert!(lines[..3].iter().all(|line| line.len() == lines[0].len()), "{text}");
+        let cells: Vec<&str> = lines[1].split_whitespace().collect();
+        assert_eq!((cells[0], cells[1], cells[5], cells[14]), ("busy", "3.0", "10.0", "2"), "{text}");
+        assert!(lines[2].starts_with("new ") && lines[3] == "1 device was idle", "{text}");
+        assert_eq!(overview(&reports(), true).lines().count(), 4);
+        assert!(overview(&reports(), true).contains("idle "));
+        assert_eq!(overview(&reports()[1..2], false), "1 device was idle\n");
+        assert_eq!(overview(&[], false), "");
+    }
+}

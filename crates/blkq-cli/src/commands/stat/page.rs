@@ -1,0 +1,219 @@
+//! One device in full: a line per operation, and one per mechanism.
+
+use blkq::StatGroup;
+use blkq_export::nbd::NbdCounters;
+use serde_json::{Map, Value};
+
+use super::histogram::draw;
+use super::report::{Batches, Figures, Flushes, Group, Report};
+use crate::statistics::{Gate, Nbd};
+use crate::table::{Align, render};
+
+impl Report {
+    /// As text, without what was idle unless `verbose`; with `histogram`, the latencies of each
+    /// operation below.
+    pub fn page(&self, histogram: bool, verbose: bool) -> String {
+        let figures = &self.figures;
+        let mut page = self.heading() + &figures.table(verbose) + &figures.lines(verbose);
+        if histogram {
+            for group in StatGroup::ALL {
+                page += &draw(group.name(), &self.during[group].latency);
+            }
+        }
+        page
+    }
+
+    /// Which time the totals and rates are of.
+    fn heading(&self) -> String {
+        let Figures { name, seconds, .. } = &self.figures;
+        match self.is_whole {
+            true => format!("{name}: totals and average rates of the {seconds:.1} s since it was attached\n"),
+            false => format!("{name}: totals and rates of the last {seconds:.2} s\n"),
+        }
+    }
+}
+
+impl Figures {
+    /// The operations by name.
+    fn groups(&self) -> impl Iterator<Item = (&'static str, &Group)> {
+        let groups = [&self.read, &self.write, &self.discard, &self.flush];
+        StatGroup::ALL.iter().map(|group| group.name()).zip(groups)
+    }
+
+    /// Whether nothing happened, and nothing is in flight.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight == 0 && self.groups().all(|(_, group)| group.is_idle())
+    }
+
+    fn table(&self, verbose: bool) -> String {
+        let heads = [
+            "", "iops", "MB/s", "merges/s", "avg us", "p50 us", "p90 us", "p99 us", "p99.9 us", "max us",
+            "errors",
+        ];
+        let mut rows = vec![heads.map(str::to_owned)];
+        for (name, group) in self.groups().filter(|(_, group)| verbose || !group.is_idle()) {
+            let errors = by_status(&group.errors);
+            // Wide enough that the columns of most reports line up.
+            rows.push([
+                format!("{name:9}"),
+                format!("{:8.0}", group.iops),
+                format!("{:8.2}", group.mb_per_s),
+                format!("{:8.0}", group.merges_per_s),
+                format!("{:8.1}", group.latency_average_us),
+                format!("{:8.1}", group.latency_p50_us),
+                format!("{:8.1}", group.latency_p90_us),
+                format!("{:8.1}", group.latency_p99_us),
+                format!("{:8.1}", group.latency_p999_us),
+                format!("{:8.1}", group.latency_max_us),
+                if errors.is_empty() { "0".to_owned() } else { errors },
+            ]);
+        }
+        if rows.len() == 1 {
+            return String::new();
+        }
+        let mut align = [Align::Right; 11];
+        align[0] = Align::Left;
+        render(align, &rows)
+    }
+
+    fn lines(&self, verbose: bool) -> String {
+        let Figures { in_flight_max: [reads, others], flushes, batches, gate, clock, hangs, .. } = self;
+        let mut rows = Vec::new();
+        let mut row = |name: &str, text: String| rows.push([name.to_owned(), text]);
+        let totals: Vec<String> = self
+            .groups()
+            .filter(|(_, group)| verbose || group.ios > 0)
+            .map(|(name, group)| match name {
+                "flush" => format!("flush {}", group.ios),
+                _ => format!("{name} {} ({:.2} MB)", group.ios, group.bytes as f64 / 1e6),
+            })
+            .collect();
+        row("totals", if totals.is_empty() { "no I/O".to_owned() } else { totals.join(", ") });
+        let (in_flight, queue, busy, seconds) = (self.in_flight, self.queue, self.busy_percent, self.seconds);
+        row(
+            "in-flight",
+            format!(
+                "{in_flight} now (most: {reads} reads, {others} others), queue {queue:.2}, busy {busy:.1}% of {seconds:.1} s"
+            ),
+        );
+        let Flushes { asked, sent, coalesced } = flushes;
+        if verbose || asked + sent + coalesced > 0 {
+            row("flushes", format!("{asked} asked, {sent} sent, {coalesced} coalesced"));
+        }
+        let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits } = batches;
+        if verbose || plugs + dispatches + requeues + splits + tag_waits > 0 {
+            row(
+                "batches",
+                format!(
+                    "{plugs} plugs of {plug_mean:.1}, {dispatches} dispatches of {dispatch_mean:.1}, {requeues} requeues, {splits} splits, {tag_waits} tag waits"
+                ),
+            );
+        }
+        let Gate { waiting, waits, wakeups, grants, largest_grant } = gate;
+        let waiting = u64::from(waiting[0] + waiting[1]);
+        if verbose || waiting + waits + wakeups + grants > 0 {
+            row(
+                "gate",
+                format!(
+                    "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches granted (largest {largest_grant})"
+                ),
+            );
+        }
+        if verbose || clock.reads > 0 {
+            row(
+                "clock",
+                format!(
+                    "{} reads, {:.3} per I/O, cached for {:.1} us at most",
+                    clock.reads, clock.reads_per_io, clock.age_max_us
+                ),
+            );
+        }
+        if verbose || hangs.now + hangs.found + hangs.stalls > 0 {
+            let limit = match hangs.warning_seconds {
+                0.0 => "the warning is off".to_owned(),
+                seconds => format!("after {seconds} s"),
+            };
+            row(
+                "hangs",
+                format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls),
+            );
+        }
+        if let Some(nbd) = self.nbd.as_ref().filter(|nbd| verbose || **nbd != Nbd::default()) {
+            let Nbd { connected, counters } = nbd;
+            let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
+            let NbdCounters { requests, errors, refused_requests, .. } = counters;
+            row(
+                "nbd",
+                format!(
+                    "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {timeouts} late"
+                ),
+            );
+            row(
+                "",
+                format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once"),
+            );
+        }
+        for (name, group) in self.groups().filter(|(_, group)| !group.refused.is_empty()) {
+            row("refused", format!("{name} {}", by_status(&group.refused)));
+        }
+        render([Align::Left, Align::Left], &rows)
+    }
+}
+
+impl Group {
+    fn is_idle(&self) -> bool {
+        self.ios == 0 && self.errors.is_empty() && self.refused.is_empty()
+    }
+}
+
+/// `io:3,no-space:1`
+fn by_status(counts: &Map<String, Value>) -> String {
+    counts.iter().map(|(name, count)| format!("{name}:{count}")).collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::StatsSnapshot;
+
+    use super::super::report::tests::counted;
+    use super::*;
+    use crate::statistics::Statistics;
+
+    #[test]
+    fn a_page_lines_up_and_hides_what_was_idle() {
+        let mut snapshot = counted();
+        snapshot.groups[StatGroup::Write as usize].refused[0] = 3;
+        let mut statistics = Statistics::new(&snapshot, 5, 2_000_000_000);
+        statistics.nbd = Some(Nbd::default());
+        let report = Report::whole("a", &statistics);
+        let page = report.page(false, true);
+        let lines: Vec<&str> = page.lines().collect();
+        assert_eq!(lines[0], "a: totals and average rates of the 2.0 s since it was attached");
+        assert!(lines[1..6].iter().all(|line| line.len() == lines[1].len()), "{page}");
+        let begins = [
+            "totals     read 100 (0.41 MB), write 0 (0.00 MB), discard 0 (0.00 MB), flush 0",
+            "in-flight  4 now",
+            "flushes    0",
+            "batches    10 plugs of 10.0",
+            "gate       0",
+            "clock      25 reads",
+            "hangs      0 now, 0 found, 0 stalls (the warning is off)",
+            "nbd        0",
+        ];
+        assert!(begins.iter().zip(&lines[6..]).all(|(begin, line)| line.starts_with(begin)), "{page}");
+        assert!(page.ends_with("refused    write not-supported:3\n"), "{page}");
+        assert!(report.page(true, false).contains("read: 100 latencies"));
+
+        let page = report.page(false, false);
+        let names: Vec<&str> = page.lines().filter_map(|line| line.split_whitespace().next()).collect();
+        assert_eq!(
+            names,
+            ["a:", "iops", "read", "write", "totals", "in-flight", "batches", "clock", "refused"],
+            "{page}"
+        );
+        let idle = Statistics::new(&StatsSnapshot::default(), 5, 2_000_000_000);
+        let page = Report::whole("a", &idle).page(false, false);
+        assert_eq!(page.lines().count(), 3, "{page}");
+        assert!(page.contains("totals     no I/O\n"), "{page}");
+    }
+}
