@@ -15,7 +15,7 @@ use std::os::fd::AsFd;
 use io_uring::{opcode, squeue, types};
 
 use crate::bio::{BioFlags, Operation};
-use crate::buffer::Segment;
+use crate::buffer::{IoBuffer, Segment};
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::request::{Request, Tag};
@@ -44,6 +44,8 @@ const TOKEN_POLL_NS: u64 = 1_000_000;
 /// gets the operation, and before it fails.
 const ATTEMPTS_INLINE: u64 = 4;
 const ATTEMPTS_MAX: u64 = 64;
+/// Largest unit of direct I/O: the largest logical block.
+const SCRATCH_BYTES: usize = 4096;
 /// Marks the completion of what waited for its turn; below it is the tag.
 const IN_TURN: u64 = 1 << 16;
 /// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
@@ -125,6 +127,8 @@ pub(super) struct LoopQueue {
     /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
     /// initialised, so that what is never used takes no memory.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
+    /// What [`LoopQueue::end_entry`] reads into. Nobody looks at it.
+    scratch: IoBuffer,
     /// Requests waiting for their turn, in order.
     waiting: VecDeque<Tag>,
     /// The calls whose turn it is, in no order, and how many there may be.
@@ -156,6 +160,7 @@ impl LoopQueue {
             read_only: settings.read_only,
             turns: settings.turns,
             iovecs,
+            scratch: IoBuffer::zeroed(SCRATCH_BYTES),
             waiting: VecDeque::with_capacity(tags),
             calls: Vec::with_capacity(tags),
             calls_max: settings.calls_max,
@@ -238,6 +243,7 @@ impl LoopQueue {
         let entry = match operation {
             Operation::Flush => self.sync_entry(),
             Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, progress.done),
+            Operation::WriteZeroes if progress.done > 0 => self.end_entry(offset),
             Operation::Discard if self.shared.discard_by_command.load(Relaxed) => {
                 let mut length = [0; 16];
                 length[..8].copy_from_slice(&bytes.to_ne_bytes());
@@ -255,6 +261,13 @@ impl LoopQueue {
         // argument arrays and the registered file live as long as this queue, which ends
         // only when nothing is in flight (see `drop`).
         unsafe { cx.push(entry, payload) }
+    }
+
+    /// A read of the last bytes before `end`, which fallocate zeroed. Beyond the end of the file
+    /// that does nothing and reports success; only a read finds out.
+    fn end_entry(&mut self, end: u64) -> squeue::Entry {
+        let file = types::Fixed(self.slot.0);
+        opcode::Read::new(file, self.scratch.as_mut_ptr(), self.align as u32).offset(end - self.align).build()
     }
 
     fn sync_entry(&self) -> squeue::Entry {
@@ -384,10 +397,21 @@ impl LoopQueue {
 
     fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Outcome {
         let request = cx.request(tag);
-        let (operation, flags) = (request.operation(), request.flags());
+        let (operation, flags, bytes) = (request.operation(), request.flags(), request.bytes());
         let shared = &self.shared;
         if operation == Operation::Flush {
             return Outcome::Ended(self.flushed(result));
+        }
+        let progress = Progress::load(cx.pdu(tag));
+        if progress.done > 0 {
+            // The file may have become shorter than the device.
+            let zeroed = result >= 0 && result as u64 == self.align;
+            let status = if result < 0 { Status::from_errno(-result) } else { Status::Io };
+            return Outcome::Ended(if zeroed { Ok(()) } else { Err(status) });
+        }
+        if result >= 0 && operation == Operation::WriteZeroes && !shared.block_device {
+            Progress { done: bytes, attempts: 0 }.store(cx.pdu(tag));
+            return Outcome::Unfinished;
         }
         if result >= 0 {
             return Outcome::Ended(Ok(()));
@@ -523,9 +547,16 @@ impl LoopQueue {
 impl DriverQueue for LoopQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
-            let operation = cx.request(tag).operation();
+            let request = cx.request(tag);
+            let operation = request.operation();
+            // The kernel writes zeroes where the block device cannot do it, and does not say so.
+            let maybe_slow = operation == Operation::WriteZeroes
+                && self.shared.block_device
+                && request.flags().contains(BioFlags::NO_UNMAP | BioFlags::NO_FALLBACK);
             if self.read_only && operation.is_write() {
                 cx.complete(tag, Err(Status::ReadOnly));
+            } else if maybe_slow {
+                cx.complete(tag, Err(Status::NotSupported));
             } else if self.waits_for_its_turn(operation) {
                 self.waiting.push_back(tag);
             } else {

@@ -224,6 +224,12 @@ fn a_block_device_is_served_with_its_own_discard() {
             assert_eq!(h.run(zeroes).0, Ok(()));
         }
         assert_eq!(h.read_back(131072, 65536), vec![0; 65536]);
+        // Whether zeroes would be written is the kernel's secret: a fast answer is no.
+        let fast = h.bare(Operation::WriteZeroes, BioFlags::NO_UNMAP | BioFlags::NO_FALLBACK, 131072, 65536);
+        assert_eq!(h.run(fast).0, Err(Status::NotSupported));
+        let fast = h.bare(Operation::WriteZeroes, BioFlags::NO_FALLBACK, 131072, 65536);
+        assert_eq!(h.run(fast).0, Ok(()));
+        assert!(device.limits().max_write_zeroes_no_unmap_bytes > 0, "all others still work");
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [Extent { length: MIB, hole: false, zero: false }]);
         if direct_io == DirectIo::On {
             // What no layer above lets through fails, and the device lives on.

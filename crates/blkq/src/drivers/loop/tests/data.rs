@@ -249,6 +249,34 @@ fn discard_frees_and_no_unmap_keeps() {
 }
 
 #[test]
+fn write_zeroes_past_the_end_of_a_truncated_file_is_an_error() {
+    for (direct_io, dispatch) in modes() {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(65536 + 512).unwrap();
+        for flags in [PLAIN, BioFlags::NO_UNMAP] {
+            for (offset, bytes, result) in [
+                (0, 65536, Ok(())),
+                (61440, 4096, Ok(())),
+                (65536, 4096, Err(Status::Io)),
+                (61440, 8192, Err(Status::Io)),
+                (0, MIB, Err(Status::Io)),
+                (MIB / 2, 4096, Err(Status::Io)),
+            ] {
+                let zeroes = h.bare(Operation::WriteZeroes, flags, offset, bytes);
+                assert_eq!(h.run(zeroes).0, result, "{direct_io:?} {dispatch:?} {flags:?} {offset}+{bytes}");
+            }
+        }
+        // A trim is advice.
+        let discard = h.bare(Operation::Discard, PLAIN, MIB / 2, 4096);
+        assert_eq!(h.run(discard).0, Ok(()));
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 65536 + 512);
+    }
+}
+
+#[test]
 fn what_the_file_system_cannot_do_is_said_once_and_then_not_offered() {
     // tmpfs punches holes and does not know FALLOC_FL_ZERO_RANGE.
     let directory = Directory::tmpfs("size=4m");
