@@ -52,3 +52,82 @@ fn a_list_of_revoked_certificates_of_another_authority_is_refused() {
     std::fs::write(directory.join("ca-cert.pem"), read("ca-cert.pem") + &read("other-cert.pem")).unwrap();
     assert!(TlsCertificates::load(&directory).unwrap().verifies_clients());
 }
+
+/// As [`refusal`], of the certificates for servers with `key` in place of the right one.
+fn refusal_of_key(pki: &Pki, name: &str, key: &str) -> String {
+    refusal(&pki.gather(name, &[SERVER[0], (key, "server-key.pem")]))
+}
+
+#[test]
+fn each_refused_key_is_named_with_the_reason() {
+    let pki = Pki::new();
+    let why = refusal_of_key(&pki, "mixed-up", "client-key.pem");
+    assert!(
+        why.contains("server-key.pem: it is not the key of the first certificate in server-cert.pem"),
+        "{why}"
+    );
+    let why = refusal_of_key(&pki, "no-key", "server-cert.pem");
+    assert!(why.contains("server-key.pem: it holds no private key"), "{why}");
+    for (name, words) in [
+        (
+            "pkcs8",
+            &["pkey", "-in", "server-key.pem", "-aes128", "-passout", "pass:secret", "-out", "pkcs8.pem"][..],
+        ),
+        ("sec1", &["ec", "-in", "server-key.pem", "-aes128", "-passout", "pass:secret", "-out", "sec1.pem"]),
+    ] {
+        pki.openssl(words);
+        let why = refusal_of_key(&pki, name, &format!("{name}.pem"));
+        assert!(
+            why.contains("server-key.pem: it needs a passphrase") && why.contains("openssl pkey"),
+            "{why}"
+        );
+    }
+    let empty = pki.gather("empty", &[]);
+    let why = refusal(&empty);
+    assert!(
+        why.contains("cannot read") && why.contains("/empty/server-cert.pem (the directory needs"),
+        "{why}"
+    );
+    std::fs::copy(pki.file("server-cert.pem"), empty.join("server-cert.pem")).unwrap();
+    assert!(refusal(&empty).contains("/empty/server-key.pem (the directory needs"), "{}", refusal(&empty));
+}
+
+#[test]
+fn rsa_keys_of_three_sizes_are_taken_and_others_named_as_keys() {
+    let pki = Pki::new();
+    for (bits, taken) in [(2048, true), (2432, false), (2560, false), (3072, true)] {
+        let (size, key, cert) =
+            (format!("rsa:{bits}"), format!("{bits}-key.pem"), format!("{bits}-cert.pem"));
+        let of_all = ["req", "-x509", "-newkey", &size, "-nodes", "-days", "2", "-subj", "/CN=server"];
+        pki.openssl(&[&of_all[..], &["-keyout", &key, "-out", &cert]].concat());
+        let files = [(&*cert, "server-cert.pem"), (&*key, "server-key.pem")];
+        let directory = pki.gather(&format!("rsa{bits}"), &files);
+        match TlsCertificates::load(&directory) {
+            Ok(_) => assert!(taken, "{bits}"),
+            Err(error) => {
+                let why = error.to_string();
+                assert!(!taken, "{bits}: {why}");
+                assert!(
+                    why.contains("server-key.pem: this kind or size") && why.contains("2048, 3072 or 4096"),
+                    "{why}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn certificates_are_reloaded_as_a_whole_or_not_at_all() {
+    let pki = Pki::new();
+    let directory = pki.gather("live", &[&SERVER[..], &[AUTHORITY]].concat());
+    let certificates = TlsCertificates::load(&directory).unwrap();
+    certificates.reload().unwrap();
+    std::fs::copy(pki.file("client-key.pem"), directory.join("server-key.pem")).unwrap();
+    assert!(certificates.reload().unwrap_err().to_string().contains("server-key.pem"));
+    std::fs::copy(pki.file("client-cert.pem"), directory.join("server-cert.pem")).unwrap();
+    certificates.reload().unwrap();
+    std::fs::remove_file(directory.join("ca-cert.pem")).unwrap();
+    let why = certificates.reload().unwrap_err().to_string();
+    assert!(why.contains("ca-cert.pem: it was there before"), "{why}");
+    assert!(certificates.verifies_clients());
+}

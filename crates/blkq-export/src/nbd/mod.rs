@@ -4,6 +4,7 @@
 //! in memory: no socket, no clock, no block layer. [`NbdServer`] puts it on sockets and engines.
 
 mod budget;
+mod certificates;
 mod connection;
 pub mod handshake;
 mod listener;
@@ -26,9 +27,10 @@ pub mod fuzzing {
     pub use super::tls::{Tls, TlsEnd};
 }
 
+pub use certificates::TlsCertificates;
 pub use listener::{Listen, Listener};
 #[cfg(simulation)]
 pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};
 pub use status::{ConnectionInfo, NbdCounters};
-pub use tls::{TlsCertificates, TlsOptions};
+pub use tls::TlsOptions;

@@ -1,32 +1,16 @@
-//! TLS under NBD: certificates, and a connection's records on their way in and out.
+//! TLS under NBD: a connection's records on their way in and out.
 //!
 //! Everything is done in memory, on the engine's thread: what was received is decrypted when its
 //! turn comes, what is sent is encrypted a bounded piece at a time. Nothing waits here.
 
-use std::fmt;
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
-use std::path::Path;
-use std::sync::Arc;
 
-use blkq::{Error, ErrorKind};
-use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
-use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{RootCertStore, ServerConfig, ServerConnection};
-
-use webpki::{BorrowedCertRevocationList, CertRevocationList};
+use rustls::ServerConnection;
 
 use crate::buffers::try_zeroed;
 
+use super::certificates::TlsCertificates;
 use super::outgoing::Outgoing;
-
-/// What a directory of certificates holds, by the names that QEMU, libvirt and nbdkit use.
-const CERTIFICATE: &str = "server-cert.pem";
-const KEY: &str = "server-key.pem";
-/// Optional: if it is there, clients must have certificates that it signed, and that are not on
-/// the list of revoked ones.
-const AUTHORITY: &str = "ca-cert.pem";
-const REVOKED: &str = "ca-crl.pem";
 
 /// Bytes received that are not decrypted yet: several records of 16 KiB.
 const INCOMING_BYTES: usize = 128 << 10;
@@ -44,114 +28,6 @@ pub struct TlsOptions {
     pub certificates: TlsCertificates,
     /// Whether clients must use it.
     pub required: bool,
-}
-
-/// Certificates, read once.
-#[derive(Clone)]
-pub struct TlsCertificates {
-    config: Arc<ServerConfig>,
-    authority: bool,
-}
-
-impl fmt::Debug for TlsCertificates {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TlsCertificates").field("authority", &self.authority).finish_non_exhaustive()
-    }
-}
-
-impl TlsCertificates {
-    /// Reads `server-cert.pem`, `server-key.pem` and, if there, `ca-cert.pem` and `ca-crl.pem` of
-    /// `directory`.
-    ///
-    /// # Errors
-    /// Which file cannot be read, or does not fit the others.
-    pub fn load(directory: &Path) -> Result<TlsCertificates, Error> {
-        let file = |name: &str| directory.join(name);
-        let chain: Vec<CertificateDer<'static>> = read_all(&file(CERTIFICATE))?;
-        let key = PrivateKeyDer::from_pem_file(file(KEY)).map_err(|e| unreadable(&file(KEY), &e))?;
-        let invalid = |name: &str, why: &dyn fmt::Display| {
-            Error::new(ErrorKind::Invalid, format!("TLS: {}: {why}", file(name).display()))
-        };
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let builder = ServerConfig::builder_with_provider(provider.clone())
-            .with_safe_default_protocol_versions()
-            .map_err(|e| invalid(CERTIFICATE, &e))?;
-        // One that cannot be read is an error below, and not as if there were none.
-        let is_there = |name: &str| file(name).symlink_metadata().is_ok();
-        let authority = is_there(AUTHORITY);
-        let builder = if authority {
-            let mut roots = RootCertStore::empty();
-            for certificate in read_all(&file(AUTHORITY))? {
-                roots.add(certificate).map_err(|e| invalid(AUTHORITY, &e))?;
-            }
-            let roots = Arc::new(roots);
-            let mut verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider);
-            if is_there(REVOKED) {
-                let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&file(REVOKED))?;
-                if lists.iter().any(|list| !is_of(list, &roots)) {
-                    return Err(invalid(
-                        REVOKED,
-                        &format_args!(
-                            "it is of an authority that is not in {AUTHORITY}, and may revoke nothing; add that authority there, or put the list of the right one here"
-                        ),
-                    ));
-                }
-                verifier = verifier.with_crls(lists).allow_unknown_revocation_status();
-            }
-            let of = |e: &VerifierBuilderError| match e {
-                VerifierBuilderError::InvalidCrl(_) => REVOKED,
-                _ => AUTHORITY,
-            };
-            builder.with_client_cert_verifier(verifier.build().map_err(|e| invalid(of(&e), &e))?)
-        } else if is_there(REVOKED) {
-            return Err(invalid(
-                REVOKED,
-                &format_args!("there is no {AUTHORITY} whose certificates it could revoke"),
-            ));
-        } else {
-            builder.with_no_client_auth()
-        };
-        let mut config = builder.with_single_cert(chain, key).map_err(|e| invalid(CERTIFICATE, &e))?;
-        // Nothing is kept for a client that has gone.
-        config.session_storage = Arc::new(NoServerSessionStorage {});
-        config.send_tls13_tickets = 0;
-        Ok(TlsCertificates { config: Arc::new(config), authority })
-    }
-
-    /// Whether clients must have certificates.
-    pub fn verifies_clients(&self) -> bool {
-        self.authority
-    }
-}
-
-/// Whether `list` is of one of `roots`, by its name. One that cannot be read is refused elsewhere.
-fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
-    let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
-    let list = CertRevocationList::from(list);
-    roots.roots.iter().any(|root| &*root.subject == list.issuer())
-}
-
-fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
-    let items = T::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<T>, _>>);
-    match items {
-        Ok(items) if items.is_empty() => Err(unreadable(path, &pem::Error::NoItemsFound)),
-        Ok(items) => Ok(items),
-        Err(error) => Err(unreadable(path, &error)),
-    }
-}
-
-fn unreadable(path: &Path, error: &pem::Error) -> Error {
-    let path = path.display();
-    match error {
-        pem::Error::Io(e) => {
-            let what = format!("TLS: cannot read {path} (docs/nbd.md says which files there are)");
-            Error::system(what, std::io::Error::from(e.kind()))
-        }
-        pem::Error::NoItemsFound => {
-            Error::new(ErrorKind::Invalid, format!("TLS: {path} does not hold in PEM what its name says"))
-        }
-        error => Error::new(ErrorKind::Invalid, format!("TLS: {path} is no whole PEM file: {error:?}")),
-    }
 }
 
 /// Why nothing more can be received.
@@ -182,7 +58,7 @@ impl Tls {
         let incoming = try_zeroed(INCOMING_BYTES)?;
         let mut outgoing = Vec::new();
         outgoing.try_reserve_exact(OUTGOING_BYTES + RECORD_SEALED_MAX_BYTES).ok()?;
-        let connection = ServerConnection::new(certificates.config.clone()).ok()?;
+        let connection = ServerConnection::new(certificates.config()).ok()?;
         Some(Tls { connection, incoming, start: 0, end: 0, outgoing, sent: 0, closed: false })
     }
 

@@ -72,7 +72,8 @@ impl Pki {
         directory
     }
 
-    fn openssl(&self, words: &[&str]) {
+    /// Runs openssl in the directory.
+    pub fn openssl(&self, words: &[&str]) {
         let mut command = Command::new("openssl");
         let output = command.args(words).current_dir(Path::new(&self.directory)).output();
         let output = output.expect("openssl is installed");

@@ -1,0 +1,232 @@
+//! The directory of certificates: read when a server starts, and again when that is asked for.
+
+use std::fmt::{self, Display};
+use std::fs::File;
+use std::io::{ErrorKind as IoErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use blkq::{Error, ErrorKind};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig};
+use webpki::{BorrowedCertRevocationList, CertRevocationList};
+
+/// What a directory of certificates holds, by the names that QEMU, libvirt and nbdkit use.
+const CERTIFICATE: &str = "server-cert.pem";
+const KEY: &str = "server-key.pem";
+/// Optional: if it is there, clients must have certificates that it signed, and that are not on
+/// the list of revoked ones.
+const AUTHORITY: &str = "ca-cert.pem";
+const REVOKED: &str = "ca-crl.pem";
+
+/// Largest file that is read. The largest one that makes sense holds all authorities of a
+/// distribution, which is a quarter of it.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Certificates of a directory. Clones share them.
+#[derive(Clone)]
+pub struct TlsCertificates {
+    directory: PathBuf,
+    /// Locked for the copy of a pointer, and only to write it on the control plane.
+    loaded: Arc<RwLock<Loaded>>,
+}
+
+struct Loaded {
+    config: Arc<ServerConfig>,
+    /// Clients need certificates.
+    authority: bool,
+}
+
+impl fmt::Debug for TlsCertificates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TlsCertificates").field("directory", &self.directory).finish_non_exhaustive()
+    }
+}
+
+impl TlsCertificates {
+    /// Reads `server-cert.pem`, `server-key.pem` and, if there, `ca-cert.pem` and `ca-crl.pem` of
+    /// `directory`.
+    ///
+    /// # Errors
+    /// Which file is missing, cannot be used, or does not fit the others.
+    pub fn load(directory: &Path) -> Result<TlsCertificates, Error> {
+        let directory = std::path::absolute(directory)
+            .map_err(|e| Error::system(format!("TLS: {}", directory.display()), e))?;
+        let loaded = Arc::new(RwLock::new(Loaded::read(&directory)?));
+        Ok(TlsCertificates { directory, loaded })
+    }
+
+    /// Reads the directory again. Connections that start from now on, of all clones, get what it
+    /// holds now; the others keep what they have.
+    ///
+    /// # Errors
+    /// As [`TlsCertificates::load`]; if clients needed certificates and no longer would. All stays
+    /// as it was then.
+    pub fn reload(&self) -> Result<(), Error> {
+        let mut loaded = Loaded::read(&self.directory)?;
+        if self.verifies_clients() && !loaded.authority {
+            let why = format_args!("it was there before, and without it no client needs a certificate");
+            return Err(invalid(&self.directory.join(AUTHORITY), &why));
+        }
+        // The old ones are freed outside of the lock.
+        std::mem::swap(&mut *self.loaded.write().unwrap_or_else(PoisonError::into_inner), &mut loaded);
+        Ok(())
+    }
+
+    /// Whether clients must have certificates.
+    pub fn verifies_clients(&self) -> bool {
+        self.loaded.read().unwrap_or_else(PoisonError::into_inner).authority
+    }
+
+    /// Where they are, as an absolute path.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    pub(super) fn config(&self) -> Arc<ServerConfig> {
+        self.loaded.read().unwrap_or_else(PoisonError::into_inner).config.clone()
+    }
+}
+
+impl Loaded {
+    fn read(directory: &Path) -> Result<Loaded, Error> {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let identity = identity(directory, &provider)?;
+        let verifier = verifier(directory, &provider)?;
+        let authority = verifier.is_some();
+        let builder = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|e| invalid(&directory.join(CERTIFICATE), &e))?;
+        let builder = match verifier {
+            Some(verifier) => builder.with_client_cert_verifier(verifier),
+            None => builder.with_no_client_auth(),
+        };
+        let mut config = builder.with_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
+        // Nothing is kept for a client that has disconnected.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+        Ok(Loaded { config: Arc::new(config), authority })
+    }
+}
+
+/// The server's certificate and its key.
+fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey, Error> {
+    let (certificate, key) = (directory.join(CERTIFICATE), directory.join(KEY));
+    let chain: Vec<CertificateDer<'static>> = read_all(&certificate)?;
+    let text = read_file(&key)?;
+    if text.windows(9).any(|word| word == b"ENCRYPTED") {
+        let why = "it needs a passphrase, and nobody is there to enter it: \
+            remove that with `openssl pkey -in server-key.pem -out new.pem`, and rename new.pem";
+        return Err(invalid(&key, &why));
+    }
+    let private = PrivateKeyDer::from_pem_slice(&text).map_err(|e| match e {
+        pem::Error::NoItemsFound => invalid(&key, &"it holds no private key in PEM"),
+        error => malformed(&key, &error),
+    })?;
+    let private = provider.key_provider.load_private_key(private).map_err(|_| {
+        let why = "this kind or size of key cannot be used: make an RSA key of 2048, 3072 or 4096 \
+            bits, an EC key of prime256v1 or secp384r1, or an Ed25519 key";
+        invalid(&key, &why)
+    })?;
+    let identity = CertifiedKey::new(chain, private);
+    identity.keys_match().map_err(|error| match error {
+        rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
+            invalid(&key, &format_args!("it is not the key of the first certificate in {CERTIFICATE}"))
+        }
+        error => invalid(&certificate, &unusable(&error)),
+    })?;
+    Ok(identity)
+}
+
+/// Why a certificate of the server's own cannot be used.
+fn unusable(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::InvalidCertificate(CertificateError::Other(other))
+            if other.to_string().contains("UnsupportedCertVersion") =>
+        {
+            "it is not of X.509 version 3: give it an extension, such as subjectAltName".to_owned()
+        }
+        error => error.to_string(),
+    }
+}
+
+/// What certificates of clients are checked by, if there is an authority.
+fn verifier(
+    directory: &Path,
+    provider: &Arc<CryptoProvider>,
+) -> Result<Option<Arc<dyn ClientCertVerifier>>, Error> {
+    let (authority, revoked) = (directory.join(AUTHORITY), directory.join(REVOKED));
+    // One that cannot be read is an error below, and not as if there were none.
+    let is_there = |file: &Path| file.symlink_metadata().is_ok();
+    if !is_there(&authority) {
+        let alone = format_args!("there is no {AUTHORITY} whose certificates it could revoke");
+        return if is_there(&revoked) { Err(invalid(&revoked, &alone)) } else { Ok(None) };
+    }
+    let mut roots = RootCertStore::empty();
+    for certificate in read_all(&authority)? {
+        roots.add(certificate).map_err(|e| invalid(&authority, &unusable(&e)))?;
+    }
+    let roots = Arc::new(roots);
+    let mut builder = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
+    if is_there(&revoked) {
+        let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&revoked)?;
+        if lists.iter().any(|list| !is_of(list, &roots)) {
+            let why = format_args!(
+                "it is of an authority that is not in {AUTHORITY}, and may revoke nothing; add that authority there, or put the list of the right one here"
+            );
+            return Err(invalid(&revoked, &why));
+        }
+        builder = builder.with_crls(lists).allow_unknown_revocation_status();
+    }
+    let verifier = builder.build().map_err(|e| match e {
+        VerifierBuilderError::InvalidCrl(_) => invalid(&revoked, &e),
+        _ => invalid(&authority, &e),
+    })?;
+    Ok(Some(verifier))
+}
+
+/// Whether `list` is of one of `roots`, by its name. One that cannot be read is refused elsewhere.
+fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
+    let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
+    let list = CertRevocationList::from(list);
+    roots.roots.iter().any(|root| &*root.subject == list.issuer())
+}
+
+fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
+    let text = read_file(path)?;
+    match T::pem_slice_iter(&text).collect::<Result<Vec<T>, _>>() {
+        Ok(items) if items.is_empty() => Err(invalid(path, &"it does not hold in PEM what its name says")),
+        Ok(items) => Ok(items),
+        Err(error) => Err(malformed(path, &error)),
+    }
+}
+
+fn read_file(path: &Path) -> Result<Vec<u8>, Error> {
+    let mut text = Vec::new();
+    match File::open(path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)) {
+        Ok(_) if text.len() as u64 > FILE_BYTES_MAX => Err(invalid(path, &"it is larger than 1 MiB")),
+        Ok(_) => Ok(text),
+        Err(error) => {
+            let needed = matches!(error.kind(), IoErrorKind::NotFound | IoErrorKind::NotADirectory);
+            let cure = if needed {
+                format!(" (the directory needs {CERTIFICATE} and {KEY})")
+            } else {
+                String::new()
+            };
+            Err(Error::system(format!("TLS: cannot read {}{cure}", path.display()), error))
+        }
+    }
+}
+
+fn malformed(path: &Path, error: &pem::Error) -> Error {
+    invalid(path, &format_args!("it is no whole PEM file: {error:?}"))
+}
+
+fn invalid(path: &Path, why: &dyn Display) -> Error {
+    Error::new(ErrorKind::Invalid, format!("TLS: {}: {why}", path.display()))
+}
