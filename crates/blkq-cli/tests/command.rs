@@ -265,13 +265,16 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
         .arg(program)
         .env("BLKQ_STATE_DIR", place.state())
         .stdin(std::os::fd::OwnedFd::from(listener.try_clone().unwrap()))
-        .stdout(Stdio::null());
+        .stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     drop(client(&format!("nbd+unix:///?socket={}", path.display())));
     assert!(!place.files().contains(&"ram.nbd".to_owned()));
     assert_eq!(place.pid("ram"), i32::try_from(child.id()).unwrap());
     place.done(&["detach", "ram", "--force"]);
     assert_eq!(child.wait().unwrap().code(), Some(0));
+    let mut printed = String::new();
+    child.stdout.unwrap().read_to_string(&mut printed).unwrap();
+    assert_eq!(printed, "", "standard output is that of the client who made the socket");
     assert!(path.exists());
 }
 

@@ -251,11 +251,16 @@ impl Args {
 
     /// Prints what the user needs to know of the new device.
     fn report(&self, info: &DeviceInfo) -> Outcome {
-        if !self.json {
-            return report(info);
+        if self.json {
+            warn(info);
+            return print_json(info);
         }
-        warn(info);
-        print_json(info)
+        if systemd::is_activated() {
+            // Standard output is that of the program which has the sockets, and knows where they are.
+            warn(info);
+            return Ok(());
+        }
+        report(info)
     }
 
     /// Serves the device in this process until it is ended.
