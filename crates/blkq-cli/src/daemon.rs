@@ -164,6 +164,7 @@ impl Daemon {
     fn begin(parent: &Parent) -> Outcome<(StateDir, Signals)> {
         // In the foreground it is the user's process, who may have started it with nohup(1).
         let signals = Signals::install(parent.null.is_none())?;
+        systemd::connect_manager();
         raise_limits();
         let dir = StateDir::locate()?;
         dir.create()?;

@@ -6,6 +6,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::OnceLock;
 
 use rustix::io::{FdFlags, fcntl_setfd};
 
@@ -58,15 +59,27 @@ fn is_open(fd: RawFd) -> bool {
     unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
 }
 
-/// Tells the service manager, if there is one that wants to know, lines such as
-/// `READY=1`. It is only word: that it cannot be delivered stops nothing.
-pub fn notify(lines: &str) {
-    if let Some(address) = std::env::var_os("NOTIFY_SOCKET") {
-        let _ = notify_to(&address, lines);
+/// The service manager's socket, if there is one that wants to be notified.
+static MANAGER: OnceLock<UnixDatagram> = OnceLock::new();
+
+/// Connects to the service manager's socket: later the process may have neither the mount that its
+/// path is on nor the right to make a socket. That there is none is no error.
+pub fn connect_manager() {
+    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    if let Ok(socket) = connect(&address) {
+        let _ = MANAGER.set(socket);
     }
 }
 
-fn notify_to(address: &OsStr, lines: &str) -> std::io::Result<()> {
+/// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. What cannot be
+/// delivered is lost, and stops nothing.
+pub fn notify(lines: &str) {
+    if let Some(manager) = MANAGER.get() {
+        let _ = manager.send(lines.as_bytes());
+    }
+}
+
+fn connect(address: &OsStr) -> std::io::Result<UnixDatagram> {
     let address = match address.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
         path => SocketAddr::from_pathname(OsStr::from_bytes(path))?,
@@ -74,7 +87,8 @@ fn notify_to(address: &OsStr, lines: &str) -> std::io::Result<()> {
     let socket = UnixDatagram::unbound()?;
     // A manager that does not read must not stop the daemon.
     socket.set_nonblocking(true)?;
-    socket.send_to_addr(lines.as_bytes(), &address).map(|_| ())
+    socket.connect_addr(&address)?;
+    Ok(socket)
 }
 
 #[cfg(test)]
@@ -82,19 +96,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn word_reaches_paths_and_abstract_names() {
+    fn the_manager_is_notified_though_its_path_is_gone() {
         let name = format!("blkq-notify-{}", std::process::id());
         let path = std::env::temp_dir().join(&name);
         let _ = std::fs::remove_file(&path);
         let by_path = UnixDatagram::bind(&path).unwrap();
         let by_name = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
-        notify_to(path.as_os_str(), "READY=1").unwrap();
-        notify_to(OsStr::new(&format!("@{name}")), "STOPPING=1").unwrap();
+        let to_path = connect(path.as_os_str()).unwrap();
+        let to_name = connect(OsStr::new(&format!("@{name}"))).unwrap();
+        // As where the daemon detaches the mount that it is on.
+        std::fs::remove_file(&path).unwrap();
+        to_path.send(b"READY=1").unwrap();
+        to_name.send(b"STOPPING=1").unwrap();
         let mut buffer = [0; 32];
         let length = by_path.recv(&mut buffer).unwrap();
         assert_eq!(&buffer[..length], b"READY=1");
         let length = by_name.recv(&mut buffer).unwrap();
         assert_eq!(&buffer[..length], b"STOPPING=1");
-        std::fs::remove_file(&path).unwrap();
     }
 }

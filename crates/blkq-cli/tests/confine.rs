@@ -126,7 +126,8 @@ fn control() {
     }
     assert_eq!(errno(File::create(files.dir.join("state/new"))), Some(libc::EACCES));
     assert_eq!(errno(fs::remove_file(&files.image)), Some(libc::EACCES));
-    // Nor are there sockets of another family than the service manager's.
+    // Nor are there new sockets.
+    assert_eq!(errno(std::os::unix::net::UnixDatagram::unbound()), Some(libc::ENOSYS));
     assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), Some(libc::ENOSYS));
 }
 

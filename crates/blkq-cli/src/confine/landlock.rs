@@ -32,9 +32,8 @@ const NET_ABI: u32 = 4;
 const SCOPE_ABI: u32 = 6;
 /// `LANDLOCK_ACCESS_NET_BIND_TCP | LANDLOCK_ACCESS_NET_CONNECT_TCP`.
 const NET: u64 = 0b11;
-/// `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET`, `LANDLOCK_SCOPE_SIGNAL`.
-const SCOPE_ABSTRACT_SOCKETS: u64 = 1;
-const SCOPE_SIGNALS: u64 = 2;
+/// `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET | LANDLOCK_SCOPE_SIGNAL`.
+const SCOPED: u64 = 0b11;
 
 /// `struct landlock_ruleset_attr`; older kernels know the beginning of it, and take zeroes.
 #[repr(C)]
@@ -52,15 +51,6 @@ struct PathBeneathAttr {
     parent_fd: i32,
 }
 const _: () = assert!(size_of::<PathBeneathAttr>() == 12);
-
-/// With whom a thread may talk beyond the sockets that it has.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Sockets {
-    /// With nobody.
-    None,
-    /// With the service manager, wherever that is.
-    Manager,
-}
 
 /// Rules that are gathered, and then hold for good.
 pub struct Landlock {
@@ -97,21 +87,17 @@ impl Landlock {
     ///
     /// # Errors
     /// If the kernel has Landlock and refuses.
-    pub fn new(sockets: Sockets) -> Outcome<Landlock> {
+    pub fn new() -> Outcome<Landlock> {
         let abi = abi();
         if abi == 0 {
             return Ok(Landlock { ruleset: None, abi, handled: 0 });
         }
         let rights = RIGHTS.iter().rfind(|(since, _)| *since <= abi).map_or(13, |(_, rights)| *rights);
         let handled = (1 << rights) - 1;
-        let mut scoped = SCOPE_SIGNALS;
-        if sockets == Sockets::None {
-            scoped |= SCOPE_ABSTRACT_SOCKETS;
-        }
         let attr = RulesetAttr {
             handled_access_fs: handled,
             handled_access_net: if abi >= NET_ABI { NET } else { 0 },
-            scoped: if abi >= SCOPE_ABI { scoped } else { 0 },
+            scoped: if abi >= SCOPE_ABI { SCOPED } else { 0 },
         };
         // SAFETY: the structure lives through the call, and its size is told.
         let fd = unsafe {

@@ -72,7 +72,7 @@ impl Confinement {
 /// What the kernel has, and refuses.
 pub fn engine(partscan: bool) -> Outcome {
     ring::set_policy(Policy { operations: &NUMBERS, sealed: no_more_rings });
-    let landlock = Landlock::new(landlock::Sockets::None)?;
+    let landlock = Landlock::new()?;
     let kept = if partscan { CapabilitySet::SYS_ADMIN } else { CapabilitySet::empty() };
     enter(kept, landlock, seccomp::ENGINE).map(|_| ())
 }
@@ -102,8 +102,7 @@ fn no_more_rings() -> Result<(), blkq::Error> {
 /// What the kernel has, and refuses.
 pub fn control(needs: &Needs) -> Outcome<Confinement> {
     let kept = capabilities_of(needs);
-    // Word to the service manager goes to where it says, which may be a name without a path.
-    let mut landlock = Landlock::new(landlock::Sockets::Manager)?;
+    let mut landlock = Landlock::new()?;
     if let Some(image) = &needs.image {
         landlock.allow_image(image.as_fd())?;
     }

@@ -120,7 +120,6 @@ const MORE: &[Call] = &[
     call!(SYS_accept4),
     call!(SYS_recvfrom),
     call!(SYS_sendto),
-    call!(SYS_socket).only(0, ALL, libc::AF_UNIX as u32),
     call!(SYS_ppoll),
     call!(SYS_ioctl),
     call!(SYS_openat),
