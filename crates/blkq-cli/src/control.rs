@@ -2,19 +2,21 @@
 //! JSON line answers, then the daemon closes the connection.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::complain;
 use crate::failure::{Failure, Outcome};
 use crate::state::{DYING_WAIT, Dead, StateDir};
+use crate::statistics::Statistics;
 
 /// Longest line of either side, newline included.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
@@ -22,6 +24,8 @@ pub const LINE_BYTES_MAX: usize = 64 << 10;
 pub const LINE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client waits for what a daemon answers from memory.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client that waits for something else asks how far that is.
+const STATE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a client waits for a change, which waits for the I/O in flight.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -96,58 +100,146 @@ pub enum Called<T> {
     Nobody,
 }
 
+/// How long a client waits for the end of a device.
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    /// Before it reports what it waits for.
+    report_after: Duration,
+    /// At all, of a forced end: without force it lasts as long as the I/O in flight and a flush.
+    forced: Duration,
+}
+
+const PATIENCE: Patience = Patience { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
+
 /// Asks the daemon of `name` and waits for its answer; when it is to end also until its
 /// process is gone.
 ///
 /// # Errors
-/// What the daemon refused, or that it does not answer.
+/// What the daemon refused, or that it does not answer, or has not ended in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
-    let stream = match UnixStream::connect(dir.control_socket(name)) {
+    call_with(dir, name, request, PATIENCE, |what| {
+        complain(&Failure::new(format!("{name}: waiting for {what}")));
+    })
+}
+
+/// As [`call`], with a patience of its own; `report` gets what is waited for.
+fn call_with<T: DeserializeOwned>(
+    dir: &StateDir,
+    name: &str,
+    request: &Request,
+    patience: Patience,
+    report: impl FnOnce(&str),
+) -> Outcome<Called<T>> {
+    let log = dir.file(name, ".log");
+    let hangs = |pid: Option<Pid>, why: &str| {
+        let of = pid.map(|pid| format!(" (process {})", pid.as_raw_nonzero())).unwrap_or_default();
+        Failure::new(format!("{name}: its daemon{of} {why}; look into its log {}", log.display()))
+    };
+    let stream = match dir.connect(name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
             return Ok(Called::Nobody);
         }
+        Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
         Err(e) => return Err(Failure::new(format!("control socket of {name}: {e}"))),
     };
-    // The kernel's record of who listens there: it tells when that process is gone.
+    // The kernel's record of who listens there: it shows when that process is gone.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let asks = matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {});
-    let timeout = match request {
-        Request::Ping {} | Request::Show {} | Request::Stat {} => Some(ANSWER_TIMEOUT),
-        Request::Set { .. } | Request::Resize { .. } => Some(CHANGE_TIMEOUT),
-        // It waits for the I/O in flight and a flush, which take as long as they take.
-        Request::Detach { .. } | Request::Leave {} => None,
-    };
-    let reply = match exchange(&stream, request, timeout) {
+    let ends = matches!(request, Request::Detach { .. } | Request::Leave {});
+    let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + patience.forced);
+    let reply = send(&stream, request).and_then(|()| {
+        if ends {
+            wait_for_end(dir, name, &stream, patience.report_after, until, report)?;
+        }
+        receive(&stream, if asks || ends { ANSWER_TIMEOUT } else { CHANGE_TIMEOUT })
+    });
+    let reply = match reply {
         // It was killed, and its threads go one after the other. Of a change nobody knows whether it
         // was made.
-        Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(ends) => {
+        Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(exits) => {
             return Ok(Called::Nobody);
         }
         reply => reply,
     };
-    let reply = reply.map_err(|e| {
-        let of = pid.map(|pid| format!(" (process {})", pid.as_raw_nonzero())).unwrap_or_default();
-        let why = match e.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "does not answer".to_owned(),
-            _ => format!("gave no answer ({e})"),
-        };
-        Failure::new(format!(
-            "{name}: its daemon{of} {why}; look into its log {}",
-            dir.file(name, ".log").display()
-        ))
+    let reply = reply.map_err(|e| match e.kind() {
+        io::ErrorKind::TimedOut if ends => not_ended(dir, name, pid, patience.forced),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
+        _ => hangs(pid, &format!("gave no answer ({e})")),
     })?;
     match reply {
         Reply::Ok(value) => {
-            if let (Request::Detach { .. } | Request::Leave {}, Some(daemon)) = (request, daemon) {
-                // Its end, not its answer, is when everything that it held is free.
-                let mut fds = [PollFd::new(&daemon, PollFlags::IN)];
-                while poll(&mut fds, None).is_err_and(|e| e == Errno::INTR) {}
+            // Its exit, not its answer, is when everything that it held is free.
+            if let Some(daemon) = daemon.filter(|_| ends)
+                && !is_readable(&daemon, until)
+            {
+                return Err(not_ended(dir, name, pid, patience.forced));
             }
             Ok(Called::Answered(value))
         }
         Reply::Error(message) => Err(Failure::new(message)),
+    }
+}
+
+/// Waits until a daemon that is to end answers on `stream`, and reports what it waits for if that
+/// takes long.
+///
+/// # Errors
+/// [`io::ErrorKind::TimedOut`] at `until`.
+fn wait_for_end(
+    dir: &StateDir,
+    name: &str,
+    stream: &UnixStream,
+    report_after: Duration,
+    until: Option<Instant>,
+    report: impl FnOnce(&str),
+) -> io::Result<()> {
+    if !is_readable(stream, Some(Instant::now() + report_after)) {
+        report(&what_remains(dir, name));
+        if !is_readable(stream, until) {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+    }
+    Ok(())
+}
+
+/// What a device that is ending still has to do, as far as its daemon answers.
+fn what_remains(dir: &StateDir, name: &str) -> String {
+    let statistics = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
+        send(&stream, &Request::Stat {})?;
+        receive::<Statistics>(&stream, STATE_TIMEOUT)
+    });
+    match statistics {
+        Ok(Reply::Ok(statistics)) => match statistics.snapshot().in_flight.iter().sum::<u64>() {
+            0 => "the last flush".to_owned(),
+            1 => "1 request in flight".to_owned(),
+            requests => format!("{requests} requests in flight"),
+        },
+        _ => "its daemon to exit".to_owned(),
+    }
+}
+
+/// A device that was to end by force has not.
+fn not_ended(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
+    let kill = pid.map(|pid| format!(", or kill -9 {}", pid.as_raw_nonzero())).unwrap_or_default();
+    Failure::new(format!(
+        "{name}: still waiting for {} after {} s: the image's disk does not answer (dmesg may say why); it ends \
+         by itself when that answers{kill} to give up what is in flight",
+        what_remains(dir, name),
+        waited.as_secs()
+    ))
+}
+
+/// Waits until there is something to read, at the latest until `until`: whether there is.
+fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
+        match poll(&mut [PollFd::new(fd, PollFlags::IN)], left.as_ref()) {
+            Err(Errno::INTR) => {}
+            polled => return polled != Ok(0),
+        }
     }
 }
 
@@ -156,16 +248,9 @@ fn is_cut_off(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// Whether the process ends in the time that one takes which was killed.
-fn ends(process: &OwnedFd) -> bool {
-    let until = Instant::now() + DYING_WAIT;
-    loop {
-        let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).unwrap_or_default();
-        match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
-            Err(Errno::INTR) => {}
-            ended => return ended == Ok(1),
-        }
-    }
+/// Whether the process exits in the time that one takes which was killed.
+fn exits(process: &OwnedFd) -> bool {
+    is_readable(process, Some(Instant::now() + DYING_WAIT))
 }
 
 /// Asks the daemon of `name`, of which the user says that it is there.
@@ -210,20 +295,19 @@ pub fn died(name: &str, last_words: &str) -> Failure {
     Failure::new(format!("{name}: its daemon died ({last_words}); what it left is cleared, attach it again"))
 }
 
-fn exchange<T: DeserializeOwned>(
-    mut stream: &UnixStream,
-    request: &Request,
-    timeout: Option<Duration>,
-) -> io::Result<Reply<T>> {
+fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.set_read_timeout(timeout)?;
     let mut line = serde_json::to_vec(request)?;
     line.push(b'\n');
-    stream.write_all(&line)?;
+    stream.write_all(&line)
+}
+
+fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::Result<Reply<T>> {
+    stream.set_read_timeout(Some(timeout))?;
     let mut answer = Vec::new();
     BufReader::new(stream.take(LINE_BYTES_MAX as u64)).read_until(b'\n', &mut answer)?;
     if answer.last() != Some(&b'\n') {
-        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended"));
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
     }
     Ok(serde_json::from_slice(&answer)?)
 }
@@ -251,6 +335,36 @@ mod tests {
             parse_request(br#"{"command":"detach","force":false}"#).unwrap(),
             Request::Detach { force: false }
         );
+    }
+
+    #[test]
+    fn a_forced_end_reports_what_it_waits_for_and_is_bounded() {
+        let dir = crate::state::tests::scratch("bounded");
+        // A daemon whose disk does not answer: it takes the command, and says how it is doing.
+        let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
+        let serve = std::thread::spawn(move || {
+            let mut kept = Vec::new();
+            for _ in 0..3 {
+                let (mut stream, _) = daemon.accept().unwrap();
+                let mut line = String::new();
+                BufReader::new(&stream).read_line(&mut line).unwrap();
+                if line.contains("stat") {
+                    stream.write_all(&reply_line(Ok(&Statistics::default()))).unwrap();
+                }
+                kept.push(stream);
+            }
+        });
+        let patience =
+            Patience { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
+        let mut reported = String::new();
+        let forced = Request::Detach { force: true };
+        let report = |what: &str| reported.push_str(what);
+        let failure = call_with::<()>(&dir, "a", &forced, patience, report).unwrap_err().to_string();
+        assert_eq!(reported, "the last flush");
+        let own = format!("kill -9 {}", std::process::id());
+        assert!(failure.contains("still waiting for the last flush") && failure.contains(&own), "{failure}");
+        serve.join().unwrap();
+        std::fs::remove_dir_all(dir.path()).unwrap();
     }
 
     #[test]

@@ -126,3 +126,16 @@ fn inherited_masks_and_nohup_keep_no_signal_from_a_daemon() {
     signal(pid, Signal::TERM);
     wait_for_exit(&mut child, "SIGTERM ends it");
 }
+
+#[test]
+fn detach_reports_what_it_waits_for() {
+    let place = Place::new("waits");
+    let image = place.image("disk.img", 1 << 20);
+    place.run(&["attach", &image, "--name", "d", "--fault", "stuck=6s,op=flush"]);
+    let detached = place.run(&["detach", "d", "--force"]);
+    let errors = String::from_utf8(detached.stderr).unwrap();
+    let lines: Vec<&str> = errors.lines().collect();
+    assert!(lines[0].starts_with("blkq: d: waiting for "), "{errors}");
+    assert!(lines[1].contains("data may be lost"), "{errors}");
+    assert_eq!((lines.len(), detached.status.code()), (2, Some(1)));
+}

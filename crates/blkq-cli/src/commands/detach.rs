@@ -15,8 +15,10 @@ use crate::{complain, print};
 #[command(after_help = "\
 Returns when the data is flushed, the daemon is gone, and its sockets and files are
 removed. With clients connected, or the block device mounted or open, it refuses, unless
---force ends their connections and makes their I/O fail. The device of a daemon that died
-(an orphan) is removed too.
+--force ends their connections and makes their I/O fail. It reports what it waits for
+when that takes more than 2 seconds; with --force it gives up waiting after a minute, and
+the device ends by itself when its disk answers. The device of a daemon that died (an
+orphan) is removed too.
 
 Examples:
   blkq detach disk.img

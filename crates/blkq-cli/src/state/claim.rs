@@ -16,6 +16,8 @@ use crate::failure::{Failure, Outcome};
 const CLAIM_WAIT: Duration = Duration::from_millis(200);
 /// The same for an owner that was killed, and for its image: until its I/O in flight has ended.
 pub const DYING_WAIT: Duration = Duration::from_secs(30);
+/// How long a daemon may take to accept a connection before it counts as hung.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 /// Devices of one image's name before attach gives up finding a free one.
 const UNIQUE_NAMES_MAX: u32 = 10_000;
 
@@ -43,7 +45,11 @@ impl StateDir {
             // The lock may be held for a moment by one who clears up after a dead daemon. While a
             // daemon dies its socket still takes connections.
             let dying = self.holder_is_dying(name);
-            let serving = || std::os::unix::net::UnixStream::connect(self.control_socket(name)).is_ok();
+            // One that hangs lives, and takes no connection.
+            let serving = || match self.connect(name, CONNECT_TIMEOUT) {
+                Ok(_) => true,
+                Err(e) => e.kind() == io::ErrorKind::TimedOut,
+            };
             let waited = begin.elapsed();
             if !dying && serving() || waited > if dying { DYING_WAIT } else { CLAIM_WAIT } {
                 return Err(Failure::new(format!(
@@ -294,6 +300,30 @@ mod tests {
         drop(claim);
         assert!(files(&dir).is_empty());
         drop(dir.claim("a").unwrap());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn a_daemon_that_accepts_no_connection_holds_nobody_up() {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+        let dir = scratch("hung");
+        let _owner = dir.claim("a").unwrap();
+        let server = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(&server, &SocketAddrUnix::new(dir.control_socket("a")).unwrap()).unwrap();
+        listen(&server, 0).unwrap();
+        let mut waiting = Vec::new();
+        let full = loop {
+            match dir.connect("a", CONNECT_TIMEOUT) {
+                Ok(stream) => waiting.push(stream),
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::TimedOut, "after {}", waiting.len());
+        let (sender, claimed) = std::sync::mpsc::channel();
+        let of_another = dir.clone();
+        std::thread::spawn(move || sender.send(of_another.claim("a").map(drop)));
+        let refused = claimed.recv_timeout(Duration::from_secs(60)).expect("it waits").unwrap_err();
+        assert!(refused.to_string().contains("taken"), "{refused}");
         fs::remove_dir_all(&dir.0).unwrap();
     }
 

@@ -12,9 +12,14 @@ mod orphan;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
@@ -108,6 +113,23 @@ impl StateDir {
     /// The socket on which a device's daemon takes commands.
     pub fn control_socket(&self, name: &str) -> PathBuf {
         self.file(name, ".control")
+    }
+
+    /// Connects to the control socket of `name`, within `timeout` (not 0).
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if nobody listens,
+    /// [`io::ErrorKind::TimedOut`] if a daemon does and has taken no connection for so long that no
+    /// more can wait.
+    pub fn connect(&self, name: &str, timeout: Duration) -> io::Result<UnixStream> {
+        let address = SocketAddrUnix::new(self.control_socket(name))?;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+        match connect(&socket, &address) {
+            Ok(()) => Ok(UnixStream::from(socket)),
+            Err(Errno::AGAIN) => Err(io::ErrorKind::TimedOut.into()),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// The names that have a lock file, sorted; some may be of daemons that died.

@@ -11,6 +11,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+/// Standard error without the line that a command prints while a busy machine makes it wait.
+fn without_waiting(stderr: Vec<u8>) -> String {
+    let text = String::from_utf8(stderr).unwrap();
+    text.split_inclusive('\n').filter(|line| !line.contains(": waiting for ")).collect()
+}
+
 /// A directory with images and a state directory of its own; its devices end with it.
 pub struct Place {
     pub dir: PathBuf,
@@ -57,7 +63,7 @@ impl Place {
     /// Standard output of a command that must succeed and say nothing else.
     pub fn done(&self, words: &[&str]) -> String {
         let output = self.run(words);
-        let errors = String::from_utf8(output.stderr).unwrap();
+        let errors = without_waiting(output.stderr);
         assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?}");
         String::from_utf8(output.stdout).unwrap()
     }
@@ -65,7 +71,7 @@ impl Place {
     /// The one line of a command that must be refused.
     pub fn refused(&self, words: &[&str]) -> String {
         let output = self.run(words);
-        let line = String::from_utf8(output.stderr).unwrap();
+        let line = without_waiting(output.stderr);
         assert_eq!(output.status.code(), Some(1), "{words:?}: {line}");
         assert!(output.stdout.is_empty(), "{words:?}");
         assert!(line.starts_with("blkq: ") && line.ends_with('\n') && line.lines().count() == 1, "{line}");
