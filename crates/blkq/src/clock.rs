@@ -1,6 +1,8 @@
 //! The queue's clock: one reading per plug and per completion batch when cached, one
 //! per time stamp when precise (the kernel's `blk_time_get_ns` and its plug's `cur_ktime`).
 
+use std::time::Duration;
+
 use crate::error::{Error, ErrorKind};
 
 /// Readings of a cached clock before it is read anew, whatever else happens: the size
@@ -130,6 +132,12 @@ impl Clock {
     pub fn age_ns_max(&self) -> u64 {
         self.age_ns_max
     }
+}
+
+/// How long from now until `deadline_ns` of the monotonic clock: zero if it has passed, `None`
+/// if there is none. To be called right before sleeping, with a deadline read at the same time.
+pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
+    deadline_ns.map(|at_ns| Duration::from_nanos(at_ns.saturating_sub(monotonic_ns())))
 }
 
 /// Nanoseconds of CLOCK_MONOTONIC.

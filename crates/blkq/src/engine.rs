@@ -5,12 +5,11 @@
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use io_uring::squeue;
 
 use crate::bio::{Bio, Completion};
-use crate::clock::monotonic_ns;
+use crate::clock::{monotonic_ns, time_until};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind};
 use crate::kick::Kick;
@@ -576,10 +575,8 @@ impl Engine {
         if self.has_work() {
             self.ring.enter(0, None);
         } else {
-            let timeout =
-                self.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())));
             self.queues.iter_mut().for_each(|queue| queue.clock.rest());
-            self.ring.enter(1, timeout);
+            self.ring.enter(1, time_until(self.deadline_ns()));
         }
         self.kicks.iter().for_each(|kick| kick.woke());
     }

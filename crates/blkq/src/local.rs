@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bio::{Bio, Completion};
-use crate::clock::monotonic_ns;
+use crate::clock::time_until;
 use crate::disk::Disk;
 use crate::error::Error;
 use crate::limits::QueueLimits;
@@ -72,7 +72,7 @@ impl LocalQueue {
     /// waiting.
     #[inline]
     pub fn poll(&mut self) {
-        self.turn(0, None);
+        self.turn(0);
     }
 
     /// Sends everything submitted to the driver and waits until `want` completions can
@@ -89,28 +89,32 @@ impl LocalQueue {
             if have >= want {
                 return;
             }
-            self.turn(want, self.timeout());
+            self.turn(want);
         }
     }
 
-    fn timeout(&self) -> Option<Duration> {
-        self.queue.deadline_ns().map(|at| Duration::from_nanos(at.saturating_sub(monotonic_ns())))
+    /// How long the queue may sleep. Asked for when nothing is left but to sleep: a driver sets
+    /// its deadline in the very flush that gives it requests.
+    fn sleep_time(&self) -> Option<Duration> {
+        // With nothing in the driver (frozen, quiesced, tags in use elsewhere) nothing wakes it.
+        let idle = (self.ring.is_none() || self.queue.started == 0).then_some(IDLE_WAIT);
+        [time_until(self.queue.deadline_ns()), idle].into_iter().flatten().min()
     }
 
-    /// `want` completions are to be there: otherwise it sleeps.
+    /// Sleeps unless `want` completions are there.
     #[inline]
-    fn turn(&mut self, want: usize, timeout: Option<Duration>) {
+    fn turn(&mut self, want: usize) {
         self.queue.flush(self.ring.as_deref_mut());
-        if self.queue.done.len() < want {
+        let sleeps = self.queue.done.len() < want && self.queue.completed.is_empty();
+        let timeout = if sleeps { self.sleep_time() } else { None };
+        if sleeps {
             self.queue.clock.rest();
         }
         match &mut self.ring {
             Some(ring) => {
-                if self.queue.done.len() < want && self.queue.completed.is_empty() {
+                if sleeps {
                     // A merged request ends several bios: one completion of the ring may do.
-                    // With nothing in the driver (frozen, quiesced, tags held elsewhere) none comes.
-                    let idle = if self.queue.started == 0 { Some(IDLE_WAIT) } else { None };
-                    ring.enter(1, timeout.or(idle));
+                    ring.enter(1, timeout);
                 } else if self.queue.started > 0 || ring.has_submissions() {
                     ring.enter(0, None);
                 }
@@ -119,10 +123,7 @@ impl LocalQueue {
                     self.queue.complete_cqe(cqe, Some(ring));
                 }
             }
-            None if self.queue.done.len() < want && self.queue.completed.is_empty() => {
-                std::thread::sleep(timeout.unwrap_or(IDLE_WAIT).min(IDLE_WAIT));
-            }
-            None => {}
+            None => timeout.into_iter().for_each(std::thread::sleep),
         }
         self.queue.run(self.ring.as_deref_mut());
         self.queue.flush(self.ring.as_deref_mut());
@@ -144,7 +145,7 @@ impl LocalQueue {
     }
 
     /// What has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
-    /// ([`monotonic_ns`]), and what of that has ended: see [`watch`](crate::watch).
+    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and what of that has ended: see [`watch`](crate::watch).
     pub fn look(&mut self, now_ns: u64, limit_ns: u64) -> Look {
         let mut look = self.queue.look(now_ns, limit_ns);
         for hang in &mut look.hangs {
@@ -179,7 +180,7 @@ impl Drop for LocalQueue {
         // The kernel may still write into buffers of I/O in flight: wait for it.
         self.queue.closing = true;
         while self.queue.started > 0 {
-            self.turn(1, Some(IDLE_WAIT));
+            self.turn(1);
             self.queue.done.clear();
         }
         self.queue.close(self.ring.as_deref_mut());

@@ -7,7 +7,9 @@ mod scattered;
 
 use std::collections::HashSet;
 use std::ops::Range;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::{
@@ -97,6 +99,8 @@ pub struct State {
     tags: HashSet<u16>,
     shared_tags: bool,
     revocable: u32,
+    /// Called once, when the next queue is opened.
+    pub on_open: Option<Box<dyn FnOnce() + Send>>,
     pub violations: Vec<String>,
 }
 
@@ -131,6 +135,7 @@ impl Device {
             tags: HashSet::new(),
             shared_tags: false,
             revocable: 0,
+            on_open: None,
             violations: Vec::new(),
         })))
     }
@@ -219,6 +224,10 @@ impl Driver for Device {
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let random = self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(index) | 1;
         let device = self.clone();
+        let on_open = self.state().on_open.take();
+        if let Some(on_open) = on_open {
+            on_open();
+        }
         Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(tags as u16 - 1), pending: Vec::new() }))
     }
 
@@ -227,6 +236,8 @@ impl Driver for Device {
         state.expect(state_is_idle, "set under I/O");
         match (key, value) {
             ("read-only", _) => state.limits.read_only = value == "on",
+            ("memory-align", _) => state.limits.memory_align = value.parse().unwrap(),
+            ("max-segments", _) => state.limits.max_segments = value.parse().unwrap(),
             ("max-request", _) => state.limits.max_request_bytes = value.parse().unwrap(),
             _ => return Err(Error::new(ErrorKind::NotFound, "no such setting")),
         }
@@ -532,6 +543,20 @@ pub fn content(sector: u64, version: u64) -> [u8; 512] {
         }
     }
     bytes
+}
+
+/// Fails if `body` does not return in time, instead of hanging.
+#[track_caller]
+pub fn within<R: Send + 'static>(seconds: u64, body: impl FnOnce() -> R + Send + 'static) -> R {
+    let (sender, receiver) = channel();
+    let thread = std::thread::spawn(move || {
+        let _ = sender.send(body());
+    });
+    match receiver.recv_timeout(Duration::from_secs(seconds)) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Timeout) => panic!("hangs"),
+        Err(_) => std::panic::resume_unwind(thread.join().unwrap_err()),
+    }
 }
 
 /// Ends everything in flight of `queue`.
