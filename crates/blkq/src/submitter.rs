@@ -38,13 +38,15 @@ impl Clone for Submitter {
 impl Submitter {
     pub(crate) fn new(disk: &Arc<Disk>) -> Submitter {
         let queue = disk.next_queue();
+        // Before what it is about: see `refresh`.
+        let generation = disk.control.generation();
         Submitter {
             software: disk.hardware_queue(queue).software.assign(),
             queue,
             batcher: Batcher::default(),
             limits: disk.limits(),
             merge: disk.settings().merge,
-            generation: disk.control.generation(),
+            generation,
             disk: disk.clone(),
         }
     }
@@ -83,13 +85,19 @@ impl Submitter {
         waiter.wait()
     }
 
-    fn stage(&mut self, bio: Bio, end: End) {
+    /// Takes over what a live change has changed: the number of changes is read first, so that
+    /// one that comes in between is taken over the next time.
+    fn refresh(&mut self) {
         let generation = self.disk.control.generation();
         if generation != self.generation {
             self.generation = generation;
             self.limits = self.disk.limits();
             self.merge = self.disk.settings().merge;
         }
+    }
+
+    fn stage(&mut self, bio: Bio, end: End) {
+        self.refresh();
         let disk = self.disk.clone();
         let shared = disk.hardware_queue(self.queue);
         let (bio, end) = if self.merge {
@@ -112,17 +120,22 @@ impl Submitter {
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
     pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
-        let bio = ranged(Operation::Read, offset, memory.len() as u64)?;
-        if !self.may_use(memory) {
-            let (result, data) = self.submit_and_wait(Bio { data: copy_buffer(memory)?.into(), ..bio });
-            result?;
-            memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
-            return Ok(());
+        let length = memory.len() as u64;
+        let bio = || ranged(Operation::Read, offset, length);
+        if self.may_use(memory) {
+            // SAFETY: `submit_and_wait` returns only after the bio has completed, and `memory` is
+            // borrowed exclusively until then.
+            let data = unsafe { borrowed(memory.as_mut_ptr(), memory.len()) };
+            match self.submit_and_wait(Bio { data, ..bio()? }).0 {
+                // The device has come to demand more since.
+                Err(Status::Invalid) if !self.may_use(memory) => {}
+                result => return Ok(result?),
+            }
         }
-        // SAFETY: this call returns only after the bio has ended, and `memory` is borrowed
-        // exclusively until then.
-        let data = unsafe { borrowed(memory.as_mut_ptr(), memory.len()) };
-        Ok(self.submit_and_wait(Bio { data, ..bio }).0?)
+        let (result, data) = self.submit_and_wait(Bio { data: copy_buffer(memory)?.into(), ..bio()? });
+        result?;
+        memory.copy_from_slice(&data.into_buffer().ok_or(Status::Io)?);
+        Ok(())
     }
 
     /// Writes `memory` from byte `offset` on. Offset and length must be multiples of the
@@ -131,15 +144,21 @@ impl Submitter {
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
     pub fn write_at(&mut self, memory: &[u8], offset: u64) -> std::io::Result<()> {
-        let bio = ranged(Operation::Write, offset, memory.len() as u64)?;
-        if !self.may_use(memory) {
-            let mut buffer = copy_buffer(memory)?;
-            buffer.copy_from_slice(memory);
-            return Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio }).0?);
+        let length = memory.len() as u64;
+        let bio = || ranged(Operation::Write, offset, length);
+        if self.may_use(memory) {
+            // SAFETY: `submit_and_wait` returns only after the bio has completed; a write only
+            // reads the memory.
+            let data = unsafe { borrowed(memory.as_ptr().cast_mut(), memory.len()) };
+            match self.submit_and_wait(Bio { data, ..bio()? }).0 {
+                // As in `read_at`.
+                Err(Status::Invalid) if !self.may_use(memory) => {}
+                result => return Ok(result?),
+            }
         }
-        // SAFETY: this call returns only after the bio has ended; a write only reads the memory.
-        let data = unsafe { borrowed(memory.as_ptr().cast_mut(), memory.len()) };
-        Ok(self.submit_and_wait(Bio { data, ..bio }).0?)
+        let mut buffer = copy_buffer(memory)?;
+        buffer.copy_from_slice(memory);
+        Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio()? }).0?)
     }
 
     /// Makes everything that has completed survive a loss of power.
@@ -168,8 +187,9 @@ impl Submitter {
         Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
     }
 
-    /// Whether the device can use the memory as it is; otherwise it is copied.
-    fn may_use(&self, memory: &[u8]) -> bool {
+    /// Whether the device can use the memory as it is, now; otherwise it is copied.
+    fn may_use(&mut self, memory: &[u8]) -> bool {
+        self.refresh();
         let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
         (memory.as_ptr() as usize | memory.len()).is_multiple_of(align) && memory.len() <= u32::MAX as usize
     }

@@ -10,22 +10,9 @@ use std::time::{Duration, Instant};
 
 use blkq::drivers::null::{Null, NullCompletion, NullOptions};
 use blkq::drivers::ram::Ram;
+use blkq::gate::Direction;
 use blkq::{Bio, BioFlags, Data, Disk, EngineThread, Operation, QueueLimits, Sector, Status};
-use common::{Behaviour, Device, Finish, filled, plain_limits};
-
-/// Fails if `body` does not end in time, instead of hanging.
-#[track_caller]
-fn within<R: Send + 'static>(seconds: u64, body: impl FnOnce() -> R + Send + 'static) -> R {
-    let (sender, receiver) = channel();
-    let thread = std::thread::spawn(move || {
-        let _ = sender.send(body());
-    });
-    match receiver.recv_timeout(Duration::from_secs(seconds)) {
-        Ok(result) => result,
-        Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("hangs"),
-        Err(_) => std::panic::resume_unwind(thread.join().unwrap_err()),
-    }
-}
+use common::{Behaviour, Device, Finish, filled, plain_limits, within};
 
 fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
@@ -539,5 +526,41 @@ fn a_bio_that_may_not_wait_is_handed_back_by_a_full_device_or_ends() {
             std::thread::yield_now();
         }
         assert!(accepted >= 2);
+    });
+}
+
+#[test]
+fn memory_that_a_live_change_makes_unfit_is_copied() {
+    within(60, || {
+        let mut memory = vec![5; 1025];
+        let shift = usize::from((memory.as_ptr() as usize).is_multiple_of(512));
+        let odd = &mut memory[shift..shift + 1024];
+        for direction in [Direction::Read, Direction::Write] {
+            let device = Device::plain(Behaviour::default());
+            let disk = device.builder().build().unwrap();
+            let _engine = engine(&disk);
+            let mut submitter = disk.submitter();
+            let mut io = |odd: &mut [u8]| match direction {
+                Direction::Read => submitter.read_at(odd, 512),
+                Direction::Write => submitter.write_at(odd, 512),
+            };
+            // On its way: it was submitted as it is, and waits for a freeze to be over.
+            disk.freeze();
+            std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| io(odd));
+                while disk.gate_counters().largest_in_flight[direction as usize] == 0 {
+                    std::thread::yield_now();
+                }
+                disk.set("memory-align", "512").unwrap();
+                disk.unfreeze();
+                waiting.join().unwrap().unwrap();
+            });
+            // Before it is submitted.
+            disk.set("memory-align", "1").unwrap();
+            io(odd).unwrap();
+            disk.set("memory-align", "512").unwrap();
+            io(odd).unwrap();
+            device.assert_legal();
+        }
     });
 }
