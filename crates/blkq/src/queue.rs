@@ -123,6 +123,8 @@ impl Queue {
         owner: u16,
         ring: Option<&mut Ring>,
     ) -> Result<Queue, Error> {
+        // Before all that it is about: a change that comes in between is then seen by `enter`.
+        let generation = disk.control.generation();
         let settings = disk.settings();
         let limits = disk.limits();
         let tags = disk.hardware_queue(index).tags.clone();
@@ -148,7 +150,7 @@ impl Queue {
             driver,
             fast: FastLimits::new(&limits),
             limits,
-            generation: disk.control.generation(),
+            generation,
             requests: (0..slots).map(|_| Request::idle()).collect(),
             bios,
             hint: tags.hint(),

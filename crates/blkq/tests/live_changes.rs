@@ -328,3 +328,21 @@ fn a_change_that_io_keeps_from_happening_says_so() {
     assert!(!disk.settings().merge);
     assert_eq!(drain(&mut queue).len(), 1);
 }
+
+#[test]
+fn a_change_while_a_queue_opens_holds_for_its_first_bio() {
+    type Change = fn(&Disk);
+    let cases: [(Change, Status); 2] = [
+        (|disk| disk.set("read-only", "on").unwrap(), Status::ReadOnly),
+        (|disk| assert_eq!(disk.resize(Some(64 << 10)).unwrap(), 64 << 10), Status::Invalid),
+    ];
+    for (change, refused) in cases {
+        let device = Device::plain(Behaviour::default());
+        let disk = device.builder().build().unwrap();
+        let changed = disk.clone();
+        device.state().on_open = Some(Box::new(move || change(&changed)));
+        let mut queue = disk.open_queue(0).unwrap();
+        assert_eq!(run(&mut queue, Bio::write(Sector(1024), filled(512, 1), 0)).result, Err(refused));
+        device.assert_legal();
+    }
+}
