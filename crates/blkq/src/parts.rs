@@ -49,10 +49,20 @@ impl Queue {
     fn is_whole(&self, index: u32, no_unmap: bool) -> bool {
         let slot = &self.bios[index];
         let length = slot.sectors << SECTOR_SHIFT;
+        if slot.memory == Memory::Zeroes {
+            let most = self.limits.max_bytes_at(slot.operation, no_unmap, slot.sector.bytes());
+            return length <= most.min(self.zeroes_bytes_max());
+        }
         let (root, _) = self.bios.memory_of(index);
         root.with_shape(|segments| {
             !split::needs_split(&self.limits, slot.operation, no_unmap, slot.sector.bytes(), length, segments)
         })
+    }
+
+    /// How many zeroes one request may write: the page of them repeats, in as many segments as a
+    /// request may have.
+    fn zeroes_bytes_max(&self) -> u64 {
+        self.zeroes.len() as u64 * u64::from(self.limits.max_segments)
     }
 
     /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
@@ -97,6 +107,7 @@ impl Queue {
                 continue;
             }
             let (mut flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
+            let memory = slot.memory_of_parts();
             if as_zeroes {
                 flags.remove(BioFlags::NO_UNMAP);
             }
@@ -108,7 +119,7 @@ impl Queue {
             });
             let slot = &mut self.bios[part];
             slot.parent = index;
-            slot.memory = if as_zeroes { Memory::Zeroes } else { Memory::Parent };
+            slot.memory = memory;
             // Only bios with memory have an offset into it, and those are below 4 GiB.
             slot.data_offset = (issued << SECTOR_SHIFT) as u32;
             let slot = &mut self.bios[index];
@@ -150,10 +161,8 @@ impl Queue {
         let offset = (slot.sector + slot.issued).bytes();
         let left = (slot.sectors - slot.issued) << SECTOR_SHIFT;
         let no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
-        let bytes = if slot.marks.contains(SlotMarks::AS_ZEROES) {
-            // The zeroes repeat: as many segments of them as a request may have.
-            let page = self.zeroes.len() as u64;
-            let left = left.min(page * u64::from(self.limits.max_segments));
+        let bytes = if slot.memory_of_parts() == Memory::Zeroes {
+            let left = left.min(self.zeroes_bytes_max());
             split::split_point(&self.limits, operation, false, offset, left, &[], 0)
         } else {
             let (root, skip) = self.bios.memory_of(index);

@@ -120,6 +120,12 @@ impl BioSlot {
         }
     }
 
+    /// Where the bytes of its parts come from: zeroes stay zeroes, however often they are split.
+    pub fn memory_of_parts(&self) -> Memory {
+        let zeroes = self.memory == Memory::Zeroes || self.marks.contains(SlotMarks::AS_ZEROES);
+        if zeroes { Memory::Zeroes } else { Memory::Parent }
+    }
+
     #[inline]
     fn set_end(&mut self, end: End) {
         (self.end_kind, self.end_word) = match end {
@@ -285,13 +291,15 @@ impl BioSlab {
         self.free.push(index);
     }
 
-    /// The bio whose memory bio `index` uses, and from which byte of it on.
+    /// The bio whose memory bio `index` uses, which is not the page of zeroes, and from which byte
+    /// of it on.
     pub fn memory_of(&self, index: u32) -> (&BioSlot, u64) {
         let (mut slot, mut skip) = (&self[index], 0);
         while slot.memory == Memory::Parent {
             skip += u64::from(slot.data_offset);
             slot = &self[slot.parent];
         }
+        debug_assert!(slot.memory == Memory::Own, "the page of zeroes is nobody's memory");
         (slot, skip)
     }
 

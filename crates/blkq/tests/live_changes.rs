@@ -346,3 +346,30 @@ fn a_change_while_a_queue_opens_holds_for_its_first_bio() {
         device.assert_legal();
     }
 }
+
+#[test]
+fn zeroes_that_wait_across_a_change_stay_zeroes() {
+    let limits = blkq::QueueLimits {
+        max_write_zeroes_bytes: 0,
+        max_write_zeroes_no_unmap_bytes: 0,
+        max_request_bytes: 256 << 10,
+        ..plain_limits()
+    };
+    let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let disk = device.builder().depth(2).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512 << 10, 7), 0)).result, Ok(()));
+    for (key, value) in [("max-request", "4096"), ("max-request", "262144"), ("max-segments", "1")] {
+        device.state().current.fill(7);
+        change(&mut queue, &disk, |disk| disk.freeze());
+        queue.submit(Bio::write_zeroes(Sector(8), 512, 1)).unwrap();
+        change(&mut queue, &disk, |disk| disk.set(key, value).unwrap());
+        disk.unfreeze();
+        assert_eq!(drain(&mut queue).pop().unwrap().result, Ok(()));
+        device.assert_legal();
+        let zeroes = 4096..4096 + (256 << 10);
+        for (place, byte) in device.state().current.iter().enumerate() {
+            assert_eq!(*byte, if zeroes.contains(&place) { 0 } else { 7 }, "{key}={value}, byte {place}");
+        }
+    }
+}
