@@ -66,9 +66,10 @@ impl FlushMachine {
         &self.running
     }
 
-    /// Whether anybody waits for a flush that has not begun.
-    pub fn is_wanted(&self) -> bool {
-        !self.pending.is_empty() && !self.in_flight
+    /// Whether a flush is to be issued that nothing delays: data of other sequences does until
+    /// its completion, or until [`FlushMachine::deadline_ns`].
+    pub fn is_due(&self) -> bool {
+        !self.pending.is_empty() && !self.in_flight && self.data_in_flight == 0
     }
 
     /// When a delayed flush must go out at the latest.

@@ -341,7 +341,7 @@ impl Queue {
     /// queue gave tags back, after this one had looked and before it said that it sleeps.
     fn was_held_up(&self) -> bool {
         let changed = self.disk.control.generation() != self.generation;
-        if !self.entered && (self.flush.is_wanted() || changed) {
+        if !self.entered && (self.flush.is_due() || changed) {
             return true;
         }
         // At rest only a freeze, or want of shared tags, can have held up what waits. Whoever

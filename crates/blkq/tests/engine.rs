@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::tags::Wake;
 use blkq::{
-    Bio, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
+    Bio, BioFlags, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
     QueueLimits, Ring, Sector, Source, SourceContext, Tag, Taken,
 };
-use common::{Device, filled};
+use common::{Behaviour, Device, Finish, filled, plain_limits};
 
 #[derive(Default)]
 struct Seen {
@@ -314,4 +314,76 @@ fn queues_that_do_not_exist_or_are_taken_are_refused() {
     assert_eq!(kind(vec![(disk.clone(), 0)]), Some(ErrorKind::Busy));
     drop(engine);
     assert_eq!(kind(vec![(disk, 0)]), None);
+}
+
+/// Submits a write that is made durable by a flush, and a flush, and waits.
+struct Durable {
+    seen: Arc<Seen>,
+    left: usize,
+    stopping: bool,
+}
+
+impl Source for Durable {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        let write = Bio::write(Sector(0), filled(512, 1), 0).with_flags(BioFlags::FUA);
+        for bio in [write, Bio::flush(1)] {
+            assert!(cx.submit(0, bio).is_ok());
+        }
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, completion: Completion) {
+        assert_eq!(completion.result, Ok(()));
+        self.left -= 1;
+        self.seen.done.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {
+        self.seen.turns.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {
+        self.stopping = true;
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopping && self.left == 0
+    }
+}
+
+#[test]
+fn a_flush_that_waits_for_data_without_a_tag_lets_the_engine_sleep() {
+    let limits = QueueLimits { write_cache: true, ..plain_limits() };
+    let behaviour = Behaviour { finish: Finish::Held, ..Behaviour::default() };
+    let device = Device::new(limits, behaviour).with_shared_tags();
+    let disk = device.builder().queues(2).shared_tags(true).depth(1).build().unwrap();
+    let engines = [0, 1].map(|index| EngineThread::spawn("test", vec![(disk.clone(), index)]).unwrap());
+    let mut holder = disk.submitter();
+    // The only tag.
+    let (sender, receiver) = channel();
+    holder.submit(Bio::read(Sector(8), filled(512, 0), 0), move |result, _| sender.send(result).unwrap());
+    while device.state().held == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let seen = Arc::new(Seen::default());
+    let source = seen.clone();
+    engines[1]
+        .handle()
+        .add_source(move || Box::new(Durable { seen: source, left: 2, stopping: false }))
+        .unwrap();
+    let before = seen.turns.load(Ordering::Relaxed);
+    std::thread::sleep(Duration::from_millis(300));
+    let turns = seen.turns.load(Ordering::Relaxed) - before;
+    device.release_all();
+    assert!(turns < 50, "{turns} turns while there was nothing to do");
+    assert_eq!(receiver.recv_timeout(Duration::from_secs(20)), Ok(Ok(())));
+    let begin = Instant::now();
+    while seen.done.load(Ordering::Relaxed) < 2 {
+        assert!(begin.elapsed().as_secs() < 20, "the write and the flush never complete");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(engines);
+    device.assert_legal();
 }
