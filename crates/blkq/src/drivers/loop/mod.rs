@@ -64,6 +64,9 @@ pub struct LoopCounters {
     /// Sum, over those reads, of how many their queue had in flight when each began, itself
     /// included. Divided by `reads` it is the mean.
     pub reads_in_flight_sum: AtomicU64,
+    /// Most calls that one queue had in flight of those that take turns: buffered writes, whose
+    /// like the kernel does one at a time, and with serial dispatch everything, of which it is 1.
+    pub turns_in_flight_max: AtomicU64,
     /// Queues that have writes at the file which take turns. 0 or 1; of those writes the
     /// kernel does one at a time.
     pub writers: AtomicU64,
@@ -142,9 +145,9 @@ impl Shared {
         };
         // The writes of one ring to a regular file through the page cache have one worker in the
         // kernel, which does one after the other: they may be queued there. Else they are here.
-        let regular = !self.block_device && state.mode.direct.is_none();
+        let queued_in_kernel = turns == Turns::Writes && !self.block_device;
         QueueSettings {
-            calls_max: if regular { queue::CALLS_MAX } else { 1 },
+            calls_max: if queued_in_kernel { queue::CALLS_MAX } else { 1 },
             file: Arc::clone(&state.file),
             align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
             read_only: state.read_only,
@@ -476,6 +479,7 @@ impl Driver for LoopDevice {
             ("dispatch", state.dispatch.name().to_owned()),
             ("reads-in-flight-max", count(&counters.reads_in_flight_max)),
             ("reads-in-flight-mean", format!("{:.1}", counters.reads_in_flight_mean())),
+            ("turns-in-flight-max", count(&counters.turns_in_flight_max)),
             ("writers-max", count(&counters.writers_max)),
             ("writes-joined", count(&counters.writes_joined)),
             ("short-transfers", count(&counters.short_transfers)),

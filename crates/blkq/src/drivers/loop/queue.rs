@@ -217,6 +217,10 @@ impl LoopQueue {
             let begin = cx.request(tags[0]).offset();
             let bytes: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
             self.calls.push(Call { first: tags[0], operation, range: begin..begin + bytes });
+            let in_flight = self.calls.len() as u64;
+            if in_flight > counters.turns_in_flight_max.load(Relaxed) {
+                counters.turns_in_flight_max.fetch_max(in_flight, Relaxed);
+            }
         }
         self.submit(cx, tags, in_turn);
     }

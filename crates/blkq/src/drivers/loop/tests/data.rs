@@ -421,6 +421,33 @@ fn reads_run_together_and_serial_dispatch_does_one_at_a_time() {
 }
 
 #[test]
+fn serial_dispatch_has_one_call_in_flight_whatever_it_does() {
+    for (direct_io, dispatch) in modes() {
+        let directory = Directory::new();
+        let path = directory.image(4 * MIB);
+        let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, direct_io) }).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let tags: Vec<Tag> = (0..48)
+            .map(|i| match i % 4 {
+                0 => h.read(i * 65536, &[4096]),
+                3 => h.bare(Operation::Discard, PLAIN, i * 65536, 4096),
+                _ => h.write(i * 65536, vec![filled(4096, i as u8)]),
+            })
+            .collect();
+        h.start(&tags);
+        for tag in tags {
+            assert_eq!(h.wait(tag).0, Ok(()));
+        }
+        let most = device.counters().turns_in_flight_max.load(Relaxed);
+        match (direct_io, dispatch) {
+            (_, Dispatch::Serial) => assert_eq!(most, 1),
+            (DirectIo::Off, _) => assert!(most > 1, "{most}: the kernel's worker has nothing queued"),
+            _ => assert_eq!(most, 0, "nothing takes turns"),
+        }
+    }
+}
+
+#[test]
 fn two_queues_have_one_writer_and_neither_starves() {
     let directory = Directory::new();
     let path = directory.image(4 * MIB);
