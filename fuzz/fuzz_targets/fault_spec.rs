@@ -153,8 +153,8 @@ fn take(queue: &mut LocalQueue, ended: &mut [u32]) {
 
 /// Does `bios` on a device with these faults, and then on it without.
 fn load(spec: FaultSpec, bios: &[u8]) {
-    // A file's existence is no business of a fuzzer's.
-    if spec.rules.iter().any(|rule| rule.file.is_some()) {
+    // A file's existence is no business of a fuzzer's, and a panic would be its find.
+    if spec.rules.iter().any(|rule| rule.file.is_some() || rule.effect == Effect::Panic) {
         return;
     }
     let ram = Ram::new(SIZE, 512, false).expect("memory");

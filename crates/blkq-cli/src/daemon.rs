@@ -162,6 +162,9 @@ impl Daemon {
 
     /// What a daemon does first.
     fn begin(parent: &Parent) -> Outcome<(StateDir, Signals)> {
+        // It is run by way of /proc/self/exe, and would be called `exe`.
+        let _ = rustix::thread::set_name(c"blkq");
+        log::abort_on_panic();
         // In the foreground it is the user's process, who may have started it with nohup(1).
         let signals = Signals::install(parent.null.is_none())?;
         systemd::connect_manager();

@@ -1,15 +1,15 @@
 //! The daemon's log: standard error, which is NAME.log once the daemon is on its own.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use crate::failure::{Failure, Outcome};
+use crate::timestamp::rfc3339;
 
-/// A log that has grown beyond this starts anew.
+/// A log that has grown beyond this keeps its newest half.
 const LOG_BYTES_MAX: u64 = 256 << 10;
 
 /// The log file, if standard error is one.
@@ -23,7 +23,8 @@ static PATH: OnceLock<PathBuf> = OnceLock::new();
 /// If the file cannot be made.
 pub fn redirect(path: &Path) -> Outcome {
     let refuse = |e: std::io::Error| Failure::new(format!("log {}: {e}", path.display()));
-    let file = OpenOptions::new().create(true).append(true).mode(0o600).open(path).map_err(refuse)?;
+    let options = || OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(path);
+    let file = options().map_err(refuse)?;
     rustix::stdio::dup2_stderr(&file).map_err(|e| refuse(e.into()))?;
     *FILE.lock().unwrap_or_else(|e| e.into_inner()) = Some(file);
     let _ = PATH.set(path.to_owned());
@@ -35,17 +36,47 @@ pub fn path() -> Option<&'static Path> {
     PATH.get().map(PathBuf::as_path)
 }
 
-/// Writes a line with the time in seconds since 1970. Never called on an engine thread.
+/// Writes a line, with the time in front. Never called on an engine thread.
 pub fn line(text: &str) {
     let file = FILE.lock().unwrap_or_else(|e| e.into_inner());
     if let Some(file) = &*file
-        && file.metadata().is_ok_and(|metadata| metadata.len() > LOG_BYTES_MAX)
+        && let Ok(metadata) = file.metadata()
+        && metadata.len() > LOG_BYTES_MAX
     {
-        let _ = file.set_len(0);
+        shorten(file, metadata.len());
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    write(text);
+}
+
+/// Has each panic of this process leave its message in the log and end the process at once, without
+/// unwinding: the kernel may still write to memory that unwinding would free.
+pub fn abort_on_panic() {
+    std::panic::set_hook(Box::new(|panic| {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("without a name");
+        let at = panic.location().map(|at| format!(" at {at}")).unwrap_or_default();
+        let message = panic.payload_as_str().unwrap_or("no message");
+        // No lock is taken, which the thread that panics may hold.
+        write(&format!("panic: thread {name}{at}: {message}; the daemon aborts, please report this"));
+        std::process::abort();
+    }));
+}
+
+fn write(text: &str) {
+    let line = format!("{} {}\n", rfc3339(SystemTime::now()), text.replace('\n', " | "));
     // A log that cannot be written stops nothing.
-    let _ = writeln!(std::io::stderr(), "{}.{:03} {text}", now.as_secs(), now.subsec_millis());
+    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+}
+
+/// Drops the lines of the older half.
+fn shorten(file: &File, length: u64) {
+    let mut kept = vec![0; LOG_BYTES_MAX as usize / 2];
+    let from = length.saturating_sub(LOG_BYTES_MAX / 2);
+    let count = file.read_at(&mut kept, from).unwrap_or(0);
+    let begin = kept[..count].iter().position(|byte| *byte == b'\n').map_or(count, |at| at + 1);
+    if file.set_len(0).is_ok() {
+        let _ = rustix::io::write(file, &kept[begin..count]);
+    }
 }
 
 #[cfg(test)]
@@ -53,15 +84,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_stays_bounded() {
+    fn a_log_stays_bounded_and_keeps_its_newest_lines() {
         // The file alone, not standard error, which the test runner needs.
         let path = std::env::temp_dir().join(format!("blkq-log-{}", std::process::id()));
-        let file = OpenOptions::new().create(true).append(true).open(&path).unwrap();
-        file.set_len(LOG_BYTES_MAX + 1).unwrap();
+        let lines: String = (0..40_000).map(|number| format!("line {number}\n")).collect();
+        assert!(lines.len() as u64 > LOG_BYTES_MAX);
+        std::fs::write(&path, &lines).unwrap();
+        let file = OpenOptions::new().append(true).read(true).open(&path).unwrap();
         *FILE.lock().unwrap() = Some(file);
         line("one more");
         *FILE.lock().unwrap() = None;
-        assert_eq!(std::fs::metadata(&path).unwrap().len(), 0);
+        let kept = std::fs::read_to_string(&path).unwrap();
+        assert!(kept.len() as u64 <= LOG_BYTES_MAX / 2 && kept.len() > 100_000, "{}", kept.len());
+        assert!(kept.starts_with("line ") && kept.ends_with("line 39999\n"));
         std::fs::remove_file(&path).unwrap();
     }
 }

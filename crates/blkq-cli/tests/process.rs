@@ -4,7 +4,7 @@
 mod place;
 
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -138,4 +138,49 @@ fn detach_reports_what_it_waits_for() {
     assert!(lines[0].starts_with("blkq: d: waiting for "), "{errors}");
     assert!(lines[1].contains("data may be lost"), "{errors}");
     assert_eq!((lines.len(), detached.status.code()), (2, Some(1)));
+}
+
+/// The panic of an engine: on the thread that has I/O in flight, inside of the sandbox.
+#[test]
+fn a_panic_ends_the_daemon_at_once_and_is_in_the_log() {
+    let place = Place::new("panic");
+    let image = place.image("disk.img", 1 << 20);
+    let words = ["attach", &image, "--name", "d", "--queues", "2"];
+    let mut attach = place.command(&words);
+    attach.args(["--fault", "stuck,op=read;panic,op=write"]);
+    let uri = String::from_utf8(attach.output().unwrap().stdout).unwrap();
+    let pid = place.pid("d");
+    let mut clients = [session(&uri, "d"), session(&uri, "d")];
+    for (number, client) in clients.iter_mut().enumerate() {
+        request(client, 0, number as u64, 0, 4096);
+    }
+    request(&mut clients[0], 1, 9, 4096, 4096);
+    wait_until("the daemon is gone", || is_gone(pid));
+    for client in &mut clients {
+        client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let end = client.read(&mut [0; 1]);
+        assert!(matches!(&end, Ok(0)) || end.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionReset));
+    }
+    let log = fs::read_to_string(place.state().join("d.log")).unwrap();
+    let line = log.lines().last().unwrap();
+    for part in ["Z panic: thread blkq-queue-0 at crates/blkq/src/drivers/fault/", ": a fault rule says so; "]
+    {
+        assert!(line.contains(part), "{log}");
+    }
+    assert!(place.refused(&["show", "d"]).contains("a fault rule says so"));
+    // Nothing is in the way of the next one.
+    place.done(&words);
+    place.done(&["detach", "d"]);
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn a_daemon_is_found_by_its_name() {
+    let place = Place::new("comm");
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image]);
+    let process = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", place.pid("disk.img"))).unwrap();
+    assert_eq!(process("comm"), "blkq\n");
+    let words = process("cmdline");
+    assert!(words.starts_with("blkq\0attach\0") && words.contains(&image), "{words:?}");
 }

@@ -273,7 +273,22 @@ impl EngineHandle {
 /// Where what an engine found will arrive.
 pub type Looked = Receiver<Look>;
 
+/// Aborts the process if a panic unwinds through it: the kernel still reads and writes the memory of
+/// the requests in flight, which unwinding would free, and their clients would wait for ever.
+struct AbortOnUnwind;
+
+impl Drop for AbortOnUnwind {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
+
 /// An engine's thread. Dropping it ends the engine after its I/O in flight has ended.
+///
+/// A panic on this thread, after the panic hook, aborts the process: I/O in flight owns memory that
+/// must not be freed.
 pub struct EngineThread {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,
@@ -324,7 +339,7 @@ impl Drop for EngineThread {
     fn drop(&mut self) {
         self.handle.post(Message::Exit);
         if let Some(thread) = self.thread.take() {
-            // A panic of the engine has been printed by the thread itself.
+            // It does not panic: it aborts.
             let _ = thread.join();
         }
     }
@@ -380,6 +395,8 @@ impl Engine {
     }
 
     fn run(&mut self) {
+        // Inside of what owns the requests, so that it acts before they go.
+        let _guard = AbortOnUnwind;
         loop {
             self.turn();
             // Before it waits again: nobody would wake it.

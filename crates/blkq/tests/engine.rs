@@ -387,3 +387,27 @@ fn a_flush_that_waits_for_data_without_a_tag_lets_the_engine_sleep() {
     drop(engines);
     device.assert_legal();
 }
+
+/// Submits writes of which one makes the driver panic, from a thread that waits.
+#[test]
+#[ignore = "it aborts: run by a_panic_on_an_engine_aborts_the_process"]
+fn an_engine_panics() {
+    let ram = blkq::drivers::ram::Ram::new(1 << 20, 512, false).unwrap();
+    let fault = blkq::drivers::fault::Fault::new(Box::new(ram), "panic,op=write".parse().unwrap()).unwrap();
+    let disk = Disk::builder(Box::new(fault)).build().unwrap();
+    let _engine = EngineThread::spawn("engine-that-panics", vec![(disk.clone(), 0)]).unwrap();
+    let _ = disk.submitter().write_at(&[1; 4096], 0);
+    // Here a process that lives on is told from one that aborted.
+    std::process::exit(0);
+}
+
+#[test]
+fn a_panic_on_an_engine_aborts_the_process() {
+    use std::os::unix::process::ExitStatusExt;
+    let mut program = std::process::Command::new(std::env::current_exe().unwrap());
+    program.args(["--exact", "an_engine_panics", "--ignored", "--nocapture"]);
+    let output = program.output().unwrap();
+    assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("engine-that-panics") && said.contains("a fault rule says so"), "{said}");
+}

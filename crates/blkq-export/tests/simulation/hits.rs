@@ -24,6 +24,7 @@ fn kind(effect: Effect) -> usize {
         Effect::Lose => 5,
         Effect::Stuck(_) => 6,
         Effect::Delay { .. } => unreachable!("a delay changes nothing"),
+        Effect::Panic => unreachable!("no rule of the simulation panics"),
     }
 }
 

@@ -177,6 +177,7 @@ impl FaultQueue {
                 Some(Effect::Error(status)) => Some(Err(status)),
                 Some(Effect::Stuck(_)) => Some(Err(Status::Timeout)),
                 Some(Effect::Lose) => Some(Ok(())),
+                Some(Effect::Panic) => panic!("a fault rule says so"),
                 _ => None,
             };
             if let (Some(effect), Some(result)) = (effect, at_once) {

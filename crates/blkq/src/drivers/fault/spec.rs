@@ -41,6 +41,8 @@ pub enum Effect {
     /// It stays for so many nanoseconds, then ends with [`Status::Timeout`], and nothing
     /// was done. A change of the rules lets it go on.
     Stuck(u64),
+    /// The thread of the queue panics.
+    Panic,
 }
 
 impl Effect {
@@ -55,13 +57,14 @@ impl Effect {
             Effect::Lose => "lose",
             Effect::Delay { .. } => "delay",
             Effect::Stuck(_) => "stuck",
+            Effect::Panic => "panic",
         }
     }
 
     /// Whether it can happen to this operation.
     pub fn concerns(self, operation: Operation) -> bool {
         match self {
-            Effect::Error(_) | Effect::Delay { .. } | Effect::Stuck(_) => true,
+            Effect::Error(_) | Effect::Delay { .. } | Effect::Stuck(_) | Effect::Panic => true,
             Effect::Lose => operation != Operation::Read,
             Effect::Short(_) | Effect::Torn | Effect::Misdirect | Effect::Corrupt => operation.has_data(),
         }
@@ -217,8 +220,9 @@ impl FromStr for Rule {
             "misdirect" => alone(Effect::Misdirect)?,
             "corrupt" => alone(Effect::Corrupt)?,
             "lose" => alone(Effect::Lose)?,
+            "panic" => alone(Effect::Panic)?,
             _ => {
-                let message = "there are error, short, torn, misdirect, corrupt, lose, delay, stuck";
+                let message = "there are error, short, torn, misdirect, corrupt, lose, delay, stuck, panic";
                 return Err(invalid(format!("no fault is named {name:?}: {message}")));
             }
         };
@@ -298,6 +302,8 @@ mod tests {
         let delay: Rule = "delay=2ms,p99=20ms".parse().unwrap();
         assert_eq!(delay.effect, Effect::Delay { mean_ns: 2_000_000, p99_ns: Some(20_000_000) });
         assert_eq!("lose".parse::<Rule>().unwrap().operations, [false, true, true, true, true]);
+        let panic: Rule = "panic,op=flush".parse().unwrap();
+        assert_eq!((panic.effect, panic.operations), (Effect::Panic, [false, false, false, false, true]));
         assert_eq!("torn".parse::<Rule>().unwrap().operations, [true, true, false, false, false]);
     }
 
@@ -311,6 +317,7 @@ mod tests {
             "error=EWHAT",
             "errors=EIO",
             "torn=1",
+            "panic=1",
             "delay",
             "delay=5",
             "delay=0s",
