@@ -11,6 +11,11 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitStatus};
+use std::sync::mpsc::Sender;
+
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::{Completion, Cqe, Disk, EngineThread, Source, SourceContext};
+use io_uring::{opcode, types};
 
 use blkq_cli::confine::{self, Needs, landlock_abi};
 
@@ -74,7 +79,7 @@ fn in_a_process_of_its_own() {
         }
         "ring" => {
             confine::control(&Needs::default()).unwrap();
-            let _ = blkq::Ring::new(4);
+            let _ = blkq::ring::probe();
         }
         case => panic!("no case {case}"),
     }
@@ -84,6 +89,8 @@ fn engine() {
     let files = Files::new("engine");
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
+    let null = Null::new(NullOptions::new(1 << 20)).unwrap();
+    let disk = Disk::builder(Box::new(null)).build().unwrap();
     confine::engine(false).unwrap();
     assert_eq!(errno(File::open(&files.image)), Some(libc::ENOSYS));
     assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
@@ -93,17 +100,37 @@ fn engine() {
     let opened = std::thread::spawn(move || errno(File::open(&files.image)));
     assert_eq!(opened.join().unwrap(), Some(libc::ENOSYS));
     // And its ring does not open files either, nor does it make sockets.
-    let mut ring = blkq::Ring::new(4).unwrap();
-    let path = c"/etc/passwd";
-    let open = io_uring::opcode::OpenAt::new(io_uring::types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
-    let socket = io_uring::opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build();
-    for entry in [open, socket] {
-        // SAFETY: the path lives as long as the program.
-        unsafe { ring.push(entry, blkq::Token::new(1, 1)) };
-        ring.enter(1, None);
-        let mut ends = Vec::new();
-        ring.reap_all(&mut ends);
-        assert_eq!(ends[0].result, -libc::EACCES);
+    let engine = EngineThread::spawn("engine", vec![(disk, 0)]).unwrap();
+    let (results, received) = std::sync::mpsc::channel();
+    engine.handle().add_source(move || Box::new(Opener(results))).unwrap();
+    assert_eq!([received.recv(), received.recv()], [Ok(-libc::EACCES); 2]);
+}
+
+/// Has the ring of its engine open a file and make a socket.
+struct Opener(Sender<i32>);
+
+impl Source for Opener {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), blkq::Error> {
+        let path = c"/etc/passwd";
+        let open = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
+        let socket = opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build();
+        for entry in [open, socket] {
+            // SAFETY: the path lives as long as the program.
+            unsafe { cx.push(entry, 0) };
+        }
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, cqe: Cqe) {
+        self.0.send(cqe.result).unwrap();
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+
+    fn is_stopped(&self) -> bool {
+        true
     }
 }
 

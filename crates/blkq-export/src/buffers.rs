@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed};
 use std::ptr::{NonNull, slice_from_raw_parts_mut};
 
-use blkq::{IoBuffer, Ring};
+use blkq::{IoBuffer, Registrar};
 
 /// Largest buffer.
 pub const BUFFER_MAX_BYTES: u32 = 32 << 20;
@@ -53,7 +53,7 @@ impl BufferPool {
 
     /// A buffer of at least `bytes` (at most [`BUFFER_MAX_BYTES`]), with whatever was in it; `None`
     /// if there is no memory.
-    pub fn take(&mut self, bytes: u32, ring: &mut Ring) -> Option<IoBuffer> {
+    pub fn take(&mut self, bytes: u32, mut ring: Registrar<'_>) -> Option<IoBuffer> {
         let size = Self::size(bytes);
         let buffer = match self.free[Self::class(size)].pop() {
             Some(buffer) => {
@@ -88,7 +88,7 @@ impl BufferPool {
     }
 
     /// Gives all free memory back to the system.
-    pub fn trim(&mut self, ring: &mut Ring) {
+    pub fn trim(&mut self, mut ring: Registrar<'_>) {
         for mut buffer in self.free.iter_mut().flat_map(|free| free.drain(..)) {
             ring.unregister_buffer(&mut buffer);
         }
@@ -101,21 +101,29 @@ impl BufferPool {
 
 #[cfg(test)]
 mod tests {
+    use blkq::Disk;
+    use blkq::drivers::r#loop::{LoopDevice, LoopOptions};
+
     use super::*;
 
     #[test]
     fn the_pool_keeps_a_bounded_amount() {
-        let mut ring = Ring::new(8).unwrap();
+        let path = std::env::temp_dir().join(format!("blkq-buffers-{}", std::process::id()));
+        std::fs::File::create(&path).unwrap().set_len(4096).unwrap();
+        let device = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+        let mut queue = Disk::builder(Box::new(device)).build().unwrap().open_queue(0).unwrap();
+        std::fs::remove_file(path).unwrap();
         let mut pool = BufferPool::new();
         for bytes in [BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
-            let taken: Vec<IoBuffer> = (0..6).filter_map(|_| pool.take(bytes, &mut ring)).collect();
+            let taken: Vec<IoBuffer> =
+                (0..6).filter_map(|_| pool.take(bytes, queue.registrar().unwrap())).collect();
             taken.into_iter().for_each(|buffer| pool.put(buffer));
             assert!(pool.free_bytes <= FREE_MAX_BYTES);
         }
         let kept: usize = pool.free.iter().flatten().map(|buffer| buffer.len()).sum();
         assert_eq!(kept, pool.free_bytes);
         assert!(pool.is_idle());
-        pool.trim(&mut ring);
+        pool.trim(queue.registrar().unwrap());
         assert!(!pool.is_idle());
     }
 }

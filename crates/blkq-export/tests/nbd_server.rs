@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use blkq::drivers::ram::Ram;
 use blkq::tags::Wake;
 use blkq::{
-    Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, Operation, QueueLimits, Ring, Status, Tag,
-    Taken,
+    Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, Operation, QueueLimits, Registrar, Status,
+    Tag, Taken,
 };
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
@@ -451,7 +451,7 @@ impl Driver for NoDiscard {
         &self,
         _index: u16,
         _tags: usize,
-        _ring: Option<&mut Ring>,
+        _ring: Option<Registrar<'_>>,
         _wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(NoDiscard(self.0.clone())))

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use io_uring::squeue;
+use io_uring::{squeue, types};
 
 use crate::buffer::{IoBuffer, KernelPages, Segment};
 use crate::clock::Clock;
@@ -13,7 +13,7 @@ use crate::disk::QUEUES_MAX;
 use crate::error::{Error, ErrorKind, IoResult};
 use crate::limits::QueueLimits;
 use crate::request::{Request, Tag};
-use crate::ring::{Cqe, Ring, Token};
+use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
 use crate::slab::{BioSlab, NIL};
 use crate::tags::Wake;
 
@@ -46,7 +46,7 @@ pub trait Driver: Send + Sync + 'static {
         &self,
         index: u16,
         tags: usize,
-        ring: Option<&mut Ring>,
+        ring: Option<Registrar<'_>>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error>;
 
@@ -239,10 +239,11 @@ impl DriverContext<'_> {
     }
 
     /// Submits `entry` to the ring; its completion comes to
-    /// [`DriverQueue::complete_cqe`] with `payload` (below 2^48).
+    /// [`DriverQueue::complete_cqe`] with the low 48 bits of `payload`.
     ///
     /// # Safety
-    /// Memory and descriptors of the entry must stay valid until then.
+    /// Memory and descriptors of the entry must stay valid until then. What it names of the tables
+    /// of registered files and buffers must be registered with this queue's ring, for this queue.
     ///
     /// # Panics
     /// If the driver did not say that it uses a ring.
@@ -254,9 +255,18 @@ impl DriverContext<'_> {
         unsafe { ring.push(entry, token) }
     }
 
-    /// The ring, for registering files.
-    pub fn ring(&mut self) -> Option<&mut Ring> {
-        self.ring.as_deref_mut()
+    /// What registers files with the queue's ring; none if the driver did not say that it uses one.
+    pub fn registrar(&mut self) -> Option<Registrar<'_>> {
+        self.ring.as_deref_mut().map(Registrar::new)
+    }
+
+    /// A registered file, to be named in an entry.
+    ///
+    /// # Panics
+    /// If it is not registered with the queue's ring.
+    #[inline]
+    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
+        self.ring.as_ref().expect("a driver with a registered file says uses_ring").file(slot)
     }
 
     /// Tells the disk to read [`Driver::limits`] again: an operation turned out not to

@@ -6,7 +6,7 @@
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
-use io_uring::squeue;
+use io_uring::{squeue, types};
 
 use crate::bio::{Bio, Completion};
 use crate::clock::{monotonic_ns, time_until};
@@ -16,7 +16,7 @@ use crate::kick::Kick;
 use crate::limits::QueueLimits;
 use crate::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::queue::Queue;
-use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token, policy};
+use crate::ring::{Cqe, ENGINE_OPERATIONS, FileSlot, Registrar, Ring, Token, policy};
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, lock, try_lock};
@@ -86,31 +86,43 @@ pub struct SourceContext<'a> {
 }
 
 impl SourceContext<'_> {
-    /// Submits `entry`; its completion comes to [`Source::on_cqe`] with `payload` (below 2^48).
+    /// Submits `entry`; its completion comes to [`Source::on_cqe`] with the low 48 bits of
+    /// `payload`.
     ///
     /// # Safety
-    /// Memory and descriptors of the entry must stay valid until then.
+    /// Memory and descriptors of the entry must stay valid until then. What it names of the tables
+    /// of registered files and buffers must be registered with this engine's ring, for this source.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         // SAFETY: the caller's promise.
         unsafe { self.ring.push(entry, Token::new(self.id, payload)) }
     }
 
-    /// The ring: for registering files and buffers, and asking what the kernel supports.
-    pub fn ring(&mut self) -> &mut Ring {
-        self.ring
+    /// What registers files and buffers with the engine's ring.
+    pub fn registrar(&mut self) -> Registrar<'_> {
+        Registrar::new(self.ring)
     }
 
-    /// Submits a bio to the engine's queue number `queue`. `bio.user_data` (below 2^48)
-    /// comes back through [`Source::on_bio`].
+    /// A registered file, to be named in an entry.
+    ///
+    /// # Panics
+    /// If it is not registered with the engine's ring.
+    #[inline]
+    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
+        self.ring.file(slot)
+    }
+
+    /// Submits a bio to the engine's queue number `queue`. The low 48 bits of `bio.user_data`
+    /// come back through [`Source::on_bio`].
     ///
     /// # Errors
     /// The bio, when the queue has no room: submit it again after a completion.
     #[inline]
     pub fn submit(&mut self, queue: usize, mut bio: Bio) -> Result<(), Bio> {
-        bio.user_data = Token::new(self.id, bio.user_data).0;
+        let user_data = bio.user_data;
+        bio.user_data = Token::new(self.id, user_data).0;
         let refused = self.queues[queue].submit(bio, Some(self.ring));
-        refused.map_err(|bio| Bio { user_data: Token(bio.user_data).payload(), ..bio })
+        refused.map_err(|bio| Bio { user_data, ..bio })
     }
 
     /// Hands all that was submitted to the drivers and the kernel now, not at the end of the
@@ -232,7 +244,7 @@ impl EngineHandle {
     }
 
     /// How many slots for the kernel to fill the engine's ring was made with
-    /// ([`Ring::keep_kernel_buffers`]); 0 if it could not have its table of registered buffers.
+    /// ([`Registrar::keep_kernel_buffers`]); 0 if it could not have its table of registered buffers.
     pub fn kernel_buffers(&self) -> u16 {
         self.0.kernel_buffers.get().copied().unwrap_or(0)
     }

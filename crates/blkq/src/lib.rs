@@ -127,7 +127,7 @@ pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;
 pub use local::LocalQueue;
 pub use request::{Request, Tag};
-pub use ring::{Cqe, FileSlot, Ring, Token};
+pub use ring::{Cqe, FileSlot, Registrar, Token};
 pub use sched::SchedulerKind;
 pub use sector::Sector;
 pub use stats::{Counter, StatGroup, StatsSnapshot};

@@ -9,7 +9,7 @@ use crate::disk::Disk;
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
-use crate::ring::{Cqe, Ring, RingCounters};
+use crate::ring::{Cqe, Registrar, Ring, RingCounters};
 use crate::watch::Look;
 
 /// Submissions that the ring of a local queue has room for.
@@ -164,9 +164,9 @@ impl LocalQueue {
         &self.queue.limits
     }
 
-    /// The ring, if the driver uses one: for registering buffers.
-    pub fn ring(&mut self) -> Option<&mut Ring> {
-        self.ring.as_deref_mut()
+    /// What registers buffers with the queue's ring; none if the driver uses no ring.
+    pub fn registrar(&mut self) -> Option<Registrar<'_>> {
+        self.ring.as_deref_mut().map(Registrar::new)
     }
 
     /// What the ring did so far.

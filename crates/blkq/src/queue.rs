@@ -20,7 +20,7 @@ use crate::flush::FlushMachine;
 use crate::limits::QueueLimits;
 use crate::plug::Plug;
 use crate::request::{Request, Tag};
-use crate::ring::{Cqe, Ring};
+use crate::ring::{Cqe, Registrar, Ring};
 use crate::sched::Scheduler;
 use crate::slab::{BioList, BioSlab};
 use crate::stats::StatsWriter;
@@ -130,8 +130,8 @@ impl Queue {
         let tags = disk.hardware_queue(index).tags.clone();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(tags.capacity()) + 1;
-        let driver =
-            disk.driver().open_queue(index as u16, slots, ring, disk.hardware_queue(index).kick.clone())?;
+        let kick = disk.hardware_queue(index).kick.clone();
+        let driver = disk.driver().open_queue(index as u16, slots, ring.map(Registrar::new), kick)?;
         let sharing = if disk.has_shared_tags() {
             let kick = disk.hardware_queue(index).kick.clone();
             Some(

@@ -1,6 +1,7 @@
 //! The one io_uring of a thread: set-up with fallbacks, probing, registered files and
 //! buffers, and a submission queue that cannot be full.
 
+mod registrar;
 #[cfg(any(loom, shuttle))]
 mod twin;
 #[cfg(not(any(simulation, loom, shuttle)))]
@@ -8,27 +9,27 @@ mod uring;
 
 use std::sync::OnceLock;
 
-use io_uring::{cqueue, opcode};
+use io_uring::{cqueue, opcode, types};
 
 use crate::error::Error;
 
 #[cfg(simulation)]
-pub use crate::simulation::Ring;
+pub(crate) use crate::simulation::Ring;
+pub use registrar::Registrar;
 #[cfg(any(loom, shuttle))]
-pub use twin::Ring;
+pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
-pub use uring::Ring;
+pub(crate) use uring::Ring;
 
 /// Whom a completion of the ring belongs to: 16 bits of owner, 48 of the owner's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Token(pub u64);
 
 impl Token {
-    /// A token of `owner`; `payload` below 2^48.
+    /// A token of `owner`, with the low 48 bits of `payload`: no payload reaches another owner.
     #[inline]
     pub const fn new(owner: u16, payload: u64) -> Token {
-        debug_assert!(payload < 1 << 48);
-        Token((owner as u64) << 48 | payload)
+        Token((owner as u64) << 48 | payload & PAYLOAD_MASK)
     }
 
     /// Who submitted it.
@@ -40,9 +41,12 @@ impl Token {
     /// The owner's own mark.
     #[inline]
     pub const fn payload(self) -> u64 {
-        self.0 & ((1 << 48) - 1)
+        self.0 & PAYLOAD_MASK
     }
 }
+
+/// The bits of a token that are its owner's own.
+const PAYLOAD_MASK: u64 = (1 << 48) - 1;
 
 /// The end of one submission: an errno below zero, or the operation's count.
 #[derive(Clone, Copy, Debug)]
@@ -73,9 +77,50 @@ pub struct RingCounters {
     pub completions: u64,
 }
 
-/// A file in the ring's table: operations on it skip the reference counting of a descriptor.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct FileSlot(pub u32);
+/// A number that no other ring of the process has had; 0 is none.
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) fn new_ring_id() -> u64 {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Relaxed)
+}
+
+/// A file in a ring's table: operations on it skip the reference counting of a descriptor. Made by
+/// [`Registrar::register_file`] and good for that ring alone, until it is unregistered.
+#[derive(Debug)]
+pub struct FileSlot {
+    /// The ring's number; 0 once it is unregistered.
+    ring: u64,
+    index: u32,
+}
+
+impl FileSlot {
+    #[cfg(not(any(loom, shuttle)))]
+    pub(crate) fn new(ring: u64, index: u32) -> FileSlot {
+        FileSlot { ring, index }
+    }
+
+    /// The place in the table of the ring with number `ring`.
+    ///
+    /// # Panics
+    /// If the slot is another ring's, or was unregistered: the place is another file's by now.
+    #[inline]
+    pub(crate) fn of_ring(&self, ring: u64) -> types::Fixed {
+        assert!(self.ring == ring, "the file is not registered with this ring");
+        types::Fixed(self.index)
+    }
+
+    /// Empties the slot and returns its place in the table of the ring with number `ring`.
+    ///
+    /// # Panics
+    /// As [`FileSlot::of_ring`].
+    #[cfg(not(any(loom, shuttle)))]
+    pub(crate) fn take(&mut self, ring: u64) -> u32 {
+        let types::Fixed(index) = self.of_ring(ring);
+        self.ring = 0;
+        index
+    }
+}
 
 /// What the rings of this process may do from when it is set, for a process that is confined: the
 /// operations of a ring are no system calls, and what filters those does not see them.
@@ -100,6 +145,25 @@ pub fn set_policy(policy: Policy) {
 /// What holds for new rings.
 pub(crate) fn policy() -> Option<&'static Policy> {
     POLICY.get()
+}
+
+/// Asks the kernel what the rings of an engine can do.
+///
+/// # Errors
+/// What keeps a ring from being set up: [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
+/// on kernels before 6.1 or where io_uring is forbidden.
+pub fn probe() -> Result<RingProbe, Error> {
+    Ring::new(8).map(RingProbe)
+}
+
+/// What the rings of this kernel can do.
+pub struct RingProbe(Ring);
+
+impl RingProbe {
+    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    pub fn supports(&self, code: u8) -> bool {
+        self.0.supports(code)
+    }
 }
 
 /// The operations that every blkq engine uses, by name, to be probed.

@@ -13,7 +13,7 @@ use blkq::drivers::null::{Null, NullOptions};
 use blkq::tags::Wake;
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
-    QueueLimits, Ring, Sector, Source, SourceContext, Tag, Taken,
+    QueueLimits, Registrar, Sector, Source, SourceContext, Tag, Taken,
 };
 use common::{Behaviour, Device, Finish, filled, plain_limits};
 
@@ -53,6 +53,45 @@ impl Load {
 }
 
 struct Ask(Sender<u64>);
+
+/// Marks what it submits with all 64 bits, and sends what comes back.
+struct Marks(Sender<(&'static str, u64)>);
+
+impl Source for Marks {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        // SAFETY: it has no memory.
+        unsafe { cx.push(io_uring_nop(), u64::MAX - 1) };
+        let bio = Bio { user_data: u64::MAX - 2, ..Bio::read(Sector(0), filled(512, 0), 0) };
+        cx.submit(0, bio).map_err(|_| Error::new(ErrorKind::Busy, "no room"))
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, cqe: Cqe) {
+        self.0.send(("cqe", cqe.token.payload())).unwrap();
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, completion: Completion) {
+        self.0.send(("bio", completion.user_data)).unwrap();
+    }
+
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+
+    fn is_stopped(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn no_mark_of_a_source_reaches_another_owner() {
+    const LOW_BITS: u64 = (1 << 48) - 1;
+    let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
+    let (sender, received) = channel();
+    engine.handle().add_source(move || Box::new(Marks(sender))).unwrap();
+    let wait = || received.recv_timeout(Duration::from_secs(60)).expect("another owner has it");
+    let mut seen = [wait(), wait()];
+    seen.sort();
+    assert_eq!(seen, [("bio", LOW_BITS - 2), ("cqe", LOW_BITS - 1)]);
+}
 
 impl Source for Load {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
@@ -263,7 +302,7 @@ impl Driver for Late {
         &self,
         _index: u16,
         _tags: usize,
-        _ring: Option<&mut Ring>,
+        _ring: Option<Registrar<'_>>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(LateQueue { wake, tags: Vec::new(), ended: false }))

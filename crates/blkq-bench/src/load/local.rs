@@ -34,7 +34,7 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
     let mut offsets = load.offsets(bytes);
     let mut free: Vec<IoBuffer> =
         (0..load.depth).map(|_| IoBuffer::zeroed(load.block_bytes as usize)).collect();
-    if let (true, Some(ring)) = (load.registered, queue.ring()) {
+    if let (true, Some(mut ring)) = (load.registered, queue.registrar()) {
         free.iter_mut().for_each(|buffer| ring.register_buffer(buffer));
     }
     let run = timed(length, || turn(queue, load, &mut offsets, &mut free));
@@ -42,7 +42,7 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
         queue.wait(1);
         free.extend(queue.completions().filter_map(|completion| completion.data.into_buffer()));
     }
-    if let (true, Some(ring)) = (load.registered, queue.ring()) {
+    if let (true, Some(mut ring)) = (load.registered, queue.registrar()) {
         free.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
     }
     run

@@ -1,6 +1,6 @@
 //! `blkq features`: what this kernel offers, what is missing, and what for.
 
-use blkq::Ring;
+use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
 use io_uring::opcode;
 use serde::Serialize;
@@ -75,11 +75,11 @@ impl Features {
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let mut features = Vec::new();
         let mut add = |name, available, purpose: String| features.push(Feature { name, available, purpose });
-        match Ring::new(8) {
-            Ok(ring) => {
+        match ring::probe() {
+            Ok(probe) => {
                 add("io_uring", true, "everything".into());
                 for (name, code, purpose) in OPERATIONS {
-                    add(name, ring.supports(code), purpose.into());
+                    add(name, probe.supports(code), purpose.into());
                 }
             }
             Err(e) => add("io_uring", false, format!("everything: {e}")),

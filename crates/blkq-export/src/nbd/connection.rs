@@ -378,7 +378,7 @@ impl Connection {
             Command::Write | Command::Read | Command::Cache => {
                 let cached = request.command == Command::Cache;
                 let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
-                match core.buffers.take(length as u32, cx.ring()) {
+                match core.buffers.take(length as u32, cx.registrar()) {
                     None => self.refuse_for_want_of_memory(&request, core),
                     Some(buffer) if request.command == Command::Write => {
                         self.incoming = Some(Incoming { request, buffer, received: 0 });

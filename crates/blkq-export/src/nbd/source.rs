@@ -328,7 +328,7 @@ impl NbdSource {
             self.make_all_ready();
         }
         if self.idle_since_ns.is_some_and(|since_ns| now_ns >= since_ns + IDLE_NS) {
-            self.core.buffers.trim(cx.ring());
+            self.core.buffers.trim(cx.registrar());
             self.idle_since_ns = None;
         }
     }
@@ -344,14 +344,14 @@ impl NbdSource {
 
 impl Source for NbdSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
-        cx.ring().require(&[
+        cx.registrar().require(&[
             ("IORING_OP_ACCEPT", opcode::AcceptMulti::CODE),
             ("IORING_OP_RECV", opcode::Recv::CODE),
             ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE),
             ("IORING_OP_SENDMSG", opcode::SendMsg::CODE),
         ])?;
         if self.core.options.tls.is_some() {
-            cx.ring().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
+            cx.registrar().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
         }
         if let Arrivals::Client(client) = &mut self.arrivals
             && let Some(socket) = client.take()

@@ -141,7 +141,7 @@ impl QueueSource {
     /// Makes what each tag needs for its data.
     fn open_slots(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         let QueueOptions { depth, copy, request_max_bytes, .. } = self.options;
-        let first = if copy == CopyMode::None { cx.ring().keep_kernel_buffers(depth)? } else { 0 };
+        let first = if copy == CopyMode::None { cx.registrar().keep_kernel_buffers(depth)? } else { 0 };
         for tag in 0..depth {
             let (buffer, place) = match copy {
                 CopyMode::Kernel => {
@@ -160,14 +160,14 @@ impl QueueSource {
 
     /// Gives the kernel the command `operation` for `tag`.
     fn command(&mut self, cx: &mut SourceContext<'_>, operation: u32, tag: u16, result: i32) {
-        let Some(FileSlot(file)) = self.file else { return };
+        let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
         let place = self.slots[usize::from(tag)].place;
         let copy = self.options.copy;
         let addr = if copy == CopyMode::Kernel { place } else { 0 };
         let command = IoCommand { q_id: self.options.queue, tag, result, addr };
         let mut bytes = [0; 16];
         bytes.copy_from_slice(command.as_bytes());
-        let entry = opcode::UringCmd16::new(types::Fixed(file), operation).cmd(bytes);
+        let entry = opcode::UringCmd16::new(file, operation).cmd(bytes);
         let entry = match copy {
             CopyMode::None => entry.addr(Some(abi::register_address(place as u16))).build(),
             _ => entry.build(),
@@ -219,7 +219,7 @@ impl QueueSource {
                 self.submit(cx, Bio { data: Data::Kernel(pages), ..bio });
             }
             CopyMode::User => {
-                let Some(buffer) = self.pool.take(bytes, cx.ring()) else {
+                let Some(buffer) = self.pool.take(bytes, cx.registrar()) else {
                     return self.commit(cx, tag, Err(libc::ENOMEM));
                 };
                 self.use_memory(cx);
@@ -234,9 +234,9 @@ impl QueueSource {
 
     /// Copies the data of the request of `tag`, to or from the buffer in `copying`.
     fn copy(&mut self, cx: &mut SourceContext<'_>, tag: u16, mut copying: Copying) {
-        let Some(FileSlot(file)) = self.file else { return };
+        let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
         let slot = &mut self.slots[usize::from(tag)];
-        let (file, offset) = (types::Fixed(file), abi::data_offset(self.options.queue, tag));
+        let offset = abi::data_offset(self.options.queue, tag);
         let bytes = slot.good_result as u32;
         let entry = match &mut copying {
             Copying::Write(Bio { data: Data::Buffer(buffer), .. }) => {
@@ -317,7 +317,7 @@ impl QueueSource {
         // Nothing is in flight, so all are here; and the kernel is not in them (see above).
         self.slots.iter_mut().filter_map(|slot| slot.buffer.as_mut()).for_each(IoBuffer::give_back_pages);
         if self.pool.is_idle() {
-            self.pool.trim(cx.ring());
+            self.pool.trim(cx.registrar());
         }
         self.used = false;
     }
@@ -330,11 +330,11 @@ impl QueueSource {
     fn release(&mut self, cx: &mut SourceContext<'_>) {
         // Forced, the ring goes soon, and the kernel may still be in the buffers until then.
         if self.stopping && !self.forced && self.is_drained() {
-            if let Some(file) = self.file.take() {
-                cx.ring().unregister_file(file);
+            if let Some(mut file) = self.file.take() {
+                cx.registrar().unregister_file(&mut file);
             }
             self.descriptors = None;
-            self.pool.trim(cx.ring());
+            self.pool.trim(cx.registrar());
         }
     }
 }
@@ -390,14 +390,14 @@ fn bind(processors: &CpuSet) {
 
 impl Source for QueueSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
-        cx.ring().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;
+        cx.registrar().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;
         bind(&self.options.processors);
         let QueueOptions { shared, queue, depth, .. } = &self.options;
         self.descriptors = Some(Descriptors::map(&shared.file, *queue, *depth)?);
         let shared = shared.clone();
         self.open_slots(cx)?;
         // Last, as what the ring has keeps the device from being removed.
-        self.file = Some(cx.ring().register_file(shared.file.as_fd())?);
+        self.file = Some(cx.registrar().register_file(shared.file.as_fd())?);
         (0..self.options.depth).for_each(|tag| self.command(cx, abi::FETCH, tag, 0));
         Ok(())
     }
@@ -454,7 +454,7 @@ impl Source for QueueSource {
         self.stopping = true;
         if force && !self.forced {
             self.forced = true;
-            cx.ring().abandon();
+            cx.registrar().abandon();
             // They are not in flight, and go to the next server with the rest. The kernel may
             // still be in their buffers.
             self.in_flight -= self.refused.len();

@@ -16,7 +16,7 @@ use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::engine::{EngineThread, Source, SourceContext};
 use crate::gate::Direction;
 use crate::request::Tag;
-use crate::ring::{Cqe, Ring};
+use crate::ring::{Cqe, Registrar};
 use crate::sector::Sector;
 #[cfg(loom)]
 use crate::sync::model_within;
@@ -84,7 +84,7 @@ impl Driver for Remote {
         &self,
         _index: u16,
         _tags: usize,
-        _ring: Option<&mut Ring>,
+        _ring: Option<Registrar<'_>>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let inbox = Arc::new(Inbox { ended: Mutex::new(Vec::new()), wake });

@@ -13,7 +13,7 @@ use crate::completion::End;
 use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult};
 use crate::request::{Request, RequestState, Tag};
-use crate::ring::{Cqe, Ring, Token};
+use crate::ring::{Cqe, Registrar, Ring, Token};
 use crate::sector::Sector;
 use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks};
 use crate::tags::Wake;
@@ -58,7 +58,7 @@ impl Harness {
     pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
-        let queue = driver.open_queue(index, TAGS, ring.as_mut(), wake)?;
+        let queue = driver.open_queue(index, TAGS, ring.as_mut().map(Registrar::new), wake)?;
         Ok(Harness {
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
             bios: BioSlab::new(256),

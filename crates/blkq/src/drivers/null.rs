@@ -21,7 +21,7 @@ use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
 use crate::request::Tag;
-use crate::ring::Ring;
+use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock};
 use crate::tags::Wake;
@@ -129,7 +129,7 @@ impl Driver for Null {
         &self,
         _index: u16,
         tags: usize,
-        _ring: Option<&mut Ring>,
+        _ring: Option<Registrar<'_>>,
         _wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);

@@ -22,7 +22,7 @@ use crate::driver::{Driver, DriverContext, DriverQueue, Extent, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::request::Tag;
-use crate::ring::Ring;
+use crate::ring::Registrar;
 use crate::tags::Wake;
 use std::sync::Arc;
 
@@ -82,7 +82,7 @@ impl Driver for Ram {
         &self,
         _index: u16,
         _tags: usize,
-        _ring: Option<&mut Ring>,
+        _ring: Option<Registrar<'_>>,
         _wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(RamQueue { medium: Arc::clone(&self.medium) }))

@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use io_uring::squeue;
+use io_uring::{squeue, types};
 
 use super::{Cqe, FileSlot, RingCounters, Token};
 use crate::buffer::IoBuffer;
@@ -71,7 +71,11 @@ impl Ring {
         Err(Error::new(ErrorKind::Unsupported, "a model has no files"))
     }
 
-    pub fn unregister_file(&mut self, _slot: FileSlot) {}
+    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
+        slot.of_ring(0)
+    }
+
+    pub fn unregister_file(&mut self, _slot: &mut FileSlot) {}
 
     pub fn register_buffer(&mut self, _buffer: &mut IoBuffer) {}
 
@@ -79,6 +83,10 @@ impl Ring {
 
     pub fn kernel_buffers_left(&self) -> u16 {
         0
+    }
+
+    pub fn keep_kernel_buffers(&mut self, _count: u16) -> Result<u16, Error> {
+        Err(Error::new(ErrorKind::Unsupported, "a model has no buffers of the kernel's"))
     }
 
     pub fn abandon(&mut self) {}

@@ -10,7 +10,7 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
-use super::{Cqe, FileSlot, RingCounters, Token, policy};
+use super::{Cqe, FileSlot, RingCounters, Token, new_ring_id, policy};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
 
@@ -41,6 +41,7 @@ const REGISTER_OPERATIONS: [u8; 3] = [3, 6, 16];
 /// (SINGLE_ISSUER, DEFER_TASKRUN: completions run when that thread asks for them).
 pub struct Ring {
     uring: IoUring,
+    id: u64,
     probe: Probe,
     files: Vec<u32>,
     buffers: Vec<u16>,
@@ -106,6 +107,7 @@ impl Ring {
         }
         Ok(Ring {
             uring,
+            id: new_ring_id(),
             probe,
             files,
             buffers,
@@ -223,7 +225,7 @@ impl Ring {
             return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
         };
         match self.update_file(slot, fd.as_raw_fd()) {
-            Ok(()) => Ok(FileSlot(slot)),
+            Ok(()) => Ok(FileSlot::new(self.id, slot)),
             Err(e) => {
                 self.files.push(slot);
                 Err(Error::system("cannot register a file with io_uring", e))
@@ -231,10 +233,23 @@ impl Ring {
         }
     }
 
+    /// A registered file, to be named in an entry.
+    ///
+    /// # Panics
+    /// If it is not registered here.
+    #[inline]
+    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
+        slot.of_ring(self.id)
+    }
+
     /// Takes a file out of the table. Operations in flight keep it open.
-    pub fn unregister_file(&mut self, slot: FileSlot) {
-        if self.update_file(slot.0, -1).is_ok() {
-            self.files.push(slot.0);
+    ///
+    /// # Panics
+    /// If it is not registered here.
+    pub fn unregister_file(&mut self, slot: &mut FileSlot) {
+        let slot = slot.take(self.id);
+        if self.update_file(slot, -1).is_ok() {
+            self.files.push(slot);
         }
     }
 
@@ -350,6 +365,8 @@ impl Drop for Ring {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
+    use std::os::fd::AsFd;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use io_uring::opcode;
 
@@ -367,6 +384,24 @@ mod tests {
         assert_eq!(ring.keep_kernel_buffers(90).unwrap(), first + 4000);
         assert!(ring.keep_kernel_buffers(7).is_err());
         ring.unregister_buffer(&mut buffer);
+    }
+
+    #[test]
+    fn a_file_slot_is_good_for_its_own_ring_until_it_is_unregistered() {
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
+        let mut slot = ring.register_file(file.as_fd()).unwrap();
+        let mut foreign = other.register_file(file.as_fd()).unwrap();
+        assert_eq!(ring.file(&slot).0, other.file(&foreign).0, "both tables have it in the same place");
+        let mut refused = |attempt: &mut dyn FnMut(&mut Ring)| {
+            catch_unwind(AssertUnwindSafe(|| attempt(&mut ring))).is_err()
+        };
+        assert!(refused(&mut |ring| _ = ring.file(&foreign)));
+        assert!(refused(&mut |ring| ring.unregister_file(&mut foreign)));
+        assert!(!refused(&mut |ring| ring.unregister_file(&mut slot)));
+        assert!(refused(&mut |ring| _ = ring.file(&slot)));
+        assert!(refused(&mut |ring| ring.unregister_file(&mut slot)));
+        other.unregister_file(&mut foreign);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! The world of the whole-system test, under `--cfg simulation`: a kernel that executes
-//! what is submitted to a [`Ring`](crate::Ring) when chance wants it to, a file that can
+//! what is submitted to a ring when chance wants it to, a file that can
 //! lose its unflushed writes, and a clock that goes when it is told to. Everything above
 //! is what runs in production: the block layer, the loop driver, the engine, the servers.
 //!
@@ -16,7 +16,7 @@ pub use file::{SECTOR_BYTES, SimulatedFile};
 pub use hit::{Hit, Noted};
 pub(crate) use kernel::Kernel;
 pub use kernel::{Defect, Faults};
-pub use ring::Ring;
+pub(crate) use ring::Ring;
 
 thread_local! {
     static WORLD: RefCell<World> = RefCell::new(World::new(0, 0, Faults::default()));

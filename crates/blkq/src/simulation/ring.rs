@@ -3,18 +3,19 @@
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
 
-use io_uring::squeue;
+use io_uring::{squeue, types};
 
 use super::with;
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
-use crate::ring::{Cqe, FileSlot, RingCounters, Token};
+use crate::ring::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
 
 /// Buffers that can be registered.
 const BUFFER_SLOTS: u16 = 64;
 
 /// The ring of one simulated process.
 pub struct Ring {
+    id: u64,
     queued: Vec<squeue::Entry>,
     files: Vec<i32>,
     buffers: Vec<u16>,
@@ -25,7 +26,13 @@ pub struct Ring {
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
         let buffers = (0..BUFFER_SLOTS).rev().collect();
-        Ok(Ring { queued: Vec::new(), files: Vec::new(), buffers, counters: RingCounters::default() })
+        Ok(Ring {
+            id: new_ring_id(),
+            queued: Vec::new(),
+            files: Vec::new(),
+            buffers,
+            counters: RingCounters::default(),
+        })
     }
 
     pub fn supports(&self, _code: u8) -> bool {
@@ -73,10 +80,16 @@ impl Ring {
 
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
         self.files.push(fd.as_raw_fd());
-        Ok(FileSlot(self.files.len() as u32 - 1))
+        Ok(FileSlot::new(self.id, self.files.len() as u32 - 1))
     }
 
-    pub fn unregister_file(&mut self, _slot: FileSlot) {}
+    pub fn file(&self, slot: &FileSlot) -> types::Fixed {
+        slot.of_ring(self.id)
+    }
+
+    pub fn unregister_file(&mut self, slot: &mut FileSlot) {
+        slot.take(self.id);
+    }
 
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
         if let Some(slot) = self.buffers.pop() {

@@ -14,7 +14,7 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::{
     BioFlags, Busy, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
-    KernelPages, LocalQueue, Operation, QueueLimits, Ring, Status, Tag, Taken, tags::Wake,
+    KernelPages, LocalQueue, Operation, QueueLimits, Registrar, Status, Tag, Taken, tags::Wake,
 };
 
 #[allow(unused_imports, reason = "not every test file scatters")]
@@ -219,7 +219,7 @@ impl Driver for Device {
         &self,
         index: u16,
         tags: usize,
-        _: Option<&mut Ring>,
+        _: Option<Registrar<'_>>,
         _: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let random = self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(index) | 1;

@@ -19,7 +19,7 @@ use std::time::Duration;
 use crate::driver::{Driver, DriverQueue, Extent};
 use crate::error::Error;
 use crate::limits::QueueLimits;
-use crate::ring::Ring;
+use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::{Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock};
@@ -156,7 +156,7 @@ impl Driver for Fault {
         &self,
         index: u16,
         tags: usize,
-        ring: Option<&mut Ring>,
+        ring: Option<Registrar<'_>>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         let inner = self.shared.inner.open_queue(index, tags, ring, wake.clone())?;

@@ -25,7 +25,7 @@ use rustix::fs::OFlags;
 use crate::driver::{Driver, DriverQueue, Extent};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
-use crate::ring::Ring;
+use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock as locked};
@@ -382,7 +382,7 @@ impl Driver for LoopDevice {
         &self,
         index: u16,
         tags: usize,
-        ring: Option<&mut Ring>,
+        ring: Option<Registrar<'_>>,
         wake: Arc<dyn Wake>,
     ) -> Result<Box<dyn DriverQueue>, Error> {
         // A queue that is opened again has the same wake: it is the disk's, not the owner's.

@@ -19,7 +19,7 @@ use crate::buffer::{IoBuffer, Segment};
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::request::{Request, Tag};
-use crate::ring::{Cqe, FileSlot, Ring};
+use crate::ring::{Cqe, FileSlot, Registrar};
 use crate::sync::atomic::Ordering::Relaxed;
 use std::sync::Arc;
 
@@ -145,11 +145,17 @@ pub(super) struct LoopQueue {
 }
 
 impl LoopQueue {
-    pub fn open(shared: Arc<Shared>, index: u16, tags: usize, ring: &mut Ring) -> Result<LoopQueue, Error> {
+    pub fn open(
+        shared: Arc<Shared>,
+        index: u16,
+        tags: usize,
+        mut ring: Registrar<'_>,
+    ) -> Result<LoopQueue, Error> {
         ring.require(&OPERATIONS)?;
         let settings = shared.queue_settings();
-        let slot = ring.register_file(settings.file.as_fd())?;
-        let synced = ring.register_file(shared.synced.as_fd()).inspect_err(|_| ring.unregister_file(slot))?;
+        let mut slot = ring.register_file(settings.file.as_fd())?;
+        let synced =
+            ring.register_file(shared.synced.as_fd()).inspect_err(|_| ring.unregister_file(&mut slot))?;
         let iovecs = Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX));
         Ok(LoopQueue {
             index,
@@ -241,13 +247,13 @@ impl LoopQueue {
         let request = cx.request(first);
         let (operation, flags, bytes) = (request.operation(), request.flags(), request.bytes());
         let offset = self.shared.offset + request.offset() + progress.done;
-        let file = types::Fixed(self.slot.0);
+        let file = cx.file(&self.slot);
         let fallocate = |mode| opcode::Fallocate::new(file, bytes).offset(offset).mode(mode).build();
         let punch_hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let entry = match operation {
-            Operation::Flush => self.sync_entry(),
+            Operation::Flush => self.sync_entry(cx),
             Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, progress.done),
-            Operation::WriteZeroes if progress.done > 0 => self.end_entry(offset),
+            Operation::WriteZeroes if progress.done > 0 => self.end_entry(cx, offset),
             Operation::Discard if self.shared.discard_by_command.load(Relaxed) => {
                 let mut length = [0; 16];
                 length[..8].copy_from_slice(&bytes.to_ne_bytes());
@@ -269,13 +275,13 @@ impl LoopQueue {
 
     /// A read of the last bytes before `end`, which fallocate zeroed. Beyond the end of the file
     /// that does nothing and reports success; only a read finds out.
-    fn end_entry(&mut self, end: u64) -> squeue::Entry {
-        let file = types::Fixed(self.slot.0);
+    fn end_entry(&mut self, cx: &DriverContext<'_>, end: u64) -> squeue::Entry {
+        let file = cx.file(&self.slot);
         opcode::Read::new(file, self.scratch.as_mut_ptr(), self.align as u32).offset(end - self.align).build()
     }
 
-    fn sync_entry(&self) -> squeue::Entry {
-        opcode::Fsync::new(types::Fixed(self.synced.0)).flags(types::FsyncFlags::DATASYNC).build()
+    fn sync_entry(&self, cx: &DriverContext<'_>) -> squeue::Entry {
+        opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
     }
 
     /// The call that transfers `tags` from byte `done` on, which is at `offset` of the
@@ -288,7 +294,7 @@ impl LoopQueue {
         offset: u64,
         done: u64,
     ) -> squeue::Entry {
-        let file = types::Fixed(self.slot.0);
+        let file = cx.file(&self.slot);
         let request = cx.request(tags[0]);
         let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
         let read = request.operation() == Operation::Read;
@@ -637,10 +643,10 @@ impl DriverQueue for LoopQueue {
         if Arc::ptr_eq(&self.file, &settings.file) {
             return;
         }
-        let Some(ring) = cx.ring() else { return };
+        let Some(mut ring) = cx.registrar() else { return };
         match ring.register_file(settings.file.as_fd()) {
             Ok(slot) => {
-                ring.unregister_file(self.slot);
+                ring.unregister_file(&mut self.slot);
                 self.slot = slot;
                 self.file = settings.file;
             }
@@ -650,9 +656,9 @@ impl DriverQueue for LoopQueue {
     }
 
     fn close(&mut self, cx: &mut DriverContext<'_>) {
-        if let Some(ring) = cx.ring() {
-            ring.unregister_file(self.slot);
-            ring.unregister_file(self.synced);
+        if let Some(mut ring) = cx.registrar() {
+            ring.unregister_file(&mut self.slot);
+            ring.unregister_file(&mut self.synced);
         }
     }
 }

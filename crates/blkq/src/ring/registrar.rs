@@ -1,0 +1,76 @@
+//! [`Registrar`]: what a driver or a source may ask of the ring of its thread. The ring itself is
+//! never lent: with two of them in hand their places could be exchanged, and completions would
+//! reach a queue that did not submit.
+
+use std::os::fd::BorrowedFd;
+
+use super::{FileSlot, Ring};
+use crate::buffer::IoBuffer;
+use crate::error::Error;
+
+/// Registers files and buffers with the ring of this thread (`io_uring_register(2)`), and answers
+/// what the kernel supports.
+pub struct Registrar<'a>(&'a mut Ring);
+
+impl<'a> Registrar<'a> {
+    pub(crate) fn new(ring: &'a mut Ring) -> Registrar<'a> {
+        Registrar(ring)
+    }
+
+    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    pub fn supports(&self, code: u8) -> bool {
+        self.0.supports(code)
+    }
+
+    /// Checks that the kernel knows every operation of `needed` (name and number).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), naming what is missing.
+    pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
+        self.0.require(needed)
+    }
+
+    /// Puts `fd` into the ring's file table, which keeps it open.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full or the kernel refuses.
+    pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
+        self.0.register_file(fd)
+    }
+
+    /// Takes a file out of the table and leaves `slot` empty. Operations in flight keep the file
+    /// open. A slot that is dropped instead stays in the table for as long as the ring.
+    ///
+    /// # Panics
+    /// If the slot is empty, or one of another ring.
+    pub fn unregister_file(&mut self, slot: &mut FileSlot) {
+        self.0.unregister_file(slot);
+    }
+
+    /// Registers `buffer`, so that direct I/O need not pin its pages each time. A buffer that
+    /// cannot be registered (locked-memory limit, table full) stays as it is, which is no error.
+    pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        self.0.register_buffer(buffer);
+    }
+
+    /// Undoes [`Registrar::register_buffer`].
+    pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
+        self.0.unregister_buffer(buffer);
+    }
+
+    /// Reserves `count` slots of the table of registered buffers for the kernel to fill, for as
+    /// long as the ring. Returns the first of them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if there are not so many.
+    pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
+        self.0.keep_kernel_buffers(count)
+    }
+
+    /// Announces that operations on registered files, which never complete by themselves, will be
+    /// in flight when the ring is dropped: the kernel then completes them, and closes the files,
+    /// some time later.
+    pub fn abandon(&mut self) {
+        self.0.abandon();
+    }
+}
