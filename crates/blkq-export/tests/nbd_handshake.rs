@@ -366,3 +366,46 @@ fn nothing_that_was_said_in_clear_counts_under_tls() {
         assert_eq!((session.replies, session.base_allocation), (ReplyStyle::Simple, false));
     }
 }
+
+#[test]
+fn a_large_minimum_block_must_have_been_asked_for() {
+    let large = || {
+        let mut client = Client::new(3);
+        client.exports[1].block_min_bytes = 4096;
+        client
+    };
+    // The sizes come before the error, and spare the client a question.
+    let mut expected = reply_bytes(7, option_reply::INFO, &[0, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 5]);
+    expected.extend(reply_bytes(7, option_reply::INFO, &[0, 3, 0, 0, 16, 0, 0, 0, 16, 0, 2, 0, 0, 0]));
+    let text = b"requests must be whole blocks of 4096 bytes, and this client does not ask for block sizes";
+    expected.extend(reply_bytes(7, option_reply::ERR_BLOCK_SIZE_REQD, text));
+    let mut client = large();
+    assert_eq!(client.option(option::GO, &go_data(b"other", &[])), (expected, Next::Receive));
+    // It may ask in the next GO, or have asked with INFO; of another export it does not count.
+    assert!(matches!(client.option(option::GO, &go_data(b"other", &[3])).1, Next::Transmission(_)));
+    for (asked, refused) in [("other", false), ("disk", true)] {
+        let mut client = large();
+        assert_eq!(client.option(option::INFO, &go_data(asked.as_bytes(), &[3])).1, Next::Receive);
+        let (_, next) = client.option(option::GO, &go_data(b"other", &[]));
+        assert_eq!(next == Next::Receive, refused, "{asked}");
+    }
+    // INFO and EXPORT_NAME go without, and so does GO where the minimum is a sector.
+    let (output, _) = large().option(option::INFO, &go_data(b"other", &[]));
+    assert!(output.ends_with(&reply_bytes(6, option_reply::ACK, &[])));
+    assert!(matches!(large().option(option::EXPORT_NAME, b"other").1, Next::Transmission(_)));
+    assert!(matches!(large().option(option::GO, &go_data(b"disk", &[])).1, Next::Transmission(_)));
+}
+
+#[test]
+fn a_server_going_down_answers_options_so() {
+    let mut client = Client::new(3);
+    client.handshake.shut_down();
+    for option in [option::LIST, option::INFO, option::GO, option::STRUCTURED_REPLY, option::STARTTLS, 99] {
+        client.refused(option, &[], option_reply::ERR_SHUTDOWN);
+    }
+    let (output, next) = client.option(option::ABORT, &[]);
+    assert_eq!((output, next), (reply_bytes(option::ABORT, option_reply::ACK, &[]), Next::Close));
+    let mut client = Client::new(3);
+    client.handshake.shut_down();
+    assert_eq!(client.option(option::EXPORT_NAME, b"disk"), (vec![], Next::Close));
+}

@@ -13,6 +13,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::tags::Wake;
 use blkq::{
@@ -485,4 +486,48 @@ fn a_trim_that_turns_out_to_be_impossible_is_no_error() {
     let mut later = served.client(ReplyStyle::Structured);
     assert_eq!(later.flags & SEND_TRIM, 0, "no longer offered");
     assert_eq!(later.call(4, 0, 0, 512, &[]).0, 22, "not offered, not known");
+}
+
+#[test]
+fn caching_is_answered_at_once_where_there_is_no_page_cache() {
+    let path = std::env::temp_dir().join(format!("blkq-nbd-cache-{}", std::process::id()));
+    std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+    let open = |direct_io| {
+        let options = LoopOptions { direct_io, shared: true, ..LoopOptions::new(&path) };
+        Box::new(LoopDevice::open(&options).unwrap()) as Box<dyn Driver>
+    };
+    for (driver, reads) in [(ram(), 0), (open(DirectIo::On), 0), (open(DirectIo::Off), 1)] {
+        let name = driver.name();
+        let served = serve(driver, 1, options());
+        let mut client = served.client(ReplyStyle::Structured);
+        assert_eq!(client.call(5, 0, 4096, 65536, &[]), (0, vec![]));
+        assert_eq!(served.disk.stats()[blkq::StatGroup::Read].ios, reads, "{name}");
+        assert_eq!(client.call(5, 0, SIZE, 4096, &[]).0, 22);
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn a_silent_tcp_client_is_probed_within_half_a_minute() {
+    let disk = Disk::builder(ram()).queues(1).build().unwrap();
+    let engine = engines(&disk);
+    let handles = [engine[0].handle().clone()];
+    let server = NbdServer::start(Listen::Tcp("127.0.0.1".into(), 0), options(), &handles).unwrap();
+    let stream = TcpStream::connect(server.uri().strip_prefix("nbd://").unwrap()).unwrap();
+    let (ours, theirs) = (stream.local_addr().unwrap().port(), stream.peer_addr().unwrap().port());
+    let _client = Client::begin(stream, ReplyStyle::Simple);
+    // The server's end: "sl local remote st queues tr:when ...", a timer of kind 2 is keepalive's.
+    let ends = [format!("0100007F:{theirs:04X}"), format!("0100007F:{ours:04X}")];
+    let timer = || {
+        let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+        let line = table.lines().find(|line| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            words[1] == ends[0] && words[2] == ends[1]
+        });
+        line.unwrap().split_whitespace().nth(5).unwrap().to_owned()
+    };
+    wait_until("nothing is unacknowledged", || timer().starts_with("02:"));
+    let ticks = u64::from_str_radix(&timer()[3..], 16).unwrap();
+    assert!(ticks <= 30 * 100, "{ticks} hundredths of a second");
+    server.stop(true).unwrap();
 }

@@ -48,6 +48,8 @@ pub struct QueueLimits {
     pub read_only: bool,
     /// Seeks cost time: the scheduler's order matters.
     pub rotational: bool,
+    /// Reads go through a page cache: reading ahead makes later reads faster.
+    pub page_cache: bool,
 }
 
 impl Default for QueueLimits {
@@ -72,6 +74,7 @@ impl Default for QueueLimits {
             fua: false,
             read_only: false,
             rotational: false,
+            page_cache: false,
         }
     }
 }

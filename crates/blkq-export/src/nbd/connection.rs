@@ -187,6 +187,11 @@ impl Connection {
     pub fn stop(&mut self, force: bool) {
         match &mut self.phase {
             Phase::Transmission(transmission) if !force => transmission.shut_down(),
+            Phase::Handshake(handshake, _) => {
+                handshake.shut_down();
+                // What has arrived is answered, then the end of the stream closes the connection.
+                self.stream.shutdown(Shutdown::Read);
+            }
             _ if self.ending == Ending::No => {
                 self.ending = Ending::Drain;
                 self.stream.shutdown(Shutdown::Read);
@@ -375,6 +380,10 @@ impl Connection {
     /// Sets a request going.
     fn begin(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
         match request.command {
+            Command::Cache if !cx.limits(self.queue).page_cache => {
+                self.give(buffer_bytes(&request), core);
+                self.done(ReplyTo { cookie: request.cookie, offset: request.offset });
+            }
             Command::Write | Command::Read | Command::Cache => {
                 let cached = request.command == Command::Cache;
                 let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };

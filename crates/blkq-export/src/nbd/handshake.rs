@@ -19,6 +19,10 @@ pub const OPTION_SKIP_MAX_BYTES: usize = 1 << 20;
 /// What the caller's buffer must be able to hold, in bytes.
 pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
 
+/// Clients that do not ask for block sizes keep to sectors of this size, in bytes; a larger
+/// minimum they must have asked for.
+const BLOCK_MIN_USUAL_BYTES: u32 = 512;
+
 /// The only metadata context.
 const BASE_ALLOCATION: &[u8] = b"base:allocation";
 /// The number by which replies to `NBD_CMD_BLOCK_STATUS` name it.
@@ -105,7 +109,10 @@ pub struct Handshake {
     replies: ReplyStyle,
     /// The export for which `base:allocation` was chosen.
     base_allocation: Option<usize>,
+    /// The export of whose block sizes the client was told.
+    block_sizes: Option<usize>,
     aborted: bool,
+    shutting_down: bool,
 }
 
 impl Handshake {
@@ -123,8 +130,15 @@ impl Handshake {
             options: 0,
             replies: ReplyStyle::Simple,
             base_allocation: None,
+            block_sizes: None,
             aborted: false,
+            shutting_down: false,
         }
+    }
+
+    /// From now on every option but ABORT is answered with an error.
+    pub fn shut_down(&mut self) {
+        self.shutting_down = true;
     }
 
     /// Whether the client ended it in the way that the protocol has for that.
@@ -197,6 +211,13 @@ impl Handshake {
 
     fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
         let mut reply = Reply { option, output };
+        if self.shutting_down && option != option::ABORT {
+            if option == option::EXPORT_NAME {
+                return Next::Close;
+            }
+            reply.error(option_reply::ERR_SHUTDOWN, "the server is going down");
+            return Next::Receive;
+        }
         if self.tls == TlsPolicy::Required && !self.encrypted {
             match option {
                 // It has no way to fail.
@@ -216,6 +237,17 @@ impl Handshake {
                 return Next::Close;
             }
             option::GO | option::INFO => match self.info(data, exports, &mut reply) {
+                Ok(session)
+                    if option == option::GO
+                        && session.block_min_bytes > BLOCK_MIN_USUAL_BYTES
+                        && self.block_sizes != Some(session.export) =>
+                {
+                    let text = format!(
+                        "requests must be whole blocks of {} bytes, and this client does not ask for block sizes",
+                        session.block_min_bytes
+                    );
+                    reply.error(option_reply::ERR_BLOCK_SIZE_REQD, &text);
+                }
                 Ok(session) => {
                     reply.send(option_reply::ACK, &[]);
                     if option == option::GO {
@@ -257,6 +289,7 @@ impl Handshake {
                 // Somebody in between may have said all that came before (CVE-2021-3716).
                 self.replies = ReplyStyle::Simple;
                 self.base_allocation = None;
+                self.block_sizes = None;
                 self.encrypted = true;
                 return Next::StartTls;
             }
@@ -292,7 +325,7 @@ impl Handshake {
     }
 
     /// Parses INFO or GO and describes the export.
-    fn info(&self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Session, Refusal> {
+    fn info(&mut self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Session, Refusal> {
         let mut data = Fields(data);
         let name = data.string()?;
         let count = usize::from(data.take::<U16>()?.get());
@@ -317,6 +350,9 @@ impl Handshake {
             reply.send(option_reply::INFO, &[&info::DESCRIPTION.to_be_bytes(), text]);
         }
         if asked(info::BLOCK_SIZE) {
+            self.block_sizes = Some(index);
+        }
+        if asked(info::BLOCK_SIZE) || export.block_min_bytes > BLOCK_MIN_USUAL_BYTES {
             let fact = InfoBlockSize {
                 info: info::BLOCK_SIZE.into(),
                 minimum_bytes: export.block_min_bytes.into(),

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
 use rustix::fs::{Mode, OFlags};
@@ -20,6 +21,12 @@ const BACKLOG: i32 = 128;
 /// What the kernel may hold of a unix socket's replies, in bytes: one deep queue of small
 /// reads. Without the privilege net.core.wmem_max is the limit.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
+
+/// A TCP client that does not answer for a minute is gone, and its connection is dropped: it is
+/// asked when it has been silent for so long, so often, at this interval.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_PROBES: u32 = 3;
 
 /// Where clients come from.
 #[derive(Debug)]
@@ -269,6 +276,9 @@ pub(super) fn tune(socket: BorrowedFd<'_>) {
     } else {
         let _ = sockopt::set_tcp_nodelay(socket, true);
         let _ = sockopt::set_socket_keepalive(socket, true);
+        let _ = sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE);
+        let _ = sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL);
+        let _ = sockopt::set_tcp_keepcnt(socket, KEEPALIVE_PROBES);
     }
 }
 

@@ -155,6 +155,10 @@ pub mod option_reply {
     pub const ERR_TLS_REQD: u32 = 0x8000_0005;
     /// There is no such export.
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
+    /// The server is going down.
+    pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
+    /// The client must ask for the block sizes, for they are not the usual ones.
+    pub const ERR_BLOCK_SIZE_REQD: u32 = 0x8000_0008;
     /// The option is too long.
     pub const ERR_TOO_BIG: u32 = 0x8000_0009;
     /// Extended headers were chosen and exclude this.

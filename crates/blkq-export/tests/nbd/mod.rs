@@ -134,7 +134,7 @@ impl<S: Read + Write> Client<S> {
         if style != ReplyStyle::Simple {
             client.option(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
         }
-        client.option(7, b"\0\0\0\0\0\0");
+        client.option(7, b"\0\0\0\0\0\x01\0\x03"); // with the block sizes
         client
     }
 
@@ -152,6 +152,7 @@ impl<S: Read + Write> Client<S> {
             let payload = self.take(u32::from_be_bytes(header[16..20].try_into().unwrap()) as usize);
             match u32::from_be_bytes(header[12..16].try_into().unwrap()) {
                 1 => return,
+                3 if payload[1] == 3 => {}
                 3 => self.flags = u16::from_be_bytes(payload[10..12].try_into().unwrap()),
                 4 => {}
                 error => panic!("option {option}: {error:#x} {}", String::from_utf8_lossy(&payload)),

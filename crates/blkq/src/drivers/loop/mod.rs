@@ -374,6 +374,7 @@ impl Driver for LoopDevice {
             fua: !state.read_only,
             read_only: state.read_only,
             rotational: self.rotational,
+            page_cache: state.mode.direct.is_none(),
             ..QueueLimits::default()
         }
     }
