@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
 use crate::daemon::{Daemon, Parent};
+use crate::descriptors::inherit_standard_only;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::print;
@@ -25,10 +26,9 @@ const DAEMON_OPTION: &str = "--daemon";
 /// What it says, or that it said nothing.
 pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Outcome<DeviceInfo> {
     let refuse = |e: std::io::Error| Failure::new(format!("cannot start the daemon: {e}"));
-    let mut child = Command::new("/proc/self/exe")
-        .arg0("blkq")
-        .args([subcommand, DAEMON_OPTION])
-        .args(words)
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("blkq").args([subcommand, DAEMON_OPTION]).args(words);
+    let mut child = inherit_standard_only(&mut command)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()

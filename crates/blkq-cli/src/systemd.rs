@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 
 use rustix::io::{FdFlags, fcntl_setfd};
 
+use crate::descriptors::close_from;
 use crate::failure::{Failure, Outcome};
 
 /// The first descriptor that a service manager hands over: `SD_LISTEN_FDS_START`.
@@ -23,8 +24,8 @@ pub fn is_activated() -> bool {
     pid == Some(std::process::id()) && std::env::var_os("LISTEN_FDS").is_some()
 }
 
-/// The sockets that this process was handed; to be called once, before any descriptor
-/// is opened or closed.
+/// The sockets that this process was handed, after which all other descriptors but the standard
+/// ones are closed: they are nobody's here. To be called once, before any is opened or closed.
 ///
 /// # Errors
 /// If `LISTEN_FDS` is not a number of descriptors that are open.
@@ -44,6 +45,8 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
             "socket activation: descriptor {fd} of LISTEN_FDS is not open; start blkq from a .socket unit"
         )));
     }
+    // SAFETY: nothing here has opened a descriptor before, and those of the protocol come first.
+    unsafe { close_from(fds.end as u32) }.map_err(|e| Failure::new(format!("socket activation: {e}")))?;
     fds.map(|fd| {
         // SAFETY: it is open, and by the protocol of LISTEN_PID it was opened for this
         // process to own; nothing here has opened a descriptor before.

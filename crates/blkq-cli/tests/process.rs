@@ -5,6 +5,8 @@ mod place;
 
 use std::fs;
 use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -183,4 +185,76 @@ fn a_daemon_is_found_by_its_name() {
     assert_eq!(process("comm"), "blkq\n");
     let words = process("cmdline");
     assert!(words.starts_with("blkq\0attach\0") && words.contains(&image), "{words:?}");
+}
+
+/// Has `command` inherit the pipe's end `end` as descriptor 9.
+fn inherit(command: &mut Command, end: &OwnedFd) {
+    let raw = end.as_raw_fd();
+    let inherit = move || {
+        // SAFETY: a call that may be made between fork and exec; the pipe is open until then.
+        match unsafe { libc::dup2(raw, 9) } {
+            9 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: see above.
+    unsafe { command.pre_exec(inherit) };
+}
+
+/// Nobody has the writing end any more.
+fn assert_closed(reader: &OwnedFd, who: &str) {
+    assert_eq!(rustix::io::read(reader, &mut [0; 1]), Ok(0), "{who} has the pipe open");
+}
+
+fn pipe() -> (OwnedFd, OwnedFd) {
+    use rustix::pipe::{PipeFlags, pipe_with};
+    pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).unwrap()
+}
+
+/// The descriptors of a process beyond the standard ones.
+fn descriptors(pid: i32) -> Vec<String> {
+    let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let target = |fd: fs::DirEntry| fs::read_link(fd.path()).unwrap_or_default();
+    open.map(target).map(|path| path.display().to_string()).collect()
+}
+
+#[test]
+fn a_daemon_has_no_descriptors_of_whoever_starts_it() {
+    let place = Place::new("fds");
+    let image = place.image("disk.img", 1 << 20);
+    let (reader, writer) = pipe();
+    let mut attach = place.command(&["attach", &image, "--name", "d"]);
+    inherit(&mut attach, &writer);
+    assert!(attach.stdout(Stdio::null()).status().unwrap().success());
+    drop(writer);
+    assert_closed(&reader, "the daemon");
+    // Of files: the image and the log, each twice at most; nothing of this process.
+    let open = descriptors(place.pid("d"));
+    let known = [image.as_str(), "/dev/null", "/proc/", "anon_inode:", "socket:", "pipe:"];
+    let state = place.state().display().to_string();
+    let strange = open.iter().filter(|path| !known.iter().any(|known| path.starts_with(known)));
+    let strange: Vec<_> = strange.filter(|path| !path.starts_with(&state)).collect();
+    assert!(strange.is_empty(), "{strange:?}");
+}
+
+#[test]
+fn a_server_of_an_inherited_socket_has_no_other_descriptors() {
+    let place = Place::new("fds-sd");
+    let path = place.dir.join("a.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let (reader, writer) = pipe();
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" attach ram:1M --name d"])
+        .arg(place.command(&[]).get_program())
+        .env("BLKQ_STATE_DIR", place.state())
+        .stdin(OwnedFd::from(listener))
+        .stdout(Stdio::null());
+    inherit(&mut command, &writer);
+    let mut child = command.spawn().unwrap();
+    drop(writer);
+    drop(client(&format!("nbd+unix:///?socket={}", path.display())));
+    assert_closed(&reader, "the server");
+    signal(child.id().try_into().unwrap(), Signal::TERM);
+    wait_for_exit(&mut child, "SIGTERM ends it");
 }
