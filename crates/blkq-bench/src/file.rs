@@ -121,29 +121,13 @@ fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
         let message = format!("{name} has content; --overwrite gives it up, --file names another one");
         return Err(message.into());
     }
-    if let Some(device) = kernel_loop_device(path) {
-        return Err(
-            format!("{name} is in use by /dev/{device}; detach it there, or name another file").into()
-        );
-    }
-    // The loop driver's own lock says whether a device of blkq or QEMU has it.
+    // The loop driver knows whether a device of blkq or QEMU has it, or the kernel.
     match LoopDevice::open(&LoopOptions { direct_io: DirectIo::Off, ..LoopOptions::new(path) }) {
-        Err(e) if e.kind() == blkq::ErrorKind::Busy => {
-            Err(format!("{name} is in use by another process; detach it there, or name another file").into())
+        Err(e) if matches!(e.kind(), blkq::ErrorKind::Busy | blkq::ErrorKind::Claimed) => {
+            Err(format!("{e}; detach it there, or name another file").into())
         }
         _ => Ok(()),
     }
-}
-
-/// The kernel's loop device that has the file, such as `loop0`.
-fn kernel_loop_device(path: &Path) -> Option<String> {
-    let path = path.canonicalize().ok()?;
-    let devices = std::fs::read_dir("/sys/block").ok()?;
-    devices.flatten().find_map(|device| {
-        let backing = std::fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
-        (Path::new(backing.trim_end_matches('\n')) == path)
-            .then(|| device.file_name().to_string_lossy().into_owned())
-    })
 }
 
 /// The file system has room for the file, less what it takes already.

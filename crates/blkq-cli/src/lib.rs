@@ -18,6 +18,7 @@ pub mod control;
 pub mod daemon;
 pub mod descriptors;
 pub mod devices;
+pub mod elsewhere;
 pub mod failure;
 pub mod hangs;
 pub mod info;

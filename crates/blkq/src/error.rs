@@ -192,6 +192,10 @@ pub enum ErrorKind {
     Denied,
     /// In use by somebody else.
     Busy,
+    /// The kernel itself uses the image: its loop driver, a mount, a device on top of it.
+    Claimed,
+    /// The image is in a format that is not served.
+    Format,
     /// The kernel, the file system or the device cannot do it.
     Unsupported,
     /// A system call failed.

@@ -17,9 +17,10 @@ use rustix::process::geteuid;
 
 use super::{AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, Running};
 use crate::autoclear::Autoclear;
-use crate::commands::attach::{Address, Args, Export, Tls, image_text, own_words};
+use crate::commands::attach::{Address, Args, Export, Format, Tls, image_text, own_words};
 use crate::confine::{self, Confinement, Needs};
 use crate::descriptors::clients_max;
+use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
 use crate::hangs::{self, HangWatch};
 use crate::info::{BlockDevice, StateFile};
@@ -47,7 +48,7 @@ impl Device {
         // What is in memory only is gone with the daemon, and so shall the device be.
         let recoverable = words.is_some() && !matches!(args.image, DriverSpec::Ram(_));
         let wait = if claim.is_after(&image_name(&args.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let opened = open_driver(args, wait)?;
+        let opened = open_driver(args, wait).map_err(|error| refusal(error, args, claim))?;
         // SAFETY: a daemon has no other threads until it serves.
         let deputy = exports.ublk.then(|| unsafe { Deputy::fork() }).transpose()?;
         let identity = Identity::of_new();
@@ -82,6 +83,8 @@ impl Device {
             return Err(Failure::new("there is no block device to take over"));
         };
         let mut args = args.clone();
+        // What it holds by now is what was written to the device.
+        args.format = Some(Format::Raw);
         let bytes = block_device.identity().size_bytes()?;
         keep_size(&mut args, bytes);
         let settings = state.settings;
@@ -101,7 +104,7 @@ impl Device {
             }
             Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines)?))
         };
-        let opened = open_driver(&args, DYING_WAIT)?;
+        let opened = open_driver(&args, DYING_WAIT).map_err(|error| refusal(error, &args, claim))?;
         Device::serve(&args, claim, opened, listen, Some(block_device.clone()), attach, settings)
     }
 
@@ -275,16 +278,43 @@ fn load_driver() {
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
 /// files of a daemon that was killed only some time after the process is gone.
-fn open_driver(args: &Args, wait: Duration) -> Outcome<Opened> {
+fn open_driver(args: &Args, wait: Duration) -> Result<Opened, blkq::Error> {
     let until = Instant::now() + wait;
     loop {
         match drivers::open(&args.image, &driver_options(args)) {
-            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < until => {
+            // Also what others do with a block device for a moment to learn who uses it.
+            Err(error)
+                if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
+            {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            opened => return Ok(opened?),
+            opened => return opened,
         }
     }
+}
+
+/// Why the image was not opened, with the cure.
+fn refusal(error: blkq::Error, args: &Args, claim: &Claim) -> Failure {
+    let cure = match error.kind() {
+        ErrorKind::Busy => {
+            let place = match &args.image {
+                DriverSpec::Image(path) => {
+                    elsewhere::describe(claim.dir(), path, args.offset, args.size_limit)
+                }
+                _ => None,
+            };
+            let place = place.map(|place| format!(" {place}")).unwrap_or_default();
+            format!("{place}; detach it there first, or attach with --shared on both sides")
+        }
+        ErrorKind::Claimed => "; release it there first, or attach with --shared: file systems that do not \
+             know of each other destroy the data"
+            .to_owned(),
+        ErrorKind::Format => "; convert it with `qemu-img convert -O raw`, or attach with --format raw to \
+             serve its bytes as they are"
+            .to_owned(),
+        _ => return error.into(),
+    };
+    Failure::new(format!("{error}{cure}"))
 }
 
 /// Has a disk opened at the size that its block device has now.
@@ -304,6 +334,7 @@ fn driver_options(args: &Args) -> DriverOptions {
         dispatch: args.dispatch,
         read_only: args.read_only,
         shared: args.shared,
+        raw: args.format == Some(Format::Raw),
         fault: args.fault.clone(),
     }
 }

@@ -174,8 +174,8 @@ impl StateDir {
     }
 }
 
-/// What a daemon left written, if it can be read.
-fn read_state(path: &Path) -> Option<StateFile> {
+/// What a daemon has written of its device, or left written, if it can be read.
+pub fn read_state(path: &Path) -> Option<StateFile> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(1 << 20).read_to_end(&mut text).ok()?;
     parse_state(&text)

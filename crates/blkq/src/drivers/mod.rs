@@ -85,6 +85,8 @@ pub struct DriverOptions {
     pub read_only: bool,
     /// Let others use the same bytes of the image.
     pub shared: bool,
+    /// Serve the bytes of the image as they are, whatever format it has the magic of.
+    pub raw: bool,
     /// What goes wrong, on purpose.
     pub fault: Option<FaultSpec>,
 }
@@ -135,6 +137,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
                 dispatch: options.dispatch,
                 read_only: options.read_only,
                 shared: options.shared,
+                raw: options.raw,
             })?;
             let warnings = device.warnings();
             Ok(Opened { driver: Box::new(device), warnings })

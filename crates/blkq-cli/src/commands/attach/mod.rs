@@ -22,7 +22,7 @@ use crate::info::DeviceInfo;
 use crate::launch::{be_daemon, launch, report, warn};
 use crate::{hangs, nooverlap, print_json, systemd};
 
-pub use values::{Address, Copying, Export, Scheduler, SectorSize, Tls, image_text, parse_listen};
+pub use values::{Address, Copying, Export, Format, Scheduler, SectorSize, Tls, image_text, parse_listen};
 use values::{one_of, parse_copy, parse_image};
 
 /// Options of `attach`.
@@ -59,10 +59,14 @@ pub struct Args {
     /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
-    /// Let others attach the same bytes who say so too; file systems that do not know of
-    /// each other destroy the data
+    /// Let others attach the same bytes who say so too, and attach what the kernel's loop driver has
+    /// or what is mounted; file systems that do not know of each other destroy the data
     #[arg(long)]
     pub shared: bool,
+    /// Serve the image's bytes as they are: without it, one that has the magic of qcow2, VMDK, VHD,
+    /// VHDX, VDI, QED, Parallels or LUKS is refused
+    #[arg(long, value_enum)]
+    pub format: Option<Format>,
     /// If these bytes of the image are attached already, reuse that device and print where it
     /// is; if others that overlap them are, refuse. Of several at once, one attaches
     #[arg(long, conflicts_with_all = ["shared", "foreground"])]

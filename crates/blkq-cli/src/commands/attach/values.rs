@@ -42,6 +42,13 @@ pub enum Export {
     VhostUserBlk,
 }
 
+/// `--format`: without it, an image that has the magic of another format is refused.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Format {
+    /// The bytes as they are, whatever they look like
+    Raw,
+}
+
 /// `--tls`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tls {

@@ -67,8 +67,17 @@ impl Backing {
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(&path)
             .map_err(|e| {
+                let busy = match e.raw_os_error() {
+                    Some(libc::ETXTBSY) => Some("it is swap space, or a program that runs"),
+                    // Where the kernel lets nobody write to what is mounted.
+                    Some(libc::EBUSY) => Some("the kernel has claimed it, as for a mount"),
+                    _ => None,
+                };
+                if let Some(why) = busy {
+                    return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
+                }
                 let cure = match e.raw_os_error() {
-                    Some(libc::EACCES | libc::EPERM | libc::EROFS | libc::ETXTBSY) if !read_only => {
+                    Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
                         " for writing; give write permission, or attach it with --read-only"
                     }
                     Some(libc::EACCES | libc::EPERM) => "; give read permission, or attach it as its owner",

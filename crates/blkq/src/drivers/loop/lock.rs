@@ -41,10 +41,7 @@ pub(super) fn acquire(
     let (path, Range { start, end }) = (path.display(), range);
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EACCES) => {
-            let message = format!(
-                "{path} is in use: bytes {start} to {end} are attached elsewhere; \
-                 detach it there first, or attach with --shared on both sides"
-            );
+            let message = format!("{path} is in use: bytes {start} to {end} are attached elsewhere");
             Err(Error::new(ErrorKind::Busy, message))
         }
         _ if shared => Ok(Some(format!("{path} cannot be locked ({error}): nothing keeps others from it"))),

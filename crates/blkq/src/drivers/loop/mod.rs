@@ -2,11 +2,13 @@
 //! or around it.
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `writer` the token that
-//! keeps writers from each other, `lock` the locks against other processes, `extents` what
-//! is data and what is a hole.
+//! keeps writers from each other, `lock` the locks against other processes, `claim` what the kernel
+//! does with the image, `format` what is no raw image, `extents` what is data and what is a hole.
 
 mod backing;
+mod claim;
 mod extents;
+mod format;
 mod lock;
 mod options;
 mod queue;
@@ -182,7 +184,9 @@ impl LoopDevice {
     /// Opens and locks an image.
     ///
     /// # Errors
-    /// One line that says what is wrong, why, and the cure.
+    /// One line that says what is wrong, why, and the cure. [`ErrorKind::Busy`] if another process
+    /// has locked these bytes, [`ErrorKind::Claimed`] if the kernel uses them, [`ErrorKind::Format`]
+    /// if it is no raw image: those say what and why, the cure is the caller's.
     pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
         let backing = Backing::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
@@ -217,6 +221,14 @@ impl LoopDevice {
         warnings.extend(lock::acquire(&backing.file, &backing.path, &range, kind, options.shared)?);
         backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
             .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
+        // Of the file that is open and locked: no other can be under its name by now.
+        if !options.shared {
+            claim::check(&backing, &range, options.read_only)?;
+        }
+        if let Some(format) = format::detect(&backing.file, file_size).filter(|_| !options.raw) {
+            let message = format!("{} is a {format} image, not raw data", backing.path.display());
+            return Err(Error::new(ErrorKind::Format, message));
+        }
         // A block device whose block is larger than the sector does neither on odd blocks.
         let able = !backing.block_device || backing.logical_block <= sector;
         let synced = backing::reopen(&backing.file, &backing.path, false)?;

@@ -91,8 +91,10 @@ pub struct LoopOptions {
     pub dispatch: Dispatch,
     /// Refuse to write, and open the image for reading only.
     pub read_only: bool,
-    /// Let others use the same bytes who say so too.
+    /// Let others use the same bytes who say so too, and the kernel.
     pub shared: bool,
+    /// Serve the bytes as they are, whatever format the image has the magic of.
+    pub raw: bool,
 }
 
 impl LoopOptions {
@@ -107,6 +109,7 @@ impl LoopOptions {
             dispatch: Dispatch::Concurrent,
             read_only: false,
             shared: false,
+            raw: false,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Opening: refusals, sizes, locks.
 
 use super::*;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 
 #[test]
@@ -195,7 +196,7 @@ fn overlapping_attaches_are_refused_unless_shared() {
     for (read_only, shared) in [(false, false), (true, false), (false, true), (true, true)] {
         let overlapping = window(half - 512, 1024, read_only, shared);
         let message = refusal(&overlapping);
-        assert!(message.contains("is in use") && message.contains("--shared"), "{message}");
+        assert!(message.contains("is in use: bytes 523776 to 524800 are attached elsewhere"), "{message}");
         assert_eq!(LoopDevice::open(&overlapping).err().unwrap().kind(), ErrorKind::Busy);
     }
     let other = LoopDevice::open(&window(half, half, false, false)).unwrap();
@@ -209,4 +210,106 @@ fn overlapping_attaches_are_refused_unless_shared() {
     drop((reader, readers, sharing, other));
     LoopDevice::open(&window(0, MIB, false, false)).unwrap();
     drop(harness);
+}
+
+/// A loop device of the kernel's, gone with this.
+struct KernelLoop(String);
+
+impl KernelLoop {
+    fn set_up(words: &[&str]) -> KernelLoop {
+        KernelLoop(run("losetup", &[&["-f", "--show"], words].concat()).trim().to_owned())
+    }
+}
+
+impl Drop for KernelLoop {
+    fn drop(&mut self) {
+        run("losetup", &["-d", &self.0]);
+    }
+}
+
+fn is_claimed(options: &LoopOptions, says: &str) {
+    let message = refusal(options);
+    assert!(message.contains(says), "{message:?} lacks {says:?}");
+    assert_eq!(LoopDevice::open(options).err().unwrap().kind(), ErrorKind::Claimed);
+    LoopDevice::open(&LoopOptions { shared: true, ..options.clone() }).unwrap();
+}
+
+#[test]
+fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let shown = path.to_str().unwrap();
+    let given = LoopOptions::new(&path);
+    let kernel = KernelLoop::set_up(&["--offset", "65536", "--sizelimit", "65536", shown]);
+    let says = format!("{} of the kernel's loop driver has it", kernel.0);
+    is_claimed(&given, &says);
+    is_claimed(&LoopOptions { read_only: true, ..given.clone() }, &says);
+    is_claimed(&LoopOptions { offset: 131_072 - 512, ..given.clone() }, &says);
+    for (offset, size_limit) in [(0, Some(65536)), (131_072, None)] {
+        LoopDevice::open(&LoopOptions { offset, size_limit, ..given.clone() }).unwrap();
+    }
+    // By other names too: a link, and none in sight.
+    let (hard, link) = (directory.file("hard"), directory.file("link"));
+    std::fs::hard_link(&path, &hard).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    is_claimed(&LoopOptions::new(&hard), &says);
+    is_claimed(&LoopOptions::new(&link), &says);
+    std::fs::remove_file(&path).unwrap();
+    is_claimed(&LoopOptions::new(&hard), &says);
+    std::fs::rename(&hard, &path).unwrap();
+    drop(kernel);
+    // Readers do each other no harm.
+    let _kernel = KernelLoop::set_up(&["--read-only", shown]);
+    LoopDevice::open(&LoopOptions { read_only: true, ..given.clone() }).unwrap();
+    is_claimed(&given, "of the kernel's loop driver has it");
+}
+
+#[test]
+fn a_block_device_that_is_mounted_or_claimed_is_refused_unless_shared() {
+    let directory = Directory::new();
+    let path = directory.image(16 * MIB);
+    run("mkfs.ext4", &["-q", "-F", path.to_str().unwrap()]);
+    let device = KernelLoop::set_up(&[path.to_str().unwrap()]);
+    let given = LoopOptions::new(&device.0);
+    LoopDevice::open(&given).unwrap();
+    let point = directory.file("mounted here");
+    std::fs::create_dir(&point).unwrap();
+    let point = point.to_str().unwrap();
+    for options in ["rw", "ro"] {
+        run("mount", &["-o", options, &device.0, point]);
+        is_claimed(&given, &format!("is in use: it is mounted on {point}"));
+        is_claimed(&LoopOptions { read_only: true, ..given.clone() }, "is in use: it is mounted on");
+        run("umount", &[point]);
+    }
+    let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(&device.0).unwrap();
+    is_claimed(&given, "is in use: the kernel or another program has claimed it");
+    drop(exclusive);
+    LoopDevice::open(&given).unwrap();
+}
+
+#[test]
+fn another_format_is_refused_unless_its_bytes_are_asked_for() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    for (at, magic, format) in [(0, &b"QFI\xfb"[..], "qcow2"), (MIB - 512, b"conectix", "VHD")] {
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(magic, at).unwrap();
+        for direct_io in [DirectIo::On, DirectIo::Off] {
+            let given = LoopOptions { direct_io, ..LoopOptions::new(&path) };
+            assert!(refusal(&given).ends_with(&format!("is a {format} image, not raw data")));
+            assert_eq!(LoopDevice::open(&given).err().unwrap().kind(), ErrorKind::Format);
+            // A window of it is in the same danger.
+            refusal(&LoopOptions { offset: 4096, size_limit: Some(4096), ..given.clone() });
+            refusal(&LoopOptions { read_only: true, ..given.clone() });
+            LoopDevice::open(&LoopOptions { raw: true, ..given }).unwrap();
+        }
+        file.write_all_at(&[0; 8], at).unwrap();
+    }
+    // Looking at it leaves no lock and nothing in the page cache.
+    run("sync", &[path.to_str().unwrap()]);
+    File::open(&path)
+        .and_then(|file| Ok(rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?))
+        .unwrap();
+    drop(open(&path, DirectIo::On));
+    assert_eq!(cached(&path), (0, 0));
 }

@@ -1,0 +1,107 @@
+//! Where an image is attached that is in use: the device, or the process that has the lock.
+
+use std::fs;
+use std::path::Path;
+
+use crate::backing::{FileId, Window};
+use crate::info::StateFile;
+use crate::state::{StateDir, read_state};
+
+/// Where bytes of the image at `path` are locked, as far as this user may see: a device in the same
+/// state directory by its name, and else processes.
+pub fn describe(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<String> {
+    let file = FileId::of(path)?;
+    let holders = holders(path, file, Window { offset, size_limit });
+    // Not asked: a daemon that is just starting may be the one that asks here.
+    let names = dir.names().unwrap_or_default();
+    let states: Vec<StateFile> =
+        names.iter().filter_map(|name| read_state(&dir.file(name, ".json"))).collect();
+    let serves = |state: &&StateFile| match holders.is_empty() {
+        // Locks of other processes are hidden from this one.
+        true => FileId::of(&state.image) == Some(file),
+        false => holders.contains(&state.pid),
+    };
+    let devices: Vec<&str> = states.iter().filter(serves).map(|state| state.name.as_str()).collect();
+    if !devices.is_empty() {
+        return Some(format!("as {}", devices.join(", ")));
+    }
+    let process = |pid: &u32| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        format!("process {pid} ({})", name.trim())
+    };
+    let processes: Vec<String> = holders.iter().map(process).collect();
+    (!processes.is_empty()).then(|| format!("by {}", processes.join(", ")))
+}
+
+/// The processes that have locked bytes of `window` of the file. The lock of an open file has no owner
+/// in the kernel's list; but each open file shows its own.
+fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
+    let path = path.canonicalize().unwrap_or_default();
+    let own = std::process::id();
+    let numbers = |directory: &str| -> Vec<u32> {
+        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    };
+    let has_lock = |pid: u32| {
+        numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
+            let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
+            let mut locks = info.lines().filter_map(Lock::parse);
+            // Some file systems show another device than that of the lock: there the path decides.
+            let is_path = || fs::read_link(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|link| link == path);
+            locks.any(|lock| {
+                lock.inode == file.inode
+                    && lock.window.overlaps(window)
+                    && (lock.device == file.device || is_path())
+            })
+        })
+    };
+    numbers("/proc").into_iter().filter(|pid| *pid != own && has_lock(*pid)).collect()
+}
+
+/// A lock as proc_pid_fdinfo(5) shows it.
+#[derive(PartialEq, Debug)]
+struct Lock {
+    device: (u32, u32),
+    inode: u64,
+    window: Window,
+}
+
+impl Lock {
+    /// `lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:01:1234 0 EOF`
+    fn parse(line: &str) -> Option<Lock> {
+        let mut fields = line.strip_prefix("lock:")?.split_whitespace().skip(5);
+        let mut file = fields.next()?.split(':');
+        let mut hex = || u32::from_str_radix(file.next()?, 16).ok();
+        let device = (hex()?, hex()?);
+        let inode = file.next()?.parse().ok()?;
+        let offset: u64 = fields.next()?.parse().ok()?;
+        let size_limit = match fields.next()? {
+            "EOF" => None,
+            last => Some(last.parse::<u64>().ok()?.checked_sub(offset)?.checked_add(1)?),
+        };
+        Some(Lock { device, inode, window: Window { offset, size_limit } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locks_are_read_as_the_kernel_shows_them() {
+        let lock = |window| Some(Lock { device: (8, 26), inode: 1234, window });
+        assert_eq!(
+            Lock::parse("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 512 1023"),
+            lock(Window { offset: 512, size_limit: Some(512) })
+        );
+        assert_eq!(
+            Lock::parse("lock:\t2: POSIX  ADVISORY  READ 77 08:1a:1234 0 EOF"),
+            lock(Window { offset: 0, size_limit: None })
+        );
+        for bad in
+            ["", "pos:\t0", "lock:", "lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 9 3", "lock:\t1: -> x"]
+        {
+            assert_eq!(Lock::parse(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Formats that are not raw: an image that has the magic of one is not served as raw bytes by
+//! mistake.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// Read at once: the alignment that direct I/O may demand, and more than any magic needs.
+const BLOCK_BYTES: usize = 4096;
+/// The footer of a VHD image, which is all that a fixed one has.
+const FOOTER_BYTES: u64 = 512;
+
+/// A block whose address and length suit direct I/O.
+#[repr(C, align(4096))]
+struct Block([u8; BLOCK_BYTES]);
+
+impl Block {
+    /// The bytes of `file` from `offset` on, a multiple of [`BLOCK_BYTES`], up to its end. Without an
+    /// error: what cannot be read now has no magic, and the reads of the device report it.
+    fn read<'a>(&'a mut self, file: &File, offset: u64) -> &'a [u8] {
+        let length = file.read_at(&mut self.0, offset).unwrap_or(0);
+        &self.0[..length]
+    }
+}
+
+/// The format of `file`, which has `size` bytes, if its magic is of one that is not raw.
+pub(super) fn detect(file: &File, size: u64) -> Option<&'static str> {
+    let mut block = Box::new(Block([0; BLOCK_BYTES]));
+    if let Some(format) = by_head(block.read(file, 0)) {
+        return Some(format);
+    }
+    // A fixed VHD image is the raw data, then the footer.
+    let footer = size.checked_sub(FOOTER_BYTES)?;
+    let (start, within) = (footer - footer % BLOCK_BYTES as u64, (footer % BLOCK_BYTES as u64) as usize);
+    block.read(file, start).get(within..)?.starts_with(b"conectix").then_some("VHD")
+}
+
+/// By what is at the beginning: the magics of QEMU's block drivers, and of cryptsetup.
+fn by_head(head: &[u8]) -> Option<&'static str> {
+    const MAGICS: [(usize, &[u8], &str); 11] = [
+        (0, b"QFI\xfb", "qcow2"),
+        (0, b"QED\0", "QED"),
+        (0, b"KDMV", "VMDK"),
+        (0, b"COWD", "VMDK"),
+        (0, b"# Disk DescriptorFile", "VMDK"),
+        (0, b"vhdxfile", "VHDX"),
+        (0, b"conectix", "VHD"),
+        (64, b"\x7f\x10\xda\xbe", "VDI"),
+        (0, b"LUKS\xba\xbe", "LUKS"),
+        (0, b"WithoutFreeSpace", "Parallels"),
+        (0, b"WithouFreSpacExt", "Parallels"),
+    ];
+    let has = |offset: usize, magic: &[u8]| head.get(offset..).is_some_and(|bytes| bytes.starts_with(magic));
+    MAGICS.iter().find(|(offset, magic, _)| has(*offset, magic)).map(|(.., format)| *format)
+}
+
+#[cfg(test)]
+#[cfg(not(any(loom, shuttle)))]
+mod tests {
+    use super::*;
+
+    fn of(bytes: &[u8]) -> Option<&'static str> {
+        let file =
+            rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).map(File::from).unwrap();
+        file.write_all_at(bytes, 0).unwrap();
+        detect(&file, bytes.len() as u64)
+    }
+
+    #[test]
+    fn each_format_is_known_by_its_magic() {
+        let image = |offset: usize, magic: &[u8], size: usize| {
+            let mut bytes = vec![0; size];
+            bytes[offset..offset + magic.len()].copy_from_slice(magic);
+            bytes
+        };
+        for (offset, magic, format) in [
+            (0, &b"QFI\xfb\0\0\0\x03"[..], "qcow2"),
+            (0, b"KDMV\x01", "VMDK"),
+            (0, b"COWD", "VMDK"),
+            (0, b"# Disk DescriptorFile\nversion=1\n", "VMDK"),
+            (0, b"vhdxfile", "VHDX"),
+            (0, b"conectix", "VHD"),
+            (64, b"\x7f\x10\xda\xbe", "VDI"),
+            (0, b"LUKS\xba\xbe\0\x02", "LUKS"),
+            (0, b"QED\0", "QED"),
+            (0, b"WithoutFreeSpace", "Parallels"),
+        ] {
+            for size in [1 << 20, 4096, 512] {
+                assert_eq!(of(&image(offset, magic, size)), Some(format), "{size}");
+            }
+        }
+        // The footer of a fixed VHD, wherever the last sector is within its block.
+        for size in [512, 1024, 4096, 4096 + 512, (1 << 20) + 512] {
+            assert_eq!(of(&image(size - 512, b"conectix", size)), Some("VHD"), "{size}");
+        }
+    }
+
+    #[test]
+    fn what_is_raw_short_or_empty_has_no_format() {
+        for bytes in [&b""[..], b"QF", b"QFI", b"conecti", &[0; 511], &[0; 512], &[0xff; 70], &[0; 8192]] {
+            assert_eq!(of(bytes), None);
+        }
+        // Not where the magic is not at its place.
+        assert_eq!(of(&[&[0][..], b"QFI\xfb", &[0; 600]].concat()), None);
+        assert_eq!(of(&[&[0; 1024][..], b"conectix", &[0; 600]].concat()), None);
+    }
+
+    #[test]
+    fn what_cannot_be_read_has_no_format() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        assert_eq!(detect(&File::from(std::os::fd::OwnedFd::from(reader)), 1 << 20), None);
+    }
+}
