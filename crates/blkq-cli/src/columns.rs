@@ -103,7 +103,7 @@ pub fn list_default() -> Vec<&'static Column> {
 
 /// Those of losetup.
 pub static LOSETUP: [Column; 17] = columns! {
-    Left "NAME" "device: its node in /dev if it has one, else its name" |info| Cell::Text(device_word(info));
+    Left "NAME" "device: its node in /dev if it has one, else its URI" |info| Cell::Text(device_word(info));
     Right "AUTOCLEAR" "autoclear flag set" |info| Cell::Switch(info.autoclear);
     Left "BACK-FILE" "device backing file" |info| Cell::Text(shown_path(info));
     Right "BACK-INO" "backing file inode number" |info| backing(info, |backing| Cell::Number(backing.file.inode));
@@ -165,9 +165,10 @@ pub fn help(columns: &[Column]) -> String {
     columns.iter().map(|column| format!("  {:>12}  {}\n", column.name, column.about)).collect()
 }
 
-/// How the device is called on losetup's command line.
+/// How losetup prints the device: its node in /dev, and without one its URI. Not its name, which
+/// mkfs(8) or mount(8) would take for a file in the current directory.
 pub fn device_word(info: &DeviceInfo) -> String {
-    node_path(info).unwrap_or(&info.name).to_owned()
+    node_path(info).or(info.exports.first()).unwrap_or(&info.name).to_owned()
 }
 
 fn node_path(info: &DeviceInfo) -> Option<&String> {

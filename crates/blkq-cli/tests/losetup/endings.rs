@@ -66,7 +66,7 @@ fn detach_is_not_lazy_and_goes_on_after_a_refusal() {
     assert_eq!((output.status.code(), text.lines().count()), (Some(1), 4), "{text}");
     assert!(text.starts_with("a: detached\nblkq: losetup: detach b: 1 client is connected"), "{text}");
     assert!(text.ends_with("c: detached\n"), "{text}");
-    assert_eq!(place.losetup(&["-n", "-O", "NAME"]), "b\n");
+    assert_eq!(place.losetup(&["-n", "-O", "REF"]), "b\n");
     assert_eq!(place.run(&["losetup", "-D"]).status.code(), Some(1));
     drop(connected);
     wait_until("the client has gone", || place.run(&["losetup", "-D"]).status.success());

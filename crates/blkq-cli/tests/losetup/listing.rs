@@ -16,24 +16,24 @@ fn a_file_is_attached_listed_and_detached_in_the_original_s_formats() {
     assert_eq!(place.losetup(&["-a"]), "");
     assert_eq!(place.losetup(&["-J"]), "{\n   \"loopdevices\": [\n\n   ]\n}\n");
     let device = place.set_up(&["-r", "-o", "512", "--sizelimit", "4KiB", &image]);
-    assert_eq!(device, "a_b.img");
+    assert_eq!(device, format!("nbd+unix:///?socket={}/a_b.img.nbd", place.state().display()));
     let ((_, inode), number) = (identity(&image), fs::metadata(&image).unwrap().dev());
-    let line = format!("a_b.img: [{number:04}]:{inode} ({image}), offset 512, sizelimit 4096\n");
-    for words in [&["-a"][..], &["-j", &image], &["-j", &image, "-o", "512"], &["a_b.img"]] {
+    let line = format!("{device}: [{number:04}]:{inode} ({image}), offset 512, sizelimit 4096\n");
+    for words in [&["-a"][..], &["-j", &image], &["-j", &image, "-o", "512"], &["a_b.img"], &[&device]] {
         assert_eq!(place.losetup(words), line, "{words:?}");
     }
     assert_eq!(place.losetup(&["-j", &image, "-o", "0"]), "");
-    let width = image.len();
+    let (width, room) = (image.len(), device.len());
     let table = format!(
-        "NAME    SIZELIMIT OFFSET AUTOCLEAR RO {:width$} DIO LOG-SEC\n\
-         a_b.img      4096    512         0  1 {image}   0     512\n",
-        "BACK-FILE"
+        "{:room$} SIZELIMIT OFFSET AUTOCLEAR RO {:width$} DIO LOG-SEC\n\
+         {device}      4096    512         0  1 {image}   0     512\n",
+        "NAME", "BACK-FILE"
     );
     for words in [&[][..], &["-l"], &["-l", "-a"], &["-l", "a_b.img"], &["-l", "-j", &image]] {
         assert_eq!(place.losetup(words), table, "{words:?}");
     }
     let json = format!(
-        "{{\n   \"loopdevices\": [\n      {{\n         \"name\": \"a_b.img\",\n         \"sizelimit\": 4096,\n         \
+        "{{\n   \"loopdevices\": [\n      {{\n         \"name\": \"{device}\",\n         \"sizelimit\": 4096,\n         \
          \"offset\": 512,\n         \"autoclear\": false,\n         \"ro\": true,\n         \"back-file\": \"{image}\",\n         \
          \"dio\": false,\n         \"log-sec\": 512\n      }}\n   ]\n}}\n"
     );
@@ -41,7 +41,7 @@ fn a_file_is_attached_listed_and_detached_in_the_original_s_formats() {
         assert_eq!(place.losetup(words), json, "{words:?}");
     }
     let raw = image.replace(' ', "\\x20");
-    assert_eq!(place.losetup(&["--raw", "-n"]), format!("a_b.img 4096 512 0 1 {raw} 0 512\n"));
+    assert_eq!(place.losetup(&["--raw", "-n"]), format!("{device} 4096 512 0 1 {raw} 0 512\n"));
     assert_eq!(place.losetup(&["-d", &device]), "");
     assert!(place.files().is_empty());
 }
@@ -54,7 +54,7 @@ fn columns_are_those_of_the_original_and_of_blkq_list() {
     let (number, inode) = identity(&image);
     let (major, minor) = number.split_once(':').unwrap();
     for (column, expected) in [
-        ("NAME", "data"),
+        ("NAME", place.uri("data").as_str()),
         ("REF", "data"),
         ("AUTOCLEAR", "0"),
         ("BACK-FILE", &image),
@@ -92,8 +92,9 @@ fn a_device_is_found_by_its_file_whatever_that_is_called() {
     let place = Place::new("l-find");
     let image = place.image("disk.img", 4 << 20);
     let other = place.image("other.img", 1 << 20);
-    let low = place.set_up(&["--sizelimit", "1M", &image]);
-    let high = place.set_up(&["-o", "1M", &image]);
+    let [low, high] = ["disk.img", "disk.img-2"].map(str::to_owned);
+    place.set_up(&["--sizelimit", "1M", &image]);
+    place.set_up(&["-o", "1M", &image]);
     place.set_up(&[&other]);
     let names = |words: &[&str]| -> Vec<String> {
         let text = place.done(&[&["list", "--no-headings", "-O", "NAME"], words].concat());
