@@ -136,8 +136,8 @@ fuzz_target!(|data: &[u8]| {
             Err(error) => one_line(&error),
         },
         _ => assert_eq!(blkq_cli::state::check_name(&text).is_ok(), {
-            let name = |c: char| c.is_ascii_alphanumeric() || "._-+@".contains(c);
-            text.starts_with(|c: char| c.is_ascii_alphanumeric()) && text.chars().all(name)
+            let name = |c: char| c.is_alphanumeric() || "._-+@".contains(c);
+            text.starts_with(char::is_alphanumeric) && text.chars().all(name)
         }),
     }
 });

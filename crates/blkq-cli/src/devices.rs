@@ -4,11 +4,12 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use crate::backing::{FileId, is_behind};
 use crate::complain;
-use crate::control::{Called, Request, call, died};
+use crate::control::{Called, Request, call, died, no_such_device};
 use crate::failure::{Failure, Outcome};
 use crate::info::{DeviceInfo, StateFile};
-use crate::state::{Dead, StateDir, check_name};
+use crate::state::{Dead, StateDir, check_name, read_state};
 
 /// One that there is.
 #[derive(Serialize, Debug)]
@@ -66,32 +67,55 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     Ok(entries)
 }
 
-/// The device that `word` means: its name, or where it is found (`/dev/ublkb0`, `ublkb0`, a
-/// link to that, or a URI). `None` if there is none.
+/// The name of the device that `word` means: its name, the path of its image by any name, or where
+/// it is found (a URI, `/dev/ublkb0`, `ublkb0`, or a link to that). What could be a name and is one
+/// means that device. `None` if there is none.
 ///
 /// # Errors
-/// If its daemon does not answer, or died.
-pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
-    if check_name(word).is_ok() {
-        match call(dir, word, &Request::Show {})? {
-            Called::Answered(info) => return Ok(Some(info)),
-            Called::Nobody => match dir.clear_dead(word)? {
-                Dead::Cleared(last_words) => return Err(died(word, &last_words)),
-                Dead::Orphan(orphan) => return Err(orphan.refusal()),
-                Dead::No => {}
-            },
-        }
+/// If several devices have that image; if the state directory cannot be read.
+pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
+    if check_name(word).is_ok() && dir.file(word, ".lock").exists() {
+        return Ok(Some(word.to_owned()));
     }
     let node = Path::new("/dev").join(word);
     let node = node.canonicalize().unwrap_or(node);
-    let is_meant =
-        |exports: &[String]| exports.iter().any(|export| export == word || Path::new(export) == node);
-    for entry in all(dir)? {
-        match entry {
-            Entry::Device(info) if is_meant(&info.exports) => return Ok(Some(*info)),
-            Entry::Orphan { exports, error, .. } if is_meant(&exports) => return Err(Failure::new(error)),
-            _ => {}
-        }
+    let is_at = |exports: &[String]| exports.iter().any(|export| export == word || Path::new(export) == node);
+    let path = Path::new(word);
+    let file = FileId::of(path);
+    let mut names = dir.names()?;
+    names.retain(|name| match call::<DeviceInfo>(dir, name, &Request::Show {}) {
+        Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(path, &info),
+        // It is dead, or does not answer: then what it wrote counts.
+        _ => read_state(&dir.file(name, ".json"))
+            .is_some_and(|state| is_at(&state.exports) || file.is_some() && FileId::of(&state.image) == file),
+    });
+    match &names[..] {
+        [] => Ok(None),
+        [name] => Ok(Some(name.clone())),
+        names => Err(Failure::new(format!("{word}: attached as {}; name one of them", names.join(", ")))),
     }
-    Ok(None)
+}
+
+/// As [`name_of`], for a device that must be there.
+///
+/// # Errors
+/// As there, and if there is none.
+pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
+    name_of(dir, word)?.ok_or_else(|| no_such_device(word))
+}
+
+/// The device that `word` means, as [`name_of`] has it. `None` if there is none.
+///
+/// # Errors
+/// As there, and if its daemon does not answer, or died.
+pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
+    let Some(name) = name_of(dir, word)? else { return Ok(None) };
+    match call(dir, &name, &Request::Show {})? {
+        Called::Answered(info) => Ok(Some(info)),
+        Called::Nobody => match dir.clear_dead(&name)? {
+            Dead::Cleared(last_words) => Err(died(&name, &last_words)),
+            Dead::Orphan(orphan) => Err(orphan.refusal()),
+            Dead::No => Ok(None),
+        },
+    }
 }

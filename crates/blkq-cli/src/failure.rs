@@ -1,6 +1,7 @@
 //! Why a command did not do what was asked: one line for the user, and an exit code.
 
 use std::fmt;
+use std::process::ExitCode;
 
 /// Exit code of a command that was refused or failed.
 pub const EXIT_FAILED: u8 = 1;
@@ -23,6 +24,22 @@ impl Failure {
     pub fn during(self, what: impl fmt::Display) -> Failure {
         Failure::new(format!("{what}: {self}"))
     }
+}
+
+/// Does `what` with one after the other, whatever became of those before. What fails is reported
+/// on the way, and only the exit code remains.
+///
+/// # Errors
+/// None.
+pub fn for_each<T>(all: &[T], mut what: impl FnMut(&T) -> Outcome) -> Outcome<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
+    for one in all {
+        if let Err(failure) = what(one) {
+            crate::complain(&failure);
+            code = ExitCode::from(EXIT_FAILED);
+        }
+    }
+    Ok(code)
 }
 
 impl fmt::Display for Failure {

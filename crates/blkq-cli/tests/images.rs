@@ -28,17 +28,22 @@ impl Drop for KernelLoop {
 fn an_image_in_another_format_is_refused_with_the_cure() {
     let place = Place::new("format");
     let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
-    for (format, kind) in [("qcow2", "qcow2"), ("vmdk", "VMDK"), ("vhdx", "VHDX"), ("vdi", "VDI"), ("vpc", "VHD")] {
+    for (format, kind) in
+        [("qcow2", "qcow2"), ("vmdk", "VMDK"), ("vhdx", "VHDX"), ("vdi", "VDI"), ("vpc", "VHD")]
+    {
         let image = path(format);
         run("qemu-img", &["create", "-q", "-f", format, &image, "1M"]);
         let before = fs::read(&image).unwrap();
-        for words in [&["attach"][..], &["attach", "--read-only"], &["attach", "--shared"], &["losetup", "-f"]] {
+        for words in
+            [&["attach"][..], &["attach", "--read-only"], &["attach", "--shared"], &["losetup", "-f"]]
+        {
             let line = place.refused(&[words, &[&image]].concat());
             assert!(line.contains(&format!("is a {kind} image, not raw data; convert it")), "{line}");
             assert!(line.contains("attach with --format raw"), "{line}");
         }
         assert_eq!(fs::read(&image).unwrap(), before);
-        place.done(&["attach", "--format", "raw", "--sector-size", "512", "--name", "raw", &image]);
+        // With a warning where it is no multiple of a sector.
+        assert!(place.run(&["attach", "--format", "raw", "--name", "raw", &image]).status.success());
         place.done(&["detach", "raw"]);
     }
     let luks = place.image("luks", 1 << 20);
@@ -86,10 +91,86 @@ fn attached_elsewhere_says_where() {
     let other = Place::new("where-else");
     let line = other.refused(&[&["attach"][..], &window].concat());
     assert!(line.contains(&format!("elsewhere by process {} (", place.pid("low"))), "{line}");
-    place.done(&["detach", "--all"]);
+    assert_eq!(place.run(&["detach", "--all"]).status.code(), Some(0));
     let file = fs::File::options().read(true).write(true).open(&image).unwrap();
     rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let line = place.refused(&["attach", &image]);
     assert!(line.contains(&format!("elsewhere by process {} (", std::process::id())), "{line}");
     assert!(line.contains("--shared on both sides"), "{line}");
+}
+
+#[test]
+fn a_device_is_named_by_whatever_its_user_has_in_hand() {
+    let place = Place::new("named");
+    let image = place.image("disk.img", 4 << 20);
+    let uri = place.done(&["attach", "--name", "data", &image]).trim().to_owned();
+    let link = place.dir.join("link");
+    std::os::unix::fs::symlink(&image, &link).unwrap();
+    let words = ["data", &image, link.to_str().unwrap(), &uri];
+    for word in words {
+        assert_eq!(place.json(&["show", "--json", word])["name"], "data", "{word}");
+        place.done(&["set", word, "depth=64"]);
+        assert_eq!(place.done(&["resize", word]), "4M\n");
+        assert_eq!(place.json(&["stat", "--json", word])["name"], "data", "{word}");
+        assert!(place.refused(&["upgrade", word]).contains("detach it"), "{word}");
+        assert!(place.refused(&["recover", word]).contains("its daemon lives"), "{word}");
+    }
+    for relative in ["disk.img", "./disk.img", "../disk.img"] {
+        fs::create_dir_all(place.dir.join("below")).unwrap();
+        let at = if relative.starts_with("..") { place.dir.join("below") } else { place.dir.clone() };
+        let output = place.command(&["show", relative]).current_dir(at).output().unwrap();
+        assert!(output.status.success(), "{relative}: {output:?}");
+    }
+    // Renamed, it is the same image; replaced, what has its name is another.
+    let moved = place.dir.join("moved.img").to_str().unwrap().to_owned();
+    fs::rename(&image, &moved).unwrap();
+    place.done(&["show", &moved]);
+    place.image("disk.img", 1 << 20);
+    assert!(place.refused(&["show", &image]).contains("no such device"));
+    // A name that is one comes first.
+    place.done(&["attach", "ram:1M", "--name", "moved.img"]);
+    let output = place.command(&["show", "--json", "moved.img"]).current_dir(&place.dir).output().unwrap();
+    assert!(String::from_utf8(output.stdout).unwrap().contains("\"ram:1M\""));
+    // Which of two, only the user knows.
+    place.done(&["detach", "data"]);
+    place.done(&["attach", "--name", "low", "--size-limit", "1M", &moved]);
+    place.done(&["attach", "--name", "high", "--offset", "1M", &moved]);
+    assert!(place.refused(&["detach", &moved]).contains("attached as high, low; name one of them"));
+}
+
+#[test]
+fn several_devices_are_shown_and_detached_in_one_command() {
+    let place = Place::new("several");
+    for name in ["a", "b", "c"] {
+        place.done(&["attach", "ram:1M", "--name", name]);
+    }
+    let shown = place.done(&["show", "b", "a"]);
+    assert_eq!(shown.lines().filter(|line| line.starts_with("name")).count(), 2, "{shown}");
+    assert!(shown.contains("\n\nname"), "{shown}");
+    assert_eq!(place.done(&["show", "--json", "a", "b", "c"]).lines().count(), 3);
+    let output = place.run(&["detach", "a", "nothing", "b"]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), errors.lines().count()), (Some(1), 1), "{errors}");
+    assert!(errors.contains("nothing: no such device"), "{errors}");
+    assert!(place.files().iter().all(|file| file.starts_with("c.")));
+}
+
+#[test]
+fn detaching_what_was_killed_succeeds_and_says_so() {
+    let place = Place::new("remains");
+    let image = place.image("disk.img", 1 << 20);
+    for words in
+        [&["detach", "disk.img"][..], &["detach", &image], &["detach", "--all"], &["losetup", "-d", &image]]
+    {
+        place.done(&["attach", &image]);
+        kill(place.pid("disk.img"));
+        let output = place.run(words);
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), line.lines().count()), (Some(0), 1), "{words:?}: {line}");
+        assert!(
+            line.contains("its daemon had died") && line.contains("; its remains were removed"),
+            "{line}"
+        );
+        assert!(place.files().is_empty());
+    }
 }

@@ -4,8 +4,9 @@ use std::process::ExitCode;
 
 use blkq_export::ublk::{self, Deputy};
 
-use crate::control::{Called, Request, call, died, no_such_device};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::control::{Called, Request, call, no_such_device};
+use crate::devices::named;
+use crate::failure::{Failure, Outcome, for_each};
 use crate::info::DeviceInfo;
 use crate::state::{Dead, Orphan, StateDir, check_name};
 use crate::{complain, print};
@@ -18,16 +19,17 @@ removed. With clients connected, or the block device mounted or open, it refuses
 --force ends their connections and makes their I/O fail. It reports what it waits for
 when that takes more than 2 seconds; with --force it gives up waiting after a minute, and
 the device ends by itself when its disk answers. The device of a daemon that died (an
-orphan) is removed too.
+orphan), or what else was left of one, is removed too.
 
 Examples:
   blkq detach disk.img
+  blkq detach ./images/a.img /dev/ublkb1
   blkq detach --all --force")]
 pub struct Args {
-    /// The device, as `blkq list` names it
-    #[arg(required_unless_present = "all", conflicts_with = "all")]
-    name: Option<String>,
-    /// Every device; tells of each what became of it
+    /// The devices: name, image, URI or node in /dev of each
+    #[arg(value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
+    devices: Vec<String>,
+    /// Every device; reports of each what became of it
     #[arg(long)]
     all: bool,
     /// Even if clients are connected or the block device is in use
@@ -36,32 +38,30 @@ pub struct Args {
 }
 
 impl Args {
-    /// Ends one device, or all.
+    /// Detaches devices, or all. The reasons of those that are refused are reported on the way and
+    /// only the exit code remains.
     ///
     /// # Errors
-    /// If it was refused; of `--all`, the reasons are told on the way and only the exit
-    /// code remains.
+    /// If the state directory cannot be read.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
-        if let Some(name) = self.name {
-            return match detach(&dir, &name, self.force) {
-                Ok(Detached::Done) => Ok(ExitCode::SUCCESS),
-                Ok(Detached::Died(last_words)) => Err(during(died(&name, &last_words), &name)),
-                Ok(Detached::NotThere) => Err(during(no_such_device(&name), &name)),
-                Err(failure) => Err(during(failure, &name)),
-            };
+        if self.all {
+            return for_each(&dir.names()?, |name| {
+                end(&dir, name, self.force)?;
+                print(&format!("{name}: detached\n"))
+            });
         }
-        let mut code = ExitCode::SUCCESS;
-        for name in dir.names()? {
-            match end(&dir, &name, self.force) {
-                Ok(()) => print(&format!("{name}: detached\n"))?,
-                Err(failure) => {
-                    complain(&failure);
-                    code = ExitCode::from(EXIT_FAILED);
+        for_each(&self.devices, |device| {
+            let detached = named(&dir, device).and_then(|name| detach(&dir, &name, self.force));
+            match detached.map_err(|e| during(e, device))? {
+                Detached::Done => Ok(()),
+                Detached::Died(last_words) => {
+                    complain(&remains_removed(device, &last_words));
+                    Ok(())
                 }
+                Detached::NotThere => Err(during(no_such_device(device), device)),
             }
-        }
-        Ok(code)
+        })
     }
 }
 
@@ -116,13 +116,21 @@ pub fn check_unopened(dir: &StateDir, name: &str) -> Outcome {
     Ok(())
 }
 
-/// Ends one of all devices: one that died, or was just detached by somebody else, is gone as
-/// well.
+/// Detaches one of all devices: one that was just detached by somebody else is detached as well.
 ///
 /// # Errors
 /// If it was refused, or its last flush failed.
 pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome {
-    detach(dir, name, force).map(|_| ()).map_err(|e| during(e, name))
+    if let Detached::Died(last_words) = detach(dir, name, force).map_err(|e| during(e, name))? {
+        complain(&remains_removed(name, &last_words));
+    }
+    Ok(())
+}
+
+/// What the user should know: that it was not this command that ended the device.
+fn remains_removed(name: &str, last_words: &str) -> Failure {
+    let last_words = if last_words.is_empty() { String::new() } else { format!(" ({last_words})") };
+    Failure::new(format!("{name}: its daemon had died{last_words}; its remains were removed"))
 }
 
 fn during(failure: Failure, name: &str) -> Failure {

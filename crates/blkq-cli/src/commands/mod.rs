@@ -49,7 +49,7 @@ pub enum Command {
     Attach(attach::Args),
     /// List the devices
     List(list::Args),
-    /// Tell all about one device
+    /// Show all about devices
     Show(show::Args),
     /// Print what devices did, or are doing
     Stat(stat::Args),
@@ -87,7 +87,7 @@ impl Command {
         match self {
             Command::Attach(args) => args.run(),
             Command::List(args) => args.run().map(done),
-            Command::Show(args) => args.run().map(done),
+            Command::Show(args) => args.run(),
             Command::Stat(args) => args.run(),
             Command::Set(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use super::attach;
 use crate::control::{Called, Request, call, died, no_such_device};
 use crate::daemon::{Daemon, Parent};
+use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::launch::{be_daemon, launch, report};
@@ -24,7 +25,8 @@ Examples:
   blkq recover disk.img
       /dev/ublkb0")]
 pub struct Args {
-    /// The device, as `blkq list` names it
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(value_name = "DEVICE")]
     name: String,
     /// Be the daemon
     #[arg(long, hide = true)]
@@ -40,7 +42,8 @@ impl Args {
         if self.daemon {
             return be_daemon(|parent| take_over(&self.name, parent).map_err(|e| self.failed(e)));
         }
-        recover(&self.name).map_err(|e| self.failed(e))
+        // The daemon is given the name.
+        named(&StateDir::locate()?, &self.name).and_then(|name| recover(&name)).map_err(|e| self.failed(e))
     }
 
     fn failed(&self, failure: Failure) -> Failure {

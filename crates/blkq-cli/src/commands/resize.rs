@@ -3,6 +3,7 @@
 use blkq::drivers::parse_bytes;
 
 use crate::control::{Request, ask};
+use crate::devices::named;
 use crate::failure::Outcome;
 use crate::print;
 use crate::size::format_size;
@@ -18,7 +19,8 @@ Examples:
   truncate -s 20G disk.img && blkq resize disk.img
   blkq resize disk.img 10G")]
 pub struct Args {
-    /// The device, as `blkq list` names it
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(value_name = "DEVICE")]
     name: String,
     /// The new size; without it, what the image now has
     #[arg(value_parser = parse_bytes)]
@@ -33,8 +35,9 @@ impl Args {
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let request = Request::Resize { size: self.size };
-        let size: u64 =
-            ask(&dir, &self.name, &request).map_err(|e| e.during(format_args!("resize {}", self.name)))?;
+        let size: u64 = named(&dir, &self.name)
+            .and_then(|name| ask(&dir, &name, &request))
+            .map_err(|e| e.during(format_args!("resize {}", self.name)))?;
         print(&format!("{}\n", format_size(size)))
     }
 }

@@ -1,6 +1,7 @@
 //! `blkq set`: changes settings of a device in use.
 
 use crate::control::{Request, ask};
+use crate::devices::named;
 use crate::failure::Outcome;
 use crate::state::StateDir;
 
@@ -17,7 +18,8 @@ Examples:
   blkq set disk.img hang-warning=5      seconds; 0 for none
   blkq set disk.img fault=none          on a device attached with --fault")]
 pub struct Args {
-    /// The device, as `blkq list` names it
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(value_name = "DEVICE")]
     name: String,
     /// Settings, changed in this order up to the first that is refused
     #[arg(required = true, value_name = "KEY=VALUE", value_parser = parse_setting)]
@@ -41,8 +43,10 @@ impl Args {
     /// # Errors
     /// The first that was refused, and why.
     pub fn run(self) -> Outcome {
+        let dir = StateDir::locate()?;
         let request = Request::Set { settings: self.settings };
-        ask::<()>(&StateDir::locate()?, &self.name, &request)
+        named(&dir, &self.name)
+            .and_then(|name| ask::<()>(&dir, &name, &request))
             .map_err(|e| e.during(format_args!("set {}", self.name)))
     }
 }

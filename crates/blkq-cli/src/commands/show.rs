@@ -1,9 +1,12 @@
-//! `blkq show`: all about one device.
+//! `blkq show`: all about devices.
+
+use std::process::ExitCode;
 
 use crate::backing::shown_path;
 use crate::columns::Cell;
 use crate::control::{Request, ask};
-use crate::failure::Outcome;
+use crate::devices::named;
+use crate::failure::{Outcome, for_each};
 use crate::info::{ClientInfo, DeviceInfo};
 use crate::size::format_size;
 use crate::state::StateDir;
@@ -15,23 +18,33 @@ use crate::{print, print_json};
 #[command(after_help = "\
 Examples:
   blkq show disk.img
+  blkq show ./disk.img /dev/ublkb1
   blkq show disk.img --json | jq .direct_io")]
 pub struct Args {
-    /// The device, as `blkq list` names it
-    name: String,
-    /// One JSON object
+    /// The devices: name, image, URI or node in /dev of each
+    #[arg(value_name = "DEVICE", required = true)]
+    devices: Vec<String>,
+    /// One JSON object per device and line
     #[arg(long)]
     json: bool,
 }
 
 impl Args {
-    /// Prints what is known about the device.
+    /// Prints what is known about the devices; those that cannot be shown are named on stderr, and
+    /// only the exit code remains.
     ///
     /// # Errors
-    /// If there is no such device.
-    pub fn run(self) -> Outcome {
-        let info: DeviceInfo = ask(&StateDir::locate()?, &self.name, &Request::Show {})?;
-        if self.json { print_json(&info) } else { print(&page(&info)) }
+    /// If it cannot be printed.
+    pub fn run(self) -> Outcome<ExitCode> {
+        let dir = StateDir::locate()?;
+        let mut pages = 0;
+        for_each(&self.devices, |device| {
+            let info: DeviceInfo = ask(&dir, &named(&dir, device)?, &Request::Show {})?;
+            // Pages that follow each other are parted by an empty line.
+            let gap = if pages > 0 { "\n" } else { "" };
+            pages += 1;
+            if self.json { print_json(&info) } else { print(&format!("{gap}{}", page(&info))) }
+        })
     }
 }
 

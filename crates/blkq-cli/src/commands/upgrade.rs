@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use super::recover::recover;
 use crate::control::{Request, ask};
+use crate::devices::named;
 use crate::failure::Outcome;
 use crate::state::StateDir;
 
@@ -19,7 +20,8 @@ Example:
   blkq upgrade disk.img
       /dev/ublkb0")]
 pub struct Args {
-    /// The device, as `blkq list` names it
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(value_name = "DEVICE")]
     name: String,
 }
 
@@ -31,7 +33,9 @@ impl Args {
     /// cannot take it over.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: crate::failure::Failure| e.during(format_args!("upgrade {}", self.name));
-        ask::<()>(&StateDir::locate()?, &self.name, &Request::Leave {}).map_err(during)?;
-        recover(&self.name).map_err(during)
+        let dir = StateDir::locate()?;
+        let name = named(&dir, &self.name).map_err(during)?;
+        ask::<()>(&dir, &name, &Request::Leave {}).map_err(during)?;
+        recover(&name).map_err(during)
     }
 }

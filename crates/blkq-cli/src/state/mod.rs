@@ -194,16 +194,16 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 fn allowed(c: char) -> bool {
-    c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '@')
+    c.is_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '@')
 }
 
-/// Whether `name` may be a device's: letters, digits and `. _ - + @`, beginning with a
-/// letter or a digit.
+/// Whether `name` may be a device's: letters and digits of any script and `. _ - + @`, beginning
+/// with a letter or a digit.
 ///
 /// # Errors
 /// The rule that is broken.
 pub fn check_name(name: &str) -> Result<(), &'static str> {
-    if !name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+    if !name.starts_with(char::is_alphanumeric) {
         return Err("a name begins with a letter or a digit");
     }
     if !name.chars().all(allowed) {
@@ -212,11 +212,21 @@ pub fn check_name(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A name of at most `bytes_max` bytes that resembles `wanted`.
+/// A name of at most `bytes_max` bytes that resembles `wanted`: each run of what a name may not
+/// contain becomes one `_`.
 fn name_from(wanted: &str, bytes_max: usize) -> String {
-    let mapped: String = wanted.chars().map(|c| if allowed(c) { c } else { '_' }).collect();
-    let mut name = mapped.trim_start_matches(|c: char| !c.is_ascii_alphanumeric()).to_owned();
-    name.truncate(bytes_max);
+    let mut name = String::new();
+    let mut left_out = false;
+    for c in wanted.trim_start_matches(|c: char| !c.is_alphanumeric()).chars() {
+        let replaced = std::mem::replace(&mut left_out, !allowed(c));
+        let kept = if allowed(c) { c } else { '_' };
+        if name.len() + kept.len_utf8() > bytes_max {
+            break;
+        }
+        if !(left_out && replaced) {
+            name.push(kept);
+        }
+    }
     if name.is_empty() { "disk".to_owned() } else { name }
 }
 
@@ -241,16 +251,17 @@ pub(crate) mod tests {
 
     #[test]
     fn names_are_checked() {
-        for good in ["a", "disk.img", "disk.img-2", "9p", "a_b+c@d"] {
+        for good in ["a", "disk.img", "disk.img-2", "9p", "a_b+c@d", "é", "備份.img"] {
             assert_eq!(check_name(good), Ok(()), "{good:?}");
         }
-        for bad in ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "a\n", "é", "a\0"] {
+        for bad in ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "a\n", "(é)", "a\0", "a\u{202e}b"] {
             assert!(check_name(bad).is_err(), "{bad:?}");
         }
         assert_eq!(name_from("my disk.img", 50), "my_disk.img");
         assert_eq!(name_from("..", 50), "disk");
-        assert_eq!(name_from("éa", 50), "a");
-        assert_eq!(name_from("abcdef", 3), "abc");
+        assert_eq!(name_from("Büro (alt) - 備份.img", 50), "Büro_alt_-_備份.img");
+        assert_eq!(name_from(" \u{202e}\n", 50), "disk");
+        assert_eq!((name_from("abcdef", 3), name_from("aéé", 4)), ("abc".to_owned(), "aé".to_owned()));
     }
 
     #[test]

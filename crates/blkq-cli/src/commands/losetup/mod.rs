@@ -17,7 +17,7 @@ use super::{Cli, attach, detach};
 use crate::backing::is_behind;
 use crate::columns::{self, device_word};
 use crate::control::{Request, ask};
-use crate::devices::{Entry, all, find};
+use crate::devices::{Entry, all, find, name_of};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::warn;
@@ -127,8 +127,9 @@ pub struct Args {
 fn after_help() -> String {
     format!(
         "\
-A DEVICE is what --show prints: its node in /dev if it has one, else its name. Sizes take K,
-M, G, T, P, E, with iB or nothing for powers of 1024, with B for powers of 1000.
+A DEVICE is what --show prints: its node in /dev if it has one, else its URI; its name (the column
+REF) is understood as well. Sizes take K, M, G, T, P, E, with iB or nothing for powers of 1024, with
+B for powers of 1000.
 
 Columns:
 {}and those of `blkq list`.
@@ -237,10 +238,8 @@ impl Args {
                     .map_err(|e| e.during(format_args!("set capacity of {name}")))
             }
             Action::Detach(devices) => self.detach(devices, |device| {
-                let name = existing(&dir, device)?.name;
-                detach::check_unopened(&dir, &name)
-                    .and_then(|()| ask::<()>(&dir, &name, &Request::Detach { force: false }))
-                    .map_err(|e| e.during(format_args!("detach {name}")))
+                let name = name_of(&dir, &device.to_string_lossy())?;
+                detach::end(&dir, &name.ok_or_else(|| no_such_device(device))?, false)
             }),
             Action::DetachAll => self.detach(dir.names()?, |name| detach::end(&dir, name, false)),
             Action::Remove => Err(Failure::new(

@@ -13,6 +13,7 @@ use clap::CommandFactory;
 
 use super::Cli;
 use crate::control::{Request, ask_if_there, no_such_device};
+use crate::devices::name_of;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
@@ -47,8 +48,8 @@ Examples:
   blkq stat disk.img 0.5 --json | jq .read.latency_p99_us"
 )]
 pub struct Args {
-    /// Devices, as `blkq list` names them [default: all]; then seconds between reports, and
-    /// how many reports
+    /// Devices by name, image, URI or node [default: all]; then seconds between reports, and how
+    /// many reports
     #[arg(value_name = "NAME|INTERVAL|COUNT")]
     words: Vec<String>,
     /// All devices, which is what no name means too
@@ -126,7 +127,11 @@ impl Args {
             let error = clap::error::ErrorKind::ValueValidation;
             Cli::command().error(error, format!("stat: {why}")).exit()
         });
-        let mut devices = Devices { dir: StateDir::locate()?, names: plan.names, failed: BTreeMap::new() };
+        let dir = StateDir::locate()?;
+        // What means no device stays, to be reported as such.
+        let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
+        let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
+        let mut devices = Devices { dir, names, failed: BTreeMap::new() };
         let mut before = devices.sample()?;
         for name in devices.names.clone() {
             if !before.contains_key(&name) && !devices.failed.contains_key(&name) {
