@@ -390,7 +390,8 @@ mod tests {
     /// Submits a read, and sleeps on the engine's thread for as long as it is told.
     struct Sleeper;
 
-    impl Source for Sleeper {
+    // SAFETY: it is the only source of its engine.
+    unsafe impl Source for Sleeper {
         fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
             let _ = cx.submit(0, Bio::read(blkq::Sector(0), blkq::IoBuffer::zeroed(512), 0));
             Ok(())

@@ -109,7 +109,8 @@ fn engine() {
 /// Has the ring of its engine open a file and make a socket.
 struct Opener(Sender<i32>);
 
-impl Source for Opener {
+// SAFETY: it is the only source of its engine.
+unsafe impl Source for Opener {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), blkq::Error> {
         let path = c"/etc/passwd";
         let open = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build();

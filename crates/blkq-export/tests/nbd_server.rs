@@ -459,7 +459,8 @@ impl Driver for NoDiscard {
     }
 }
 
-impl DriverQueue for NoDiscard {
+// SAFETY: requests complete before anything uses their memory.
+unsafe impl DriverQueue for NoDiscard {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
             let discard = cx.request(tag).operation() == Operation::Discard;

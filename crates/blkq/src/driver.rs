@@ -128,7 +128,14 @@ pub enum Taken {
 ///
 /// Every request it takes it completes exactly once through [`DriverContext::complete`],
 /// at once or later, fully or with an error: a driver resubmits short transfers itself.
-pub trait DriverQueue {
+///
+/// # Safety
+/// The memory of a request goes back to its submitter when the request completes. An
+/// implementation therefore completes only requests that it took and has not completed, and each
+/// only when neither the kernel nor another thread uses its memory any more. If it wraps another
+/// queue, it passes on what it was passed itself: its own context, requests that it was offered,
+/// and each completion of the ring once, to the queue that submitted it.
+pub unsafe trait DriverQueue {
     /// Starts `tags`, in order. More may follow before [`DriverQueue::commit`].
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken;
 

@@ -34,7 +34,13 @@ const STACK_BYTES: usize = 256 << 10;
 
 /// Something on an engine that brings I/O: an attachment's server, a test's client.
 /// Every method runs on the engine's thread and must not block.
-pub trait Source {
+///
+/// # Safety
+/// Sources free memory by what they are notified of. An implementation therefore has
+/// [`Source::is_stopped`] return true, unless the engine ends too, only when nothing that it pushed
+/// or submitted is in flight: its number goes to another source. If it wraps another source, it
+/// passes on what it was passed itself, each completion once, to the source that submitted.
+pub unsafe trait Source {
     /// The source is now part of the engine: arm what it waits for.
     ///
     /// # Errors

@@ -57,7 +57,8 @@ struct Ask(Sender<u64>);
 /// Marks what it submits with all 64 bits, and sends what comes back.
 struct Marks(Sender<(&'static str, u64)>);
 
-impl Source for Marks {
+// SAFETY: it is the only source of its engine.
+unsafe impl Source for Marks {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         // SAFETY: it has no memory.
         unsafe { cx.push(io_uring_nop(), u64::MAX - 1) };
@@ -93,7 +94,8 @@ fn no_mark_of_a_source_reaches_another_owner() {
     assert_eq!(seen, [("bio", LOW_BITS - 2), ("cqe", LOW_BITS - 1)]);
 }
 
-impl Source for Load {
+// SAFETY: it is stopped when no bio is in flight, and what it pushes uses nothing.
+unsafe impl Source for Load {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         self.note_thread();
         if self.refuse_start {
@@ -309,7 +311,8 @@ impl Driver for Late {
     }
 }
 
-impl DriverQueue for LateQueue {
+// SAFETY: nothing uses the memory of a request.
+unsafe impl DriverQueue for LateQueue {
     fn queue_requests(&mut self, _cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         self.tags.extend_from_slice(tags);
         self.end_elsewhere();
@@ -362,7 +365,8 @@ struct Durable {
     stopping: bool,
 }
 
-impl Source for Durable {
+// SAFETY: it is stopped when no bio is in flight.
+unsafe impl Source for Durable {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         let write = Bio::write(Sector(0), filled(512, 1), 0).with_flags(BioFlags::FUA);
         for bio in [write, Bio::flush(1)] {

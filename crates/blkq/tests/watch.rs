@@ -252,7 +252,8 @@ fn what_a_queue_refuses_is_counted_by_kind() {
 /// Submits one read, and then sleeps on the engine's thread when it is told to.
 struct Sleeper;
 
-impl Source for Sleeper {
+// SAFETY: it is the only source of its engine.
+unsafe impl Source for Sleeper {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.submit(0, read(0, 42)).map_err(|_| Error::new(blkq::ErrorKind::Busy, "no room"))
     }

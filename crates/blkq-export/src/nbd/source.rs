@@ -342,7 +342,8 @@ impl NbdSource {
     }
 }
 
-impl Source for NbdSource {
+// SAFETY: it is stopped when it has no connection, and a connection goes after all that it submitted.
+unsafe impl Source for NbdSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[
             ("IORING_OP_ACCEPT", opcode::AcceptMulti::CODE),

@@ -388,7 +388,8 @@ fn bind(processors: &CpuSet) {
     }
 }
 
-impl Source for QueueSource {
+// SAFETY: it is stopped when all commands and bios are back, or, forced, when the engine ends.
+unsafe impl Source for QueueSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;
         bind(&self.options.processors);

@@ -92,7 +92,8 @@ impl Driver for Remote {
     }
 }
 
-impl DriverQueue for RemoteQueue {
+// SAFETY: no thread uses the memory of a request.
+unsafe impl DriverQueue for RemoteQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         assert_eq!(self.own.frozen.load(SeqCst), 0, "a request in a frozen disk");
         assert_eq!(self.own.quiesced.load(SeqCst), 0, "a request in a quiesced disk");
@@ -328,7 +329,8 @@ struct Client {
     stopping: bool,
 }
 
-impl Source for Client {
+// SAFETY: it is stopped when no bio is in flight.
+unsafe impl Source for Client {
     fn start(&mut self, _cx: &mut SourceContext<'_>) -> Result<(), Error> {
         Ok(())
     }

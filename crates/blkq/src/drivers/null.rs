@@ -176,7 +176,8 @@ pub struct NullQueue {
     seen: u64,
 }
 
-impl DriverQueue for NullQueue {
+// SAFETY: only this thread uses the memory of a request, and before it completes.
+unsafe impl DriverQueue for NullQueue {
     // The heart of a driver. What is not taken is offered again, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         if self.plain && self.delays.is_immediate() {

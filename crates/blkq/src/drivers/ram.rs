@@ -100,7 +100,8 @@ struct RamQueue {
     medium: Arc<Medium>,
 }
 
-impl DriverQueue for RamQueue {
+// SAFETY: only this thread uses the memory of a request, and before it completes.
+unsafe impl DriverQueue for RamQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
             let result = self.execute(cx, tag);

@@ -472,7 +472,8 @@ impl DeviceQueue {
     }
 }
 
-impl DriverQueue for DeviceQueue {
+// SAFETY: only this thread uses the memory of a request, and before it completes.
+unsafe impl DriverQueue for DeviceQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         let device = self.device.clone();
         let behaviour = device.state().behaviour.clone();

@@ -343,7 +343,9 @@ fn alter_read(cx: &DriverContext<'_>, tag: Tag, from: u64, to: u64, change: impl
     });
 }
 
-impl DriverQueue for FaultQueue {
+// SAFETY: a request completes when that which stands for it has, or before there is one. The
+// wrapped queue gets the requests of this queue and the completions that it submitted, each once.
+unsafe impl DriverQueue for FaultQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         let released = self.reload_rules();
         self.begin(cx, released);

@@ -554,7 +554,9 @@ impl LoopQueue {
     }
 }
 
-impl DriverQueue for LoopQueue {
+// SAFETY: a request completes when the ring has completed the one entry that is in flight for it,
+// or before there is one.
+unsafe impl DriverQueue for LoopQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
             let request = cx.request(tag);
