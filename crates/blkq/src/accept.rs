@@ -168,6 +168,10 @@ impl Queue {
     /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
     pub(crate) fn check(&self, index: u32) -> IoResult {
         let slot = &self.bios[index];
+        // Nothing would compare the length of that memory with what drivers are shown of it.
+        if !slot.operation.has_data() && !matches!(*slot.data, Data::None) {
+            return Err(Status::Invalid);
+        }
         if slot.operation == Operation::Flush {
             return if slot.sectors == 0 { Ok(()) } else { Err(Status::Invalid) };
         }

@@ -86,7 +86,8 @@ pub struct Bio {
     /// How long it is, in 512-byte sectors. 0 for a flush; any other operation then does nothing,
     /// but that PREFLUSH still flushes.
     pub sectors: u64,
-    /// Memory to fill or to write.
+    /// Memory to fill or to write; none for other operations, which with memory are
+    /// [`Status::Invalid`](crate::Status::Invalid).
     pub data: Data,
     /// The caller's own mark, given back in the [`Completion`].
     pub user_data: u64,

@@ -114,6 +114,9 @@ impl BioSlot {
     fn own_buffer(&self) -> Option<Segment> {
         match &*self.data {
             Data::Buffer(buffer) if self.memory == Memory::Own => {
+                debug_assert!(
+                    self.operation.has_data() && self.sectors << SECTOR_SHIFT <= buffer.len() as u64
+                );
                 Some(Segment { len: (self.sectors << SECTOR_SHIFT) as u32, ..buffer.segment() })
             }
             _ => None,
