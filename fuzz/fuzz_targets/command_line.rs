@@ -109,7 +109,10 @@ fn made_line(choices: &[u8]) {
     if apart[0] == "attach" && u.arbitrary::<u8>().is_ok_and(|choice| choice % 8 == 7) {
         let words: Vec<OsString> = apart[1..].iter().map(OsString::from).collect();
         match Args::from_words(&words) {
-            Ok(args) => assert_eq!(understood, Some(format!("{:?}", Cli { command: Command::Attach(args) }))),
+            Ok(args) => assert_eq!(
+                understood,
+                Some(format!("{:?}", Cli { command: Command::Attach(Box::new(args)) }))
+            ),
             Err(failure) => {
                 one_line(&failure);
                 assert!(understood.is_none(), "{apart:?}: {failure}");

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+pub mod access;
 pub mod autoclear;
 pub mod backing;
 pub mod columns;

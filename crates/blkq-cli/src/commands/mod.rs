@@ -46,7 +46,7 @@ pub struct Cli {
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Make an image usable as a block device
-    Attach(attach::Args),
+    Attach(Box<attach::Args>),
     /// List the devices
     List(list::Args),
     /// Show all about devices

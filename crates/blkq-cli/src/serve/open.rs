@@ -16,6 +16,7 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::geteuid;
 
 use super::{AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, Running};
+use crate::access::{closed_directory, socket_access};
 use crate::autoclear::Autoclear;
 use crate::commands::attach::{Address, Args, Export, Format, Tls, image_text, own_words};
 use crate::confine::{self, Confinement, Needs};
@@ -160,6 +161,17 @@ impl Device {
         };
         let image = image_name(&args.image);
         let export = NbdExport { name: name.to_owned(), description: format!("{driver} {image}"), queue: 0 };
+        let access = socket_access(args.socket_mode, args.socket_group.as_deref())?;
+        let closed = listen.iter().filter_map(|listen| match listen {
+            Listen::Unix(path) => Some((path, closed_directory(path, access)?)),
+            _ => None,
+        });
+        let closed: Vec<String> = closed
+            .map(|(path, directory)| {
+                let (path, directory) = (path.display(), directory.display());
+                format!("{path} cannot be reached by all who may connect: {directory} does not let them in; chmod it, or listen elsewhere")
+            })
+            .collect();
         let connections_max = clients_max(usize::from(args.max_connections), listen.len());
         let options = NbdOptions {
             exports: vec![export],
@@ -167,6 +179,7 @@ impl Device {
             handshake_timeout_s: u64::from(args.handshake_timeout),
             tls,
             insecure: args.insecure,
+            access,
             idle_event: Some(autoclear.idle_event().clone()),
             ..NbdOptions::default()
         };
@@ -198,9 +211,15 @@ impl Device {
             ));
         }
         warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server, &options)));
-        warnings.extend(running.servers.iter().filter_map(NbdServer::open_to_all_users).map(|socket| {
-            format!("all users of this machine may connect to {socket}: give its unit SocketMode=0600")
-        }));
+        let cure = match args.socket_mode {
+            Some(_) => "give --socket-group and --socket-mode 660",
+            None => "give its unit SocketMode=0600",
+        };
+        let open_to_all = running.servers.iter().filter_map(NbdServer::open_to_all_users);
+        warnings.extend(
+            open_to_all.map(|socket| format!("all users of this machine may connect to {socket}: {cure}")),
+        );
+        warnings.extend(closed);
         if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use rustix::process::Pid;
@@ -28,11 +28,28 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
 
+/// Who may connect to a unix socket that is made here, besides root and its owner: connecting takes
+/// the right to write (unix(7)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SocketAccess {
+    /// Permissions of the path, at most 0o777.
+    pub mode: u32,
+    /// Group of the path; `None` for that of the process.
+    pub group: Option<u32>,
+}
+
+impl Default for SocketAccess {
+    /// Nobody else.
+    fn default() -> SocketAccess {
+        SocketAccess { mode: 0o600, group: None }
+    }
+}
+
 /// Where clients come from.
 #[derive(Debug)]
 pub enum Listen {
-    /// A unix socket, made at this path for its owner only. One that nobody answers on
-    /// is replaced.
+    /// A unix socket, made at this path: for its owner only, unless [`SocketAccess`] says otherwise.
+    /// One that nobody answers on is replaced.
     Unix(PathBuf),
     /// TCP: a host (or address) and a port, 0 for any free one.
     Tcp(String, u16),
@@ -80,7 +97,7 @@ impl Listen {
     /// [`ErrorKind::Busy`] if somebody listens there already, [`ErrorKind::Invalid`] for a socket
     /// that is connected, and what the system says.
     pub fn listen(self) -> Result<Listener, Error> {
-        let Opened { socket: Socket::Listening(socket), place } = self.open()? else {
+        let Opened { socket: Socket::Listening(socket), place } = self.open(SocketAccess::default())? else {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 "the inherited socket is connected; give one that listens",
@@ -94,16 +111,16 @@ impl Listen {
         Ok(Listener { socket, place })
     }
 
-    pub(super) fn open(self) -> Result<Opened, Error> {
+    pub(super) fn open(self, access: SocketAccess) -> Result<Opened, Error> {
         match self {
-            Listen::Unix(path) => listen_unix(path),
+            Listen::Unix(path) => listen_unix(path, access),
             Listen::Tcp(host, port) => listen_tcp(&host, port),
             Listen::Inherited(socket) => inherit(socket),
         }
     }
 }
 
-fn listen_unix(path: PathBuf) -> Result<Opened, Error> {
+fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
         .map_err(|e| Error::system(format!("{}: give a path of at most 107 bytes", what(&path)), e))?;
@@ -113,7 +130,8 @@ fn listen_unix(path: PathBuf) -> Result<Opened, Error> {
     };
     let socket = new_socket()?;
     let system = |e: Errno| Error::system(what(&path), e);
-    // The path takes the mode of the socket, so that nobody else can ever connect to it.
+    // The path takes the mode of the socket, so that nobody else can connect to it before it has its
+    // group and mode.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(system)?;
     match rustix::net::bind(&socket, &address) {
         Err(Errno::ADDRINUSE) => {
@@ -133,8 +151,34 @@ fn listen_unix(path: PathBuf) -> Result<Opened, Error> {
     }
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
     let place = Place::Unix(path.clone(), (made.dev(), made.ino()));
+    grant(&path, (made.dev(), made.ino()), access)?;
     rustix::net::listen(&socket, BACKLOG).map_err(system)?;
     Ok(Opened { socket: Socket::Listening(socket), place })
+}
+
+/// Gives the unix socket `made` at `path` its group and then its mode: it is never open to more than
+/// `access` says.
+fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Error> {
+    if access == SocketAccess::default() {
+        return Ok(());
+    }
+    let what =
+        |change: String| move |e: Errno| Error::system(format!("{}: cannot {change}", path.display()), e);
+    // What is changed is what was made, whatever is at the path by now.
+    let socket = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
+        .map_err(what("find the socket again".to_owned()))?;
+    let found = rustix::fs::fstat(&socket).map_err(what("look at the socket".to_owned()))?;
+    if (found.st_dev, found.st_ino) != made {
+        return Err(Error::new(ErrorKind::Busy, format!("{}: the socket was replaced", path.display())));
+    }
+    if let Some(group) = access.group {
+        rustix::fs::chownat(&socket, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH)
+            .map_err(what(format!("give it to group {group}, of which only members and root may")))?;
+    }
+    // Linux before 6.6 changes no mode through a descriptor that is only a place.
+    let descriptor = format!("/proc/self/fd/{}", socket.as_raw_fd());
+    rustix::fs::chmod(descriptor, Mode::from_raw_mode(access.mode))
+        .map_err(what(format!("set mode {:03o}", access.mode)))
 }
 
 fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
@@ -192,8 +236,11 @@ fn open_to_all(address: &SocketAddrUnix) -> Option<String> {
         return Some(format!("@{}", String::from_utf8_lossy(name)));
     }
     let path = Path::new(OsStr::from_bytes(address.path_bytes()?));
-    let open = std::fs::metadata(path).is_ok_and(|found| found.mode() & 0o002 != 0);
-    open.then(|| path.display().to_string())
+    is_open_to_all(path).then(|| path.display().to_string())
+}
+
+fn is_open_to_all(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|found| found.mode() & 0o002 != 0)
 }
 
 impl Listener {
@@ -239,11 +286,12 @@ impl Place {
         }
     }
 
-    /// Its name, if it is a unix socket from elsewhere to which all users may connect.
+    /// Its name, if it is a unix socket to which all users may connect.
     pub fn open_to_all_users(&self) -> Option<String> {
         match self {
             Place::Inherited { open, .. } => open.clone(),
-            _ => None,
+            Place::Unix(path, _) => is_open_to_all(path).then(|| path.display().to_string()),
+            Place::Tcp(_) => None,
         }
     }
 
@@ -298,4 +346,47 @@ pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
 
 fn is_unix(socket: BorrowedFd<'_>) -> bool {
     sockopt::socket_domain(socket.as_fd()) == Ok(AddressFamily::UNIX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    /// Another thread looks all the time: it never sees a mode beyond the owner's with another group
+    /// than the one that it is for.
+    #[test]
+    fn a_socket_is_never_more_open_than_asked() {
+        let path = std::env::temp_dir().join(format!("blkq-grant-{}", std::process::id()));
+        let group =
+            if rustix::process::geteuid().is_root() { 65_534 } else { rustix::process::getegid().as_raw() };
+        let access = SocketAccess { mode: 0o660, group: Some(group) };
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let looking = scope.spawn(|| {
+                let mut seen = 0;
+                while !done.load(Ordering::Relaxed) {
+                    let Ok(found) = std::fs::symlink_metadata(&path) else { continue };
+                    let mode = found.mode() & 0o7777;
+                    assert!(
+                        mode == 0o600 || mode == 0o660 && found.gid() == group,
+                        "{mode:o} {}",
+                        found.gid()
+                    );
+                    seen += 1;
+                }
+                seen
+            });
+            for _ in 0..2_000 {
+                let opened = Listen::Unix(path.clone()).open(access).unwrap();
+                let found = std::fs::symlink_metadata(&path).unwrap();
+                assert_eq!((found.mode() & 0o7777, found.gid()), (0o660, group));
+                drop(opened);
+            }
+            done.store(true, Ordering::Relaxed);
+            assert!(looking.join().unwrap() > 0);
+        });
+        assert!(!path.exists());
+    }
 }

@@ -28,7 +28,7 @@ pub mod fuzzing {
 }
 
 pub use certificates::TlsCertificates;
-pub use listener::{Listen, Listener};
+pub use listener::{Listen, Listener, SocketAccess};
 #[cfg(simulation)]
 pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use blkq::{EngineHandle, Error, ErrorKind};
 
 use super::handshake::TlsPolicy;
-use super::listener::{Listen, Opened, Place, Socket};
+use super::listener::{Listen, Opened, Place, Socket, SocketAccess};
 use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::source::{Arrivals, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Registry};
@@ -43,6 +43,8 @@ pub struct NbdOptions {
     /// engines, but at least 32 MiB, one largest request, for each of them. Who finds none
     /// left waits in line, and its requests in the socket.
     pub buffered_bytes_total: usize,
+    /// Who may connect to the unix sockets that are made.
+    pub access: SocketAccess,
     /// Time for the handshake, in seconds.
     pub handshake_timeout_s: u64,
     /// Time in which a client must take replies, or send the whole payload of a write that it
@@ -59,7 +61,7 @@ pub struct NbdOptions {
 
 impl Default for NbdOptions {
     /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
-    /// begin, 30 s to take a reply or send a payload; no TLS; other machines are not let in without TLS;
+    /// begin, 30 s to take a reply or send a payload; unix sockets for their owner; no TLS; other machines are not let in without TLS;
     /// nobody is told when clients are gone.
     fn default() -> NbdOptions {
         NbdOptions {
@@ -68,6 +70,7 @@ impl Default for NbdOptions {
             requests_max: 256,
             buffered_bytes_max: 2 * PAYLOAD_MAX_BYTES as usize,
             buffered_bytes_total: 256 << 20,
+            access: SocketAccess::default(),
             handshake_timeout_s: 10,
             transfer_timeout_s: 30,
             tls: None,
@@ -163,7 +166,7 @@ impl NbdServer {
     /// If there is no engine.
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
-        let Opened { socket, place } = listen.open()?;
+        let Opened { socket, place } = listen.open(options.access)?;
         options.check_reach(&place)?;
         let address = place.uri(options.tls_policy() == TlsPolicy::Required);
         let registry = Arc::new(Registry::new(options.idle_event.clone()));
@@ -211,7 +214,7 @@ impl NbdServer {
         self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
     }
 
-    /// An inherited unix socket, if all users of this machine may connect to it.
+    /// A unix socket, if all users of this machine may connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
         self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.open_to_all_users()
     }

@@ -16,6 +16,7 @@ use clap::Parser;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 
 use super::Cli;
+use crate::access::parse_mode;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
@@ -37,6 +38,7 @@ Examples:
   blkq attach disk.img --export nbd
       nbd+unix:///?socket=/run/blkq/disk.img.nbd
   blkq attach disk.img --read-only --listen tcp:127.0.0.1:10809
+  blkq attach disk.img --listen unix:/run/disk.sock --socket-group libvirt-qemu
   blkq attach disk.img --direct-io on --queues 4 --name data
   blkq attach ram:1G --name scratch
   blkq attach null:1T --foreground      ends with Ctrl-C")]
@@ -56,6 +58,13 @@ pub struct Args {
     /// [default: a socket in the state directory, or those that systemd hands over]
     #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen)]
     pub listen: Vec<Address>,
+    /// Who may connect to the sockets of --listen unix:PATH, as of chmod: 660 for the members of
+    /// the group, 666 for all users of this machine [default: 600, or 660 with --socket-group]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    pub socket_mode: Option<u32>,
+    /// The group of the sockets of --listen unix:PATH, such as that of libvirt's QEMU
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
     /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
@@ -182,7 +191,7 @@ impl Args {
     pub fn from_words(words: &[OsString]) -> Outcome<Args> {
         let line = ["blkq", "attach"].map(OsString::from).into_iter().chain(words.iter().cloned());
         match Cli::try_parse_from(line) {
-            Ok(Cli { command: super::Command::Attach(args) }) => Ok(args),
+            Ok(Cli { command: super::Command::Attach(args) }) => Ok(*args),
             Ok(_) => Err(Failure::new("attach: not its words")),
             Err(error) => {
                 let text = error.to_string();
@@ -244,6 +253,12 @@ impl Args {
         let no_ublk = self.exports.iter().all(|export| *export == Export::Nbd) && !self.exports.is_empty();
         if self.copy.0.is_some() && no_ublk {
             return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; leave it out"));
+        }
+        let is_unix = |address: &Address| matches!(address, Address::Unix(_));
+        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !self.listen.iter().any(is_unix) {
+            return Err(Failure::new(
+                "--socket-mode and --socket-group are for the sockets of --listen unix:PATH; give one, outside of the state directory, which only its owner may enter",
+            ));
         }
         if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
             return Err(Failure::new(

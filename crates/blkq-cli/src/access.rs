@@ -1,0 +1,114 @@
+//! Who may connect to the unix sockets of `--listen`: `--socket-mode` and `--socket-group`.
+
+use std::ffi::{CStr, CString};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use blkq_export::nbd::SocketAccess;
+
+use crate::failure::{Failure, Outcome};
+
+/// The mode if only a group is given: its members may connect.
+const GROUP_MODE: u32 = 0o660;
+/// Most bytes that the C library may want for the record of a group, with all of its members.
+const GROUP_BYTES_MAX: usize = 1 << 20;
+
+/// A mode as chmod(1) takes it, in octal digits.
+///
+/// # Errors
+/// The rule, if it is none.
+pub fn parse_mode(text: &str) -> Result<u32, String> {
+    let is_octal = (3..=4).contains(&text.len()) && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| is_octal && *mode <= 0o777);
+    mode.ok_or_else(|| "a mode is three octal digits, such as 660".to_owned())
+}
+
+/// What the options ask for; with a group alone its members may connect.
+///
+/// # Errors
+/// If there is no such group.
+pub fn socket_access(mode: Option<u32>, group: Option<&str>) -> Outcome<SocketAccess> {
+    let default = SocketAccess::default().mode;
+    let group = group.map(group_number).transpose()?;
+    let mode = mode.unwrap_or(if group.is_some() { GROUP_MODE } else { default });
+    Ok(SocketAccess { mode, group })
+}
+
+/// The number of a group given by its name or its number.
+fn group_number(name: &str) -> Outcome<u32> {
+    let no_group = || Failure::new(format!("--socket-group {name}: there is no such group"));
+    let c_name = CString::new(name).map_err(|_| no_group())?;
+    match find_group(&c_name) {
+        Ok(Some(group)) => Ok(group),
+        Ok(None) => name.parse().map_err(|_| no_group()),
+        Err(e) => Err(Failure::new(format!("--socket-group {name}: {e}"))),
+    }
+}
+
+/// Asks the C library, which knows groups that are in no file too.
+fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
+    let mut buffer = vec![0; 4096];
+    loop {
+        let mut group = std::mem::MaybeUninit::<libc::group>::uninit();
+        let mut found = std::ptr::null_mut();
+        // SAFETY: the name ends with a NUL, `group` and `found` have room for what is written, and
+        // the buffer for as many bytes as its length says.
+        let error = unsafe {
+            libc::getgrnam_r(
+                name.as_ptr(),
+                group.as_mut_ptr(),
+                buffer.as_mut_ptr(),
+                buffer.len(),
+                &raw mut found,
+            )
+        };
+        match error {
+            // SAFETY: `found` points to `group`, which was written then.
+            0 if !found.is_null() => return Ok(Some(unsafe { (*found).gr_gid })),
+            // getgrnam(3) lists these as other ways to say that there is none.
+            0 | libc::ENOENT | libc::ESRCH | libc::EBADF | libc::EPERM => return Ok(None),
+            libc::EINTR => {}
+            libc::ERANGE if buffer.len() < GROUP_BYTES_MAX => buffer.resize(buffer.len() * 2, 0),
+            error => return Err(std::io::Error::from_raw_os_error(error)),
+        }
+    }
+}
+
+/// A directory above the socket `path` that does not let those in to whom the socket is open.
+pub fn closed_directory(path: &Path, access: SocketAccess) -> Option<PathBuf> {
+    let (group, to_all) = (access.group, access.mode & 0o002 != 0);
+    if !to_all && access.mode & 0o020 == 0 {
+        return None;
+    }
+    let directory = path.parent()?.canonicalize().ok()?;
+    let keeps_out = |directory: &&Path| {
+        std::fs::metadata(directory).is_ok_and(|found| {
+            let is_of_group = group.is_none_or(|group| group == found.gid());
+            found.mode() & if is_of_group && !to_all { 0o010 } else { 0o001 } == 0
+        })
+    };
+    directory.ancestors().find(keeps_out).map(Path::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_are_octal_and_groups_have_numbers() {
+        assert_eq!((parse_mode("660"), parse_mode("0666")), (Ok(0o660), Ok(0o666)));
+        for bad in ["", "6", "66", "888", "1777", "7777", "-660", "+660", "rw", "06600"] {
+            assert!(parse_mode(bad).is_err(), "{bad}");
+        }
+        assert_eq!(socket_access(None, None), Ok(SocketAccess::default()));
+        assert_eq!(socket_access(None, Some("root")), Ok(SocketAccess { mode: 0o660, group: Some(0) }));
+        let by_number = SocketAccess { mode: 0o620, group: Some(4_000_123) };
+        assert_eq!(socket_access(Some(0o620), Some("4000123")), Ok(by_number));
+        for bad in ["no such group", "", "-1", "root\0"] {
+            assert!(
+                socket_access(None, Some(bad)).unwrap_err().to_string().contains("no such group"),
+                "{bad}"
+            );
+        }
+    }
+}

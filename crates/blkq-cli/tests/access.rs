@@ -1,0 +1,74 @@
+//! Who may connect to the sockets of a device.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+use place::*;
+
+/// A group that this process may give a file to, by its number.
+fn group() -> u32 {
+    if rustix::process::geteuid().is_root() { 65_534 } else { rustix::process::getegid().as_raw() }
+}
+
+#[test]
+fn a_socket_has_the_mode_and_the_group_that_were_asked_for() {
+    let place = Place::new("access");
+    fs::set_permissions(&place.dir, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = place.dir.join("c.sock");
+    let (listen, group) = (format!("unix:{}", path.display()), group().to_string());
+    let cases: [(&[&str], u32); 4] = [
+        (&["--socket-mode", "660"], 0o660),
+        (&["--socket-group", &group], 0o660),
+        (&["--socket-group", &group, "--socket-mode", "0620"], 0o620),
+        (&["--socket-group", &group, "--socket-mode", "600"], 0o600),
+    ];
+    for (options, mode) in cases {
+        let uri = place.done(&[&["attach", "ram:1M", "--listen", &listen], options].concat());
+        let found = fs::metadata(&path).unwrap();
+        assert_eq!(found.mode() & 0o7777, mode, "{options:?}");
+        if options[0] == "--socket-group" {
+            assert_eq!(found.gid().to_string(), group, "{options:?}");
+        }
+        // The state directory stays closed.
+        assert_eq!(fs::metadata(place.state()).unwrap().mode() & 0o777, 0o700);
+        drop(client(&uri));
+        place.done(&["detach", "ram"]);
+        assert!(!path.exists());
+    }
+}
+
+#[test]
+fn an_open_socket_and_a_closed_directory_are_warned_of() {
+    let place = Place::new("open");
+    let closed = place.dir.join("closed");
+    fs::create_dir(&closed).unwrap();
+    fs::set_permissions(&place.dir, fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+    let warnings = |directory: &Path, options: &[&str]| {
+        let listen = format!("unix:{}", directory.join("c.sock").display());
+        let output = place.run(&[&["attach", "ram:1M", "--listen", &listen], options].concat());
+        assert!(output.status.success(), "{output:?}");
+        place.done(&["detach", "ram"]);
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let line = warnings(&place.dir, &["--socket-mode", "666"]);
+    assert!(line.contains("all users of this machine may connect") && line.lines().count() == 1, "{line}");
+    let line = warnings(&closed, &["--socket-mode", "660"]);
+    assert!(line.contains("closed does not let them in") && line.lines().count() == 1, "{line}");
+    assert_eq!(warnings(&closed, &["--socket-mode", "600"]), "");
+
+    for options in [&["--socket-mode", "660"][..], &["--socket-group", "root", "--export", "nbd"]] {
+        let line = place.refused(&[&["attach", "ram:1M"], options].concat());
+        assert!(line.contains("--listen unix:PATH"), "{line}");
+    }
+    let listen = format!("unix:{}", place.dir.join("c.sock").display());
+    let line = place.refused(&["attach", "ram:1M", "--listen", &listen, "--socket-group", "no-such-group"]);
+    assert!(line.contains("there is no such group"), "{line}");
+    assert!(place.files().is_empty() && !place.dir.join("c.sock").exists());
+    let usage = place.run(&["attach", "ram:1M", "--listen", &listen, "--socket-mode", "rw"]);
+    assert_eq!(usage.status.code(), Some(2));
+}
