@@ -14,7 +14,9 @@ use crate::slab::{BioSlot, FlushStep, NIL, SlotMarks};
 use crate::stats::{Counter, StatsBatch};
 use crate::sync::{Arc, Condvar, Mutex, lock};
 
-/// A callback for the end of a bio; runs on the thread that owns the queue and must not block.
+/// Called once with the result of a bio and its data; must not block. It runs on the thread that
+/// owns the queue; while no thread owns it, on one that submits to it, before its call of `submit`
+/// returns. So it must not lock what a submitter holds.
 pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 
 /// What happens when a bio ends.

@@ -158,9 +158,9 @@ impl DiskControl {
     }
 
     fn resume(&self, stopped: &AtomicU32, kick: impl FnMut(usize)) {
-        let before = stopped.fetch_sub(1, SeqCst);
-        assert!(before > 0, "resumed more often than stopped");
-        if before == 1 {
+        // A count of none stays so: a panic here must not stop the disk for good.
+        let before = stopped.fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
+        if before.expect("resumed more often than stopped") == 1 {
             (0..self.queues.len()).for_each(kick);
         }
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::clock::ClockMode;
 use crate::control::DiskControl;
-use crate::driver::Driver;
+use crate::driver::{Change, Driver};
 use crate::error::{Error, ErrorKind, Status};
 use crate::gate::{Direction, GateCounters, RequestGate};
 use crate::kick::Kick;
@@ -344,7 +344,8 @@ impl Disk {
     /// # Errors
     /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value,
     /// [`ErrorKind::Unsupported`] if a device that only reads is to be written to,
-    /// [`ErrorKind::Busy`] if I/O in flight does not end within 30 seconds.
+    /// [`ErrorKind::Busy`] if I/O in flight does not complete within 30 seconds. Only the last
+    /// has frozen the disk.
     pub fn set(&self, key: &str, value: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
@@ -357,10 +358,19 @@ impl Disk {
             "clock" => settings.clock = value.parse()?,
             "read-only" => {
                 let read_only = parse_switch(key, value)?;
-                return self.frozen(|| self.set_read_only(read_only));
+                // A driver with a file has more to do: how that is open, and its locks.
+                let by_driver = match self.driver.prepare_set(key, value) {
+                    Err(error) if error.kind() == ErrorKind::NotFound => false,
+                    prepared => prepared.map(|_| true)?,
+                };
+                return self.frozen(|| self.set_read_only(read_only, by_driver));
             }
-            _ if self.driver.sets_live(key) => return self.driver.set(key, value),
-            _ => return self.frozen(|| self.driver.set(key, value)),
+            _ => {
+                return match self.driver.prepare_set(key, value)? {
+                    Change::Live => self.driver.set(key, value),
+                    Change::Frozen => self.frozen(|| self.driver.set(key, value)),
+                };
+            }
         }
         self.frozen(|| {
             *lock(&self.settings) = settings;
@@ -373,11 +383,9 @@ impl Disk {
         })
     }
 
-    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        // A driver with a file has more to do: how that is open, and its locks.
-        match self.driver.set("read-only", if read_only { "on" } else { "off" }) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
+    fn set_read_only(&self, read_only: bool, by_driver: bool) -> Result<(), Error> {
+        if by_driver {
+            self.driver.set("read-only", if read_only { "on" } else { "off" })?;
         }
         if !read_only && self.driver.limits().read_only {
             let message = format!("{}: the {} device itself is read-only", self.name, self.driver.name());
@@ -420,31 +428,24 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        let result = change();
-        self.unfreeze();
-        result
+        let _frozen = Frozen(self);
+        change()?;
+        // Queues stay with the limits that they have, if those of now cannot be.
+        self.driver.limits().validate()
     }
 
-    /// Holds all I/O back: when this returns no request is in flight, and none starts
-    /// until [`Disk::unfreeze`]. Nests.
-    pub fn freeze(&self) {
+    /// Freezes the disk: when this returns no request is in flight, and none starts until what
+    /// it returns is dropped. Freezes nest.
+    pub fn freeze(&self) -> Frozen<'_> {
         self.control.freeze(|queue| self.queues[queue].kick.kick());
+        Frozen(self)
     }
 
-    /// Lets I/O go on after [`Disk::freeze`].
-    pub fn unfreeze(&self) {
-        self.control.unfreeze(|queue| self.queues[queue].kick.kick());
-    }
-
-    /// Keeps requests from the driver: when this returns it gets none until
-    /// [`Disk::unquiesce`]; what it has completes. Nests.
-    pub fn quiesce(&self) {
+    /// Keeps requests from the driver: when this returns it gets none until what it returns is
+    /// dropped; what the driver has completes. Nests.
+    pub fn quiesce(&self) -> Quiesced<'_> {
         self.control.quiesce();
-    }
-
-    /// Lets requests reach the driver again.
-    pub fn unquiesce(&self) {
-        self.control.unquiesce(|queue| self.queues[queue].kick.kick());
+        Quiesced(self)
     }
 
     pub(crate) fn hardware_queue(&self, index: usize) -> &HardwareQueue {
@@ -498,6 +499,26 @@ impl Disk {
             }
             self.gate.leave(submitter::direction(staged.operation), 1);
         }
+    }
+}
+
+/// A freeze of a disk ([`Disk::freeze`]), over when this is dropped.
+#[must_use = "the freeze is over when this is dropped"]
+pub struct Frozen<'a>(&'a Disk);
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        self.0.control.unfreeze(|queue| self.0.queues[queue].kick.kick());
+    }
+}
+
+/// A quiesce of a disk ([`Disk::quiesce`]), over when this is dropped.
+#[must_use = "the quiesce is over when this is dropped"]
+pub struct Quiesced<'a>(&'a Disk);
+
+impl Drop for Quiesced<'_> {
+    fn drop(&mut self) {
+        self.0.control.unquiesce(|queue| self.0.queues[queue].kick.kick());
     }
 }
 

@@ -60,21 +60,26 @@ pub trait Driver: Send + Sync + 'static {
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
-    /// Whether [`Driver::set`] changes `key` while requests are in flight, without a freeze.
-    fn sets_live(&self, key: &str) -> bool {
-        let _ = key;
-        false
-    }
-
-    /// Changes a setting of the driver's own, called while the disk is frozen; the queues
-    /// are told through [`DriverQueue::reload`]. `read-only` (`on`, `off`) is the disk's,
-    /// which refuses the writes; a driver that has more to do for it may know it too.
+    /// Prepares to set `key` to `value`, and says how [`Driver::set`] is to be called. I/O goes
+    /// on meanwhile: what is wrong with the two is found here, and what takes long is done here as
+    /// far as it can be, so that a freeze is short.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value.
-    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+    fn prepare_set(&self, key: &str, value: &str) -> Result<Change, Error> {
         let _ = value;
         Err(Error::new(ErrorKind::NotFound, format!("the {} driver has no setting {key:?}", self.name())))
+    }
+
+    /// Changes a setting of the driver's own, after [`Driver::prepare_set`]. After a change under
+    /// a freeze each queue is called through [`DriverQueue::reload`], and the limits must be valid.
+    /// `read-only` (`on`, `off`) is the disk's, which refuses the writes; a driver that has more
+    /// to do for it may know it too.
+    ///
+    /// # Errors
+    /// As [`Driver::prepare_set`], and what keeps it from being changed.
+    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+        self.prepare_set(key, value).map(|_| ())
     }
 
     /// Takes over a new size: `Some` asks for that many bytes, `None` for what the
@@ -91,6 +96,15 @@ pub trait Driver: Send + Sync + 'static {
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
+}
+
+/// How a setting of a driver is changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Change {
+    /// While requests are in flight.
+    Live,
+    /// While the disk is frozen.
+    Frozen,
 }
 
 /// A run of bytes in one state.

@@ -118,8 +118,8 @@ pub use bio::{Bio, BioFlags, Completion, Operation};
 pub use buffer::{Data, IoBuffer, KernelPages, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completion::Callback;
-pub use disk::{Disk, DiskBuilder, Settings};
-pub use driver::{Busy, Driver, DriverContext, DriverQueue, Extent, Taken};
+pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Settings};
+pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, Taken};
 #[cfg(simulation)]
 pub use engine::SimulatedEngine;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext};

@@ -127,6 +127,7 @@ impl Queue {
         let generation = disk.control.generation();
         let settings = disk.settings();
         let limits = disk.limits();
+        limits.validate()?;
         let tags = disk.hardware_queue(index).tags.clone();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(tags.capacity()) + 1;
@@ -235,7 +236,8 @@ impl Queue {
     pub(crate) fn reload_limits(&mut self) {
         self.limits_changed = false;
         let limits = self.disk.limits();
-        if limits == self.limits {
+        // A driver that comes to contradict itself has shown its defect to whoever changed it.
+        if limits == self.limits || limits.validate().is_err() {
             return;
         }
         self.limits = limits;

@@ -55,8 +55,8 @@ impl Submitter {
         self.disk.hardware_queue(self.queue)
     }
 
-    /// Submits `bio`, waiting while the device is full. `callback` runs on the thread
-    /// that owns the queue and must not block. `bio.user_data` is not used.
+    /// Submits `bio`, waiting while the device is full. `callback` runs where [`Callback`] says:
+    /// if no thread owns the queue, before this returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
         let callback: Callback = Box::new(callback);
         self.stage(bio, End::Callback(Box::new(callback)));

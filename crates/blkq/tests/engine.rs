@@ -196,8 +196,7 @@ fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
     engine.handle().send(id, Box::new(Ask(reply)));
     assert_eq!(answer.recv_timeout(Duration::from_secs(10)).unwrap(), 1);
     disk.submitter().read_at(&mut [0; 512], 0).unwrap();
-    disk.freeze();
-    disk.unfreeze();
+    drop(disk.freeze());
     let before = seen.done.load(Ordering::Relaxed);
     wait_for(|| seen.done.load(Ordering::Relaxed) > before + 1000);
     engine.handle().stop_source(id, false);

@@ -3,8 +3,6 @@
 
 mod common;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blkq::drivers::ram::Ram;
@@ -12,17 +10,18 @@ use blkq::{Bio, BioFlags, Counter, Disk, ErrorKind, LocalQueue, Operation, Secto
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
 /// Makes a change on another thread while this one keeps its queue going.
-fn change(queue: &mut LocalQueue, disk: &Arc<Disk>, change: impl FnOnce(&Disk) + Send) {
-    let done = AtomicBool::new(false);
+fn change<'d, R: Send>(
+    queue: &mut LocalQueue,
+    disk: &'d Disk,
+    change: impl FnOnce(&'d Disk) -> R + Send,
+) -> R {
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            change(disk);
-            done.store(true, Ordering::SeqCst);
-        });
-        while !done.load(Ordering::SeqCst) {
+        let changing = scope.spawn(|| change(disk));
+        while !changing.is_finished() {
             queue.poll();
         }
-    });
+        changing.join().unwrap()
+    })
 }
 
 #[test]
@@ -78,7 +77,7 @@ fn the_first_bio_after_a_resize_is_held_to_the_new_size() {
 fn a_bio_that_may_not_wait_does_not_wait_for_a_freeze_to_end() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
-    disk.freeze();
+    let frozen = disk.freeze();
     let whole = Bio::read(Sector(0), filled(512, 0), 1);
     let pieces = common::Scattered::data(&[0; 1024], &[512], 512, 0);
     let scattered = Bio { data: pieces, sectors: 2, ..Bio::read(Sector(8), filled(512, 0), 2) };
@@ -86,7 +85,7 @@ fn a_bio_that_may_not_wait_does_not_wait_for_a_freeze_to_end() {
         queue.submit(bio.with_flags(BioFlags::NO_WAIT)).unwrap();
         assert_eq!(queue.take_completion().map(|c| c.result), Some(Err(Status::Again)));
     }
-    disk.unfreeze();
+    drop(frozen);
     let bio = Bio::read(Sector(0), filled(512, 0), 1).with_flags(BioFlags::NO_WAIT);
     assert_eq!(run(&mut queue, bio).result, Ok(()));
 }
@@ -96,7 +95,7 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
     let disk = device.builder().depth(2).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
-    change(&mut queue, &disk, |disk| disk.freeze());
+    let frozen = change(&mut queue, &disk, |disk| disk.freeze());
     device.state().closed = true;
     // Whole before, split after; and the other way round once more.
     for mark in 0..16 {
@@ -113,7 +112,7 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     change(&mut queue, &disk, |disk| disk.set("max-request", "4096").unwrap());
     change(&mut queue, &disk, |disk| assert!(disk.resize(Some((15 * 64) << 10)).is_ok()));
     device.state().closed = false;
-    disk.unfreeze();
+    drop(frozen);
     let ended = drain(&mut queue);
     assert_eq!(ended.len(), 16);
     for completion in ended {
@@ -153,10 +152,10 @@ fn the_rest_of_a_split_bio_is_not_issued_beyond_a_smaller_size() {
     let limits = blkq::QueueLimits { max_request_bytes: 4096, ..plain_limits() };
     let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
     let (disk, mut queue) = device.open();
-    change(&mut queue, &disk, |disk| disk.freeze());
+    let frozen = change(&mut queue, &disk, |disk| disk.freeze());
     queue.submit(Bio::write(Sector(0), filled(1 << 20, 1), 1)).unwrap();
     change(&mut queue, &disk, |disk| assert!(disk.resize(Some(128 << 10)).is_ok()));
-    disk.unfreeze();
+    drop(frozen);
     assert_eq!(drain(&mut queue).pop().unwrap().result, Err(Status::Invalid));
     device.assert_legal();
 }
@@ -171,20 +170,20 @@ fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
         for n in 0..20 {
             queue.submit(Bio::write(Sector((round * 20 + n) * 3), filled(512, 1), 0)).unwrap();
         }
-        change(&mut queue, &disk, |disk| disk.freeze());
+        let frozen = change(&mut queue, &disk, |disk| disk.freeze());
         let seen = {
             let mut state = device.state();
             assert_eq!(state.held, 0, "a request is in the driver of a frozen disk");
             state.closed = true;
             state.log.len()
         };
-        disk.freeze();
+        let nested = disk.freeze();
         (0..5).for_each(|_| queue.poll());
-        disk.unfreeze();
+        drop(nested);
         (0..5).for_each(|_| queue.poll());
         assert_eq!(device.log().len(), seen, "freezes nest");
         device.state().closed = false;
-        disk.unfreeze();
+        drop(frozen);
         ended += queue.completions().count();
     }
     ended += drain(&mut queue).len();
@@ -199,14 +198,14 @@ fn a_quiesced_disk_gives_the_driver_nothing_but_takes_its_completions() {
     let (disk, mut queue) = device.open();
     queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
     queue.poll();
-    disk.quiesce();
+    let quiesced = disk.quiesce();
     device.state().closed = true;
     queue.submit(Bio::read(Sector(9), filled(512, 1), 2)).unwrap();
     device.release(2);
     (0..3).for_each(|_| queue.poll());
     assert_eq!(queue.completions().map(|c| c.user_data).collect::<Vec<_>>(), [1]);
     device.state().closed = false;
-    disk.unquiesce();
+    drop(quiesced);
     assert_eq!(drain(&mut queue).len(), 1);
     device.assert_legal();
 }
@@ -216,12 +215,12 @@ fn statistics_that_are_turned_on_time_no_io_from_before_the_machine_started() {
     let device = Device::plain(Behaviour::default());
     let disk = device.builder().iostats(false).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
-    change(&mut queue, &disk, |disk| disk.freeze());
+    let frozen = change(&mut queue, &disk, |disk| disk.freeze());
     for mark in 0..4 {
         queue.submit(Bio::read(Sector(mark * 8), filled(512, 1), mark)).unwrap();
     }
     change(&mut queue, &disk, |disk| disk.set("iostats", "on").unwrap());
-    disk.unfreeze();
+    drop(frozen);
     drain(&mut queue);
     disk.set("iostats", "off").unwrap();
     run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0));
@@ -361,10 +360,10 @@ fn zeroes_that_wait_across_a_change_stay_zeroes() {
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512 << 10, 7), 0)).result, Ok(()));
     for (key, value) in [("max-request", "4096"), ("max-request", "262144"), ("max-segments", "1")] {
         device.state().current.fill(7);
-        change(&mut queue, &disk, |disk| disk.freeze());
+        let frozen = change(&mut queue, &disk, |disk| disk.freeze());
         queue.submit(Bio::write_zeroes(Sector(8), 512, 1)).unwrap();
         change(&mut queue, &disk, |disk| disk.set(key, value).unwrap());
-        disk.unfreeze();
+        drop(frozen);
         assert_eq!(drain(&mut queue).pop().unwrap().result, Ok(()));
         device.assert_legal();
         let zeroes = 4096..4096 + (256 << 10);
@@ -372,4 +371,69 @@ fn zeroes_that_wait_across_a_change_stay_zeroes() {
             assert_eq!(*byte, if zeroes.contains(&place) { 0 } else { 7 }, "{key}={value}, byte {place}");
         }
     }
+}
+
+#[test]
+fn a_change_that_panics_leaves_a_disk_that_works() {
+    common::within(60, || {
+        let device = Device::plain(Behaviour::default());
+        let (disk, mut queue) = device.open();
+        let changing = || disk.set("panic", "now");
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(changing)).unwrap_err();
+        assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
+        disk.set("read-only", "on").unwrap();
+        assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Err(Status::ReadOnly));
+        // The same for whoever freezes or quiesces it.
+        let stopping = || {
+            let _frozen = disk.freeze();
+            let _quiesced = disk.quiesce();
+            panic!("as the test wants it");
+        };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(stopping)).unwrap_err();
+        assert_eq!(run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0)).result, Ok(()));
+        device.assert_legal();
+    });
+}
+
+#[test]
+fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    // In flight for good: a freeze would have to wait for it.
+    queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap();
+    queue.poll();
+    for (key, value, kind) in [
+        ("colour", "red", ErrorKind::NotFound),
+        ("read-only", "maybe", ErrorKind::Invalid),
+        ("depth", "0", ErrorKind::Invalid),
+        ("scheduler", "fifo", ErrorKind::Invalid),
+    ] {
+        let begin = std::time::Instant::now();
+        assert_eq!(disk.set(key, value).unwrap_err().kind(), kind, "{key}");
+        assert!(begin.elapsed() < Duration::from_secs(10), "{key} froze the disk");
+    }
+    assert_eq!(device.state().prepared, ["colour"]);
+    device.release_all();
+    drain(&mut queue);
+    device.assert_legal();
+}
+
+#[test]
+fn limits_that_contradict_each_other_are_refused_and_never_used() {
+    let device = Device::plain(Behaviour::default());
+    let (disk, mut queue) = device.open();
+    assert_eq!(disk.set("max-request", "100").unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(disk.resize(Some(1000)).unwrap_err().kind(), ErrorKind::Invalid);
+    let limits = queue.limits().clone();
+    assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(4096, 1), 0)).result, Ok(()));
+    assert_eq!(
+        (queue.limits().max_request_bytes, queue.limits().capacity_bytes),
+        (limits.max_request_bytes, 1 << 20)
+    );
+    drop(queue);
+    assert_eq!(disk.open_queue(0).err().unwrap().kind(), ErrorKind::Invalid);
+    disk.resize(Some(4096)).unwrap_err();
+    disk.set("max-request", "4096").unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    assert_eq!(run(&mut queue, Bio::write(Sector(8), filled(512, 1), 0)).result, Err(Status::Invalid));
 }

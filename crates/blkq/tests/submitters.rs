@@ -136,14 +136,14 @@ fn neighbours_of_a_submitter_merge_unless_merging_is_off() {
             let engine = engine(&disk);
             let mut submitter = disk.submitter();
             // While the disk is frozen the engine takes nothing, and neighbours meet.
-            disk.freeze();
+            let frozen = disk.freeze();
             for block in 0..8 {
                 submitter.submit(Bio::write(Sector(8 * block), filled(4096, 1), 0), |result, _| {
                     assert_eq!(result, Ok(()));
                 });
             }
             assert_eq!(disk.gate_counters().largest_in_flight[1], if merge { 1 } else { 8 });
-            disk.unfreeze();
+            drop(frozen);
             submitter.flush().unwrap();
             drop(engine);
             let writes = &disk.stats().groups[1];
@@ -160,22 +160,19 @@ fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
         let engine = engine(&disk);
         let rounds = under_load(&disk, 8, || {
             for round in 0..150 {
+                let (mut frozen, mut quiesced) = (None, None);
                 if round % 2 == 0 {
-                    disk.freeze();
+                    frozen = Some(disk.freeze());
                     let mut state = device.state();
                     assert_eq!(state.held, 0);
                     state.closed = true;
                 } else {
-                    disk.quiesce();
+                    quiesced = Some(disk.quiesce());
                     device.state().closed = true;
                 }
                 std::thread::sleep(Duration::from_micros(300));
                 device.state().closed = false;
-                if round % 2 == 0 {
-                    disk.unfreeze()
-                } else {
-                    disk.unquiesce()
-                }
+                drop((frozen, quiesced));
                 std::thread::sleep(Duration::from_micros(round * 7 % 900));
             }
         });
@@ -195,10 +192,8 @@ fn a_submitter_alone_goes_on_after_every_freeze_and_quiesce() {
         let rounds = under_load(&disk, 1, || {
             let begin = Instant::now();
             while begin.elapsed() < Duration::from_millis(500) {
-                disk.quiesce();
-                disk.unquiesce();
-                disk.freeze();
-                disk.unfreeze();
+                drop(disk.quiesce());
+                drop(disk.freeze());
             }
         });
         assert!(rounds > 10);
@@ -312,6 +307,7 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
             let disk = device.builder().depth(2).build().unwrap();
             let mut queue = disk.open_queue(0).unwrap();
             let ends = Arc::new(Mutex::new(Vec::new()));
+            let mut stops = (None, None);
             std::thread::scope(|scope| {
                 for thread in 0..12u64 {
                     let (disk, ends) = (&disk, ends.clone());
@@ -332,12 +328,8 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
                     });
                 }
                 let begin = Instant::now();
-                if round == 3 {
-                    disk.freeze();
-                }
-                if round == 4 {
-                    disk.quiesce();
-                }
+                stops.0 = (round == 3).then(|| disk.freeze());
+                stops.1 = (round == 4).then(|| disk.quiesce());
                 // Some are with the driver, some wait for tags, some are staged.
                 while begin.elapsed() < Duration::from_millis(20) {
                     if round > 0 {
@@ -353,12 +345,7 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
             assert_eq!(ends.len(), 12);
             assert!(ends.iter().all(|result| matches!(result, Ok(()) | Err(Status::Offline))));
             assert!(ends.contains(&Err(Status::Offline)));
-            if round == 3 {
-                disk.unfreeze();
-            }
-            if round == 4 {
-                disk.unquiesce();
-            }
+            drop(stops);
             device.assert_legal();
             at_rest(&disk);
             // The queue can be opened again, and has all its tags.
@@ -380,7 +367,7 @@ fn a_queue_that_goes_ends_what_its_scheduler_holds() {
             let device = cached_device(5);
             let disk = device.builder().scheduler(scheduler).build().unwrap();
             let mut queue = disk.open_queue(0).unwrap();
-            disk.quiesce();
+            let _quiesced = disk.quiesce();
             let (sender, ends) = channel();
             let mut submitter = disk.submitter();
             for n in 0..40 {
@@ -418,9 +405,7 @@ fn an_engine_dropped_under_load_ends_and_so_does_everybody_who_waits() {
                     });
                 }
                 std::thread::sleep(Duration::from_millis(10 + round * 3));
-                if round == 9 {
-                    disk.freeze();
-                }
+                let _frozen = (round == 9).then(|| disk.freeze());
                 drop(engine);
             });
             device.assert_legal();
@@ -545,14 +530,14 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
                 Direction::Write => submitter.write_at(odd, 512),
             };
             // On its way: it was submitted as it is, and waits for a freeze to be over.
-            disk.freeze();
+            let frozen = disk.freeze();
             std::thread::scope(|scope| {
                 let waiting = scope.spawn(|| io(odd));
                 while disk.gate_counters().largest_in_flight[direction as usize] == 0 {
                     std::thread::yield_now();
                 }
                 disk.set("memory-align", "512").unwrap();
-                disk.unfreeze();
+                drop(frozen);
                 waiting.join().unwrap().unwrap();
             });
             // Before it is submitted.
@@ -563,4 +548,16 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
             device.assert_legal();
         }
     });
+}
+
+#[test]
+fn a_callback_without_an_owner_of_the_queue_runs_before_submit_returns() {
+    let disk = Device::plain(Behaviour::default()).builder().build().unwrap();
+    let here = std::thread::current().id();
+    let (sender, ends) = channel();
+    disk.submitter().submit(Bio::read(Sector(0), filled(512, 0), 0), move |result, _| {
+        sender.send((result, std::thread::current().id())).unwrap();
+    });
+    assert_eq!(ends.try_recv(), Ok((Err(Status::Offline), here)));
+    assert!(ends.try_recv().is_err(), "it is called once");
 }

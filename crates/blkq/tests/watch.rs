@@ -212,18 +212,18 @@ fn what_keeps_a_request_from_the_driver_is_told() {
     assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Dispatch);
     device.state().behaviour.busy_every = 0;
     drain(&mut queue);
-    disk.quiesce();
+    let quiesced = disk.quiesce();
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
     assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Quiesced);
-    disk.unquiesce();
+    drop(quiesced);
     drain(&mut queue);
-    disk.freeze();
+    let frozen = disk.freeze();
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
     assert!(!disk.is_at_rest(0));
     assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Frozen);
-    disk.unfreeze();
+    drop(frozen);
     drain(&mut queue);
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_at_rest(0)), (5, true));
 }

@@ -185,12 +185,12 @@ impl World {
         let (disk, device) = (self.disk.clone(), self.device.clone());
         thread::spawn(move || {
             for _ in 0..rounds {
-                disk.freeze();
+                let frozen = disk.freeze();
                 assert_eq!(device.in_driver.load(SeqCst), 0, "frozen with requests in the driver");
                 device.frozen.fetch_add(1, SeqCst);
                 thread::yield_now();
                 device.frozen.fetch_sub(1, SeqCst);
-                disk.unfreeze();
+                drop(frozen);
             }
         })
     }
@@ -226,11 +226,11 @@ impl World {
         let (disk, device) = (self.disk.clone(), self.device.clone());
         thread::spawn(move || {
             for _ in 0..rounds {
-                disk.quiesce();
+                let quiesced = disk.quiesce();
                 device.quiesced.fetch_add(1, SeqCst);
                 thread::yield_now();
                 device.quiesced.fetch_sub(1, SeqCst);
-                disk.unquiesce();
+                drop(quiesced);
             }
         })
     }

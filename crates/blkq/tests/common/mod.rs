@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::{
-    BioFlags, Busy, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
+    BioFlags, Busy, Change, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
     KernelPages, LocalQueue, Operation, QueueLimits, Registrar, Status, Tag, Taken, tags::Wake,
 };
 
@@ -99,6 +99,8 @@ pub struct State {
     tags: HashSet<u16>,
     shared_tags: bool,
     revocable: u32,
+    /// Settings that were prepared.
+    pub prepared: Vec<String>,
     /// Called once, when the next queue is opened.
     pub on_open: Option<Box<dyn FnOnce() + Send>>,
     pub violations: Vec<String>,
@@ -135,6 +137,7 @@ impl Device {
             tags: HashSet::new(),
             shared_tags: false,
             revocable: 0,
+            prepared: Vec::new(),
             on_open: None,
             violations: Vec::new(),
         })))
@@ -231,10 +234,23 @@ impl Driver for Device {
         Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(tags as u16 - 1), pending: Vec::new() }))
     }
 
+    fn prepare_set(&self, key: &str, _: &str) -> Result<Change, Error> {
+        let mut state = self.state();
+        state.prepared.push(key.to_owned());
+        match key {
+            "panic" | "read-only" | "memory-align" | "max-segments" | "max-request" => Ok(Change::Frozen),
+            _ => Err(Error::new(ErrorKind::NotFound, "no such setting")),
+        }
+    }
+
     fn set(&self, key: &str, value: &str) -> Result<(), Error> {
         let mut state = self.state();
         state.expect(state_is_idle, "set under I/O");
         match (key, value) {
+            ("panic", _) => {
+                drop(state);
+                panic!("as the test wants it");
+            }
             ("read-only", _) => state.limits.read_only = value == "on",
             ("memory-align", _) => state.limits.memory_align = value.parse().unwrap(),
             ("max-segments", _) => state.limits.max_segments = value.parse().unwrap(),

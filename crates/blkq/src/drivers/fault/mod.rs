@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::driver::{Driver, DriverQueue, Extent};
+use crate::driver::{Change, Driver, DriverQueue, Extent};
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::ring::Registrar;
@@ -169,8 +169,11 @@ impl Driver for Fault {
         self.shared.inner.extents(range, max)
     }
 
-    fn sets_live(&self, key: &str) -> bool {
-        key == "fault" || self.shared.inner.sets_live(key)
+    fn prepare_set(&self, key: &str, value: &str) -> Result<Change, Error> {
+        if key != "fault" {
+            return self.shared.inner.prepare_set(key, value);
+        }
+        value.parse::<FaultSpec>().map(|_| Change::Live)
     }
 
     /// `fault` takes a new spec, or `none`. Stuck requests go on.

@@ -24,7 +24,7 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::fs::OFlags;
 
-use crate::driver::{Driver, DriverQueue, Extent};
+use crate::driver::{Change, Driver, DriverQueue, Extent};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
 use crate::ring::Registrar;
@@ -36,7 +36,7 @@ use crate::tags::Wake;
 use backing::{Backing, DirectAlign};
 use lock::LockKind;
 pub use options::{DirectIo, Dispatch, LoopOptions};
-use options::{Mode, Window, choose_mode, choose_sector, invalid};
+use options::{Mode, Setting, Window, choose_mode, choose_sector, invalid};
 use queue::LoopQueue;
 use writer::{QUEUES_MAX, WriterToken};
 
@@ -310,8 +310,12 @@ impl LoopDevice {
             .map_err(|e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e))
     }
 
+    fn choose_mode(&self, requested: DirectIo) -> Result<Mode, Error> {
+        choose_mode(requested, &self.direct, &self.path, self.sector, self.shared.offset)
+    }
+
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
-        let mode = choose_mode(requested, &self.direct, &self.path, self.sector, self.shared.offset)?;
+        let mode = self.choose_mode(requested)?;
         // What the page cache still holds must be in the file before I/O goes around it.
         self.sync()?;
         let mut state = locked(&self.shared.state);
@@ -417,24 +421,26 @@ impl Driver for LoopDevice {
             .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
     }
 
-    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
-        match key {
-            "direct-io" => self.set_direct_io(value.parse()?),
-            "dispatch" => {
-                locked(&self.shared.state).dispatch = value.parse()?;
-                Ok(())
+    fn prepare_set(&self, key: &str, value: &str) -> Result<Change, Error> {
+        match Setting::parse(key, value)? {
+            // Most of what the page cache holds is written now, and what comes in between later.
+            Setting::DirectIo(requested) => {
+                self.choose_mode(requested)?;
+                self.sync()?;
             }
-            "read-only" => match value {
-                "on" | "true" => self.set_read_only(true),
-                "off" | "false" => self.set_read_only(false),
-                _ => Err(invalid(format!("read-only is on or off, not {value:?}"))),
-            },
-            _ => {
-                let message =
-                    format!("the loop driver has no setting {key:?}; it has direct-io, dispatch, read-only");
-                Err(Error::new(ErrorKind::NotFound, message))
-            }
+            Setting::ReadOnly(_) => self.sync()?,
+            Setting::Dispatch(_) => {}
         }
+        Ok(Change::Frozen)
+    }
+
+    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+        match Setting::parse(key, value)? {
+            Setting::DirectIo(requested) => self.set_direct_io(requested)?,
+            Setting::ReadOnly(read_only) => self.set_read_only(read_only)?,
+            Setting::Dispatch(dispatch) => locked(&self.shared.state).dispatch = dispatch,
+        }
+        Ok(())
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {

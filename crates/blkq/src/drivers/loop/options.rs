@@ -114,6 +114,30 @@ impl LoopOptions {
     }
 }
 
+/// What a live change changes.
+pub(super) enum Setting {
+    DirectIo(DirectIo),
+    Dispatch(Dispatch),
+    ReadOnly(bool),
+}
+
+impl Setting {
+    pub fn parse(key: &str, value: &str) -> Result<Setting, Error> {
+        match (key, value) {
+            ("direct-io", _) => value.parse().map(Setting::DirectIo),
+            ("dispatch", _) => value.parse().map(Setting::Dispatch),
+            ("read-only", "on" | "true") => Ok(Setting::ReadOnly(true)),
+            ("read-only", "off" | "false") => Ok(Setting::ReadOnly(false)),
+            ("read-only", _) => Err(invalid(format!("read-only is on or off, not {value:?}"))),
+            _ => {
+                let message =
+                    format!("the loop driver has no setting {key:?}; it has direct-io, dispatch, read-only");
+                Err(Error::new(ErrorKind::NotFound, message))
+            }
+        }
+    }
+}
+
 /// The part of an image that is served.
 pub(super) struct Window<'a> {
     pub path: &'a Path,
@@ -158,7 +182,7 @@ pub(super) fn choose_sector(options: &LoopOptions, backing: &Backing) -> Result<
         return check_sector(sector);
     }
     let demanded = match &backing.direct {
-        Ok(align) if options.direct_io == DirectIo::On => align.offset,
+        Ok(align) if options.direct_io == DirectIo::On => align.offset.max(align.memory),
         _ => 512,
     };
     Ok(demanded.max(backing.logical_block).clamp(512, SECTOR_MAX_BYTES).next_power_of_two())
@@ -190,8 +214,12 @@ pub(super) fn choose_mode(
         Ok(align) if align.memory > 4096 || align.offset > SECTOR_MAX_BYTES => {
             (format!("it demands an alignment of {} bytes", align.memory.max(align.offset)), off())
         }
-        Ok(align) if sector < align.offset => (
-            format!("it demands an alignment of {} bytes, and the sector size is {sector}", align.offset),
+        // Each piece of memory must be a multiple of the alignment, and may be one sector long.
+        Ok(align) if sector < align.offset.max(align.memory) => (
+            format!(
+                "it demands an alignment of {} bytes, and the sector size is {sector}",
+                align.offset.max(align.memory)
+            ),
             format!("attach with --sector-size {SECTOR_MAX_BYTES}, or use --direct-io off"),
         ),
         Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (

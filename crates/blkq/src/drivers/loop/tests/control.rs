@@ -44,11 +44,35 @@ fn settings_are_checked() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
-    let kind = |key, value| device.set(key, value).unwrap_err().kind();
+    let kind = |key, value| {
+        let kind = device.set(key, value).unwrap_err().kind();
+        assert_eq!(device.prepare_set(key, value).unwrap_err().kind(), kind);
+        kind
+    };
     assert_eq!(kind("colour", "red"), ErrorKind::NotFound);
     assert_eq!(kind("direct-io", "maybe"), ErrorKind::Invalid);
     assert_eq!(kind("dispatch", ""), ErrorKind::Invalid);
     assert_eq!(kind("read-only", "2"), ErrorKind::Invalid);
+}
+
+#[test]
+fn what_the_page_cache_holds_is_written_before_the_freeze() {
+    let directory = Directory::new();
+    let path = directory.image(16 * MIB);
+    for (key, value) in [("direct-io", "on"), ("direct-io", "off"), ("read-only", "on")] {
+        let device = open(&path, DirectIo::Off);
+        let mut h = Harness::open(&device).unwrap();
+        let write = h.write(0, vec![pattern(MIB as usize, 1)]);
+        assert_eq!(h.run(write).0, Ok(()));
+        assert!(cached(&path).1 > 0, "nothing is dirty");
+        assert_eq!(device.prepare_set(key, value).unwrap(), Change::Frozen);
+        assert_eq!(cached(&path).1, 0, "{key}={value}");
+        // Nothing has changed yet.
+        assert_eq!(
+            (fact(&device, "direct-io-requested").as_str(), device.limits().read_only),
+            ("off", false)
+        );
+    }
 }
 
 #[test]

@@ -134,12 +134,16 @@ fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
         choose_mode(requested, possible, path, sector, offset).map(|mode| mode.direct.is_some())
     };
     let (on, off, auto) = (DirectIo::On, DirectIo::Off, DirectIo::Auto);
+    // A sector is the shortest piece of memory.
+    let fussy = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
+    assert!(mode(on, &fussy, 4096, 512).unwrap());
     assert!(mode(auto, &align(512, false), 512, 512).unwrap());
     assert!(mode(on, &align(4096, false), 4096, 8192).unwrap());
     assert!(!mode(off, &align(512, false), 512, 0).unwrap());
     assert!(mode(on, &align(512, true), 512, 0).unwrap());
     let obstacles = [
         (align(4096, false), 512, 0, "attach with --sector-size 4096"),
+        (fussy.clone(), 512, 0, "attach with --sector-size 4096"),
         (align(4096, false), 4096, 512, "choose another offset"),
         (align(65536, false), 4096, 0, "use --direct-io off or auto"),
         (Err("it is encrypted".to_owned()), 512, 0, "it is encrypted; use --direct-io off or auto"),
@@ -160,6 +164,8 @@ fn direct_io_on_raises_the_sector_to_what_is_demanded() {
     let path = directory.image(MIB);
     let mut backing = Backing::open(&path, false).unwrap();
     backing.direct = Ok(DirectAlign { memory: 512, offset: 4096, assumed: false });
+    assert_eq!(choose_sector(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
+    backing.direct = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
     assert_eq!(choose_sector(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
     assert_eq!(choose_sector(&options(&path, DirectIo::Auto), &backing).unwrap(), 512);
     let asked = LoopOptions { sector_size: Some(512), ..options(&path, DirectIo::On) };
