@@ -137,7 +137,7 @@ impl Daemon {
     /// Whatever keeps the device from being usable; nothing is left of it then.
     pub fn start(args: &Args, parent: &mut Parent) -> Outcome<Daemon> {
         let inherited = systemd::take_listeners()?;
-        let (dir, signals) = Daemon::begin(parent)?;
+        let (dir, signals) = Daemon::begin()?;
         let claim = match &args.name {
             Some(name) => dir.claim(name)?,
             None => dir.claim_unique(&args.default_name())?,
@@ -151,7 +151,7 @@ impl Daemon {
     /// # Errors
     /// Whatever keeps the device from being taken over; it stays an orphan then.
     pub fn recover(args: &Args, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
-        let (_, signals) = Daemon::begin(parent)?;
+        let (_, signals) = Daemon::begin()?;
         let Orphan { claim, state } = orphan;
         for ending in [".control", ".nbd"] {
             claim.remove_socket(ending)?;
@@ -161,12 +161,11 @@ impl Daemon {
     }
 
     /// What a daemon does first.
-    fn begin(parent: &Parent) -> Outcome<(StateDir, Signals)> {
+    fn begin() -> Outcome<(StateDir, Signals)> {
         // It is run by way of /proc/self/exe, and would be called `exe`.
         let _ = rustix::thread::set_name(c"blkq");
         log::abort_on_panic();
-        // In the foreground it is the user's process, who may have started it with nohup(1).
-        let signals = Signals::install(parent.null.is_none())?;
+        let signals = Signals::install()?;
         systemd::connect_manager();
         raise_limits();
         let dir = StateDir::locate()?;
@@ -281,7 +280,11 @@ impl Daemon {
     /// Does what a signal asks for; returns the exit code if the process is to exit at once.
     fn on_signal(&mut self, signal: Signal) -> Option<ExitCode> {
         match signal {
-            Signal::Terminate | Signal::Interrupt | Signal::Hangup => {
+            Signal::Hangup => {
+                spawn_answer(&self.shared, |shared| log::line(&shared.device.reload_certificates()));
+                None
+            }
+            Signal::Terminate | Signal::Interrupt => {
                 if std::mem::replace(&mut self.signalled, true) {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
                     return Some(ExitCode::from(EXIT_FAILED));

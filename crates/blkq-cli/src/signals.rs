@@ -38,25 +38,19 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Installs the handlers, whatever was inherited: blocked or ignored. With `honour_nohup` a
-    /// SIGHUP that is ignored stays so (nohup(1)). Writes beyond the file size limit fail from here
+    /// Installs the handlers, whatever was inherited: blocked or ignored. Writes beyond the file size limit fail from here
     /// on, and send no signal. Called once, before there are other threads.
     ///
     /// # Errors
     /// What the kernel refuses.
-    pub fn install(honour_nohup: bool) -> Outcome<Signals> {
+    pub fn install() -> Outcome<Signals> {
         let refuse = |e: std::io::Error| Failure::new(format!("signals: {e}"));
         let (pipe, sender) =
             pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| refuse(e.into()))?;
         PIPE.store(sender.into_raw_fd(), Ordering::Relaxed);
-        // SAFETY: zeroes are an empty sigset_t and sigaction.
-        let (mut unblocked, mut old): (libc::sigset_t, libc::sigaction) = unsafe { std::mem::zeroed() };
-        for (number, signal) in HANDLED {
-            // SAFETY: asks for the disposition, and writes it to `old`.
-            unsafe { libc::sigaction(number, std::ptr::null(), &mut old) };
-            if honour_nohup && signal == Signal::Hangup && old.sa_sigaction == libc::SIG_IGN {
-                continue;
-            }
+        // SAFETY: zeroes are an empty sigset_t.
+        let mut unblocked: libc::sigset_t = unsafe { std::mem::zeroed() };
+        for (number, _) in HANDLED {
             set_action(number, forward as extern "C" fn(libc::c_int) as libc::sighandler_t)
                 .map_err(refuse)?;
             // SAFETY: a set of our own, and a number that there is.

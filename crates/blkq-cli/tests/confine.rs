@@ -58,7 +58,7 @@ impl Files {
         let removed = vec![self.dir.join("state/x.lock")];
         fs::create_dir(self.dir.join("state")).unwrap();
         fs::write(&removed[0], "").unwrap();
-        Needs { image: Some(OwnedFd::from(image)), removed, block_device: None }
+        Needs { image: Some(OwnedFd::from(image)), removed, ..Needs::default() }
     }
 }
 

@@ -128,6 +128,14 @@ impl Landlock {
         self.allow_path(path, access::READ_FILE | access::WRITE_FILE | access::IOCTL_DEV)
     }
 
+    /// Allows to read files of the directory at `path`.
+    ///
+    /// # Errors
+    /// If it is not there, or the kernel refuses.
+    pub fn allow_reading(&mut self, path: &Path) -> Outcome {
+        self.allow_path(path, access::READ_FILE)
+    }
+
     /// Allows to remove files of the directory at `path`.
     ///
     /// # Errors

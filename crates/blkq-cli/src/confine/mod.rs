@@ -28,6 +28,8 @@ pub struct Needs {
     pub image: Option<OwnedFd>,
     /// Files that are removed in the end: sockets, and those in the state directory.
     pub removed: Vec<PathBuf>,
+    /// Directories whose files are read again: certificates.
+    pub read: Vec<PathBuf>,
     /// The number of the block device, if there is one, and the state directory: what is set is
     /// kept there for its next daemon.
     pub block_device: Option<(u32, PathBuf)>,
@@ -108,6 +110,9 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     }
     for directory in directories(&needs.removed) {
         landlock.allow_removing(directory)?;
+    }
+    for directory in &needs.read {
+        landlock.allow_reading(directory)?;
     }
     if let Some((id, state)) = &needs.block_device {
         landlock.allow_replacing(state)?;

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkq::{Disk, EngineThread};
-use blkq_export::nbd::{ConnectionInfo, NbdServer};
+use blkq_export::nbd::{ConnectionInfo, NbdServer, TlsCertificates};
 use blkq_export::ublk::{IdleWatch, UblkDevice};
 
 use crate::autoclear::Autoclear;
@@ -43,6 +43,7 @@ pub struct Device {
     block_device: Option<BlockDevice>,
     /// And what was changed since, by its last value.
     settings: Mutex<Vec<(String, String)>>,
+    certificates: Option<TlsCertificates>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
@@ -162,6 +163,18 @@ impl Device {
         self.attendants().as_ref().ok_or_else(ending)?.hangs.set(value)?;
         keep(&mut self.settings(), HANG_WARNING, value);
         Ok(())
+    }
+
+    /// Reads the certificates anew, for clients that connect from now on. Returns what happened, for
+    /// the log; if they cannot be used, those from before stay.
+    pub fn reload_certificates(&self) -> String {
+        let Some(certificates) = &self.certificates else {
+            return "SIGHUP: nothing to do, as there are no certificates to reload".to_owned();
+        };
+        match certificates.reload() {
+            Ok(()) => format!("SIGHUP: reloaded the certificates in {}", certificates.directory().display()),
+            Err(error) => format!("SIGHUP: the certificates stay as they were: {error}"),
+        }
     }
 
     /// What is kept in a file.

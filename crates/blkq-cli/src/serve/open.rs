@@ -1,7 +1,7 @@
 //! How a device comes to be served: what is opened, started and given up, in which order.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -142,13 +142,18 @@ impl Device {
         let metrics = args.metrics.as_ref().map(listen_at).transpose()?;
         // Before the mounts that these are on may go.
         let tls = tls(args)?;
+        let certificates = tls.as_ref().map(|tls| tls.certificates.clone());
         let mut needs = needs(args, listen.iter().chain(&metrics))?;
+        needs
+            .read
+            .extend(certificates.iter().flat_map(|certificates| directories_of(certificates.directory())));
         if block_device.is_some() {
             let mut kept = vec![StateDir::locate()?.path().to_owned()];
             kept.extend(listen.iter().chain(&metrics).filter_map(|listen| match listen {
                 Listen::Unix(path) => Some(path.clone()),
                 _ => None,
             }));
+            kept.extend(needs.read.iter().cloned());
             // Before there are other threads.
             process::prepare(&kept)?;
         }
@@ -220,6 +225,12 @@ impl Device {
             open_to_all.map(|socket| format!("all users of this machine may connect to {socket}: {cure}")),
         );
         warnings.extend(closed);
+        let verified = certificates.as_ref().is_some_and(TlsCertificates::verifies_clients);
+        if !(args.insecure || verified && options.tls.as_ref().is_some_and(|tls| tls.required)) {
+            warnings.extend(running.servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
+                format!("all users of this machine may connect to {address}: a unix socket is its owner's alone; TLS with ca-cert.pem keeps others out, and --insecure lets them in without this warning")
+            }));
+        }
         if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
@@ -241,6 +252,7 @@ impl Device {
             sandbox: Confinement::default(),
             block_device,
             settings: Mutex::new(settings),
+            certificates,
             running: Mutex::new(Some(running)),
         })
     }
@@ -418,6 +430,16 @@ fn tls(args: &Args) -> Outcome<Option<TlsOptions>> {
     };
     let certificates = TlsCertificates::load(directory)?;
     Ok(Some(TlsOptions { certificates, required: args.tls != Some(Tls::On) }))
+}
+
+/// A directory, and those that symbolic links in it lead to.
+fn directories_of(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let real = entries.filter_map(|entry| entry.path().canonicalize().ok()?.parent().map(Path::to_owned));
+    let mut directories: Vec<PathBuf> = real.chain([directory.to_owned()]).collect();
+    directories.sort();
+    directories.dedup();
+    directories
 }
 
 /// What the user should know of a server that other machines reach.

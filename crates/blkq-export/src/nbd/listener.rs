@@ -297,11 +297,22 @@ impl Place {
 
     /// Its address, if other machines may reach that.
     pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
-        let address = match self {
-            Place::Tcp(address) | Place::Inherited { address: Some(address), .. } => *address,
-            Place::Unix(..) | Place::Inherited { .. } => return None,
-        };
-        (!address.ip().to_canonical().is_loopback()).then_some(address)
+        self.address().filter(|address| !is_loopback(address))
+    }
+
+    /// Its address, if that is of TCP and for this machine: all of its users may connect.
+    pub fn on_loopback(&self) -> Option<SocketAddr> {
+        // Of one that is connected no other client comes.
+        let connected = matches!(self, Place::Inherited { connected: true, .. });
+        self.address().filter(|address| is_loopback(address) && !connected)
+    }
+
+    fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Place::Tcp(address) => Some(*address),
+            Place::Inherited { address, .. } => *address,
+            Place::Unix(..) => None,
+        }
     }
 }
 
@@ -313,6 +324,10 @@ impl Drop for Place {
             let _ = std::fs::remove_file(path);
         }
     }
+}
+
+fn is_loopback(address: &SocketAddr) -> bool {
+    address.ip().to_canonical().is_loopback()
 }
 
 /// Sets a client's socket up. What the kernel refuses here only costs speed.

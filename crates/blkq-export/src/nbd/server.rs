@@ -214,6 +214,11 @@ impl NbdServer {
         self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
     }
 
+    /// The address, if it is one of loopback: all users of this machine may connect to it.
+    pub fn on_loopback(&self) -> Option<SocketAddr> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.on_loopback()
+    }
+
     /// A unix socket, if all users of this machine may connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
         self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.open_to_all_users()

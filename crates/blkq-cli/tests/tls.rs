@@ -1,0 +1,142 @@
+//! TLS as a user sets it up: the commands that docs/nbd.md shows, certificates that change, and the
+//! log.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::net::TcpListener;
+use std::process::{Command, Output};
+
+use place::*;
+use rustix::process::Signal;
+
+/// The commands under "Quick start" in docs/nbd.md, with `port` for the one that they name.
+fn quick_start(port: u16) -> String {
+    let text = include_str!("../../../docs/nbd.md");
+    let (_, text) = text.split_once("### Quick start").unwrap();
+    let (_, text) = text.split_once("```console\n").unwrap();
+    let (text, _) = text.split_once("```").unwrap();
+    let mut commands = String::new();
+    let mut continued = false;
+    for line in text.lines() {
+        if let Some(command) = line.strip_prefix("$ ").or(continued.then_some(line)) {
+            commands += &(command.to_owned() + "\n");
+            continued = line.ends_with('\\');
+        }
+    }
+    commands.replace("10809", &port.to_string())
+}
+
+/// A client that prints whose certificate the server at a port has.
+const SUBJECT: &str = r#"
+import socket, ssl, struct, sys
+plain = socket.create_connection(("localhost", int(sys.argv[1])))
+plain.recv(18, socket.MSG_WAITALL)
+plain.sendall(struct.pack(">I8sII", 3, b"IHAVEOPT", 5, 0))
+assert plain.recv(20, socket.MSG_WAITALL)[12:16] == struct.pack(">I", 1)
+context = ssl.create_default_context(cafile="ca/ca-cert.pem")
+context.load_cert_chain("client/client-cert.pem", "client/client-key.pem")
+server = context.wrap_socket(plain, server_hostname="localhost")
+print(server.getpeercert()["subject"][0][0][1])
+"#;
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+impl Place {
+    /// Runs shell commands in the directory, `blkq` among them.
+    fn shell(&self, commands: &str) -> Output {
+        let program = std::path::Path::new(env!("CARGO_BIN_EXE_blkq"));
+        let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+        let mut shell = Command::new("sh");
+        shell.args(["-ec", commands]).current_dir(&self.dir).env("PATH", path);
+        shell.env("BLKQ_STATE_DIR", self.state()).output().unwrap()
+    }
+
+    /// The same, which must succeed; what they printed.
+    fn shell_done(&self, commands: &str) -> String {
+        let output = self.shell(commands);
+        let [printed, errors] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        assert!(output.status.success(), "{commands}{printed}{errors}");
+        printed + &errors
+    }
+
+    /// A device over TLS as in the quick start; where it is, and its port.
+    fn quick_start(&self) -> (String, u16) {
+        self.image("disk.img", 1 << 20);
+        let port = free_port();
+        (self.shell_done(&quick_start(port)), port)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.state().join("disk.img.log")).unwrap()
+    }
+}
+
+#[test]
+fn the_quick_start_works_as_printed() {
+    let place = Place::new("quick");
+    let (printed, port) = place.quick_start();
+    assert!(printed.contains(&format!("nbds://127.0.0.1:{port}\n")), "{printed}");
+    assert!(printed.contains("protocol: newstyle-fixed with TLS"), "{printed}");
+    assert!(printed.contains("virtual size: 1 MiB"), "{printed}");
+    assert!(!printed.contains("warning"), "{printed}");
+    // A client without a certificate is kept out.
+    let without = format!(
+        "mkdir none; cp client/ca-cert.pem none; nbdinfo 'nbds://localhost:{port}/?tls-certificates=none'"
+    );
+    assert!(!place.shell(&without).status.success());
+}
+
+#[test]
+fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
+    let place = Place::new("reload");
+    let (_, port) = place.quick_start();
+    let pid = place.pid("disk.img");
+    let served = || place.shell_done(&format!("python3 -c '{SUBJECT}' {port}"));
+    assert_eq!(served(), "server\n");
+    let hangup = |expected: &str| {
+        let before = place.log().len();
+        signal(pid, Signal::HUP);
+        wait_until(&format!("the log says {expected}"), || place.log()[before..].contains(expected));
+    };
+    // A key that does not fit: all stays as it was.
+    place.shell_done("cp server/server-key.pem keep; cp client/client-key.pem server/server-key.pem");
+    hangup("SIGHUP: the certificates stay as they were: TLS: ");
+    assert!(
+        place.log().contains("server-key.pem: it is not the key of the first certificate"),
+        "{}",
+        place.log()
+    );
+    assert_eq!(served(), "server\n");
+    // New ones, put in place by renaming them.
+    place.shell_done(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=renewed \
+         -CA ca/ca-cert.pem -CAkey ca/ca-key.pem -addext basicConstraints=critical,CA:FALSE \
+         -addext extendedKeyUsage=serverAuth -addext subjectAltName=DNS:localhost \
+         -keyout new-key.pem -out new-cert.pem
+         mv new-key.pem server/server-key.pem; mv new-cert.pem server/server-cert.pem",
+    );
+    hangup("SIGHUP: reloaded the certificates in ");
+    assert_eq!(served(), "renewed\n");
+    place.shell_done(&format!("nbdinfo 'nbds://localhost:{port}/?tls-certificates=client'"));
+    assert_eq!(place.pid("disk.img"), pid);
+}
+
+#[test]
+fn loopback_is_open_to_all_users_and_attach_warns_of_it() {
+    let place = Place::new("loopback");
+    let warning = |words: &[&str]| {
+        let output = place.run(&[&["attach", "ram:1M", "--name", "d", "--listen"], words].concat());
+        assert!(output.status.success());
+        place.done(&["detach", "d"]);
+        String::from_utf8(output.stderr).unwrap()
+    };
+    for address in ["tcp:127.0.0.1:0", "tcp:[::1]:0"] {
+        assert!(warning(&[address]).contains("warning: all users of this machine may connect"), "{address}");
+        assert_eq!(warning(&[address, "--insecure"]), "");
+    }
+    assert_eq!(warning(&[&format!("unix:{}", place.dir.join("u").display())]), "");
+}
