@@ -10,8 +10,11 @@ pub const BUFFER_MAX_BYTES: u32 = 32 << 20;
 
 /// Smallest buffer, in bytes.
 const CLASS_MIN_BYTES: usize = 4096;
-/// Buffers of 4 KiB, 8 KiB, ... up to the largest.
-const CLASSES: usize = (BUFFER_MAX_BYTES as usize / CLASS_MIN_BYTES).ilog2() as usize + 1;
+/// Largest request that begins and ends within blocks, with the rest of these: blocks have at
+/// most 64 KiB.
+pub const UNALIGNED_MAX_BYTES: usize = BUFFER_MAX_BYTES as usize + 2 * (64 << 10);
+/// Buffers of 4 KiB, 8 KiB, ... up to the largest, and those of [`UNALIGNED_MAX_BYTES`].
+const CLASSES: usize = (BUFFER_MAX_BYTES as usize / CLASS_MIN_BYTES).ilog2() as usize + 2;
 /// Most that the free lists hold, in bytes.
 const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 /// Largest buffer that is registered with the ring, which then need not pin its pages for
@@ -42,16 +45,19 @@ impl BufferPool {
         BufferPool { free: [const { Vec::new() }; CLASSES], free_bytes: 0, used: 0 }
     }
 
-    /// Size in bytes of the buffer that holds `bytes`, at most [`BUFFER_MAX_BYTES`].
+    /// Size in bytes of the buffer that holds `bytes`, at most [`UNALIGNED_MAX_BYTES`].
     pub fn size(bytes: u32) -> usize {
-        (bytes as usize).next_power_of_two().max(CLASS_MIN_BYTES)
+        match bytes {
+            ..=BUFFER_MAX_BYTES => (bytes as usize).next_power_of_two().max(CLASS_MIN_BYTES),
+            _ => UNALIGNED_MAX_BYTES,
+        }
     }
 
     fn class(size: usize) -> usize {
-        (size / CLASS_MIN_BYTES).ilog2() as usize
+        if size == UNALIGNED_MAX_BYTES { CLASSES - 1 } else { (size / CLASS_MIN_BYTES).ilog2() as usize }
     }
 
-    /// A buffer of at least `bytes` (at most [`BUFFER_MAX_BYTES`]), with whatever was in it; `None`
+    /// A buffer of at least `bytes` (at most [`UNALIGNED_MAX_BYTES`]), with whatever was in it; `None`
     /// if there is no memory.
     pub fn take(&mut self, bytes: u32, mut ring: Registrar<'_>) -> Option<IoBuffer> {
         let size = Self::size(bytes);
@@ -114,7 +120,7 @@ mod tests {
         let mut queue = Disk::builder(Box::new(device)).build().unwrap().open_queue(0).unwrap();
         std::fs::remove_file(path).unwrap();
         let mut pool = BufferPool::new();
-        for bytes in [BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
+        for bytes in [BUFFER_MAX_BYTES + 1, BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
             let taken: Vec<IoBuffer> =
                 (0..6).filter_map(|_| pool.take(bytes, queue.registrar().unwrap())).collect();
             taken.into_iter().for_each(|buffer| pool.put(buffer));

@@ -11,6 +11,9 @@ use crate::error::{Error, ErrorKind};
 pub struct QueueLimits {
     /// Size of the device.
     pub capacity_bytes: u64,
+    /// Of these, the bytes at the end of the last logical block that the device does not have: they
+    /// read as zeroes, and what is written there is dropped. Less than a block.
+    pub padding_bytes: u32,
     /// Smallest addressable unit: a power of two, 512 to 65536.
     pub logical_block_bytes: u32,
     /// Unit that the medium writes without reading: a power of two, at least the logical block.
@@ -56,6 +59,7 @@ impl Default for QueueLimits {
     fn default() -> QueueLimits {
         QueueLimits {
             capacity_bytes: 0,
+            padding_bytes: 0,
             logical_block_bytes: 512,
             physical_block_bytes: 512,
             io_opt_bytes: 0,
@@ -96,6 +100,9 @@ impl QueueLimits {
         if !self.capacity_bytes.is_multiple_of(u64::from(block)) || self.capacity_bytes > i64::MAX as u64 {
             return invalid("the capacity is not a multiple of the logical block below 8 EiB");
         }
+        if self.padding_bytes >= block || u64::from(self.padding_bytes) > self.capacity_bytes {
+            return invalid("the padding is not within the last logical block");
+        }
         if self.max_request_bytes < block || self.max_segment_bytes < block || self.max_segments == 0 {
             return invalid("not even one logical block fits into a request");
         }
@@ -112,6 +119,16 @@ impl QueueLimits {
             return invalid("a device that discards has a discard granularity");
         }
         Ok(())
+    }
+
+    /// Size of the device without padding: what it stores.
+    pub fn size_bytes(&self) -> u64 {
+        self.capacity_bytes - u64::from(self.padding_bytes)
+    }
+
+    /// Size of the logical blocks that the device stores as a whole.
+    pub fn whole_bytes(&self) -> u64 {
+        self.size_bytes() & !(u64::from(self.logical_block_bytes) - 1)
     }
 
     /// Largest request of `operation` that may begin at byte `offset`, before segments
@@ -218,7 +235,7 @@ pub(crate) mod tests {
     fn senseless_limits_are_refused() {
         let good = QueueLimits { capacity_bytes: 1 << 20, ..QueueLimits::default() };
         assert!(good.validate().is_ok());
-        let breaks: [fn(&mut QueueLimits); 12] = [
+        let breaks: [fn(&mut QueueLimits); 13] = [
             |l| l.logical_block_bytes = 0,
             |l| l.logical_block_bytes = 256,
             |l| l.logical_block_bytes = 131_072,
@@ -226,6 +243,7 @@ pub(crate) mod tests {
             |l| l.physical_block_bytes = 256,
             |l| l.capacity_bytes += 100,
             |l| l.capacity_bytes = 1 << 63,
+            |l| l.padding_bytes = 512,
             |l| l.max_request_bytes = 511,
             |l| l.max_segments = 0,
             |l| l.chunk_bytes = 1000,

@@ -185,6 +185,7 @@ impl Device {
             tls,
             insecure: args.insecure,
             access,
+            unaligned: serves_bytes(args, block_device.is_some()).then(Arc::default),
             idle_event: Some(autoclear.idle_event().clone()),
             ..NbdOptions::default()
         };
@@ -262,6 +263,13 @@ impl Device {
 struct Exports {
     nbd: bool,
     ublk: bool,
+}
+
+/// Whether clients may begin and end in the middle of a block: where a sector size is asked for they
+/// may not, and where something else than NBD writes too they would undo its writes.
+fn serves_bytes(args: &Args, ublk: bool) -> bool {
+    let only_nbd = !ublk && args.exports.iter().all(|export| *export == Export::Nbd);
+    only_nbd && args.sector_size.bytes().is_none() && !args.whole_sectors
 }
 
 /// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the

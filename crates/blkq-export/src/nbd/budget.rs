@@ -2,11 +2,14 @@
 
 use std::collections::VecDeque;
 
-use crate::buffers::BUFFER_MAX_BYTES;
+use crate::buffers::{BUFFER_MAX_BYTES, UNALIGNED_MAX_BYTES};
 
 use super::proto::PAYLOAD_MAX_BYTES;
 
 const _: () = assert!(PAYLOAD_MAX_BYTES <= BUFFER_MAX_BYTES);
+/// What the largest request needs: one of parts of blocks, and the two blocks of 64 KiB at its
+/// edges.
+const REQUEST_MAX_BYTES: usize = UNALIGNED_MAX_BYTES + 2 * (64 << 10);
 
 /// Every connection may always have so many bytes: whoever takes all the rest, requests of
 /// the usual size go on.
@@ -23,9 +26,9 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// A budget of `bytes`, at least [`PAYLOAD_MAX_BYTES`] so that any request fits.
+    /// A budget of `bytes`, at least [`REQUEST_MAX_BYTES`] so that any request fits.
     pub fn new(bytes: usize) -> Budget {
-        Budget { left: bytes.max(PAYLOAD_MAX_BYTES as usize), waiting: VecDeque::new(), changed: false }
+        Budget { left: bytes.max(REQUEST_MAX_BYTES), waiting: VecDeque::new(), changed: false }
     }
 
     /// Whether `connection`, which has `held` bytes, may have `bytes` more. If not, it waits:

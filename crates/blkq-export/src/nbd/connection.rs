@@ -3,50 +3,32 @@
 //! Requests wait in the kernel's socket buffer, not here, when the client has too much
 //! in flight: nothing more is received until replies have left.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use blkq::{Bio, BioFlags, Completion, Data, Extent, IoBuffer, Operation, Sector, SourceContext, Status};
+use blkq::{Bio, Completion, Data, Extent, Operation, Sector, SourceContext, Status};
 use rustix::net::Shutdown;
 
-use crate::buffers::BufferPool;
-
 use super::handshake::{Export, Handshake, Next, TlsPolicy};
+use super::payload::Payload;
+use super::pending::Pending;
 use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::rest::{Rest, Resting};
-use super::source::{Core, Pending};
-use super::status::ConnectionStatus;
+use super::source::Core;
+use super::status::{ConnectionStatus, Counters};
 use super::stream::{ConnectionBuffers, Received, Stream};
 use super::tls::TlsEnd;
 use super::transmission::{Request, Step, Transmission};
+use super::unaligned::{self, CACHE_MAX_BYTES, Finished, OrderedWrite, Plan};
 
-/// Most that one cache request reads ahead, in bytes.
-const CACHE_MAX_BYTES: u64 = 4 << 20;
 /// What the extents of one request may take, in bytes.
 const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<Extent>();
-/// Bytes that a client must at least take, or send of a payload, per second.
-const RATE_MIN: u64 = 1 << 20;
-const NS_PER_SECOND: u64 = 1_000_000_000;
 
 enum Phase {
     Handshake(Handshake, Vec<Export>),
     Transmission(Transmission),
-}
-
-/// A write whose payload is on its way.
-struct Incoming {
-    request: Request,
-    buffer: IoBuffer,
-    received: usize,
-}
-
-impl Incoming {
-    /// Where the rest of the payload goes.
-    fn missing(&mut self) -> &mut [u8] {
-        &mut self.buffer[self.received..self.request.length as usize]
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,18 +41,6 @@ enum Ending {
     Broken,
 }
 
-/// Counters, kept here and published once per turn.
-#[derive(Default)]
-struct Counters {
-    requests: u64,
-    errors: u64,
-    refused_requests: u64,
-    violations: u64,
-    timeouts: u64,
-    read_bytes: u64,
-    written_bytes: u64,
-}
-
 pub(super) struct Connection {
     slot: u32,
     stream: Stream,
@@ -79,8 +49,10 @@ pub(super) struct Connection {
     phase: Phase,
     /// The engine's queue behind the export.
     queue: usize,
+    /// The bits of a byte's number within its logical block.
+    block_mask: u64,
     style: ReplyStyle,
-    incoming: Option<Incoming>,
+    incoming: Option<Payload>,
     /// A request for which there is no room yet.
     stalled: Option<Request>,
     /// Requests received whose replies have not left.
@@ -117,6 +89,7 @@ impl Connection {
             counters: Counters::default(),
             phase: Phase::Handshake(handshake, exports),
             queue: 0,
+            block_mask: 0,
             style: ReplyStyle::Simple,
             incoming: None,
             stalled: None,
@@ -171,7 +144,7 @@ impl Connection {
     pub fn release(&mut self, core: &mut Core) {
         self.stream.release(&mut core.buffers);
         if let Some(incoming) = self.incoming.take() {
-            core.buffers.put(incoming.buffer);
+            core.buffers.put(incoming.into_parts().1);
         }
         core.budget.forget(self.slot);
         self.give(self.buffered, core);
@@ -232,19 +205,7 @@ impl Connection {
         } else if !self.rests(core, cx) {
             self.receive(core, cx);
         }
-        self.publish();
-    }
-
-    fn publish(&self) {
-        let (status, counters) = (&self.status, &self.counters);
-        status.requests.store(counters.requests, Ordering::Relaxed);
-        status.errors.store(counters.errors, Ordering::Relaxed);
-        status.refused_requests.store(counters.refused_requests, Ordering::Relaxed);
-        status.violations.store(counters.violations, Ordering::Relaxed);
-        status.timeouts.store(counters.timeouts, Ordering::Relaxed);
-        status.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
-        status.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
-        status.in_flight.store(self.outstanding as u64, Ordering::Relaxed);
+        self.status.publish(&self.counters, self.outstanding);
     }
 
     /// Parses all that has arrived and there is room for. True if more bytes are wanted.
@@ -274,6 +235,7 @@ impl Connection {
                             self.handshake_until_ns = u64::MAX;
                             self.stream.forget_tls();
                             self.queue = core.options.exports[session.export].queue;
+                            self.block_mask = u64::from(cx.limits(self.queue).logical_block_bytes) - 1;
                             self.style = session.replies;
                             // Set once: one handshake has one end.
                             let _ = self.status.export.set(exports[session.export].name.clone());
@@ -286,9 +248,8 @@ impl Connection {
             if let Some(incoming) = &mut self.incoming {
                 let input = self.stream.input();
                 let bytes = (transmission.payload_bytes() as usize).min(input.len());
-                let there = incoming.received..incoming.received + bytes;
-                incoming.buffer[there].copy_from_slice(&input[..bytes]);
-                incoming.received += bytes;
+                incoming.missing()[..bytes].copy_from_slice(&input[..bytes]);
+                incoming.took(bytes);
                 self.stream.consume(bytes);
                 transmission.took_payload(bytes as u32);
                 if transmission.payload_bytes() > 0 {
@@ -298,7 +259,7 @@ impl Connection {
             } else if core.is_full() {
                 return false;
             } else if let Some(request) = self.stalled {
-                let bytes = buffer_bytes(&request);
+                let bytes = self.buffer_bytes(&request);
                 if self.buffered > 0 && self.buffered + bytes > core.options.buffered_bytes_max
                     || !core.budget.take(self.slot, self.buffered, bytes)
                 {
@@ -346,7 +307,7 @@ impl Connection {
 
     /// Decrypts what has arrived to where it belongs. True if there is something to parse now.
     fn decrypt(&mut self) -> bool {
-        let payload = self.incoming.as_mut().map(Incoming::missing);
+        let payload = self.incoming.as_mut().map(Payload::missing);
         let to_payload = payload.is_some();
         match self.stream.decrypt(payload) {
             Ok(bytes) => {
@@ -367,7 +328,7 @@ impl Connection {
     /// `bytes` of the payload that is on its way have arrived where they belong.
     fn took_payload(&mut self, bytes: usize) {
         if let (Some(incoming), Phase::Transmission(transmission)) = (&mut self.incoming, &mut self.phase) {
-            incoming.received += bytes;
+            incoming.took(bytes);
             transmission.took_payload(bytes as u32);
         }
     }
@@ -379,85 +340,147 @@ impl Connection {
 
     /// Sets a request going.
     fn begin(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
+        if !self.is_whole_blocks(&request) {
+            return self.begin_unaligned(request, core, cx);
+        }
         match request.command {
             Command::Cache if !cx.limits(self.queue).page_cache => {
-                self.give(buffer_bytes(&request), core);
+                self.give(self.buffer_bytes(&request), core);
                 self.done(ReplyTo { cookie: request.cookie, offset: request.offset });
             }
             Command::Write | Command::Read | Command::Cache => {
                 let cached = request.command == Command::Cache;
                 let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
                 match core.buffers.take(length as u32, cx.registrar()) {
-                    None => self.refuse_for_want_of_memory(&request, core),
+                    None => self.refuse(&request, NbdError::NoMemory, core),
                     Some(buffer) if request.command == Command::Write => {
-                        self.incoming = Some(Incoming { request, buffer, received: 0 });
+                        self.incoming = Some(Payload::new(request, buffer, 0));
                     }
                     Some(buffer) => {
-                        self.submit(request, Operation::Read, length, buffer.into(), core, cx);
+                        let range = request.offset..request.offset + length;
+                        self.submit(request, Operation::Read, range, buffer.into(), core, cx);
                     }
                 }
             }
-            Command::Flush => self.submit(request, Operation::Flush, 0, Data::None, core, cx),
+            Command::Flush => self.submit(request, Operation::Flush, 0..0, Data::None, core, cx),
             Command::Trim => {
-                self.submit(request, Operation::Discard, request.length, Data::None, core, cx);
+                self.submit(request, Operation::Discard, request.range(), Data::None, core, cx);
             }
             Command::WriteZeroes => {
-                self.submit(request, Operation::WriteZeroes, request.length, Data::None, core, cx);
+                self.submit(request, Operation::WriteZeroes, request.range(), Data::None, core, cx);
             }
-            Command::BlockStatus => {
-                self.busy += 1;
-                let max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
-                core.query_extents(self.pending(&request), self.queue, max, cx);
-            }
+            Command::BlockStatus => self.query_extents(request, core, cx),
             // The parser turns it into a step of its own.
             Command::Disconnect => {}
         }
     }
 
-    fn refuse_for_want_of_memory(&mut self, request: &Request, core: &mut Core) {
-        self.give(buffer_bytes(request), core);
+    /// Sets a request going that is not whole blocks.
+    #[cold]
+    fn begin_unaligned(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
+        match unaligned::plan(&request, cx.limits(self.queue)) {
+            Plan::Answer(Ok(())) => {
+                self.give(self.buffer_bytes(&request), core);
+                self.done(self.pending(&request).to);
+            }
+            Plan::Answer(Err(error)) => self.refuse(&request, error, core),
+            Plan::Transfer(blocks) => {
+                match core.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
+                    None => self.refuse(&request, NbdError::NoMemory, core),
+                    Some(buffer) if request.command == Command::Write => {
+                        let from = (request.offset - blocks.start) as usize;
+                        self.incoming = Some(Payload::new(request, buffer, from));
+                    }
+                    Some(buffer) => self.submit(request, Operation::Read, blocks, buffer.into(), core, cx),
+                }
+            }
+            Plan::Order => self.order(request, Operation::WriteZeroes, request.range(), Data::None, core),
+            Plan::Discard(blocks) => self.submit(request, Operation::Discard, blocks, Data::None, core, cx),
+            Plan::Extents => self.query_extents(request, core, cx),
+        }
+    }
+
+    fn query_extents(&mut self, request: Request, core: &mut Core, cx: &mut SourceContext<'_>) {
+        self.busy += 1;
+        let max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
+        core.query_extents(self.pending(&request), self.queue, max, cx);
+    }
+
+    /// Answers a request with an error before anything was done for it. A payload is dropped.
+    fn refuse(&mut self, request: &Request, error: NbdError, core: &mut Core) {
+        self.give(self.buffer_bytes(request), core);
         if let Phase::Transmission(transmission) = &mut self.phase {
             transmission.drop_payload();
         }
-        self.error(ReplyTo { cookie: request.cookie, offset: request.offset }, NbdError::NoMemory);
+        self.error(ReplyTo { cookie: request.cookie, offset: request.offset }, error);
     }
 
     fn submit_write(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
-        if let Some(Incoming { request, buffer, .. }) = self.incoming.take() {
+        if let Some((request, buffer)) = self.incoming.take().map(Payload::into_parts) {
             self.payload_until_ns = u64::MAX;
-            self.submit(request, Operation::Write, request.length, buffer.into(), core, cx);
+            let range = request.range();
+            match self.is_whole_blocks(&request) {
+                true => self.submit(request, Operation::Write, range, buffer.into(), core, cx),
+                false => self.order(request, Operation::Write, range, buffer.into(), core),
+            }
         }
+    }
+
+    fn is_whole_blocks(&self, request: &Request) -> bool {
+        (request.offset | request.length) & self.block_mask == 0
+    }
+
+    /// Size of the buffers that a request needs.
+    fn buffer_bytes(&self, request: &Request) -> usize {
+        if request.command == Command::BlockStatus {
+            return EXTENTS_MAX_BYTES;
+        }
+        unaligned::buffer_bytes(request, self.block_mask + 1)
+    }
+
+    /// Submits a write that must not run at the same time as another to the same block.
+    fn order(
+        &mut self,
+        request: Request,
+        operation: Operation,
+        range: Range<u64>,
+        data: Data,
+        core: &mut Core,
+    ) {
+        self.busy += 1;
+        let (pending, block) = (self.pending(&request), self.block_mask + 1);
+        core.unaligned.push(OrderedWrite::new(&request, pending, self.queue, operation, range, block, data));
+    }
+
+    /// An ordered write completed.
+    pub fn complete_ordered(&mut self, finished: Finished, core: &mut Core) {
+        let Finished { pending, result, freed } = finished;
+        self.give(freed, core);
+        self.complete(pending, Completion { user_data: 0, result, data: Data::None }, core);
     }
 
     fn submit(
         &mut self,
         request: Request,
         operation: Operation,
-        length: u64,
+        range: Range<u64>,
         data: Data,
         core: &mut Core,
         cx: &mut SourceContext<'_>,
     ) {
-        let mut flags = BioFlags::empty();
-        // FUA is allowed with every command and means something for those that write.
-        let fua = request.flags.contains(CommandFlags::FUA) && operation.is_write();
-        flags.set(BioFlags::FUA, fua);
-        flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
-        flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
-        // Offset and length were checked against the logical block, which is whole sectors.
-        let (sector, sectors) = (Sector(request.offset >> 9), length >> 9);
+        if operation.is_write() && core.unaligned.must_order() {
+            return self.order(request, operation, range, data, core);
+        }
+        let flags = unaligned::bio_flags(&request, operation);
+        // Whole logical blocks are whole sectors.
+        let (sector, sectors) = (Sector(range.start >> 9), (range.end - range.start) >> 9);
         self.busy += 1;
         let bio = Bio { operation, flags, sector, sectors, data, user_data: 0 };
         core.submit(self.pending(&request), self.queue, bio, cx);
     }
 
     fn pending(&self, request: &Request) -> Pending {
-        Pending {
-            connection: self.slot,
-            command: request.command,
-            to: ReplyTo { cookie: request.cookie, offset: request.offset },
-            length: request.length,
-        }
+        Pending::new(self.slot, request)
     }
 
     /// A bio ended.
@@ -467,7 +490,8 @@ impl Connection {
             if pending.command == Command::Read && completion.result.is_ok() {
                 self.counters.read_bytes += pending.length;
                 self.style.data(pending.to, pending.length as u32, &mut self.stream.replies().headers);
-                self.stream.replies().push_content(buffer, pending.length as usize);
+                let from = (pending.to.offset & self.block_mask) as usize;
+                self.stream.replies().push_content(buffer, from..from + pending.length as usize);
                 self.stream.replies().replies += 1;
                 return;
             }
@@ -543,7 +567,7 @@ impl Connection {
             self.stream.close_tls();
         }
         if let Some(bytes) = self.stream.prepare_send() {
-            self.send_until_ns = transfer_until_ns(bytes, core, cx);
+            self.send_until_ns = core.transfer_until_ns(bytes, cx);
             self.push_send(cx);
         }
     }
@@ -574,9 +598,9 @@ impl Connection {
         if let Some(incoming) = &self.incoming
             && self.payload_until_ns == u64::MAX
         {
-            self.payload_until_ns = transfer_until_ns(incoming.request.length, core, cx);
+            self.payload_until_ns = core.transfer_until_ns(incoming.length(), cx);
         }
-        self.stream.receive(self.incoming.as_mut().map(Incoming::missing), cx);
+        self.stream.receive(self.incoming.as_mut().map(Payload::missing), cx);
     }
 
     /// A receive completed with a count of bytes, or a negative errno.
@@ -591,23 +615,5 @@ impl Connection {
             Received::Closed => {}
             Received::Failed => self.break_off(),
         }
-    }
-}
-
-/// When `bytes` must have left or arrived, which the engine then looks at.
-fn transfer_until_ns(bytes: u64, core: &mut Core, cx: &SourceContext<'_>) -> u64 {
-    let seconds = core.options.transfer_timeout_s + bytes / RATE_MIN;
-    let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
-    core.expect_deadline(until_ns);
-    until_ns
-}
-
-/// Size of the buffers that a request needs.
-fn buffer_bytes(request: &Request) -> usize {
-    match request.command {
-        Command::Read | Command::Write => BufferPool::size(request.length as u32),
-        Command::Cache => BufferPool::size(request.length.min(CACHE_MAX_BYTES) as u32),
-        Command::BlockStatus => EXTENTS_MAX_BYTES,
-        _ => 0,
     }
 }

@@ -10,7 +10,10 @@ pub mod handshake;
 mod listener;
 mod outgoing;
 mod pacing;
+mod payload;
+mod pending;
 pub mod proto;
+mod ranges;
 pub mod reply;
 mod rest;
 mod server;
@@ -19,6 +22,7 @@ mod status;
 mod stream;
 mod tls;
 pub mod transmission;
+mod unaligned;
 
 /// What a fuzzer reaches of TLS.
 #[cfg(fuzzing)]
@@ -29,6 +33,7 @@ pub mod fuzzing {
 
 pub use certificates::TlsCertificates;
 pub use listener::{Listen, Listener, SocketAccess};
+pub use ranges::RangeLock;
 #[cfg(simulation)]
 pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};

@@ -1,6 +1,8 @@
 //! What leaves a connection with one vectored send: headers, and between them content that
 //! goes out from where it lies.
 
+use std::ops::Range;
+
 use blkq::IoBuffer;
 
 use crate::buffers::BufferPool;
@@ -12,7 +14,7 @@ struct Content {
     /// Headers up to here go before it.
     headers_end: usize,
     buffer: IoBuffer,
-    length: usize,
+    part: Range<usize>,
 }
 
 /// Replies gathered, then sent. At most two iovecs per reply; the kernel takes 1024.
@@ -50,9 +52,9 @@ impl Outgoing {
         self.headers.is_empty()
     }
 
-    /// Appends the first `length` bytes of `buffer` after the headers that are there.
-    pub fn push_content(&mut self, buffer: IoBuffer, length: usize) {
-        self.contents.push(Content { headers_end: self.headers.len(), buffer, length });
+    /// Appends `part` of `buffer`, in its bytes, after the headers that are there.
+    pub fn push_content(&mut self, buffer: IoBuffer, part: Range<usize>) {
+        self.contents.push(Content { headers_end: self.headers.len(), buffer, part });
     }
 
     /// Lays out everything for sending; nothing may be appended until it has been recycled.
@@ -62,7 +64,7 @@ impl Outgoing {
         let mut start = 0;
         for content in &self.contents {
             push_iovec(&mut self.iovecs, &self.headers[start..content.headers_end]);
-            push_iovec(&mut self.iovecs, &content.buffer[..content.length]);
+            push_iovec(&mut self.iovecs, &content.buffer[content.part.clone()]);
             start = content.headers_end;
         }
         push_iovec(&mut self.iovecs, &self.headers[start..]);

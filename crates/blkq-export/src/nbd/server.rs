@@ -10,6 +10,7 @@ use blkq::{EngineHandle, Error, ErrorKind};
 use super::handshake::TlsPolicy;
 use super::listener::{Listen, Opened, Place, Socket, SocketAccess};
 use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
+use super::ranges::RangeLock;
 use super::source::{Arrivals, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Registry};
 use super::tls::TlsOptions;
@@ -40,7 +41,7 @@ pub struct NbdOptions {
     /// Bytes in buffers per connection; what would go beyond waits. One request always fits.
     pub buffered_bytes_max: usize,
     /// Bytes in buffers of all connections together, beyond 256 KiB each; divided among the
-    /// engines, but at least 32 MiB, one largest request, for each of them. Who finds none
+    /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. Who finds none
     /// left waits in line, and its requests in the socket.
     pub buffered_bytes_total: usize,
     /// Who may connect to the unix sockets that are made.
@@ -50,6 +51,11 @@ pub struct NbdOptions {
     /// Time in which a client must take replies, or send the whole payload of a write that it
     /// began, in seconds, plus one for each MiB. Then it is dropped.
     pub transfer_timeout_s: u64,
+    /// Serves every byte: clients may begin and end anywhere, also in the middle of a block, and
+    /// are shown a size that is no multiple of one. All servers of a disk need the same lock, and
+    /// nothing but these servers may write to the disk. `None`: requests are whole logical blocks,
+    /// and so is the size.
+    pub unaligned: Option<Arc<RangeLock>>,
     /// TLS, if it is offered.
     pub tls: Option<TlsOptions>,
     /// Whether clients of other machines may come without TLS.
@@ -61,7 +67,7 @@ pub struct NbdOptions {
 
 impl Default for NbdOptions {
     /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
-    /// begin, 30 s to take a reply or send a payload; unix sockets for their owner; no TLS; other machines are not let in without TLS;
+    /// begin, 30 s to take a reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let in without TLS;
     /// nobody is told when clients are gone.
     fn default() -> NbdOptions {
         NbdOptions {
@@ -73,6 +79,7 @@ impl Default for NbdOptions {
             access: SocketAccess::default(),
             handshake_timeout_s: 10,
             transfer_timeout_s: 30,
+            unaligned: None,
             tls: None,
             insecure: false,
             idle_event: None,

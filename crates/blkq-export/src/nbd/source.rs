@@ -18,11 +18,12 @@ use super::connection::Connection;
 use super::handshake::Export;
 use super::listener::{peer_name, tune};
 use super::pacing::Pacing;
-use super::proto::{Command, TransmissionFlags};
-use super::reply::ReplyTo;
+use super::pending::{Pending, PendingTable};
+use super::proto::TransmissionFlags;
 use super::server::NbdOptions;
 use super::status::Registry;
 use super::stream::ConnectionBuffers;
+use super::unaligned::{RangesChanged, Ready, Room, Unaligned};
 
 /// Kinds of submissions, in the token above the slot of the connection.
 pub(super) const RECEIVED: u64 = 0;
@@ -32,21 +33,14 @@ const CANCELLED: u64 = 3;
 
 /// How long accepting rests after it failed.
 const ACCEPT_REST_NS: u64 = 100_000_000;
+/// Bytes that a client must at least take, or send of a payload, per second.
+const RATE_MIN: u64 = 1 << 20;
+const NS_PER_SECOND: u64 = 1_000_000_000;
 /// How long unused buffers are kept.
 const IDLE_NS: u64 = 1_000_000_000;
 
 pub(super) fn token(kind: u64, slot: u32) -> u64 {
     kind << 32 | u64::from(slot)
-}
-
-/// A request that the block layer, or the worker, has.
-#[derive(Clone, Copy)]
-pub(super) struct Pending {
-    pub connection: u32,
-    pub command: Command,
-    pub to: ReplyTo,
-    /// In bytes.
-    pub length: u64,
 }
 
 /// Messages of other threads.
@@ -62,8 +56,10 @@ pub(super) struct Core {
     pub options: Arc<NbdOptions>,
     pub buffers: BufferPool,
     pub budget: Budget,
-    pending: Vec<Pending>,
-    free: Vec<u32>,
+    pub pending: PendingTable,
+    pub unaligned: Unaligned,
+    /// The results of ordering.
+    ready: Ready,
     /// Bios for which the queue had no room, with the queue.
     refused: VecDeque<(usize, Bio)>,
     pacing: Pacing,
@@ -79,31 +75,26 @@ impl Core {
         !self.refused.is_empty()
     }
 
+    /// When `bytes` must have left or arrived; the deadlines are checked then.
+    pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
+        let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
+        let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
+        self.expect_deadline(until_ns);
+        until_ns
+    }
+
     pub fn expect_deadline(&mut self, at_ns: u64) {
         self.deadline_ns = self.deadline_ns.min(at_ns);
     }
 
-    fn remember(&mut self, pending: Pending) -> u32 {
-        match self.free.pop() {
-            Some(index) => {
-                self.pending[index as usize] = pending;
-                index
-            }
-            None => {
-                self.pending.push(pending);
-                self.pending.len() as u32 - 1
-            }
-        }
-    }
-
-    fn recall(&mut self, index: u32) -> Pending {
-        self.free.push(index);
-        self.pending[index as usize]
-    }
-
     /// Submits `bio`, now or as soon as there is room.
     pub fn submit(&mut self, pending: Pending, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
-        bio.user_data = self.remember(pending).into();
+        bio.user_data = self.pending.remember(pending).into();
+        self.submit_bio(queue, bio, cx);
+    }
+
+    /// Submits `bio`, which has its mark, now or as soon as there is room.
+    pub fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
         if self.held.is_empty() && self.pacing.has_room() {
             self.submit_now(queue, bio, cx);
         } else {
@@ -116,6 +107,24 @@ impl Core {
         if let Err(bio) = cx.submit(queue, bio) {
             self.refused.push_back((queue, bio));
         }
+    }
+
+    fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
+        let mut room = Room { buffers: &mut self.buffers, cx };
+        self.unaligned.order_writes(&mut self.pending, &mut room, &mut self.ready);
+        self.submit_ready(cx);
+    }
+
+    fn complete_ordered(&mut self, completion: Completion, cx: &mut SourceContext<'_>) {
+        let mut room = Room { buffers: &mut self.buffers, cx };
+        self.unaligned.complete(completion, &mut room, &mut self.ready);
+        self.submit_ready(cx);
+    }
+
+    fn submit_ready(&mut self, cx: &mut SourceContext<'_>) {
+        let mut bios = std::mem::take(&mut self.ready.bios);
+        bios.drain(..).for_each(|(queue, bio)| self.submit_bio(queue, bio, cx));
+        self.ready.bios = bios;
     }
 
     /// Submits what waited for others to end, and lets the device begin with it before what
@@ -139,7 +148,7 @@ impl Core {
     /// Finds out the extents of the range of `pending`.
     pub fn query_extents(&mut self, pending: Pending, queue: usize, max: usize, cx: &mut SourceContext<'_>) {
         let range = pending.to.offset..pending.to.offset + pending.length;
-        let index = self.remember(pending);
+        let index = self.pending.remember(pending);
         let disk = cx.disk(queue).clone();
         cx.offload(move || Box::new(Message::Extents(index, disk.driver().extents(range, max).ok())));
     }
@@ -188,9 +197,10 @@ impl NbdSource {
                 buffers: BufferPool::new(),
                 // Engines share no memory, so that none has to wait for another.
                 budget: Budget::new(options.buffered_bytes_total / loads.len()),
+                pending: PendingTable::default(),
+                unaligned: Unaligned::new(options.unaligned.clone()),
+                ready: Ready::default(),
                 options,
-                pending: Vec::new(),
-                free: Vec::new(),
                 refused: VecDeque::new(),
                 pacing: Pacing::default(),
                 held: VecDeque::new(),
@@ -258,14 +268,15 @@ impl NbdSource {
         };
         tune(socket.as_fd());
         let status = self.registry.begin(peer_name(socket.as_fd()));
+        let unaligned = self.core.options.unaligned.is_some();
         let exports = self.core.options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
             Export {
                 name: export.name.clone(),
                 description: export.description.clone(),
-                size_bytes: limits.capacity_bytes,
+                size_bytes: if unaligned { limits.size_bytes() } else { limits.whole_bytes() },
                 flags: transmission_flags(limits),
-                block_min_bytes: limits.logical_block_bytes,
+                block_min_bytes: if unaligned { 1 } else { limits.logical_block_bytes },
                 block_preferred_bytes: limits.physical_block_bytes.max(4096),
             }
         });
@@ -333,6 +344,22 @@ impl NbdSource {
         }
     }
 
+    fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
+        self.core.order_writes(cx);
+        self.finish_ordered();
+    }
+
+    /// Answers the ordered writes that completed.
+    fn finish_ordered(&mut self) {
+        while let Some(finished) = self.core.ready.finished.pop() {
+            let slot = finished.pending.connection;
+            if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
+                connection.complete_ordered(finished, &mut self.core);
+                self.make_ready(slot);
+            }
+        }
+    }
+
     fn drop_connection(&mut self, slot: u32) {
         if let Some(mut connection) = self.connections[slot as usize].take() {
             connection.release(&mut self.core);
@@ -353,6 +380,9 @@ unsafe impl Source for NbdSource {
         ])?;
         if self.core.options.tls.is_some() {
             cx.registrar().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
+        }
+        if self.core.options.unaligned.is_some() {
+            self.core.unaligned.join(cx);
         }
         if let Arrivals::Client(client) = &mut self.arrivals
             && let Some(socket) = client.take()
@@ -383,9 +413,13 @@ unsafe impl Source for NbdSource {
         self.make_ready(slot);
     }
 
-    fn on_bio(&mut self, _cx: &mut SourceContext<'_>, completion: Completion) {
+    fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
         self.core.pacing.end();
-        let pending = self.core.recall(completion.user_data as u32);
+        if Unaligned::is_marked(completion.user_data) {
+            self.core.complete_ordered(completion, cx);
+            return self.finish_ordered();
+        }
+        let pending = self.core.pending.recall(completion.user_data as u32);
         if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
             connection.complete(pending, completion, &mut self.core);
             self.make_ready(pending.connection);
@@ -393,11 +427,19 @@ unsafe impl Source for NbdSource {
     }
 
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
-        let Ok(message) = message.downcast::<Message>() else { return };
+        let message = match message.downcast::<Message>() {
+            Ok(message) => message,
+            Err(other) => {
+                if other.is::<RangesChanged>() {
+                    self.core.unaligned.notify();
+                }
+                return;
+            }
+        };
         match *message {
             Message::Client(socket) => self.connect(cx, socket),
             Message::Extents(index, extents) => {
-                let pending = self.core.recall(index);
+                let pending = self.core.pending.recall(index);
                 if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
                     connection.complete_extents(pending, extents);
                     self.make_ready(pending.connection);
@@ -410,6 +452,7 @@ unsafe impl Source for NbdSource {
         self.check_deadlines(cx);
         self.retry_refused(cx);
         self.core.release(cx);
+        self.order_writes(cx);
         while !self.ready.is_empty() {
             let mut ready = std::mem::take(&mut self.ready);
             for slot in ready.drain(..) {
@@ -421,6 +464,7 @@ unsafe impl Source for NbdSource {
                 }
             }
             self.ready = ready;
+            self.order_writes(cx);
             // Who waited for memory may have its turn now.
             if let Some(slot) = self.core.budget.next() {
                 self.make_ready(slot);
@@ -442,6 +486,9 @@ unsafe impl Source for NbdSource {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
+        if self.core.unaligned.is_contended() {
+            return Some(0);
+        }
         let mut deadline_ns = self.core.deadline_ns;
         if let Some(since_ns) = self.idle_since_ns {
             deadline_ns = deadline_ns.min(since_ns + IDLE_NS);
@@ -453,7 +500,10 @@ unsafe impl Source for NbdSource {
     }
 
     fn client_of(&self, mark: u64) -> Option<String> {
-        let pending = self.core.pending.get(mark as usize)?;
+        let pending = match Unaligned::is_marked(mark) {
+            true => self.core.unaligned.connection_of(mark)?,
+            false => self.core.pending.get(mark as u32)?,
+        };
         let connection = self.connections.get(pending.connection as usize)?.as_ref()?;
         let (id, peer) = connection.status().who();
         Some(format!("nbd client {id} ({peer}), cookie {:#x}", pending.to.cookie))
@@ -478,6 +528,7 @@ unsafe impl Source for NbdSource {
             && !self.accept_armed
             && !self.cancel_armed
             && self.connections.iter().all(Option::is_none)
+            && self.core.unaligned.is_idle()
     }
 }
 

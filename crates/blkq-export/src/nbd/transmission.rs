@@ -23,6 +23,13 @@ pub struct Request {
     pub length: u64,
 }
 
+impl Request {
+    /// Its bytes of the export.
+    pub fn range(&self) -> std::ops::Range<u64> {
+        self.offset..self.offset + self.length
+    }
+}
+
 /// What was found in the stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {

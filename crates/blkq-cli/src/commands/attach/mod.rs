@@ -97,7 +97,7 @@ pub struct Args {
     /// The device's size at most
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub size_limit: Option<u64>,
-    /// The logical block; auto takes the smallest that works
+    /// The logical block; auto takes the smallest that works, and NBD alone serves every byte
     #[arg(long, value_enum, default_value = "auto")]
     pub sector_size: SectorSize,
     /// Bypass the page cache: on or an error, off, or auto where the file allows it
@@ -169,6 +169,9 @@ pub struct Args {
     /// Print one JSON object, as `blkq show --json`, in place of the exports
     #[arg(long)]
     pub json: bool,
+    /// Over NBD, serve whole sectors only, as losetup does
+    #[arg(long, hide = true)]
+    pub whole_sectors: bool,
     /// Be the daemon: report on standard output, then let go of it
     #[arg(long, hide = true)]
     pub daemon: bool,

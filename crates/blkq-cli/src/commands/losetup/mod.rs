@@ -329,6 +329,7 @@ impl Args {
         }
         word("--direct-io", &self.direct_io.as_deref().unwrap_or("off"));
         for (given, option) in [
+            (true, "--whole-sectors"),
             (self.read_only, "--read-only"),
             (self.partscan, "--partscan"),
             (!self.partscan, "--no-partscan"),

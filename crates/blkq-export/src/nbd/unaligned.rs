@@ -1,0 +1,512 @@
+//! Requests that are not whole blocks, over a block layer that knows only these.
+//!
+//! Reads take the blocks around them, and reply with a part. Writes read the blocks at their edges,
+//! put the payload between and write all of it: under a [`RangeLock`], so that no other write to
+//! these blocks is undone. Zeroes do so at their edges, and leave the blocks between to the device.
+//! Trims leave their edges alone.
+//!
+//! Writes of whole blocks come by here only while a range of that lock is taken.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use blkq::{
+    Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, QueueLimits, Sector, SourceContext,
+    Status,
+};
+
+use crate::buffers::BufferPool;
+
+use super::pending::{Pending, PendingTable};
+use super::proto::{Command, CommandFlags, NbdError};
+use super::ranges::{Member, RangeLock};
+use super::transmission::Request;
+
+/// Most that one cache request reads ahead, in bytes.
+pub(super) const CACHE_MAX_BYTES: u64 = 4 << 20;
+/// Marks the bios of this module. Above the key of its write are the kinds.
+const MARK: u64 = 1 << 40;
+const KIND_SHIFT: u32 = 32;
+/// The block at the beginning, or at the end, is being read; or something is being written.
+const READ_HEAD: u64 = 0;
+const READ_TAIL: u64 = 1;
+const WRITE: u64 = 2;
+
+/// A message to a source: it has a range to check, or was granted one.
+pub(super) struct RangesChanged;
+
+/// Whole blocks of a device.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Blocks {
+    /// In bytes of the device.
+    range: Range<u64>,
+    block: u64,
+}
+
+impl Blocks {
+    /// The blocks of `block` bytes, a power of two, that have bytes of `range`.
+    fn around(range: &Range<u64>, block: u64) -> Blocks {
+        Blocks { range: range.start & !(block - 1)..range.end.next_multiple_of(block), block }
+    }
+
+    /// The blocks that lie in `range` as a whole; maybe none.
+    fn within(range: &Range<u64>, block: u64) -> Blocks {
+        let (start, end) = (range.start.next_multiple_of(block), range.end & !(block - 1));
+        Blocks { range: start..end.max(start), block }
+    }
+
+    /// In bytes.
+    fn length(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Those at the edges that `part`, of which these are the blocks around, does not fill.
+    fn edges(&self, part: &Range<u64>) -> [Option<u64>; 2] {
+        let head = self.range.start;
+        let tail = self.range.end - self.block;
+        let in_tail = part.end < self.range.end && (tail > head || part.start == head);
+        [(part.start > head).then_some(head), in_tail.then_some(tail)]
+    }
+}
+
+/// How a request that is not whole blocks is carried out.
+pub(super) enum Plan {
+    /// It is answered with that at once.
+    Answer(Result<(), NbdError>),
+    /// These blocks are read, or its payload goes to its place in a buffer for them.
+    Transfer(Range<u64>),
+    /// It is ordered: zeroes to be written.
+    Order,
+    /// These blocks are discarded.
+    Discard(Range<u64>),
+    /// Its extents are found out.
+    Extents,
+}
+
+/// How to carry out `request`, which is not whole blocks, on a device with these limits.
+#[cold]
+pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
+    let (range, block) = (request.range(), u64::from(limits.logical_block_bytes));
+    let writes = matches!(request.command, Command::Write | Command::WriteZeroes);
+    // The device shrank since its client connected, which nobody below sees within a block.
+    if range.end > limits.size_bytes() {
+        return Plan::Answer(Err(if writes { NbdError::NoSpace } else { NbdError::Invalid }));
+    }
+    match request.command {
+        Command::Read | Command::Write => Plan::Transfer(Blocks::around(&range, block).range),
+        Command::Cache if !limits.page_cache => Plan::Answer(Ok(())),
+        Command::Cache => {
+            let end = range.end.min(range.start + CACHE_MAX_BYTES);
+            Plan::Transfer(Blocks::around(&(range.start..end), block).range)
+        }
+        // Blocks at the edges are written, which is not what a client calls fast.
+        Command::WriteZeroes if request.flags.contains(CommandFlags::FAST_ZERO) => {
+            Plan::Answer(Err(NbdError::NotSupported))
+        }
+        Command::WriteZeroes => Plan::Order,
+        Command::Trim => match Blocks::within(&range, block) {
+            blocks if blocks.length() == 0 => Plan::Answer(Ok(())),
+            blocks => Plan::Discard(blocks.range),
+        },
+        Command::BlockStatus => Plan::Extents,
+        // They have neither place nor length.
+        Command::Flush | Command::Disconnect => Plan::Answer(Err(NbdError::Invalid)),
+    }
+}
+
+/// The flags of a bio for `request`.
+pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
+    let mut flags = BioFlags::empty();
+    // FUA is allowed with every command and means something for those that write.
+    flags.set(BioFlags::FUA, request.flags.contains(CommandFlags::FUA) && operation.is_write());
+    flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
+    flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
+    flags
+}
+
+/// Size of the buffers that a request needs for data, in bytes.
+pub(super) fn buffer_bytes(request: &Request, block: u64) -> usize {
+    let cached = request.command == Command::Cache;
+    let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
+    let part = request.offset..request.offset + length;
+    let blocks = Blocks::around(&part, block);
+    let edges = || blocks.edges(&part).iter().flatten().count() * BufferPool::size(block as u32);
+    match request.command {
+        Command::Read | Command::Cache => BufferPool::size(blocks.length() as u32),
+        Command::Write => BufferPool::size(blocks.length() as u32) + edges(),
+        Command::WriteZeroes => edges(),
+        _ => 0,
+    }
+}
+
+/// A write for the lock to order.
+pub(super) struct OrderedWrite {
+    /// The request that it is of.
+    pending: Pending,
+    queue: usize,
+    operation: Operation,
+    flags: BioFlags,
+    range: Range<u64>,
+    block: u64,
+    data: Option<IoBuffer>,
+    /// Bytes that its connection counts for its buffers.
+    buffered: usize,
+}
+
+impl OrderedWrite {
+    /// A write, write zeroes or discard of the bytes of `range` on a device with blocks of `block`
+    /// bytes. A discard is whole blocks. The data of a write is that of the blocks around the range,
+    /// with the payload in its place.
+    pub fn new(
+        request: &Request,
+        pending: Pending,
+        queue: usize,
+        operation: Operation,
+        range: Range<u64>,
+        block: u64,
+        data: Data,
+    ) -> OrderedWrite {
+        let (flags, buffered) = (bio_flags(request, operation), buffer_bytes(request, block));
+        OrderedWrite { pending, queue, operation, flags, range, block, data: data.into_buffer(), buffered }
+    }
+
+    fn blocks(&self) -> Blocks {
+        Blocks::around(&self.range, self.block)
+    }
+
+    fn is_whole(&self) -> bool {
+        self.blocks().range == self.range
+    }
+
+    fn bio(&self, blocks: &Range<u64>, operation: Operation, data: Data) -> Bio {
+        let flags = match operation {
+            Operation::Read => BioFlags::empty(),
+            // An edge of zeroes is written: it has no holes anyway.
+            Operation::Write => self.flags & BioFlags::FUA,
+            _ => self.flags,
+        };
+        let (sector, sectors) = (Sector(blocks.start >> 9), (blocks.end - blocks.start) >> 9);
+        Bio { operation, flags, sector, sectors, data, user_data: 0 }
+    }
+}
+
+/// An ordered write that has not completed.
+struct InFlight {
+    write: OrderedWrite,
+    /// Of the lock, once it is queued there.
+    ticket: Option<u64>,
+    /// Bios that have not completed.
+    bios: u32,
+    result: IoResult,
+}
+
+/// An ordered write that has completed.
+pub(super) struct Finished {
+    pub pending: Pending,
+    pub result: IoResult,
+    /// Bytes of buffers that are free with that.
+    pub freed: usize,
+}
+
+/// The results of ordering: bios to submit, each with its queue, and writes to answer.
+#[derive(Default)]
+pub(super) struct Ready {
+    pub bios: Vec<(usize, Bio)>,
+    pub finished: Vec<Finished>,
+}
+
+/// Where buffers come from.
+pub(super) struct Room<'a, 'b> {
+    pub buffers: &'a mut BufferPool,
+    pub cx: &'a mut SourceContext<'b>,
+}
+
+/// The ordered writes of one engine's connections.
+pub(super) struct Unaligned {
+    lock: Arc<RangeLock>,
+    /// Once the source is part of its engine, if it serves parts of blocks.
+    member: Option<Member>,
+    writes: Vec<Option<InFlight>>,
+    free: Vec<u32>,
+    /// Those that the lock does not know yet, and the tickets to release.
+    arrived: VecDeque<u32>,
+    released: Vec<u64>,
+    /// Those that are being begun, with and without the lock. Kept for their room.
+    granted: Vec<u32>,
+    at_once: Vec<(u32, u32)>,
+    /// The lock has something for this source.
+    notified: bool,
+    /// There are ranges to check when writes have completed.
+    unchecked: bool,
+    /// The lock's table was in use.
+    contended: bool,
+}
+
+impl Unaligned {
+    /// With the lock of the disk; without one there is nothing to order.
+    pub fn new(lock: Option<Arc<RangeLock>>) -> Unaligned {
+        Unaligned {
+            lock: lock.unwrap_or_default(),
+            member: None,
+            writes: Vec::new(),
+            free: Vec::new(),
+            arrived: VecDeque::new(),
+            released: Vec::new(),
+            granted: Vec::new(),
+            at_once: Vec::new(),
+            notified: false,
+            unchecked: false,
+            contended: false,
+        }
+    }
+
+    /// From now on this engine's writes count.
+    pub fn join(&mut self, cx: &SourceContext<'_>) {
+        let (handle, id) = (cx.handle().clone(), cx.id());
+        // Without size, so nothing is allocated for the message.
+        self.member = Some(self.lock.join(Arc::new(move || handle.send(id, Box::new(RangesChanged)))));
+    }
+
+    /// Whether writes of whole blocks have to be ordered now.
+    #[inline]
+    pub fn must_order(&self) -> bool {
+        self.lock.is_taken()
+    }
+
+    /// The lock has something for this source.
+    pub fn notify(&mut self) {
+        self.notified = true;
+    }
+
+    /// Whether [`Unaligned::order_writes`] is to be called again soon.
+    pub fn is_contended(&self) -> bool {
+        self.contended
+    }
+
+    /// Whether there is none in flight, and all tickets are released.
+    pub fn is_idle(&self) -> bool {
+        self.writes.len() == self.free.len() && self.released.is_empty()
+    }
+
+    /// Whether `mark` is that of a bio of an ordered write.
+    #[inline]
+    pub fn is_marked(mark: u64) -> bool {
+        mark & MARK != 0
+    }
+
+    /// The connection whose bio has this mark.
+    pub fn connection_of(&self, mark: u64) -> Option<&Pending> {
+        Some(&self.writes.get(mark as u32 as usize)?.as_ref()?.write.pending)
+    }
+
+    /// Takes a write to be ordered; it begins when [`Unaligned::order_writes`] is called.
+    pub fn push(&mut self, write: OrderedWrite) {
+        let write = Some(InFlight { write, ticket: None, bios: 0, result: Ok(()) });
+        let key = match self.free.pop() {
+            Some(key) => {
+                self.writes[key as usize] = write;
+                key
+            }
+            None => {
+                self.writes.push(write);
+                self.writes.len() as u32 - 1
+            }
+        };
+        self.arrived.push_back(key);
+    }
+
+    fn remove(&mut self, key: u32) -> Option<InFlight> {
+        let write = self.writes.get_mut(key as usize)?.take()?;
+        self.free.push(key);
+        self.released.extend(write.ticket);
+        Some(write)
+    }
+
+    fn get(&mut self, key: u32) -> Option<&mut InFlight> {
+        self.writes.get_mut(key as usize)?.as_mut()
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.arrived.is_empty() && self.released.is_empty() && !self.notified && !self.unchecked
+    }
+
+    /// Does what is to be done with the lock, and begins what was granted.
+    pub fn order_writes(&mut self, pending: &mut PendingTable, room: &mut Room<'_, '_>, ready: &mut Ready) {
+        if self.is_quiet() {
+            return;
+        }
+        let Some(member) = &mut self.member else { return };
+        let Some(mut session) = member.try_enter() else {
+            self.contended = true;
+            return;
+        };
+        (self.contended, self.notified) = (false, false);
+        self.released.drain(..).for_each(|ticket| session.release(ticket));
+        for key in self.arrived.drain(..) {
+            let Some(Some(arrived)) = self.writes.get_mut(key as usize) else { continue };
+            let write = &arrived.write;
+            if !write.is_whole() {
+                arrived.ticket = Some(session.lock(write.blocks().range, key));
+                continue;
+            }
+            arrived.ticket = session.wait(write.range.clone(), key);
+            if arrived.ticket.is_none() {
+                // As if no range were taken; known as in flight before the check below.
+                self.at_once.push((key, pending.remember(write.pending)));
+            }
+        }
+        self.unchecked = session.check(|range| pending.writes_to(range));
+        session.take_granted(&mut self.granted);
+        drop(session);
+        let mut at_once = std::mem::take(&mut self.at_once);
+        for (key, mark) in at_once.drain(..) {
+            let Some(InFlight { write, .. }) = self.remove(key) else { continue };
+            let mut bio = write.bio(&write.range, write.operation, Data::None);
+            bio.data = write.data.map_or(Data::None, Data::Buffer);
+            bio.user_data = mark.into();
+            ready.bios.push((write.queue, bio));
+        }
+        self.at_once = at_once;
+        let mut granted = std::mem::take(&mut self.granted);
+        for key in granted.drain(..) {
+            self.begin(key, room, ready);
+            self.finish(key, room, ready);
+        }
+        self.granted = granted;
+    }
+
+    /// Begins a write that has the lock on its blocks.
+    fn begin(&mut self, key: u32, room: &mut Room<'_, '_>, ready: &mut Ready) {
+        let Some(InFlight { write, .. }) = self.get(key) else { return };
+        let (range, block, operation) = (write.range.clone(), write.block, write.operation);
+        if write.is_whole() {
+            return self.write_blocks(key, range, operation, ready);
+        }
+        let edges = write.blocks().edges(&range);
+        let within = Blocks::within(&range, block);
+        if operation == Operation::WriteZeroes && within.length() > 0 {
+            self.write_blocks(key, within.range, operation, ready);
+        }
+        for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges) {
+            let Some(edge) = edge else { continue };
+            match room.buffers.take(block as u32, room.cx.registrar()) {
+                Some(buffer) => {
+                    self.push_bio(key, kind, edge..edge + block, Operation::Read, buffer.into(), ready);
+                }
+                None => self.note(key, Err(Status::Resource)),
+            }
+        }
+    }
+
+    /// Writes whole blocks of the write: of its data, zeroes, or a discard.
+    fn write_blocks(&mut self, key: u32, blocks: Range<u64>, operation: Operation, ready: &mut Ready) {
+        let Some(in_flight) = self.get(key) else { return };
+        let data = in_flight.write.data.take().map_or(Data::None, Data::Buffer);
+        self.push_bio(key, WRITE, blocks, operation, data, ready);
+    }
+
+    fn push_bio(
+        &mut self,
+        key: u32,
+        kind: u64,
+        blocks: Range<u64>,
+        operation: Operation,
+        data: Data,
+        ready: &mut Ready,
+    ) {
+        let Some(in_flight) = self.get(key) else { return };
+        in_flight.bios += 1;
+        let mut bio = in_flight.write.bio(&blocks, operation, data);
+        bio.user_data = MARK | kind << KIND_SHIFT | u64::from(key);
+        ready.bios.push((in_flight.write.queue, bio));
+    }
+
+    fn note(&mut self, key: u32, result: IoResult) {
+        if let Some(in_flight) = self.get(key) {
+            in_flight.result = in_flight.result.and(result);
+        }
+    }
+
+    /// A bio of an ordered write completed.
+    pub fn complete(&mut self, completion: Completion, room: &mut Room<'_, '_>, ready: &mut Ready) {
+        let key = completion.user_data as u32;
+        let kind = completion.user_data >> KIND_SHIFT & 0xff;
+        let buffer = completion.data.into_buffer();
+        self.note(key, completion.result);
+        let Some(in_flight) = self.get(key) else { return };
+        in_flight.bios -= 1;
+        match buffer {
+            Some(edge) if kind != WRITE && completion.result.is_ok() => {
+                self.complete_edge(key, kind, edge, room, ready);
+            }
+            Some(buffer) => room.buffers.put(buffer),
+            None => {}
+        }
+        self.finish(key, room, ready);
+    }
+
+    /// The block at an edge was read.
+    fn complete_edge(
+        &mut self,
+        key: u32,
+        kind: u64,
+        mut edge: IoBuffer,
+        room: &mut Room<'_, '_>,
+        ready: &mut Ready,
+    ) {
+        let Some(InFlight { write, bios, result, .. }) = self.get(key) else { return };
+        let blocks = write.blocks();
+        let at = if kind == READ_HEAD { blocks.range.start } else { blocks.range.end - write.block };
+        // The part of the edge that changes, in its bytes.
+        let from = write.range.start.saturating_sub(at) as usize;
+        let until = (write.range.end - at).min(write.block) as usize;
+        let block = write.block as usize;
+        if write.operation == Operation::WriteZeroes {
+            edge[from..until].fill(0);
+            return self.push_bio(key, WRITE, at..at + block as u64, Operation::Write, edge.into(), ready);
+        }
+        if let Some(data) = &mut write.data {
+            let place = (at - blocks.range.start) as usize;
+            data[place..place + from].copy_from_slice(&edge[..from]);
+            data[place + until..place + block].copy_from_slice(&edge[until..block]);
+        }
+        let complete = *bios == 0 && result.is_ok();
+        room.buffers.put(edge);
+        if complete {
+            self.write_blocks(key, blocks.range, Operation::Write, ready);
+        }
+    }
+
+    /// Removes the write, if it has no bio in flight any more.
+    fn finish(&mut self, key: u32, room: &mut Room<'_, '_>, ready: &mut Ready) {
+        if self.get(key).is_none_or(|in_flight| in_flight.bios > 0) {
+            return;
+        }
+        let Some(InFlight { write, result, .. }) = self.remove(key) else { return };
+        if let Some(data) = write.data {
+            room.buffers.put(data);
+        }
+        ready.finished.push(Finished { pending: write.pending, result, freed: write.buffered });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_and_edges() {
+        let around = |range: Range<u64>| Blocks::around(&range, 512);
+        let edges = |range: Range<u64>| around(range.clone()).edges(&range);
+        assert_eq!(around(511..513).range, 0..1024);
+        assert_eq!(Blocks::within(&(1..1535), 512).range, 512..1024);
+        assert_eq!(Blocks::within(&(1..511), 512).length(), 0);
+        assert_eq!(edges(512..1024), [None, None]);
+        assert_eq!(edges(513..1024), [Some(512), None]);
+        assert_eq!(edges(512..1023), [None, Some(512)]);
+        assert_eq!(edges(513..1023), [Some(512), None], "one block is read once");
+        assert_eq!(edges(513..1025), [Some(512), Some(1024)]);
+        assert_eq!(edges(0..1), [None, Some(0)]);
+    }
+}

@@ -1,0 +1,363 @@
+//! NBD requests that begin and end anywhere: checked against an array of bytes, and several at once
+//! against each other.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod nbd;
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blkq::drivers::fault::{Fault, FaultSpec};
+use blkq::drivers::ram::Ram;
+use blkq::{Driver, StatGroup};
+use blkq_export::nbd::reply::ReplyStyle;
+use blkq_export::nbd::{NbdOptions, RangeLock};
+use nbd::*;
+use proptest::prelude::*;
+
+const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];
+const EINVAL: u32 = 22;
+const ENOSPC: u32 = 28;
+const ENOTSUP: u32 = 95;
+
+fn bytes() -> NbdOptions {
+    NbdOptions { unaligned: Some(Arc::new(RangeLock::default())), ..options() }
+}
+
+fn ram_of(bytes: u64, block: u32) -> Box<dyn Driver> {
+    Box::new(Ram::new(bytes, block, false).unwrap())
+}
+
+fn faulty(bytes: u64, block: u32, spec: &str) -> Box<dyn Driver> {
+    Box::new(Fault::new(ram_of(bytes, block), spec.parse::<FaultSpec>().unwrap()).unwrap())
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Read,
+    Write { value: u8, fua: bool },
+    Zeroes { no_hole: bool, fast: bool },
+    Trim,
+    Cache,
+    Status,
+    Flush,
+}
+
+fn steps() -> impl Strategy<Value = Vec<(Step, u64, u64, usize)>> {
+    let step = prop_oneof![
+        3 => Just(Step::Read),
+        4 => (1u8.., any::<bool>()).prop_map(|(value, fua)| Step::Write { value, fua }),
+        2 => (any::<bool>(), prop::bool::weighted(0.2))
+            .prop_map(|(no_hole, fast)| Step::Zeroes { no_hole, fast }),
+        1 => Just(Step::Trim),
+        1 => Just(Step::Cache),
+        1 => Just(Step::Status),
+        1 => Just(Step::Flush),
+    ];
+    prop::collection::vec((step, any::<u64>(), any::<u64>(), 0usize..3), 1..40)
+}
+
+/// One step by one client, and what it does to the array.
+fn take_step(client: &mut Client<UnixStream>, model: &mut [u8], block: u64, step: &(Step, u64, u64, usize)) {
+    let (step, offset, length, _) = step;
+    let size = model.len() as u64;
+    let offset = offset % size;
+    // Most are short, some are long, some are whole blocks.
+    let length = match length % 4 {
+        0 => length >> 2,
+        1 => (length >> 2) % (3 * block),
+        2 => (length >> 2) % 100,
+        _ => (length >> 2) / block * block,
+    };
+    let length = length % (size - offset) + 1;
+    let range = offset as usize..(offset + length) as usize;
+    match *step {
+        Step::Read => assert_eq!(client.read(offset, length as usize), model[range.clone()], "{range:?}"),
+        Step::Write { value, fua } => {
+            let data: Vec<u8> = range.clone().map(|at| value ^ at as u8).collect();
+            assert_eq!(client.call(1, u16::from(fua), offset, length, &data).0, 0);
+            model[range].copy_from_slice(&data);
+        }
+        Step::Zeroes { no_hole, fast } => {
+            let flags = u16::from(no_hole) << 1 | u16::from(fast) << 4;
+            let error = client.call(6, flags, offset, length, &[]).0;
+            if fast && (offset | length) & (block - 1) != 0 {
+                assert_eq!(error, ENOTSUP);
+            } else {
+                assert_eq!(error, 0);
+                model[range].fill(0);
+            }
+        }
+        Step::Trim => {
+            assert_eq!(client.call(4, 0, offset, length, &[]).0, 0);
+            // Zeroes or what was there, but nothing else, and nothing outside.
+            let now = client.read(offset, length as usize);
+            for (old, new) in model[range].iter_mut().zip(now) {
+                assert!(new == 0 || new == *old);
+                *old = new;
+            }
+        }
+        Step::Cache => assert_eq!(client.call(5, 0, offset, length, &[]).0, 0),
+        Step::Status if client.style == ReplyStyle::Simple => {}
+        Step::Status => check_status(client, model, offset, length),
+        Step::Flush => assert_eq!(client.call(3, 0, 0, 0, &[]).0, 0),
+    }
+}
+
+/// The extents are no longer than what was asked for, and zeroes are zeroes.
+fn check_status(client: &mut Client<UnixStream>, model: &[u8], offset: u64, length: u64) {
+    let (error, status) = client.call(7, 0, offset, length, &[]);
+    assert_eq!(error, 0);
+    let (head, width) = if client.style == ReplyStyle::Extended { (8, 8) } else { (4, 4) };
+    let number = |bytes: &[u8]| bytes.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+    let mut at = offset;
+    for extent in status[head..].chunks(2 * width) {
+        let (bytes, flags) = (number(&extent[..width]), number(&extent[width..]));
+        assert!(bytes > 0 && at + bytes <= offset + length);
+        let range = at as usize..(at + bytes) as usize;
+        assert!(flags & 2 == 0 || model[range].iter().all(|byte| *byte == 0));
+        at += bytes;
+    }
+    assert!(at > offset);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Three clients on two queues, one step after the other.
+    #[test]
+    fn every_byte_is_where_the_array_has_it(
+        steps in steps(), blocks in 1u64..40, block_log2 in 9u32..13, two_queues: bool,
+    ) {
+        let block = 1u64 << block_log2;
+        let served = serve(ram_of(blocks * block, block as u32), 1 + usize::from(two_queues), bytes());
+        let mut clients = STYLES.map(|style| served.client(style));
+        let mut model = vec![0; (blocks * block) as usize];
+        for step in &steps {
+            take_step(&mut clients[step.3], &mut model, block, step);
+        }
+        for client in &mut clients {
+            prop_assert_eq!(&client.read(0, model.len()), &model);
+        }
+    }
+}
+
+/// Clients on several engines that write neighbouring bytes of the same blocks, with many requests
+/// in flight: everybody finds their own.
+#[test]
+fn neighbours_in_a_block_do_not_undo_each_other() {
+    const CLIENTS: u64 = 4;
+    const STRIDE: u64 = 97;
+    const SIZE: u64 = 64 << 10;
+    for queues in [1, 3] {
+        let served = serve(faulty(SIZE, 4096, "seed=1;delay=200us,p99=2ms"), queues, bytes());
+        std::thread::scope(|scope| {
+            for number in 0..CLIENTS {
+                let served = &served;
+                scope.spawn(move || {
+                    let mut client = served.client(STYLES[number as usize % 3]);
+                    let places: Vec<u64> =
+                        (0..SIZE / STRIDE).filter(|place| place % CLIENTS == number).collect();
+                    for round in 1..4u64 {
+                        let value = (number << 4 | round) as u8;
+                        for places in places.chunks(32) {
+                            let mut stream = Vec::new();
+                            for place in places {
+                                // Some by zeroes, which have edges too.
+                                let command = if (place + round) % 5 == 0 { 6 } else { 1 };
+                                let data = vec![value; if command == 1 { STRIDE as usize } else { 0 }];
+                                stream.extend(client.bytes(
+                                    command,
+                                    0,
+                                    *place,
+                                    place * STRIDE,
+                                    STRIDE,
+                                    &data,
+                                ));
+                            }
+                            std::io::Write::write_all(&mut client.stream, &stream).unwrap();
+                            for _ in places {
+                                assert_eq!(client.reply(|_| 0).error, 0);
+                            }
+                        }
+                        for place in &places {
+                            let wanted = if (place + round) % 5 == 0 { 0 } else { value };
+                            let found = client.read(place * STRIDE, STRIDE as usize);
+                            assert!(
+                                found.iter().all(|byte| *byte == wanted),
+                                "client {number}, round {round}, {place}: {found:x?}"
+                            );
+                        }
+                    }
+                });
+            }
+        });
+    }
+}
+
+/// A client writes whole blocks, waits and reads them back, while others on other engines change
+/// a few bytes of each: what only the first one writes is as it wrote it last.
+#[test]
+fn a_write_of_whole_blocks_is_not_undone() {
+    const BLOCK: usize = 4096;
+    for queues in [1, 2] {
+        let served = serve(faulty(1 << 20, BLOCK as u32, "seed=3;delay=100us,p99=1ms"), queues, bytes());
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for number in 0..3u64 {
+                let (served, stop) = (&served, &stop);
+                scope.spawn(move || {
+                    let mut client = served.client(ReplyStyle::Structured);
+                    while !stop.load(Ordering::Relaxed) {
+                        for block in 0..4u64 {
+                            let offset = block * BLOCK as u64 + number * 100 + 1;
+                            client.send(1, 0, block, offset, 50, &[0xaa; 50]);
+                        }
+                        (0..4).for_each(|_| assert_eq!(client.reply(|_| 0).error, 0));
+                    }
+                });
+            }
+            // Also when one of them fails.
+            struct Stop<'a>(&'a AtomicBool);
+            impl Drop for Stop<'_> {
+                fn drop(&mut self) {
+                    self.0.store(true, Ordering::Relaxed);
+                }
+            }
+            let _stop = Stop(&stop);
+            let mut client = served.client(ReplyStyle::Structured);
+            for round in 1..120u8 {
+                // Alternately as one write, and as zeroes.
+                let value = if round % 3 == 0 { 0 } else { round };
+                let error = match value {
+                    0 => client.call(6, 0, 0, 4 * BLOCK as u64, &[]).0,
+                    value => client.write(0, &[value; 4 * BLOCK]),
+                };
+                assert_eq!(error, 0);
+                let found = client.read(0, 4 * BLOCK);
+                for block in found.chunks(BLOCK) {
+                    let own = block[400..].iter().position(|byte| *byte != value);
+                    assert_eq!(own, None, "round {round}: {:#x?}", own.map(|at| block[400 + at]));
+                    assert!(block[..400].iter().all(|byte| [value, 0xaa].contains(byte)));
+                }
+            }
+        });
+    }
+}
+
+/// A write of whole blocks is on its way when no range is taken; a part of a block comes then.
+#[test]
+fn a_write_that_was_first_is_waited_for() {
+    for queues in [1, 2] {
+        let spec = "delay=50ms,op=write,count=1;delay=150ms,op=write,after=1";
+        let served = serve(faulty(1 << 20, 4096, spec), queues, bytes());
+        let mut whole = served.client(ReplyStyle::Structured);
+        let mut part = served.client(ReplyStyle::Structured);
+        whole.send(1, 0, 1, 0, 8192, &[1; 8192]);
+        wait_until("the write is in flight", || served.disk.stats().in_flight[1] == 1);
+        assert_eq!(part.write(4000, &[2; 200]), 0);
+        assert_eq!(whole.reply(|_| 0).error, 0);
+        let found = part.read(0, 8192);
+        assert!(found == [&[1; 4000][..], &[2; 200], &[1; 3992]].concat(), "{queues} queues");
+    }
+}
+
+/// Live changes wait for the I/O in flight, and that for nothing that they hold up.
+#[test]
+fn live_changes_pass_under_unaligned_writes() {
+    let served = serve(faulty(1 << 20, 512, "seed=5;delay=100us"), 2, bytes());
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for number in 0..2u64 {
+            let (served, stop) = (&served, &stop);
+            scope.spawn(move || {
+                let mut client = served.client(ReplyStyle::Simple);
+                while !stop.load(Ordering::Relaxed) {
+                    for request in 0..20u64 {
+                        client.send(1, 0, request, request * 700 + number, 700, &[7; 700]);
+                    }
+                    (0..20).for_each(|_| assert_eq!(client.reply(|_| 0).error, 0));
+                }
+            });
+        }
+        for round in 0..30 {
+            let writes = served.disk.stats()[StatGroup::Write].ios;
+            wait_until("writes", || served.disk.stats()[StatGroup::Write].ios > writes);
+            let scheduler = ["mq-deadline", "none"][round % 2];
+            served.disk.set("scheduler", scheduler).unwrap();
+            drop(served.disk.quiesce());
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn the_largest_requests_fit() {
+    const LARGE: usize = 32 << 20;
+    let served = serve(ram(), 1, bytes());
+    for (style, offset) in STYLES.into_iter().zip([1, 511, 4095]) {
+        let mut client = served.client(style);
+        let data: Vec<u8> = (0..LARGE).map(|at| ((at as u64 * 0x9e37_79b9) >> 13) as u8 | 1).collect();
+        assert_eq!(client.write(offset, &data), 0);
+        assert!(client.read(offset, LARGE) == data, "{style:?}");
+        assert_eq!(client.read(0, offset as usize), vec![0; offset as usize]);
+        assert_eq!(client.read(offset + LARGE as u64, 512), [0; 512]);
+        assert_eq!(client.call(6, 0, offset, LARGE as u64, &[]).0, 0);
+        assert!(client.read(offset, LARGE).iter().all(|byte| *byte == 0));
+    }
+}
+
+#[test]
+fn an_error_at_an_edge_is_answered_and_leaves_nothing_locked() {
+    let served = serve(faulty(1 << 20, 4096, "none"), 2, bytes());
+    let mut client = served.client(ReplyStyle::Structured);
+    let mut other = served.client(ReplyStyle::Structured);
+    assert_eq!(client.write(0, &[1; 64 << 10]), 0);
+    for fault in ["error=EIO,op=read", "error=EIO,op=read,range=4K-8K", "error=EIO,op=write"] {
+        served.disk.set("fault", fault).unwrap();
+        assert_eq!(client.write(100, &[2; 6000]), 5, "{fault}");
+        assert_eq!(client.call(6, 0, 100, 6000, &[]).0, 5, "{fault}");
+        served.disk.set("fault", "none").unwrap();
+        assert_eq!(other.write(0, &[1; 64 << 10]), 0);
+        assert_eq!(other.write(100, &[3; 6000]), 0);
+        assert_eq!(client.read(99, 6002), [&[1][..], &[3; 6000], &[1]].concat());
+    }
+}
+
+/// The requests in flight of a client that leaves complete, and then others have their turn.
+#[test]
+fn a_client_that_leaves_leaves_nothing_locked() {
+    let served = serve(faulty(1 << 20, 4096, "delay=20ms"), 2, bytes());
+    for round in 0..10 {
+        let mut leaves = served.client(ReplyStyle::Structured);
+        for request in 0..5u64 {
+            leaves.send(1, 0, request, 10 + request, 5000, &[round; 5000]);
+        }
+        drop(leaves);
+        let mut stays = served.client(ReplyStyle::Structured);
+        assert_eq!(stays.write(1, &[round; 5]), 0);
+        assert_eq!(stays.write(0, &[round; 8192]), 0);
+        assert_eq!(stays.read(4000, 200), [round; 200]);
+    }
+}
+
+#[test]
+fn bounds_are_bytes_and_whole_blocks_where_they_are_demanded() {
+    let served = serve(ram_of(8192, 512), 1, bytes());
+    let mut client = served.client(ReplyStyle::Structured);
+    assert_eq!(client.write(8191, &[1]), 0);
+    assert_eq!(client.write(8191, &[1, 1]), ENOSPC);
+    assert_eq!(client.call(6, 0, 8191, 2, &[]).0, ENOSPC);
+    for command in [0, 4, 5, 7] {
+        assert_eq!(client.call(command, 0, 8191, 2, &[]).0, EINVAL, "{command}");
+        assert_eq!(client.call(command, 0, 1, 0, &[]).0, EINVAL, "{command}");
+    }
+    assert_eq!(client.read(8000, 192), [&[0; 191][..], &[1]].concat());
+    drop(client);
+    let served = serve(ram_of(8192, 512), 1, options());
+    let mut client = served.client(ReplyStyle::Structured);
+    for (command, data) in [(0, &[][..]), (1, &[1; 511]), (4, &[]), (5, &[]), (6, &[]), (7, &[])] {
+        assert_eq!(client.call(command, 0, 512, 511, data).0, EINVAL, "{command}");
+    }
+}
