@@ -3,6 +3,10 @@
 //! A turn is: reap completions, complete requests in a batch, let the sources parse what
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
+#[cfg(simulation)]
+mod simulated;
+mod worker;
+
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
@@ -21,6 +25,10 @@ use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, lock, try_lock};
 use crate::watch::Look;
+
+#[cfg(simulation)]
+pub use simulated::SimulatedEngine;
+use worker::{Job, Worker};
 
 /// Submissions that an engine's ring has room for.
 const RING_ENTRIES: u32 = 512;
@@ -82,11 +90,32 @@ pub unsafe trait Source {
     fn is_stopped(&self) -> bool;
 }
 
+/// The name of a source of an engine. No two sources of an engine have the same, one after the
+/// other neither: what comes late for one that is gone reaches none.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct SourceId {
+    /// Its owner in tokens, which a successor may have again.
+    owner: u16,
+    generation: u64,
+}
+
+impl SourceId {
+    fn index(self) -> usize {
+        usize::from(self.owner - FIRST_SOURCE)
+    }
+}
+
+/// A source in its place.
+struct Placed {
+    id: SourceId,
+    source: Box<dyn Source>,
+}
+
 /// What a source sees of its engine.
 pub struct SourceContext<'a> {
     ring: &'a mut Ring,
     queues: &'a mut [Queue],
-    id: u16,
+    id: SourceId,
     handle: &'a EngineHandle,
     worker: &'a mut Worker,
 }
@@ -101,7 +130,7 @@ impl SourceContext<'_> {
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         // SAFETY: the caller's promise.
-        unsafe { self.ring.push(entry, Token::new(self.id, payload)) }
+        unsafe { self.ring.push(entry, self.token(payload)) }
     }
 
     /// What registers files and buffers with the engine's ring.
@@ -126,7 +155,7 @@ impl SourceContext<'_> {
     #[inline]
     pub fn submit(&mut self, queue: usize, mut bio: Bio) -> Result<(), Bio> {
         let user_data = bio.user_data;
-        bio.user_data = Token::new(self.id, user_data).0;
+        bio.user_data = self.token(user_data).0;
         let refused = self.queues[queue].submit(bio, Some(self.ring));
         refused.map_err(|bio| Bio { user_data, ..bio })
     }
@@ -158,9 +187,15 @@ impl SourceContext<'_> {
         monotonic_ns()
     }
 
-    /// This source's number.
-    pub fn id(&self) -> u16 {
+    /// This source's name.
+    pub fn id(&self) -> SourceId {
         self.id
+    }
+
+    /// The token under which [`SourceContext::push`] submits with that payload: for cancelling it.
+    #[inline]
+    pub fn token(&self, payload: u64) -> Token {
+        Token::new(self.id.owner, payload)
     }
 
     /// With this another thread can send to the source.
@@ -169,7 +204,8 @@ impl SourceContext<'_> {
     }
 
     /// Runs `job` on a worker thread (never the engine's) and delivers what it returns
-    /// through [`Source::on_message`]. For what may block: SEEK_HOLE, getaddrinfo.
+    /// through [`Source::on_message`], unless the source is gone by then. For what may block:
+    /// SEEK_HOLE, getaddrinfo. A job that panics delivers nothing.
     pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {
         let (handle, id) = (self.handle.clone(), self.id);
         let work: Job = Box::new(move || handle.send(id, job()));
@@ -177,47 +213,11 @@ impl SourceContext<'_> {
     }
 }
 
-type Job = Box<dyn FnOnce() + Send>;
-
-/// The thread for what may block, started when first needed.
-#[derive(Default)]
-#[cfg_attr(simulation, allow(dead_code, reason = "the simulated world has one thread"))]
-struct Worker {
-    jobs: Option<Sender<Job>>,
-}
-
-impl Worker {
-    /// The simulated world has one thread.
-    #[cfg(simulation)]
-    fn run(&mut self, job: Job) {
-        job();
-    }
-
-    #[cfg(not(simulation))]
-    fn run(&mut self, job: Job) {
-        let jobs = self.jobs.get_or_insert_with(|| {
-            let (sender, receiver) = channel::<Job>();
-            let body = move || {
-                while let Ok(job) = receiver.recv() {
-                    job();
-                }
-            };
-            let builder = thread::Builder::new().name("blkq-worker".into()).stack_size(STACK_BYTES);
-            // Without a thread the receiver is gone, and the job runs below.
-            let _ = builder.spawn(body);
-            sender
-        });
-        if let Err(refused) = jobs.send(job) {
-            (refused.0)();
-        }
-    }
-}
-
 /// What other threads ask of an engine.
 enum Message {
-    Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<u16, Error>>),
-    To(u16, Box<dyn Any + Send>),
-    Stop { id: u16, force: bool, stopped: Sender<()> },
+    Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<SourceId, Error>>),
+    To(SourceId, Box<dyn Any + Send>),
+    Stop { id: SourceId, force: bool, stopped: Sender<()> },
     Look { now_ns: u64, limit_ns: u64, found: Sender<Look> },
     Exit,
 }
@@ -255,18 +255,21 @@ impl EngineHandle {
         self.0.kernel_buffers.get().copied().unwrap_or(0)
     }
 
-    /// Makes a source on the engine's thread and starts it. Returns its number.
+    /// Makes a source on the engine's thread and starts it. Returns its name.
     ///
     /// # Errors
     /// What [`Source::start`] says, or that the engine has ended.
-    pub fn add_source(&self, make: impl FnOnce() -> Box<dyn Source> + Send + 'static) -> Result<u16, Error> {
+    pub fn add_source(
+        &self,
+        make: impl FnOnce() -> Box<dyn Source> + Send + 'static,
+    ) -> Result<SourceId, Error> {
         let (sender, receiver) = channel();
         self.post(Message::Add(Box::new(make), sender));
         receiver.recv().map_err(|_| Error::new(ErrorKind::System, "the engine has ended"))?
     }
 
     /// Sends `message` to source `id`; to one that is gone it is dropped.
-    pub fn send(&self, id: u16, message: Box<dyn Any + Send>) {
+    pub fn send(&self, id: SourceId, message: Box<dyn Any + Send>) {
         self.post(Message::To(id, message));
     }
 
@@ -280,7 +283,7 @@ impl EngineHandle {
     }
 
     /// Stops source `id` and waits until nothing of it is in flight and it is gone.
-    pub fn stop_source(&self, id: u16, force: bool) {
+    pub fn stop_source(&self, id: SourceId, force: bool) {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
         // An error says that the engine has ended, and the source with it.
@@ -366,8 +369,10 @@ impl Drop for EngineThread {
 struct Engine {
     ring: Ring,
     queues: Vec<Queue>,
-    sources: Vec<Option<Box<dyn Source>>>,
-    stopping: Vec<(u16, Sender<()>)>,
+    sources: Vec<Option<Placed>>,
+    stopping: Vec<(SourceId, Sender<()>)>,
+    /// How many sources there were so far.
+    generation: u64,
     handle: EngineHandle,
     kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
@@ -394,6 +399,7 @@ impl Engine {
             ring,
             queues,
             sources: Vec::new(),
+            generation: 0,
             stopping: Vec::new(),
             handle,
             kicks,
@@ -427,7 +433,7 @@ impl Engine {
     }
 
     fn is_stopped(&self) -> bool {
-        self.sources.iter().flatten().all(|source| source.is_stopped())
+        self.sources.iter().flatten().all(|placed| placed.source.is_stopped())
             && self.queues.iter().all(Queue::is_drained)
     }
 
@@ -484,15 +490,22 @@ impl Engine {
         index: usize,
         call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>) -> R,
     ) -> Option<R> {
-        let source = self.sources.get_mut(index)?.as_mut()?;
+        let placed = self.sources.get_mut(index)?.as_mut()?;
         let mut cx = SourceContext {
             ring: &mut self.ring,
             queues: &mut self.queues,
-            id: FIRST_SOURCE + index as u16,
+            id: placed.id,
             handle: &self.handle,
             worker: &mut self.worker,
         };
-        Some(call(&mut **source, &mut cx))
+        Some(call(&mut *placed.source, &mut cx))
+    }
+
+    /// Lends source `id`, unless it is gone, the rest of the engine.
+    fn with_named(&mut self, id: SourceId, call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>)) {
+        if self.sources.get(id.index()).is_some_and(|placed| placed.as_ref().is_some_and(|it| it.id == id)) {
+            self.with_source(id.index(), call);
+        }
     }
 
     /// Hands ended bios to the sources that submitted them.
@@ -527,12 +540,10 @@ impl Engine {
                     let _ = reply.send(self.add(make()));
                 }
                 Message::To(id, message) => {
-                    let index = usize::from(id.wrapping_sub(FIRST_SOURCE));
-                    self.with_source(index, |source, cx| source.on_message(cx, message));
+                    self.with_named(id, |source, cx| source.on_message(cx, message));
                 }
                 Message::Stop { id, force, stopped } => {
-                    let index = usize::from(id.wrapping_sub(FIRST_SOURCE));
-                    self.with_source(index, |source, cx| source.stop(cx, force));
+                    self.with_named(id, |source, cx| source.stop(cx, force));
                     self.stopping.push((id, stopped));
                 }
                 Message::Look { now_ns, limit_ns, found } => {
@@ -557,15 +568,15 @@ impl Engine {
             for hang in &mut look.hangs {
                 let Some(token) = hang.mark.map(Token) else { continue };
                 let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
-                let source = self.sources.get(index).and_then(Option::as_ref);
-                hang.client = source.and_then(|source| source.client_of(token.payload()));
+                let placed = self.sources.get(index).and_then(Option::as_ref);
+                hang.client = placed.and_then(|placed| placed.source.client_of(token.payload()));
             }
             all.add(look);
         }
         all
     }
 
-    fn add(&mut self, source: Box<dyn Source>) -> Result<u16, Error> {
+    fn add(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         if self.exit {
             return Err(Error::new(ErrorKind::System, "the engine has ended"));
         }
@@ -576,21 +587,23 @@ impl Engine {
                 self.sources.len() - 1
             }
         };
-        self.sources[index] = Some(source);
+        self.generation += 1;
+        let id = SourceId { owner: FIRST_SOURCE + index as u16, generation: self.generation };
+        self.sources[index] = Some(Placed { id, source });
         let started = self.with_source(index, |source, cx| source.start(cx));
         if let Some(Err(error)) = started {
             self.sources[index] = None;
             return Err(error);
         }
-        Ok(FIRST_SOURCE + index as u16)
+        Ok(id)
     }
 
     fn drop_stopped(&mut self) {
         let sources = &mut self.sources;
         self.stopping.retain(|(id, stopped)| {
-            let place = sources.get_mut(usize::from(id.wrapping_sub(FIRST_SOURCE)));
-            if let Some(place) = place {
-                if place.as_ref().is_some_and(|source| !source.is_stopped()) {
+            let named = |place: &&mut Option<Placed>| place.as_ref().is_some_and(|it| it.id == *id);
+            if let Some(place) = sources.get_mut(id.index()).filter(named) {
+                if place.as_ref().is_some_and(|placed| !placed.source.is_stopped()) {
                     return true;
                 }
                 *place = None;
@@ -625,57 +638,8 @@ impl Engine {
 
     fn deadline_ns(&self) -> Option<u64> {
         let queues = self.queues.iter().filter_map(Queue::deadline_ns);
-        let sources = self.sources.iter().flatten().filter_map(|source| source.deadline_ns());
+        let sources = self.sources.iter().flatten().filter_map(|placed| placed.source.deadline_ns());
         queues.chain(sources).min()
-    }
-}
-
-/// An engine that its owner turns, in the simulated world.
-#[cfg(simulation)]
-pub struct SimulatedEngine(Engine);
-
-#[cfg(simulation)]
-impl SimulatedEngine {
-    /// As [`EngineThread::spawn`], on this thread.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
-        let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
-        let handle = EngineHandle(Mailbox::new(kick));
-        Engine::new(queues, handle).map(SimulatedEngine)
-    }
-
-    /// With this one can send to its sources.
-    pub fn handle(&self) -> &EngineHandle {
-        &self.0.handle
-    }
-
-    /// As [`EngineHandle::add_source`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn add_source(&mut self, source: Box<dyn Source>) -> Result<u16, Error> {
-        self.0.add(source)
-    }
-
-    /// One turn, and the call into the kernel after it.
-    pub fn turn(&mut self) {
-        self.0.turn();
-        self.0.enter();
-    }
-
-    /// Turns until nothing is in flight, then closes the queues.
-    pub fn end(mut self) {
-        self.0.handle.post(Message::Exit);
-        for _ in 0..100_000 {
-            self.turn();
-            if self.0.is_stopped() {
-                self.0.queues.iter_mut().for_each(|queue| queue.close(Some(&mut self.0.ring)));
-                return;
-            }
-        }
-        panic!("the engine does not end");
     }
 }
 

@@ -122,7 +122,7 @@ pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Settings};
 pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, Taken};
 #[cfg(simulation)]
 pub use engine::SimulatedEngine;
-pub use engine::{EngineHandle, EngineThread, Source, SourceContext};
+pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;
 pub use local::LocalQueue;

@@ -5,7 +5,7 @@ mod common;
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -53,6 +53,12 @@ impl Load {
 }
 
 struct Ask(Sender<u64>);
+
+/// Offloads a job that waits for the first and then sends through the second.
+struct Wait(Receiver<()>, Sender<u64>);
+
+/// Offloads a job that panics.
+struct Panic;
 
 /// Marks what it submits with all 64 bits, and sends what comes back.
 struct Marks(Sender<(&'static str, u64)>);
@@ -121,6 +127,19 @@ unsafe impl Source for Load {
 
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         self.note_thread();
+        if message.is::<Panic>() {
+            return cx.offload(|| panic!("as the test wants it"));
+        }
+        let message = match message.downcast::<Wait>() {
+            Ok(wait) => {
+                return cx.offload(move || {
+                    let Wait(go, reply) = *wait;
+                    go.recv().unwrap();
+                    Box::new((reply, 1u64))
+                });
+            }
+            Err(other) => other,
+        };
         match message.downcast::<Ask>() {
             Ok(ask) => cx.offload(move || {
                 // Blocks, and says on which thread.
@@ -203,12 +222,12 @@ fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
     assert!(seen.dropped.load(Ordering::SeqCst));
     assert_eq!(*seen.stops.lock().unwrap(), [false]);
     assert_eq!(*seen.threads.lock().unwrap(), ["test-engine"]);
-    // Its number is free, and what is sent to it is dropped.
+    // Its place is free, and what is sent to it is dropped.
     engine.handle().send(id, Box::new(()));
     engine.handle().stop_source(id, true);
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
-    assert_eq!(engine.handle().add_source(move || Box::new(Load::new(&source, 1))).unwrap(), id);
+    assert_ne!(engine.handle().add_source(move || Box::new(Load::new(&source, 1))).unwrap(), id);
     drop(engine);
     assert!(seen.dropped.load(Ordering::SeqCst));
     assert_eq!(*seen.stops.lock().unwrap(), [true]);
@@ -452,4 +471,44 @@ fn a_panic_on_an_engine_aborts_the_process() {
     assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("engine-that-panics") && said.contains("a fault rule says so"), "{said}");
+}
+
+#[test]
+fn what_comes_late_for_a_source_reaches_no_successor() {
+    let engine = EngineThread::spawn("test", vec![(null_disk(1), 0)]).unwrap();
+    let handle = engine.handle();
+    let add = || {
+        let seen = Arc::new(Seen::default());
+        let its = seen.clone();
+        (handle.add_source(move || Box::new(Load::new(&its, 0))).unwrap(), seen)
+    };
+    let (first, _) = add();
+    let (go, waits) = channel();
+    let (reply, answer) = channel();
+    handle.send(first, Box::new(Wait(waits, reply)));
+    handle.stop_source(first, false);
+    let (second, seen) = add();
+    assert_ne!(first, second);
+    go.send(()).unwrap();
+    assert!(answer.recv_timeout(Duration::from_secs(20)).is_err(), "another source answered");
+    // Neither does it stop instead of the first.
+    handle.stop_source(first, true);
+    assert!(seen.stops.lock().unwrap().is_empty());
+    handle.stop_source(second, false);
+    assert_eq!(*seen.stops.lock().unwrap(), [false]);
+}
+
+#[test]
+fn a_job_that_panics_keeps_no_other_from_being_done() {
+    let engine = EngineThread::spawn("test", vec![(null_disk(1), 0)]).unwrap();
+    let seen = Arc::new(Seen::default());
+    let source = engine.handle().add_source(move || Box::new(Load::new(&seen, 0))).unwrap();
+    let (go, waits) = channel();
+    let (reply, answers) = channel();
+    engine.handle().send(source, Box::new(Wait(waits, reply.clone())));
+    engine.handle().send(source, Box::new(Panic));
+    engine.handle().send(source, Box::new(Ask(reply)));
+    go.send(()).unwrap();
+    assert_eq!(answers.recv_timeout(Duration::from_secs(20)), Ok(1));
+    assert_eq!(answers.recv_timeout(Duration::from_secs(20)), Ok(1), "lost, or not on the worker's thread");
 }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blkq::{EngineHandle, Error, ErrorKind};
+use blkq::{EngineHandle, Error, ErrorKind, SourceId};
 
 use super::handshake::TlsPolicy;
 use super::listener::{Listen, Opened, Place, Socket, SocketAccess};
@@ -158,7 +158,7 @@ pub struct NbdServer {
     registry: Arc<Registry>,
     /// The source that accepts is the first. Empty once stopped: its numbers may then be
     /// those of others.
-    sources: Mutex<Vec<(EngineHandle, u16)>>,
+    sources: Mutex<Vec<(EngineHandle, SourceId)>>,
 }
 
 impl NbdServer {

@@ -4,11 +4,12 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, Token};
+use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, SourceId};
 use io_uring::{opcode, types};
 
 use crate::buffers::BufferPool;
@@ -150,14 +151,16 @@ impl Core {
         let range = pending.to.offset..pending.to.offset + pending.length;
         let index = self.pending.remember(pending);
         let disk = cx.disk(queue).clone();
-        cx.offload(move || Box::new(Message::Extents(index, disk.driver().extents(range, max).ok())));
+        // A driver that panics there fails the command, as one that returns an error does.
+        let extents = AssertUnwindSafe(move || disk.driver().extents(range, max).ok());
+        cx.offload(move || Box::new(Message::Extents(index, catch_unwind(extents).unwrap_or(None))));
     }
 }
 
 /// Where clients of this engine come from.
 pub(super) enum Arrivals {
     /// A socket that listens, and other engines that may take a client over.
-    Listener(OwnedFd, Vec<(EngineHandle, u16)>),
+    Listener(OwnedFd, Vec<(EngineHandle, SourceId)>),
     /// One client.
     Client(Option<OwnedFd>),
     /// The engine with the socket.
@@ -512,7 +515,7 @@ unsafe impl Source for NbdSource {
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
         self.stopping = true;
         if self.accept_armed && !self.cancel_armed {
-            let accept = Token::new(cx.id(), token(ACCEPTED, 0)).0;
+            let accept = cx.token(token(ACCEPTED, 0)).0;
             self.cancel_armed = true;
             // SAFETY: no memory and no descriptor is passed.
             unsafe { cx.push(opcode::AsyncCancel::new(accept).build(), token(CANCELLED, 0)) }

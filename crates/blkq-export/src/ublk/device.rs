@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
-use blkq::{Disk, EngineHandle, Error, ErrorKind, Source};
+use blkq::{Disk, EngineHandle, Error, ErrorKind, Source, SourceId};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities, set_capabilities};
 
 use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX, STATE_DEAD};
@@ -71,7 +71,7 @@ pub struct UblkDevice {
 /// What of a device ends with its server.
 struct Serving {
     shared: Arc<Shared>,
-    sources: Vec<(EngineHandle, u16)>,
+    sources: Vec<(EngineHandle, SourceId)>,
 }
 
 impl Identity {

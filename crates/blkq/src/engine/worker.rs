@@ -1,0 +1,53 @@
+//! The thread on which an engine's sources do what may block.
+
+#[cfg(not(simulation))]
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::sync::mpsc::Sender;
+#[cfg(not(simulation))]
+use crate::sync::{mpsc::channel, thread};
+
+#[cfg(not(simulation))]
+use super::STACK_BYTES;
+
+/// What a worker does.
+pub(super) type Job = Box<dyn FnOnce() + Send>;
+
+/// The thread for what may block, started when first needed.
+#[derive(Default)]
+#[cfg_attr(simulation, allow(dead_code, reason = "the simulated world has one thread"))]
+pub(super) struct Worker {
+    jobs: Option<Sender<Job>>,
+}
+
+impl Worker {
+    /// The simulated world has one thread.
+    #[cfg(simulation)]
+    pub fn run(&mut self, job: Job) {
+        job();
+    }
+
+    /// Has the thread do `job` after those before it.
+    #[cfg(not(simulation))]
+    pub fn run(&mut self, job: Job) {
+        let jobs = self.jobs.get_or_insert_with(|| {
+            let (sender, receiver) = channel::<Job>();
+            let body = move || {
+                while let Ok(job) = receiver.recv() {
+                    // What panics is the job's defect, which the panic hook has printed: those
+                    // behind it are done all the same.
+                    let _ = catch_unwind(AssertUnwindSafe(job));
+                }
+            };
+            let builder = thread::Builder::new().name("blkq-worker".into()).stack_size(STACK_BYTES);
+            // Without a thread the receiver is gone, and the job runs below.
+            let _ = builder.spawn(body);
+            sender
+        });
+        if let Err(refused) = jobs.send(job) {
+            // The next one may have a thread again.
+            self.jobs = None;
+            (refused.0)();
+        }
+    }
+}
