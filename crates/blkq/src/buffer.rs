@@ -2,6 +2,9 @@
 //! that somebody keeps alive, [`KernelPages`] names memory that only the kernel reaches,
 //! [`Data`] is what a bio carries.
 
+#[cfg_attr(any(loom, shuttle), allow(dead_code, reason = "the ring of a model registers nothing"))]
+pub(crate) mod registration;
+
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -26,13 +29,18 @@ pub struct Segment {
     pub ptr: *mut u8,
     /// Length in bytes.
     pub len: u32,
-    /// Index of the ring's registered buffer that holds all of it, or [`Segment::UNREGISTERED`].
-    pub registered: u16,
+    /// The registration of the buffer that holds all of it, or [`Segment::UNREGISTERED`].
+    pub(crate) registered: u16,
 }
 
 impl Segment {
-    /// `registered` of memory that the ring does not know.
-    pub const UNREGISTERED: u16 = u16::MAX;
+    /// `registered` of memory that no ring knows.
+    pub(crate) const UNREGISTERED: u16 = u16::MAX;
+
+    /// The `len` bytes from `ptr` on.
+    pub const fn new(ptr: *mut u8, len: u32) -> Segment {
+        Segment { ptr, len, registered: Segment::UNREGISTERED }
+    }
 }
 
 // SAFETY: a segment is an address; what may be done with it on which thread is the
@@ -112,20 +120,32 @@ impl IoBuffer {
         }
     }
 
-    /// Whether a ring knows the buffer (see [`Ring::register_buffer`](crate::Ring::register_buffer)).
+    /// Whether the buffer is registered with a ring that is still there
+    /// ([`Registrar::register_buffer`](crate::Registrar::register_buffer)).
     pub fn is_registered(&self) -> bool {
-        self.registered != Segment::UNREGISTERED
+        #[cfg(not(any(loom, shuttle)))]
+        return registration::is_open(self.registered);
+        #[cfg(any(loom, shuttle))]
+        return false;
     }
 
-    /// Notes that the ring knows this memory as registered buffer `index`.
+    /// Notes that the buffer's registration is `number`, and no longer what it was.
     #[cfg(not(any(loom, shuttle)))]
-    pub(crate) fn set_registered(&mut self, index: u16) {
-        self.registered = index;
+    pub(crate) fn set_registration(&mut self, number: u16) {
+        registration::drop_buffer(std::mem::replace(&mut self.registered, number));
+    }
+
+    /// The ring has taken the buffer out of its table.
+    #[cfg(not(any(loom, shuttle)))]
+    pub(crate) fn clear_registration(&mut self) {
+        self.registered = Segment::UNREGISTERED;
     }
 }
 
 impl Drop for IoBuffer {
     fn drop(&mut self) {
+        #[cfg(not(any(loom, shuttle)))]
+        registration::drop_buffer(self.registered);
         let layout = Self::layout(self.len);
         if layout.size() < MAPPED_MIN_BYTES {
             // SAFETY: allocated in `zeroed` with this very layout, freed once.

@@ -259,6 +259,13 @@ impl DriverContext<'_> {
         self.clock.now_ns()
     }
 
+    /// The place of the registered buffer that holds `segment`, for READ_FIXED and WRITE_FIXED;
+    /// none if the queue's ring has none.
+    #[inline]
+    pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
+        self.ring.as_ref()?.registered_buffer(segment)
+    }
+
     /// Submits `entry` to the ring; its completion comes to
     /// [`DriverQueue::complete_cqe`] with the low 48 bits of `payload`.
     ///

@@ -112,7 +112,7 @@ mod tests {
     use crate::slab::slice_segments;
 
     fn segment(len: u32) -> Segment {
-        Segment { ptr: std::ptr::without_provenance_mut(4096), len, registered: Segment::UNREGISTERED }
+        Segment::new(std::ptr::without_provenance_mut(4096), len)
     }
 
     /// A bio inside the device: limits, operation, no-unmap, offset, length, and memory cut at will.

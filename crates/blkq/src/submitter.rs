@@ -224,6 +224,6 @@ unsafe impl SegmentOwner for Borrowed {
 /// # Safety
 /// The memory must stay valid, and borrowed as the operation needs, until the bio ended.
 unsafe fn borrowed(ptr: *mut u8, len: usize) -> Data {
-    let segment = Segment { ptr, len: len as u32, registered: Segment::UNREGISTERED };
+    let segment = Segment::new(ptr, len as u32);
     Data::Segments(Box::new(Box::new(Borrowed([segment]))))
 }

@@ -48,12 +48,14 @@ impl<'a> Registrar<'a> {
     }
 
     /// Registers `buffer`, so that direct I/O need not pin its pages each time. A buffer that
-    /// cannot be registered (locked-memory limit, table full) stays as it is, which is no error.
+    /// cannot be registered (locked-memory limit, table full, registered already) stays as it is,
+    /// which is no error. To another ring it is a buffer that is not registered; once dropped it
+    /// leaves the table when room is needed.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
         self.0.register_buffer(buffer);
     }
 
-    /// Undoes [`Registrar::register_buffer`].
+    /// Undoes [`Registrar::register_buffer`]; does nothing with a buffer of another ring.
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
         self.0.unregister_buffer(buffer);
     }

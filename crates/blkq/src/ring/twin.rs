@@ -7,7 +7,7 @@ use std::time::Duration;
 use io_uring::{squeue, types};
 
 use super::{Cqe, FileSlot, RingCounters, Token};
-use crate::buffer::IoBuffer;
+use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::kick::Kick;
 use crate::sync::thread;
@@ -80,6 +80,10 @@ impl Ring {
     pub fn register_buffer(&mut self, _buffer: &mut IoBuffer) {}
 
     pub fn unregister_buffer(&mut self, _buffer: &mut IoBuffer) {}
+
+    pub fn registered_buffer(&self, _segment: &Segment) -> Option<u16> {
+        None
+    }
 
     pub fn kernel_buffers_left(&self) -> u16 {
         0

@@ -11,6 +11,7 @@ use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
 use super::{Cqe, FileSlot, RingCounters, Token, new_ring_id, policy};
+use crate::buffer::registration::BufferTable;
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
 
@@ -44,10 +45,7 @@ pub struct Ring {
     id: u64,
     probe: Probe,
     files: Vec<u32>,
-    buffers: Vec<u16>,
-    /// Bytes of the buffers that are registered, and the most that there may be.
-    registered: usize,
-    registered_max: usize,
+    buffers: BufferTable,
     /// The slots for the kernel to fill that nobody has.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
@@ -96,23 +94,22 @@ impl Ring {
         }
         // Without room for locked memory the table stays away and buffers are not registered.
         let slots = BUFFER_SLOTS + KERNEL_SLOTS;
-        let (buffers, kernel_buffers) = match submitter.register_buffers_sparse(u32::from(slots)) {
-            Ok(()) => ((0..BUFFER_SLOTS).rev().collect(), BUFFER_SLOTS..slots),
-            Err(_) => (Vec::new(), 0..0),
+        let (buffer_slots, kernel_buffers) = match submitter.register_buffers_sparse(u32::from(slots)) {
+            Ok(()) => (BUFFER_SLOTS, BUFFER_SLOTS..slots),
+            Err(_) => (0, 0..0),
         };
         let files = (0..file_slots).rev().collect();
         if let Some(policy) = policy() {
             restrict(&uring, policy.operations)
                 .map_err(|e| Error::system("cannot restrict io_uring to what is needed", e))?;
         }
+        let id = new_ring_id();
         Ok(Ring {
             uring,
-            id: new_ring_id(),
+            id,
             probe,
             files,
-            buffers,
-            registered: 0,
-            registered_max: *REGISTERED_MAX,
+            buffers: BufferTable::new(id, buffer_slots, *REGISTERED_MAX),
             kernel_buffers,
             counters: RingCounters::default(),
             early: Vec::new(),
@@ -261,36 +258,51 @@ impl Ring {
     /// time. Not being able to (locked-memory limit, table full) is no error: the buffer
     /// then stays as it is.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
-        if self.registered + buffer.len() > self.registered_max {
-            return;
+        if !self.buffers.has_room(buffer.len()) {
+            self.unregister_dropped();
         }
-        let Some(slot) = self.buffers.pop() else { return };
+        let Some(place) = self.buffers.insert(buffer) else { return };
         let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         // SAFETY: the kernel pins the pages itself; unregistering or closing the ring unpins them.
-        let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[iovec], None) };
-        match done {
-            Ok(_) => {
-                self.registered += buffer.len();
-                buffer.set_registered(slot);
-            }
-            Err(_) => self.buffers.push(slot),
+        // An entry names the place only for memory of the buffer (`Ring::registered_buffer`).
+        let done =
+            unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };
+        if done.is_err() {
+            self.buffers.remove(place, true);
+            buffer.clear_registration();
         }
     }
 
-    /// Undoes [`Ring::register_buffer`]; to be called before a registered buffer is dropped.
+    /// Undoes [`Ring::register_buffer`].
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        let slot = buffer.segment().registered;
-        if slot == Segment::UNREGISTERED {
-            return;
+        let Some(place) = self.registered_buffer(&buffer.segment()) else { return };
+        self.unregister_place(place);
+        buffer.clear_registration();
+    }
+
+    /// The place of the registered buffer that holds `segment`, to be named in an entry; none if
+    /// this ring has none.
+    #[inline]
+    pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
+        if segment.registered == Segment::UNREGISTERED {
+            return None;
         }
+        self.buffers.place(segment.registered)
+    }
+
+    /// Takes buffers out of the table that were dropped while they were registered.
+    fn unregister_dropped(&mut self) {
+        while let Some(place) = self.buffers.next_dropped() {
+            self.unregister_place(place);
+        }
+    }
+
+    fn unregister_place(&mut self, place: u16) {
         let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: an empty entry unpins what the slot held.
-        let done = unsafe { self.uring.submitter().register_buffers_update(u32::from(slot), &[empty], None) };
-        if done.is_ok() {
-            self.registered -= buffer.len();
-            self.buffers.push(slot);
-        }
-        buffer.set_registered(Segment::UNREGISTERED);
+        // SAFETY: an empty entry unpins what the place held.
+        let done =
+            unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[empty], None) };
+        self.buffers.remove(place, done.is_ok());
     }
 
     /// How many slots [`Ring::keep_kernel_buffers`] can still keep.
@@ -380,7 +392,7 @@ mod tests {
         assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS - 4000);
         let mut buffer = IoBuffer::zeroed(4096);
         ring.register_buffer(&mut buffer);
-        assert!(buffer.segment().registered < first);
+        assert!(ring.registered_buffer(&buffer.segment()).unwrap() < first);
         assert_eq!(ring.keep_kernel_buffers(90).unwrap(), first + 4000);
         assert!(ring.keep_kernel_buffers(7).is_err());
         ring.unregister_buffer(&mut buffer);
@@ -421,7 +433,7 @@ mod tests {
     #[test]
     fn buffers_are_registered_up_to_a_share_of_what_may_be_locked() {
         let mut ring = Ring::new(4).unwrap();
-        ring.registered_max = 8192;
+        ring.buffers.bytes_max = 8192;
         let mut buffers = [IoBuffer::zeroed(4096), IoBuffer::zeroed(4096), IoBuffer::zeroed(4096)];
         buffers.iter_mut().for_each(|buffer| ring.register_buffer(buffer));
         assert_eq!(buffers.each_ref().map(IoBuffer::is_registered), [true, true, false]);
@@ -429,6 +441,68 @@ mod tests {
         ring.register_buffer(&mut buffers[2]);
         assert!(buffers[2].is_registered());
         buffers.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
+    }
+
+    /// Reads the beginning of this program into `buffer`, by its registration if the ring
+    /// has it, else by address.
+    fn read_into(ring: &mut Ring, buffer: &mut IoBuffer) -> i32 {
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        let segment = buffer.segment();
+        let file_fd = types::Fd(file.as_raw_fd());
+        let entry = match ring.registered_buffer(&segment) {
+            Some(place) => opcode::ReadFixed::new(file_fd, segment.ptr, segment.len, place).build(),
+            None => opcode::Read::new(file_fd, segment.ptr, segment.len).build(),
+        };
+        // SAFETY: buffer and file live until the completion below.
+        unsafe { ring.push(entry, Token::new(1, 1)) };
+        let mut cqes = Vec::new();
+        while cqes.is_empty() {
+            ring.enter(1, None);
+            ring.reap_all(&mut cqes);
+        }
+        cqes[0].result
+    }
+
+    #[test]
+    fn a_registered_buffer_means_nothing_to_another_ring() {
+        let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
+        let (mut buffer, mut foreign) = (IoBuffer::zeroed(4096), IoBuffer::zeroed(4096));
+        ring.register_buffer(&mut buffer);
+        other.register_buffer(&mut foreign);
+        assert_eq!(ring.registered_buffer(&buffer.segment()), other.registered_buffer(&foreign.segment()));
+        assert_eq!(ring.registered_buffer(&foreign.segment()), None);
+        // A second registration, or unregistering with the wrong ring, changes nothing.
+        ring.register_buffer(&mut foreign);
+        ring.unregister_buffer(&mut foreign);
+        assert!(foreign.is_registered() && buffer.is_registered());
+        for buffer in [&mut buffer, &mut foreign] {
+            assert_eq!(read_into(&mut ring, buffer), 4096);
+            assert_eq!(&buffer[..4], b"\x7fELF");
+        }
+        drop(other);
+        assert!(!foreign.is_registered());
+        ring.register_buffer(&mut foreign);
+        assert!(ring.registered_buffer(&foreign.segment()).is_some());
+    }
+
+    #[test]
+    fn a_buffer_dropped_while_registered_leaves_nothing_behind() {
+        let mut ring = Ring::new(4).unwrap();
+        ring.buffers.bytes_max = 4 * 4096;
+        let mut kept = IoBuffer::zeroed(4096);
+        ring.register_buffer(&mut kept);
+        // Many more than places and bytes; on the heap they have the same addresses.
+        for _ in 0..2000 {
+            let mut buffer = IoBuffer::zeroed(4096);
+            ring.register_buffer(&mut buffer);
+            assert!(buffer.is_registered());
+            std::thread::scope(|scope| _ = scope.spawn(move || drop(buffer)));
+        }
+        assert_eq!(read_into(&mut ring, &mut kept), 4096);
+        let mut last = IoBuffer::zeroed(4096);
+        ring.register_buffer(&mut last);
+        assert_eq!(read_into(&mut ring, &mut last), 4096);
+        assert_eq!(&last[..4], b"\x7fELF");
     }
 
     #[test]

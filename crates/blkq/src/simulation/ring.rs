@@ -6,6 +6,7 @@ use std::time::Duration;
 use io_uring::{squeue, types};
 
 use super::with;
+use crate::buffer::registration::BufferTable;
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::ring::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
@@ -18,19 +19,19 @@ pub struct Ring {
     id: u64,
     queued: Vec<squeue::Entry>,
     files: Vec<i32>,
-    buffers: Vec<u16>,
+    buffers: BufferTable,
     counters: RingCounters,
 }
 
 #[allow(missing_docs, reason = "as those of the real ring")]
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
-        let buffers = (0..BUFFER_SLOTS).rev().collect();
+        let id = new_ring_id();
         Ok(Ring {
-            id: new_ring_id(),
+            id,
             queued: Vec::new(),
             files: Vec::new(),
-            buffers,
+            buffers: BufferTable::new(id, BUFFER_SLOTS, usize::MAX),
             counters: RingCounters::default(),
         })
     }
@@ -92,16 +93,21 @@ impl Ring {
     }
 
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
-        if let Some(slot) = self.buffers.pop() {
-            buffer.set_registered(slot);
+        while let Some(place) = self.buffers.next_dropped() {
+            self.buffers.remove(place, true);
         }
+        self.buffers.insert(buffer);
     }
 
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        if buffer.segment().registered != Segment::UNREGISTERED {
-            self.buffers.push(buffer.segment().registered);
-            buffer.set_registered(Segment::UNREGISTERED);
+        if let Some(place) = self.registered_buffer(&buffer.segment()) {
+            self.buffers.remove(place, true);
+            buffer.clear_registration();
         }
+    }
+
+    pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
+        self.buffers.place(segment.registered)
     }
 
     pub fn kernel_buffers_left(&self) -> u16 {

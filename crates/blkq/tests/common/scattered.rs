@@ -53,7 +53,7 @@ impl Scattered {
             let ptr = unsafe { base.add(at) };
             // SAFETY: as above.
             unsafe { ptr.copy_from_nonoverlapping(bytes[done..].as_ptr(), data) };
-            segments.push(Segment { ptr, len: len as u32, registered: Segment::UNREGISTERED });
+            segments.push(Segment::new(ptr, len as u32));
             // What is not of the bio may not be touched either.
             gaps.push((ptr.wrapping_add(data).cast_const(), len - data + gap));
             done += data;

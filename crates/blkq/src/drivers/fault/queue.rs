@@ -269,7 +269,7 @@ impl FaultQueue {
         for segment in segments.iter_mut() {
             // SAFETY: the memory of a write in flight is valid, and the copy is as long as all of it.
             unsafe { base.add(at).copy_from_nonoverlapping(segment.ptr, segment.len as usize) };
-            *segment = Segment { ptr: base.wrapping_add(at), registered: Segment::UNREGISTERED, ..*segment };
+            *segment = Segment::new(base.wrapping_add(at), segment.len);
             at += segment.len as usize;
         }
         let bit = below(&mut self.random, length as u64 * 8);

@@ -314,7 +314,7 @@ impl LoopQueue {
         let iovecs = &mut self.iovecs[begin..begin + room];
         let mut skip = done;
         let mut count = 0;
-        let mut only = Segment { ptr: std::ptr::null_mut(), len: 0, registered: Segment::UNREGISTERED };
+        let mut only = Segment::new(std::ptr::null_mut(), 0);
         for &tag in tags {
             cx.for_each_segment(tag, |segment| {
                 if skip >= u64::from(segment.len) {
@@ -334,19 +334,18 @@ impl LoopQueue {
                 }
             });
         }
-        let Segment { ptr, len, registered } = only;
+        let Segment { ptr, len, .. } = only;
         let vectors = iovecs.as_ptr().cast();
-        match (read, count == 1, registered != Segment::UNREGISTERED) {
-            (true, true, true) => opcode::ReadFixed::new(file, ptr, len, registered).offset(offset).build(),
-            (true, true, false) => opcode::Read::new(file, ptr, len).offset(offset).build(),
-            (true, false, _) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
-            (false, true, true) => {
-                opcode::WriteFixed::new(file, ptr, len, registered).offset(offset).rw_flags(rw_flags).build()
+        let registered = if count == 1 { cx.registered_buffer(&only) } else { None };
+        match (read, count, registered) {
+            (true, 1, Some(index)) => opcode::ReadFixed::new(file, ptr, len, index).offset(offset).build(),
+            (true, 1, None) => opcode::Read::new(file, ptr, len).offset(offset).build(),
+            (true, ..) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
+            (false, 1, Some(index)) => {
+                opcode::WriteFixed::new(file, ptr, len, index).offset(offset).rw_flags(rw_flags).build()
             }
-            (false, true, false) => {
-                opcode::Write::new(file, ptr, len).offset(offset).rw_flags(rw_flags).build()
-            }
-            (false, false, _) => {
+            (false, 1, None) => opcode::Write::new(file, ptr, len).offset(offset).rw_flags(rw_flags).build(),
+            (false, ..) => {
                 opcode::Writev::new(file, vectors, count as u32).offset(offset).rw_flags(rw_flags).build()
             }
         }
