@@ -7,7 +7,7 @@ pub(crate) mod registration;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -109,15 +109,20 @@ impl IoBuffer {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
     }
 
-    /// Gives the pages back to the system until they are used again; the content is zeroes
-    /// then. A buffer that a ring knows keeps its pages: the ring would go on with the old ones.
+    /// Releases the whole pages of the system that lie inside the buffer; their content is zeroes
+    /// from then on. A buffer that a ring knows keeps its pages: the ring would go on with the old
+    /// ones.
     pub fn give_back_pages(&mut self) {
-        if !self.is_registered() {
-            let (start, bytes) = (self.ptr.as_ptr().cast(), Self::layout(self.len).size());
-            // SAFETY: whole pages that this buffer owns exclusively. That the kernel does not
-            // do it only leaves them where they are.
-            let _ = unsafe { madvise(start, bytes, Advice::LinuxDontNeed) };
+        let start = self.ptr.as_ptr();
+        let pages = whole_pages(start.addr(), Self::layout(self.len).size(), rustix::param::page_size());
+        if self.is_registered() || pages.is_empty() {
+            return;
         }
+        // SAFETY: inside the allocation.
+        let first = unsafe { start.add(pages.start) }.cast();
+        // SAFETY: whole pages that this buffer owns exclusively. That the kernel does not
+        // do it only leaves them where they are.
+        let _ = unsafe { madvise(first, pages.len(), Advice::LinuxDontNeed) };
     }
 
     /// Whether the buffer is registered with a ring that is still there
@@ -140,6 +145,14 @@ impl IoBuffer {
     pub(crate) fn clear_registration(&mut self) {
         self.registered = Segment::UNREGISTERED;
     }
+}
+
+/// Which of the `bytes` from `address` on are whole pages of `page` bytes. Where those are larger
+/// than [`BUFFER_ALIGN`], the first and the last may be shared with other memory of the heap.
+fn whole_pages(address: usize, bytes: usize, page: usize) -> Range<usize> {
+    let first = address.next_multiple_of(page) - address;
+    let end = bytes.saturating_sub((address + bytes) % page);
+    first..end.max(first)
 }
 
 impl Drop for IoBuffer {
@@ -183,8 +196,9 @@ impl fmt::Debug for IoBuffer {
 /// The owner of scattered memory: a guest's pages, a caller's slices.
 ///
 /// # Safety
-/// The segments must stay valid, and the same, for as long as the value lives, may be
-/// accessed from any thread, and nobody else may touch memory that a read fills.
+/// The segments must stay valid, and the same, for as long as the value lives, and may be accessed
+/// from any thread. Until a bio with it has completed nobody else may touch memory that a read
+/// fills, nor write what a write reads.
 pub unsafe trait SegmentOwner: Send {
     /// The memory, in the order of the device's bytes.
     fn segments(&self) -> &[Segment];
@@ -204,8 +218,9 @@ impl KernelPages {
     /// The first `len` bytes of the registered buffer `index`.
     ///
     /// # Safety
-    /// A bio with it must be submitted to a queue on the ring that knows it, and the buffer must
-    /// stay registered, with at least `len` bytes, until the bio has completed.
+    /// Bios with it, with a copy or a part of it must be submitted only to queues on the ring that
+    /// knows it, and the buffer must stay registered, with at least `len` bytes, until they have
+    /// completed.
     pub unsafe fn new(index: u16, len: u32) -> KernelPages {
         KernelPages { offset: 0, len, index }
     }
@@ -231,9 +246,12 @@ impl KernelPages {
     }
 
     /// The part of `len` bytes from byte `skip` on.
+    ///
+    /// # Panics
+    /// If it does not end inside.
     #[must_use]
     pub fn part(self, skip: u32, len: u32) -> KernelPages {
-        debug_assert!(u64::from(skip) + u64::from(len) <= u64::from(self.len));
+        assert!(skip.checked_add(len).is_some_and(|end| end <= self.len), "a part beyond the buffer");
         KernelPages { offset: self.offset + skip, len, index: self.index }
     }
 }
@@ -331,6 +349,38 @@ mod tests {
         assert_eq!((buffer[0], buffer[6 << 20], buffer[(32 << 20) - 1]), (0, 0, 0));
         buffer.give_back_pages();
         assert_eq!((resident_pages(&buffer), buffer[5 << 20]), (0, 0));
+    }
+
+    #[test]
+    fn only_whole_pages_inside_the_buffer_are_given_back() {
+        for page in [4096, 16 << 10, 64 << 10] {
+            for address in (0..32).map(|index| (1 << 30) + index * BUFFER_ALIGN) {
+                for bytes in (1..40).map(|count| count * BUFFER_ALIGN) {
+                    let Range { start, end } = whole_pages(address, bytes, page);
+                    assert!(start <= end);
+                    if start < end {
+                        assert!(
+                            (address + start).is_multiple_of(page) && (address + end).is_multiple_of(page)
+                        );
+                        assert!(end <= bytes && start < page && bytes - end < page, "and all of them");
+                    } else {
+                        assert!(bytes < 2 * page - BUFFER_ALIGN, "there is one");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_of_kernel_pages_lies_inside_them() {
+        // SAFETY: no bio is made of it.
+        let pages = unsafe { KernelPages::new(3, 4096) };
+        let part = pages.part(512, 3584);
+        assert_eq!((part.offset(), part.len(), part.index()), (512, 3584, 3));
+        for (skip, len) in [(512, 3585), (4097, 0), (u32::MAX, 2)] {
+            let beyond = std::panic::catch_unwind(|| pages.part(skip, len));
+            assert!(beyond.is_err(), "{skip} {len}");
+        }
     }
 
     #[test]
