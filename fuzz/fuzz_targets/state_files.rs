@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use blkq_cli::commands::recover::attach_args;
-use blkq_cli::devices::all;
-use blkq_cli::state::{STATE_DIR_VARIABLE, StateDir, check_name, parse_state};
+use blkq_cli::devices::{Entry, all};
+use blkq_cli::state::{Dead, STATE_DIR_VARIABLE, StateDir, check_name, parse_state};
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value, json};
@@ -135,8 +135,13 @@ fuzz_target!(|data: &[u8]| {
     let names = dir.names().expect("a directory that can be read");
     assert!(names.iter().all(|name| check_name(name).is_ok()));
     // No daemon has a lock, and there is no kernel's device: all of them are dead.
-    let left = all(&dir).expect("a directory that can be read");
-    assert!(left.is_empty(), "{left:?}");
+    for entry in all(&dir).expect("a directory that can be read") {
+        assert!(!matches!(entry, Entry::Device(_)), "{entry:?}");
+    }
+    assert_eq!(dir.names().expect("nothing changed"), names);
+    for name in &names {
+        assert!(matches!(dir.clear_dead(name), Ok(Dead::Cleared(_))), "{name}");
+    }
     assert_eq!(dir.names().expect("as before"), <[String; 0]>::default());
     for name in names {
         for ending in &ENDINGS[..6] {

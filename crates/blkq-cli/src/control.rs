@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::complain;
 use crate::failure::{Failure, Outcome};
-use crate::state::{DYING_WAIT, Dead, StateDir};
+use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
 
 /// Longest line of either side, newline included.
@@ -274,11 +274,11 @@ pub fn ask_if_there<T: DeserializeOwned>(
     if crate::state::check_name(name).is_ok() {
         match call(dir, name, request)? {
             Called::Answered(answer) => return Ok(Some(answer)),
-            Called::Nobody => match dir.clear_dead(name)? {
-                Dead::Cleared(last_words) => return Err(died(name, &last_words)),
-                Dead::Orphan(orphan) => return Err(orphan.refusal()),
-                Dead::No => {}
-            },
+            Called::Nobody => {
+                if let Found::Remains(remains) = dir.inspect(name)? {
+                    return Err(remains.failure());
+                }
+            }
         }
     }
     Ok(None)

@@ -24,6 +24,7 @@ use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::serve::Device;
 use crate::signals::{Signal, Signals};
+use crate::size::format_size;
 use crate::state::{Claim, Orphan, StateDir};
 use crate::{log, systemd};
 
@@ -200,8 +201,11 @@ impl Daemon {
             device.confine(claim.file(".lock"))?;
             device.attend()?;
             let info = device.info()?;
-            parent.tell(&reply_line(Ok(&info)))?;
             let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
+            if log::path().is_some() {
+                log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
+            }
+            parent.tell(&reply_line(Ok(&info)))?;
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
             Ok(())
         };
@@ -289,10 +293,10 @@ impl Daemon {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
                     return Some(ExitCode::from(EXIT_FAILED));
                 }
-                spawn_answer(&self.shared, |shared| {
+                spawn_answer(&self.shared, move |shared| {
                     match shared.close(Stage::Ending, |device| device.close(true)) {
                         Ok(()) => {
-                            log::line("ending: a signal asked for it");
+                            log::line(&format!("ending: {} asked for it", signal.name()));
                             shared.end(None);
                         }
                         Err(failure) => log::line(&format!("not ending: {failure}")),
@@ -378,15 +382,18 @@ impl Shared {
             Ok(request) => request,
             Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
         };
+        let refused = |failure: &Failure| log::line(&format!("refused: {failure}"));
         let reply = match request {
             Request::Ping {} => reply_line(Ok(())),
             Request::Show {} => reply_line(self.device.info()),
             Request::Stat {} => reply_line(Ok(self.device.statistics())),
-            Request::Set { settings } => reply_line(self.set(&settings)),
+            Request::Set { settings } => reply_line(self.set(&settings).inspect_err(refused)),
             Request::Resize { size } => {
-                log::line(&format!("resize to {size:?}"));
+                log::line(&size.map_or("resize to the size of the image".to_owned(), |bytes| {
+                    format!("resize to {} ({bytes} bytes)", format_size(bytes))
+                }));
                 let open = self.stage().check();
-                reply_line(open.and_then(|()| self.device.resize(size)))
+                reply_line(open.and_then(|()| self.device.resize(size)).inspect_err(refused))
             }
             Request::Leave {} => match self.leave() {
                 Ok(()) => {
@@ -446,7 +453,7 @@ impl Shared {
 
     fn change(&self, settings: &[(String, String)]) -> Outcome {
         for (done, (key, value)) in settings.iter().enumerate() {
-            log::line(&format!("set {key:?} to {value:?}"));
+            log::line(&format!("set {key}={value}"));
             self.set_one(key, value).map_err(|e| {
                 let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
                 let note =

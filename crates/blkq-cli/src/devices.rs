@@ -5,11 +5,10 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::backing::{FileId, is_behind};
-use crate::complain;
-use crate::control::{Called, Request, call, died, no_such_device};
+use crate::control::{Called, Request, call, no_such_device};
 use crate::failure::{Failure, Outcome};
-use crate::info::{DeviceInfo, StateFile};
-use crate::state::{Dead, StateDir, check_name, read_state};
+use crate::info::DeviceInfo;
+use crate::state::{Fate, Found, Remains, StateDir, check_name, read_state};
 
 /// One that there is.
 #[derive(Serialize, Debug)]
@@ -17,17 +16,8 @@ use crate::state::{Dead, StateDir, check_name, read_state};
 pub enum Entry {
     /// Its daemon told of it.
     Device(Box<DeviceInfo>),
-    /// A kernel's block device whose daemon is gone.
-    Orphan {
-        /// Its name.
-        name: String,
-        /// The image behind it.
-        image: String,
-        /// Where clients find it.
-        exports: Vec<String>,
-        /// What can be done.
-        error: String,
-    },
+    /// Its daemon died.
+    Remains(Box<Remains>),
     /// Its daemon does not tell.
     Silent {
         /// Its name.
@@ -37,34 +27,34 @@ pub enum Entry {
     },
 }
 
-/// All devices, by name. Those whose daemon was killed are cleared away, and named on stderr.
+/// All devices, by name. Nothing is changed, and no name taken from whoever wants it meanwhile.
 ///
 /// # Errors
 /// If the state directory cannot be read.
 pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     let mut entries = Vec::new();
     for name in dir.names()? {
-        match call(dir, &name, &Request::Show {}) {
-            Ok(Called::Answered(info)) => entries.push(Entry::Device(info)),
-            Ok(Called::Nobody) => match dir.clear_dead(&name) {
-                Ok(Dead::Cleared(last_words)) => complain(&died(&name, &last_words)),
-                Ok(Dead::Orphan(orphan)) => {
-                    let error = orphan.refusal().to_string();
-                    let StateFile { name, image, exports, .. } = orphan.state.clone();
-                    entries.push(Entry::Orphan { name, image, exports, error });
-                }
-                // Either it has just gone, or its daemon is just starting or ending.
-                Ok(Dead::No) if dir.file(&name, ".lock").exists() => {
-                    let error = "starting or ending".to_owned();
-                    entries.push(Entry::Silent { name, error });
-                }
-                Ok(Dead::No) => {}
-                Err(failure) => complain(&failure),
-            },
+        match look(dir, &name) {
+            Ok(entry) => entries.extend(entry),
             Err(failure) => entries.push(Entry::Silent { name, error: failure.to_string() }),
         }
     }
     Ok(entries)
+}
+
+/// The device `name`, as far as it can be seen; `None` if there is none.
+///
+/// # Errors
+/// If its daemon does not answer.
+pub fn look(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
+    if let Called::Answered(info) = call(dir, name, &Request::Show {})? {
+        return Ok(Some(Entry::Device(info)));
+    }
+    Ok(match dir.inspect(name)? {
+        Found::Nothing => None,
+        Found::Busy => Some(Entry::Silent { name: name.to_owned(), error: "starting or ending".to_owned() }),
+        Found::Remains(remains) => Some(Entry::Remains(remains)),
+    })
 }
 
 /// The name of the device that `word` means: its name, the path of its image by any name, or where
@@ -89,6 +79,13 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
         _ => read_state(&dir.file(name, ".json"))
             .is_some_and(|state| is_at(&state.exports) || file.is_some() && FileId::of(&state.image) == file),
     });
+    if names.len() > 1 {
+        // One that serves the image is meant, and not one that did.
+        let is_dead =
+            |name: &String| matches!(dir.inspect(name), Ok(Found::Remains(it)) if it.state == Fate::Dead);
+        let (dead, live): (Vec<_>, Vec<_>) = names.into_iter().partition(is_dead);
+        names = if live.is_empty() { dead } else { live };
+    }
     match &names[..] {
         [] => Ok(None),
         [name] => Ok(Some(name.clone())),
@@ -110,12 +107,9 @@ pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
 /// As there, and if its daemon does not answer, or died.
 pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     let Some(name) = name_of(dir, word)? else { return Ok(None) };
-    match call(dir, &name, &Request::Show {})? {
-        Called::Answered(info) => Ok(Some(info)),
-        Called::Nobody => match dir.clear_dead(&name)? {
-            Dead::Cleared(last_words) => Err(died(&name, &last_words)),
-            Dead::Orphan(orphan) => Err(orphan.refusal()),
-            Dead::No => Ok(None),
-        },
+    match look(dir, &name)? {
+        Some(Entry::Device(info)) => Ok(Some(*info)),
+        Some(Entry::Remains(remains)) => Err(remains.failure()),
+        Some(Entry::Silent { .. }) | None => Ok(None),
     }
 }

@@ -63,9 +63,13 @@ pub fn abort_on_panic() {
 }
 
 fn write(text: &str) {
-    let line = format!("{} {}\n", rfc3339(SystemTime::now()), text.replace('\n', " | "));
+    let line = format!("{} {}\n", rfc3339(SystemTime::now()), one_line(text));
     // A log that cannot be written stops nothing.
     let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+}
+
+fn one_line(text: &str) -> String {
+    text.replace('\n', " | ").replace(char::is_control, "?")
 }
 
 /// Drops the lines of the older half.

@@ -15,7 +15,7 @@ use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::state::StateDir;
+use crate::state::{Fate, StateDir};
 
 /// How long to wait for devices that are just starting or ending.
 const SETTLE_WAIT: Duration = Duration::from_secs(5);
@@ -74,10 +74,10 @@ fn find(dir: &StateDir, args: &Args) -> Outcome<Found> {
         let info = match entry {
             Entry::Device(info) => info,
             // Which of its bytes it has, only its daemon knew.
-            Entry::Orphan { image, error, .. } if FileId::of(&image) == Some(file) => {
-                return Err(Failure::new(error));
+            Entry::Remains(it) if it.state == Fate::Orphan && FileId::of(&it.image) == Some(file) => {
+                return Err(it.failure());
             }
-            Entry::Orphan { .. } => continue,
+            Entry::Remains(_) => continue,
             Entry::Silent { .. } => {
                 found = Found::Unsettled;
                 continue;

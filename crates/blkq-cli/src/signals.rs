@@ -25,6 +25,17 @@ pub enum Signal {
     Hangup,
 }
 
+impl Signal {
+    /// As in signal(7).
+    pub fn name(self) -> &'static str {
+        match self {
+            Signal::Terminate => "SIGTERM",
+            Signal::Interrupt => "SIGINT",
+            Signal::Hangup => "SIGHUP",
+        }
+    }
+}
+
 const HANDLED: [(libc::c_int, Signal); 3] =
     [(libc::SIGTERM, Signal::Terminate), (libc::SIGINT, Signal::Interrupt), (libc::SIGHUP, Signal::Hangup)];
 

@@ -91,18 +91,67 @@ fn a_killed_daemon_stops_nothing() {
     // An attach takes over what it left,
     place.done(&["attach", &image, "--name", "disk.img", "--listen", &listen]);
     drop(client(&format!("nbd+unix:///?socket={}", custom.display())));
-    // a list clears it away and says so,
+    // a list that is to clean removes it and says so.
     kill(place.pid("disk.img"));
-    let listed = place.run(&["list", "--json"]);
+    let listed = place.run(&["list", "--json", "--clean"]);
     assert!(String::from_utf8(listed.stderr).unwrap().starts_with("blkq: disk.img: its daemon died"));
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
     assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
-    // and so does every command that is for the dead one.
+    // A command that is for the dead one is refused, and a detach removes it.
     kill(place.pid("other"));
-    assert!(place.refused(&["show", "other"]).contains("died"));
+    assert!(place.refused(&["set", "other", "depth=1"]).contains("its daemon (process "));
+    let _ = place.run(&["detach", "other"]);
     assert!(place.files().is_empty());
     assert!(place.refused(&["show", "other"]).contains("no such device"));
+}
+
+/// Names, sizes and times of change of the files in the state directory.
+fn state_of(place: &Place) -> Vec<(String, u64, std::time::SystemTime)> {
+    let of = |file: String| {
+        let metadata = std::fs::symlink_metadata(place.state().join(&file)).unwrap();
+        (file, metadata.len(), metadata.modified().unwrap())
+    };
+    place.files().into_iter().map(of).collect()
+}
+
+#[test]
+fn who_looks_at_a_dead_device_changes_nothing_and_reads_what_happened() {
+    let place = Place::new("dead");
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image, "--name", "d"]);
+    place.done(&["set", "d", "depth=16"]);
+    let pid = place.pid("d");
+    kill(pid);
+    let before = state_of(&place);
+    for _ in 0..2 {
+        let listed = place.done(&["list", "-o", "NAME,MODE,IMAGE", "--no-headings"]);
+        assert_eq!(listed.split_whitespace().collect::<Vec<_>>(), ["d", "dead", image.as_str()]);
+        let listed = &place.json(&["list", "--json"])[0];
+        assert_eq!((&listed["state"], &listed["pid"]), (&"dead".into(), &pid.into()));
+        let shown = place.run(&["show", "d"]);
+        let (page, why) =
+            (String::from_utf8(shown.stdout).unwrap(), String::from_utf8(shown.stderr).unwrap());
+        assert_eq!(shown.status.code(), Some(1));
+        assert!(page.contains(&format!("process {pid}, died")) && page.contains("d.log"), "{page}");
+        assert!(page.contains("Z Serving ") && page.contains("Z set depth=16\n"), "{page}");
+        assert!(why.starts_with("blkq: d: its daemon") && why.lines().count() == 1, "{why}");
+        let shown = place.run(&["show", "d", "--json"]).stdout;
+        let shown: Value = serde_json::from_slice(&shown).unwrap();
+        assert!(shown["log_lines"][1].as_str().unwrap().ends_with("Z set depth=16"), "{shown}");
+        assert!(place.refused(&["recover", "d"]).contains("its daemon"));
+        place.refused(&["stat", "d"]);
+        place.refused(&["upgrade", "d"]);
+    }
+    assert_eq!(state_of(&place), before);
+    // An attach that fails does not lose it either, and one that works keeps it once.
+    place.refused(&["attach", "/nowhere", "--name", "d"]);
+    let old = || std::fs::read_to_string(place.state().join("d.log.1")).unwrap();
+    assert!(old().contains("depth=16"));
+    place.done(&["attach", &image, "--name", "d"]);
+    assert!(old().contains("depth=16"));
+    place.done(&["detach", "d"]);
+    assert!(place.files().is_empty());
 }
 
 #[test]
@@ -116,8 +165,7 @@ fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
     std::thread::sleep(Duration::from_millis(300)); // it waits for the answer
     signal(pid, rustix::process::Signal::KILL);
     let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
-    assert!(line.contains("its daemon died"), "{line}");
-    assert!(place.files().is_empty());
+    assert!(line.contains("its daemon (process ") && line.contains(" died, last in its log: "), "{line}");
 }
 
 #[test]
@@ -469,7 +517,8 @@ fn only_a_block_device_is_recovered_or_handed_over() {
     let mut left: Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
     left["ublk"] = serde_json::json!({"id": 0, "cookie": 1, "words": [], "directory": "/"});
     fs::write(&state, left.to_string()).unwrap();
-    assert!(place.refused(&["recover", "ram"]).contains("its daemon died"));
+    assert!(place.refused(&["recover", "ram"]).contains("its daemon (process "));
+    place.run(&["list", "--clean"]);
     assert!(place.files().is_empty());
 }
 

@@ -175,7 +175,8 @@ fn a_panic_ends_the_daemon_at_once_and_is_in_the_log() {
     {
         assert!(line.contains(part), "{log}");
     }
-    assert!(place.refused(&["show", "d"]).contains("a fault rule says so"));
+    let shown = String::from_utf8(place.run(&["show", "d"]).stdout).unwrap();
+    assert!(shown.contains("state   dead") && shown.contains("a fault rule says so"), "{shown}");
     // Nothing is in the way of the next one.
     place.done(&words);
     place.done(&["detach", "d"]);

@@ -7,10 +7,11 @@ use serde_json::{Map, Value};
 
 use crate::backing::{Backing, is_behind};
 use crate::columns::{self, Column};
+use crate::control::died;
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::state::StateDir;
+use crate::state::{Dead, Fate, Found, StateDir};
 use crate::table::render;
 use crate::{complain, print, print_json};
 
@@ -19,8 +20,8 @@ use crate::{complain, print, print_json};
 #[command(after_help = after_help())]
 pub struct Args {
     /// One JSON array of objects: as `show --json` prints them, or with --output of the columns.
-    /// Those of daemons that do not answer have "name" and "error" only, and orphans "image" and
-    /// "exports" besides
+    /// Those of daemons that do not answer have "name" and "error" only; dead ones and orphans have
+    /// "state", "pid", "image", "exports", "log" and "log_lines" besides
     #[arg(long, conflicts_with = "no_headings")]
     json: bool,
     /// The columns to show, with commas in between; with a + in front, in addition
@@ -29,6 +30,9 @@ pub struct Args {
     /// Leave out the line above the columns
     #[arg(long)]
     no_headings: bool,
+    /// First remove what daemons that died left, but for orphans, and say so on stderr
+    #[arg(long)]
+    clean: bool,
     /// Only devices of this image, whatever it is called: the same file on the same file system
     #[arg(long, value_name = "FILE")]
     backing: Option<PathBuf>,
@@ -40,9 +44,9 @@ pub struct Args {
 fn after_help() -> String {
     format!(
         "\
-Devices whose daemon was killed are cleared away, and named on stderr; but a kernel's block
-device outlives its daemon: it stays listed, with the mode `orphan`, for `blkq recover` or
-`blkq detach`.
+A device whose daemon died is listed with the mode `dead`; `blkq show` says what happened, and the
+next `blkq attach` of the name, `blkq detach` or --clean removes what it left. A kernel's block
+device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`.
 
 Columns:
 {}and those of `blkq losetup`.
@@ -68,7 +72,11 @@ impl Args {
             Some(text) => columns::choose(text, &columns::LIST, &columns::LOSETUP, default)?,
             None => default,
         };
-        let mut entries = all(&StateDir::locate()?)?;
+        let dir = StateDir::locate()?;
+        if self.clean {
+            clean(&dir)?;
+        }
+        let mut entries = all(&dir)?;
         entries.retain(|entry| self.is_asked_for(entry));
         match (self.json, &self.output) {
             (true, None) => print_json(&entries),
@@ -86,12 +94,24 @@ impl Args {
                 complain(&Failure::new(format!("{name}: {error}")));
                 false
             }
-            (Some(_), Entry::Orphan { error, .. }) => {
-                complain(&Failure::new(error));
+            (Some(_), Entry::Remains(remains)) => {
+                complain(&remains.failure());
                 false
             }
         }
     }
+}
+
+/// Removes the files of daemons that died.
+fn clean(dir: &StateDir) -> Outcome {
+    for name in dir.names()? {
+        let is_orphan =
+            matches!(dir.inspect(&name)?, Found::Remains(remains) if remains.state == Fate::Orphan);
+        if !is_orphan && let Dead::Cleared(last_words) = dir.clear_dead(&name)? {
+            complain(&died(&name, &last_words));
+        }
+    }
+    Ok(())
 }
 
 /// Whether the device begins at `offset` of its image, if that is asked for.
@@ -102,10 +122,14 @@ pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
 /// What is known of a column of an entry whose daemon does not answer; `None` if nothing is.
 fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
     match (entry, column.name) {
-        (Entry::Orphan { name, .. } | Entry::Silent { name, .. }, "NAME") => Some(name.clone()),
-        (Entry::Orphan { .. }, "MODE") => Some("orphan".to_owned()),
-        (Entry::Orphan { image, .. }, "IMAGE") => Some(image.clone()),
-        (Entry::Orphan { exports, .. }, "EXPORT") => Some(exports.join(" ")),
+        (Entry::Silent { name, .. }, "NAME") => Some(name.clone()),
+        (Entry::Remains(remains), column) => match column {
+            "NAME" => Some(remains.name.clone()),
+            "MODE" => Some(remains.state.name().to_owned()),
+            "IMAGE" => Some(remains.image.clone()),
+            "EXPORT" => Some(remains.exports.join(" ")),
+            _ => None,
+        },
         _ => None,
     }
 }
@@ -138,7 +162,8 @@ fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
         let cells = columns.iter().map(|column| (column.name.to_lowercase(), cell(column)));
         let error = match entry {
             Entry::Device(_) => None,
-            Entry::Orphan { error, .. } | Entry::Silent { error, .. } => Some(error.as_str()),
+            Entry::Remains(remains) => Some(remains.error.as_str()),
+            Entry::Silent { error, .. } => Some(error.as_str()),
         };
         cells.chain(error.map(|error| ("error".to_owned(), error.into()))).collect()
     };

@@ -4,13 +4,13 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use super::attach;
-use crate::control::{Called, Request, call, died, no_such_device};
+use crate::control::{Called, Request, call, no_such_device};
 use crate::daemon::{Daemon, Parent};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::launch::{be_daemon, launch, report};
-use crate::state::{Dead, StateDir, check_name};
+use crate::state::{Dead, Fate, Found, StateDir, check_name};
 use blkq::drivers::DriverSpec;
 
 /// Options of `recover`.
@@ -71,11 +71,15 @@ fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
     if let Called::Answered(()) = call::<()>(&dir, name, &Request::Ping {})? {
         return Err(Failure::new("its daemon lives; blkq upgrade hands the device to a new one"));
     }
-    let orphan = match dir.clear_dead(name)? {
-        Dead::Orphan(orphan) => *orphan,
-        Dead::Cleared(last_words) => return Err(died(name, &last_words)),
-        Dead::No => return Err(no_such_device(name)),
-    };
+    let busy = || Failure::new("another process has the device just now; try again");
+    match dir.inspect(name)? {
+        Found::Remains(remains) if remains.state == Fate::Dead => return Err(remains.failure()),
+        Found::Remains(_) => {}
+        Found::Busy => return Err(busy()),
+        Found::Nothing => return Err(no_such_device(name)),
+    }
+    let Dead::Orphan(orphan) = dir.clear_dead(name)? else { return Err(busy()) };
+    let orphan = *orphan;
     let args = attach_args(&orphan.state)?;
     if let Some(ublk) = &orphan.state.ublk {
         // For other paths than the image's, which is known without it.

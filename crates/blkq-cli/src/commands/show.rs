@@ -4,12 +4,12 @@ use std::process::ExitCode;
 
 use crate::backing::shown_path;
 use crate::columns::Cell;
-use crate::control::{Request, ask};
-use crate::devices::named;
-use crate::failure::{Outcome, for_each};
+use crate::control::no_such_device;
+use crate::devices::{Entry, look, named};
+use crate::failure::{Failure, Outcome, for_each};
 use crate::info::{ClientInfo, DeviceInfo};
 use crate::size::format_size;
-use crate::state::StateDir;
+use crate::state::{Remains, StateDir};
 use crate::table::{Align, render};
 use crate::{print, print_json};
 
@@ -39,13 +39,35 @@ impl Args {
         let dir = StateDir::locate()?;
         let mut pages = 0;
         for_each(&self.devices, |device| {
-            let info: DeviceInfo = ask(&dir, &named(&dir, device)?, &Request::Show {})?;
+            let name = named(&dir, device)?;
+            let entry = look(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
             // Pages that follow each other are parted by an empty line.
             let gap = if pages > 0 { "\n" } else { "" };
             pages += 1;
-            if self.json { print_json(&info) } else { print(&format!("{gap}{}", page(&info))) }
+            match entry {
+                Entry::Device(info) if self.json => print_json(&info),
+                Entry::Device(info) => print(&format!("{gap}{}", page(&info))),
+                Entry::Remains(remains) => {
+                    let page = || format!("{gap}{}", page_of_remains(&remains));
+                    if self.json { print_json(&remains) } else { print(&page()) }?;
+                    Err(remains.failure())
+                }
+                Entry::Silent { name, error } => Err(Failure::new(format!("{name}: {error}"))),
+            }
         })
     }
+}
+
+fn page_of_remains(remains: &Remains) -> String {
+    let Remains { name, state, pid, image, exports, log, log_lines, error: _ } = remains;
+    let mut rows = vec![["name".to_owned(), name.clone()], ["state".to_owned(), state.name().to_owned()]];
+    let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
+    row("image", image.clone());
+    exports.iter().for_each(|export| row("export", export.clone()));
+    row("daemon", pid.map_or("died".to_owned(), |pid| format!("process {pid}, died")));
+    row("log", log.display().to_string());
+    log_lines.iter().for_each(|line| row("", line.clone()));
+    render([Align::Left, Align::Left], &rows)
 }
 
 fn page(info: &DeviceInfo) -> String {

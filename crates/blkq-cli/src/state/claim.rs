@@ -1,7 +1,7 @@
 //! Ownership of a name, and who gets it after a daemon that died.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 
 use super::orphan::{Orphan, orphan};
-use super::{ENDINGS, STATE_DIR_VARIABLE, StateDir, check_name, name_from, read_state, remove};
+use super::remains::last_lines;
+use super::{ENDINGS, OLD_LOG, STATE_DIR_VARIABLE, StateDir, check_name, name_from, read_state, remove};
 use crate::failure::{Failure, Outcome};
 
 /// How long an attach waits for a name whose owner is just going away.
@@ -90,7 +91,7 @@ impl StateDir {
     }
 
     /// Whether the daemon of that name was killed and is not gone yet: it has I/O in flight.
-    fn holder_is_dying(&self, name: &str) -> bool {
+    pub(super) fn holder_is_dying(&self, name: &str) -> bool {
         let pid = fs::read_to_string(self.file(name, ".lock")).ok();
         let pid = pid.and_then(|pid| pid.trim().parse::<u32>().ok());
         pid.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/status")).ok())
@@ -110,14 +111,9 @@ impl StateDir {
     /// # Errors
     /// If the directory cannot be written.
     pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
-        let mut log = String::new();
-        if let Ok(file) = File::open(self.file(name, ".log")) {
-            // A log is bounded; a reader need not trust that.
-            let _ = file.take(1 << 20).read_to_string(&mut log);
-        }
-        let last_line = log.lines().last().unwrap_or_default().to_owned();
+        let last_line = last_lines(&self.file(name, ".log")).ok().and_then(|mut lines| lines.pop());
         Ok(match Claim::take(self, name, false)? {
-            Taken::Claim(_claim) => Dead::Cleared(last_line),
+            Taken::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
             Taken::Orphan(orphan) => Dead::Orphan(orphan),
             Taken::Held => Dead::No,
         })
@@ -150,6 +146,8 @@ pub struct Claim {
     name: String,
     /// The files stay when it is dropped.
     kept: bool,
+    /// The log of the daemon before stays when it is dropped.
+    old_log_kept: bool,
     /// The image of the daemon that had the name and died.
     after: Option<String>,
     /// Locked; the kernel unlocks it when this process ends, however it ends.
@@ -187,13 +185,17 @@ impl Claim {
             let after = state.as_ref().map(|state| state.image.clone());
             let orphan = orphan(state)?;
             if orphan.is_none() {
-                for ending in ENDINGS.iter().filter(|ending| **ending != ".lock") {
+                if create {
+                    keep_log(dir, name).map_err(refuse)?;
+                }
+                for ending in ENDINGS.iter().filter(|ending| ![".lock", OLD_LOG].contains(ending)) {
                     remove(&dir.file(name, ending)).map_err(refuse)?;
                 }
             }
             // From here on what is refused leaves nothing behind.
             let kept = orphan.is_some();
-            let claim = Claim { dir: dir.clone(), name: name.to_owned(), kept, after, lock };
+            let claim =
+                Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, after, lock };
             let pid = format!("{}\n", std::process::id());
             claim
                 .lock
@@ -232,9 +234,11 @@ impl Claim {
         self.kept
     }
 
-    /// Says whether the files stay when the name is given up: for the next daemon of the device.
+    /// Says whether the files stay when the name is given up: for the next daemon of the device. The
+    /// log of the daemon before goes with the others; until this is called it stays, for an attach
+    /// that fails must not remove it.
     pub fn keep(&mut self, kept: bool) {
-        self.kept = kept;
+        (self.kept, self.old_log_kept) = (kept, kept);
     }
 
     /// Removes a socket on which nobody listens any more.
@@ -257,10 +261,20 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        for ending in ENDINGS.iter().filter(|_| !self.kept) {
+        let stays = |ending: &str| self.kept || self.old_log_kept && ending == OLD_LOG;
+        for ending in ENDINGS.iter().filter(|ending| !stays(ending)) {
             // What cannot be removed now is cleared by the next one who takes the name.
             let _ = remove(&self.file(ending));
         }
+    }
+}
+
+/// Keeps the log of a daemon that died, if it has one that says something.
+fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
+    let log = dir.file(name, ".log");
+    match fs::symlink_metadata(&log) {
+        Ok(metadata) if metadata.len() > 0 => fs::rename(&log, dir.file(name, OLD_LOG)),
+        _ => Ok(()),
     }
 }
 
@@ -274,8 +288,8 @@ fn is_dying(status: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::SOCKET_PATH_BYTES_MAX;
     use crate::state::tests::{files, scratch};
+    use crate::state::{Fate, Found, SOCKET_PATH_BYTES_MAX};
 
     #[test]
     fn a_process_that_was_killed_is_told_from_one_that_lives() {
@@ -347,9 +361,50 @@ mod tests {
         }
         fs::write(dir.file("ab", ".nbd"), "of another").unwrap();
         assert_eq!(dir.names().unwrap(), ["a"]);
+        let Ok(Found::Remains(remains)) = dir.inspect("a") else { panic!("it is dead") };
+        assert_eq!((remains.state, remains.log_lines.join(" ")), (Fate::Dead, "first last".to_owned()));
         assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(last)) if last == "last"));
         assert_eq!(files(&dir), ["ab.nbd"]);
+        assert!(matches!(dir.inspect("a"), Ok(Found::Nothing)));
         assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn a_log_outlives_attaches_that_fail_and_goes_with_the_device() {
+        let dir = scratch("log");
+        for ending in [".lock", ".log"] {
+            fs::write(dir.file("a", ending), "what happened\n").unwrap();
+        }
+        for _ in 0..2 {
+            drop(dir.claim("a").unwrap());
+            assert_eq!(files(&dir), ["a.log.1"]);
+        }
+        let mut claim = dir.claim("a").unwrap();
+        claim.keep(false);
+        assert_eq!(fs::read_to_string(dir.file("a", ".log.1")).unwrap(), "what happened\n");
+        assert!(matches!(dir.inspect("a"), Ok(Found::Busy)), "this process has it");
+        drop(claim);
+        assert!(files(&dir).is_empty());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn looking_at_a_dead_device_hides_its_name_from_nobody() {
+        let dir = scratch("looking");
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    dir.inspect("a").unwrap();
+                }
+            });
+            for _ in 0..1000 {
+                fs::write(dir.file("a", ".lock"), "4194305\n").unwrap();
+                assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(_))));
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
         fs::remove_dir_all(&dir.0).unwrap();
     }
 

@@ -1,13 +1,15 @@
 //! The state directory: which devices there are, and who owns which name.
 //!
-//! A device NAME has up to five files there. `NAME.lock` is locked by its daemon for as
+//! A device NAME has up to six files there. `NAME.lock` is locked by its daemon for as
 //! long as that lives, so a daemon that was killed owns nothing any more: its other files
 //! (`.json`, `.control`, `.nbd`, `.log`) are leftovers, and whoever gets the lock next
-//! removes them before it does anything else. But a kernel's block device outlives its daemon:
+//! removes them before it does anything else; the log becomes `NAME.log.1` when the name is attached
+//! anew, and stays until it is detached. But a kernel's block device outlives its daemon:
 //! then it is an orphan, and its files stay until it is recovered or detached.
 
 mod claim;
 mod orphan;
+mod remains;
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -26,6 +28,7 @@ use crate::info::StateFile;
 
 pub use claim::{Claim, DYING_WAIT, Dead};
 pub use orphan::Orphan;
+pub use remains::{Fate, Found, Remains};
 
 /// Overrides the place of the state directory.
 pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";
@@ -34,7 +37,9 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// The longest of the endings, which a name must leave room for.
 const LONGEST_ENDING: &str = ".control";
 /// Everything a device may leave behind, the lock last.
-const ENDINGS: [&str; 6] = [".control", ".nbd", ".json", ".json.new", ".log", ".lock"];
+const ENDINGS: [&str; 7] = [".control", ".nbd", ".json", ".json.new", ".log", OLD_LOG, ".lock"];
+/// The log of the daemon before, if that died.
+const OLD_LOG: &str = ".log.1";
 
 /// The directory in which the devices of one user are found.
 #[derive(Clone, Debug)]

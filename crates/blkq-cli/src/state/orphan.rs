@@ -16,11 +16,15 @@ pub struct Orphan {
 impl Orphan {
     /// Why it is in the way, and what can be done.
     pub fn refusal(&self) -> Failure {
-        let (name, exports) = (self.claim.name(), self.state.exports.join(" "));
-        Failure::new(format!(
-            "{name}: its daemon is gone, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
-        ))
+        Failure::new(refusal(self.claim.name(), &self.state.exports))
     }
+}
+
+pub(super) fn refusal(name: &str, exports: &[String]) -> String {
+    let exports = exports.join(" ");
+    format!(
+        "{name}: its daemon is gone, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
+    )
 }
 
 /// What a daemon left written of a block device that waits for a new one.

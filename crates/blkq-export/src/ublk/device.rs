@@ -117,13 +117,27 @@ impl Identity {
         };
         let Some(info) = self.info(&mut control)? else { return Ok(None) };
         let id = info.dev_id;
-        if info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0 {
+        if is_recoverable(&info) {
             return Ok(Some(Identity { id, cookie: self.cookie }));
         }
         // It was never started; or the kernel has ended the block device, and leaves the character
         // device.
         let give = |command| control.give(command, id);
         end(give, &[STOP, DELETE]).map(|()| None)
+    }
+
+    /// As [`Identity::survivor`], but a device that no server can take over stays.
+    ///
+    /// # Errors
+    /// If the kernel cannot be asked.
+    pub fn waiting(&self) -> Result<Option<Identity>, Error> {
+        let mut control = match ControlDevice::open() {
+            Ok(control) => control,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        let info = self.info(&mut control)?.filter(is_recoverable);
+        Ok(info.map(|info| Identity { id: info.dev_id, cookie: self.cookie }))
     }
 
     /// The size of the device in bytes.
@@ -158,6 +172,11 @@ impl Identity {
         stop(&mut give, self.id, kernel, force)?;
         end(give, &[DELETE])
     }
+}
+
+/// Whether another server can take the device over.
+fn is_recoverable(info: &DeviceInfo) -> bool {
+    info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0
 }
 
 /// Gives the commands that end a device.

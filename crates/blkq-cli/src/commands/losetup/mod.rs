@@ -256,7 +256,7 @@ impl Args {
             match entry {
                 Entry::Device(info) if is_asked_for(&info) => devices.push(*info),
                 Entry::Device(_) => {}
-                Entry::Orphan { error, .. } => complain(&Failure::new(error)),
+                Entry::Remains(remains) => complain(&remains.failure()),
                 Entry::Silent { name, error } => complain(&Failure::new(format!("{name}: {error}"))),
             }
         }

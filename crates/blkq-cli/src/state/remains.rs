@@ -1,0 +1,157 @@
+//! What can be seen of a device whose daemon does not answer. Nothing is changed, and no lock taken:
+//! whoever only looks keeps a name from nobody.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use super::{StateDir, read_state};
+use crate::failure::{Failure, Outcome};
+
+/// Lines of a log that are shown, and bytes in which they are looked for.
+const LINES: usize = 10;
+const TAIL_BYTES: u64 = 8 << 10;
+
+/// What [`StateDir::inspect`] found.
+#[derive(Debug)]
+pub enum Found {
+    /// There is no device of that name.
+    Nothing,
+    /// A process has the name: its daemon starts or stops.
+    Busy,
+    /// Its daemon died.
+    Remains(Box<Remains>),
+}
+
+/// What is left of a device after its daemon.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fate {
+    /// Files only, which the next attach of the name removes.
+    Dead,
+    /// A block device of the kernel, whose I/O waits for a new daemon.
+    Orphan,
+}
+
+impl Fate {
+    /// In one word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Fate::Dead => "dead",
+            Fate::Orphan => "orphan",
+        }
+    }
+}
+
+/// A device whose daemon died.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Remains {
+    /// Its name.
+    pub name: String,
+    /// What is left.
+    pub state: Fate,
+    /// The process that its daemon was.
+    pub pid: Option<u32>,
+    /// The image behind it; empty if the daemon died before it wrote that down.
+    pub image: String,
+    /// Where clients found it.
+    pub exports: Vec<String>,
+    /// The daemon's log.
+    pub log: PathBuf,
+    /// Its last lines.
+    pub log_lines: Vec<String>,
+    /// All that in a line, with what can be done.
+    pub error: String,
+}
+
+impl Remains {
+    /// Why the device cannot be used, and what can be done.
+    pub fn failure(&self) -> Failure {
+        Failure::new(&self.error)
+    }
+}
+
+impl StateDir {
+    /// Looks at the device `name`, whose daemon does not answer.
+    ///
+    /// # Errors
+    /// If the kernel does not say whether there is a block device.
+    pub fn inspect(&self, name: &str) -> Outcome<Found> {
+        let lock = self.file(name, ".lock");
+        let owner = match fs::read(&lock) {
+            Ok(owner) => String::from_utf8_lossy(&owner).into_owned(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
+            Err(e) => return Err(Failure::new(format!("lock {}: {e}", lock.display()))),
+        };
+        let lives = |owner| has_open(owner, &lock) && !self.holder_is_dying(name);
+        let is_new = owner.is_empty();
+        let owner = owner.trim().parse::<u32>().ok();
+        if is_new || owner.is_some_and(lives) {
+            return Ok(Found::Busy);
+        }
+        let state = read_state(&self.file(name, ".json"));
+        let (pid, mut image, mut exports) = (state.as_ref().map(|state| state.pid).or(owner), None, None);
+        let mut fate = Fate::Dead;
+        if let Some(state) = state {
+            (image, exports) = (Some(state.image), Some(state.exports));
+            let block_device = state.ublk.map(|ublk| ublk.identity().waiting()).transpose()?.flatten();
+            if let Some(block_device) = block_device {
+                fate = Fate::Orphan;
+                // Its daemon may have died before it heard of the number.
+                let paths = exports.get_or_insert_default();
+                if !paths.contains(&block_device.path()) {
+                    *paths = vec![block_device.path()];
+                }
+            }
+        }
+        let (image, exports) = (image.unwrap_or_default(), exports.unwrap_or_default());
+        let log = self.file(name, ".log");
+        let log_lines = last_lines(&log).unwrap_or_default();
+        let error = match fate {
+            Fate::Orphan => super::orphan::refusal(name, &exports),
+            Fate::Dead => died(name, pid, log_lines.last().map(String::as_str)),
+        };
+        let state = fate;
+        Ok(Found::Remains(Box::new(Remains {
+            name: name.to_owned(),
+            state,
+            pid,
+            image,
+            exports,
+            log,
+            log_lines,
+            error,
+        })))
+    }
+}
+
+fn died(name: &str, pid: Option<u32>, last_line: Option<&str>) -> String {
+    let process = pid.map(|pid| format!(" (process {pid})")).unwrap_or_default();
+    let why = last_line.map_or("its log is empty".to_owned(), |line| format!("last in its log: {line}"));
+    format!(
+        "{name}: its daemon{process} died, {why}; attach the image again, or remove what it left with blkq detach {name}"
+    )
+}
+
+/// Whether the process lives and has `path` open; a process that cannot be looked at may.
+fn has_open(process: u32, path: &std::path::Path) -> bool {
+    match fs::read_dir(format!("/proc/{process}/fd")) {
+        Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),
+        Err(e) => e.kind() == io::ErrorKind::PermissionDenied,
+    }
+}
+
+/// The last lines of a log.
+pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
+    let mut file = File::open(log)?;
+    let from = file.metadata()?.len().saturating_sub(TAIL_BYTES);
+    file.seek(SeekFrom::Start(from))?;
+    let mut bytes = Vec::new();
+    file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let lines: Vec<&str> = text.lines().collect();
+    let printable = |line: &&str| line.replace(char::is_control, "?");
+    Ok(lines[lines.len().saturating_sub(LINES)..].iter().map(printable).collect())
+}
