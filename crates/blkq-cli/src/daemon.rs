@@ -246,12 +246,13 @@ impl Daemon {
                 PollFd::new(&self.signals, PollFlags::IN),
                 PollFd::new(&self.wake, PollFlags::IN),
                 PollFd::new(self.shared.device.autoclear().idle_event(), PollFlags::IN),
+                PollFd::new(self.shared.device.rejection_event(), PollFlags::IN),
             ];
             // Interrupted, or out of memory: look again. The signal is in its pipe.
             if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
             }
-            let [commands, signals, ended, idle] = fds.map(|fd| !fd.revents().is_empty());
+            let [commands, signals, ended, idle, rejections] = fds.map(|fd| !fd.revents().is_empty());
             if signals {
                 for signal in self.signals.take() {
                     if let Some(code) = self.on_signal(signal) {
@@ -261,6 +262,9 @@ impl Daemon {
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
                 return self.finish(ended);
+            }
+            if rejections {
+                self.shared.device.log_rejections();
             }
             if idle {
                 self.shared.device.autoclear().take_event();

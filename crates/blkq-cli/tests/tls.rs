@@ -5,6 +5,7 @@
 mod place;
 
 use std::fs;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
@@ -139,4 +140,72 @@ fn loopback_is_open_to_all_users_and_attach_warns_of_it() {
         assert_eq!(warning(&[address, "--insecure"]), "");
     }
     assert_eq!(warning(&[&format!("unix:{}", place.dir.join("u").display())]), "");
+}
+
+#[test]
+fn the_log_says_why_a_client_was_turned_away() {
+    let place = Place::new("away");
+    let (_, port) = place.quick_start();
+    let logged = |commands: &str, expected: &str| {
+        let before = place.log().len();
+        place.shell(commands);
+        wait_until(&format!("the log says {expected}: {}", place.log()), || {
+            place.log()[before..].contains(expected)
+        });
+    };
+    let client = |directory: &str| format!("nbdinfo 'nbds://localhost:{port}/?tls-certificates={directory}'");
+    place.shell_done("mkdir none; cp client/ca-cert.pem none");
+    logged(&client("none"), "turned away: TLS: it has no certificate");
+    // A stranger's certificate, of an authority by the same name.
+    place.shell_done(
+        "mkdir other; cp client/ca-cert.pem other; cd other
+         EC='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'
+         openssl req -x509 $EC -subj '/CN=strangers' -keyout k -out c
+         openssl req -x509 $EC -subj /CN=stranger -CA c -CAkey k -addext basicConstraints=critical,CA:FALSE \\
+             -addext extendedKeyUsage=clientAuth -keyout client-key.pem -out client-cert.pem",
+    );
+    // GnuTLS keeps back a certificate that the server would not take; Python's ssl does not.
+    let stranger = SUBJECT.replace("client/client", "other/client") + "server.recv(1)\n";
+    logged(
+        &format!("python3 -c '{stranger}' {port}"),
+        "its certificate is not signed by an authority of ca-cert.pem",
+    );
+    // One that does not trust the server.
+    let wary = SUBJECT.replace("ca/ca-cert.pem", "other/c");
+    logged(&format!("python3 -c '{wary}' {port}"), "it broke off with the alert UnknownCA");
+    logged(&format!("nbdinfo nbd://localhost:{port}"), "it did not ask for TLS");
+    let garbage = "import socket, sys
+plain = socket.create_connection((\"localhost\", int(sys.argv[1])))
+plain.sendall(bytes(3) + b\"\\3garbage instead of an option\")
+plain.recv(99, socket.MSG_WAITALL)";
+    logged(&format!("python3 -c '{garbage}' {port}"), "broke the protocol in the handshake");
+}
+
+#[test]
+fn the_log_names_clients_beyond_the_limit_and_those_that_break_the_protocol() {
+    let place = Place::new("limit");
+    let uri = place.done(&["attach", "ram:1M", "--name", "disk.img", "--max-connections", "1"]);
+    let mut first = session(&uri, "disk.img");
+    for _ in 0..20 {
+        let mut more =
+            std::os::unix::net::UnixStream::connect(uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap())
+                .unwrap();
+        assert_eq!(more.read(&mut [0; 8]).unwrap_or(0), 0, "one is the limit");
+    }
+    wait_until("the log names the limit", || {
+        place.log().contains("1 clients are connected, which is --max-connections")
+    });
+    let limited = || place.log().matches("--max-connections").count();
+    wait_until("a few of them are reported", || {
+        place.log().contains("more like this within a minute are only counted")
+    });
+    assert_eq!(limited(), 8);
+    assert!(
+        place.log().contains(&format!("nbd client (pid {}, uid ", std::process::id())),
+        "{}",
+        place.log()
+    );
+    first.write_all(b"garbage instead of a request").unwrap();
+    assert_eq!(first.read(&mut [0; 8]).unwrap_or(0), 0);
+    wait_until("the log says so", || place.log().contains("broke the protocol with a request"));
 }

@@ -219,3 +219,21 @@ fn a_client_may_vanish_at_any_step() {
     wait_until("all I/O has ended", || served.disk.stats().in_flight == [0, 0]);
     assert_serves(&served);
 }
+
+#[test]
+fn strangers_in_the_handshake_leave_connections_to_others() {
+    let served = serve(ram(), 2, NbdOptions { connections_max: 8, ..options() });
+    let strangers: Vec<_> = (0..8).map(|_| served.raw()).collect();
+    // It waits for those before it, who have a second each, two at a time.
+    let mut client = served.client(ReplyStyle::Structured);
+    assert_eq!(client.read(0, 512), [0; 512]);
+    assert!(served.server.connection_count() <= 3, "{}", served.server.connection_count());
+    let timeouts = served.server.counters().timeouts;
+    assert!((6..=8).contains(&timeouts), "{timeouts}");
+    assert_eq!(served.server.refused_connections(), 0);
+    // Who finishes the handshake makes room at once: as many as there may be.
+    drop(strangers);
+    let others: Vec<_> = (0..7).map(|_| served.client(ReplyStyle::Structured)).collect();
+    assert_eq!(served.server.connections().iter().filter(|client| client.export.is_some()).count(), 8);
+    drop(others);
+}

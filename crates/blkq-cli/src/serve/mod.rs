@@ -3,7 +3,9 @@
 mod facts;
 mod meter;
 mod open;
+mod rejections;
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -44,6 +46,7 @@ pub struct Device {
     /// And what was changed since, by its last value.
     settings: Mutex<Vec<(String, String)>>,
     certificates: Option<TlsCertificates>,
+    rejection_event: Arc<OwnedFd>,
     running: Mutex<Option<Arc<Running>>>,
 }
 

@@ -15,7 +15,7 @@ use blkq_export::ublk::{
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::geteuid;
 
-use super::{AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, Running};
+use super::{AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, Running, rejections};
 use crate::access::{closed_directory, socket_access};
 use crate::autoclear::Autoclear;
 use crate::commands::attach::{Address, Args, Export, Format, Tls, image_text, own_words};
@@ -178,6 +178,7 @@ impl Device {
             })
             .collect();
         let connections_max = clients_max(usize::from(args.max_connections), listen.len());
+        let rejection_event = rejections::event()?;
         let options = NbdOptions {
             exports: vec![export],
             connections_max,
@@ -187,6 +188,7 @@ impl Device {
             access,
             unaligned: serves_bytes(args, block_device.is_some()).then(Arc::default),
             idle_event: Some(autoclear.idle_event().clone()),
+            rejection_event: Some(rejection_event.clone()),
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
@@ -254,6 +256,7 @@ impl Device {
             block_device,
             settings: Mutex::new(settings),
             certificates,
+            rejection_event,
             running: Mutex::new(Some(running)),
         })
     }

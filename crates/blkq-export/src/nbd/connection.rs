@@ -14,6 +14,7 @@ use super::handshake::{Export, Handshake, Next, TlsPolicy};
 use super::payload::Payload;
 use super::pending::Pending;
 use super::proto::{Command, CommandFlags, NbdError};
+use super::rejections::Reason;
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::rest::{Rest, Resting};
 use super::source::Core;
@@ -62,12 +63,15 @@ pub(super) struct Connection {
     /// Bios and queries on the way.
     busy: usize,
     ending: Ending,
+    handshake_since_ns: u64,
     handshake_until_ns: u64,
     send_until_ns: u64,
     payload_until_ns: u64,
     rest: Rest,
     /// Whether it is on its source's list for this turn.
     pub ready: bool,
+    /// Why it was dropped, if that was not its client's wish.
+    rejection: Option<Reason>,
 }
 
 impl Connection {
@@ -77,7 +81,7 @@ impl Connection {
         status: Arc<ConnectionStatus>,
         exports: Vec<Export>,
         tls: TlsPolicy,
-        handshake_until_ns: u64,
+        handshake_ns: Range<u64>,
         buffers: ConnectionBuffers,
     ) -> Connection {
         let mut stream = Stream::new(slot, socket, buffers);
@@ -97,16 +101,32 @@ impl Connection {
             buffered: 0,
             busy: 0,
             ending: Ending::No,
-            handshake_until_ns,
+            handshake_since_ns: handshake_ns.start,
+            handshake_until_ns: handshake_ns.end,
             send_until_ns: u64::MAX,
             payload_until_ns: u64::MAX,
             rest: Rest::default(),
             ready: false,
+            rejection: None,
         }
     }
 
     pub fn status(&self) -> &Arc<ConnectionStatus> {
         &self.status
+    }
+
+    /// Why it was dropped, if that was not its client's wish. Once.
+    pub fn take_rejection(&mut self) -> Option<Reason> {
+        match &self.phase {
+            Phase::Handshake(handshake, _) if handshake.lacks_tls() => Some(Reason::WithoutTls),
+            _ => self.rejection.take(),
+        }
+    }
+
+    /// The client broke a rule.
+    fn violate(&mut self, reason: Reason) {
+        self.counters.violations += 1;
+        self.rejection = Some(reason);
     }
 
     /// When something of this connection is due.
@@ -119,10 +139,18 @@ impl Connection {
         self.handshake_until_ns.min(self.send_until_ns).min(self.payload_until_ns)
     }
 
+    /// Leaves its client no more than `timeout_ns` for the handshake, if that goes on.
+    pub fn hurry(&mut self, timeout_ns: u64) {
+        if self.handshake_until_ns != u64::MAX {
+            self.handshake_until_ns = self.handshake_until_ns.min(self.handshake_since_ns + timeout_ns);
+        }
+    }
+
     /// Gives up on a client that is late.
     pub fn check_deadline(&mut self, now_ns: u64) {
         if now_ns >= self.client_until_ns() {
             self.counters.timeouts += 1;
+            self.rejection = Some(Reason::Late);
             self.break_off();
         }
     }
@@ -228,7 +256,9 @@ impl Connection {
                             return self.ending == Ending::No;
                         }
                         Next::Close => {
-                            self.counters.violations += u64::from(!handshake.is_aborted());
+                            if !handshake.is_aborted() {
+                                self.violate(Reason::Handshake);
+                            }
                             self.ending = Ending::Drain;
                         }
                         Next::Transmission(session) => {
@@ -237,8 +267,7 @@ impl Connection {
                             self.queue = core.options.exports[session.export].queue;
                             self.block_mask = u64::from(cx.limits(self.queue).logical_block_bytes) - 1;
                             self.style = session.replies;
-                            // Set once: one handshake has one end.
-                            let _ = self.status.export.set(exports[session.export].name.clone());
+                            self.status.establish(exports[session.export].name.clone());
                             self.phase = Phase::Transmission(Transmission::new(session));
                         }
                     }
@@ -289,7 +318,7 @@ impl Connection {
                     }
                     Step::Disconnect => self.ending = Ending::Drain,
                     Step::Violation => {
-                        self.counters.violations += 1;
+                        self.violate(Reason::Request);
                         self.ending = Ending::Drain;
                     }
                 }
@@ -300,7 +329,7 @@ impl Connection {
 
     fn start_tls(&mut self) {
         if !self.stream.start_tls() {
-            self.counters.violations += 1;
+            self.violate(Reason::Handshake);
             self.break_off();
         }
     }
@@ -318,7 +347,8 @@ impl Connection {
             }
             Err(TlsEnd::Closed) => self.ending = Ending::Drain,
             Err(TlsEnd::Broken) => {
-                self.counters.violations += 1;
+                let reason = Reason::Tls(self.stream.tls_failure());
+                self.violate(reason);
                 self.ending = Ending::Drain;
             }
         }

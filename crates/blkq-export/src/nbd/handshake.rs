@@ -112,6 +112,7 @@ pub struct Handshake {
     /// The export of whose block sizes the client was told.
     block_sizes: Option<usize>,
     aborted: bool,
+    lacks_tls: bool,
     shutting_down: bool,
 }
 
@@ -132,6 +133,7 @@ impl Handshake {
             base_allocation: None,
             block_sizes: None,
             aborted: false,
+            lacks_tls: false,
             shutting_down: false,
         }
     }
@@ -144,6 +146,11 @@ impl Handshake {
     /// Whether the client ended it in the way that the protocol has for that.
     pub fn is_aborted(&self) -> bool {
         self.aborted
+    }
+
+    /// Whether the client was refused for not asking for TLS, and has not asked since.
+    pub fn lacks_tls(&self) -> bool {
+        self.lacks_tls && !self.encrypted
     }
 
     /// Takes what the client sent and was not yet consumed. Appends what is to be sent to
@@ -219,6 +226,7 @@ impl Handshake {
             return Next::Receive;
         }
         if self.tls == TlsPolicy::Required && !self.encrypted {
+            self.lacks_tls |= !matches!(option, option::STARTTLS | option::ABORT);
             match option {
                 // It has no way to fail.
                 option::EXPORT_NAME => return Next::Close,

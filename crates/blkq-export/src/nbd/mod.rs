@@ -14,6 +14,7 @@ mod payload;
 mod pending;
 pub mod proto;
 mod ranges;
+mod rejections;
 pub mod reply;
 mod rest;
 mod server;
@@ -34,6 +35,7 @@ pub mod fuzzing {
 pub use certificates::TlsCertificates;
 pub use listener::{Listen, Listener, SocketAccess};
 pub use ranges::RangeLock;
+pub use rejections::{Reason, Rejection};
 #[cfg(simulation)]
 pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer};

@@ -11,6 +11,7 @@ use super::handshake::TlsPolicy;
 use super::listener::{Listen, Opened, Place, Socket, SocketAccess};
 use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::ranges::RangeLock;
+use super::rejections::Rejection;
 use super::source::{Arrivals, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Registry};
 use super::tls::TlsOptions;
@@ -35,6 +36,8 @@ pub struct NbdOptions {
     /// At least one.
     pub exports: Vec<NbdExport>,
     /// Connections at once; more are closed at once, and so are those for which there is no memory.
+    /// A quarter of them may be in the handshake; then others wait to be accepted, and a handshake
+    /// may take one second.
     pub connections_max: usize,
     /// Requests in flight per connection, 1 to 500; more wait in the socket.
     pub requests_max: usize,
@@ -63,6 +66,9 @@ pub struct NbdOptions {
     /// An eventfd that does not block, written whenever the last client has gone, once one
     /// has chosen an export: who only asked what there is was no client.
     pub idle_event: Option<Arc<OwnedFd>>,
+    /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`] has some to
+    /// report; without one there are none.
+    pub rejection_event: Option<Arc<OwnedFd>>,
 }
 
 impl Default for NbdOptions {
@@ -83,6 +89,7 @@ impl Default for NbdOptions {
             tls: None,
             insecure: false,
             idle_event: None,
+            rejection_event: None,
         }
     }
 }
@@ -104,6 +111,12 @@ impl NbdOptions {
             return invalid("limits of connections and times are at least 1");
         }
         Ok(())
+    }
+
+    /// Connections that may be in their handshake at once: so many strangers leave most of them to
+    /// others.
+    pub(super) fn handshakes_max(&self) -> usize {
+        self.connections_max.div_ceil(4)
     }
 
     pub(super) fn tls_policy(&self) -> TlsPolicy {
@@ -139,7 +152,7 @@ pub mod simulated {
     /// A server without a socket to listen on.
     pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
         let loads: Loads = Box::new([AtomicUsize::new(0)]);
-        let registry = Arc::new(Registry::new(None));
+        let registry = Arc::new(Registry::new(None, None));
         Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, Arrivals::Elsewhere))
     }
 
@@ -176,7 +189,7 @@ impl NbdServer {
         let Opened { socket, place } = listen.open(options.access)?;
         options.check_reach(&place)?;
         let address = place.uri(options.tls_policy() == TlsPolicy::Required);
-        let registry = Arc::new(Registry::new(options.idle_event.clone()));
+        let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
         let options = Arc::new(options);
         // A single client needs no more than one engine.
         let engines = if matches!(socket, Socket::Connected(_)) { &engines[..1] } else { engines };
@@ -245,6 +258,12 @@ impl NbdServer {
     /// server was going down.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
+    }
+
+    /// The clients turned away or dropped since the last call, and why: a few a minute for each
+    /// reason, if [`NbdOptions::rejection_event`] is set.
+    pub fn take_rejections(&self) -> Vec<Rejection> {
+        self.registry.rejections.take()
     }
 
     /// What was counted of all connections since the server started.

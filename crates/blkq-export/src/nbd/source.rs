@@ -21,6 +21,7 @@ use super::listener::{peer_name, tune};
 use super::pacing::Pacing;
 use super::pending::{Pending, PendingTable};
 use super::proto::TransmissionFlags;
+use super::rejections::Reason;
 use super::server::NbdOptions;
 use super::status::Registry;
 use super::stream::ConnectionBuffers;
@@ -37,6 +38,10 @@ const ACCEPT_REST_NS: u64 = 100_000_000;
 /// Bytes that a client must at least take, or send of a payload, per second.
 const RATE_MIN: u64 = 1 << 20;
 const NS_PER_SECOND: u64 = 1_000_000_000;
+/// How often connections in their handshake are counted while too many are.
+const CROWDED_POLL_NS: u64 = 20_000_000;
+/// The time that a handshake then may take.
+const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 /// How long unused buffers are kept.
 const IDLE_NS: u64 = 1_000_000_000;
 
@@ -48,6 +53,8 @@ pub(super) fn token(kind: u64, slot: u32) -> u64 {
 pub(super) enum Message {
     /// A client for this engine.
     Client(OwnedFd),
+    /// Too many clients are in their handshake.
+    Crowded,
     /// The extents of a pending request, `None` if they could not be found out.
     Extents(u32, Option<Vec<Extent>>),
 }
@@ -182,6 +189,8 @@ pub(super) struct NbdSource {
     accept_armed: bool,
     cancel_armed: bool,
     accept_at_ns: u64,
+    /// Too many clients were in their handshake when that was last counted.
+    crowded: bool,
     /// Since when nothing is in use.
     idle_since_ns: Option<u64>,
     stopping: bool,
@@ -218,6 +227,7 @@ impl NbdSource {
             accept_armed: false,
             cancel_armed: false,
             accept_at_ns: 0,
+            crowded: false,
             idle_since_ns: None,
             stopping: false,
         }
@@ -225,19 +235,51 @@ impl NbdSource {
 
     fn accept(&mut self, cx: &mut SourceContext<'_>) {
         let Arrivals::Listener(listener, _) = &self.arrivals else { return };
-        let entry =
-            opcode::AcceptMulti::new(types::Fd(listener.as_raw_fd())).flags(libc::SOCK_CLOEXEC).build();
+        // One at a time: the next one may have to wait for others' handshakes.
+        let null = std::ptr::null_mut();
+        let entry = opcode::Accept::new(types::Fd(listener.as_raw_fd()), null, null.cast())
+            .flags(libc::SOCK_CLOEXEC)
+            .build();
         self.accept_armed = true;
         // SAFETY: the listener stays open as long as the source, and no memory is passed.
         unsafe { cx.push(entry, token(ACCEPTED, 0)) }
     }
 
+    /// Accepts the next client, when it is time. Those who have not finished their handshake leave
+    /// most connections to others, who wait in the listener's backlog meanwhile.
+    fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
+        let Arrivals::Listener(_, others) = &self.arrivals else { return };
+        let crowded = self.registry.handshaking() >= self.core.options.handshakes_max();
+        if !crowded && self.crowded {
+            self.accept_at_ns = 0;
+        }
+        self.crowded = crowded;
+        if self.accept_at_ns > 0 && cx.now_ns() < self.accept_at_ns {
+            return;
+        }
+        self.accept_at_ns = 0;
+        if crowded {
+            self.accept_at_ns = cx.now_ns() + CROWDED_POLL_NS;
+            others.iter().for_each(|(handle, id)| handle.send(*id, Box::new(Message::Crowded)));
+            return self.hurry();
+        }
+        self.accept(cx);
+    }
+
+    /// Has the clients finish their handshake soon.
+    fn hurry(&mut self) {
+        for connection in self.connections.iter_mut().flatten() {
+            connection.hurry(CROWDED_HANDSHAKE_NS);
+            self.core.expect_deadline(connection.deadline_ns());
+        }
+    }
+
     fn accepted(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
-        self.accept_armed = cqe.more();
+        self.accept_armed = false;
         if cqe.result >= 0 {
             // SAFETY: the kernel made this descriptor for us.
             let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
-            if self.registry.admit(self.core.options.connections_max) {
+            if self.registry.admit(self.core.options.connections_max, || peer_name(socket.as_fd())) {
                 self.place(cx, socket);
             }
         } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
@@ -267,6 +309,9 @@ impl NbdSource {
             if self.stopping { None } else { ConnectionBuffers::new(self.core.options.tls.as_ref()) };
         let Some(buffers) = buffers else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
+            if !self.stopping {
+                self.registry.rejections.push(Reason::NoMemory, || peer_name(socket.as_fd()));
+            }
             return self.registry.turn_away();
         };
         tune(socket.as_fd());
@@ -284,7 +329,8 @@ impl NbdSource {
             }
         });
         let exports: Vec<Export> = exports.collect();
-        let until_ns = cx.now_ns() + self.core.options.handshake_timeout_s * 1_000_000_000;
+        let since_ns = cx.now_ns();
+        let until_ns = since_ns + self.core.options.handshake_timeout_s * 1_000_000_000;
         self.core.expect_deadline(until_ns);
         let slot = match self.connections.iter().position(Option::is_none) {
             Some(slot) => slot,
@@ -294,7 +340,8 @@ impl NbdSource {
             }
         };
         let tls = self.core.options.tls_policy();
-        let connection = Connection::new(slot as u32, socket, status, exports, tls, until_ns, buffers);
+        let connection =
+            Connection::new(slot as u32, socket, status, exports, tls, since_ns..until_ns, buffers);
         self.connections[slot] = Some(Box::new(connection));
         self.make_ready(slot as u32);
     }
@@ -366,6 +413,9 @@ impl NbdSource {
     fn drop_connection(&mut self, slot: u32) {
         if let Some(mut connection) = self.connections[slot as usize].take() {
             connection.release(&mut self.core);
+            if let Some(reason) = connection.take_rejection() {
+                self.registry.rejections.push(reason, || connection.status().who().1.to_owned());
+            }
             self.registry.end(connection.status());
             self.loads[self.engine].fetch_sub(1, Relaxed);
         }
@@ -376,7 +426,7 @@ impl NbdSource {
 unsafe impl Source for NbdSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[
-            ("IORING_OP_ACCEPT", opcode::AcceptMulti::CODE),
+            ("IORING_OP_ACCEPT", opcode::Accept::CODE),
             ("IORING_OP_RECV", opcode::Recv::CODE),
             ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE),
             ("IORING_OP_SENDMSG", opcode::SendMsg::CODE),
@@ -389,7 +439,7 @@ unsafe impl Source for NbdSource {
         }
         if let Arrivals::Client(client) = &mut self.arrivals
             && let Some(socket) = client.take()
-            && self.registry.admit(1)
+            && self.registry.admit(1, || peer_name(socket.as_fd()))
         {
             self.place(cx, socket);
         }
@@ -441,6 +491,7 @@ unsafe impl Source for NbdSource {
         };
         match *message {
             Message::Client(socket) => self.connect(cx, socket),
+            Message::Crowded => self.hurry(),
             Message::Extents(index, extents) => {
                 let pending = self.core.pending.recall(index);
                 if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
@@ -479,12 +530,8 @@ unsafe impl Source for NbdSource {
             (false, Some(_)) => self.idle_since_ns = None,
             _ => {}
         }
-        if !self.accept_armed
-            && !self.stopping
-            && (self.accept_at_ns == 0 || cx.now_ns() >= self.accept_at_ns)
-        {
-            self.accept_at_ns = 0;
-            self.accept(cx);
+        if !self.accept_armed && !self.stopping {
+            self.accept_next(cx);
         }
     }
 

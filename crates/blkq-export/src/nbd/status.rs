@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::rejections::{Reason, Rejections};
+
 /// One connection, as it is now.
 #[derive(Clone, Debug)]
 pub struct ConnectionInfo {
@@ -104,7 +106,8 @@ impl std::ops::AddAssign for NbdCounters {
 pub(super) struct ConnectionStatus {
     id: u64,
     peer: String,
-    pub export: OnceLock<String>,
+    export: OnceLock<String>,
+    established: Arc<AtomicUsize>,
     since: Instant,
     requests: AtomicU64,
     errors: AtomicU64,
@@ -145,6 +148,13 @@ impl ConnectionStatus {
     pub fn who(&self) -> (u64, &str) {
         (self.id, &self.peer)
     }
+
+    /// Its client chose an export, once.
+    pub fn establish(&self, export: String) {
+        if self.export.set(export).is_ok() {
+            self.established.fetch_add(1, Ordering::SeqCst);
+        }
+    }
 }
 
 /// Connections that are there, and the sum of those that were.
@@ -167,12 +177,15 @@ pub(super) struct Registry {
     refused: AtomicU64,
     /// Somebody chose an export and is gone.
     served: AtomicBool,
+    /// Connections that have chosen an export.
+    established: Arc<AtomicUsize>,
+    pub rejections: Rejections,
     /// An eventfd to be written when nobody is left of those who were served.
     idle_event: Option<Arc<OwnedFd>>,
 }
 
 impl Registry {
-    pub fn new(idle_event: Option<Arc<OwnedFd>>) -> Registry {
+    pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
             connections: Mutex::default(),
             open: AtomicUsize::new(0),
@@ -180,6 +193,8 @@ impl Registry {
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             served: AtomicBool::new(false),
+            established: Arc::default(),
+            rejections: Rejections::new(rejection_event),
             idle_event,
         }
     }
@@ -190,12 +205,15 @@ impl Registry {
 
     /// Whether one more connection is let in; it then counts until [`Registry::end`]
     /// or [`Registry::turn_away`].
-    pub fn admit(&self, connections_max: usize) -> bool {
+    pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
         let before = self.open.fetch_add(1, Ordering::SeqCst);
         let admitted = before < connections_max && !self.closed.load(Ordering::SeqCst);
         if !admitted {
             self.open.fetch_sub(1, Ordering::SeqCst);
             self.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        if before >= connections_max {
+            self.rejections.push(Reason::TooMany(connections_max), peer);
         }
         admitted
     }
@@ -224,6 +242,7 @@ impl Registry {
             id,
             peer,
             export: OnceLock::new(),
+            established: self.established.clone(),
             since: Instant::now(),
             requests: AtomicU64::new(0),
             errors: AtomicU64::new(0),
@@ -244,6 +263,7 @@ impl Registry {
         connections.ended.add(status);
         drop(connections);
         if status.export.get().is_some() {
+            self.established.fetch_sub(1, Ordering::SeqCst);
             self.served.store(true, Ordering::SeqCst);
         }
         self.leave();
@@ -263,6 +283,11 @@ impl Registry {
 
     pub fn open(&self) -> usize {
         self.open.load(Ordering::SeqCst)
+    }
+
+    /// Connections that have not chosen an export yet.
+    pub fn handshaking(&self) -> usize {
+        self.open().saturating_sub(self.established.load(Ordering::SeqCst))
     }
 
     pub fn refused(&self) -> u64 {

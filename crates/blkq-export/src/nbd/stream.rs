@@ -200,6 +200,11 @@ impl Stream {
         Ok(bytes)
     }
 
+    /// How TLS failed, in words.
+    pub fn tls_failure(&self) -> String {
+        self.tls.as_ref().map(|tls| tls.failure()).unwrap_or_default()
+    }
+
     /// Prepares a send of all that was gathered, and of what TLS sends by itself. Returns its
     /// length in bytes, `None` if there is nothing to send. [`Stream::push_send`] comes next.
     pub fn prepare_send(&mut self) -> Option<u64> {

@@ -5,7 +5,7 @@
 
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 
-use rustls::ServerConnection;
+use rustls::{CertificateError, Error, ServerConnection};
 
 use crate::buffers::try_zeroed;
 
@@ -50,6 +50,7 @@ pub struct Tls {
     outgoing: Vec<u8>,
     sent: usize,
     closed: bool,
+    failure: Option<rustls::Error>,
 }
 
 impl Tls {
@@ -59,7 +60,7 @@ impl Tls {
         let mut outgoing = Vec::new();
         outgoing.try_reserve_exact(OUTGOING_BYTES + RECORD_SEALED_MAX_BYTES).ok()?;
         let connection = ServerConnection::new(certificates.config()).ok()?;
-        Some(Tls { connection, incoming, start: 0, end: 0, outgoing, sent: 0, closed: false })
+        Some(Tls { connection, incoming, start: 0, end: 0, outgoing, sent: 0, closed: false, failure: None })
     }
 
     /// Where to receive into.
@@ -93,7 +94,11 @@ impl Tls {
             let taken = self.connection.read_tls(&mut rest);
             self.start += before - rest.len();
             // An error of either leaves an alert for the client.
-            if !matches!(taken, Ok(1..)) || self.connection.process_new_packets().is_err() {
+            if !matches!(taken, Ok(1..)) {
+                return Err(TlsEnd::Broken);
+            }
+            if let Err(error) = self.connection.process_new_packets() {
+                self.failure = Some(error);
                 return Err(TlsEnd::Broken);
             }
         }
@@ -138,6 +143,32 @@ impl Tls {
             self.connection.write_tls(&mut self.outgoing).map_err(|_| TlsEnd::Broken)?;
         }
         Ok(())
+    }
+
+    /// Why the client was dropped, in words.
+    pub fn failure(&self) -> String {
+        use CertificateError::{
+            Expired, ExpiredContext, InvalidPurpose, InvalidPurposeContext, Revoked, UnknownIssuer,
+        };
+        let text = match &self.failure {
+            Some(Error::NoCertificatesPresented) => "it has no certificate",
+            Some(Error::InvalidCertificate(UnknownIssuer)) => {
+                "its certificate is not signed by an authority of ca-cert.pem"
+            }
+            Some(Error::InvalidCertificate(Expired | ExpiredContext { .. })) => "its certificate has expired",
+            Some(Error::InvalidCertificate(Revoked)) => "its certificate is revoked",
+            Some(Error::InvalidCertificate(InvalidPurpose | InvalidPurposeContext { .. })) => {
+                "its certificate is not one for clients (extendedKeyUsage=clientAuth)"
+            }
+            Some(Error::AlertReceived(alert)) => {
+                return format!(
+                    "it broke off with the alert {alert:?}: does it trust the authority that signed server-cert.pem, and the name in it?"
+                );
+            }
+            Some(Error::InvalidMessage(_)) | None => "what it sent is not TLS",
+            Some(error) => return error.to_string(),
+        };
+        text.to_owned()
     }
 
     /// Says that nothing follows, once.

@@ -1,0 +1,59 @@
+//! Clients that were turned away, in words for the log.
+
+use std::sync::Arc;
+
+use blkq_export::nbd::{NbdServer, Reason, Rejection};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::OwnedFd;
+
+use super::Device;
+use crate::failure::{Failure, Outcome};
+use crate::log;
+
+/// What becomes readable when there are rejections to be logged.
+///
+/// # Errors
+/// What the system says.
+pub(super) fn event() -> Outcome<Arc<OwnedFd>> {
+    let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
+    event.map(Arc::new).map_err(|e| Failure::new(format!("eventfd: {e}")))
+}
+
+impl Device {
+    /// Becomes readable when there is something for [`Device::log_rejections`].
+    pub fn rejection_event(&self) -> &OwnedFd {
+        &self.rejection_event
+    }
+
+    /// Logs the NBD clients that were turned away or dropped since the last call.
+    pub fn log_rejections(&self) {
+        // Empty, another call was faster.
+        let _ = rustix::io::read(&*self.rejection_event, &mut [0; 8]);
+        let Ok(running) = self.running() else { return };
+        running.servers.iter().flat_map(NbdServer::take_rejections).for_each(|rejection| {
+            log::line(&describe(&rejection));
+        });
+    }
+}
+
+fn describe(rejection: &Rejection) -> String {
+    let why = match &rejection.reason {
+        Reason::TooMany(max) => {
+            format!("turned away: {max} clients are connected, which is --max-connections")
+        }
+        Reason::NoMemory => "turned away: there is no memory for one more client".to_owned(),
+        Reason::WithoutTls => "turned away: it did not ask for TLS, which --tls require demands".to_owned(),
+        Reason::Tls(why) => format!("turned away: TLS: {why}"),
+        Reason::Handshake => "dropped: it broke the protocol in the handshake".to_owned(),
+        Reason::Request => "dropped: it broke the protocol with a request".to_owned(),
+        Reason::Late => {
+            "dropped: it took too long to finish the handshake, send a payload or take replies".to_owned()
+        }
+    };
+    let before = match rejection.unreported {
+        0 => String::new(),
+        count => format!(" ({count} more like this before it were only counted)"),
+    };
+    let after = if rejection.last { "; more like this within a minute are only counted" } else { "" };
+    format!("nbd client ({}) {why}{before}{after}", rejection.peer)
+}
