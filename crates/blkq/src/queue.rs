@@ -387,11 +387,12 @@ impl Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         self.abandon();
-        // Memory of I/O in flight belongs to the kernel until it completes: whoever drops
-        // a queue drains it first (LocalQueue and Engine do); what is left is leaked, not freed.
+        // Memory of I/O in flight belongs to the kernel until it completes: LocalQueue and Engine
+        // drain a queue before they drop it. What a panic leaves is leaked, not freed.
         if self.bios.len() > 0 {
             self.bios.take_ends().for_each(|end| end.tell(Err(Status::Offline), Data::None));
             std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
+            std::mem::forget(std::mem::replace(&mut self.zeroes, IoBuffer::zeroed(0)));
         }
         self.plug.return_tags(&self.tags);
         self.in_use = 0;

@@ -123,10 +123,10 @@ impl Submitter {
         let length = memory.len() as u64;
         let bio = || ranged(Operation::Read, offset, length);
         if self.may_use(memory) {
-            // SAFETY: `submit_and_wait` returns only after the bio has completed, and `memory` is
+            // SAFETY: `submit_lent` returns only after the bio has completed, and `memory` is
             // borrowed exclusively until then.
             let data = unsafe { borrowed(memory.as_mut_ptr(), memory.len()) };
-            match self.submit_and_wait(Bio { data, ..bio()? }).0 {
+            match self.submit_lent(Bio { data, ..bio()? }) {
                 // The device has come to demand more since.
                 Err(Status::Invalid) if !self.may_use(memory) => {}
                 result => return Ok(result?),
@@ -147,10 +147,10 @@ impl Submitter {
         let length = memory.len() as u64;
         let bio = || ranged(Operation::Write, offset, length);
         if self.may_use(memory) {
-            // SAFETY: `submit_and_wait` returns only after the bio has completed; a write only
-            // reads the memory.
+            // SAFETY: `submit_lent` returns only after the bio has completed; a write only reads
+            // the memory.
             let data = unsafe { borrowed(memory.as_ptr().cast_mut(), memory.len()) };
-            match self.submit_and_wait(Bio { data, ..bio()? }).0 {
+            match self.submit_lent(Bio { data, ..bio()? }) {
                 // As in `read_at`.
                 Err(Status::Invalid) if !self.may_use(memory) => {}
                 result => return Ok(result?),
@@ -185,6 +185,18 @@ impl Submitter {
     pub fn write_zeroes(&mut self, offset: u64, length: u64, keep_allocated: bool) -> std::io::Result<()> {
         let flags = if keep_allocated { BioFlags::NO_UNMAP } else { BioFlags::empty() };
         Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
+    }
+
+    /// Does `bio`, whose memory a caller lent for the time of this call: it returns when the memory
+    /// is given back.
+    fn submit_lent(&mut self, bio: Bio) -> IoResult {
+        let (result, data) = self.submit_and_wait(bio);
+        if !matches!(data, Data::Segments(_)) {
+            // The owner of the queue panicked with the bio in flight. The caller would free the
+            // memory, by returning or by unwinding, while the kernel uses it.
+            std::process::abort();
+        }
+        result
     }
 
     /// Whether the device can use the memory as it is, now; otherwise it is copied.

@@ -3,7 +3,17 @@
 
 mod common;
 
-use blkq::{Bio, Operation, QueueLimits, Sector, Status};
+use std::os::unix::process::ExitStatusExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+use blkq::tags::Wake;
+use blkq::{
+    Bio, Disk, Driver, DriverContext, DriverQueue, Error, Operation, QueueLimits, Registrar, Sector, Status,
+    Tag, Taken,
+};
 use common::{Behaviour, Device, filled, plain_limits, run};
 
 #[test]
@@ -27,4 +37,77 @@ fn operations_without_data_that_carry_memory_are_refused() {
         }
         device.assert_legal();
     }
+}
+
+/// Keeps what it takes, and panics as soon as it is to.
+#[derive(Clone, Default)]
+struct Panicking {
+    taken: Arc<AtomicBool>,
+    panics: Arc<AtomicBool>,
+}
+
+impl Driver for Panicking {
+    fn name(&self) -> &'static str {
+        "panicking"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        plain_limits()
+    }
+
+    fn open_queue(
+        &self,
+        _index: u16,
+        _tags: usize,
+        _ring: Option<Registrar<'_>>,
+        _wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: nothing uses the memory of a request, and none completes.
+unsafe impl DriverQueue for Panicking {
+    fn queue_requests(&mut self, _: &mut DriverContext<'_>, _: &[Tag]) -> Taken {
+        self.taken.store(true, SeqCst);
+        Taken::All
+    }
+
+    fn poll(&mut self, _: &mut DriverContext<'_>) {
+        assert!(!self.panics.load(SeqCst), "as it is to");
+    }
+}
+
+const CHILD: &str = "BLKQ_MEMORY_CHILD";
+/// The exit code of a child in which memory that was in flight went back to its owner.
+const RETURNED: i32 = 77;
+
+#[test]
+#[ignore = "run by the test below, in a process of its own"]
+fn a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight() {
+    assert!(std::env::var_os(CHILD).is_some());
+    let driver = Panicking::default();
+    let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let mut submitter = disk.submitter();
+    let reader = std::thread::spawn(move || {
+        let mut memory = vec![0; 512];
+        let _ = submitter.read_at(&mut memory, 0);
+        drop(memory);
+        std::process::exit(RETURNED);
+    });
+    while !driver.taken.load(SeqCst) {
+        queue.poll();
+    }
+    driver.panics.store(true, SeqCst);
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(queue)));
+    let _ = reader.join();
+}
+
+#[test]
+fn memory_that_a_caller_lent_never_returns_while_it_is_in_flight() {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let name = "a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight";
+    let output = child.args(["--exact", name, "--ignored", "--nocapture"]).env(CHILD, "1").output().unwrap();
+    assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
 }

@@ -418,6 +418,15 @@ unsafe impl DriverQueue for FaultQueue {
     }
 }
 
+impl Drop for FaultQueue {
+    fn drop(&mut self) {
+        if self.requests.iter().any(|request| request.state == RequestState::Busy) {
+            // As in the loop driver: the kernel may still write from the altered copies.
+            std::mem::forget(std::mem::take(&mut self.plans));
+        }
+    }
+}
+
 fn seed_of(rules: &Rules, index: u16) -> u64 {
     // Queues of one device draw different numbers.
     rules.seed.wrapping_add(u64::from(index) << 32)

@@ -675,8 +675,9 @@ impl Drop for LoopQueue {
         }
         if self.in_flight > 0 {
             // Dropped before its requests ended, on the way out of a panic: the kernel may
-            // still read the arguments.
+            // still read the arguments, and read into the scratch.
             std::mem::forget(std::mem::take(&mut self.iovecs));
+            std::mem::forget(std::mem::replace(&mut self.scratch, IoBuffer::zeroed(0)));
         }
     }
 }
