@@ -137,3 +137,8 @@ pub use submitter::Submitter;
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/driver.md")]
 struct DriverGuide;
+
+/// What the page says does not compile does not.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/memory-safety.md")]
+struct MemorySafety;
