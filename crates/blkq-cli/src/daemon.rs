@@ -200,7 +200,7 @@ impl Daemon {
             // Nothing below opens a file, or needs a privilege that is not kept.
             device.confine(claim.file(".lock"))?;
             device.attend()?;
-            let info = device.info()?;
+            let info = device.info_at_attach()?;
             let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
             if log::path().is_some() {
                 log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
@@ -230,12 +230,12 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared), control, signals, signalled: false, ended, wake, claim })
     }
 
-    /// The device as it is now.
+    /// The device as it is now, with what its user should know first.
     ///
     /// # Errors
     /// If it has ended.
     pub fn info(&self) -> Outcome<DeviceInfo> {
-        self.shared.device.info()
+        self.shared.device.info_at_attach()
     }
 
     /// Serves until the device is detached or a signal ends it.
@@ -308,6 +308,16 @@ impl Daemon {
                 });
                 None
             }
+        }
+    }
+
+    /// Detaches the device at once, with whoever has connected: its user could not be told of it.
+    pub fn give_up(self) {
+        if self.shared.close(Stage::Ending, |device| device.close(true)).is_ok() {
+            self.shared.end(None);
+        }
+        if let Ok(ended) = self.ended.try_recv() {
+            self.finish(ended);
         }
     }
 

@@ -18,7 +18,9 @@ pub fn describe(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64
         names.iter().filter_map(|name| read_state(&dir.file(name, ".json"))).collect();
     let serves = |state: &&StateFile| match holders.is_empty() {
         // Locks of other processes are hidden from this one.
-        true => FileId::of(&state.image) == Some(file),
+        true => {
+            FileId::of(&state.image) == Some(file) && Path::new("/proc").join(state.pid.to_string()).exists()
+        }
         false => holders.contains(&state.pid),
     };
     let devices: Vec<&str> = states.iter().filter(serves).map(|state| state.name.as_str()).collect();

@@ -328,7 +328,7 @@ mod tests {
     fn device(fault: &str, limit: Duration) -> (Arc<Disk>, EngineThread, HangWatch, Lines) {
         let options = DriverOptions { fault: Some(fault.parse().unwrap()), ..DriverOptions::default() };
         let opened = open(&DriverSpec::Ram(1 << 20), &options).unwrap();
-        let disk = Disk::builder(opened.driver).build().unwrap();
+        let disk = Disk::builder(opened).build().unwrap();
         let engine = EngineThread::spawn("blkq-queue-0", vec![(disk.clone(), 0)]).unwrap();
         let lines = Lines::default();
         let handles = vec![engine.handle().clone()];

@@ -35,6 +35,7 @@ pub mod statistics;
 pub mod systemd;
 pub mod table;
 pub mod timestamp;
+pub mod usage;
 
 use commands::Cli;
 use failure::{EXIT_FAILED, Failure, Outcome};
@@ -42,7 +43,9 @@ use failure::{EXIT_FAILED, Failure, Outcome};
 /// Runs the command line of this process: 0 if it was done, 1 if it was refused or
 /// failed (one line on stderr says why), 2 if it was not understood.
 pub fn main() -> ExitCode {
-    match Cli::parse().command.run() {
+    let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
+    let cli = Cli::try_parse().unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
+    match cli.command.run() {
         Ok(code) => code,
         Err(failure) => {
             complain(&failure);

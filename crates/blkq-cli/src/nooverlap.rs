@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use blkq::drivers::DriverSpec;
 
 use crate::backing::{Backing, FileId, Window};
-use crate::commands::attach::Args;
+use crate::commands::attach::{Args, Attached};
 use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
@@ -32,7 +32,7 @@ enum Found {
 ///
 /// # Errors
 /// If the bytes are attached in another way or in part, and those of `start`.
-pub fn attach(args: &Args, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<DeviceInfo> {
+pub fn attach(args: &Args, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<Attached> {
     let dir = StateDir::locate()?;
     dir.create()?;
     let _turn = dir.lock()?;
@@ -41,10 +41,10 @@ pub fn attach(args: &Args, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<D
         if let Found::Same(info) = find(&dir, args).map_err(|e| args.failed(e))?
             && keep(&dir, &info)
         {
-            return Ok(*info);
+            return Ok(Attached { info: *info, is_new: false });
         }
         let refusal = match start() {
-            Ok(info) => return Ok(info),
+            Ok(info) => return Ok(Attached { info, is_new: true }),
             Err(refusal) => refusal,
         };
         match find(&dir, args).map_err(|e| args.failed(e))? {

@@ -1,4 +1,4 @@
-//! Sizes in bytes as people read them: `4096`, `512K`, `10G`, with binary suffixes.
+//! Sizes in bytes as they are printed: `4096`, `512K`, `10G`, with binary suffixes.
 
 /// Suffixes and the power of two that each stands for.
 const SUFFIXES: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];

@@ -495,7 +495,7 @@ fn what_this_build_lacks_is_refused() {
         assert!(place.refused(&["attach", "ram:1M", "--export", "ublk"]).contains("modprobe ublk_drv"));
     }
     let copy = ["attach", "ram:1M", "--export", "nbd", "--copy", "user"];
-    assert!(place.refused(&copy).contains("leave it out"));
+    assert!(place.refused(&copy).contains("omit it"));
     place.refused(&["attach", "ram:1M", "--direct-io", "on"]);
     place.refused(&["attach", "/nonexistent/image"]);
     assert!(place.files().is_empty());

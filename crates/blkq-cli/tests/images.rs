@@ -5,7 +5,7 @@ mod place;
 
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use place::*;
 
@@ -172,5 +172,129 @@ fn detaching_what_was_killed_succeeds_and_says_so() {
             "{line}"
         );
         assert!(place.files().is_empty());
+    }
+}
+
+#[test]
+fn a_device_whose_user_cannot_be_told_of_it_is_detached_again() {
+    let place = Place::new("untold");
+    let image = place.image("disk.img", 1 << 20);
+    let full = || Stdio::from(fs::File::options().write(true).open("/dev/full").unwrap());
+    for words in [
+        &["attach", &image][..],
+        &["attach", &image, "--json"],
+        &["attach", &image, "--foreground"],
+        &["losetup", "-f", "--show", &image],
+        &["losetup", "-L", "-f", "--show", &image],
+    ] {
+        let output = place.command(words).stdout(full()).stderr(Stdio::piped()).spawn().unwrap();
+        let output = output.wait_with_output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {text}");
+        assert!(
+            text.contains("No space left on device (os error 28); the device is detached again"),
+            "{text}"
+        );
+        assert!(place.files().is_empty(), "{words:?}");
+    }
+    // One that was there before stays.
+    place.done(&["attach", &image]);
+    let output = place.command(&["attach", "--nooverlap", &image]).stdout(full()).status().unwrap();
+    assert_eq!(output.code(), Some(1));
+    place.done(&["show", "disk.img"]);
+}
+
+#[test]
+fn a_fallback_to_nbd_is_said_with_its_cause() {
+    let place = Place::new("fallback");
+    let attach = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blkq"));
+        let output = command.args(words).env("BLKQ_STATE_DIR", place.state()).output().unwrap();
+        assert!(output.status.success() && output.stdout.starts_with(b"nbd"), "{output:?}");
+        place.done(&["detach", "ram"]);
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let line = attach(&["attach", "ram:1M"]);
+    assert!(
+        line.starts_with("blkq: ram: warning: served over NBD, without a node in /dev: cannot open"),
+        "{line}"
+    );
+    assert!(line.lines().count() == 1 && line.contains("--export nbd"), "{line}");
+    assert_eq!(attach(&["attach", "ram:1M", "--export", "nbd"]), "");
+    let listen = format!("unix:{}", place.dir.join("socket").display());
+    assert_eq!(attach(&["attach", "ram:1M", "--listen", &listen]), "");
+}
+
+#[test]
+fn a_warning_goes_with_its_cause() {
+    let place = Place::new("stale");
+    let output = place.run(&["attach", "ram:1M", "--fault", "error=EIO"]);
+    assert!(String::from_utf8(output.stderr).unwrap().contains("faults are injected"));
+    assert!(place.done(&["show", "ram"]).contains("faults are injected"));
+    place.done(&["set", "ram", "fault=none"]);
+    assert!(!place.done(&["show", "ram"]).contains("faults are injected"));
+}
+
+#[test]
+fn options_that_mean_nothing_are_refused() {
+    let place = Place::new("nothing");
+    for (words, says) in [
+        (&["--export", "nbd", "--copy", "user"][..], "--copy is for ublk"),
+        (&["--listen", "tcp:127.0.0.1:0", "--copy", "user"], "--copy is for ublk"),
+        (&["--export", "ublk", "--max-connections", "3"], "--max-connections is for NBD"),
+        (&["--export", "ublk", "--handshake-timeout", "3"], "--handshake-timeout is for NBD"),
+        (&["--export", "ublk", "--tls-certificates", "/"], "TLS is for NBD"),
+        (&["--export", "ublk", "--insecure"], "--insecure is for NBD"),
+        (&["--offset", "512"], "--offset is for images, and there is none behind ram:1M"),
+        (&["--size-limit", "512"], "--size-limit is for images"),
+        (&["--direct-io", "on"], "--direct-io on is for images"),
+        (&["--dispatch", "serial"], "--dispatch serial is for images"),
+        (&["--shared"], "--shared is for images"),
+        (&["--format", "raw"], "--format is for images"),
+        (&["--nooverlap"], "--nooverlap is for images"),
+    ] {
+        let line = place.refused(&[&["attach", "ram:1M"], words].concat());
+        assert!(line.contains(says) && line.contains("omit it"), "{words:?}: {line}");
+    }
+    let usage = |words: &[&str]| {
+        let output = place.run(&[&["attach", "ram:1M"], words].concat());
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(usage(&["--listen", "unix:@name"]).contains("an abstract socket"));
+    assert!(usage(&["--listen", "tcp:127.0.0.1:99999"]).contains("to 65535, not \"99999\""));
+    assert!(usage(&["--listen", "tcp:127.0.0.1"]).contains("has no port"));
+    assert!(usage(&["--listen", "tcp:::1:10809"]).contains("in brackets"));
+    assert!(usage(&["-r"]).contains("--read-only"));
+    assert!(usage(&["--offset", "-1"]).contains("0 or more"));
+    assert!(usage(&["--size-limit", "1.3K"]).contains("not a whole number of bytes"));
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn a_setting_that_there_is_not_says_which_there_are() {
+    let place = Place::new("settings");
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image]);
+    place.done(&["attach", "ram:1M"]);
+    let line = place.refused(&["set", "disk.img", "foo=1"]);
+    for setting in ["autoclear", "direct-io", "hang-warning", "merge", "read-only", "blkq resize"] {
+        assert!(line.contains(setting), "{line}");
+    }
+    assert!(!place.refused(&["set", "ram", "foo=1"]).contains("direct-io"));
+    assert!(place.refused(&["set", "ram", "direct-io=on"]).contains("for images"));
+    assert!(place.refused(&["set", "ram", "size=1M"]).contains("blkq resize"));
+    assert!(place.refused(&["set", "ram", "queues=2"]).contains("attach with --queues"));
+    // Each that is named can be set to what it is.
+    let shown = place.json(&["show", "disk.img", "--json"]);
+    let listed = line.split("there are ").nth(1).unwrap().split(';').next().unwrap();
+    for setting in listed.split(", ") {
+        let value = match &shown["settings"][setting] {
+            serde_json::Value::Bool(on) => if *on { "on" } else { "off" }.to_owned(),
+            serde_json::Value::Null => "off".to_owned(),
+            serde_json::Value::String(text) => text.clone(),
+            number => number.to_string(),
+        };
+        place.done(&["set", "disk.img", &format!("{setting}={value}")]);
     }
 }

@@ -92,6 +92,11 @@ pub trait Driver: Send + Sync + 'static {
         Err(Error::new(ErrorKind::Unsupported, format!("the {} driver cannot be resized", self.name())))
     }
 
+    /// What the user should know about how the device is set now; each one line.
+    fn warnings(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Facts for `show`, in order: name and value (`direct-io`, `backing-file`, ...).
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()

@@ -11,6 +11,17 @@ use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
 
 impl Device {
+    /// The device as it is now, for who has attached it: with what that one should know.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
+        let mut info = self.info()?;
+        let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
+        info.warnings.extend(self.fallback.as_ref().map(fallback));
+        Ok(info)
+    }
+
     /// The device as it is now.
     ///
     /// # Errors
@@ -63,7 +74,7 @@ impl Device {
             capabilities: capabilities(&limits),
             settings: settings.into_iter().chain(dispatch).chain(ublk).chain(watching).map(owned).collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
-            warnings: self.warnings.clone(),
+            warnings: disk.driver().warnings().into_iter().chain(self.warnings.iter().cloned()).collect(),
         })
     }
 }

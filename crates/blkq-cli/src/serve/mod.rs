@@ -4,12 +4,13 @@ mod facts;
 mod meter;
 mod open;
 mod rejections;
+mod settings;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use blkq::{Disk, EngineThread};
+use blkq::{Disk, EngineThread, ErrorKind};
 use blkq_export::nbd::{ConnectionInfo, NbdServer, TlsCertificates};
 use blkq_export::ublk::{IdleWatch, UblkDevice};
 
@@ -34,6 +35,8 @@ pub struct Device {
     image: String,
     state_directory: PathBuf,
     warnings: Vec<String>,
+    /// Why it has no node in /dev, though none was declined.
+    fallback: Option<Failure>,
     partscan: bool,
     autoclear: Autoclear,
     meter: Meter,
@@ -209,7 +212,10 @@ impl Device {
         let running = self.running()?;
         // What is kept is what was set last, of several at once too.
         let mut settings = self.settings();
-        running.disk.set(key, value)?;
+        running.disk.set(key, value).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => settings::no_such_setting(key, running.disk.driver()),
+            _ => error.into(),
+        })?;
         if let Some(ublk) = running.ublk.as_ref().filter(|_| key == "read-only") {
             let read_only = value == "on";
             ublk.set_read_only(read_only).inspect_err(|_| {

@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blkq::drivers::{self, DriverOptions, DriverSpec, Opened};
-use blkq::{Disk, EngineHandle, EngineThread, ErrorKind};
+use blkq::drivers::{self, DriverOptions, DriverSpec};
+use blkq::{Disk, Driver, EngineHandle, EngineThread, ErrorKind};
 use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, TlsCertificates, TlsOptions};
 use blkq_export::ublk::{
     CONTROL_PATH, ControlDevice, Deputy, Features, Identity, UblkDevice, UblkOptions, process,
@@ -30,6 +30,10 @@ use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long an image may still be in use by a daemon that was killed, and had another name.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
+
+/// NBD connections at a time, and seconds for a handshake, unless others are asked for.
+const CONNECTIONS: u16 = 64;
+const HANDSHAKE_TIMEOUT_S: u16 = 10;
 
 /// `--partscan` of a device without a node.
 const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export has no node in /dev; \
@@ -71,7 +75,9 @@ impl Device {
             let options = UblkOptions { identity, recoverable, partscan, copy, deputy };
             Ok(Some(UblkDevice::start(disk, engines, options)?))
         };
-        Device::serve(args, claim, opened, listen, block_device, attach, Vec::new())
+        let mut device = Device::serve(args, claim, opened, listen, block_device, attach, Vec::new())?;
+        device.fallback = exports.no_ublk;
+        Ok(device)
     }
 
     /// As [`Device::open`], for the block device that `state` tells of, with the settings that its
@@ -112,7 +118,7 @@ impl Device {
     fn serve(
         args: &Args,
         claim: &Claim,
-        opened: Opened,
+        driver: Box<dyn Driver>,
         listen: Vec<Listen>,
         block_device: Option<BlockDevice>,
         attach: impl FnOnce(&Arc<Disk>, &[EngineHandle]) -> Outcome<Option<UblkDevice>>,
@@ -120,8 +126,8 @@ impl Device {
     ) -> Outcome<Device> {
         let name = claim.name();
         let autoclear = Autoclear::new(args.autoclear)?;
-        let driver = opened.driver.name();
-        let disk = Disk::builder(opened.driver)
+        let driver_name = driver.name();
+        let disk = Disk::builder(driver)
             .name(name)
             .queues(usize::from(args.queues))
             .depth(args.depth)
@@ -165,7 +171,8 @@ impl Device {
             users: None,
         };
         let image = image_name(&args.image);
-        let export = NbdExport { name: name.to_owned(), description: format!("{driver} {image}"), queue: 0 };
+        let export =
+            NbdExport { name: name.to_owned(), description: format!("{driver_name} {image}"), queue: 0 };
         let access = socket_access(args.socket_mode, args.socket_group.as_deref())?;
         let closed = listen.iter().filter_map(|listen| match listen {
             Listen::Unix(path) => Some((path, closed_directory(path, access)?)),
@@ -177,12 +184,13 @@ impl Device {
                 format!("{path} cannot be reached by all who may connect: {directory} does not let them in; chmod it, or listen elsewhere")
             })
             .collect();
-        let connections_max = clients_max(usize::from(args.max_connections), listen.len());
+        let connections_wanted = usize::from(args.max_connections.unwrap_or(CONNECTIONS));
+        let connections_max = clients_max(connections_wanted, listen.len());
         let rejection_event = rejections::event()?;
         let options = NbdOptions {
             exports: vec![export],
             connections_max,
-            handshake_timeout_s: u64::from(args.handshake_timeout),
+            handshake_timeout_s: u64::from(args.handshake_timeout.unwrap_or(HANDSHAKE_TIMEOUT_S)),
             tls,
             insecure: args.insecure,
             access,
@@ -211,9 +219,8 @@ impl Device {
         }
         needs.block_device =
             running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
-        let mut warnings = opened.warnings;
-        warnings.extend(not_kept);
-        if connections_max < usize::from(args.max_connections) && !running.servers.is_empty() {
+        let mut warnings = not_kept;
+        if connections_max < connections_wanted && !running.servers.is_empty() {
             warnings.push(format!(
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
             ));
@@ -247,6 +254,7 @@ impl Device {
             image,
             state_directory: claim.dir().path().to_owned(),
             warnings,
+            fallback: None,
             partscan: args.partscan || running.ublk.is_some() && !args.no_partscan,
             autoclear,
             meter,
@@ -266,6 +274,8 @@ impl Device {
 struct Exports {
     nbd: bool,
     ublk: bool,
+    /// Why there is no ublk, where it would have been the first choice.
+    no_ublk: Option<Failure>,
 }
 
 /// Whether clients may begin and end in the middle of a block: where a sector size is asked for they
@@ -283,11 +293,13 @@ fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Outcome<Exports> {
         if asked(Export::Ublk) {
             check_ublk()?;
         }
-        return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk) });
+        return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk), no_ublk: None });
     }
     let addressed = !args.listen.is_empty() || !inherited.is_empty();
-    let ublk = !addressed && check_ublk().is_ok();
-    Ok(Exports { nbd: !ublk, ublk })
+    let no_ublk = if addressed { None } else { check_ublk().err() };
+    let ublk = !addressed && no_ublk.is_none();
+    args.check_exports(!ublk, ublk)?;
+    Ok(Exports { nbd: !ublk, ublk, no_ublk })
 }
 
 /// Refuses if this process may not make ublk devices.
@@ -320,7 +332,7 @@ fn load_driver() {
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
 /// files of a daemon that was killed only some time after the process is gone.
-fn open_driver(args: &Args, wait: Duration) -> Result<Opened, blkq::Error> {
+fn open_driver(args: &Args, wait: Duration) -> Result<Box<dyn Driver>, blkq::Error> {
     let until = Instant::now() + wait;
     loop {
         match drivers::open(&args.image, &driver_options(args)) {

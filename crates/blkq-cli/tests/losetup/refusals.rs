@@ -56,7 +56,7 @@ fn partition_scan_is_carried_along_and_over_nbd_said_to_be_the_client_s() {
     let image = place.image("disk.img", 1 << 20);
     let output = place.run(&["losetup", "-P", "-f", "--show", &image]);
     let text = String::from_utf8(output.stderr.clone()).unwrap();
-    assert_eq!((stdout(&output), text.lines().count()), (format!("{}\n", place.uri("disk.img")), 1));
+    assert_eq!(stdout(&output), format!("{}\n", place.uri("disk.img")));
     assert!(text.contains("the kernel of its client scans them"), "{text}");
     assert_eq!(place.column("disk.img", "PARTSCAN"), "1");
 }

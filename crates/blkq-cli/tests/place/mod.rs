@@ -64,6 +64,9 @@ impl Place {
     pub fn done(&self, words: &[&str]) -> String {
         let output = self.run(words);
         let errors = without_waiting(output.stderr);
+        // losetup has no option to choose NBD, and says what this machine's kernel lacks.
+        let is_said = |line: &&str| words[0] == "losetup" && line.contains("served over NBD, without a node");
+        let errors: String = errors.lines().filter(|line| !is_said(line)).collect();
         assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?}");
         String::from_utf8(output.stdout).unwrap()
     }

@@ -11,6 +11,7 @@ pub mod r#loop;
 pub mod null;
 pub mod ram;
 mod random;
+mod size;
 
 #[cfg(test)]
 #[cfg(not(any(loom, shuttle)))]
@@ -20,6 +21,7 @@ use fault::{Fault, FaultSpec};
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use null::{Null, NullOptions};
 use ram::Ram;
+pub use size::parse_bytes;
 
 /// What is to be attached, as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -43,28 +45,6 @@ impl FromStr for DriverSpec {
             _ => Ok(DriverSpec::Image(text.into())),
         }
     }
-}
-
-/// A size in bytes: digits, then K, M, G or T (powers of 1024) or nothing.
-///
-/// # Errors
-/// [`ErrorKind::Invalid`] for anything else, and above 8 EiB.
-pub fn parse_bytes(text: &str) -> Result<u64, Error> {
-    let (digits, shift) = match text.as_bytes().last() {
-        Some(b'K' | b'k') => (&text[..text.len() - 1], 10),
-        Some(b'M' | b'm') => (&text[..text.len() - 1], 20),
-        Some(b'G' | b'g') => (&text[..text.len() - 1], 30),
-        Some(b'T' | b't') => (&text[..text.len() - 1], 40),
-        _ => (text, 0),
-    };
-    // `u64::from_str` would take a sign.
-    let number = if digits.starts_with('+') { None } else { digits.parse::<u64>().ok() };
-    number.and_then(|n| n.checked_mul(1 << shift)).filter(|n| *n <= i64::MAX as u64).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!("{text:?} is not a size: write digits and K, M, G, T or nothing"),
-        )
-    })
 }
 
 /// How a driver is to be opened. What a driver cannot do it refuses.
@@ -91,28 +71,18 @@ pub struct DriverOptions {
     pub fault: Option<FaultSpec>,
 }
 
-/// A driver, and what the user should know about how it was opened.
-pub struct Opened {
-    /// The driver.
-    pub driver: Box<dyn Driver>,
-    /// Each one line.
-    pub warnings: Vec<String>,
-}
-
-/// Opens the driver that `spec` names: the list of drivers.
+/// Opens the driver that `spec` names: the list of drivers. [`Driver::warnings`] has what the user
+/// should know about how it was opened.
 ///
 /// # Errors
 /// One line that says what is wrong, why, and the cure.
-pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
-    let Opened { driver, mut warnings } = open_plain(spec, options)?;
-    let Some(fault) = &options.fault else { return Ok(Opened { driver, warnings }) };
-    let fault = Fault::new(driver, fault.clone())?;
-    warnings.push(format!("faults are injected, with seed={}", fault.seed()));
-    Ok(Opened { driver: Box::new(fault), warnings })
+pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
+    let driver = open_plain(spec, options)?;
+    let Some(fault) = &options.fault else { return Ok(driver) };
+    Ok(Box::new(Fault::new(driver, fault.clone())?))
 }
 
-fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
-    let silent = |driver: Box<dyn Driver>| Opened { driver, warnings: Vec::new() };
+fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
     match spec {
         DriverSpec::Null(bytes) => {
             let sector = memory_sector("null", options)?;
@@ -120,41 +90,37 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
             null.limits.logical_block_bytes = sector;
             null.limits.physical_block_bytes = sector;
             null.limits.discard_granularity = sector;
-            Ok(silent(Box::new(Null::new(null)?)))
+            Ok(Box::new(Null::new(null)?))
         }
         DriverSpec::Ram(bytes) => {
             let sector = memory_sector("ram", options)?;
             let bytes = whole_sectors("ram", *bytes, sector)?;
-            Ok(silent(Box::new(Ram::new(bytes, sector, false)?)))
+            Ok(Box::new(Ram::new(bytes, sector, false)?))
         }
-        DriverSpec::Image(path) => {
-            let device = LoopDevice::open(&LoopOptions {
-                path: path.clone(),
-                offset: options.offset,
-                size_limit: options.size_limit,
-                sector_size: options.sector_size,
-                direct_io: options.direct_io,
-                dispatch: options.dispatch,
-                read_only: options.read_only,
-                shared: options.shared,
-                raw: options.raw,
-            })?;
-            let warnings = device.warnings();
-            Ok(Opened { driver: Box::new(device), warnings })
-        }
+        DriverSpec::Image(path) => Ok(Box::new(LoopDevice::open(&LoopOptions {
+            path: path.clone(),
+            offset: options.offset,
+            size_limit: options.size_limit,
+            sector_size: options.sector_size,
+            direct_io: options.direct_io,
+            dispatch: options.dispatch,
+            read_only: options.read_only,
+            shared: options.shared,
+            raw: options.raw,
+        })?)),
     }
 }
 
 /// The sector size for a driver without an image, which has no use for most options.
 fn memory_sector(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
     let refused = [
-        ("--offset", options.offset != 0),
-        ("--size-limit", options.size_limit.is_some()),
-        ("--direct-io on", options.direct_io == DirectIo::On),
-        ("--dispatch serial", options.dispatch == Dispatch::Serial),
+        ("an offset", options.offset != 0),
+        ("a size limit", options.size_limit.is_some()),
+        ("direct I/O", options.direct_io == DirectIo::On),
+        ("serial dispatch", options.dispatch == Dispatch::Serial),
     ];
     if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
-        let message = format!("{option} is for images, and {driver} has none; leave it away");
+        let message = format!("{option} is for images, and {driver} has none; omit it");
         return Err(Error::new(ErrorKind::Invalid, message));
     }
     check_sector(options.sector_size.unwrap_or(SECTOR_SIZES[0]))
@@ -192,12 +158,9 @@ mod tests {
         assert_eq!("ram:512".parse::<DriverSpec>().unwrap(), DriverSpec::Ram(512));
         assert_eq!("./null:1G".parse::<DriverSpec>().unwrap(), DriverSpec::Image("./null:1G".into()));
         assert_eq!("a:b".parse::<DriverSpec>().unwrap(), DriverSpec::Image("a:b".into()));
-        for bad in
-            ["null:", "null:+1", "null:-1", "ram:1X", "ram:99999999T", "ram:K", "ram:1KB", "null:1é", ""]
-        {
+        for bad in ["null:", "null:+1", "null:-1", "ram:1X", "ram:99999999T", "ram:K", "null:1é", ""] {
             assert!(bad.parse::<DriverSpec>().is_err(), "{bad}");
         }
-        assert_eq!(parse_bytes("4k").unwrap(), 4096);
     }
 
     #[test]
@@ -205,7 +168,7 @@ mod tests {
         let options = DriverOptions { sector_size: Some(4096), read_only: true, ..Default::default() };
         for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {
             let opened = open(&spec, &options).unwrap();
-            let limits = opened.driver.limits();
+            let limits = opened.limits();
             assert_eq!((limits.logical_block_bytes, limits.read_only), (4096, false));
             limits.validate().unwrap();
             for options in [

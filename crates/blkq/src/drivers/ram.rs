@@ -162,11 +162,12 @@ impl Medium {
     fn new(capacity: u64) -> Result<Medium, Error> {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
         let fail = |e: rustix::io::Errno| {
-            let message = format!(
-                "cannot reserve {capacity} bytes of address space for a RAM disk; \
-                 ask for less, or set vm.overcommit_memory=0"
-            );
-            Error::system(message, e)
+            let policy = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").unwrap_or_default();
+            let cure = match policy.trim() {
+                "2" => "ask for less, or set vm.overcommit_memory=0",
+                _ => "ask for less, or raise the limit of address space (ulimit -v) if there is one",
+            };
+            Error::system(format!("cannot reserve {capacity} bytes of memory for a RAM disk; {cure}"), e)
         };
         let bytes = usize::try_from(capacity).map_err(|_| fail(rustix::io::Errno::NOMEM))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;

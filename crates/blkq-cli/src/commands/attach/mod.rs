@@ -1,5 +1,6 @@
 //! `blkq attach`: makes an image usable, by way of a daemon of its own.
 
+mod check;
 mod values;
 
 use std::ffi::OsString;
@@ -15,12 +16,13 @@ use blkq::drivers::{DriverSpec, parse_bytes};
 use clap::Parser;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 
-use super::Cli;
+use super::{Cli, detach};
 use crate::access::parse_mode;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{be_daemon, launch, report, warn};
+use crate::state::StateDir;
 use crate::{hangs, nooverlap, print_json, systemd};
 
 pub use values::{Address, Copying, Export, Format, Scheduler, SectorSize, Tls, image_text, parse_listen};
@@ -30,7 +32,8 @@ use values::{one_of, parse_copy, parse_image};
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "\
 Returns when the device is usable and prints one line per export; a daemon of its own
-serves it until `blkq detach`. Sizes take K, M, G, T (powers of 1024).
+serves it until `blkq detach`. Sizes take K, M, G, T or KiB, MiB, ... (powers of 1024), or KB, MB, ...
+(powers of 1000), and fractions: 1.5G.
 
 Examples:
   blkq attach disk.img
@@ -142,12 +145,12 @@ pub struct Args {
     /// this machine (docs/watching.md)
     #[arg(long, value_name = "ADDRESS", value_parser = parse_listen)]
     pub metrics: Option<Address>,
-    /// NBD connections at a time
-    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1000))]
-    pub max_connections: u16,
-    /// How long an NBD client may take to say what it wants
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u16).range(1..=3600))]
-    pub handshake_timeout: u16,
+    /// NBD connections at a time [default: 64]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub max_connections: Option<u16>,
+    /// How long an NBD client may take to say what it wants [default: 10]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub handshake_timeout: Option<u16>,
     /// TLS for NBD: clients may use it, or must; a directory of certificates is needed [default:
     /// require with --tls-certificates, else off]
     #[arg(long, value_enum)]
@@ -219,8 +222,8 @@ impl Args {
             return self.serve();
         }
         // The same words after `attach` are what the daemon is to read.
-        let info = self.attach(&std::env::args_os().skip(2).collect::<Vec<_>>())?;
-        self.report(&info)?;
+        let attached = self.attach(&std::env::args_os().skip(2).collect::<Vec<_>>())?;
+        attached.report(|info| self.report(info)).map_err(|e| self.failed(e))?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -229,46 +232,18 @@ impl Args {
     ///
     /// # Errors
     /// Why the device could not be attached.
-    pub fn attach(&self, words: &[OsString]) -> Outcome<DeviceInfo> {
+    pub fn attach(&self, words: &[OsString]) -> Outcome<Attached> {
         let start = || launch("attach", words.iter().cloned());
         if self.nooverlap {
-            // What the daemon refuses is told as a failed attach already.
+            // What the daemon refuses is worded as a failed attach already.
             return nooverlap::attach(self, start);
         }
-        start()
+        Ok(Attached { info: start()?, is_new: true })
     }
 
     /// A failure of attaching the image.
     pub fn failed(&self, failure: Failure) -> Failure {
         failure.during(format_args!("attach {}", image_text(&self.image)))
-    }
-
-    /// The part of [`Args::run`] that needs to look at nothing but the options.
-    fn check(&self) -> Outcome {
-        if self.exports.contains(&Export::VhostUserBlk) {
-            return Err(Failure::new(
-                "--export vhost-user-blk: this build of blkq does not have it; use --export ublk or nbd",
-            ));
-        }
-        if !self.listen.is_empty() && !self.exports.is_empty() && !self.exports.contains(&Export::Nbd) {
-            return Err(Failure::new("--listen is where NBD listens; add --export nbd, or leave it out"));
-        }
-        let no_ublk = self.exports.iter().all(|export| *export == Export::Nbd) && !self.exports.is_empty();
-        if self.copy.0.is_some() && no_ublk {
-            return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; leave it out"));
-        }
-        let is_unix = |address: &Address| matches!(address, Address::Unix(_));
-        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !self.listen.iter().any(is_unix) {
-            return Err(Failure::new(
-                "--socket-mode and --socket-group are for the sockets of --listen unix:PATH; give one, outside of the state directory, which only its owner may enter",
-            ));
-        }
-        if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
-            return Err(Failure::new(
-                "--tls: there are no certificates; say where they are with --tls-certificates DIR (docs/nbd.md)",
-            ));
-        }
-        Ok(())
     }
 
     /// Prints what the user needs to know of the new device.
@@ -292,9 +267,43 @@ impl Args {
             return be_daemon(start);
         }
         let daemon = start(&mut Parent::none())?;
-        self.report(&daemon.info()?)?;
+        if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
+            daemon.give_up();
+            return Err(self.failed(not_reported(failure)));
+        }
         Ok(daemon.run())
     }
+}
+
+/// A device that is attached.
+#[derive(Debug)]
+pub struct Attached {
+    /// What is known about it.
+    pub info: DeviceInfo,
+    /// It was not there before.
+    pub is_new: bool,
+}
+
+impl Attached {
+    /// Reports it to the user by `print`. A new one that nobody hears of is detached again.
+    ///
+    /// # Errors
+    /// If it cannot be printed.
+    pub fn report(&self, print: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome {
+        print(&self.info).map_err(|failure| {
+            if !self.is_new {
+                return failure;
+            }
+            match StateDir::locate().and_then(|dir| detach::end(&dir, &self.info.name, true)) {
+                Ok(()) => not_reported(failure),
+                Err(stays) => Failure::new(format!("{failure}; and {stays}")),
+            }
+        })
+    }
+}
+
+fn not_reported(failure: Failure) -> Failure {
+    Failure::new(format!("{failure}; the device is detached again"))
 }
 
 /// The words that this process was started with after `attach`, for a later daemon of the same

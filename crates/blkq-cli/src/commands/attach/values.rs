@@ -140,21 +140,35 @@ pub(super) fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {
 /// # Errors
 /// The rule, if it is none.
 pub fn parse_listen(text: &str) -> Result<Address, String> {
-    let rule = "an address is unix:PATH or tcp:HOST:PORT, such as tcp:127.0.0.1:10809 or tcp:[::1]:10809";
+    let rule = || "an address is unix:PATH or tcp:HOST:PORT, such as tcp:127.0.0.1:10809 or tcp:[::1]:10809";
     match text.split_once(':') {
+        // Any user of the machine may connect to one, and no client of NBD knows them.
+        Some(("unix", path)) if path.starts_with('@') => Err(format!(
+            "{path} would be an abstract socket, open to all users; give a path, such as ./{path}"
+        )),
         Some(("unix", path)) if !path.is_empty() => Ok(Address::Unix(PathBuf::from(path))),
         Some(("tcp", rest)) => {
-            let (host, port) = rest.rsplit_once(':').ok_or(rule)?;
-            let port = port.parse().map_err(|_| rule)?;
+            let (host, port) =
+                rest.rsplit_once(':').ok_or_else(|| format!("{rest:?} has no port: {}", rule()))?;
             let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
                 Some(host) => host,
                 // Colons without brackets: where the address ends is anybody's guess.
-                None if host.contains(':') => return Err(rule.to_owned()),
+                None if host.contains(':') => {
+                    return Err(format!(
+                        "an IPv6 address stands in brackets: tcp:[ADDRESS]:PORT, not {rest:?}"
+                    ));
+                }
                 None => host,
             };
-            if host.is_empty() { Err(rule.to_owned()) } else { Ok(Address::Tcp(host.to_owned(), port)) }
+            if host.is_empty() {
+                return Err(format!("there is no host before the port: {}", rule()));
+            }
+            let port = port.parse().map_err(|_| {
+                format!("the port is a number from 0 (any that is free) to 65535, not {port:?}")
+            })?;
+            Ok(Address::Tcp(host.to_owned(), port))
         }
-        _ => Err(rule.to_owned()),
+        _ => Err(rule().to_owned()),
     }
 }
 
@@ -198,6 +212,7 @@ mod tests {
             "tcp:[]:1",
             "tcp:a:65536",
             "/a",
+            "unix:@name",
         ] {
             assert!(parse_listen(bad).is_err(), "{bad:?}");
         }

@@ -1,14 +1,13 @@
 //! `blkq losetup`: the command line of losetup(8) of util-linux, done with blkq's devices.
 
 mod output;
-pub mod size;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use blkq::drivers::{DriverSpec, SECTOR_SIZES};
+use blkq::drivers::{DriverSpec, SECTOR_SIZES, parse_bytes};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
 
@@ -25,7 +24,6 @@ use crate::state::StateDir;
 use crate::{complain, print};
 
 use output::Style;
-use size::parse_size;
 
 /// Exit code if the state of a device that was asked for could not be told.
 const EXIT_UNKNOWN: u8 = 2;
@@ -73,13 +71,13 @@ pub struct Args {
     nooverlap: bool,
 
     /// Where in the file the device begins; with -j, only devices that begin there
-    #[arg(short, long, value_name = "OFFSET", value_parser = parse_size)]
+    #[arg(short, long, value_name = "OFFSET", value_parser = parse_bytes)]
     offset: Option<u64>,
     /// The device's size at most; 0 is no limit
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     sizelimit: Option<u64>,
     /// The logical block: 512, 1024, 2048 or 4096
-    #[arg(short = 'b', long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = parse_bytes)]
     sector_size: Option<u64>,
     /// Have the kernel look for partitions; over NBD the client's kernel does
     #[arg(short = 'P', long)]
@@ -128,8 +126,8 @@ fn after_help() -> String {
     format!(
         "\
 A DEVICE is what --show prints: its node in /dev if it has one, else its URI; its name (the column
-REF) is understood as well. Sizes take K, M, G, T, P, E, with iB or nothing for powers of 1024, with
-B for powers of 1000.
+REF) and its image are understood as well. Sizes take K, M, G, T, P, E, with iB or nothing for powers
+of 1024, with B for powers of 1000.
 
 Columns:
 {}and those of `blkq list`.
@@ -300,14 +298,16 @@ impl Args {
     fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
         let words = self.words_of_attach(device, file)?;
         let args = attach::Args::from_words(&words)?;
-        let info = args.attach(&words)?;
-        warn(&info);
-        if self.verbose {
-            note(format_args!("{}: {} as {}", device_word(&info), info.image, info.exports.join(" ")));
-        }
-        if self.show && device.is_none() {
-            print(&format!("{}\n", device_word(&info)))?;
-        }
+        args.attach(&words)?.report(|info| {
+            warn(info);
+            if self.verbose {
+                note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
+            }
+            match self.show && device.is_none() {
+                true => print(&format!("{}\n", device_word(info))),
+                false => Ok(()),
+            }
+        })?;
         Ok(ExitCode::SUCCESS)
     }
 

@@ -196,6 +196,13 @@ impl Driver for Fault {
         self.shared.inner.resize(bytes)
     }
 
+    fn warnings(&self) -> Vec<String> {
+        let rules = self.shared.rules();
+        let faults =
+            (!rules.spec.rules.is_empty()).then(|| format!("faults are injected, with seed={}", rules.seed));
+        self.shared.inner.warnings().into_iter().chain(faults).collect()
+    }
+
     fn describe(&self) -> Vec<(&'static str, String)> {
         let rules = self.shared.rules();
         let hits: Vec<String> =

@@ -9,6 +9,9 @@ use rustix::fs::{AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl
 
 use crate::error::{Error, ErrorKind};
 
+/// `TMPFS_MAGIC` of the kernel's uapi/linux/magic.h.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
 /// What direct I/O demands of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct DirectAlign {
@@ -177,6 +180,10 @@ fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {
 }
 
 fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAlign, String> {
+    // Linux 6.6 and newer let the flag be set there, to no effect.
+    if !block_device && fstatfs(file).is_ok_and(|stat| stat.f_type == TMPFS_MAGIC) {
+        return Err("tmpfs keeps files in the page cache, and nowhere else".to_owned());
+    }
     // What the file system says is one thing, whether it lets the flag be set the other.
     let settable = set_flag(file, OFlags::DIRECT, true).and_then(|()| set_flag(file, OFlags::DIRECT, false));
     settable.map_err(|e| format!("its file system refuses O_DIRECT ({e})"))?;

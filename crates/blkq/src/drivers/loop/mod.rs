@@ -204,9 +204,6 @@ impl LoopDevice {
                 backing.path.display()
             ));
         }
-        if options.direct_io == DirectIo::Auto && mode.direct.is_none() {
-            warnings.push(format!("direct I/O is off: {}", mode.reason));
-        }
         let file_size = backing::size(&backing.file, &backing.path)?;
         let window = Window { path: &backing.path, offset: options.offset, sector };
         let (capacity, left_out) = window.capacity(file_size, options.size_limit)?;
@@ -269,9 +266,12 @@ impl LoopDevice {
         })
     }
 
-    /// What the user should know about how the image was opened; each one line.
+    /// What the user should know about how the image is opened now; each one line.
     pub fn warnings(&self) -> Vec<String> {
-        self.warnings.clone()
+        let state = locked(&self.shared.state);
+        let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
+            .then(|| format!("direct I/O is off: {}", state.mode.reason));
+        buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
     }
 
     /// The image: absolute, without symbolic links.
@@ -477,6 +477,10 @@ impl Driver for LoopDevice {
             state.size_limit = bytes;
         }
         Ok(())
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        LoopDevice::warnings(self)
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::drivers::check_sector;
+use crate::drivers::{SECTOR_SIZES, check_sector};
 use crate::error::{Error, ErrorKind};
 
 use super::backing::{Backing, DirectAlign};
@@ -160,17 +160,24 @@ impl Window<'_> {
             )));
         }
         match limit {
-            Some(limit) if limit == 0 || !limit.is_multiple_of(sector) => Err(invalid(format!(
-                "the size {limit} is not a multiple of the sector size {sector}; choose one that is"
+            Some(0) => Err(invalid("a device has a size above 0; choose another size limit".to_owned())),
+            Some(limit) if !limit.is_multiple_of(sector) => Err(invalid(format!(
+                "the size {limit} is not a multiple of the sector size {sector}; choose one that is, such as {}",
+                (limit - limit % sector).max(sector)
             ))),
             Some(limit) if limit > there => Err(invalid(format!(
                 "{limit} bytes from offset {offset} on end beyond the end of {path} ({file_size} bytes); \
                  choose less, or extend the image"
             ))),
             Some(limit) => Ok((limit, 0)),
-            None if there < sector => Err(invalid(format!(
-                "{path} has {there} bytes there, less than a sector of {sector}; extend it, or use a smaller --sector-size"
-            ))),
+            None if there < sector => {
+                let plural = if there == 1 { "" } else { "s" };
+                let smaller =
+                    if sector > SECTOR_SIZES[0] as u64 { ", or use a smaller sector size" } else { "" };
+                Err(invalid(format!(
+                    "{path} has {there} byte{plural} there, less than a sector of {sector}; extend it{smaller}"
+                )))
+            }
             None => Ok((there - there % sector, there % sector)),
         }
     }

@@ -1,0 +1,85 @@
+//! Options of `attach` that mean nothing together: refused, not ignored.
+
+use blkq::drivers::DriverSpec;
+use blkq::drivers::r#loop::{DirectIo, Dispatch};
+
+use super::{Address, Args, Export, Tls, image_text};
+use crate::failure::{Failure, Outcome};
+
+impl Args {
+    /// What can be refused by the options alone.
+    ///
+    /// # Errors
+    /// The option, why, and the cure.
+    pub(super) fn check(&self) -> Outcome {
+        if self.exports.contains(&Export::VhostUserBlk) {
+            return Err(Failure::new(
+                "--export vhost-user-blk: this build of blkq does not have it; use --export ublk or nbd",
+            ));
+        }
+        if !self.exports.is_empty() {
+            let asked = |export| self.exports.contains(&export);
+            self.check_exports(asked(Export::Nbd), asked(Export::Ublk))?;
+        }
+        self.check_image()?;
+        let is_unix = |address: &Address| matches!(address, Address::Unix(_));
+        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !self.listen.iter().any(is_unix) {
+            return Err(Failure::new(
+                "--socket-mode and --socket-group are for the sockets of --listen unix:PATH; give one, outside of the state directory, which only its owner may enter",
+            ));
+        }
+        if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
+            return Err(Failure::new(
+                "--tls: there are no certificates; say where they are with --tls-certificates DIR (docs/nbd.md)",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Refuses what means nothing for the exports that were asked for or chosen.
+    ///
+    /// # Errors
+    /// The option, why, and the cure.
+    pub fn check_exports(&self, nbd: bool, ublk: bool) -> Outcome {
+        if self.copy.0.is_some() && !ublk {
+            return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; omit it"));
+        }
+        let tls = self.tls.is_some_and(|tls| tls != Tls::Off) || self.tls_certificates.is_some();
+        let of_nbd = [
+            (!self.listen.is_empty(), "--listen"),
+            (tls, "TLS"),
+            (self.max_connections.is_some(), "--max-connections"),
+            (self.handshake_timeout.is_some(), "--handshake-timeout"),
+            (self.insecure && self.metrics.is_none(), "--insecure"),
+        ];
+        match of_nbd.iter().find(|(given, _)| *given && !nbd) {
+            Some((_, option)) => {
+                Err(Failure::new(format!("{option} is for NBD; add --export nbd, or omit it")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses what is for images only, where there is none.
+    fn check_image(&self) -> Outcome {
+        if matches!(self.image, DriverSpec::Image(_)) {
+            return Ok(());
+        }
+        let of_images = [
+            (self.offset != 0, "--offset"),
+            (self.size_limit.is_some(), "--size-limit"),
+            (self.direct_io == DirectIo::On, "--direct-io on"),
+            (self.dispatch == Dispatch::Serial, "--dispatch serial"),
+            (self.shared, "--shared"),
+            (self.format.is_some(), "--format"),
+            (self.nooverlap, "--nooverlap"),
+        ];
+        match of_images.iter().find(|(given, _)| *given) {
+            Some((_, option)) => Err(Failure::new(format!(
+                "{option} is for images, and there is none behind {}; omit it",
+                image_text(&self.image)
+            ))),
+            None => Ok(()),
+        }
+    }
+}
