@@ -2,18 +2,20 @@
 
 use std::process::ExitCode;
 
-use super::recover::recover;
+use super::recover::{attach_args, recover};
 use crate::control::{Request, ask};
 use crate::devices::named;
 use crate::failure::Outcome;
-use crate::state::StateDir;
+use crate::serve::check_take_over;
+use crate::state::{StateDir, read_state};
 
 /// Options of `upgrade`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Install the new blkq, and run it: the daemon that serves the device ends, and a new one of the
 program that you run takes over. I/O in flight is issued again; what comes meanwhile waits, and
-nothing fails. The options are those of `blkq attach`, the settings and the size those of the old
+nothing fails. Options, image and certificates are checked first: if the new program could not
+serve them, the old one goes on. The options are those of `blkq attach`, the settings and the size those of the old
 daemon.
 
 Example:
@@ -29,13 +31,22 @@ impl Args {
     /// Ends the old daemon and starts a new one.
     ///
     /// # Errors
-    /// If the old one does not let go of it; or, the device being an orphan then, why the new one
-    /// cannot take it over.
+    /// Why a new one could not serve the device, or the old one does not let go of it: that goes on
+    /// then. Or, the device being an orphan, why the new one cannot take it over.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: crate::failure::Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name).map_err(during)?;
+        check(&dir, &name).map_err(during)?;
         ask::<()>(&dir, &name, &Request::Leave {}).map_err(during)?;
         recover(&name).map_err(during)
     }
+}
+
+/// Checks whether this program could serve the device `name`, if that is one of the kernel. Whether
+/// there is one, its daemon says.
+fn check(dir: &StateDir, name: &str) -> Outcome {
+    let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(()) };
+    let Some(block_device) = &state.ublk else { return Ok(()) };
+    check_take_over(&attach_args(&state)?, block_device)
 }

@@ -3,6 +3,7 @@
 mod facts;
 mod meter;
 mod open;
+mod rehearsal;
 mod rejections;
 mod settings;
 
@@ -24,6 +25,7 @@ use crate::statistics::Statistics;
 use crate::{autoclear, log};
 
 pub use meter::Meter;
+pub use rehearsal::check_take_over;
 
 /// The settings that are none of the disk's.
 const AUTOCLEAR: &str = "autoclear";

@@ -372,14 +372,14 @@ fn refusal(error: blkq::Error, args: &Args, claim: &Claim) -> Failure {
 }
 
 /// Has a disk opened at the size that its block device has now.
-fn keep_size(args: &mut Args, bytes: u64) {
+pub(super) fn keep_size(args: &mut Args, bytes: u64) {
     match &mut args.image {
         DriverSpec::Image(_) => args.size_limit = args.size_limit.map(|_| bytes),
         DriverSpec::Null(size) | DriverSpec::Ram(size) => *size = bytes,
     }
 }
 
-fn driver_options(args: &Args) -> DriverOptions {
+pub(super) fn driver_options(args: &Args) -> DriverOptions {
     DriverOptions {
         offset: args.offset,
         size_limit: args.size_limit,
@@ -447,7 +447,7 @@ fn listen_at(address: &Address) -> Outcome<Listen> {
 }
 
 /// TLS as it is to be offered.
-fn tls(args: &Args) -> Outcome<Option<TlsOptions>> {
+pub(super) fn tls(args: &Args) -> Outcome<Option<TlsOptions>> {
     let Some(directory) = args.tls_certificates.as_deref().filter(|_| args.tls != Some(Tls::Off)) else {
         return Ok(None);
     };
