@@ -360,6 +360,19 @@ fn settings_and_size_change_while_it_is_attached() {
 }
 
 #[test]
+fn pacing_and_receive_backoff_are_settings() {
+    let place = Place::new("switches");
+    place.done(&["attach", "ram:1M", "--name", "d", "--no-pacing"]);
+    let settings = || place.json(&["show", "d", "--json"])["settings"].clone();
+    assert_eq!((&settings()["pacing"], &settings()["receive-backoff"]), (&false.into(), &true.into()));
+    place.done(&["set", "d", "pacing=on", "receive-backoff=off"]);
+    assert_eq!((&settings()["pacing"], &settings()["receive-backoff"]), (&true.into(), &false.into()));
+    assert!(place.refused(&["set", "d", "pacing=maybe"]).contains("pacing is on or off"));
+    let counted = place.json(&["stat", "d", "--json"])["nbd"].clone();
+    assert_eq!((&counted["paced_requests"], &counted["receive_backoffs"]), (&0.into(), &0.into()));
+}
+
+#[test]
 fn every_device_can_be_made_read_only_and_writable_again() {
     let place = Place::new("read-only");
     let image = place.image("disk.img", 1 << 20);

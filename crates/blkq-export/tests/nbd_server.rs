@@ -4,6 +4,7 @@
 mod nbd;
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
@@ -531,4 +532,50 @@ fn a_silent_tcp_client_is_probed_within_half_a_minute() {
     let ticks = u64::from_str_radix(&timer()[3..], 16).unwrap();
     assert!(ticks <= 30 * 100, "{ticks} hundredths of a second");
     server.stop(true).unwrap();
+}
+
+/// Lets a client read 64 at a time from a device that completes them in bursts; what was counted.
+fn paced(pacing: bool) -> u64 {
+    let options = options();
+    options.switches.pacing.store(pacing, Ordering::Relaxed);
+    let served = serve(slow(1_000_000..=1_000_000), 1, options);
+    let mut client = served.client(ReplyStyle::Simple);
+    for _ in 0..40 {
+        let requests: Vec<u8> =
+            (0..64).flat_map(|cookie| client.bytes(0, 0, cookie, cookie * 4096 * 3, 512, &[])).collect();
+        client.stream.write_all(&requests).unwrap();
+        (0..64).for_each(|_| assert_eq!(client.reply(|_| 512).error, 0));
+    }
+    served.server.counters().paced_requests
+}
+
+#[test]
+fn pacing_counts_what_it_holds_back_and_can_be_turned_off() {
+    assert!(paced(true) > 0);
+    assert_eq!(paced(false), 0);
+}
+
+#[test]
+fn receive_back_off_is_counted_and_can_be_turned_off() {
+    let options = options();
+    let switches = options.switches.clone();
+    let served = serve(ram(), 1, options);
+    for on in [false, true] {
+        switches.receive_backoff.store(on, Ordering::Relaxed);
+        let mut client = served.client(ReplyStyle::Simple);
+        let mut replies = 0;
+        // Replies that it does not read pile up, then requests trickle in.
+        for cookie in 0..30 {
+            client.send(0, 0, cookie, 0, 4096, &[]);
+            replies += 1;
+            let requests = || served.server.connections().last().unwrap().requests;
+            wait_until("the request has arrived", || requests() == replies);
+        }
+        let counted = || served.server.counters().receive_backoffs;
+        match on {
+            true => wait_until("a back-off is counted", || counted() > 0),
+            false => assert_eq!(counted(), 0),
+        }
+        (0..replies).for_each(|_| assert_eq!(client.reply(|_| 4096).error, 0));
+    }
 }

@@ -160,6 +160,16 @@ impl Page {
             ("nbd_refused_requests", "Those that never reached the block layer.", counters.refused_requests),
             ("nbd_read_bytes", "Content sent to NBD clients.", counters.read_bytes),
             ("nbd_written_bytes", "Content received from NBD clients.", counters.written_bytes),
+            (
+                "nbd_paced_requests",
+                "NBD requests held back from a device that completes its work in bursts.",
+                counters.paced_requests,
+            ),
+            (
+                "nbd_receive_backoffs",
+                "How often requests were left to gather while their NBD client read replies.",
+                counters.receive_backoffs,
+            ),
         ] {
             self.counter(name, help, value);
         }

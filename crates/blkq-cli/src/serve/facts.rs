@@ -1,11 +1,12 @@
 //! The device as it is, for `show` and `list`.
 
 use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::QueueLimits;
 use blkq_export::nbd::ConnectionInfo;
 
-use super::{Attendants, Device};
+use super::{Attendants, Device, PACING, RECEIVE_BACKOFF};
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
@@ -51,6 +52,13 @@ impl Device {
             ("iostats", switch(settings.iostats)),
             ("clock", settings.clock.to_string()),
         ];
+        let served = !running.servers.is_empty();
+        let of_nbd = [
+            (PACING, switch(self.switches.pacing.load(Relaxed))),
+            (RECEIVE_BACKOFF, switch(self.switches.receive_backoff.load(Relaxed))),
+        ]
+        .into_iter()
+        .filter(|_| served);
         let watching = self.attendants().as_ref().map(Attendants::describe).unwrap_or_default();
         let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
         Ok(DeviceInfo {
@@ -72,7 +80,14 @@ impl Device {
             sandbox: self.sandbox.clone(),
             direct_io,
             capabilities: capabilities(&limits),
-            settings: settings.into_iter().chain(dispatch).chain(ublk).chain(watching).map(owned).collect(),
+            settings: settings
+                .into_iter()
+                .chain(of_nbd)
+                .chain(dispatch)
+                .chain(ublk)
+                .chain(watching)
+                .map(owned)
+                .collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: disk.driver().warnings().into_iter().chain(self.warnings.iter().cloned()).collect(),
         })

@@ -9,10 +9,11 @@ mod settings;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkq::{Disk, EngineThread, ErrorKind};
-use blkq_export::nbd::{ConnectionInfo, NbdServer, TlsCertificates};
+use blkq_export::nbd::{ConnectionInfo, NbdServer, NbdSwitches, TlsCertificates};
 use blkq_export::ublk::{IdleWatch, UblkDevice};
 
 use crate::autoclear::Autoclear;
@@ -30,6 +31,9 @@ pub use rehearsal::check_take_over;
 /// The settings that are none of the disk's.
 const AUTOCLEAR: &str = "autoclear";
 const HANG_WARNING: &str = "hang-warning";
+const PACING: &str = "pacing";
+const RECEIVE_BACKOFF: &str = "receive-backoff";
+const NOT_OF_DISK: [&str; 4] = [AUTOCLEAR, HANG_WARNING, PACING, RECEIVE_BACKOFF];
 
 /// A device being served, until it is ended.
 pub struct Device {
@@ -52,6 +56,7 @@ pub struct Device {
     settings: Mutex<Vec<(String, String)>>,
     certificates: Option<TlsCertificates>,
     rejection_event: Arc<OwnedFd>,
+    switches: Arc<NbdSwitches>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
@@ -214,6 +219,24 @@ impl Device {
         let running = self.running()?;
         // What is kept is what was set last, of several at once too.
         let mut settings = self.settings();
+        let switch = match key {
+            PACING => Some(&self.switches.pacing),
+            RECEIVE_BACKOFF => Some(&self.switches.receive_backoff),
+            _ => None,
+        };
+        if let Some(switch) = switch {
+            if running.servers.is_empty() {
+                return Err(Failure::new("it is for NBD, over which the device is not served"));
+            }
+            let on = match value {
+                "on" => true,
+                "off" => false,
+                _ => return Err(Failure::new(format!("{key} is on or off, not {value:?}"))),
+            };
+            switch.store(on, Relaxed);
+            keep(&mut settings, key, value);
+            return Ok(());
+        }
         running.disk.set(key, value).map_err(|error| match error.kind() {
             ErrorKind::NotFound => settings::no_such_setting(key, running.disk.driver()),
             _ => error.into(),

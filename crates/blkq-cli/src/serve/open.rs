@@ -8,14 +8,17 @@ use std::time::{Duration, Instant};
 
 use blkq::drivers::{self, DriverOptions, DriverSpec};
 use blkq::{Disk, Driver, EngineHandle, EngineThread, ErrorKind};
-use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, TlsCertificates, TlsOptions};
+use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches, TlsCertificates, TlsOptions};
 use blkq_export::ublk::{
     CONTROL_PATH, ControlDevice, Deputy, Features, Identity, UblkDevice, UblkOptions, process,
 };
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::geteuid;
 
-use super::{AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, Running, rejections};
+use super::{
+    AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF, Running,
+    rejections,
+};
 use crate::access::{closed_directory, socket_access};
 use crate::autoclear::Autoclear;
 use crate::commands::attach::{Address, Args, Export, Format, Tls, image_text, own_words};
@@ -98,6 +101,8 @@ impl Device {
         for (key, value) in &settings {
             match key.as_str() {
                 AUTOCLEAR => args.autoclear = value == "on",
+                PACING => args.no_pacing = value == "off",
+                RECEIVE_BACKOFF => args.no_receive_backoff = value == "off",
                 HANG_WARNING => args.hang_warning = hangs::parse(value).unwrap_or(args.hang_warning),
                 _ => {}
             }
@@ -138,7 +143,7 @@ impl Device {
             .clock(args.clock)
             .read_only(args.read_only)
             .build()?;
-        let of_disk = settings.iter().filter(|(key, _)| ![AUTOCLEAR, HANG_WARNING].contains(&key.as_str()));
+        let of_disk = settings.iter().filter(|(key, _)| !NOT_OF_DISK.contains(&key.as_str()));
         let not_kept: Vec<String> = of_disk
             .filter_map(|(key, value)| {
                 let error = disk.set(key, value).err()?;
@@ -187,6 +192,10 @@ impl Device {
         let connections_wanted = usize::from(args.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, listen.len());
         let rejection_event = rejections::event()?;
+        let switches = Arc::new(NbdSwitches {
+            pacing: (!args.no_pacing).into(),
+            receive_backoff: (!args.no_receive_backoff).into(),
+        });
         let options = NbdOptions {
             exports: vec![export],
             connections_max,
@@ -197,6 +206,7 @@ impl Device {
             unaligned: serves_bytes(args, block_device.is_some()).then(Arc::default),
             idle_event: Some(autoclear.idle_event().clone()),
             rejection_event: Some(rejection_event.clone()),
+            switches: switches.clone(),
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
@@ -265,6 +275,7 @@ impl Device {
             settings: Mutex::new(settings),
             certificates,
             rejection_event,
+            switches,
             running: Mutex::new(Some(running)),
         })
     }

@@ -5,8 +5,19 @@ use blkq::Driver;
 use crate::failure::Failure;
 
 /// Of every device.
-const ALWAYS: [&str; 9] =
-    ["autoclear", "batching", "clock", "depth", "hang-warning", "iostats", "merge", "read-only", "scheduler"];
+const ALWAYS: [&str; 11] = [
+    "autoclear",
+    "batching",
+    "clock",
+    "depth",
+    "hang-warning",
+    "iostats",
+    "merge",
+    "pacing",
+    "read-only",
+    "receive-backoff",
+    "scheduler",
+];
 /// Of those with an image.
 const OF_IMAGES: [&str; 2] = ["direct-io", "dispatch"];
 /// Options of `attach` that stay as they are.

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::{Bio, Completion, Data, Extent, Operation, Sector, SourceContext, Status};
 use rustix::net::Shutdown;
@@ -14,9 +15,9 @@ use super::handshake::{Export, Handshake, Next, TlsPolicy};
 use super::payload::Payload;
 use super::pending::Pending;
 use super::proto::{Command, CommandFlags, NbdError};
+use super::receive_backoff::{Decision, ReceiveBackoff};
 use super::rejections::Reason;
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
-use super::rest::{Rest, Resting};
 use super::source::Core;
 use super::status::{ConnectionStatus, Counters};
 use super::stream::{ConnectionBuffers, Received, Stream};
@@ -67,7 +68,7 @@ pub(super) struct Connection {
     handshake_until_ns: u64,
     send_until_ns: u64,
     payload_until_ns: u64,
-    rest: Rest,
+    backoff: ReceiveBackoff,
     /// Whether it is on its source's list for this turn.
     pub ready: bool,
     /// Why it was dropped, if that was not its client's wish.
@@ -105,7 +106,7 @@ impl Connection {
             handshake_until_ns: handshake_ns.end,
             send_until_ns: u64::MAX,
             payload_until_ns: u64::MAX,
-            rest: Rest::default(),
+            backoff: ReceiveBackoff::default(),
             ready: false,
             rejection: None,
         }
@@ -131,7 +132,7 @@ impl Connection {
 
     /// When something of this connection is due.
     pub fn deadline_ns(&self) -> u64 {
-        self.client_until_ns().min(self.rest.until_ns())
+        self.client_until_ns().min(self.backoff.until_ns())
     }
 
     /// When its client is late.
@@ -229,8 +230,8 @@ impl Connection {
             self.send(core, cx);
         }
         if !hungry || self.stream.is_receiving() {
-            self.rest.end();
-        } else if !self.rests(core, cx) {
+            self.backoff.cancel();
+        } else if !self.backs_off(core, cx) {
             self.receive(core, cx);
         }
         self.status.publish(&self.counters, self.outstanding);
@@ -572,22 +573,25 @@ impl Connection {
         self.stream.replies().replies += 1;
     }
 
-    /// Whether to look for requests later.
-    fn rests(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) -> bool {
-        if self.incoming.is_some() || self.ending != Ending::No {
-            self.rest.end();
+    /// Whether to receive later.
+    fn backs_off(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) -> bool {
+        let on = core.options.switches.receive_backoff.load(Relaxed);
+        if !on || self.incoming.is_some() || self.ending != Ending::No {
+            self.backoff.cancel();
             return false;
         }
-        match self.rest.consider(self.counters.requests, cx.now_ns(), self.stream.socket()) {
-            Resting::Until(until_ns) => {
+        let starts = self.backoff.until_ns() == u64::MAX;
+        match self.backoff.consider(self.counters.requests, cx.now_ns(), self.stream.socket()) {
+            Decision::Later(until_ns) => {
+                core.receive_backoffs += u64::from(starts);
                 core.expect_deadline(until_ns);
                 true
             }
-            Resting::Ended => {
+            Decision::Over => {
                 self.stream.expect_input();
                 false
             }
-            Resting::No => false,
+            Decision::Now => false,
         }
     }
 
@@ -635,7 +639,7 @@ impl Connection {
 
     /// A receive completed with a count of bytes, or a negative errno.
     pub fn received(&mut self, result: i32) {
-        self.rest.device_idle = self.outstanding == self.stream.unsent_replies();
+        self.backoff.device_idle = self.outstanding == self.stream.unsent_replies();
         let payload = self.incoming.as_mut().map_or(0, |incoming| incoming.missing().len());
         match self.stream.received(result, payload) {
             Received::Payload(bytes) => self.took_payload(bytes),

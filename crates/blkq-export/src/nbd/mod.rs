@@ -14,9 +14,9 @@ mod payload;
 mod pending;
 pub mod proto;
 mod ranges;
+mod receive_backoff;
 mod rejections;
 pub mod reply;
-mod rest;
 mod server;
 mod source;
 mod status;
@@ -38,6 +38,6 @@ pub use ranges::RangeLock;
 pub use rejections::{Reason, Rejection};
 #[cfg(simulation)]
 pub use server::simulated;
-pub use server::{NbdExport, NbdOptions, NbdServer};
+pub use server::{NbdExport, NbdOptions, NbdServer, NbdSwitches};
 pub use status::{ConnectionInfo, NbdCounters};
 pub use tls::TlsOptions;

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blkq::{EngineHandle, Error, ErrorKind, SourceId};
@@ -69,6 +69,27 @@ pub struct NbdOptions {
     /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`] has some to
     /// report; without one there are none.
     pub rejection_event: Option<Arc<OwnedFd>>,
+    /// Mechanisms that can be turned off, also while clients are served.
+    pub switches: Arc<NbdSwitches>,
+}
+
+/// Mechanisms of a server that can be turned off and on while it runs. Clones of options share
+/// them.
+#[derive(Debug)]
+pub struct NbdSwitches {
+    /// A device that completes its work in bursts is given half of it at a time
+    /// ([`NbdCounters::paced_requests`]).
+    pub pacing: AtomicBool,
+    /// Requests of a client that is busy reading replies are left to gather for a moment
+    /// ([`NbdCounters::receive_backoffs`]).
+    pub receive_backoff: AtomicBool,
+}
+
+impl Default for NbdSwitches {
+    /// All on.
+    fn default() -> NbdSwitches {
+        NbdSwitches { pacing: AtomicBool::new(true), receive_backoff: AtomicBool::new(true) }
+    }
 }
 
 impl Default for NbdOptions {
@@ -90,6 +111,7 @@ impl Default for NbdOptions {
             insecure: false,
             idle_event: None,
             rejection_event: None,
+            switches: Arc::default(),
         }
     }
 }

@@ -73,6 +73,10 @@ pub(super) struct Core {
     pacing: Pacing,
     /// Bios that wait for room in the pacing, with the queue.
     held: VecDeque<(usize, Bio)>,
+    /// Bios that had to wait there, and times that a connection received later, which the
+    /// registry does not count yet.
+    paced: u64,
+    pub receive_backoffs: u64,
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
 }
@@ -103,11 +107,17 @@ impl Core {
 
     /// Submits `bio`, which has its mark, now or as soon as there is room.
     pub fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        if self.held.is_empty() && self.pacing.has_room() {
+        if self.held.is_empty() && self.has_room() {
             self.submit_now(queue, bio, cx);
         } else {
+            self.paced += 1;
             self.held.push_back((queue, bio));
         }
+    }
+
+    /// Whether the block layer may have one more bio.
+    fn has_room(&self) -> bool {
+        self.pacing.has_room() || !self.options.switches.pacing.load(Relaxed)
     }
 
     fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
@@ -143,7 +153,7 @@ impl Core {
         }
         self.pacing.look(self.held.len(), cx.now_ns());
         let held = self.held.len();
-        while self.pacing.has_room()
+        while self.has_room()
             && let Some((queue, bio)) = self.held.pop_front()
         {
             self.submit_now(queue, bio, cx);
@@ -216,6 +226,8 @@ impl NbdSource {
                 refused: VecDeque::new(),
                 pacing: Pacing::default(),
                 held: VecDeque::new(),
+                paced: 0,
+                receive_backoffs: 0,
                 deadline_ns: u64::MAX,
             },
             registry,
@@ -525,6 +537,7 @@ unsafe impl Source for NbdSource {
             }
         }
         self.core.pacing.turn(|| cx.now_ns());
+        self.registry.count_waits(&mut self.core.paced, &mut self.core.receive_backoffs);
         match (self.core.buffers.is_idle(), self.idle_since_ns) {
             (true, None) => self.idle_since_ns = Some(cx.now_ns()),
             (false, Some(_)) => self.idle_since_ns = None,

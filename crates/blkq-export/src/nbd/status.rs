@@ -57,6 +57,12 @@ pub struct NbdCounters {
     pub read_bytes: u64,
     /// Content received and written, in bytes.
     pub written_bytes: u64,
+    /// Requests that pacing held back, because the device completes its work in bursts.
+    #[serde(default)]
+    pub paced_requests: u64,
+    /// How often a connection received later, because its client was busy reading replies.
+    #[serde(default)]
+    pub receive_backoffs: u64,
 }
 
 impl NbdCounters {
@@ -72,6 +78,8 @@ impl NbdCounters {
             refused_requests: self.refused_requests.saturating_sub(earlier.refused_requests),
             read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
             written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
+            paced_requests: self.paced_requests.saturating_sub(earlier.paced_requests),
+            receive_backoffs: self.receive_backoffs.saturating_sub(earlier.receive_backoffs),
         }
     }
 
@@ -99,6 +107,8 @@ impl std::ops::AddAssign for NbdCounters {
         self.refused_requests += other.refused_requests;
         self.read_bytes += other.read_bytes;
         self.written_bytes += other.written_bytes;
+        self.paced_requests += other.paced_requests;
+        self.receive_backoffs += other.receive_backoffs;
     }
 }
 
@@ -175,6 +185,8 @@ pub(super) struct Registry {
     closed: AtomicBool,
     accepted: AtomicU64,
     refused: AtomicU64,
+    paced_requests: AtomicU64,
+    receive_backoffs: AtomicU64,
     /// Somebody chose an export and is gone.
     served: AtomicBool,
     /// Connections that have chosen an export.
@@ -192,6 +204,8 @@ impl Registry {
             closed: AtomicBool::new(false),
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
+            paced_requests: AtomicU64::new(0),
+            receive_backoffs: AtomicU64::new(0),
             served: AtomicBool::new(false),
             established: Arc::default(),
             rejections: Rejections::new(rejection_event),
@@ -285,6 +299,15 @@ impl Registry {
         self.open.load(Ordering::SeqCst)
     }
 
+    /// Counts what an engine counted in a turn: requests held back, back-offs. Both are 0 then.
+    pub fn count_waits(&self, paced: &mut u64, backoffs: &mut u64) {
+        for (counter, counted) in [(&self.paced_requests, paced), (&self.receive_backoffs, backoffs)] {
+            if *counted > 0 {
+                counter.fetch_add(std::mem::take(counted), Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Connections that have not chosen an export yet.
     pub fn handshaking(&self) -> usize {
         self.open().saturating_sub(self.established.load(Ordering::SeqCst))
@@ -302,6 +325,8 @@ impl Registry {
         drop(connections);
         sum.connections = self.accepted.load(Ordering::Relaxed);
         sum.refused_connections = self.refused();
+        sum.paced_requests = self.paced_requests.load(Ordering::Relaxed);
+        sum.receive_backoffs = self.receive_backoffs.load(Ordering::Relaxed);
         sum
     }
 

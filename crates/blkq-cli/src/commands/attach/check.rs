@@ -50,6 +50,8 @@ impl Args {
             (tls, "TLS"),
             (self.max_connections.is_some(), "--max-connections"),
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
+            (self.no_pacing, "--no-pacing"),
+            (self.no_receive_backoff, "--no-receive-backoff"),
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
         match of_nbd.iter().find(|(given, _)| *given && !nbd) {

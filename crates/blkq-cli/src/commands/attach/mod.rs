@@ -131,6 +131,12 @@ pub struct Args {
     /// Do not count and time requests
     #[arg(long)]
     pub no_iostats: bool,
+    /// Give a device that completes its work in bursts all of it at once (NBD)
+    #[arg(long)]
+    pub no_pacing: bool,
+    /// Receive at once from NBD clients that are busy reading replies
+    #[arg(long)]
+    pub no_receive_backoff: bool,
     /// Time stamps: one reading of the clock per batch, or one each
     #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
     pub clock: ClockMode,
