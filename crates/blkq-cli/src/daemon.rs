@@ -6,6 +6,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -22,6 +23,7 @@ use crate::commands::attach::Args;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
+use crate::pid_file::PidFile;
 use crate::serve::Device;
 use crate::signals::{Signal, Signals};
 use crate::size::format_size;
@@ -83,6 +85,7 @@ pub struct Daemon {
     ended: Receiver<Ended>,
     /// A byte when there is something in `ended`.
     wake: UnixStream,
+    pid_file: Option<PidFile>,
     /// Last, so that the name is free after everything else is gone.
     claim: Claim,
 }
@@ -144,7 +147,7 @@ impl Daemon {
             None => dir.claim_unique(&args.default_name())?,
         };
         let open = |claim: &Claim| Device::open(args, claim, inherited);
-        Daemon::ready(claim, signals, open, parent)
+        Daemon::ready(claim, signals, args.pid_file.as_deref(), open, parent)
     }
 
     /// As [`Daemon::start`], for the block device of a daemon that is gone.
@@ -158,7 +161,7 @@ impl Daemon {
             claim.remove_socket(ending)?;
         }
         let open = |claim: &Claim| Device::recover(args, claim, state);
-        Daemon::ready(claim, signals, open, parent)
+        Daemon::ready(claim, signals, args.pid_file.as_deref(), open, parent)
     }
 
     /// What a daemon does first.
@@ -180,6 +183,7 @@ impl Daemon {
     fn ready(
         mut claim: Claim,
         signals: Signals,
+        pid_file: Option<&Path>,
         open: impl FnOnce(&Claim) -> Outcome<Device>,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
@@ -190,15 +194,17 @@ impl Daemon {
         let (sender, ended) = channel();
         let owner = geteuid();
         let mut device = open(&claim)?;
-        let mut tell = || -> Outcome {
+        let mut tell = || -> Outcome<Option<PidFile>> {
             claim.write_state(&device.state_file()?)?;
+            let pid_file = pid_file.map(PidFile::write).transpose()?;
             if parent.null.is_some() {
                 log::redirect(&claim.file(".log"))?;
                 // Not to keep a file system busy that has nothing to do with the device.
                 std::env::set_current_dir("/").map_err(system("chdir"))?;
             }
             // Nothing below opens a file, or needs a privilege that is not kept.
-            device.confine(claim.file(".lock"))?;
+            let removed = pid_file.iter().map(|file| file.path().to_owned());
+            device.confine(removed.chain([claim.file(".lock")]))?;
             device.attend()?;
             let info = device.info_at_attach()?;
             let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
@@ -207,15 +213,18 @@ impl Daemon {
             }
             parent.tell(&reply_line(Ok(&info)))?;
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
-            Ok(())
+            Ok(pid_file)
         };
-        if let Err(failure) = tell() {
-            // Nobody knows of it yet; an orphan stays one.
-            if !claim.is_kept() {
-                device.close(true)?;
+        let pid_file = match tell() {
+            Ok(pid_file) => pid_file,
+            Err(failure) => {
+                // Nobody knows of it yet; an orphan stays one.
+                if !claim.is_kept() {
+                    device.close(true)?;
+                }
+                return Err(failure);
             }
-            return Err(failure);
-        }
+        };
         claim.keep(false);
         let shared = Shared {
             owner,
@@ -227,7 +236,16 @@ impl Daemon {
             ended: sender,
             waker,
         };
-        Ok(Daemon { shared: Arc::new(shared), control, signals, signalled: false, ended, wake, claim })
+        Ok(Daemon {
+            shared: Arc::new(shared),
+            control,
+            signals,
+            signalled: false,
+            ended,
+            wake,
+            pid_file,
+            claim,
+        })
     }
 
     /// The device as it is now, with what its user should know first.
@@ -323,8 +341,8 @@ impl Daemon {
 
     /// Removes what is left of the device, and then says so to who asked for it.
     fn finish(self, ended: Ended) -> ExitCode {
-        let Daemon { shared, control, claim, .. } = self;
-        drop(control);
+        let Daemon { shared, control, pid_file, claim, .. } = self;
+        drop((control, pid_file));
         drop(claim);
         drop(shared);
         let outcome = ended.flushed.map_err(|e| e.during("detached, but data may be lost"));

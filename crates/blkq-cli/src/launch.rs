@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
@@ -20,11 +20,19 @@ const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// The hidden option that tells the daemon from the command that starts it.
 const DAEMON_OPTION: &str = "--daemon";
 
+/// A device, and the process that serves it.
+pub struct Launched {
+    /// The device.
+    pub info: DeviceInfo,
+    /// Its daemon, a child of this process.
+    pub daemon: Child,
+}
+
 /// Runs this program as the daemon of `subcommand` and waits until it is ready.
 ///
 /// # Errors
 /// What it says, or that it said nothing.
-pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Outcome<DeviceInfo> {
+pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Outcome<Launched> {
     let refuse = |e: std::io::Error| Failure::new(format!("cannot start the daemon: {e}"));
     let mut command = Command::new("/proc/self/exe");
     command.arg0("blkq").args([subcommand, DAEMON_OPTION]).args(words);
@@ -38,7 +46,7 @@ pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Ou
         stdout.take(LINE_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
     }
     match serde_json::from_slice(&line) {
-        Ok(Reply::Ok(info)) => Ok(info),
+        Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
         Ok(Reply::Error(message)) => {
             // It has said all; nothing of it may be left when this command returns, unless a
             // defect of the kernel keeps it, which nobody can do anything about.

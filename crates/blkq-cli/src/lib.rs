@@ -27,6 +27,8 @@ pub mod launch;
 pub mod log;
 pub mod metrics;
 pub mod nooverlap;
+pub mod parent;
+pub mod pid_file;
 pub mod serve;
 pub mod signals;
 pub mod size;
@@ -43,6 +45,7 @@ use failure::{EXIT_FAILED, Failure, Outcome};
 /// Runs the command line of this process: 0 if it was done, 1 if it was refused or
 /// failed (one line on stderr says why), 2 if it was not understood.
 pub fn main() -> ExitCode {
+    parent::note();
     let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
     let cli = Cli::try_parse().unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
     match cli.command.run() {

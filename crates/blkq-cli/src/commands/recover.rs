@@ -9,7 +9,7 @@ use crate::daemon::{Daemon, Parent};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
-use crate::launch::{be_daemon, launch, report};
+use crate::launch::{Launched, be_daemon, launch, report};
 use crate::state::{Dead, Fate, Found, StateDir, check_name};
 use blkq::drivers::DriverSpec;
 
@@ -56,7 +56,7 @@ impl Args {
 /// # Errors
 /// What the daemon says.
 pub fn recover(name: &str) -> Outcome<ExitCode> {
-    let info = launch("recover", [name.into()])?;
+    let Launched { info, .. } = launch("recover", [name.into()])?;
     report(&info)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -84,7 +84,7 @@ impl Device {
     ///
     /// # Errors
     /// What the kernel has, and refuses; if there can be no more threads.
-    pub fn confine(&mut self, removed: PathBuf) -> Outcome {
+    pub fn confine(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
         let running = self.running()?;
         let confined = self.needs.is_some();
         if let Some(ublk) = &running.ublk {
@@ -106,7 +106,7 @@ impl Device {
             };
         }
         if let Some(mut needs) = self.needs.take() {
-            needs.removed.push(removed);
+            needs.removed.extend(removed);
             self.sandbox = confine::control(&needs)?;
         }
         Ok(())

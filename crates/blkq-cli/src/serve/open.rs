@@ -165,6 +165,7 @@ impl Device {
                 _ => None,
             }));
             kept.extend(needs.read.iter().cloned());
+            kept.extend(args.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
             // Before there are other threads.
             process::prepare(&kept)?;
         }
@@ -176,8 +177,11 @@ impl Device {
             users: None,
         };
         let image = image_name(&args.image);
-        let export =
-            NbdExport { name: name.to_owned(), description: format!("{driver_name} {image}"), queue: 0 };
+        let export = NbdExport {
+            name: args.export_name.clone().unwrap_or_else(|| name.to_owned()),
+            description: format!("{driver_name} {image}"),
+            queue: 0,
+        };
         let access = socket_access(args.socket_mode, args.socket_group.as_deref())?;
         let closed = listen.iter().filter_map(|listen| match listen {
             Listen::Unix(path) => Some((path, closed_directory(path, access)?)),
@@ -203,6 +207,7 @@ impl Device {
             tls,
             insecure: args.insecure,
             access,
+            named_in_uri: args.export_name.is_some(),
             unaligned: serves_bytes(args, block_device.is_some()).then(Arc::default),
             idle_event: Some(autoclear.idle_event().clone()),
             rejection_event: Some(rejection_event.clone()),
@@ -306,7 +311,7 @@ fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Outcome<Exports> {
         }
         return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk), no_ublk: None });
     }
-    let addressed = !args.listen.is_empty() || !inherited.is_empty();
+    let addressed = !args.listen.is_empty() || !inherited.is_empty() || args.run.is_some();
     let no_ublk = if addressed { None } else { check_ublk().err() };
     let ublk = !addressed && no_ublk.is_none();
     args.check_exports(!ublk, ublk)?;

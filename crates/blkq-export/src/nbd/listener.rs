@@ -268,19 +268,17 @@ impl AsFd for Listener {
 }
 
 impl Place {
-    /// As an NBD URI without an export, for clients that must use TLS or not.
-    pub fn uri(&self, tls: bool) -> String {
+    /// As an NBD URI of the export of that name, or without one (empty), for clients that must use TLS
+    /// or not.
+    pub fn uri(&self, tls: bool, export: &str) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
+        let export = escaped(export.as_bytes());
         match self {
             Place::Unix(path, _) => {
-                let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
-                let escaped = path.as_os_str().as_bytes().iter().map(|byte| match plain(*byte) {
-                    true => char::from(*byte).to_string(),
-                    false => format!("%{byte:02X}"),
-                });
-                format!("{scheme}+unix:///?socket={}", escaped.collect::<String>())
+                format!("{scheme}+unix:///{export}?socket={}", escaped(path.as_os_str().as_bytes()))
             }
-            Place::Tcp(address) => format!("{scheme}://{address}"),
+            Place::Tcp(address) if export.is_empty() => format!("{scheme}://{address}"),
+            Place::Tcp(address) => format!("{scheme}://{address}/{export}"),
             Place::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
             Place::Inherited { connected: true, .. } => format!("{scheme} on an inherited connection"),
         }
@@ -314,6 +312,16 @@ impl Place {
             Place::Unix(..) => None,
         }
     }
+}
+
+/// As part of a URI.
+fn escaped(text: &[u8]) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
+    let escaped = text.iter().map(|byte| match plain(*byte) {
+        true => char::from(*byte).to_string(),
+        false => format!("%{byte:02X}"),
+    });
+    escaped.collect()
 }
 
 impl Drop for Place {

@@ -47,6 +47,8 @@ pub struct NbdOptions {
     /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. Who finds none
     /// left waits in line, and its requests in the socket.
     pub buffered_bytes_total: usize,
+    /// Whether the URI names the first export; clients that name none get it too.
+    pub named_in_uri: bool,
     /// Who may connect to the unix sockets that are made.
     pub access: SocketAccess,
     /// Time for the handshake, in seconds.
@@ -103,6 +105,7 @@ impl Default for NbdOptions {
             requests_max: 256,
             buffered_bytes_max: 2 * PAYLOAD_MAX_BYTES as usize,
             buffered_bytes_total: 256 << 20,
+            named_in_uri: false,
             access: SocketAccess::default(),
             handshake_timeout_s: 10,
             transfer_timeout_s: 30,
@@ -139,6 +142,11 @@ impl NbdOptions {
     /// others.
     pub(super) fn handshakes_max(&self) -> usize {
         self.connections_max.div_ceil(4)
+    }
+
+    /// The export that the URI names, or nothing.
+    fn name_in_uri(&self) -> &str {
+        self.exports.first().filter(|_| self.named_in_uri).map_or("", |export| &export.name)
     }
 
     pub(super) fn tls_policy(&self) -> TlsPolicy {
@@ -210,7 +218,7 @@ impl NbdServer {
         options.validate()?;
         let Opened { socket, place } = listen.open(options.access)?;
         options.check_reach(&place)?;
-        let address = place.uri(options.tls_policy() == TlsPolicy::Required);
+        let address = place.uri(options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
         let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
         let options = Arc::new(options);
         // A single client needs no more than one engine.

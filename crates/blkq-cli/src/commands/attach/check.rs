@@ -48,6 +48,7 @@ impl Args {
         let of_nbd = [
             (!self.listen.is_empty(), "--listen"),
             (tls, "TLS"),
+            (self.export_name.is_some(), "--export-name"),
             (self.max_connections.is_some(), "--max-connections"),
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
             (self.no_pacing, "--no-pacing"),

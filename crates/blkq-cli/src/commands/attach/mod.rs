@@ -1,6 +1,7 @@
 //! `blkq attach`: makes an image usable, by way of a daemon of its own.
 
 mod check;
+mod run;
 mod values;
 
 use std::ffi::OsString;
@@ -23,10 +24,10 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{be_daemon, launch, report, warn};
 use crate::state::StateDir;
-use crate::{hangs, nooverlap, print_json, systemd};
+use crate::{hangs, nooverlap, parent, print_json, systemd};
 
 pub use values::{Address, Copying, Export, Format, Scheduler, SectorSize, Tls, image_text, parse_listen};
-use values::{one_of, parse_copy, parse_image};
+use values::{one_of, parse_copy, parse_export_name, parse_image};
 
 /// Options of `attach`.
 #[derive(clap::Args, Clone, Debug)]
@@ -44,6 +45,7 @@ Examples:
   blkq attach disk.img --listen unix:/run/disk.sock --socket-group libvirt-qemu
   blkq attach disk.img --direct-io on --queues 4 --name data
   blkq attach ram:1G --name scratch
+  blkq attach disk.img --run 'nbdcopy $uri copy.img'
   blkq attach null:1T --foreground      ends with Ctrl-C")]
 pub struct Args {
     /// An image file or block device; null:SIZE reads zeroes and forgets what is written,
@@ -172,9 +174,25 @@ pub struct Args {
     /// Keep all privileges, and do not filter system calls, to look for an error
     #[arg(long)]
     pub no_sandbox: bool,
+    /// The name by which NBD clients ask for the device; those that name none get it too [default:
+    /// the device's name]
+    #[arg(long, value_name = "NAME", value_parser = parse_export_name)]
+    pub export_name: Option<String>,
+    /// Run CMD in a shell, with $uri (and $unixsocket or $port, $nbd, $exportname, $tls, as nbdkit has
+    /// them), $device (the node in /dev) and $name in its environment; detach when it has exited,
+    /// and exit with its code. Without --export, over NBD
+    #[arg(long, value_name = "CMD", conflicts_with_all = ["foreground", "json", "nooverlap", "exit_with_parent"])]
+    pub run: Option<String>,
+    /// Write the number of the daemon's process to a file when the device is usable; it is removed
+    /// when the device is detached
+    #[arg(long, value_name = "FILE")]
+    pub pid_file: Option<PathBuf>,
     /// Serve it in this process, until SIGINT or SIGTERM
     #[arg(long)]
     pub foreground: bool,
+    /// As --foreground, and detach when the process that started this one exits
+    #[arg(long)]
+    pub exit_with_parent: bool,
     /// Print one JSON object, as `blkq show --json`, in place of the exports
     #[arg(long)]
     pub json: bool,
@@ -223,9 +241,18 @@ impl Args {
             let why = "--nooverlap may find another daemon's device, and the sockets of systemd are served here; leave it away";
             return Err(self.failed(Failure::new(why)));
         }
+        if self.run.is_some() && systemd::is_activated() {
+            let why = "--run starts a daemon, and the sockets of systemd are served here; leave it out";
+            return Err(self.failed(Failure::new(why)));
+        }
         // Who hands over sockets watches the process that it hands them to.
-        if self.foreground || self.daemon || systemd::is_activated() {
+        if self.foreground || self.exit_with_parent || self.daemon || systemd::is_activated() {
             return self.serve();
+        }
+        if let Some(command) = &self.run {
+            let launched = launch("attach", std::env::args_os().skip(2))?;
+            warn(&launched.info);
+            return run::run(&self, command, launched);
         }
         // The same words after `attach` are what the daemon is to read.
         let attached = self.attach(&std::env::args_os().skip(2).collect::<Vec<_>>())?;
@@ -239,7 +266,7 @@ impl Args {
     /// # Errors
     /// Why the device could not be attached.
     pub fn attach(&self, words: &[OsString]) -> Outcome<Attached> {
-        let start = || launch("attach", words.iter().cloned());
+        let start = || launch("attach", words.iter().cloned()).map(|launched| launched.info);
         if self.nooverlap {
             // What the daemon refuses is worded as a failed attach already.
             return nooverlap::attach(self, start);
@@ -268,6 +295,9 @@ impl Args {
 
     /// Serves the device in this process until it is ended.
     fn serve(self) -> Outcome<ExitCode> {
+        if self.exit_with_parent || self.daemon && self.run.is_some() {
+            parent::exit_with_it().map_err(|e| self.failed(e))?;
+        }
         let start = |parent: &mut Parent| Daemon::start(&self, parent).map_err(|e| self.failed(e));
         if self.daemon {
             return be_daemon(start);

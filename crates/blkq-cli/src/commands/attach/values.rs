@@ -181,6 +181,18 @@ pub fn image_text(image: &DriverSpec) -> String {
     }
 }
 
+/// A name of an export, as an NBD server can send it.
+///
+/// # Errors
+/// The rule, if it is none.
+pub fn parse_export_name(text: &str) -> Result<String, String> {
+    // The longest string of the NBD protocol.
+    match text.len() {
+        1..=4096 => Ok(text.to_owned()),
+        _ => Err("an export's name has 1 to 4096 bytes".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,0 +1,39 @@
+//! Exiting with the process that started this one: `--exit-with-parent`, and the daemon of `--run`.
+
+use std::sync::OnceLock;
+
+use rustix::process::{Pid, Signal, getpid, getppid, getsid, set_parent_process_death_signal};
+
+use crate::failure::{Failure, Outcome};
+
+/// The process that started this one, as this one began.
+static STARTED_BY: OnceLock<Option<Pid>> = OnceLock::new();
+
+/// Notes who started this process: the first thing that it does.
+pub fn note() {
+    STARTED_BY.get_or_init(getppid);
+}
+
+/// From here on the kernel sends this process SIGTERM when the thread exits that started it.
+///
+/// # Errors
+/// If its process has exited already, of which the kernel reports nothing any more.
+pub fn exit_with_it() -> Outcome {
+    set_parent_process_death_signal(Some(Signal::TERM))
+        .map_err(|e| Failure::new(format!("cannot exit with the parent process: {e}")))?;
+    let parent = getppid();
+    if STARTED_BY.get().is_some_and(|pid| *pid != parent) || was_adopted(parent) {
+        return Err(Failure::new(
+            "the process that started blkq has exited already; there is nobody to serve",
+        ));
+    }
+    Ok(())
+}
+
+/// Whether this process lost its parent before it began: it has the session of who started it, unless
+/// it leads one, and so who adopted it is of another one.
+fn was_adopted(parent: Option<Pid>) -> bool {
+    let session = getsid(None).ok();
+    let (Some(parent), true) = (parent, session != Some(getpid())) else { return false };
+    getsid(Some(parent)).is_ok_and(|of_parent| Some(of_parent) != session)
+}
