@@ -156,6 +156,8 @@ fn whole_pages(address: usize, bytes: usize, page: usize) -> Range<usize> {
 }
 
 impl Drop for IoBuffer {
+    // Out of line: code that moves buffers about, and drops none, need not carry it.
+    #[cold]
     fn drop(&mut self) {
         #[cfg(not(any(loom, shuttle)))]
         registration::drop_buffer(self.registered);
