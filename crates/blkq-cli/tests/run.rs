@@ -49,7 +49,7 @@ fn a_command_has_the_device_in_its_environment_and_gives_its_exit_code() {
     plain.args(["attach", "ram:1M", "--run", "echo $uri"]).env("BLKQ_STATE_DIR", place.state());
     assert!(String::from_utf8(plain.output().unwrap().stdout).unwrap().starts_with("nbd+unix:///"));
 
-    let tcp = ["--listen", "tcp:127.0.0.1:0", "--export-name", "a disk"];
+    let tcp = ["--listen", "tcp:127.0.0.1:0", "--insecure", "--export-name", "a disk"];
     let script = r#"echo "$uri|$port|$nbd|$exportname""#;
     let printed = place.done(&[&["attach", "ram:1M", "--run", script], &tcp[..]].concat());
     let port = printed.split('|').nth(1).unwrap();

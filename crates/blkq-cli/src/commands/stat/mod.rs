@@ -7,7 +7,7 @@ mod report;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use clap::CommandFactory;
 
@@ -144,10 +144,8 @@ impl Args {
             self.print(reports, &devices, false)?;
             return Ok(devices.exit_code());
         };
-        let mut next = Instant::now();
         for _ in 0..plan.count.unwrap_or(u64::MAX) {
-            next = (next + interval).max(Instant::now());
-            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            std::thread::sleep(interval);
             let now = devices.sample()?;
             // Detached: that is as good an end as any.
             if now.is_empty() && !devices.are_all() {
