@@ -229,8 +229,8 @@ const NOTES: [&str; 7] = [
      it leaves to be written is written after the run, untimed",
     "serial, unmerged is the base of the origin: one executor, which takes one bio after the other; serial differs \
      from concurrent by --dispatch alone, and merges under the plug as that does",
-    "what serial and concurrent do with writes is the same: one at a time; where their ratio is not 1 that is the \
-     noise of short runs",
+    "writes are done one at a time by both: serial waits for each before it submits the next, concurrent has up to 32 \
+     queued where the kernel does one after the other, which saves waking this thread for each",
     "raw io_uring submits what has ended with one call, as the block layer does; one by one with a call for each, \
      and then no read waits for the pages of those behind it, which can be faster",
     "one thread is pread or pwrite in a loop: an executor without a block layer",

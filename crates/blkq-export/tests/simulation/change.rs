@@ -47,10 +47,23 @@ impl Change {
 
 /// Makes a change, during which the world goes on.
 pub fn make_one(world: &Rc<RefCell<World>>) {
+    let change = {
+        let World { chance, common, sectors_max, .. } = &mut *world.borrow_mut();
+        Change::by_chance(chance, common.block_sectors, *sectors_max)
+    };
+    make(world, change);
+}
+
+/// Has the device grow to all that it can be.
+pub fn grow(world: &Rc<RefCell<World>>) {
+    let bytes = world.borrow().sectors_max << 9;
+    make(world, Change::Resize(Some(bytes)));
+}
+
+fn make(world: &Rc<RefCell<World>>, change: Change) {
     let (disk, change, begun) = {
         let mut world = world.borrow_mut();
-        let World { chance, common, sectors_max, .. } = &mut *world;
-        let change = Change::by_chance(chance, common.block_sectors, *sectors_max);
+        let World { common, sectors_max, .. } = &mut *world;
         let begun = common.tick();
         common.check_read_only();
         match change {
@@ -104,7 +117,17 @@ pub fn make_one(world: &Rc<RefCell<World>>) {
 pub fn make_faults(world: &Rc<RefCell<World>>) {
     let mut world = world.borrow_mut();
     let sectors_max = world.sectors_max;
-    let spec = if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max) };
+    let mut spec =
+        if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max) };
+    if let Some(file) = world.trigger().filter(|_| spec != "none") {
+        // Of the last rule, or of all.
+        let file = format!(",file={}", file.display());
+        if world.extra.one_in(2) {
+            spec = spec.replace(",op=", &format!("{file},op="));
+        } else {
+            spec += &file;
+        }
+    }
     world.seen.changes += 1;
     world.common.ruled = spec != "none";
     world.disk().set("fault", &spec).unwrap();

@@ -113,10 +113,14 @@ pub struct Common {
     pub ghosts: Vec<Range<u64>>,
     /// Requests of which a part was refused by the fault driver.
     pub must_fail: BTreeSet<u64>,
-    /// Misdirected writes on their way, by their tags: number, place, whether for good.
-    pub astray: BTreeMap<u16, (u64, Range<u64>, bool)>,
+    /// Misdirected writes on their way, by their queues and tags: number, place, whether for good.
+    pub astray: BTreeMap<(u16, u16), (u64, Range<u64>, bool)>,
     /// Requests hit by the fault driver, by the kind of the effect.
     pub hits: [u64; KINDS],
+    /// Rules that hit because their trigger file was there.
+    pub triggered: u64,
+    /// Since when there is none; `None` while there is.
+    pub trigger_removed_ns: Option<u64>,
     pub replies: u64,
     pub errors: u64,
 }
@@ -159,9 +163,14 @@ fn option(kind: u32, data: &[u8], output: &mut Vec<u8>) {
     output.extend(data);
 }
 
+/// A name behind its length.
+fn named(export: &str) -> Vec<u8> {
+    [&(export.len() as u32).to_be_bytes(), export.as_bytes()].concat()
+}
+
 impl Client {
-    /// A client, and the server's end of its socket.
-    pub fn new(chance: &mut Chance) -> (Client, OwnedFd) {
+    /// A client of the export named so, and the server's end of its socket.
+    pub fn new(chance: &mut Chance, export: &str) -> (Client, OwnedFd) {
         let (stream, server) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
         let replies = [Replies::Simple, Replies::Structured, Replies::Extended][chance.below(3) as usize];
@@ -173,13 +182,15 @@ impl Client {
             Replies::Extended => option(option::EXTENDED_HEADERS, &[], &mut output),
         }
         if block_status {
-            let mut data = vec![0; 4];
+            let mut data = named(export);
             data.extend(1u32.to_be_bytes());
             data.extend(15u32.to_be_bytes());
             data.extend(b"base:allocation");
             option(option::SET_META_CONTEXT, &data, &mut output);
         }
-        option(option::GO, &[0; 6], &mut output);
+        // A device whose blocks are large serves only those who ask for them.
+        let infos = [1u16.to_be_bytes(), info::BLOCK_SIZE.to_be_bytes()].concat();
+        option(option::GO, &[named(export), infos].concat(), &mut output);
         let client = Client {
             stream,
             output,
@@ -358,6 +369,11 @@ impl Client {
             };
             assert_eq!(reply[..8], OPTION_REPLY_MAGIC.to_be_bytes());
             let (asked, kind, data) = (word32(&reply[8..]), word32(&reply[12..]), &reply[20..]);
+            if kind == option_reply::ERR_SHUTDOWN {
+                // Nothing else comes; while a server is to live that fails the seed.
+                self.closed = true;
+                return false;
+            }
             assert!(kind < 1 << 31, "option {asked} is refused: {kind:#x}");
             if kind == option_reply::INFO && data[..2] == info::EXPORT.to_be_bytes() {
                 self.sectors = u64::from_be_bytes(data[2..10].try_into().unwrap()) >> 9;

@@ -11,6 +11,9 @@ use blkq_export::nbd::proto::NbdError;
 use super::client::{Client, Common};
 use super::model::Model;
 
+/// How much later than at once the fault driver may see that a trigger file is gone.
+const FILES_INTERVAL_NS: u64 = 20_000_000;
+
 /// Kinds of effects that are told of, in the order of [`kind`].
 pub const KINDS: usize = 7;
 
@@ -85,11 +88,16 @@ impl Common {
         for noted in noted {
             match noted {
                 Noted::Hit(hit) => self.hit(hit, clients),
-                Noted::End(tag, result) => {
+                Noted::Armed(file, at_ns) => {
+                    self.triggered += 1;
+                    let late_ns = self.trigger_removed_ns.map(|removed_ns| at_ns.saturating_sub(removed_ns));
+                    assert!(late_ns.is_none_or(|ns| ns <= FILES_INTERVAL_NS), "hit without {file:?}");
+                }
+                Noted::End(request, result) => {
                     let now = self.tick();
-                    if let Some((request, sectors, fua)) = self.astray.remove(&tag) {
+                    if let Some((stray, sectors, fua)) = self.astray.remove(&request) {
                         let done = result.is_ok();
-                        self.model.end(request, sectors, done, done && fua, now);
+                        self.model.end(stray, sectors, done, done && fua, now);
                     }
                 }
             }
@@ -155,7 +163,7 @@ impl Common {
         if hit.effect == Effect::Misdirect {
             let sectors = hit.at >> 9..(hit.at + hit.bytes) >> 9;
             let request = self.model.stray(sectors.start, &hit.data, now);
-            self.astray.insert(hit.tag, (request, sectors, hit.fua));
+            self.astray.insert(hit.request, (request, sectors, hit.fua));
         }
     }
 }

@@ -3,14 +3,15 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
-use blkq::simulation::{self, Chance, Defect, Faults};
-use blkq::{ClockMode, Disk, Driver, SchedulerKind, SimulatedEngine};
+use blkq::simulation::{self, Chance, Defect, Faults, Panicked};
+use blkq::{ClockMode, Disk, Driver, SchedulerKind, SimulatedEngine, SourceId};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 
 use super::change;
@@ -18,8 +19,48 @@ use super::client::{Client, Common, History};
 use super::hits::KINDS;
 use super::model::Model;
 
+/// How a life comes to its end, beside the four ways that chance has.
+const PANIC: u64 = 4;
 /// Turns within which everything must be answered once nothing goes wrong any more.
 const TURNS_MAX: u64 = 200_000;
+
+/// The export of each queue.
+const EXPORTS: [&str; 2] = ["disk", "second"];
+
+/// What is out of the ordinary with a seed. It has chance of its own: without all of this a seed
+/// is what it was before there was any.
+#[derive(Clone, Copy, Debug)]
+pub struct Worlds {
+    /// The device has so many queues, each with an export.
+    queues: usize,
+    /// They have one set of tags.
+    shared_tags: bool,
+    /// One life in so many ends by a panic of the engine; 0: none.
+    panics: u64,
+    /// With the power the file loses a size that was not synced.
+    loses_size: bool,
+    /// Rules of the fault driver have a trigger file, which comes and goes.
+    triggers: bool,
+}
+
+impl Worlds {
+    pub const NONE: Worlds =
+        Worlds { queues: 1, shared_tags: false, panics: 0, loses_size: false, triggers: false };
+    /// Every life ends by a panic.
+    pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
+
+    /// Those of a seed.
+    pub fn of(seed: u64) -> Worlds {
+        let mut chance = Chance(!seed);
+        Worlds {
+            queues: 1 + chance.below(2) as usize,
+            shared_tags: chance.one_in(2),
+            panics: 2 * chance.below(2),
+            loses_size: chance.one_in(2),
+            triggers: chance.one_in(2),
+        }
+    }
+}
 
 /// How the device is attached.
 #[derive(Clone, Debug)]
@@ -59,12 +100,14 @@ impl Setup {
         }
     }
 
-    fn open(&self, faulty: bool) -> Server {
+    fn open(&self, faulty: bool, worlds: Worlds) -> Server {
         let mut driver: Box<dyn Driver> = Box::new(LoopDevice::open(&self.options).unwrap());
         if faulty {
             driver = Box::new(Fault::new(driver, FaultSpec::default()).unwrap());
         }
         let disk: Arc<Disk> = Disk::builder(driver)
+            .queues(worlds.queues)
+            .shared_tags(worlds.shared_tags)
             .depth(self.depth)
             .scheduler(self.scheduler)
             .merge(self.merge)
@@ -72,10 +115,12 @@ impl Setup {
             .clock(self.clock)
             .build()
             .unwrap();
-        let mut engine = SimulatedEngine::new(vec![(disk.clone(), 0)]).unwrap();
-        let export = NbdExport { name: "disk".into(), description: String::new(), queue: 0 };
+        let queues = (0..worlds.queues).map(|queue| (disk.clone(), queue)).collect();
+        let mut engine = SimulatedEngine::new(queues).unwrap();
+        let export =
+            |queue: usize| NbdExport { name: EXPORTS[queue].into(), description: String::new(), queue };
         let options = NbdOptions {
-            exports: vec![export],
+            exports: (0..worlds.queues).map(export).collect(),
             requests_max: self.requests_max,
             buffered_bytes_max: self.buffered_bytes_max,
             // Clients are slow here, and time leaps.
@@ -111,6 +156,9 @@ pub struct Seen {
     pub faults: u64,
     pub kills: u64,
     pub power_cuts: u64,
+    pub panics: u64,
+    pub lost_sizes: u64,
+    pub triggered: u64,
     pub operations: u64,
     pub changes: u64,
     pub refused_changes: u64,
@@ -123,7 +171,7 @@ pub struct Seen {
 struct Server {
     disk: Arc<Disk>,
     engine: SimulatedEngine,
-    source: u16,
+    source: SourceId,
     clients: Vec<Client>,
 }
 
@@ -134,12 +182,16 @@ pub struct World {
     pub sectors_max: u64,
     pub seen: Seen,
     faults: Faults,
+    worlds: Worlds,
+    /// What the worlds are chosen by, apart from all else.
+    pub extra: Chance,
+    image: PathBuf,
     /// None between two lives.
     server: Option<Server>,
 }
 
 /// Lives through the fate of `seed`, over a kernel that may have a defect.
-pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
+pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
     let mut chance = Chance(seed);
     let image = std::env::temp_dir().join(format!(
         "blkq-simulation-{}-{:?}",
@@ -151,6 +203,7 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
     std::fs::write(&image, vec![1; setup.sectors as usize * 512]).unwrap();
     simulation::begin(chance.word(), setup.sectors_max << 9, Faults::default());
     simulation::set_defect(defect);
+    simulation::set_durable_size(setup.sectors << 9);
     let lives = 1 + chance.below(4);
     let world = Rc::new(RefCell::new(World {
         chance,
@@ -168,12 +221,17 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
             must_fail: BTreeSet::new(),
             astray: BTreeMap::new(),
             hits: [0; KINDS],
+            triggered: 0,
+            trigger_removed_ns: Some(0),
             replies: 0,
             errors: 0,
         },
         sectors_max: setup.sectors_max,
         seen: Seen::default(),
         faults: Faults::default(),
+        worlds,
+        extra: Chance(seed.rotate_left(32)),
+        image: image.clone(),
         server: None,
     }));
     let meanwhile = Rc::downgrade(&world);
@@ -185,12 +243,16 @@ pub fn live(seed: u64, defect: Option<Defect>) -> Seen {
     }
     simulation::set_meanwhile(None);
     std::fs::remove_file(&image).unwrap();
+    if world.borrow().common.trigger_removed_ns.is_none() {
+        std::fs::remove_file(image.with_extension("trigger")).unwrap();
+    }
     let (operations, digest) = simulation::trace();
     let world = world.borrow();
     Seen {
         replies: world.common.replies,
         errors: world.common.errors,
         hits: world.common.hits,
+        triggered: world.common.triggered,
         faults: simulation::faults_seen(),
         operations,
         digest,
@@ -211,6 +273,11 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
         if faulty && world.borrow_mut().chance.one_in(15) {
             change::make_faults(world);
         }
+    }
+    // Soon there is a sync again: what a size is that had none is seen at the end.
+    let grows = |world: &mut World| world.worlds.loses_size && world.extra.one_in(2);
+    if grows(&mut world.borrow_mut()) {
+        change::grow(world);
     }
     world.borrow_mut().end(syncs_failed);
 }
@@ -237,7 +304,7 @@ impl World {
             failed_sync_forgets: !calm && setup.options.direct_io == DirectIo::Off,
             ..faults
         });
-        self.server = Some(setup.open(faulty));
+        self.server = Some(setup.open(faulty, self.worlds));
         (changing, faulty)
     }
 
@@ -256,13 +323,34 @@ impl World {
         self.server.as_ref().unwrap().disk.clone()
     }
 
+    /// The trigger file of rules, which is there now and then.
+    pub fn trigger(&self) -> Option<PathBuf> {
+        self.worlds.triggers.then(|| self.image.with_extension("trigger"))
+    }
+
+    fn toggle_trigger(&mut self) {
+        let Some(file) = self.trigger().filter(|_| self.extra.one_in(30)) else { return };
+        self.common.trigger_removed_ns = match self.common.trigger_removed_ns {
+            Some(_) => {
+                std::fs::write(file, "").unwrap();
+                None
+            }
+            None => {
+                std::fs::remove_file(file).unwrap();
+                Some(simulation::time_ns())
+            }
+        };
+    }
+
     /// A client does something, and the server perhaps.
     fn step(&mut self) {
-        let World { chance, common, server, .. } = self;
+        self.toggle_trigger();
+        let World { chance, common, server, extra, worlds, .. } = self;
         let Some(Server { engine, source, clients, .. }) = server else { return };
         let source = *source;
         if clients.len() < 3 && chance.one_in(6) || clients.is_empty() {
-            let (client, socket) = Client::new(chance);
+            let export = if worlds.queues > 1 { EXPORTS[extra.below(2) as usize] } else { "" };
+            let (client, socket) = Client::new(chance, export);
             engine.handle().send(source, simulated::client(socket));
             clients.push(client);
         }
@@ -294,11 +382,15 @@ impl World {
     /// failed before it began.
     fn end(&mut self, syncs_failed: u64) {
         self.common.check_read_only();
-        let World { chance, common, seen, server, .. } = self;
+        let panicked = self.extra.one_in(self.worlds.panics);
+        if panicked {
+            self.panic();
+        }
+        let World { chance, common, seen, server, extra, worlds, image, .. } = self;
         let Server { disk, mut engine, mut clients, .. } = server.take().unwrap();
-        let how = chance.below(4);
+        let how = if panicked { PANIC } else { chance.below(4) };
         // In order it ends under the faults, too, which stop nothing for ever.
-        if common.slow && (how != 1 || chance.one_in(2)) {
+        if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
             disk.set("fault", "none").unwrap();
             common.ruled = false;
         }
@@ -319,14 +411,29 @@ impl World {
                 });
             }
             _ => {
-                simulation::kill();
-                drop(clients);
-                engine.end();
-                common.note(simulation::take_noted(), &mut []);
-                seen.kills += 1;
-                if how == 3 {
+                if panicked {
+                    // What the kernel has of it is over; its memory is taken apart as it is.
+                    common.note(simulation::take_noted(), &mut clients);
+                    drop((clients, engine));
+                    seen.panics += 1;
+                } else {
+                    simulation::kill();
+                    drop(clients);
+                    engine.end();
+                    common.note(simulation::take_noted(), &mut []);
+                    seen.kills += 1;
+                }
+                drop(disk);
+                if how == 3 || panicked && extra.one_in(2) {
                     simulation::cut_power();
                     seen.power_cuts += 1;
+                    if worlds.loses_size {
+                        let file = std::fs::File::options().write(true).open(image).unwrap();
+                        let before = file.metadata().unwrap().len();
+                        let left = simulation::cut_size(before);
+                        seen.lost_sizes += u64::from(left < before);
+                        file.set_len(left).unwrap();
+                    }
                     common.now += 1;
                     common.model.settle(common.now);
                     check_all(common, |model, sector, bytes| model.check_after_power_cut(sector, bytes));
@@ -342,6 +449,22 @@ impl World {
         common.now += 1;
         let now = common.now;
         check_all(common, |model, sector, bytes| model.check_read(sector, now, bytes));
+    }
+}
+
+impl World {
+    /// Goes on until the engine panics, at some instant of a turn.
+    fn panic(&mut self) {
+        simulation::panic_after(self.extra.below(400));
+        loop {
+            let step = AssertUnwindSafe(|| self.step());
+            if let Err(payload) = std::panic::catch_unwind(step) {
+                match payload.is::<Panicked>() {
+                    true => return,
+                    false => std::panic::resume_unwind(payload),
+                }
+            }
+        }
     }
 }
 

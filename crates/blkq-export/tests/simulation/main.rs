@@ -19,7 +19,7 @@ use std::time::Instant;
 
 use blkq::simulation::Defect;
 
-use life::{Seen, live};
+use life::{Seen, Worlds, live};
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name)
@@ -28,28 +28,33 @@ fn number(name: &str, default: u64) -> u64 {
 }
 
 /// Runs a seed so that a failure names it.
-fn run(seed: u64) -> Seen {
+fn run(seed: u64, worlds: Worlds) -> Seen {
     let named = format!("seed {seed}");
-    let thread = std::thread::Builder::new().name(named.clone()).spawn(move || live(seed, None)).unwrap();
+    let body = move || live(seed, None, worlds);
+    let thread = std::thread::Builder::new().name(named.clone()).spawn(body).unwrap();
     thread.join().unwrap_or_else(|_| panic!("{named} failed; BLKQ_SEED={seed} lab/simulate runs it again"))
 }
 
 #[test]
 fn seeds() {
     if let Ok(seed) = std::env::var("BLKQ_SEED") {
-        let seen = live(seed.parse().unwrap(), None);
+        let seed = seed.parse().unwrap();
+        let seen = live(seed, None, Worlds::of(seed));
         return println!("seed {seed}: {seen:?}");
     }
     let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
     let begin = Instant::now();
     let mut all = Seen::default();
     for seed in first..first + count {
-        let seen = run(seed);
+        let seen = run(seed, Worlds::of(seed));
         all.replies += seen.replies;
         all.errors += seen.errors;
         all.faults += seen.faults;
         all.kills += seen.kills;
         all.power_cuts += seen.power_cuts;
+        all.panics += seen.panics;
+        all.lost_sizes += seen.lost_sizes;
+        all.triggered += seen.triggered;
         all.operations += seen.operations;
         all.changes += seen.changes;
         all.refused_changes += seen.refused_changes;
@@ -57,11 +62,21 @@ fn seeds() {
     }
     let seconds = begin.elapsed().as_secs_f64();
     println!("{count} seeds from {first} in {seconds:.1} s: {all:?}");
-    let rare = [all.power_cuts, all.kills, all.faults, all.errors, all.changes];
+    let rare = [
+        all.power_cuts,
+        all.panics,
+        all.lost_sizes,
+        all.triggered,
+        all.kills,
+        all.faults,
+        all.errors,
+        all.changes,
+    ];
     assert!(count < 100 || rare.iter().chain(&all.hits).all(|count| *count > 0));
 }
 
-/// Seeds that find defects which there were. Which they are changes with what the seeds mean.
+/// Seeds that found defects which there were, in a world without those of [`Worlds`]. Which they
+/// are changes with what the seeds mean.
 ///
 /// - 137: after a failed fdatasync of the page cache the next one knew nothing of what was
 ///   lost, and a flush was answered well.
@@ -73,32 +88,33 @@ const FOUND: [u64; 8] = [10, 47, 137, 164, 240, 606, 841, 11820];
 
 #[test]
 fn seeds_that_found_defects() {
-    FOUND.into_iter().for_each(|seed| _ = run(seed));
+    FOUND.into_iter().for_each(|seed| _ = run(seed, Worlds::NONE));
 }
 
 #[test]
 fn a_seed_has_one_fate() {
     for seed in (0..16).chain([1 << 40]) {
-        assert_eq!(run(seed), run(seed));
+        assert_eq!(run(seed, Worlds::of(seed)), run(seed, Worlds::of(seed)));
     }
 }
 
 /// What the clients or the model say of each defect, and within how many seeds one of them does.
-const NOTICED: [(Defect, &[&str], u64); 7] = [
+const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::LostSync, &["the file holds what cannot be"], 32),
     (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
     (Defect::MisplacedWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
     (Defect::StaleRead, &["a read brought what cannot be"], 32),
+    (Defect::LostSize, &["the file holds what cannot be"], 128),
     (Defect::IgnoredDsync, &["the file holds what cannot be"], 64),
     (Defect::EndedTwice, &["twice"], 32),
     (Defect::NeverEnded, &["requests are not answered", "the engine does not end", "did not end within"], 32),
 ];
 
 /// The first of `seeds` that fails with this defect, and what it says.
-fn first_that_fails(defect: Defect, seeds: Range<u64>) -> Option<(u64, String)> {
+fn first_that_fails(defect: Defect, seeds: Range<u64>, worlds: fn(u64) -> Worlds) -> Option<(u64, String)> {
     seeds.into_iter().find_map(|seed| {
         let thread = std::thread::Builder::new().name(QUIET.to_owned());
-        let failed = thread.spawn(move || live(seed, Some(defect))).unwrap().join().err()?;
+        let failed = thread.spawn(move || live(seed, Some(defect), worlds(seed))).unwrap().join().err()?;
         let said = failed.downcast_ref::<String>().cloned();
         Some((seed, said.or_else(|| failed.downcast_ref::<&str>().map(|said| (*said).to_owned()))?))
     })
@@ -115,8 +131,11 @@ fn defects_are_noticed() {
             loud(panic);
         }
     }));
-    for (defect, expected, within) in NOTICED {
-        let (seed, said) = first_that_fails(defect, 0..within)
+    // What a panic leaves is looked at as what a kill does.
+    let panics = [NOTICED[0], NOTICED[1]].map(|noticed| (noticed, (|_| Worlds::PANICS) as fn(u64) -> Worlds));
+    let all = NOTICED.map(|noticed| (noticed, Worlds::of as fn(u64) -> Worlds));
+    for ((defect, expected, within), worlds) in all.into_iter().chain(panics) {
+        let (seed, said) = first_that_fails(defect, 0..within, worlds)
             .unwrap_or_else(|| panic!("{defect:?} is not noticed in {within} seeds"));
         assert!(expected.iter().any(|expected| said.contains(expected)), "{defect:?}, seed {seed}: {said}");
         println!("{defect:?} is noticed by seed {seed}: {}", said.split(';').next().unwrap_or(&said));

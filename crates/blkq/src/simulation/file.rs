@@ -22,6 +22,8 @@ pub struct SimulatedFile {
     durable: Vec<Sector>,
     unsynced: Vec<Vec<Unsynced>>,
     writes: u64,
+    /// The size that the file has whatever happens: it grows beyond without being synced.
+    pub(super) durable_bytes: u64,
 }
 
 impl SimulatedFile {
@@ -32,6 +34,7 @@ impl SimulatedFile {
             durable: vec![[0; SECTOR_BYTES]; sectors],
             unsynced: (0..sectors).map(|_| Vec::new()).collect(),
             writes: 0,
+            durable_bytes: bytes,
         }
     }
 
@@ -94,6 +97,17 @@ impl SimulatedFile {
             }
             unsynced.clear();
         }
+    }
+
+    /// See [`super::cut_size`].
+    pub(super) fn cut_size(&mut self, bytes: u64, chance: &mut Chance) -> u64 {
+        let left = if chance.one_in(2) { bytes } else { bytes.min(self.durable_bytes) };
+        self.durable_bytes = left;
+        let beyond = left as usize / SECTOR_BYTES..self.current.len();
+        self.current[beyond.clone()].fill([0; SECTOR_BYTES]);
+        self.durable[beyond.clone()].fill([0; SECTOR_BYTES]);
+        self.unsynced[beyond].iter_mut().for_each(Vec::clear);
+        left
     }
 
     pub(super) fn cut_power(&mut self, chance: &mut Chance) {

@@ -1,6 +1,8 @@
 //! What the fault driver tells of the requests that it hits, so that a model can expect exactly
 //! what a rule did.
 
+use std::path::PathBuf;
+
 use crate::bio::Operation;
 use crate::drivers::fault::Effect;
 use crate::error::IoResult;
@@ -8,8 +10,8 @@ use crate::error::IoResult;
 /// A request, and what happens to it.
 #[derive(Clone, Debug)]
 pub struct Hit {
-    /// The request's, until it has ended.
-    pub tag: u16,
+    /// The request's queue and tag, until it has ended.
+    pub request: (u16, u16),
     /// Of the effects all but delays.
     pub effect: Effect,
     /// Of a short or torn transfer the bytes that are done; of a misdirected one where it goes,
@@ -32,6 +34,8 @@ pub struct Hit {
 pub enum Noted {
     /// A request is hit.
     Hit(Hit),
-    /// The request with this tag has ended in the wrapped driver.
-    End(u16, IoResult),
+    /// The request of this queue with this tag has ended in the wrapped driver.
+    End((u16, u16), IoResult),
+    /// A rule with this trigger file hit a request, at that time.
+    Armed(PathBuf, u64),
 }

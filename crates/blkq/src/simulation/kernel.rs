@@ -50,6 +50,8 @@ pub enum Defect {
     StaleRead,
     /// RWF_DSYNC is not heeded.
     IgnoredDsync,
+    /// Syncs make no new size durable.
+    LostSize,
     /// Now and then an operation's end is reported twice.
     EndedTwice,
     /// Now and then an operation's end is never reported.
@@ -274,9 +276,21 @@ impl Kernel {
         }
         if self.defect != Some(Defect::LostSync) {
             self.file.sync(upto);
+            self.sync_size(fd);
         }
         let told = self.told.insert(fd, self.forgotten).unwrap_or(self.told_before);
         if told == self.forgotten { 0 } else { -libc::EIO }
+    }
+
+    /// The size that `fd` has is durable.
+    fn sync_size(&mut self, fd: i32) {
+        // SAFETY: a stat of zeroes is one.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: one structure, which is ours.
+        let ended = unsafe { libc::fstat(fd, &raw mut stat) };
+        if ended == 0 && self.defect != Some(Defect::LostSize) {
+            self.file.durable_bytes = stat.st_size as u64;
+        }
     }
 
     /// Pages could not be written, and `fd` is told so.
@@ -289,6 +303,7 @@ impl Kernel {
     /// A new process, which has no file open.
     pub fn restart(&mut self) {
         self.dead = false;
+        self.ended.clear();
         self.told.clear();
         self.told_before = self.forgotten;
     }
@@ -359,6 +374,7 @@ impl Kernel {
         self.file.write(offset, &bytes[..total]);
         if durable && self.defect != Some(Defect::IgnoredDsync) {
             self.file.sync_range(offset, total);
+            self.sync_size(sqe.fd);
         }
         total as i32
     }

@@ -29,7 +29,13 @@ struct World {
     now_ns: u64,
     kernel: Kernel,
     noted: Vec<Noted>,
+    /// At how many instants more the engine is killed.
+    panics_in: Option<u64>,
 }
+
+/// With what an engine unwinds that panics ([`panic_after`]).
+#[derive(Debug)]
+pub struct Panicked;
 
 impl World {
     fn new(seed: u64, file_bytes: u64, faults: Faults) -> World {
@@ -38,6 +44,7 @@ impl World {
             now_ns: 1_000_000_000,
             kernel: Kernel::new(file_bytes, faults),
             noted: Vec::new(),
+            panics_in: None,
         }
     }
 }
@@ -77,7 +84,33 @@ pub fn begin(seed: u64, file_bytes: u64, faults: Faults) {
 
 /// Nanoseconds of the world's clock.
 pub(crate) fn now_ns() -> u64 {
+    instant();
+    time_ns()
+}
+
+/// The same for who is no part of the engine.
+pub fn time_ns() -> u64 {
     with(|world| world.now_ns)
+}
+
+/// The engine panics at one of the instants to come, after so many of them: what it would do next
+/// at its ring or its clock it does not. In production the process aborts there; here the world is
+/// what [`kill`] leaves, and the thread unwinds with [`Panicked`].
+pub fn panic_after(instants: u64) {
+    with(|world| world.panics_in = Some(instants));
+}
+
+/// An instant at which the engine may panic.
+pub(crate) fn instant() {
+    let now = with(|world| {
+        let left = world.panics_in?;
+        world.panics_in = left.checked_sub(1);
+        (left == 0).then(|| world.kernel.kill(&mut world.chance))
+    });
+    if now.is_some() {
+        // Not by `panic!`, which would be heard.
+        std::panic::resume_unwind(Box::new(Panicked));
+    }
 }
 
 /// Lets `ns` nanoseconds pass.
@@ -155,6 +188,17 @@ pub fn restart() {
 /// The power fails: of each sector written since the last sync some version is left.
 pub fn cut_power() {
     with(|world| world.kernel.file.cut_power(&mut world.chance));
+}
+
+/// The size of the file, of `bytes` now, after the power failed: that, or what it was when the file
+/// was synced last. What was beyond is gone.
+pub fn cut_size(bytes: u64) -> u64 {
+    with(|world| world.kernel.file.cut_size(bytes, &mut world.chance))
+}
+
+/// The file has this size, for good.
+pub fn set_durable_size(bytes: u64) {
+    with(|world| world.kernel.file.durable_bytes = bytes);
 }
 
 /// Looks at the file.

@@ -47,6 +47,7 @@ impl Ring {
     /// # Safety
     /// As of the real one.
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        super::instant();
         self.counters.submissions += 1;
         self.queued.push(entry.user_data(token.0));
     }
@@ -61,6 +62,7 @@ impl Ring {
 
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
+        super::instant();
         with(|world| {
             world.kernel.submit(self.queued.drain(..), &self.files);
             world.kernel.execute_some(&mut world.chance);
@@ -74,6 +76,7 @@ impl Ring {
     }
 
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
+        super::instant();
         let before = into.len();
         with(|world| into.append(&mut world.kernel.ended));
         self.counters.completions += (into.len() - before) as u64;

@@ -53,6 +53,9 @@ struct Rules {
     states: Vec<RuleState>,
     /// Whether there is a thread that looks for the files.
     watched: AtomicBool,
+    /// When that was, in the simulated world, which has no such thread.
+    #[cfg(simulation)]
+    looked_ns: AtomicU64,
 }
 
 /// How far a rule has come.
@@ -102,13 +105,40 @@ impl Rules {
         };
         let states = spec.rules.iter().map(state).collect();
         let seed = spec.seed.unwrap_or_else(|| crate::clock::monotonic_ns() >> 10);
-        Arc::new(Rules { spec, seed, states, watched: AtomicBool::new(false) })
+        Arc::new(Rules {
+            spec,
+            seed,
+            states,
+            watched: AtomicBool::new(false),
+            #[cfg(simulation)]
+            looked_ns: AtomicU64::new(crate::clock::monotonic_ns()),
+        })
+    }
+
+    /// Looks for the trigger files.
+    fn look(&self) {
+        for (rule, state) in self.spec.rules.iter().zip(&self.states) {
+            if let Some(file) = &rule.file {
+                state.armed.store(file.exists(), Relaxed);
+            }
+        }
+    }
+
+    /// What the thread does, as often as it does it.
+    #[cfg(simulation)]
+    fn look_in_time(&self) {
+        let now_ns = crate::clock::monotonic_ns();
+        if now_ns >= self.looked_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
+            self.looked_ns.store(now_ns, Relaxed);
+            self.look();
+        }
     }
 
     /// Looks for the files of the rules from now on, on a thread that is the caller's: a confined
     /// one makes a confined one.
     fn watch(self: &Arc<Rules>) -> Result<(), Error> {
-        if self.spec.rules.iter().all(|rule| rule.file.is_none()) || self.watched.swap(true, Relaxed) {
+        let needless = cfg!(simulation) || self.spec.rules.iter().all(|rule| rule.file.is_none());
+        if needless || self.watched.swap(true, Relaxed) {
             return Ok(());
         }
         // Looking for a file may block, and an engine thread must not.
@@ -124,11 +154,7 @@ impl Rules {
 /// Looks for the files until the rules are gone.
 fn watch(rules: &Weak<Rules>) {
     while let Some(rules) = rules.upgrade() {
-        for (rule, state) in rules.spec.rules.iter().zip(&rules.states) {
-            if let Some(file) = &rule.file {
-                state.armed.store(file.exists(), Relaxed);
-            }
-        }
+        rules.look();
         drop(rules);
         std::thread::sleep(FILES_INTERVAL);
     }

@@ -1,7 +1,7 @@
 //! Tells the simulated world exactly what happens to requests, so that its model can expect that
 //! and nothing else. Elsewhere nobody wants to know.
 
-use super::spec::Effect;
+use super::spec::{Effect, Rule};
 use crate::driver::DriverContext;
 use crate::error::IoResult;
 use crate::request::Tag;
@@ -22,7 +22,7 @@ pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
         });
     }
     crate::simulation::note(Noted::Hit(Hit {
-        tag: tag.0,
+        request: (cx.owner, tag.0),
         effect,
         at,
         operation: request.operation(),
@@ -35,14 +35,26 @@ pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
 
 /// The wrapped queue is done with a request.
 #[cfg(simulation)]
-pub fn end(tag: Tag, effect: Option<Effect>, result: IoResult) {
+pub fn end(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
-        crate::simulation::note(crate::simulation::Noted::End(tag.0, result));
+        crate::simulation::note(crate::simulation::Noted::End((cx.owner, tag.0), result));
     }
 }
+
+/// `rule` hits a request.
+#[cfg(simulation)]
+pub fn armed(rule: &Rule) {
+    if let Some(file) = &rule.file {
+        let at_ns = crate::clock::monotonic_ns();
+        crate::simulation::note(crate::simulation::Noted::Armed(file.clone(), at_ns));
+    }
+}
+
+#[cfg(not(simulation))]
+pub fn armed(_rule: &Rule) {}
 
 #[cfg(not(simulation))]
 pub fn hit(_cx: &DriverContext<'_>, _tag: Tag, _effect: Effect, _at: u64) {}
 
 #[cfg(not(simulation))]
-pub fn end(_tag: Tag, _effect: Option<Effect>, _result: IoResult) {}
+pub fn end(_cx: &DriverContext<'_>, _tag: Tag, _effect: Option<Effect>, _result: IoResult) {}

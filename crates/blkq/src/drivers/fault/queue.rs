@@ -132,10 +132,13 @@ impl FaultQueue {
         let request = cx.request(tag);
         let (mut effect, mut wait_ns) = (None, 0u64);
         let rules = self.rules.clone();
+        #[cfg(simulation)]
+        rules.look_in_time();
         for (rule, state) in rules.spec.rules.iter().zip(&rules.states) {
             if !self.hits(rule, state, request) {
                 continue;
             }
+            note::armed(rule);
             match rule.effect {
                 Effect::Delay { mean_ns, p99_ns } => {
                     wait_ns += delay_ns(mean_ns, p99_ns, &mut self.random);
@@ -308,7 +311,7 @@ impl FaultQueue {
     /// Ends a request, of which the beginning was done with `result`.
     fn end(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
-        note::end(tag, plan.effect, result);
+        note::end(cx, tag, plan.effect, result);
         let request = cx.request(tag);
         let (read, bytes) = (request.operation() == Operation::Read, request.bytes());
         let result = match (result, plan.effect) {
