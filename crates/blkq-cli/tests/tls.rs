@@ -209,3 +209,27 @@ fn the_log_names_clients_beyond_the_limit_and_those_that_break_the_protocol() {
     assert_eq!(first.read(&mut [0; 8]).unwrap_or(0), 0);
     wait_until("the log says so", || place.log().contains("broke the protocol with a request"));
 }
+
+#[test]
+fn the_handshake_of_tls_is_no_work_of_an_engine() {
+    let place = Place::new("worker");
+    let (_, port) = place.quick_start();
+    let pid = place.pid("disk.img");
+    place.done(&["detach", "disk.img"]);
+    assert!(is_gone(pid));
+    let listen = format!("tcp:127.0.0.1:{port}");
+    let certificates = place.dir.join("server");
+    let words = ["attach", "ram:1M", "--name", "d", "--listen", &listen, "--tls-certificates"];
+    place.done(&[&words[..], &[certificates.to_str().unwrap()]].concat());
+    let pid = place.pid("d");
+    let worker = || {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        let names =
+            tasks.map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default());
+        names.into_iter().any(|name| name.starts_with("blkq-worker"))
+    };
+    // The engine's worker starts when it is first needed.
+    assert!(!worker());
+    assert_eq!(place.shell_done(&format!("python3 -c '{SUBJECT}' {port}")), "server\n");
+    assert!(worker());
+}

@@ -21,7 +21,7 @@ use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::source::Core;
 use super::status::{ConnectionStatus, Counters};
 use super::stream::{ConnectionBuffers, Received, Stream};
-use super::tls::TlsEnd;
+use super::tls::{Tls, TlsEnd};
 use super::transmission::{Request, Step, Transmission};
 use super::unaligned::{self, CACHE_MAX_BYTES, Finished, OrderedWrite, Plan};
 
@@ -213,11 +213,17 @@ impl Connection {
 
     /// Does all that can be done now: parses, submits, sends, receives.
     pub fn turn(&mut self, core: &mut Core, cx: &mut SourceContext<'_>) {
+        if self.stream.is_handshake_offloaded() {
+            return;
+        }
         let mut hungry = self.parse(core, cx);
         while hungry && self.decrypt() {
             hungry = self.parse(core, cx);
         }
-        // Nothing is taken in before the client knows that TLS begins.
+        if hungry && let Some(tls) = self.stream.offload_handshake() {
+            self.busy += 1;
+            return core.offload_handshake(self.slot, tls, cx);
+        }
         hungry &= !self.stream.must_send_first() && self.ending == Ending::No;
         if self.ending != Ending::No {
             core.budget.forget(self.slot);
@@ -354,6 +360,12 @@ impl Connection {
             }
         }
         false
+    }
+
+    /// A worker went on with the handshake of TLS.
+    pub fn resume_handshake(&mut self, tls: Box<Tls>) {
+        self.busy -= 1;
+        self.stream.resume_handshake(tls);
     }
 
     /// `bytes` of the payload that is on its way have arrived where they belong.

@@ -25,6 +25,7 @@ use super::rejections::Reason;
 use super::server::NbdOptions;
 use super::status::Registry;
 use super::stream::ConnectionBuffers;
+use super::tls::Tls;
 use super::unaligned::{RangesChanged, Ready, Room, Unaligned};
 
 /// Kinds of submissions, in the token above the slot of the connection.
@@ -55,6 +56,8 @@ pub(super) enum Message {
     Client(OwnedFd),
     /// Too many clients are in their handshake.
     Crowded,
+    /// TLS of a connection, whose handshake went on.
+    Handshake(u32, Box<Tls>),
     /// The extents of a pending request, `None` if they could not be found out.
     Extents(u32, Option<Vec<Extent>>),
 }
@@ -161,6 +164,15 @@ impl Core {
         if self.held.len() < held {
             cx.dispatch();
         }
+    }
+
+    /// Has a worker go on with the handshake of TLS: a signature takes up to some milliseconds, in
+    /// which the engine serves others.
+    pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &mut SourceContext<'_>) {
+        cx.offload(move || {
+            tls.shake_hands();
+            Box::new(Message::Handshake(slot, tls))
+        });
     }
 
     /// Finds out the extents of the range of `pending`.
@@ -504,6 +516,12 @@ unsafe impl Source for NbdSource {
         match *message {
             Message::Client(socket) => self.connect(cx, socket),
             Message::Crowded => self.hurry(),
+            Message::Handshake(slot, tls) => {
+                if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
+                    connection.resume_handshake(tls);
+                    self.make_ready(slot);
+                }
+            }
             Message::Extents(index, extents) => {
                 let pending = self.core.pending.recall(index);
                 if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {

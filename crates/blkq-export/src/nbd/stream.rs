@@ -68,6 +68,8 @@ pub(super) struct Stream {
     tls_offered: Option<Box<Tls>>,
     /// Replies gathered before TLS started have not left yet: they are sent in clear.
     clear: bool,
+    /// A worker goes on with the handshake of TLS, and has its records.
+    handshake_offloaded: bool,
     receive_armed: bool,
     /// The last receive emptied the socket.
     drained: bool,
@@ -89,6 +91,7 @@ impl Stream {
             tls: None,
             tls_offered: buffers.tls,
             clear: false,
+            handshake_offloaded: false,
             receive_armed: false,
             drained: false,
             send_armed: false,
@@ -145,9 +148,10 @@ impl Stream {
         self.receive_armed || self.send_armed
     }
 
-    /// Nothing may be received until the client knows that TLS starts.
+    /// Nothing may be received until the client knows that TLS starts, and while what was received
+    /// of its handshake waits for a send.
     pub fn must_send_first(&self) -> bool {
-        self.clear
+        self.clear || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
     }
 
     /// The next receive tries the socket at once instead of polling it first.
@@ -185,7 +189,7 @@ impl Stream {
     /// the number of bytes, 0 if more must be received first.
     pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, TlsEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
-        if self.receive_armed || self.clear {
+        if self.receive_armed || self.clear || tls.wants_handshake() {
             return Ok(0);
         }
         if let Some(payload) = payload {
@@ -198,6 +202,26 @@ impl Stream {
         let bytes = tls.read(&mut self.input[self.end..])?;
         self.end += bytes;
         Ok(bytes)
+    }
+
+    /// Gives out TLS for a worker to go on with its handshake, if that is due. Nothing may be sent or
+    /// received until it is back.
+    pub fn offload_handshake(&mut self) -> Option<Box<Tls>> {
+        let idle = !self.is_armed() && !self.clear;
+        let tls = self.tls.take_if(|tls| idle && tls.wants_handshake())?;
+        self.handshake_offloaded = true;
+        Some(tls)
+    }
+
+    /// TLS is back.
+    pub fn resume_handshake(&mut self, tls: Box<Tls>) {
+        self.handshake_offloaded = false;
+        self.tls = Some(tls);
+    }
+
+    /// Whether a worker goes on with the handshake of TLS.
+    pub fn is_handshake_offloaded(&self) -> bool {
+        self.handshake_offloaded
     }
 
     /// How TLS failed, in words.

@@ -50,6 +50,7 @@ pub struct Tls {
     outgoing: Vec<u8>,
     sent: usize,
     closed: bool,
+    broken: bool,
     failure: Option<rustls::Error>,
 }
 
@@ -60,7 +61,17 @@ impl Tls {
         let mut outgoing = Vec::new();
         outgoing.try_reserve_exact(OUTGOING_BYTES + RECORD_SEALED_MAX_BYTES).ok()?;
         let connection = ServerConnection::new(certificates.config()).ok()?;
-        Some(Tls { connection, incoming, start: 0, end: 0, outgoing, sent: 0, closed: false, failure: None })
+        Some(Tls {
+            connection,
+            incoming,
+            start: 0,
+            end: 0,
+            outgoing,
+            sent: 0,
+            closed: false,
+            broken: false,
+            failure: None,
+        })
     }
 
     /// Where to receive into.
@@ -86,22 +97,41 @@ impl Tls {
                 Err(e) if e.kind() == IoErrorKind::WouldBlock => {}
                 Err(_) => return Err(TlsEnd::Broken),
             }
-            let mut rest = &self.incoming[self.start..self.end];
-            if rest.is_empty() {
+            if !self.process()? {
                 return Ok(0);
             }
-            let before = rest.len();
-            let taken = self.connection.read_tls(&mut rest);
-            self.start += before - rest.len();
-            // An error of either leaves an alert for the client.
-            if !matches!(taken, Ok(1..)) {
-                return Err(TlsEnd::Broken);
-            }
-            if let Err(error) = self.connection.process_new_packets() {
-                self.failure = Some(error);
-                return Err(TlsEnd::Broken);
-            }
         }
+    }
+
+    /// Takes some of what was received. False if there is nothing.
+    fn process(&mut self) -> Result<bool, TlsEnd> {
+        let mut rest = &self.incoming[self.start..self.end];
+        if rest.is_empty() || self.broken {
+            return if self.broken { Err(TlsEnd::Broken) } else { Ok(false) };
+        }
+        let before = rest.len();
+        let taken = self.connection.read_tls(&mut rest);
+        self.start += before - rest.len();
+        // An error of either leaves an alert for the client.
+        self.broken = !matches!(taken, Ok(1..));
+        if !self.broken
+            && let Err(error) = self.connection.process_new_packets()
+        {
+            (self.broken, self.failure) = (true, Some(error));
+        }
+        if self.broken { Err(TlsEnd::Broken) } else { Ok(true) }
+    }
+
+    /// Whether something was received that [`Tls::shake_hands`] is to go on with: signatures take
+    /// too long for an engine.
+    pub fn wants_handshake(&self) -> bool {
+        self.connection.is_handshaking() && self.start < self.end && !self.broken
+    }
+
+    /// Goes on with the handshake as far as what was received goes. How it failed,
+    /// [`Tls::read`] says.
+    pub fn shake_hands(&mut self) {
+        while self.connection.is_handshaking() && self.process() == Ok(true) {}
     }
 
     /// Whether there is something to send that no reply is behind: handshake, alerts.
