@@ -1,7 +1,7 @@
 //! Sizes in bytes as they are printed: `4096`, `512K`, `10G`, with binary suffixes.
 
 /// Suffixes and the power of two that each stands for.
-const SUFFIXES: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
+const SUFFIXES: [(char, u32); 6] = [('K', 10), ('M', 20), ('G', 30), ('T', 40), ('P', 50), ('E', 60)];
 
 /// `bytes` with the largest binary suffix of which it is a whole multiple, as
 /// [`blkq::drivers::parse_bytes`] reads it back.
@@ -25,6 +25,6 @@ mod tests {
         for bytes in [0, 1, 511, 512, 1024, 1536, 1 << 20, (1 << 20) + 512, 10 << 30, 3 << 40, 5 << 50] {
             assert_eq!(parse_bytes(&format_size(bytes)).unwrap(), bytes);
         }
-        assert_eq!(format_size(10 << 30), "10G");
+        assert_eq!((format_size(10 << 30), format_size(7 << 60)), ("10G".to_owned(), "7E".to_owned()));
     }
 }

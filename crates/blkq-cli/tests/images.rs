@@ -298,3 +298,41 @@ fn a_setting_that_there_is_not_says_which_there_are() {
         place.done(&["set", "disk.img", &format!("{setting}={value}")]);
     }
 }
+
+#[test]
+fn refusals_say_what_why_and_the_cure_in_this_order_and_once() {
+    let place = Place::new("words");
+    let image = place.image("disk.img", 1 << 20);
+    let tiny = place.image("tiny.img", 1);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = format!("tcp:{}", taken.local_addr().unwrap());
+    for (words, says) in [
+        (
+            &["attach", "/nowhere/x"][..],
+            "cannot find the image /nowhere/x: No such file or directory (os error 2); create it",
+        ),
+        (&["attach", &tiny], "has 1 byte there, less than a sector of 512; extend it\n"),
+        (&["attach", &image, "--size-limit", "0"], "a device has a size above 0"),
+        (&["attach", &image, "--size-limit", "1000"], "choose one that is, such as 512"),
+        (&["attach", "ram:1000"], "attach ram:1000: ram has whole sectors, and 1000 is not"),
+        (&["attach", "ram:1E"], "attach ram:1E: cannot reserve"),
+        (
+            &["attach", &image, "--listen", &taken],
+            "Address already in use (os error 98); choose another port",
+        ),
+        (&["attach", &image, "--listen", "unix:/nowhere/x"], "(os error 2); make its directory"),
+        (
+            &["attach", &image, "--listen", "tcp:192.0.2.1:0", "--insecure"],
+            "; give an address of this machine",
+        ),
+        (&["show", "x"], "blkq: x: no such device;"),
+        (&["detach", "x"], "blkq: x: no such device;"),
+        (&["set", "x", "depth=1"], "blkq: x: no such device;"),
+        (&["resize", "x"], "blkq: x: no such device;"),
+        (&["recover", "x"], "blkq: x: no such device;"),
+    ] {
+        let line = place.refused(words);
+        assert!(line.contains(says), "{words:?}: {line}");
+    }
+    assert!(place.files().is_empty());
+}

@@ -89,7 +89,10 @@ pub trait Driver: Send + Sync + 'static {
     /// [`ErrorKind::Unsupported`] unless the driver can.
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         let _ = bytes;
-        Err(Error::new(ErrorKind::Unsupported, format!("the {} driver cannot be resized", self.name())))
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("the {} driver cannot be resized; detach, and attach with another size", self.name()),
+        ))
     }
 
     /// What the user should know about how the device is set now; each one line.

@@ -209,12 +209,14 @@ pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<std::io::Error>,
+    /// What a user can do about the source.
+    cure: String,
 }
 
 impl Error {
     /// An error whose `message` says what was refused, why, and what would cure it.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into(), source: None }
+        Error { kind, message: message.into(), source: None, cure: String::new() }
     }
 
     /// The failure of a system call while doing `what`; its kind follows from the errno.
@@ -230,7 +232,12 @@ impl Error {
                 _ => ErrorKind::System,
             },
         };
-        Error { kind, message: what.into(), source: Some(source) }
+        Error { kind, message: what.into(), source: Some(source), cure: String::new() }
+    }
+
+    /// The same error with what would cure it, if there is something, after why.
+    pub fn with_cure(self, cure: impl Into<String>) -> Error {
+        Error { cure: cure.into(), ..self }
     }
 
     /// What sort of refusal this is.
@@ -242,9 +249,12 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
-        match &self.source {
-            Some(source) => write!(f, ": {source}"),
-            None => Ok(()),
+        if let Some(source) = &self.source {
+            write!(f, ": {source}")?;
+        }
+        match self.cure.as_str() {
+            "" => Ok(()),
+            cure => write!(f, "; {cure}"),
         }
     }
 }
@@ -264,6 +274,15 @@ mod tests {
         for status in Status::ALL {
             assert_eq!(Status::from_errno(status.errno()), status);
         }
+    }
+
+    #[test]
+    fn an_error_says_what_then_why_then_the_cure() {
+        let error = Error::system("cannot open x", std::io::Error::from_raw_os_error(libc::EACCES));
+        assert!(error.to_string().starts_with("cannot open x: Permission denied"), "{error}");
+        let error = error.with_cure("");
+        assert!(error.to_string().ends_with("(os error 13)"), "{error}");
+        assert!(error.with_cure("become root").to_string().ends_with("(os error 13); become root"));
     }
 
     #[test]

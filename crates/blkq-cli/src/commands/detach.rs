@@ -52,14 +52,14 @@ impl Args {
             });
         }
         for_each(&self.devices, |device| {
-            let detached = named(&dir, device).and_then(|name| detach(&dir, &name, self.force));
-            match detached.map_err(|e| during(e, device))? {
+            let name = named(&dir, device)?;
+            match detach(&dir, &name, self.force).map_err(|e| during(e, &name))? {
                 Detached::Done => Ok(()),
                 Detached::Died(last_words) => {
-                    complain(&remains_removed(device, &last_words));
+                    complain(&remains_removed(&name, &last_words));
                     Ok(())
                 }
-                Detached::NotThere => Err(during(no_such_device(device), device)),
+                Detached::NotThere => Err(no_such_device(device)),
             }
         })
     }

@@ -43,7 +43,7 @@ impl Args {
             return be_daemon(|parent| take_over(&self.name, parent).map_err(|e| self.failed(e)));
         }
         // The daemon is given the name.
-        named(&StateDir::locate()?, &self.name).and_then(|name| recover(&name)).map_err(|e| self.failed(e))
+        recover(&named(&StateDir::locate()?, &self.name)?)
     }
 
     fn failed(&self, failure: Failure) -> Failure {

@@ -35,9 +35,9 @@ impl Args {
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let request = Request::Resize { size: self.size };
-        let size: u64 = named(&dir, &self.name)
-            .and_then(|name| ask(&dir, &name, &request))
-            .map_err(|e| e.during(format_args!("resize {}", self.name)))?;
+        let name = named(&dir, &self.name)?;
+        let size: u64 =
+            ask(&dir, &name, &request).map_err(|e| e.during(format_args!("resize {}", self.name)))?;
         print(&format!("{}\n", format_size(size)))
     }
 }

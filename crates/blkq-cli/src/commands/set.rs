@@ -46,8 +46,7 @@ impl Args {
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let request = Request::Set { settings: self.settings };
-        named(&dir, &self.name)
-            .and_then(|name| ask::<()>(&dir, &name, &request))
-            .map_err(|e| e.during(format_args!("set {}", self.name)))
+        let name = named(&dir, &self.name)?;
+        ask::<()>(&dir, &name, &request).map_err(|e| e.during(format_args!("set {}", self.name)))
     }
 }

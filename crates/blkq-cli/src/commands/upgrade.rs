@@ -36,7 +36,7 @@ impl Args {
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: crate::failure::Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name).map_err(during)?;
+        let name = named(&dir, &self.name)?;
         check(&dir, &name).map_err(during)?;
         ask::<()>(&dir, &name, &Request::Leave {}).map_err(during)?;
         recover(&name).map_err(during)

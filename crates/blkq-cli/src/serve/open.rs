@@ -322,7 +322,8 @@ fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Outcome<Exports> {
 fn check_ublk() -> Outcome {
     load_driver();
     let check = || {
-        let mut control = ControlDevice::open()?;
+        let unusable = |e: blkq::Error| Failure::new(format!("{e}, or use --export nbd"));
+        let mut control = ControlDevice::open().map_err(unusable)?;
         match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
             true => Ok(()),
             false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),

@@ -123,13 +123,19 @@ impl Listen {
 fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
-        .map_err(|e| Error::system(format!("{}: give a path of at most 107 bytes", what(&path)), e))?;
+        .map_err(|e| Error::system(what(&path), e).with_cure("give a path of at most 107 bytes"))?;
     let new_socket = || {
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|e| Error::system("cannot make a unix socket", e))
     };
     let socket = new_socket()?;
-    let system = |e: Errno| Error::system(what(&path), e);
+    let system = |e: Errno| {
+        Error::system(what(&path), e).with_cure(match e {
+            Errno::NOENT | Errno::NOTDIR => "make its directory, or choose another path",
+            Errno::ACCESS | Errno::PERM | Errno::ROFS => "choose a path in a directory that you may write to",
+            _ => "",
+        })
+    };
     // The path takes the mode of the socket, so that nobody else can connect to it before it has its
     // group and mode.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(system)?;
@@ -183,9 +189,18 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
 
 fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
     let what = || format!("cannot listen on {host}:{port}");
-    let addresses: Vec<SocketAddr> =
-        (host, port).to_socket_addrs().map_err(|e| Error::system(what(), e))?.collect();
-    let socket = TcpListener::bind(&addresses[..]).map_err(|e| Error::system(what(), e))?;
+    let unknown = |e| Error::system(what(), e).with_cure("correct the name, or give an address");
+    let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(unknown)?.collect();
+    let refused = |e: std::io::Error| {
+        let cure = match e.kind() {
+            std::io::ErrorKind::AddrInUse => "choose another port, or 0 for one that is free",
+            std::io::ErrorKind::AddrNotAvailable => "give an address of this machine",
+            std::io::ErrorKind::PermissionDenied => "choose a port from 1024 on, or 0 for one that is free",
+            _ => "",
+        };
+        Error::system(what(), e).with_cure(cure)
+    };
+    let socket = TcpListener::bind(&addresses[..]).map_err(refused)?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;
     Ok(Opened { socket: Socket::Listening(socket.into()), place: Place::Tcp(address) })
 }

@@ -76,7 +76,7 @@ impl ControlDevice {
                 }
                 _ => "see docs/ublk.md",
             };
-            Error::system(format!("cannot open {CONTROL_PATH} ({cure}, or use --export nbd)"), e)
+            Error::system(format!("cannot open {CONTROL_PATH}"), e).with_cure(cure)
         })?;
         let ring = IoUring::<Entry128, cqueue::Entry>::builder()
             .build(2)
@@ -348,12 +348,12 @@ impl ControlDevice {
 /// Why no device was made.
 pub(super) fn not_added(error: io::Error) -> Error {
     match error.raw_os_error() {
-        Some(libc::EACCES) => Error::system(
-            "cannot make a ublk device: there are as many as the module's parameter ublks_max allows; raise it, or use --export nbd",
-            error,
-        ),
+        Some(libc::EACCES) => {
+            Error::system("cannot make a ublk device: the module's parameter ublks_max allows no more", error)
+                .with_cure("raise it, or export over NBD")
+        }
         Some(libc::EPERM) => {
-            Error::system("cannot make a ublk device; become root, or use --export nbd", error)
+            Error::system("cannot make a ublk device", error).with_cure("become root, or export over NBD")
         }
         _ => failed("making a device", error),
     }

@@ -545,7 +545,7 @@ fn open_node(path: &str) -> Result<File, Error> {
                     }
                     _ => "see docs/ublk.md",
                 };
-                return Err(Error::system(format!("cannot open {path} ({cure})"), e));
+                return Err(Error::system(format!("cannot open {path}"), e).with_cure(cure));
             }
             Err(_) => std::thread::sleep(POLL_INTERVAL),
         }

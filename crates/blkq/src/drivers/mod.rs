@@ -142,8 +142,10 @@ fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
     if bytes != 0 && bytes.is_multiple_of(u64::from(sector)) {
         return Ok(bytes);
     }
-    let message =
-        format!("{driver}:{bytes}: the size must be a multiple of the sector size {sector} above 0");
+    let below = (bytes - bytes % u64::from(sector)).max(u64::from(sector));
+    let message = format!(
+        "{driver} has whole sectors, and {bytes} is not a multiple of {sector} above 0; choose one that is, such as {below}"
+    );
     Err(Error::new(ErrorKind::Invalid, message))
 }
 

@@ -167,7 +167,8 @@ impl Medium {
                 "2" => "ask for less, or set vm.overcommit_memory=0",
                 _ => "ask for less, or raise the limit of address space (ulimit -v) if there is one",
             };
-            Error::system(format!("cannot reserve {capacity} bytes of memory for a RAM disk; {cure}"), e)
+            Error::system(format!("cannot reserve {capacity} bytes of memory for a RAM disk"), e)
+                .with_cure(cure)
         };
         let bytes = usize::try_from(capacity).map_err(|_| fail(rustix::io::Errno::NOMEM))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;

@@ -79,7 +79,7 @@ impl Ring {
                 Some(libc::ENOMEM) => "too little memory may be locked: raise the limit (ulimit -l), or end others that use io_uring",
                 _ => "see io_uring_setup(2)",
             };
-            Error::system(format!("cannot set up io_uring ({cure})"), e)
+            Error::system("cannot set up io_uring", e).with_cure(cure)
         })?;
         let mut probe = Probe::new();
         let submitter = uring.submitter();

@@ -53,10 +53,10 @@ impl Backing {
         let shown = path.display();
         let path = std::fs::canonicalize(path).map_err(|e| {
             let cure = match e.kind() {
-                std::io::ErrorKind::NotFound => format!("; create it with `truncate -s SIZE {shown}`"),
+                std::io::ErrorKind::NotFound => format!("create it with `truncate -s SIZE {shown}`"),
                 _ => String::new(),
             };
-            Error::system(format!("cannot find the image {shown}{cure}"), e)
+            Error::system(format!("cannot find the image {shown}"), e).with_cure(cure)
         })?;
         let metadata = std::fs::metadata(&path)
             .map_err(|e| Error::system(format!("cannot look at the image {shown}"), e))?;
@@ -79,14 +79,16 @@ impl Backing {
                 if let Some(why) = busy {
                     return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
                 }
-                let cure = match e.raw_os_error() {
+                let (what, cure) = match e.raw_os_error() {
                     Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
-                        " for writing; give write permission, or attach it with --read-only"
+                        (" for writing", "give write permission, or attach it read-only")
                     }
-                    Some(libc::EACCES | libc::EPERM) => "; give read permission, or attach it as its owner",
-                    _ => "",
+                    Some(libc::EACCES | libc::EPERM) => {
+                        ("", "give read permission, or attach it as its owner")
+                    }
+                    _ => ("", ""),
                 };
-                Error::system(format!("cannot open the image {shown}{cure}"), e)
+                Error::system(format!("cannot open the image {shown}{what}"), e).with_cure(cure)
             })?;
         let metadata =
             file.metadata().map_err(|e| Error::system(format!("cannot look at the image {shown}"), e))?;

@@ -469,7 +469,7 @@ impl Driver for LoopDevice {
         {
             lock::release(&state.file, &(old_end.min(end)..end));
             let message = format!("cannot extend {} to {end} bytes", self.path.display());
-            return Err(Error::system(message, e));
+            return Err(Error::system(message, e).with_cure("choose a smaller size"));
         }
         lock::release(&state.file, &(end..old_end.max(end)));
         state.capacity = capacity;

@@ -82,7 +82,8 @@ fn an_image_that_cannot_be_written_is_refused_with_the_cure() {
     run("mount", &["-o", "remount,ro", directory.path.to_str().unwrap()]);
     let message = refusal(&LoopOptions::new(&path));
     assert!(
-        message.contains("for writing; give write permission, or attach it with --read-only"),
+        message.contains("for writing: ")
+            && message.ends_with("; give write permission, or attach it read-only"),
         "{message}"
     );
     let device = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
@@ -108,7 +109,7 @@ fn an_image_that_its_user_may_not_open_is_refused_with_the_cure() {
     });
     let [reading, writing] = refused.join().unwrap();
     assert!(reading.contains("; give read permission, or attach it as its owner"), "{reading}");
-    assert!(writing.contains("for writing; give write permission"), "{writing}");
+    assert!(writing.contains("for writing: ") && writing.contains("; give write permission"), "{writing}");
 }
 
 #[test]
