@@ -355,8 +355,10 @@ fn settings_and_size_change_while_it_is_attached() {
     assert_eq!(fs::metadata(&image).unwrap().len(), 3 << 20);
     fs::File::options().write(true).open(&image).unwrap().set_len(5 << 20).unwrap();
     assert_eq!(place.done(&["resize", "d"]), "5M\n");
-    place.refused(&["resize", "d", "1000"]);
+    place.refused(&["resize", "d", "0"]);
     assert_eq!(place.json(&["show", "d", "--json"])["size"], 5 << 20);
+    place.done(&["resize", "d", "1000003"]);
+    assert_eq!(place.json(&["show", "d", "--json"])["size"], 1_000_003);
 }
 
 #[test]

@@ -56,7 +56,7 @@ fn garbage_ends_its_own_connection_only() {
     let counters = served.server.counters();
     assert_eq!((counters.connections, counters.violations, counters.timeouts), (10, 10, 0));
     // Who leaves as the protocol has it has broken nothing.
-    let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
+    let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0, size: 0 };
     client.take(18);
     client.stream.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(2, &[])].concat()).unwrap();
     client.take(20);
@@ -71,7 +71,7 @@ fn garbage_ends_its_own_connection_only() {
 #[test]
 fn an_oversized_option_is_refused_and_skipped() {
     let served = serve(ram(), 1, options());
-    let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
+    let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0, size: 0 };
     client.take(18);
     let mut bytes = 3u32.to_be_bytes().to_vec();
     bytes.extend(option_bytes(6, &vec![b'I'; 1 << 20]));
@@ -94,7 +94,7 @@ fn who_does_not_finish_the_handshake_is_dropped() {
     halfway.write_all(b"\0\0\0\x03IHAVEOPT\0\0").unwrap();
     wait_until("all are let in", || served.server.connection_count() == 3);
     for stream in [silent, halfway] {
-        let mut client = Client { stream, style: ReplyStyle::Simple, flags: 0 };
+        let mut client = Client { stream, style: ReplyStyle::Simple, flags: 0, size: 0 };
         client.take(18);
         client.expect_end();
     }
@@ -111,7 +111,7 @@ fn too_many_connections_are_closed_at_once() {
     let served = serve(ram(), 1, NbdOptions { connections_max: 2, ..options() });
     let mut first = served.client(ReplyStyle::Simple);
     let second = served.client(ReplyStyle::Simple);
-    let mut third = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0 };
+    let mut third = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0, size: 0 };
     third.expect_end();
     assert_eq!(served.server.refused_connections(), 1);
     assert_eq!(served.server.counters().refused_connections, 1);
@@ -190,7 +190,7 @@ fn a_client_may_vanish_at_any_step() {
     conversation.extend(option_bytes(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation"));
     conversation.extend(option_bytes(7, b"\0\0\0\0\0\0"));
     let handshake = conversation.len();
-    let template = Client { stream: std::io::empty(), style: ReplyStyle::Structured, flags: 0 };
+    let template = Client { stream: std::io::empty(), style: ReplyStyle::Structured, flags: 0, size: 0 };
     for cookie in 0..10u64 {
         conversation.extend(template.bytes(0, 0, cookie, cookie << 20, 65536, &[]));
         conversation.extend(template.bytes(

@@ -4,11 +4,14 @@
 
 mod nbd;
 
+use std::fs::File;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkq::drivers::fault::{Fault, FaultSpec};
+use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::{Driver, StatGroup};
 use blkq_export::nbd::reply::ReplyStyle;
@@ -31,6 +34,33 @@ fn ram_of(bytes: u64, block: u32) -> Box<dyn Driver> {
 
 fn faulty(bytes: u64, block: u32, spec: &str) -> Box<dyn Driver> {
     Box::new(Fault::new(ram_of(bytes, block), spec.parse::<FaultSpec>().unwrap()).unwrap())
+}
+
+/// A file of `bytes` bytes, all of them served; gone when this is dropped.
+struct Image(PathBuf);
+
+impl Image {
+    fn new(bytes: u64) -> Image {
+        let path = socket_path().with_extension("img");
+        File::create(&path).unwrap().set_len(bytes).unwrap();
+        Image(path)
+    }
+
+    fn driver(&self, sector: u32, direct_io: DirectIo) -> Box<dyn Driver> {
+        let options = LoopOptions {
+            sector_size: Some(sector),
+            partial_block: true,
+            direct_io,
+            ..LoopOptions::new(&self.0)
+        };
+        Box::new(LoopDevice::open(&options).unwrap())
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        std::fs::remove_file(&self.0).unwrap();
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -141,59 +171,85 @@ proptest! {
             prop_assert_eq!(&client.read(0, model.len()), &model);
         }
     }
+
+    /// The same with files that end anywhere, and stay as long as they are.
+    #[test]
+    fn a_file_is_served_to_its_last_byte(
+        steps in steps(), size in prop::sample::select(vec![1u64, 511, 513, 4095, 10_001, 1_000_003]),
+        large: bool, direct: bool, queues in 1usize..3,
+    ) {
+        let image = Image::new(size);
+        let (block, mode) = (if large { 4096 } else { 512 }, if direct { DirectIo::On } else { DirectIo::Off });
+        let served = serve(image.driver(block, mode), queues, bytes());
+        let mut clients = STYLES.map(|style| served.client(style));
+        prop_assert!(clients.iter().all(|client| client.size == size));
+        let mut model = vec![0; size as usize];
+        for step in &steps {
+            take_step(&mut clients[step.3], &mut model, u64::from(block), step);
+        }
+        for client in &mut clients {
+            prop_assert_eq!(client.call(3, 0, 0, 0, &[]).0, 0);
+            prop_assert_eq!(&client.read(0, model.len()), &model);
+            prop_assert_eq!(client.call(0, 0, size, 1, &[]).0, EINVAL);
+            prop_assert_eq!(client.write(size, &[1]), ENOSPC);
+        }
+        drop((clients, served));
+        prop_assert_eq!(std::fs::read(&image.0).unwrap(), model);
+    }
 }
 
 /// Clients on several engines that write neighbouring bytes of the same blocks, with many requests
 /// in flight: everybody finds their own.
 #[test]
 fn neighbours_in_a_block_do_not_undo_each_other() {
-    const CLIENTS: u64 = 4;
-    const STRIDE: u64 = 97;
     const SIZE: u64 = 64 << 10;
     for queues in [1, 3] {
-        let served = serve(faulty(SIZE, 4096, "seed=1;delay=200us,p99=2ms"), queues, bytes());
-        std::thread::scope(|scope| {
-            for number in 0..CLIENTS {
-                let served = &served;
-                scope.spawn(move || {
-                    let mut client = served.client(STYLES[number as usize % 3]);
-                    let places: Vec<u64> =
-                        (0..SIZE / STRIDE).filter(|place| place % CLIENTS == number).collect();
-                    for round in 1..4u64 {
-                        let value = (number << 4 | round) as u8;
-                        for places in places.chunks(32) {
-                            let mut stream = Vec::new();
-                            for place in places {
-                                // Some by zeroes, which have edges too.
-                                let command = if (place + round) % 5 == 0 { 6 } else { 1 };
-                                let data = vec![value; if command == 1 { STRIDE as usize } else { 0 }];
-                                stream.extend(client.bytes(
-                                    command,
-                                    0,
-                                    *place,
-                                    place * STRIDE,
-                                    STRIDE,
-                                    &data,
-                                ));
-                            }
-                            std::io::Write::write_all(&mut client.stream, &stream).unwrap();
-                            for _ in places {
-                                assert_eq!(client.reply(|_| 0).error, 0);
-                            }
+        write_as_neighbours(faulty(SIZE, 4096, "seed=1;delay=200us,p99=2ms"), SIZE, queues);
+        for mode in [DirectIo::On, DirectIo::Off] {
+            let image = Image::new(SIZE + 97 * 3);
+            write_as_neighbours(image.driver(512, mode), SIZE + 97 * 3, queues);
+        }
+    }
+}
+
+/// Has clients write neighbouring bytes of a device of `size` bytes.
+fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
+    const CLIENTS: u64 = 4;
+    const STRIDE: u64 = 97;
+    let served = serve(driver, queues, bytes());
+    std::thread::scope(|scope| {
+        for number in 0..CLIENTS {
+            let served = &served;
+            scope.spawn(move || {
+                let mut client = served.client(STYLES[number as usize % 3]);
+                let places: Vec<u64> = (0..size / STRIDE).filter(|place| place % CLIENTS == number).collect();
+                for round in 1..4u64 {
+                    let value = (number << 4 | round) as u8;
+                    for places in places.chunks(32) {
+                        let mut stream = Vec::new();
+                        for place in places {
+                            // Some by zeroes, which have edges too.
+                            let command = if (place + round) % 5 == 0 { 6 } else { 1 };
+                            let data = vec![value; if command == 1 { STRIDE as usize } else { 0 }];
+                            stream.extend(client.bytes(command, 0, *place, place * STRIDE, STRIDE, &data));
                         }
-                        for place in &places {
-                            let wanted = if (place + round) % 5 == 0 { 0 } else { value };
-                            let found = client.read(place * STRIDE, STRIDE as usize);
-                            assert!(
-                                found.iter().all(|byte| *byte == wanted),
-                                "client {number}, round {round}, {place}: {found:x?}"
-                            );
+                        std::io::Write::write_all(&mut client.stream, &stream).unwrap();
+                        for _ in places {
+                            assert_eq!(client.reply(|_| 0).error, 0);
                         }
                     }
-                });
-            }
-        });
-    }
+                    for place in &places {
+                        let wanted = if (place + round) % 5 == 0 { 0 } else { value };
+                        let found = client.read(place * STRIDE, STRIDE as usize);
+                        assert!(
+                            found.iter().all(|byte| *byte == wanted),
+                            "client {number}, round {round}, {place}: {found:x?}"
+                        );
+                    }
+                }
+            });
+        }
+    });
 }
 
 /// A client writes whole blocks, waits and reads them back, while others on other engines change

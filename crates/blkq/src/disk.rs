@@ -415,7 +415,7 @@ impl Disk {
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
         self.frozen(|| self.driver.resize(bytes))?;
-        Ok(self.limits().capacity_bytes)
+        Ok(self.limits().size_bytes())
     }
 
     /// Does `change` while no request is in flight anywhere.

@@ -124,6 +124,7 @@ const MORE: &[Call] = &[
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),
+    call!(SYS_fadvise64),
     call!(SYS_fdatasync),
     // A ublk device: what its commands may say, a forced end.
     call!(SYS_capget).seldom(),

@@ -71,7 +71,7 @@ impl Device {
             clients: running.connections().map(client_info).collect(),
             image: self.image.clone(),
             driver: disk.driver().name().to_owned(),
-            size: limits.capacity_bytes,
+            size: limits.size_bytes(),
             sector_size: limits.logical_block_bytes,
             physical_sector_size: limits.physical_block_bytes,
             read_only: limits.read_only,

@@ -59,6 +59,6 @@ impl Meter {
 
     /// The size of the device in bytes, unless it has ended.
     pub fn size(&self) -> Option<u64> {
-        Some(self.running.upgrade()?.disk.limits().capacity_bytes)
+        Some(self.running.upgrade()?.disk.limits().size_bytes())
     }
 }

@@ -261,7 +261,7 @@ impl Device {
         if let Some(ublk) = &running.ublk {
             ublk.check_resizable()?;
         }
-        let before = running.disk.limits().capacity_bytes;
+        let before = running.disk.limits().size_bytes();
         let bytes = running.disk.resize(bytes)?;
         if let Some(ublk) = &running.ublk {
             ublk.resize(bytes).inspect_err(|_| {

@@ -56,7 +56,7 @@ impl Device {
         // What is in memory only is gone with the daemon, and so shall the device be.
         let recoverable = words.is_some() && !matches!(args.image, DriverSpec::Ram(_));
         let wait = if claim.is_after(&image_name(&args.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let opened = open_driver(args, wait).map_err(|error| refusal(error, args, claim))?;
+        let opened = open_driver(args, exports.ublk, wait).map_err(|error| refusal(error, args, claim))?;
         // SAFETY: a daemon has no other threads until it serves.
         let deputy = exports.ublk.then(|| unsafe { Deputy::fork() }).transpose()?;
         let identity = Identity::of_new();
@@ -111,12 +111,12 @@ impl Device {
         let listen = if nbd { addresses(&args, claim, Vec::new())? } else { Vec::new() };
         let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
             // The image has grown, and nobody told the kernel so.
-            if disk.limits().capacity_bytes > bytes {
+            if disk.limits().size_bytes() > bytes {
                 disk.resize(Some(bytes))?;
             }
             Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines)?))
         };
-        let opened = open_driver(&args, DYING_WAIT).map_err(|error| refusal(error, &args, claim))?;
+        let opened = open_driver(&args, true, DYING_WAIT).map_err(|error| refusal(error, &args, claim))?;
         Device::serve(&args, claim, opened, listen, Some(block_device.clone()), attach, settings)
     }
 
@@ -349,10 +349,10 @@ fn load_driver() {
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
 /// files of a daemon that was killed only some time after the process is gone.
-fn open_driver(args: &Args, wait: Duration) -> Result<Box<dyn Driver>, blkq::Error> {
+fn open_driver(args: &Args, ublk: bool, wait: Duration) -> Result<Box<dyn Driver>, blkq::Error> {
     let until = Instant::now() + wait;
     loop {
-        match drivers::open(&args.image, &driver_options(args)) {
+        match drivers::open(&args.image, &driver_options(args, ublk)) {
             // Also what others do with a block device for a moment to learn who uses it.
             Err(error)
                 if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
@@ -396,11 +396,12 @@ pub(super) fn keep_size(args: &mut Args, bytes: u64) {
     }
 }
 
-pub(super) fn driver_options(args: &Args) -> DriverOptions {
+pub(super) fn driver_options(args: &Args, ublk: bool) -> DriverOptions {
     DriverOptions {
         offset: args.offset,
         size_limit: args.size_limit,
         sector_size: args.sector_size.bytes(),
+        partial_block: serves_bytes(args, ublk),
         direct_io: args.direct_io,
         dispatch: args.dispatch,
         read_only: args.read_only,

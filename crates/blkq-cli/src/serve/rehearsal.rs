@@ -36,7 +36,7 @@ fn check(args: &Args, bytes: u64) -> Outcome {
         check_size(path, args.offset, bytes)?;
     }
     tls(&args)?;
-    match drivers::open(&args.image, &driver_options(&args)) {
+    match drivers::open(&args.image, &driver_options(&args, true)) {
         // By the old daemon: what comes before its lock is well.
         Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
         opened => Ok(opened.map(drop)?),
@@ -75,7 +75,7 @@ mod tests {
         fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         assert_eq!(check(&args(&[]), 1 << 20), Ok(()));
         // While it is served.
-        let served = drivers::open(&args(&[]).image, &driver_options(&args(&[]))).unwrap();
+        let served = drivers::open(&args(&[]).image, &driver_options(&args(&[]), true)).unwrap();
         assert_eq!(check(&args(&[]), 1 << 20), Ok(()));
         assert!(why(&["--tls-certificates", "/nowhere"]).contains("/nowhere"));
         assert!(why(&["--offset", "512"]).contains("smaller than the device"));

@@ -60,7 +60,7 @@ pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Er
             io_min_shift: shift(limits.physical_block_bytes),
             max_sectors: request_bytes >> 9,
             chunk_sectors: chunk_bytes >> 9,
-            dev_sectors: limits.capacity_bytes >> 9,
+            dev_sectors: limits.whole_bytes() >> 9,
             virt_boundary_mask: 0,
         },
         discard: DiscardParameters {

@@ -118,12 +118,14 @@ pub struct Client<S> {
     pub stream: S,
     pub style: ReplyStyle,
     pub flags: u16,
+    /// In bytes, as the server says.
+    pub size: u64,
 }
 
 impl<S: Read + Write> Client<S> {
     /// Greets and goes into transmission.
     pub fn begin(stream: S, style: ReplyStyle) -> Client<S> {
-        let mut client = Client { stream, style, flags: 0 };
+        let mut client = Client { stream, style, flags: 0, size: 0 };
         assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\0\x03");
         client.stream.write_all(&3u32.to_be_bytes()).unwrap();
         match style {
@@ -153,7 +155,11 @@ impl<S: Read + Write> Client<S> {
             match u32::from_be_bytes(header[12..16].try_into().unwrap()) {
                 1 => return,
                 3 if payload[1] == 3 => {}
-                3 => self.flags = u16::from_be_bytes(payload[10..12].try_into().unwrap()),
+                3 => {
+                    // Information of kind 0: the size and the flags.
+                    self.size = u64::from_be_bytes(payload[2..10].try_into().unwrap());
+                    self.flags = u16::from_be_bytes(payload[10..12].try_into().unwrap());
+                }
                 4 => {}
                 error => panic!("option {option}: {error:#x} {}", String::from_utf8_lossy(&payload)),
             }

@@ -56,6 +56,9 @@ pub struct DriverOptions {
     pub size_limit: Option<u64>,
     /// Logical block in bytes, one of [`SECTOR_SIZES`]; `None`: chosen by the driver.
     pub sector_size: Option<u32>,
+    /// Serve the end of an image that does not fill a logical block
+    /// ([`LoopOptions::partial_block`]).
+    pub partial_block: bool,
     /// Whether I/O goes around the page cache.
     pub direct_io: DirectIo,
     /// How requests are put to the file.
@@ -102,6 +105,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
             offset: options.offset,
             size_limit: options.size_limit,
             sector_size: options.sector_size,
+            partial_block: options.partial_block,
             direct_io: options.direct_io,
             dispatch: options.dispatch,
             read_only: options.read_only,

@@ -2,7 +2,7 @@
 //! or around it.
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `writer` the token that
-//! keeps writers from each other, `lock` the locks against other processes, `claim` what the kernel
+//! keeps writers from each other, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
 //! does with the image, `format` what is no raw image, `extents` what is data and what is a hole.
 
 mod backing;
@@ -11,7 +11,9 @@ mod extents;
 mod format;
 mod lock;
 mod options;
+mod progress;
 mod queue;
+mod tail;
 #[cfg(test)]
 #[cfg(not(any(loom, shuttle)))]
 mod tests;
@@ -22,7 +24,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use rustix::fs::OFlags;
+use rustix::fs::{Advice, OFlags, fadvise};
 
 use crate::driver::{Change, Driver, DriverQueue, Extent};
 use crate::error::{Error, ErrorKind};
@@ -38,6 +40,7 @@ use lock::LockKind;
 pub use options::{DirectIo, Dispatch, LoopOptions};
 use options::{Mode, Setting, Window, choose_mode, choose_sector, invalid};
 use queue::LoopQueue;
+use tail::TailSettings;
 use writer::{QUEUES_MAX, WriterToken};
 
 /// Largest read or write, as of the kernel's loop driver (2560 sectors).
@@ -97,6 +100,9 @@ impl LoopCounters {
 struct Shared {
     /// Where in the file the device begins.
     offset: u64,
+    sector: u32,
+    /// In what the page cache reads and writes, in bytes: a power of two.
+    cache_unit: u64,
     block_device: bool,
     /// The image once more, for syncs alone: what could not be written back is told once to each
     /// open file, and what a failed FUA write was told must not be missed by a flush.
@@ -125,13 +131,18 @@ struct State {
     dispatch: Dispatch,
     read_only: bool,
     size_limit: Option<u64>,
-    capacity: u64,
+    /// Of the device, in bytes.
+    size: u64,
+    /// The image through the page cache, if the device may end within a sector.
+    tail: Option<Arc<File>>,
 }
 
 /// What a queue needs to know of the state.
 struct QueueSettings {
     file: Arc<File>,
     align: u64,
+    direct: bool,
+    tail: TailSettings,
     read_only: bool,
     turns: Turns,
     calls_max: usize,
@@ -148,7 +159,11 @@ impl Shared {
         // The writes of one ring to a regular file through the page cache have one worker in the
         // kernel, which does one after the other: they may be queued there. Else they are here.
         let queued_in_kernel = turns == Turns::Writes && !self.block_device;
+        let direct_unit = state.mode.direct.is_some().then_some(self.cache_unit);
+        let sector = u64::from(self.sector);
         QueueSettings {
+            direct: state.mode.direct.is_some(),
+            tail: TailSettings::new(state.size, sector, self.offset, direct_unit, state.tail.as_ref()),
             calls_max: if queued_in_kernel { queue::CALLS_MAX } else { 1 },
             file: Arc::clone(&state.file),
             align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
@@ -164,6 +179,15 @@ impl Shared {
     }
 }
 
+/// The image through the page cache, for the last bytes of a device.
+fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Error> {
+    let tail = backing::reopen(file, path, writable)?;
+    // Else the kernel caches more at once than the unit that is kept from direct I/O.
+    fadvise(&tail, 0, None, Advice::Random)
+        .map_err(|e| Error::system(format!("cannot advise the kernel of {}", path.display()), e))?;
+    Ok(Arc::new(tail))
+}
+
 /// A device backed by an image.
 pub struct LoopDevice {
     shared: Arc<Shared>,
@@ -172,7 +196,8 @@ pub struct LoopDevice {
     identity: (u64, u64),
     /// What direct I/O demands, or why there is none.
     direct: Result<DirectAlign, String>,
-    sector: u32,
+    /// Whether the device may end within a sector.
+    partial: bool,
     physical_block: u32,
     discard_granularity: u32,
     rotational: bool,
@@ -205,15 +230,17 @@ impl LoopDevice {
             ));
         }
         let file_size = backing::size(&backing.file, &backing.path)?;
-        let window = Window { path: &backing.path, offset: options.offset, sector };
-        let (capacity, left_out) = window.capacity(file_size, options.size_limit)?;
+        // The end of a block device is whole blocks.
+        let partial = options.partial_block && !backing.block_device;
+        let window = Window { path: &backing.path, offset: options.offset, sector, partial };
+        let (size, left_out) = window.capacity(file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
                 "the last {left_out} bytes of {} do not fill a sector of {sector} and are left out",
                 backing.path.display()
             ));
         }
-        let range = options.offset..options.offset + capacity;
+        let range = options.offset..options.offset + size;
         let kind = LockKind::of(options.read_only, options.shared);
         warnings.extend(lock::acquire(&backing.file, &backing.path, &range, kind, options.shared)?);
         backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
@@ -229,8 +256,12 @@ impl LoopDevice {
         // A block device whose block is larger than the sector does neither on odd blocks.
         let able = !backing.block_device || backing.logical_block <= sector;
         let synced = backing::reopen(&backing.file, &backing.path, false)?;
+        let tail =
+            partial.then(|| tail_file(&backing.file, &backing.path, !options.read_only)).transpose()?;
         let shared = Shared {
             offset: options.offset,
+            sector,
+            cache_unit: u64::from(backing.physical_block).max(rustix::param::page_size() as u64),
             block_device: backing.block_device,
             synced,
             state: Mutex::new(State {
@@ -241,7 +272,8 @@ impl LoopDevice {
                 dispatch: options.dispatch,
                 read_only: options.read_only,
                 size_limit: options.size_limit,
-                capacity,
+                size,
+                tail,
             }),
             writer: WriterToken::new(),
             wakes: std::array::from_fn(|_| OnceLock::new()),
@@ -257,7 +289,7 @@ impl LoopDevice {
             path: backing.path,
             identity: backing.identity,
             direct: backing.direct,
-            sector,
+            partial,
             physical_block: backing.physical_block,
             discard_granularity: backing.discard_granularity,
             rotational: backing.rotational,
@@ -285,14 +317,16 @@ impl LoopDevice {
     }
 
     fn window(&self) -> Window<'_> {
-        Window { path: &self.path, offset: self.shared.offset, sector: self.sector }
+        let Shared { offset, sector, .. } = *self.shared;
+        Window { path: &self.path, offset, sector, partial: self.partial }
     }
 
     /// Makes durable what was written, without holding up whoever asks for the state. Once that
     /// failed through the page cache it fails for good: see [`LoopQueue::flushed`].
     fn sync(&self) -> Result<(), Error> {
         let (shared, path) = (&self.shared, self.path.display());
-        let buffered = locked(&shared.state).mode.direct.is_none();
+        // The end of the device may be cached when the rest is not.
+        let buffered = self.partial || locked(&shared.state).mode.direct.is_none();
         // The open file of the flushes: another may have been told already of what they must tell.
         if let Err(e) = backing::sync(&shared.synced) {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
@@ -311,7 +345,7 @@ impl LoopDevice {
     }
 
     fn choose_mode(&self, requested: DirectIo) -> Result<Mode, Error> {
-        choose_mode(requested, &self.direct, &self.path, self.sector, self.shared.offset)
+        choose_mode(requested, &self.direct, &self.path, self.shared.sector, self.shared.offset)
     }
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
@@ -331,13 +365,14 @@ impl LoopDevice {
         if read_only == state.read_only {
             return Ok(());
         }
-        let range = self.shared.offset..self.shared.offset + state.capacity;
+        let range = self.shared.offset..self.shared.offset + state.size;
         let kind = LockKind::of(read_only, self.shared_use);
         let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
         if read_only || state.writable {
             relock(&state.file, kind)?;
         } else {
             let file = backing::reopen(&state.file, &self.path, true)?;
+            let tail = self.partial.then(|| tail_file(&file, &self.path, true)).transpose()?;
             self.set_direct(&file, state.mode.direct.is_some())?;
             // The two descriptions are strangers to each other, and so are their locks.
             lock::release(&state.file, &range);
@@ -345,6 +380,7 @@ impl LoopDevice {
                 relock(&state.file, LockKind::Shared)?;
                 return Err(error);
             }
+            state.tail = tail;
             state.file = Arc::new(file);
             state.writable = true;
         }
@@ -373,16 +409,19 @@ impl Driver for LoopDevice {
         };
         // Kernels before 6.18 demand of each segment's length what they demand of the offset.
         let memory_align = state.mode.direct.map_or(1, |align| align.memory.max(align.offset));
+        let capacity_bytes = state.size.next_multiple_of(u64::from(self.shared.sector));
         QueueLimits {
-            capacity_bytes: state.capacity,
-            logical_block_bytes: self.sector,
-            physical_block_bytes: self.physical_block.max(self.sector),
+            capacity_bytes,
+            padding_bytes: (capacity_bytes - state.size) as u32,
+            logical_block_bytes: self.shared.sector,
+            physical_block_bytes: self.physical_block.max(self.shared.sector),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: queue::SEGMENTS_MAX,
             memory_align,
-            kernel_pages: true,
+            // Padding is zeroed by this thread.
+            kernel_pages: !self.partial,
             max_discard_bytes: most(&self.shared.discards),
-            discard_granularity: self.discard_granularity.max(self.sector),
+            discard_granularity: self.discard_granularity.max(self.shared.sector),
             discard_zeroes: !self.shared.block_device,
             max_write_zeroes_bytes: most(&self.shared.zeroes),
             max_write_zeroes_no_unmap_bytes: most(&self.shared.zeroes_no_unmap),
@@ -409,15 +448,15 @@ impl Driver for LoopDevice {
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        let (file, capacity) = {
+        let (file, size) = {
             let state = locked(&self.shared.state);
-            (Arc::clone(&state.file), state.capacity)
+            (Arc::clone(&state.file), state.size)
         };
-        let range = range.start.min(capacity)..range.end.min(capacity);
+        let range = range.start.min(size)..range.end.min(size);
         if self.shared.block_device {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
-        extents::of_file(&file, self.shared.offset, u64::from(self.sector), range, max)
+        extents::of_file(&file, self.shared.offset, u64::from(self.shared.sector), range, max)
             .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
     }
 
@@ -447,7 +486,7 @@ impl Driver for LoopDevice {
         let mut state = locked(&self.shared.state);
         let window = self.window();
         let file_size = backing::size(&state.file, &self.path)?;
-        let capacity = match bytes {
+        let size = match bytes {
             None => {
                 // A limit beyond the end that the file has now limits nothing.
                 let there = file_size.saturating_sub(window.offset);
@@ -456,7 +495,7 @@ impl Driver for LoopDevice {
             }
             Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?.0,
         };
-        let (old_end, end) = (window.offset + state.capacity, window.offset + capacity);
+        let (old_end, end) = (window.offset + state.size, window.offset + size);
         if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
             let message = format!("{} ends at byte {file_size} and cannot grow: {why}", self.path.display());
@@ -472,7 +511,7 @@ impl Driver for LoopDevice {
             return Err(Error::system(message, e).with_cure("choose a smaller size"));
         }
         lock::release(&state.file, &(end..old_end.max(end)));
-        state.capacity = capacity;
+        state.size = size;
         if bytes.is_some() && state.size_limit.is_some() {
             state.size_limit = bytes;
         }
@@ -517,6 +556,6 @@ impl Drop for LoopDevice {
     fn drop(&mut self) {
         // A ring may keep the file open for longer than the device is used.
         let state = locked(&self.shared.state);
-        lock::release(&state.file, &(self.shared.offset..self.shared.offset + state.capacity));
+        lock::release(&state.file, &(self.shared.offset..self.shared.offset + state.size));
     }
 }

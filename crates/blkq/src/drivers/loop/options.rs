@@ -85,6 +85,10 @@ pub struct LoopOptions {
     /// The logical block in bytes, one of [`SECTOR_SIZES`](crate::drivers::SECTOR_SIZES);
     /// `None`: 512, the block of a block device, or what [`DirectIo::On`] demands.
     pub sector_size: Option<u32>,
+    /// Serve the bytes at the end of a regular file, or of the window, that do not fill a logical
+    /// block: the device has [`QueueLimits::padding_bytes`](crate::QueueLimits::padding_bytes).
+    /// Else they are left out.
+    pub partial_block: bool,
     /// Around the page cache or through it.
     pub direct_io: DirectIo,
     /// How requests are put to the file.
@@ -105,6 +109,7 @@ impl LoopOptions {
             offset: 0,
             size_limit: None,
             sector_size: None,
+            partial_block: false,
             direct_io: DirectIo::Auto,
             dispatch: Dispatch::Concurrent,
             read_only: false,
@@ -143,6 +148,8 @@ pub(super) struct Window<'a> {
     pub path: &'a Path,
     pub offset: u64,
     pub sector: u32,
+    /// Whether a part of a sector counts.
+    pub partial: bool,
 }
 
 impl Window<'_> {
@@ -161,7 +168,7 @@ impl Window<'_> {
         }
         match limit {
             Some(0) => Err(invalid("a device has a size above 0; choose another size limit".to_owned())),
-            Some(limit) if !limit.is_multiple_of(sector) => Err(invalid(format!(
+            Some(limit) if !self.partial && !limit.is_multiple_of(sector) => Err(invalid(format!(
                 "the size {limit} is not a multiple of the sector size {sector}; choose one that is, such as {}",
                 (limit - limit % sector).max(sector)
             ))),
@@ -170,6 +177,7 @@ impl Window<'_> {
                  choose less, or extend the image"
             ))),
             Some(limit) => Ok((limit, 0)),
+            None if self.partial => Ok((there, 0)),
             None if there < sector => {
                 let plural = if there == 1 { "" } else { "s" };
                 let smaller =

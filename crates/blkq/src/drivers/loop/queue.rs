@@ -23,6 +23,8 @@ use crate::ring::{Cqe, FileSlot, Registrar};
 use crate::sync::atomic::Ordering::Relaxed;
 use std::sync::Arc;
 
+use super::progress::{NEXT_SHIFT, Progress};
+use super::tail::{self, Tail};
 use super::{Shared, Turns};
 
 /// Segments of a request.
@@ -63,29 +65,6 @@ pub(super) const OPERATIONS: [(&str, u8); 8] = [
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
 ];
 
-/// What of a call is done, kept in the own words of its first request.
-#[derive(Clone, Copy)]
-struct Progress {
-    /// Bytes transferred.
-    done: u64,
-    /// Attempts in a row that came to nothing.
-    attempts: u64,
-}
-
-/// Words of a request: bytes done; attempts, and above them the next request of the same
-/// call, plus one.
-const NEXT_SHIFT: u32 = 32;
-
-impl Progress {
-    fn load(words: &[u64; 2]) -> Progress {
-        Progress { done: words[0], attempts: words[1] & ((1 << NEXT_SHIFT) - 1) }
-    }
-
-    fn store(self, words: &mut [u64; 2]) {
-        *words = [self.done, words[1] >> NEXT_SHIFT << NEXT_SHIFT | self.attempts];
-    }
-}
-
 /// A call in flight that took its turn.
 struct Call {
     first: Tag,
@@ -122,6 +101,7 @@ pub(super) struct LoopQueue {
     synced: FileSlot,
     /// Unit in which a direct transfer makes progress; 1 if buffered.
     align: u64,
+    tail: Tail,
     read_only: bool,
     turns: Turns,
     /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
@@ -154,8 +134,12 @@ impl LoopQueue {
         ring.require(&OPERATIONS)?;
         let settings = shared.queue_settings();
         let mut slot = ring.register_file(settings.file.as_fd())?;
-        let synced =
+        let mut synced =
             ring.register_file(shared.synced.as_fd()).inspect_err(|_| ring.unregister_file(&mut slot))?;
+        let tail = Tail::open(settings.tail, settings.direct, &mut ring).inspect_err(|_| {
+            ring.unregister_file(&mut slot);
+            ring.unregister_file(&mut synced);
+        })?;
         let iovecs = Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX));
         Ok(LoopQueue {
             index,
@@ -163,6 +147,7 @@ impl LoopQueue {
             slot,
             synced,
             align: settings.align,
+            tail,
             read_only: settings.read_only,
             turns: settings.turns,
             iovecs,
@@ -245,7 +230,8 @@ impl LoopQueue {
         let first = tags[0];
         let progress = Progress::load(cx.pdu(first));
         let request = cx.request(first);
-        let (operation, flags, bytes) = (request.operation(), request.flags(), request.bytes());
+        let (operation, flags) = (request.operation(), request.flags());
+        let bytes = if self.tail.has(request) { self.tail.bytes(request) } else { request.bytes() };
         let offset = self.shared.offset + request.offset() + progress.done;
         let file = cx.file(&self.slot);
         let fallocate = |mode| opcode::Fallocate::new(file, bytes).offset(offset).mode(mode).build();
@@ -253,7 +239,7 @@ impl LoopQueue {
         let entry = match operation {
             Operation::Flush => self.sync_entry(cx),
             Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, progress.done),
-            Operation::WriteZeroes if progress.done > 0 => self.end_entry(cx, offset),
+            Operation::WriteZeroes if progress.done > 0 => self.end_entry(cx, cx.request(first), offset),
             Operation::Discard if self.shared.discard_by_command.load(Relaxed) => {
                 let mut length = [0; 16];
                 length[..8].copy_from_slice(&bytes.to_ne_bytes());
@@ -275,9 +261,15 @@ impl LoopQueue {
 
     /// A read of the last bytes before `end`, which fallocate zeroed. Beyond the end of the file
     /// that does nothing and reports success; only a read finds out.
-    fn end_entry(&mut self, cx: &DriverContext<'_>, end: u64) -> squeue::Entry {
-        let file = cx.file(&self.slot);
-        opcode::Read::new(file, self.scratch.as_mut_ptr(), self.align as u32).offset(end - self.align).build()
+    fn end_entry(&mut self, cx: &DriverContext<'_>, request: &Request, end: u64) -> squeue::Entry {
+        let file = cx.file(self.tail.slot(request, request.bytes()).unwrap_or(&self.slot));
+        let unit = self.end_unit(request);
+        opcode::Read::new(file, self.scratch.as_mut_ptr(), unit as u32).offset(end - unit).build()
+    }
+
+    /// Bytes that [`LoopQueue::end_entry`] reads.
+    fn end_unit(&self, request: &Request) -> u64 {
+        if self.tail.has(request) { 1 } else { self.align }
     }
 
     fn sync_entry(&self, cx: &DriverContext<'_>) -> squeue::Entry {
@@ -294,8 +286,10 @@ impl LoopQueue {
         offset: u64,
         done: u64,
     ) -> squeue::Entry {
-        let file = cx.file(&self.slot);
         let request = cx.request(tags[0]);
+        let has_tail = self.tail.has(request);
+        let apart = if has_tail { self.tail.slot(request, done) } else { None };
+        let file = cx.file(apart.unwrap_or(&self.slot));
         let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
         let read = request.operation() == Operation::Read;
         if let Some(pages) = cx.kernel_pages(tags[0]) {
@@ -334,6 +328,9 @@ impl LoopQueue {
                 }
             });
         }
+        if has_tail {
+            (count, only) = tail::cut(iovecs, count, request.bytes() - self.tail.until(request, done));
+        }
         let Segment { ptr, len, .. } = only;
         let vectors = iovecs.as_ptr().cast();
         let registered = if count == 1 { cx.registered_buffer(&only) } else { None };
@@ -354,7 +351,7 @@ impl LoopQueue {
     /// Takes the result of a call for `tags`.
     fn outcome(&self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) -> Outcome {
         let request = cx.request(tags[0]);
-        let operation = request.operation();
+        let (operation, has_tail) = (request.operation(), self.tail.has(request));
         let progress = Progress::load(cx.pdu(tags[0]));
         if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
             return self.again(cx, tags[0], progress, Status::Resource);
@@ -365,12 +362,21 @@ impl LoopQueue {
         if result < 0 {
             return Outcome::Ended(Err(Status::from_errno(-result)));
         }
-        let total: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
+        let total: u64 = match has_tail {
+            true => self.tail.bytes(cx.request(tags[0])),
+            false => tags.iter().map(|&tag| cx.request(tag).bytes()).sum(),
+        };
         let reached = progress.done + result as u64;
         if reached >= total {
+            if has_tail && operation == Operation::Read {
+                self.tail.clear_padding(cx, tags[0]);
+            }
             return Outcome::Ended(Ok(()));
         }
-        self.shared.counters.short_transfers.fetch_add(1, Relaxed);
+        // What goes on through the page cache was not asked for at once.
+        if !has_tail || reached < self.tail.until(cx.request(tags[0]), progress.done) {
+            self.shared.counters.short_transfers.fetch_add(1, Relaxed);
+        }
         // Direct I/O can go on only at a multiple of its unit: an odd rest is done again.
         let done = reached - reached % self.align;
         if done > progress.done {
@@ -398,7 +404,7 @@ impl LoopQueue {
     fn flushed(&self, result: i32) -> IoResult {
         let lost = &self.shared.writeback_failed;
         if result < 0 {
-            lost.fetch_or(self.align == 1, Relaxed);
+            lost.fetch_or(self.align == 1 || self.tail.is_cached(), Relaxed);
             return Err(Status::from_errno(-result));
         }
         if lost.load(Relaxed) { Err(Status::Io) } else { Ok(()) }
@@ -406,7 +412,9 @@ impl LoopQueue {
 
     fn outcome_without_data(&self, cx: &mut DriverContext<'_>, tag: Tag, result: i32) -> Outcome {
         let request = cx.request(tag);
-        let (operation, flags, bytes) = (request.operation(), request.flags(), request.bytes());
+        let (operation, flags) = (request.operation(), request.flags());
+        let bytes = if self.tail.has(request) { self.tail.bytes(request) } else { request.bytes() };
+        let end_unit = self.end_unit(request);
         let shared = &self.shared;
         if operation == Operation::Flush {
             return Outcome::Ended(self.flushed(result));
@@ -414,7 +422,7 @@ impl LoopQueue {
         let progress = Progress::load(cx.pdu(tag));
         if progress.done > 0 {
             // The file may have become shorter than the device.
-            let zeroed = result >= 0 && result as u64 == self.align;
+            let zeroed = result >= 0 && result as u64 == end_unit;
             let status = if result < 0 { Status::from_errno(-result) } else { Status::Io };
             return Outcome::Ended(if zeroed { Ok(()) } else { Err(status) });
         }
@@ -530,6 +538,7 @@ impl LoopQueue {
         let joinable = |tag: Tag| {
             let request = cx.request(tag);
             let alone = request.flags().intersects(BioFlags::FUA | BioFlags::NO_MERGE);
+            let alone = alone || self.tail.has(request);
             request.operation() == Operation::Write && !alone
         };
         let first = tags[0];
@@ -641,6 +650,9 @@ unsafe impl DriverQueue for LoopQueue {
         self.read_only = settings.read_only;
         self.turns = settings.turns;
         self.calls_max = settings.calls_max;
+        if self.tail.reload(settings.tail, settings.direct, cx.registrar()).is_err() {
+            self.read_only = true;
+        }
         if Arc::ptr_eq(&self.file, &settings.file) {
             return;
         }
@@ -660,6 +672,7 @@ unsafe impl DriverQueue for LoopQueue {
         if let Some(mut ring) = cx.registrar() {
             ring.unregister_file(&mut self.slot);
             ring.unregister_file(&mut self.synced);
+            self.tail.close(&mut ring);
         }
     }
 }

@@ -5,6 +5,7 @@
 mod control;
 mod data;
 mod open;
+mod tail;
 
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;

@@ -1,0 +1,181 @@
+//! Devices whose size is no multiple of their sector.
+
+use super::*;
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::IoBuffer;
+use crate::error::Status;
+
+fn partial(path: &Path, direct_io: DirectIo, sector: u32) -> LoopOptions {
+    LoopOptions { partial_block: true, sector_size: Some(sector), ..options(path, direct_io) }
+}
+
+/// A request of `operation` of so many bytes, in pieces of memory of `sector` bytes or more.
+fn pieces(data: &[u8], sector: usize) -> Vec<IoBuffer> {
+    let half = (data.len() / 2).next_multiple_of(sector).min(data.len());
+    let (head, tail) = data.split_at(half);
+    [head, tail]
+        .iter()
+        .filter(|piece| !piece.is_empty())
+        .map(|piece| {
+            let mut buffer = IoBuffer::zeroed(piece.len());
+            buffer.copy_from_slice(piece);
+            buffer
+        })
+        .collect()
+}
+
+/// Every size and mode: what is written is in the file up to its end, which stays; what is beyond
+/// reads as zeroes, whatever was written there.
+#[test]
+fn the_last_bytes_are_served_and_the_file_stays_as_long() {
+    for (size, sector, direct_io) in [1, 511, 513, 4095, 4097, 9000, 1_000_003]
+        .into_iter()
+        .flat_map(|size| [(size, 512), (size, 4096)])
+        .flat_map(|(size, sector)| [DirectIo::Off, DirectIo::On].map(|mode| (size, sector, mode)))
+    {
+        let what = format!("{size} bytes, sectors of {sector}, {direct_io:?}");
+        let directory = Directory::new();
+        let path = directory.file("image");
+        let mut model = pattern(size as usize, size).to_vec();
+        std::fs::write(&path, &model).unwrap();
+        File::open(&path).unwrap().sync_all().unwrap();
+        let device = LoopDevice::open(&partial(&path, direct_io, sector)).unwrap();
+        let limits = device.limits();
+        limits.validate().unwrap();
+        assert_eq!((limits.size_bytes(), device.warnings()), (size, vec![]), "{what}");
+        let (sector, capacity) = (u64::from(sector), limits.capacity_bytes);
+        assert_eq!(capacity, size.next_multiple_of(sector));
+        model.resize(capacity as usize, 0);
+        let mut h = Harness::open(&device).unwrap();
+        assert_eq!(h.read_back(0, capacity as usize), model, "{what}");
+        for round in 0..12u64 {
+            // Always up to the end, from further and further ahead.
+            let offset = capacity - (sector << round).min(capacity);
+            let data = pattern((capacity - offset) as usize, round + 100);
+            let flags = if round % 2 == 0 { BioFlags::FUA } else { BioFlags::empty() };
+            let pieces = pieces(&data, sector as usize);
+            let tag = h.build(Operation::Write, flags, offset, data.len() as u64, pieces);
+            assert_eq!(h.run(tag).0, Ok(()), "{what}");
+            model[offset as usize..].copy_from_slice(&data);
+            model[size as usize..].fill(0);
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), size, "{what}, round {round}");
+            assert_eq!(h.read_back(0, capacity as usize), model, "{what}, round {round}");
+            if flags == BioFlags::FUA {
+                assert_eq!(cached(&path).1, 0, "{what}, round {round}: dirty pages after FUA");
+            }
+            let tag = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+            assert_eq!(h.run(tag).0, Ok(()));
+            assert_eq!(cached(&path).1, 0, "{what}, round {round}: dirty pages after a flush");
+        }
+        for (operation, flags) in [
+            (Operation::WriteZeroes, BioFlags::NO_UNMAP),
+            (Operation::WriteZeroes, BioFlags::empty()),
+            (Operation::Discard, BioFlags::empty()),
+        ] {
+            let offset = capacity - (3 * sector).min(capacity);
+            let data = pattern((capacity - offset) as usize, 7);
+            let tag = h.write(offset, pieces(&data, sector as usize));
+            assert_eq!(h.run(tag).0, Ok(()), "{what}");
+            let tag = h.bare(operation, flags, offset, capacity - offset);
+            assert_eq!(h.run(tag).0, Ok(()), "{what}, {operation:?}");
+            model[offset as usize..].fill(0);
+            assert_eq!(h.read_back(0, capacity as usize), model, "{what}, {operation:?}");
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), size, "{what}");
+        }
+        drop(h);
+        assert_eq!(std::fs::read(&path).unwrap(), model[..size as usize], "{what}");
+    }
+}
+
+/// The rest of the file behind a window is neither shown nor changed.
+#[test]
+fn a_window_that_ends_within_a_sector_hides_the_rest() {
+    for direct_io in [DirectIo::Off, DirectIo::On] {
+        let directory = Directory::new();
+        let path = directory.file("image");
+        let content = pattern(20_000, 1).to_vec();
+        std::fs::write(&path, &content).unwrap();
+        let options = LoopOptions { offset: 512, size_limit: Some(10_000), ..partial(&path, direct_io, 512) };
+        let device = LoopDevice::open(&options).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let mut wanted = content[512..10_512].to_vec();
+        wanted.resize(10_240, 0);
+        assert_eq!(h.read_back(0, 10_240), wanted);
+        let tag = h.write(0, pieces(&[7; 10_240], 512));
+        assert_eq!(h.run(tag).0, Ok(()));
+        let tag = h.bare(Operation::WriteZeroes, BioFlags::NO_UNMAP, 9728, 512);
+        assert_eq!(h.run(tag).0, Ok(()));
+        drop(h);
+        let file = std::fs::read(&path).unwrap();
+        assert_eq!(file[..512], content[..512]);
+        assert!(file[512..10_240].iter().all(|byte| *byte == 7));
+        assert!(file[10_240..10_512].iter().all(|byte| *byte == 0));
+        assert_eq!(file[10_512..], content[10_512..]);
+    }
+}
+
+#[test]
+fn a_file_that_lost_its_last_bytes_is_an_error() {
+    for direct_io in [DirectIo::Off, DirectIo::On] {
+        let directory = Directory::new();
+        let path = directory.file("image");
+        std::fs::write(&path, &*pattern(9000, 1)).unwrap();
+        let device = LoopDevice::open(&partial(&path, direct_io, 512)).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(8999).unwrap();
+        let read = |h: &mut Harness, offset, bytes| {
+            let tag = h.read(offset, &[bytes]);
+            h.run(tag).0
+        };
+        assert_eq!(read(&mut h, 8704, 512), Err(Status::Io), "{direct_io:?}");
+        assert_eq!(read(&mut h, 0, 9216), Err(Status::Io), "{direct_io:?}");
+        assert_eq!(read(&mut h, 0, 8704), Ok(()), "{direct_io:?}");
+        let tag = h.bare(Operation::WriteZeroes, BioFlags::empty(), 8704, 512);
+        assert_eq!(h.run(tag).0, Err(Status::Io), "{direct_io:?}");
+    }
+}
+
+#[test]
+fn the_size_follows_and_is_any_number_of_bytes() {
+    for direct_io in [DirectIo::Off, DirectIo::On] {
+        let directory = Directory::new();
+        let path = directory.image(10_000);
+        let device = LoopDevice::open(&partial(&path, direct_io, 512)).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let sizes = || (device.limits().size_bytes(), std::fs::metadata(&path).unwrap().len());
+        for (bytes, size, length) in [
+            (Some(12_345), 12_345, 12_345),
+            (Some(7), 7, 12_345),
+            (None, 12_345, 12_345),
+            (Some(12_800), 12_800, 12_800),
+            (Some(12_801), 12_801, 12_801),
+        ] {
+            device.resize(bytes).unwrap();
+            h.reload();
+            assert_eq!(sizes(), (size, length), "{direct_io:?}");
+            let capacity = device.limits().capacity_bytes;
+            let tag = h.write(0, pieces(&vec![size as u8; capacity as usize], 512));
+            assert_eq!(h.run(tag).0, Ok(()));
+            assert_eq!(sizes(), (size, length), "{direct_io:?}");
+            let found = h.read_back(0, capacity as usize);
+            assert!(found[..size as usize].iter().all(|byte| *byte == size as u8));
+            assert!(found[size as usize..].iter().all(|byte| *byte == 0));
+        }
+        for direct_io in ["off", "on", "off"] {
+            device.set("direct-io", direct_io).unwrap();
+            h.reload();
+            let tag = h.write(12_288, pieces(&[9; 1024], 512));
+            assert_eq!(h.run(tag).0, Ok(()));
+            assert_eq!(h.read_back(12_288, 1024), [&[9; 513][..], &[0; 511]].concat());
+        }
+    }
+}
+
+#[test]
+fn without_being_asked_to_the_last_bytes_are_left_out() {
+    let directory = Directory::new();
+    let path = directory.image(10_000);
+    let device = open(&path, DirectIo::Off);
+    assert_eq!((device.limits().capacity_bytes, device.limits().padding_bytes), (9728, 0));
+    assert!(device.warnings().iter().any(|warning| warning.contains("272 bytes")), "{:?}", device.warnings());
+}
