@@ -14,6 +14,7 @@ pub mod autoclear;
 pub mod backing;
 pub mod columns;
 pub mod commands;
+pub mod completion;
 pub mod confine;
 pub mod control;
 pub mod daemon;
@@ -46,6 +47,7 @@ use failure::{EXIT_FAILED, Failure, Outcome};
 /// failed (one line on stderr says why), 2 if it was not understood.
 pub fn main() -> ExitCode {
     parent::note();
+    completion::answer();
     let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
     let cli = Cli::try_parse().unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
     match cli.command.run() {

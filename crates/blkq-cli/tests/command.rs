@@ -581,14 +581,48 @@ fn manuals_and_completions_come_from_the_command_line() {
     place.done(&["generate", "man", dir]);
     place.done(&["generate", "completions", dir]);
     for (file, holds) in [
-        ("blkq.1", "blkq"),
+        ("blkq.1", "blkq\\-attach"),
         ("blkq-attach.1", "direct\\-io"),
+        ("blkq-attach.1", "[\\-\\-name <NAME>]"),
+        ("blkq-generate.1", ".SH SYNOPSIS"),
         ("blkq.bash", "complete"),
         ("_blkq", "compdef"),
+        ("blkq.fish", "complete"),
     ] {
         let text = fs::read_to_string(place.dir.join(file)).unwrap();
-        assert!(text.contains(holds), "{file}");
+        assert!(text.contains(holds), "{file}: {holds}");
     }
+    let page = fs::read_to_string(place.dir.join("blkq-stat.1")).unwrap();
+    for section in ["SYNOPSIS", "OPTIONS", "EXAMPLES", "ENVIRONMENT", "FILES", "EXIT STATUS", "SEE ALSO"] {
+        assert_eq!(
+            page.lines().filter(|line| line.replace('"', "") == format!(".SH {section}")).count(),
+            1,
+            "{section}"
+        );
+    }
+    assert!(place.done(&["--help"]).contains("BLKQ_STATE_DIR"));
+    place.done(&["attach", "ram:1M", "--name", "first"]);
+    place.done(&["attach", "ram:1M", "--name", "second"]);
+    let program = Path::new(env!("CARGO_BIN_EXE_blkq"));
+    let completed = |words: &str| {
+        let script = format!(
+            r#"source {dir}/blkq.bash; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_TYPE=9
+            _clap_complete_blkq blkq "${{COMP_WORDS[COMP_CWORD]}}" ""; printf '%s\n' "${{COMPREPLY[@]}}""#
+        );
+        let path = format!("{}:/usr/bin:/bin", program.parent().unwrap().display());
+        let mut bash = Command::new("bash");
+        bash.args(["-c", &script]).env("PATH", path).env("BLKQ_STATE_DIR", place.state());
+        let output = bash.output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect::<Vec<_>>()
+    };
+    assert_eq!(completed("blkq detach fi"), ["first"]);
+    assert_eq!(completed("blkq show s"), ["second"]);
+    assert_eq!(completed("blkq set first dep"), ["depth="]);
+    assert_eq!(completed("blkq set first di"), ["direct-io=", "dispatch="]);
+    assert!(completed("blkq gen").contains(&"generate".to_owned()));
+    assert!(!completed("blkq attach --d").iter().any(|word| word == "--daemon"));
+    assert!(!completed("blkq ''").iter().any(|word| word == "ublk-owner"));
     place.refused(&["generate", "man", "/nonexistent"]);
     assert!(place.done(&["features"]).contains("io_uring"));
     let features = place.json(&["features", "--json"]);

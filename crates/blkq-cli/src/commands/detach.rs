@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use blkq_export::ublk::{self, Deputy};
 
+use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome, for_each};
@@ -27,7 +28,7 @@ Examples:
   blkq detach --all --force")]
 pub struct Args {
     /// The devices: name, image, URI or node in /dev of each
-    #[arg(value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
+    #[arg(add = completion::devices(), value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
     devices: Vec<String>,
     /// Every device; reports of each what became of it
     #[arg(long)]

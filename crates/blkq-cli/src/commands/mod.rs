@@ -34,7 +34,20 @@ Examples:
   blkq stat disk.img 1                 what it is doing, every second
   blkq detach disk.img                 flush it and end it
 
-Exit codes: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage."
+Environment:
+  BLKQ_STATE_DIR     the state directory
+  XDG_RUNTIME_DIR    it is blkq in there for other users than root
+
+Files, in the state directory (/run/blkq for root), which `blkq show NAME` names:
+  NAME.log           the daemon's log; NAME.log.1 the one before
+  NAME.json          what is kept for `blkq recover`
+  NAME.nbd           the NBD socket, unless --listen says where it is
+  NAME.control       the socket on which the daemon takes commands
+  NAME.lock          locked as long as the daemon lives
+
+Exit status: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage.
+
+See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]
 pub struct Cli {
     /// What to do.
@@ -73,7 +86,6 @@ pub enum Command {
     #[command(hide = true)]
     UblkOwner(ublk_owner::Args),
     /// Write manual pages or shell completions into a directory
-    #[command(hide = true)]
     Generate(generate::Args),
 }
 

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use super::attach;
+use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
 use crate::daemon::{Daemon, Parent};
 use crate::devices::named;
@@ -26,7 +27,7 @@ Examples:
       /dev/ublkb0")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(value_name = "DEVICE")]
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// Be the daemon
     #[arg(long, hide = true)]

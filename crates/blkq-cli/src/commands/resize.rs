@@ -2,6 +2,7 @@
 
 use blkq::drivers::parse_bytes;
 
+use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::named;
 use crate::failure::Outcome;
@@ -20,7 +21,7 @@ Examples:
   blkq resize disk.img 10G")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(value_name = "DEVICE")]
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// The new size; without it, what the image now has
     #[arg(value_parser = parse_bytes)]

@@ -1,5 +1,6 @@
 //! `blkq set`: changes settings of a device in use.
 
+use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::named;
 use crate::failure::Outcome;
@@ -20,10 +21,10 @@ Examples:
   blkq set disk.img fault=none          on a device attached with --fault")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(value_name = "DEVICE")]
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// Settings, changed in this order up to the first that is refused
-    #[arg(required = true, value_name = "KEY=VALUE", value_parser = parse_setting)]
+    #[arg(required = true, value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
     settings: Vec<(String, String)>,
 }
 

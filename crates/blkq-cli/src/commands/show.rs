@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use crate::backing::shown_path;
 use crate::columns::Cell;
+use crate::completion;
 use crate::control::no_such_device;
 use crate::devices::{Entry, look, named};
 use crate::failure::{Failure, Outcome, for_each};
@@ -22,7 +23,7 @@ Examples:
   blkq show disk.img --json | jq .direct_io")]
 pub struct Args {
     /// The devices: name, image, URI or node in /dev of each
-    #[arg(value_name = "DEVICE", required = true)]
+    #[arg(add = completion::devices(), value_name = "DEVICE", required = true)]
     devices: Vec<String>,
     /// One JSON object per device and line
     #[arg(long)]

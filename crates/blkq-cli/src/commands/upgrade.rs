@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use super::recover::{attach_args, recover};
+use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::named;
 use crate::failure::Outcome;
@@ -23,7 +24,7 @@ Example:
       /dev/ublkb0")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(value_name = "DEVICE")]
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
 }
 

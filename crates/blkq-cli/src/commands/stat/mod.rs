@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 use clap::CommandFactory;
 
 use super::Cli;
+use crate::completion;
 use crate::control::{Request, ask_if_there, no_such_device};
 use crate::devices::name_of;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
@@ -50,7 +51,7 @@ Examples:
 pub struct Args {
     /// Devices by name, image, URI or node [default: all]; then seconds between reports, and how
     /// many reports
-    #[arg(value_name = "NAME|INTERVAL|COUNT")]
+    #[arg(add = completion::devices(), value_name = "NAME|INTERVAL|COUNT")]
     words: Vec<String>,
     /// All devices, which is what no name means too
     #[arg(long)]

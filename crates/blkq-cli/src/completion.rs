@@ -1,0 +1,54 @@
+//! What a shell completes that is not in the definition of the command line: the devices that there
+//! are, and the keys of `blkq set`. The scripts of `blkq generate completions` run this program for it.
+
+use std::ffi::OsStr;
+
+use clap::CommandFactory;
+use clap_complete::CompleteEnv;
+use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
+
+use crate::commands::Cli;
+use crate::state::StateDir;
+
+/// Set by the scripts to the name of their shell.
+pub const VARIABLE: &str = "COMPLETE";
+/// What `blkq set` changes.
+const KEYS: [&str; 14] = [
+    "autoclear=",
+    "batching=",
+    "clock=",
+    "depth=",
+    "direct-io=",
+    "dispatch=",
+    "fault=",
+    "hang-warning=",
+    "iostats=",
+    "merge=",
+    "pacing=",
+    "read-only=",
+    "receive-backoff=",
+    "scheduler=",
+];
+
+/// Answers a shell that asks, and exits; returns if none does.
+pub fn answer() {
+    if std::env::var_os(VARIABLE).is_some() {
+        CompleteEnv::with_factory(Cli::command).var(VARIABLE).complete();
+    }
+}
+
+/// Names of devices, without asking their daemons.
+pub fn devices() -> ArgValueCandidates {
+    ArgValueCandidates::new(|| {
+        let names = StateDir::locate().and_then(|dir| dir.names()).unwrap_or_default();
+        names.into_iter().map(CompletionCandidate::new).collect()
+    })
+}
+
+/// Keys of settings, up to the value.
+pub fn settings() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        let current = current.to_string_lossy();
+        KEYS.into_iter().filter(|key| key.starts_with(&*current)).map(CompletionCandidate::new).collect()
+    })
+}
