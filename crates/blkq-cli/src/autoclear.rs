@@ -20,9 +20,7 @@ impl Autoclear {
     /// # Errors
     /// If the process has no descriptor left.
     pub fn new(on: bool) -> Outcome<Autoclear> {
-        let idle = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Failure::new(format!("eventfd: {e}")))?;
-        Ok(Autoclear { on: AtomicBool::new(on), idle: Arc::new(idle) })
+        Ok(Autoclear { on: AtomicBool::new(on), idle: new_event()? })
     }
 
     /// Readable when the last client has gone; for the exports to write, whether it is on
@@ -46,6 +44,15 @@ impl Autoclear {
     pub fn set(&self, on: bool) {
         self.on.store(on, Ordering::SeqCst);
     }
+}
+
+/// An eventfd that does not block.
+///
+/// # Errors
+/// If the process has no descriptor left.
+pub fn new_event() -> Outcome<Arc<OwnedFd>> {
+    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    event.map(Arc::new).map_err(|e| Failure::new(format!("eventfd: {e}")))
 }
 
 /// Whether `value` turns it on.

@@ -193,7 +193,21 @@ impl Daemon {
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
         let (sender, ended) = channel();
         let owner = geteuid();
-        let mut device = open(&claim)?;
+        let orphaned = claim.is_kept();
+        let mut device = match open(&claim) {
+            Ok(device) => device,
+            Err(failure) => {
+                // The kernel may have refused to remove what was made.
+                if !orphaned && claim.has_orphan() {
+                    claim.keep(true);
+                }
+                return Err(failure);
+            }
+        };
+        // From here on the name lives as long as the block device, however this process exits.
+        if device.leaves_block_device() {
+            claim.keep(true);
+        }
         let mut tell = || -> Outcome<Option<PidFile>> {
             claim.write_state(&device.state_file()?)?;
             let pid_file = pid_file.map(PidFile::write).transpose()?;
@@ -219,13 +233,16 @@ impl Daemon {
             Ok(pid_file) => pid_file,
             Err(failure) => {
                 // Nobody knows of it yet; an orphan stays one.
-                if !claim.is_kept() {
-                    device.close(true)?;
+                if !orphaned {
+                    let closed = device.close(true);
+                    if claim.is_kept() {
+                        claim.keep(device.leaves_block_device());
+                    }
+                    closed.map_err(|e| Failure::new(format!("{failure}; and what was made is left: {e}")))?;
                 }
                 return Err(failure);
             }
         };
-        claim.keep(false);
         let shared = Shared {
             owner,
             device,
@@ -265,18 +282,25 @@ impl Daemon {
                 PollFd::new(&self.wake, PollFlags::IN),
                 PollFd::new(self.shared.device.autoclear().idle_event(), PollFlags::IN),
                 PollFd::new(self.shared.device.rejection_event(), PollFlags::IN),
+                PollFd::new(self.shared.device.failure_event(), PollFlags::IN),
             ];
             // Interrupted, or out of memory: look again. The signal is in its pipe.
             if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
             }
-            let [commands, signals, ended, idle, rejections] = fds.map(|fd| !fd.revents().is_empty());
+            let [commands, signals, ended, idle, rejections, failed] = fds.map(|fd| !fd.revents().is_empty());
             if signals {
                 for signal in self.signals.take() {
-                    if let Some(code) = self.on_signal(signal) {
-                        return code;
+                    if self.on_signal(signal) {
+                        return self.exit_at_once();
                     }
                 }
+            }
+            if failed && let Some(failure) = self.shared.device.take_failure() {
+                log::line(&format!(
+                    "exiting at once: {failure}; what it had in flight waits for blkq recover"
+                ));
+                return self.exit_at_once();
             }
             if ended && let Ok(ended) = self.ended.try_recv() {
                 return self.finish(ended);
@@ -303,17 +327,17 @@ impl Daemon {
         }
     }
 
-    /// Does what a signal asks for; returns the exit code if the process is to exit at once.
-    fn on_signal(&mut self, signal: Signal) -> Option<ExitCode> {
+    /// Does what a signal asks for; returns whether the process is to exit at once.
+    fn on_signal(&mut self, signal: Signal) -> bool {
         match signal {
             Signal::Hangup => {
                 spawn_answer(&self.shared, |shared| log::line(&shared.device.reload_certificates()));
-                None
+                false
             }
             Signal::Terminate | Signal::Interrupt => {
                 if std::mem::replace(&mut self.signalled, true) {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
-                    return Some(ExitCode::from(EXIT_FAILED));
+                    return true;
                 }
                 spawn_answer(&self.shared, move |shared| {
                     match shared.close(Stage::Ending, |device| device.close(true)) {
@@ -324,7 +348,7 @@ impl Daemon {
                         Err(failure) => log::line(&format!("not ending: {failure}")),
                     }
                 });
-                None
+                false
             }
         }
     }
@@ -339,10 +363,26 @@ impl Daemon {
         }
     }
 
+    /// Exits with what is in flight. A block device that is left keeps its files, by which `recover`
+    /// and `detach` find it.
+    fn exit_at_once(self) -> ExitCode {
+        let Daemon { shared, mut claim, .. } = self;
+        claim.keep(shared.device.leaves_block_device());
+        // The engines may have I/O that never completes.
+        std::mem::forget(shared);
+        match claim.is_kept() {
+            // Locked until the process, which the kernel still takes for its server, is gone.
+            true => std::mem::forget(claim),
+            false => drop(claim),
+        }
+        ExitCode::from(EXIT_FAILED)
+    }
+
     /// Removes what is left of the device, and then says so to who asked for it.
     fn finish(self, ended: Ended) -> ExitCode {
-        let Daemon { shared, control, pid_file, claim, .. } = self;
+        let Daemon { shared, control, pid_file, mut claim, .. } = self;
         drop((control, pid_file));
+        claim.keep(shared.device.leaves_block_device());
         drop(claim);
         drop(shared);
         let outcome = ended.flushed.map_err(|e| e.during("detached, but data may be lost"));

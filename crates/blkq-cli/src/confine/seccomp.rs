@@ -93,6 +93,7 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_sched_getaffinity),
     // Of ublk, which is there in guests only.
     call!(SYS_sched_setaffinity).seldom(),
+    call!(SYS_capget).seldom(),
     call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u32),
     call!(SYS_clock_nanosleep),
     call!(SYS_exit),
@@ -126,8 +127,7 @@ const MORE: &[Call] = &[
     call!(SYS_ftruncate),
     call!(SYS_fadvise64),
     call!(SYS_fdatasync),
-    // A ublk device: what its commands may say, a forced end.
-    call!(SYS_capget).seldom(),
+    // A ublk device: a forced end.
     call!(SYS_fsync).seldom(),
     call!(SYS_sync).seldom(),
     // The thread of the metrics steps back.

@@ -9,7 +9,8 @@ mod settings;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkq::{Disk, EngineThread, ErrorKind};
@@ -52,6 +53,10 @@ pub struct Device {
     sandbox: Confinement,
     /// What the next daemon of the kernel's block device needs.
     block_device: Option<BlockDevice>,
+    /// It was removed.
+    block_device_gone: AtomicBool,
+    /// Readable when the kernel refused a command of its queues.
+    failure_event: Arc<OwnedFd>,
     /// And what was changed since, by its last value.
     settings: Mutex<Vec<(String, String)>>,
     certificates: Option<TlsCertificates>,
@@ -136,6 +141,22 @@ impl Device {
     /// Whether it ends with its last client.
     pub fn autoclear(&self) -> &Autoclear {
         &self.autoclear
+    }
+
+    /// Whether the kernel's block device outlives this process, as far as that is known.
+    pub fn leaves_block_device(&self) -> bool {
+        self.block_device.is_some() && !self.block_device_gone.load(SeqCst)
+    }
+
+    /// Readable when [`Device::take_failure`] has something.
+    pub fn failure_event(&self) -> &OwnedFd {
+        &self.failure_event
+    }
+
+    /// Why the block device lost a tag: its requests can be answered by another daemon only.
+    pub fn take_failure(&self) -> Option<Failure> {
+        let _ = rustix::io::read(&self.failure_event, &mut [0; 8]);
+        Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
     }
 
     /// Changes whether it ends with its last client.
@@ -284,6 +305,7 @@ impl Device {
         }
         if let Some(ublk) = &running.ublk {
             ublk.stop(force)?;
+            self.block_device_gone.store(true, SeqCst);
         }
         // The first one that refuses goes on, unless something has gone already: then a client
         // that came in between is dropped.

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,7 @@ use super::{
     rejections,
 };
 use crate::access::{closed_directory, socket_access};
-use crate::autoclear::Autoclear;
+use crate::autoclear::{Autoclear, new_event};
 use crate::commands::attach::{Address, Args, Export, Format, Tls, image_text, own_words};
 use crate::confine::{self, Confinement, Needs};
 use crate::descriptors::clients_max;
@@ -69,13 +70,13 @@ impl Device {
             ublk: block_device.clone(),
             settings: Vec::new(),
         };
-        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], failure_event| {
             let Some(deputy) = deputy else { return Ok(None) };
             // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
             // that nobody knows of.
             claim.write_state(&intent)?;
             let (partscan, copy) = (!args.no_partscan, args.copy.0);
-            let options = UblkOptions { identity, recoverable, partscan, copy, deputy };
+            let options = UblkOptions { identity, recoverable, partscan, copy, deputy, failure_event };
             Ok(Some(UblkDevice::start(disk, engines, options)?))
         };
         let mut device = Device::serve(args, claim, opened, listen, block_device, attach, Vec::new())?;
@@ -109,12 +110,12 @@ impl Device {
         }
         let nbd = args.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&args, claim, Vec::new())? } else { Vec::new() };
-        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle]| {
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], failure_event| {
             // The image has grown, and nobody told the kernel so.
             if disk.limits().size_bytes() > bytes {
                 disk.resize(Some(bytes))?;
             }
-            Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines)?))
+            Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines, failure_event)?))
         };
         let opened = open_driver(&args, true, DYING_WAIT).map_err(|error| refusal(error, &args, claim))?;
         Device::serve(&args, claim, opened, listen, Some(block_device.clone()), attach, settings)
@@ -126,7 +127,7 @@ impl Device {
         driver: Box<dyn Driver>,
         listen: Vec<Listen>,
         block_device: Option<BlockDevice>,
-        attach: impl FnOnce(&Arc<Disk>, &[EngineHandle]) -> Outcome<Option<UblkDevice>>,
+        attach: impl FnOnce(&Arc<Disk>, &[EngineHandle], Arc<OwnedFd>) -> Outcome<Option<UblkDevice>>,
         settings: Vec<(String, String)>,
     ) -> Outcome<Device> {
         let name = claim.name();
@@ -225,7 +226,8 @@ impl Device {
                 }
             }
         }
-        match attach(&running.disk, &handles) {
+        let failure_event = new_event()?;
+        match attach(&running.disk, &handles, failure_event.clone()) {
             Ok(ublk) => running.ublk = ublk,
             Err(failure) => {
                 running.close_servers();
@@ -277,6 +279,8 @@ impl Device {
             needs: (!args.no_sandbox).then_some(needs),
             sandbox: Confinement::default(),
             block_device,
+            block_device_gone: AtomicBool::new(false),
+            failure_event,
             settings: Mutex::new(settings),
             certificates,
             rejection_event,

@@ -90,12 +90,12 @@ impl StateDir {
         Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
     }
 
-    /// Whether the daemon of that name was killed and is not gone yet: it has I/O in flight.
+    /// Whether the daemon of that name was killed, or exits, and is not gone yet: it has I/O in flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
         let pid = fs::read_to_string(self.file(name, ".lock")).ok();
-        let pid = pid.and_then(|pid| pid.trim().parse::<u32>().ok());
-        pid.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/status")).ok())
-            .is_some_and(|status| is_dying(&status))
+        let Some(pid) = pid.and_then(|pid| pid.trim().parse::<u32>().ok()) else { return false };
+        let of_process = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        is_dying(&of_process("status")) || is_exiting(&of_process("stat"))
     }
 
     /// Waits until the daemon of that name, if it was killed, is really gone; for a bounded time.
@@ -241,6 +241,12 @@ impl Claim {
         (self.kept, self.old_log_kept) = (kept, kept);
     }
 
+    /// Whether the state file names a block device that the kernel has and nobody serves. What is
+    /// left of one that was not started is removed. If the kernel cannot be asked there may be one.
+    pub fn has_orphan(&self) -> bool {
+        !matches!(orphan(read_state(&self.file(".json"))), Ok(None))
+    }
+
     /// Removes a socket on which nobody listens any more.
     ///
     /// # Errors
@@ -285,6 +291,15 @@ fn is_dying(status: &str) -> bool {
     field("State:").starts_with(['Z', 'X']) || killed(field("SigPnd:")) || killed(field("ShdPnd:"))
 }
 
+/// Whether proc_pid_stat(5) shows a process whose first thread exits.
+fn is_exiting(stat: &str) -> bool {
+    /// `PF_EXITING` of linux/sched.h.
+    const EXITING: u32 = 4;
+    // Behind the name, which may hold anything: state and five numbers, then the flags.
+    let flags = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(6)?.parse::<u32>().ok());
+    flags.is_some_and(|flags| flags & EXITING != 0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -301,6 +316,10 @@ mod tests {
         assert!(is_dying(&status("Z (zombie)", none, none)));
         assert!(is_dying(&status("D (disk sleep)", "0000000000000100", none)));
         assert!(is_dying(&status("D (disk sleep)", none, "0000000000004100")));
+        let own = fs::read_to_string("/proc/self/stat").unwrap();
+        assert!(!is_exiting(&own) && !is_exiting(""));
+        assert!(is_exiting("7 (a) b) D 1 7 7 0 -1 4194308 60 0 0"));
+        assert!(!is_exiting("7 (a) 4 4 4) S 1 7 7 0 -1 4194304 60 0 0"));
     }
 
     #[test]

@@ -4,8 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
@@ -18,7 +17,7 @@ use super::copy::CopyMode;
 use super::deputy::{Command, DELETE, Deputy, STOP, TRY_STOP};
 use super::idle::IdleWatch;
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
-use super::source::{QueueOptions, QueueSource, Shared};
+use super::source::{QueueOptions, QueueSource, RefusedCommand, Shared};
 use super::usage;
 
 /// How long a device node may take to appear and to be made accessible: devtmpfs is prompt,
@@ -53,6 +52,8 @@ pub struct UblkOptions {
     pub copy: Option<CopyMode>,
     /// Makes it, and makes it appear.
     pub deputy: Deputy,
+    /// An eventfd that does not block, written when [`UblkDevice::failure`] has something.
+    pub failure_event: Arc<OwnedFd>,
 }
 
 /// A device, served by this process.
@@ -183,7 +184,14 @@ fn is_recoverable(info: &DeviceInfo) -> bool {
 fn end(mut give: impl FnMut(Command) -> io::Result<()>, commands: &[Command]) -> Result<(), Error> {
     commands.iter().try_for_each(|command| {
         let what = if *command == DELETE { "removing a device" } else { "stopping a device" };
-        give(*command).map_err(|e| failed(what, e))
+        give(*command).map_err(|e| match e.kind() {
+            io::ErrorKind::TimedOut if *command != DELETE => Error::new(
+                ErrorKind::System,
+                "ublk: the device does not stop, for I/O in flight does not complete; detach it again when its \
+                 image answers",
+            ),
+            _ => failed(what, e),
+        })
     })
 }
 
@@ -225,7 +233,7 @@ impl UblkDevice {
         engines: &[EngineHandle],
         options: UblkOptions,
     ) -> Result<UblkDevice, Error> {
-        let UblkOptions { identity, recoverable, partscan, copy, mut deputy } = options;
+        let UblkOptions { identity, recoverable, partscan, copy, mut deputy, failure_event } = options;
         let limits = disk.limits();
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
@@ -253,7 +261,7 @@ impl UblkDevice {
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
-            .and_then(|file| device.serve(&mut control, file, engines, partscan))
+            .and_then(|file| device.serve(&mut control, file, engines, partscan, failure_event))
             .and_then(|()| deputy.start(&info).map_err(|e| device.explain(e)))
             .and_then(|()| device.wait_for_node());
         match started {
@@ -277,6 +285,7 @@ impl UblkDevice {
         identity: Identity,
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
+        failure_event: Arc<OwnedFd>,
     ) -> Result<UblkDevice, Error> {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
@@ -322,7 +331,8 @@ impl UblkDevice {
             std::thread::sleep(POLL_INTERVAL);
         }
         let device = UblkDevice::new(kernel, info);
-        device.serve(&mut control, open_node(&character_path(identity.id))?, engines, true)?;
+        let file = open_node(&character_path(identity.id))?;
+        device.serve(&mut control, file, engines, true, failure_event)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
@@ -340,9 +350,10 @@ impl UblkDevice {
         file: File,
         engines: &[EngineHandle],
         partscan: bool,
+        failure_event: Arc<OwnedFd>,
     ) -> Result<(), Error> {
         let id = self.identity.id;
-        let shared = Arc::new(Shared { file, refused: AtomicI32::new(0) });
+        let shared = Arc::new(Shared { file, refused: OnceLock::new(), failure_event });
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let serving = serving.insert(Serving { shared: shared.clone(), sources: Vec::new() });
         for (queue, engine) in (0..self.info.nr_hw_queues).zip(engines) {
@@ -366,13 +377,19 @@ impl UblkDevice {
         Ok(())
     }
 
+    /// Why a queue lost a tag, if one did: the kernel refused its command, and never completes what
+    /// it has in flight there unless another server takes the device over.
+    pub fn failure(&self) -> Option<Error> {
+        let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
+        let RefusedCommand { queue, tag, errno } = *serving.as_ref()?.shared.refused.get()?;
+        let what =
+            format!("{}: the kernel refused the command of tag {tag} of queue {queue}", self.identity.path());
+        Some(Error::system(what, io::Error::from_raw_os_error(errno)))
+    }
+
     /// The reason of the queues, if they have one, for an error of the whole.
     fn explain(&self, error: Error) -> Error {
-        let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        match serving.as_ref().map_or(0, |serving| serving.shared.refused.load(Ordering::Relaxed)) {
-            0 => error,
-            errno => Error::system("ublk: fetching from a queue", io::Error::from_raw_os_error(-errno)),
-        }
+        self.failure().unwrap_or(error)
     }
 
     fn wait_for_node(&self) -> Result<(), Error> {
@@ -517,7 +534,9 @@ impl UblkDevice {
 /// The kernel looks for partitions, now or when it is asked to, on devices only that threads with
 /// CAP_SYS_ADMIN serve (`GD_SUPPRESS_PART_SCAN`). Serving needs none of it.
 fn distrust_this_thread() {
-    if let Ok(mut sets) = capabilities(None) {
+    if let Ok(mut sets) = capabilities(None)
+        && sets.effective.contains(CapabilitySet::SYS_ADMIN)
+    {
         sets.effective.remove(CapabilitySet::SYS_ADMIN);
         // Of who has it, all may be less.
         let _ = set_capabilities(None, sets);

@@ -9,9 +9,8 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
 
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Data, Error, ErrorKind, FileSlot, IoBuffer, KernelPages, Operation,
@@ -40,8 +39,40 @@ const COPY: u64 = 1 << 17;
 pub(super) struct Shared {
     /// The character device. Removing the device waits until it is closed.
     pub file: File,
-    /// The negative errno with which the kernel refused a command, 0 if it did not.
-    pub refused: AtomicI32,
+    /// The first command that the kernel refused: its tag is lost, and whoever waits for a request
+    /// of it waits for another server.
+    pub refused: OnceLock<RefusedCommand>,
+    /// An eventfd that does not block, written when there is one.
+    pub failure_event: Arc<OwnedFd>,
+}
+
+/// A command that the kernel refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct RefusedCommand {
+    pub queue: u16,
+    pub tag: u16,
+    pub errno: i32,
+}
+
+/// What the completion of a command brings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum CommandResult {
+    Request,
+    /// `UBLK_IO_RES_ABORT`: the device stops, or waits for another server.
+    Aborted,
+    Refused {
+        errno: i32,
+    },
+}
+
+fn command_result(result: i32) -> CommandResult {
+    match result {
+        // UBLK_IO_RES_OK
+        0 => CommandResult::Request,
+        abort if abort == -libc::ENODEV => CommandResult::Aborted,
+        // UBLK_IO_RES_NEED_GET_DATA, which no device here asks for, would be a positive number.
+        other => CommandResult::Refused { errno: if other < 0 { -other } else { libc::EPROTO } },
+    }
 }
 
 /// What a queue is.
@@ -322,6 +353,14 @@ impl QueueSource {
         self.used = false;
     }
 
+    /// The kernel refused the command of `tag`, which it will never hear of again: reports that.
+    fn lose(&mut self, tag: u16, errno: i32) {
+        let QueueOptions { shared, queue, .. } = &self.options;
+        if shared.refused.set(RefusedCommand { queue: *queue, tag, errno }).is_ok() {
+            let _ = rustix::io::write(&shared.failure_event, &1u64.to_ne_bytes());
+        }
+    }
+
     fn is_drained(&self) -> bool {
         self.in_flight == 0 && (self.armed == 0 || self.forced)
     }
@@ -410,16 +449,14 @@ unsafe impl Source for QueueSource {
             _ => {}
         }
         self.armed -= 1;
-        match cqe.result {
-            0 => self.arrived.push(cqe.token.payload() as u16),
-            // UBLK_IO_RES_ABORT: the device stops.
-            result => {
-                if result != -libc::ENODEV {
-                    self.options.shared.refused.store(result, Ordering::Relaxed);
-                }
-                self.release(cx);
-            }
+        let tag = cqe.token.payload() as u16;
+        match command_result(cqe.result) {
+            CommandResult::Request => return self.arrived.push(tag),
+            // Of a device that is gone, or left to another server, nothing is lost.
+            CommandResult::Refused { errno } if !self.stopping => self.lose(tag, errno),
+            CommandResult::Refused { .. } | CommandResult::Aborted => {}
         }
+        self.release(cx);
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
@@ -470,6 +507,10 @@ unsafe impl Source for QueueSource {
 
 #[cfg(test)]
 mod tests {
+    use blkq::drivers::null::{Null, NullOptions};
+    use blkq::{Disk, EngineThread};
+    use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
     use super::*;
 
     fn descriptor(op_flags: u32, nr_sectors: u32) -> IoDescriptor {
@@ -498,6 +539,39 @@ mod tests {
             assert_eq!(bio_of(&descriptor(abi::OP_READ, sectors), 4096).unwrap_err(), libc::EINVAL);
         }
         assert_eq!(bio_of(&descriptor(13, 8), 4096).unwrap_err(), libc::EOPNOTSUPP);
+    }
+
+    #[test]
+    fn only_a_request_and_an_abort_are_no_lost_tag() {
+        assert_eq!(command_result(0), CommandResult::Request);
+        assert_eq!(command_result(-libc::ENODEV), CommandResult::Aborted);
+        assert_eq!(command_result(-libc::EINVAL), CommandResult::Refused { errno: libc::EINVAL });
+        assert_eq!(command_result(1), CommandResult::Refused { errno: libc::EPROTO });
+    }
+
+    /// On a file whose driver knows no commands: the kernel itself refuses them.
+    #[test]
+    fn a_refused_command_is_reported() {
+        let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
+        let engine = EngineThread::spawn("refused", vec![(disk, 0)]).unwrap();
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let (refused, failure_event) = (OnceLock::new(), Arc::new(event));
+        let shared = Arc::new(Shared { file: File::open("/dev/zero").unwrap(), refused, failure_event });
+        let options = QueueOptions {
+            shared: shared.clone(),
+            queue: 0,
+            depth: 2,
+            copy: CopyMode::Kernel,
+            request_max_bytes: 4096,
+            processors: CpuSet::new(),
+        };
+        engine.handle().add_source(move || Box::new(QueueSource::new(options)) as Box<dyn Source>).unwrap();
+        let minute = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+        let mut fds = [PollFd::new(&shared.failure_event, PollFlags::IN)];
+        assert_eq!(poll(&mut fds, Some(&minute)), Ok(1));
+        let refused = *shared.refused.get().unwrap();
+        assert_eq!((refused.queue, refused.errno), (0, libc::EOPNOTSUPP));
+        assert!(refused.tag < 2);
     }
 
     #[test]
