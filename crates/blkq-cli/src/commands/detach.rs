@@ -94,7 +94,7 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
                 let Orphan { mut claim, state } = *orphan;
                 if let Some(ublk) = state.ublk {
                     // SAFETY: this command has no threads.
-                    let deputy = unsafe { Deputy::fork() }?;
+                    let deputy = unsafe { Deputy::fork(|| true) }?;
                     ublk.identity().remove(force, deputy)?;
                 }
                 claim.keep(false);

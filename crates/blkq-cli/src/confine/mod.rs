@@ -127,6 +127,16 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     Ok(confinement)
 }
 
+/// Confines the process that gives commands to ublk's control device to just that.
+///
+/// # Errors
+/// What the kernel has, and refuses.
+pub fn ublk_commands() -> Outcome {
+    let mut landlock = Landlock::new()?;
+    landlock.allow_device(Path::new(CONTROL_PATH))?;
+    enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
+}
+
 /// Has this thread, and those that it makes, keep only what looking for the users of a block device
 /// takes: the open files of all processes.
 ///
@@ -136,7 +146,7 @@ pub fn watcher() -> Outcome {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
     capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
     // Landlock would hide the processes.
-    seccomp::only_look().map(|_| ())
+    seccomp::enter(seccomp::WATCHER).map(|_| ())
 }
 
 /// The version of Landlock that this kernel has, 0 if none.

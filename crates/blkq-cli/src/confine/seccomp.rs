@@ -162,6 +162,84 @@ pub const CONTROL: &[Call] = &{
     calls
 };
 
+/// What the process does that gives commands to ublk's control device: it opens that, and makes a
+/// ring for each.
+pub const UBLK_COMMANDS: &[Call] = &[
+    call!(SYS_read),
+    call!(SYS_recvfrom),
+    call!(SYS_write),
+    call!(SYS_sendto),
+    call!(SYS_openat),
+    call!(SYS_close),
+    call!(SYS_io_uring_setup),
+    call!(SYS_io_uring_enter),
+    call!(SYS_io_uring_register),
+    call!(SYS_capget),
+    // It dies with its server while it starts a device.
+    call!(SYS_prctl).only(0, ALL, libc::PR_SET_PDEATHSIG as u32),
+    call!(SYS_getppid),
+    call!(SYS_mmap).only(2, EXECUTABLE, 0),
+    call!(SYS_munmap),
+    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
+    call!(SYS_madvise),
+    call!(SYS_brk),
+    call!(SYS_mremap),
+    call!(SYS_futex),
+    call!(SYS_clock_gettime),
+    call!(SYS_restart_syscall),
+    call!(SYS_rt_sigreturn),
+    call!(SYS_exit_group),
+];
+
+/// What opens nothing to write it, nor makes or empties it.
+const WRITES: u32 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u32;
+
+/// What the thread does that sees who uses a block device: it reads `/proc` and `/dev`.
+pub const WATCHER: &[Call] = &[
+    call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u32),
+    call!(SYS_getdents64),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_readlink),
+    call!(SYS_readlinkat),
+    call!(SYS_statx),
+    call!(SYS_fstat),
+    call!(SYS_read),
+    call!(SYS_lseek),
+    call!(SYS_write),
+    call!(SYS_close),
+    call!(SYS_fcntl),
+    call!(SYS_ppoll),
+    call!(SYS_inotify_init1),
+    call!(SYS_inotify_add_watch),
+    call!(SYS_eventfd2),
+    // A thread, its memory and its locks.
+    call!(SYS_clone).only(0, THREAD, THREAD),
+    call!(SYS_mmap).only(2, EXECUTABLE, 0),
+    call!(SYS_munmap),
+    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
+    call!(SYS_madvise),
+    call!(SYS_brk),
+    call!(SYS_mremap),
+    call!(SYS_futex),
+    call!(SYS_rseq),
+    call!(SYS_set_robust_list),
+    call!(SYS_sigaltstack),
+    call!(SYS_rt_sigprocmask),
+    call!(SYS_sched_getaffinity),
+    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u32),
+    call!(SYS_getpid),
+    call!(SYS_gettid),
+    call!(SYS_clock_gettime),
+    call!(SYS_getrandom),
+    call!(SYS_restart_syscall),
+    call!(SYS_rt_sigreturn),
+    call!(SYS_rt_sigaction),
+    // A panic.
+    call!(SYS_tgkill),
+    call!(SYS_exit),
+    call!(SYS_exit_group),
+];
+
 /// What nothing here has ever called: new programs, other processes, other privileges, mounts, the
 /// kernel itself.
 const DEADLY: &[libc::c_long] = &[
@@ -230,40 +308,6 @@ pub fn enter(calls: &[Call]) -> Outcome<bool> {
     // filter refuses is in the kernel's log.
     Ok(install(&mut but_for(libc::SYS_clone3, REFUSE), 0)?
         && install(&mut program(calls), libc::SECCOMP_FILTER_FLAG_LOG)?)
-}
-
-/// Lets this thread, and those that it makes, do all but what nothing here does, and open nothing to
-/// write it. False where the kernel has no filters.
-///
-/// # Errors
-/// If the kernel refuses.
-pub fn only_look() -> Outcome<bool> {
-    install(&mut looking(), 0)
-}
-
-/// The filter of [`only_look`].
-fn looking() -> Vec<libc::sock_filter> {
-    let mut program = vec![
-        load(offset_of!(libc::seccomp_data, arch)),
-        libc::sock_filter { jt: 1, ..unless(ARCHITECTURE, 0) },
-        answer(libc::SECCOMP_RET_KILL_PROCESS),
-        load(offset_of!(libc::seccomp_data, nr)),
-    ];
-    for number in DEADLY.iter().chain(&[libc::SYS_io_uring_setup]) {
-        program.extend([unless(*number as u32, 1), answer(libc::SECCOMP_RET_KILL_PROCESS)]);
-    }
-    const WRITES: u32 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u32;
-    program.extend([
-        unless(libc::SYS_openat as u32, 5),
-        // The lower half of the flags: both architectures put it first.
-        load(offset_of!(libc::seccomp_data, args) + 8 * 2),
-        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, WRITES),
-        unless(libc::O_RDONLY as u32, 1),
-        answer(libc::SECCOMP_RET_ALLOW),
-        answer(REFUSE),
-        answer(libc::SECCOMP_RET_ALLOW),
-    ]);
-    program
 }
 
 /// Lets this thread, which is confined, and those that it makes, make no more rings. False where
@@ -450,7 +494,7 @@ mod tests {
 
     #[test]
     fn a_signal_can_be_forwarded_by_every_thread() {
-        for program in [program(ENGINE), program(CONTROL), looking()] {
+        for program in [program(ENGINE), program(CONTROL), program(WATCHER)] {
             for call in [libc::SYS_write, libc::SYS_rt_sigreturn] {
                 assert_eq!(interpret(&program, call, [0; 6], ARCHITECTURE), libc::SECCOMP_RET_ALLOW);
             }
@@ -458,14 +502,46 @@ mod tests {
     }
 
     #[test]
-    fn who_only_looks_opens_nothing_to_write_it() {
-        let run =
-            |number, flags: i32| interpret(&looking(), number, [0, 0, flags as u64, 0, 0, 0], ARCHITECTURE);
-        assert_eq!(run(libc::SYS_openat, libc::O_RDONLY | libc::O_CLOEXEC), libc::SECCOMP_RET_ALLOW);
-        assert_eq!(run(libc::SYS_openat, libc::O_RDWR), REFUSE);
-        assert_eq!(run(libc::SYS_openat, libc::O_CREAT), REFUSE);
-        assert_eq!(run(libc::SYS_getdents64, 0), libc::SECCOMP_RET_ALLOW);
-        assert_eq!(run(libc::SYS_execve, 0), libc::SECCOMP_RET_KILL_PROCESS);
-        assert_eq!(run(libc::SYS_io_uring_setup, 0), libc::SECCOMP_RET_KILL_PROCESS);
+    fn a_watcher_of_users_reads_and_does_nothing_else() {
+        let answer = |number, arguments| run(WATCHER, number, arguments, ARCHITECTURE);
+        let open = |flags: i32| answer(libc::SYS_openat, [0, 0, flags as u64, 0, 0, 0]);
+        assert_eq!(open(libc::O_RDONLY | libc::O_CLOEXEC | libc::O_EXCL), libc::SECCOMP_RET_ALLOW);
+        for flags in [libc::O_RDWR, libc::O_WRONLY, libc::O_CREAT, libc::O_TRUNC] {
+            assert_eq!(open(flags), REFUSE);
+        }
+        assert_eq!(answer(libc::SYS_getdents64, [0; 6]), libc::SECCOMP_RET_ALLOW);
+        let others = [
+            libc::SYS_openat2,
+            libc::SYS_truncate,
+            libc::SYS_ftruncate,
+            libc::SYS_unlinkat,
+            libc::SYS_renameat2,
+            libc::SYS_kill,
+            libc::SYS_socket,
+            libc::SYS_connect,
+            libc::SYS_ioctl,
+            libc::SYS_io_uring_setup,
+            libc::SYS_fchmodat,
+            libc::SYS_linkat,
+        ];
+        for number in others {
+            assert_eq!(answer(number, [0; 6]), REFUSE, "{number}");
+        }
+        #[cfg(target_arch = "x86_64")]
+        for number in [libc::SYS_open, libc::SYS_creat, libc::SYS_unlink, libc::SYS_rename] {
+            assert_eq!(answer(number, [0; 6]), REFUSE, "{number}");
+        }
+        assert_eq!(answer(libc::SYS_execve, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
+    }
+
+    #[test]
+    fn the_process_that_gives_commands_does_nothing_else() {
+        let answer = |number, arguments| run(UBLK_COMMANDS, number, arguments, ARCHITECTURE);
+        for number in [libc::SYS_socket, libc::SYS_clone, libc::SYS_kill, libc::SYS_ioctl, libc::SYS_unlinkat]
+        {
+            assert_eq!(answer(number, [0; 6]), REFUSE, "{number}");
+        }
+        assert_eq!(answer(libc::SYS_io_uring_setup, [0; 6]), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(answer(libc::SYS_ptrace, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
     }
 }

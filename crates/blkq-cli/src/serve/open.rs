@@ -58,8 +58,6 @@ impl Device {
         let recoverable = words.is_some() && !matches!(args.image, DriverSpec::Ram(_));
         let wait = if claim.is_after(&image_name(&args.image)) { DYING_WAIT } else { IN_USE_WAIT };
         let opened = open_driver(args, exports.ublk, wait).map_err(|error| refusal(error, args, claim))?;
-        // SAFETY: a daemon has no other threads until it serves.
-        let deputy = exports.ublk.then(|| unsafe { Deputy::fork() }).transpose()?;
         let identity = Identity::of_new();
         let block_device = exports.ublk.then(|| BlockDevice::new(identity, words.unwrap_or_default()));
         let intent = StateFile {
@@ -70,7 +68,7 @@ impl Device {
             ublk: block_device.clone(),
             settings: Vec::new(),
         };
-        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], failure_event| {
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], deputy: Option<Deputy>, failure_event| {
             let Some(deputy) = deputy else { return Ok(None) };
             // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
             // that nobody knows of.
@@ -110,12 +108,13 @@ impl Device {
         }
         let nbd = args.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&args, claim, Vec::new())? } else { Vec::new() };
-        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], failure_event| {
+        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], deputy: Option<Deputy>, failure_event| {
+            let Some(deputy) = deputy else { return Ok(None) };
             // The image has grown, and nobody told the kernel so.
             if disk.limits().size_bytes() > bytes {
                 disk.resize(Some(bytes))?;
             }
-            Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines, failure_event)?))
+            Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines, deputy, failure_event)?))
         };
         let opened = open_driver(&args, true, DYING_WAIT).map_err(|error| refusal(error, &args, claim))?;
         Device::serve(&args, claim, opened, listen, Some(block_device.clone()), attach, settings)
@@ -127,7 +126,12 @@ impl Device {
         driver: Box<dyn Driver>,
         listen: Vec<Listen>,
         block_device: Option<BlockDevice>,
-        attach: impl FnOnce(&Arc<Disk>, &[EngineHandle], Arc<OwnedFd>) -> Outcome<Option<UblkDevice>>,
+        attach: impl FnOnce(
+            &Arc<Disk>,
+            &[EngineHandle],
+            Option<Deputy>,
+            Arc<OwnedFd>,
+        ) -> Outcome<Option<UblkDevice>>,
         settings: Vec<(String, String)>,
     ) -> Outcome<Device> {
         let name = claim.name();
@@ -159,6 +163,7 @@ impl Device {
         needs
             .read
             .extend(certificates.iter().flat_map(|certificates| directories_of(certificates.directory())));
+        let mut deputy = None;
         if block_device.is_some() {
             let mut kept = vec![StateDir::locate()?.path().to_owned()];
             kept.extend(listen.iter().chain(&metrics).filter_map(|listen| match listen {
@@ -169,6 +174,9 @@ impl Device {
             kept.extend(args.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
             // Before there are other threads.
             process::prepare(&kept)?;
+            let sandbox = !args.no_sandbox;
+            // SAFETY: as said; and with that it holds no mounts.
+            deputy = Some(unsafe { Deputy::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?);
         }
         let engines = start_engines(&disk, !args.no_sandbox, block_device.is_some() && !args.no_partscan)?;
         let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
@@ -227,7 +235,7 @@ impl Device {
             }
         }
         let failure_event = new_event()?;
-        match attach(&running.disk, &handles, failure_event.clone()) {
+        match attach(&running.disk, &handles, deputy, failure_event.clone()) {
             Ok(ublk) => running.ublk = ublk,
             Err(failure) => {
                 running.close_servers();

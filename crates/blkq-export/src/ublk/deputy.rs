@@ -1,7 +1,9 @@
-//! A process that gives commands to the control device in place of this one. The kernel runs them
-//! inside the process that gives them, which cannot end before they do: there are kernels that never
-//! end making a device, and starting one waits for its server, for partitions are read. What hangs
-//! then is the deputy, which holds nothing, and neither a server with its image nor who types.
+//! A process that gives commands to the control device in place of the server. The kernel runs them
+//! inside the process that gives them, which cannot exit before they complete: there are kernels that
+//! never complete making a device; starting one waits for its server, for partitions are read; and
+//! stopping one waits for the requests that the server has, which are aborted only when that exits.
+//! What hangs then is the deputy, which holds nothing, and neither a server with its image nor who
+//! types. It lives as long as the server, and exits with it.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
@@ -16,6 +18,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 use super::abi::DeviceInfo;
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
+/// How long an idle deputy may take to exit.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits than the deputy.
 const SLACK: Duration = Duration::from_secs(2);
 
@@ -52,17 +56,17 @@ struct Reply {
     info: DeviceInfo,
 }
 
-/// The process, which ends when this is dropped.
+/// The process, which exits when this is dropped.
 #[derive(Debug)]
 pub struct Deputy {
     socket: UnixStream,
-    process: libc::pid_t,
-    /// It did not answer, and may never end.
+    /// A command did not complete, and it may never exit.
     lost: bool,
 }
 
 impl Deputy {
-    /// Makes the process.
+    /// Makes the process. In it `confine` gives up all but `/dev/ublk-control`, and returns whether
+    /// that was possible.
     ///
     /// # Errors
     /// Whatever the kernel says.
@@ -70,7 +74,7 @@ impl Deputy {
     /// # Safety
     /// This process must have one thread only: the new one has but that, and whatever others held
     /// locked would stay so in it.
-    pub unsafe fn fork() -> Result<Deputy, Error> {
+    pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<Deputy, Error> {
         let refuse = |e| Error::system("cannot start the process that gives ublk's commands", e);
         let (socket, other) = UnixStream::pair().map_err(refuse)?;
         let answer_timeout = Some(START_TIMEOUT + SLACK);
@@ -78,12 +82,16 @@ impl Deputy {
         // SAFETY: there are no other threads, says the caller.
         match unsafe { libc::fork() } {
             -1 => Err(refuse(io::Error::last_os_error())),
-            0 => be_deputy(other),
-            process => Ok(Deputy { socket, process, lost: false }),
+            0 => be_deputy(other, confine),
+            _ => Ok(Deputy { socket, lost: false }),
         }
     }
 
     fn ask(&mut self, request: Request) -> io::Result<DeviceInfo> {
+        if self.lost {
+            // What it may answer yet is the answer to something else.
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         let mut reply = Reply::new_zeroed();
         let exchange = self
             .socket
@@ -134,26 +142,31 @@ impl Deputy {
 
 impl Drop for Deputy {
     fn drop(&mut self) {
-        // Without its socket it ends.
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
-        let flags = if self.lost { libc::WNOHANG } else { 0 };
-        // SAFETY: a child of this process that nobody else waits for; no status is asked for.
-        unsafe { libc::waitpid(self.process, std::ptr::null_mut(), flags) };
+        // Without its socket it exits; its side of the socket is the last that it closes.
+        let _ = self.socket.shutdown(std::net::Shutdown::Write);
+        if !self.lost && self.socket.set_read_timeout(Some(EXIT_TIMEOUT)).is_ok() {
+            let _ = self.socket.read(&mut [0]);
+        }
     }
 }
 
 /// The life of the deputy.
-fn be_deputy(socket: UnixStream) -> ! {
-    let done = only_keep(socket).map(|mut socket| while serve(&mut socket).is_ok() {});
+fn be_deputy(socket: UnixStream, confine: impl FnOnce() -> bool) -> ! {
+    let done = only_keep(socket).map(|mut socket| {
+        if confine() {
+            while serve(&mut socket).is_ok() {}
+        }
+    });
     // SAFETY: nothing of the process that this one was copied from shall run in it any more.
     unsafe { libc::_exit(i32::from(done.is_err())) }
 }
 
 /// Lets go of everything but the socket: of the image with its locks first of all.
 fn only_keep(socket: UnixStream) -> io::Result<UnixStream> {
+    // Those of a terminal or a service manager are for the server, with which it exits.
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
-        // SAFETY: the default action runs no code of this program.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
+        // SAFETY: no code of this program is run.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
     std::env::set_current_dir("/")?;
     let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
@@ -224,17 +237,15 @@ fn raw(error: &io::Error) -> i32 {
 mod tests {
     use super::*;
 
-    fn deputy_of(socket: UnixStream, process: libc::pid_t) -> Deputy {
+    fn deputy_of(socket: UnixStream) -> Deputy {
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-        Deputy { socket, process, lost: false }
+        Deputy { socket, lost: false }
     }
 
     #[test]
-    #[expect(clippy::zombie_processes, reason = "the deputy waits for it")]
     fn a_dead_deputy_is_not_a_kernel_that_does_not_answer() {
-        let child = std::process::Command::new("true").spawn().unwrap();
         let (socket, other) = UnixStream::pair().unwrap();
-        let mut deputy = deputy_of(socket, child.id() as libc::pid_t);
+        let mut deputy = deputy_of(socket);
         drop(other);
         let error = deputy.give(STOP, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
@@ -243,13 +254,21 @@ mod tests {
 
     #[test]
     fn a_deputy_that_does_not_answer_is_not_waited_for() {
-        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
-        let (socket, _other) = UnixStream::pair().unwrap();
-        let mut deputy = deputy_of(socket, child.id() as libc::pid_t);
+        let (socket, mut other) = UnixStream::pair().unwrap();
+        let mut deputy = deputy_of(socket);
         assert_eq!(deputy.give(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        // Its late answer is taken for no other.
+        other.write_all(Reply::new_zeroed().as_bytes()).unwrap();
+        assert_eq!(deputy.give(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_deputy_exits_with_its_server() {
+        // SAFETY: the copy runs the deputy's code only, which takes no lock of another thread.
+        let deputy = unsafe { Deputy::fork(|| true) }.unwrap();
+        let begin = std::time::Instant::now();
         drop(deputy);
-        child.kill().unwrap();
-        child.wait().unwrap();
+        assert!(begin.elapsed() < EXIT_TIMEOUT, "it was waited for in vain");
     }
 
     #[test]

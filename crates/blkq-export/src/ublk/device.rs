@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
@@ -65,6 +65,8 @@ pub struct UblkDevice {
     /// Why its data moves in no better way, if that was to be chosen.
     copied_because: Option<&'static str>,
     serving: Mutex<Option<Serving>>,
+    /// Stops and removes it.
+    deputy: Mutex<Deputy>,
     /// Held by who claims the device to see who uses it, which one cannot while another does.
     looking: Arc<Mutex<()>>,
 }
@@ -257,19 +259,19 @@ impl UblkDevice {
             ..DeviceInfo::default()
         };
         deputy.add(&mut info)?;
-        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info) };
+        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info, deputy) };
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
             .and_then(|file| device.serve(&mut control, file, engines, partscan, failure_event))
-            .and_then(|()| deputy.start(&info).map_err(|e| device.explain(e)))
+            .and_then(|()| device.deputy().start(&info).map_err(|e| device.explain(e)))
             .and_then(|()| device.wait_for_node());
         match started {
             Ok(()) => Ok(device),
             Err(error) => {
                 // What is said is why it did not start.
-                let _ = end(|command| control.give(command, info.dev_id), &[STOP])
-                    .and_then(|()| device.delete(&mut control));
+                let mut give = |command| control.give(command, info.dev_id);
+                let _ = end(&mut give, &[STOP]).and_then(|()| device.delete(give));
                 Err(error)
             }
         }
@@ -285,6 +287,7 @@ impl UblkDevice {
         identity: Identity,
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
+        deputy: Deputy,
         failure_event: Arc<OwnedFd>,
     ) -> Result<UblkDevice, Error> {
         let mut control = ControlDevice::open()?;
@@ -330,17 +333,22 @@ impl UblkDevice {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        let device = UblkDevice::new(kernel, info);
+        let device = UblkDevice::new(kernel, info, deputy);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
 
-    fn new(kernel: Features, info: DeviceInfo) -> UblkDevice {
+    fn new(kernel: Features, info: DeviceInfo, deputy: Deputy) -> UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
         let (serving, looking) = (Mutex::new(None), Arc::default());
-        UblkDevice { identity, kernel, info, copied_because: None, serving, looking }
+        let deputy = Mutex::new(deputy);
+        UblkDevice { identity, kernel, info, copied_because: None, serving, deputy, looking }
+    }
+
+    fn deputy(&self) -> MutexGuard<'_, Deputy> {
+        self.deputy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets the engines fetch from the queues of the character device.
@@ -435,14 +443,15 @@ impl UblkDevice {
     /// # Errors
     /// [`ErrorKind::Busy`] if it is in use; the device goes on. Whatever the kernel says.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
-        let mut control = ControlDevice::open()?;
         let _held = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
         if force {
             usage::write_back(&self.identity.path());
         }
-        let mut give = |command| control.give(command, self.identity.id);
+        // Not by this process: the kernel would wait for its I/O, and its exit for the kernel.
+        let mut deputy = self.deputy();
+        let mut give = |command| deputy.give(command, self.identity.id);
         stop(&mut give, self.identity.id, self.kernel, force)?;
-        self.delete(&mut control)
+        self.delete(give)
     }
 
     /// Writes the event `idle` when nobody uses the device any more, as [`IdleWatch`] tells, while
@@ -467,14 +476,14 @@ impl UblkDevice {
     }
 
     /// Removes the device, which is stopped.
-    fn delete(&self, control: &mut ControlDevice) -> Result<(), Error> {
+    fn delete(&self, give: impl FnMut(Command) -> io::Result<()>) -> Result<(), Error> {
         let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Serving { shared, sources }) = serving {
             // The kernel has given back all commands, or is about to.
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
-        end(|command| control.give(command, self.identity.id), &[DELETE])
+        end(give, &[DELETE])
     }
 
     /// # Errors
