@@ -114,7 +114,7 @@ impl IoBuffer {
     /// ones.
     pub fn give_back_pages(&mut self) {
         let start = self.ptr.as_ptr();
-        let pages = whole_pages(start.addr(), Self::layout(self.len).size(), rustix::param::page_size());
+        let pages = whole_pages(start.addr(), Self::layout(self.len).size(), page_bytes());
         if self.is_registered() || pages.is_empty() {
             return;
         }
@@ -145,6 +145,14 @@ impl IoBuffer {
     pub(crate) fn clear_registration(&mut self) {
         self.registered = Segment::UNREGISTERED;
     }
+}
+
+/// Bytes of a page of the system, as the C library knows them since the process began: rustix asks
+/// the kernel at its first call, which a confined thread may not.
+fn page_bytes() -> usize {
+    // SAFETY: returns a constant.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).unwrap_or(4096)
 }
 
 /// Which of the `bytes` from `address` on are whole pages of `page` bytes. Where those are larger
