@@ -311,9 +311,15 @@ fn refusals_say_what_why_and_the_cure_in_this_order_and_once() {
             &["attach", "/nowhere/x"][..],
             "cannot find the image /nowhere/x: No such file or directory (os error 2); create it",
         ),
-        (&["attach", &tiny], "has 1 byte there, less than a sector of 512; extend it\n"),
+        (
+            &["attach", &tiny, "--sector-size", "512"],
+            "has 1 byte there, less than a sector of 512; extend it\n",
+        ),
         (&["attach", &image, "--size-limit", "0"], "a device has a size above 0"),
-        (&["attach", &image, "--size-limit", "1000"], "choose one that is, such as 512"),
+        (
+            &["attach", &image, "--size-limit", "1000", "--sector-size", "512"],
+            "choose one that is, such as 512",
+        ),
         (&["attach", "ram:1000"], "attach ram:1000: ram has whole sectors, and 1000 is not"),
         (&["attach", "ram:1E"], "attach ram:1E: cannot reserve"),
         (
