@@ -87,6 +87,9 @@ fn limits(u: &mut Unstructured<'_>) -> Result<()> {
         read_only: u.arbitrary()?,
         rotational: u.arbitrary()?,
         kernel_pages: u.arbitrary()?,
+        // What ublk has nothing to do with: only whole sectors are served over it.
+        padding_bytes: 0,
+        page_cache: false,
     };
     let copy = *u.choose(&[CopyMode::Kernel, CopyMode::User, CopyMode::None])?;
     if limits.validate().is_err() {
