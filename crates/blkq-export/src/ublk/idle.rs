@@ -136,13 +136,14 @@ impl Watch {
                 }
                 Told::Nodes => {
                     let events = self.nodes.take_events();
-                    used |= on && events.iter().any(|event| event.contains(ReadFlags::CLOSE_WRITE));
+                    used |= on && was_written(&events);
                     (last_event, wait) = (Instant::now(), on.then_some(SETTLE));
                     continue;
                 }
                 Told::Nothing => {}
             }
-            let (found, undisturbed) = self.look();
+            let Scan { found, undisturbed, written } = self.scan();
+            used |= written || matches!(found, Use::Claimed | Use::Open);
             wait = match found {
                 Use::Gone => return,
                 Use::Claimed | Use::Unknown => Some(REST),
@@ -157,7 +158,6 @@ impl Watch {
                     Some(if rest.is_zero() { REST } else { rest })
                 }
             };
-            used |= matches!(found, Use::Claimed | Use::Open);
             if !undisturbed {
                 (last_event, wait) = (Instant::now(), Some(SETTLE));
             }
@@ -180,18 +180,38 @@ impl Watch {
         }
     }
 
-    /// Who uses it, and whether nobody came or went meanwhile.
-    fn look(&self) -> (Use, bool) {
-        let found = {
-            let _held = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-            usage::find(&self.nodes.path)
+    /// Scans for users.
+    fn scan(&self) -> Scan {
+        let _held = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        // First the scan, which takes its time and opens nothing: the kernel merges equal events, so
+        // that the opening of the probe would hide another that comes meanwhile.
+        let open = usage::is_open(&self.nodes.path);
+        let mut events = self.nodes.take_events();
+        let undisturbed = events.is_empty();
+        let found = match usage::probe(&self.nodes.path) {
+            Use::Nobody if open => Use::Open,
+            found => found,
         };
-        let events = self.nodes.take_events();
-        // Those of the look itself.
+        let probing = self.nodes.take_events();
+        // Those of the probe itself.
         let own = [ReadFlags::OPEN, ReadFlags::CLOSE_NOWRITE];
-        let undisturbed = events.is_empty() || events == own;
-        (found, undisturbed)
+        let undisturbed = undisturbed && (probing.is_empty() || probing == own);
+        events.extend(probing);
+        Scan { found, undisturbed, written: was_written(&events) }
     }
+}
+
+/// The result of a scan for users.
+struct Scan {
+    found: Use,
+    /// Nobody opened or closed a node meanwhile.
+    undisturbed: bool,
+    /// A writer closed one meanwhile.
+    written: bool,
+}
+
+fn was_written(events: &[ReadFlags]) -> bool {
+    events.iter().any(|event| event.contains(ReadFlags::CLOSE_WRITE))
 }
 
 /// The nodes of a device and of its partitions.

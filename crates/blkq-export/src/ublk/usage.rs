@@ -42,11 +42,16 @@ fn open_exclusively(path: &str) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path)
 }
 
-/// Who uses the block device `path`, but for udev, which looks at every device that appears.
-/// Whoever wants to claim it in this moment cannot.
-pub(super) fn find(path: &str) -> Use {
+/// Whether a process has the block device `path` open, but for udev, which looks at every device
+/// that appears.
+pub(super) fn is_open(path: &str) -> bool {
+    opener(path, std::process::id(), |command| !is_udev(command)).is_some()
+}
+
+/// Whether the block device `path` is claimed ([`Use::Claimed`]), found out by claiming it: another
+/// process that wants to in this moment cannot. [`Use::Nobody`] if it is not.
+pub(super) fn probe(path: &str) -> Use {
     match open_exclusively(path) {
-        Ok(_held) if opener(path, std::process::id(), |command| !is_udev(command)).is_some() => Use::Open,
         Ok(_) => Use::Nobody,
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Use::Claimed,
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => Use::Gone,
