@@ -37,12 +37,17 @@ machine_sleep() {
     done
 }
 
-# limit SECONDS COMMAND...: as timeout(1), in seconds of the machine; 124 if they are over.
-limit() {
-    local seconds=$1 process clock code=0
+# limit SECONDS COMMAND...: as timeout(1), in seconds of the machine; 124 if they are over. A
+# subshell, so that the caller's $! stays what it was.
+limit() (
+    seconds=$1 code=0
     shift
-    # Without a time of its own; SIGALRM makes it believe that its time is over.
-    timeout --kill-after=20 0 "$@" <&0 &
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    trap 'kill $process $clock 2>/dev/null || true' EXIT
+    # SIGALRM makes it believe that its time is over. A time of its own is for when nothing is left
+    # to send that.
+    timeout --kill-after=20 $((seconds * CLOCK_SLOWNESS_MAX / 100 + 60)) "$@" <&0 &
     process=$!
     {
         machine_sleep "$seconds" "$process"
@@ -50,7 +55,6 @@ limit() {
     } </dev/null >/dev/null 2>&1 &
     clock=$!
     wait "$process" 2>/dev/null || code=$?
-    kill "$clock" 2>/dev/null || true
-    wait "$clock" 2>/dev/null || true
-    return "$code"
-}
+    process=''
+    exit "$code"
+)
