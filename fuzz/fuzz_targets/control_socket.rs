@@ -186,7 +186,7 @@ fn request(request: &[u8], at_once: usize) {
     match &parsed {
         Ok(Request::Detach { .. } | Request::Leave {}) => return,
         // More than this machine's memory would be its owner's own doing.
-        Ok(Request::Resize { size: Some(size) }) if (64 << 20..=i64::MAX as u64).contains(size) => return,
+        Ok(Request::Resize { size: Some(size), .. }) if (64 << 20..=i64::MAX as u64).contains(size) => return,
         _ => {}
     }
     let answer = ask(request, at_once);

@@ -48,6 +48,13 @@ pub enum Request {
     Resize {
         /// The new size in bytes; `None` for what the backing file now has.
         size: Option<u64>,
+        /// A smaller one too, even if the device is in use.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+        /// Who uses the block device, if the client saw somebody: a confined daemon sees no other
+        /// processes.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        user: Option<String>,
     },
     /// End the daemon, and leave the kernel's block device to the next one.
     Leave {},
@@ -323,8 +330,8 @@ mod tests {
             Request::Show {},
             Request::Stat {},
             Request::Set { settings: vec![("depth".into(), "64".into())] },
-            Request::Resize { size: None },
-            Request::Resize { size: Some(1 << 40) },
+            Request::Resize { size: None, force: false, user: None },
+            Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
             Request::Leave {},
             Request::Detach { force: true },
         ] {
@@ -335,6 +342,11 @@ mod tests {
             parse_request(br#"{"command":"detach","force":false}"#).unwrap(),
             Request::Detach { force: false }
         );
+        // Of clients and daemons that know no more.
+        let line = br#"{"command":"resize","size":512}"#;
+        let resize = Request::Resize { size: Some(512), force: false, user: None };
+        assert_eq!(parse_request(line).unwrap(), resize);
+        assert_eq!(serde_json::to_vec(&resize).unwrap(), line);
     }
 
     #[test]
@@ -380,6 +392,7 @@ mod tests {
             r#"{"command":"detach"}"#,
             r#"{"command":"detach","force":1}"#,
             r#"{"command":"resize","size":-1}"#,
+            r#"{"command":"resize","size":1,"force":"no"}"#,
             r#"{"command":"set","settings":[["a"]]}"#,
             r#"{"command":"ping"} {}"#,
         ] {

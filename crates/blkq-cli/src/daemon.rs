@@ -460,12 +460,13 @@ impl Shared {
             Request::Show {} => reply_line(self.device.info()),
             Request::Stat {} => reply_line(Ok(self.device.statistics())),
             Request::Set { settings } => reply_line(self.set(&settings).inspect_err(refused)),
-            Request::Resize { size } => {
+            Request::Resize { size, force, user } => {
                 log::line(&size.map_or("resize to the size of the image".to_owned(), |bytes| {
                     format!("resize to {} ({bytes} bytes)", format_size(bytes))
                 }));
                 let open = self.stage().check();
-                reply_line(open.and_then(|()| self.device.resize(size)).inspect_err(refused))
+                let resize = || self.device.resize(size, force, user);
+                reply_line(open.and_then(|()| resize()).inspect_err(refused))
             }
             Request::Leave {} => match self.leave() {
                 Ok(()) => {

@@ -408,6 +408,14 @@ impl Disk {
         }
     }
 
+    /// The size in bytes that [`Disk::resize`] would give the disk now, which stays as it is.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
+        self.driver.prepare_resize(bytes)
+    }
+
     /// Takes over a new size, in bytes; `None` asks the backing store. Returns the size.
     ///
     /// # Errors

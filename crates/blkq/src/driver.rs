@@ -82,17 +82,27 @@ pub trait Driver: Send + Sync + 'static {
         self.prepare_set(key, value).map(|_| ())
     }
 
-    /// Takes over a new size: `Some` asks for that many bytes, `None` for what the
-    /// backing store now has. Called while the disk is frozen.
+    /// The size in bytes that [`Driver::resize`] would give the device now. Changes nothing; I/O goes
+    /// on meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] unless the driver can.
-    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+    /// [`ErrorKind::Unsupported`] unless the driver can; [`ErrorKind::Invalid`] for a size that it
+    /// cannot have.
+    fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _ = bytes;
         Err(Error::new(
             ErrorKind::Unsupported,
             format!("the {} driver cannot be resized; detach, and attach with another size", self.name()),
         ))
+    }
+
+    /// Takes over a new size: `Some` asks for that many bytes, `None` for what the
+    /// backing store now has. Called while the disk is frozen.
+    ///
+    /// # Errors
+    /// As [`Driver::prepare_resize`], and what keeps it from being changed.
+    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+        self.prepare_resize(bytes).map(|_| ())
     }
 
     /// What the user should know about how the device is set now; each one line.

@@ -82,8 +82,8 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
         return Ok(Detached::NotThere);
     }
     dir.wait_for_dying(name);
-    if !force {
-        check_unopened(dir, name)?;
+    if !force && let Called::Answered(info) = call(dir, name, &Request::Show {})? {
+        check_unopened(&info)?;
     }
     match call::<()>(dir, name, &Request::Detach { force })? {
         Called::Answered(()) => Ok(Detached::Done),
@@ -104,13 +104,12 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     }
 }
 
-/// Refuses if somebody has the block device of `name` open: the daemon, which looks whether it is
-/// mounted, is confined and sees no other processes.
+/// Refuses if somebody has the block device open: the daemon, which looks whether it is mounted, is
+/// confined and sees no other processes.
 ///
 /// # Errors
-/// Who has it open, or that the daemon does not answer.
-pub fn check_unopened(dir: &StateDir, name: &str) -> Outcome {
-    let Called::Answered(info) = call::<DeviceInfo>(dir, name, &Request::Show {})? else { return Ok(()) };
+/// Who has it open.
+pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
         ublk::check_unopened(device, info.pid)?;
     }

@@ -2,6 +2,7 @@
 
 use blkq::drivers::parse_bytes;
 
+use crate::commands::detach::check_unopened;
 use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::named;
@@ -14,7 +15,9 @@ use crate::state::StateDir;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints the new size. NBD clients that are connected keep the size that they were told;
-those that connect later see the new one.
+those that connect later see the new one. With clients connected, or the block device
+mounted or open, it refuses to shrink the device, unless --force is given: then I/O beyond
+the new end fails. Growing is always possible.
 
 Examples:
   truncate -s 20G disk.img && blkq resize disk.img
@@ -26,6 +29,9 @@ pub struct Args {
     /// The new size; without it, what the image now has
     #[arg(value_parser = parse_bytes)]
     size: Option<u64>,
+    /// Shrink it even if clients are connected or the block device is in use
+    #[arg(long)]
+    force: bool,
 }
 
 impl Args {
@@ -35,10 +41,22 @@ impl Args {
     /// If the device cannot have that size.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
-        let request = Request::Resize { size: self.size };
         let name = named(&dir, &self.name)?;
-        let size: u64 =
-            ask(&dir, &name, &request).map_err(|e| e.during(format_args!("resize {}", self.name)))?;
+        let size = resize(&dir, &name, self.size, self.force)
+            .map_err(|e| e.during(format_args!("resize {}", self.name)))?;
         print(&format!("{}\n", format_size(size)))
     }
+}
+
+/// Changes the size of `name`, `None` to that of its image. Returns the new one in bytes.
+///
+/// # Errors
+/// If the device cannot have that size; without `force` if it would shrink and is in use.
+pub fn resize(dir: &StateDir, name: &str, size: Option<u64>, force: bool) -> Outcome<u64> {
+    let user = if force {
+        None
+    } else {
+        check_unopened(&ask(dir, name, &Request::Show {})?).err().map(|failure| failure.to_string())
+    };
+    ask(dir, name, &Request::Resize { size, force, user })
 }

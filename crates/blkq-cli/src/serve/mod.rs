@@ -14,8 +14,8 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkq::{Disk, EngineThread, ErrorKind};
-use blkq_export::nbd::{ConnectionInfo, NbdServer, NbdSwitches, TlsCertificates};
-use blkq_export::ublk::{IdleWatch, UblkDevice};
+use blkq_export::nbd::{ConnectionInfo, NbdServer, NbdSwitches, Paused, TlsCertificates};
+use blkq_export::ublk::{Claimed, IdleWatch, UblkDevice};
 
 use crate::autoclear::Autoclear;
 use crate::confine::{self, Confinement, Needs};
@@ -23,6 +23,7 @@ use crate::failure::{Failure, Outcome};
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::metrics::Endpoint;
+use crate::size::format_size;
 use crate::statistics::Statistics;
 use crate::{autoclear, log};
 
@@ -273,16 +274,30 @@ impl Device {
         Ok(())
     }
 
-    /// Changes the size; `None` takes over that of the image. Returns the new one in bytes.
+    /// Changes the size; `None` takes over that of the image. Returns the new one in bytes. A smaller
+    /// one is refused if the device is in use, unless `force` is set: as far as this process sees, or
+    /// by `user`.
     ///
     /// # Errors
-    /// If the device cannot have that size.
-    pub fn resize(&self, bytes: Option<u64>) -> Outcome<u64> {
+    /// If the device cannot have that size; who uses it.
+    pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
+        // One change at a time: what is larger than the size of now stays so.
+        let _settings = self.settings();
         if let Some(ublk) = &running.ublk {
             ublk.check_resizable()?;
         }
         let before = running.disk.limits().size_bytes();
+        let after = running.disk.prepare_resize(bytes)?;
+        // Nobody begins to use it with the old size meanwhile.
+        let _unused = if after < before && !force {
+            let unused = running.hold_unused(user).map_err(|failure| {
+                failure.during(format_args!("shrink from {} to {}", format_size(before), format_size(after)))
+            })?;
+            Some(unused)
+        } else {
+            None
+        };
         let bytes = running.disk.resize(bytes)?;
         if let Some(ublk) = &running.ublk {
             ublk.resize(bytes).inspect_err(|_| {
@@ -385,6 +400,20 @@ impl Running {
             0 => Ok(()),
             clients => Err(busy(clients)),
         }
+    }
+
+    /// Keeps clients and users of the block device away until what this returns is dropped.
+    ///
+    /// # Errors
+    /// If there are some, or `user` is one.
+    fn hold_unused(&self, user: Option<String>) -> Outcome<(Vec<Paused<'_>>, Option<Claimed<'_>>)> {
+        if let Some(user) = user {
+            return Err(Failure::new(user));
+        }
+        let paused = self.servers.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
+        let count = || self.servers.iter().map(NbdServer::connection_count).sum::<usize>();
+        let paused = paused.ok_or_else(|| busy(count().max(1)))?;
+        Ok((paused, self.ublk.as_ref().map(UblkDevice::claim).transpose()?))
     }
 
     /// As [`Device::flush`].

@@ -39,5 +39,5 @@ pub use rejections::{Reason, Rejection};
 #[cfg(simulation)]
 pub use server::simulated;
 pub use server::{NbdExport, NbdOptions, NbdServer, NbdSwitches};
-pub use status::{ConnectionInfo, NbdCounters};
+pub use status::{ConnectionInfo, NbdCounters, Paused};
 pub use tls::TlsOptions;

@@ -13,7 +13,7 @@ use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::ranges::RangeLock;
 use super::rejections::Rejection;
 use super::source::{Arrivals, Loads, NbdSource};
-use super::status::{ConnectionInfo, NbdCounters, Registry};
+use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
 use super::tls::TlsOptions;
 
 /// Most requests in flight per connection: two iovecs each, of the 1024 that one send takes.
@@ -299,6 +299,12 @@ impl NbdServer {
     /// What was counted of all connections since the server started.
     pub fn counters(&self) -> NbdCounters {
         self.registry.counters()
+    }
+
+    /// Turns clients away that connect, until what this returns is dropped; `None`, and nothing has
+    /// changed, if clients are connected.
+    pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
+        self.registry.pause_if_empty()
     }
 
     /// Ends the server: nobody new is let in, and its socket is gone when this returns.

@@ -183,6 +183,8 @@ pub(super) struct Registry {
     open: AtomicUsize,
     /// No more are let in.
     closed: AtomicBool,
+    /// No more are let in while this is above 0.
+    paused: AtomicUsize,
     accepted: AtomicU64,
     refused: AtomicU64,
     paced_requests: AtomicU64,
@@ -196,12 +198,22 @@ pub(super) struct Registry {
     idle_event: Option<Arc<OwnedFd>>,
 }
 
+/// A server that has no clients and accepts none, until this is dropped.
+pub struct Paused<'a>(&'a Registry);
+
+impl Drop for Paused<'_> {
+    fn drop(&mut self) {
+        self.0.paused.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
             connections: Mutex::default(),
             open: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            paused: AtomicUsize::new(0),
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             paced_requests: AtomicU64::new(0),
@@ -221,7 +233,9 @@ impl Registry {
     /// or [`Registry::turn_away`].
     pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
         let before = self.open.fetch_add(1, Ordering::SeqCst);
-        let admitted = before < connections_max && !self.closed.load(Ordering::SeqCst);
+        let admitted = before < connections_max
+            && !self.closed.load(Ordering::SeqCst)
+            && self.paused.load(Ordering::SeqCst) == 0;
         if !admitted {
             self.open.fetch_sub(1, Ordering::SeqCst);
             self.refused.fetch_add(1, Ordering::Relaxed);
@@ -291,6 +305,15 @@ impl Registry {
         empty
     }
 
+    /// Lets nobody in until what this returns is dropped; `None`, and all as before, if somebody is
+    /// there.
+    pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
+        self.paused.fetch_add(1, Ordering::SeqCst);
+        // Dropped, it is undone.
+        let paused = Paused(self);
+        (self.open() == 0).then_some(paused)
+    }
+
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
@@ -345,5 +368,31 @@ impl Registry {
             in_flight: get(&status.in_flight),
         };
         connections.iter().map(info).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_paused_server_accepts_nobody_until_it_resumes() {
+        let registry = Registry::new(None, None);
+        let admit = || registry.admit(9, String::new);
+        assert!(admit() && registry.pause_if_empty().is_none());
+        assert!(admit(), "not paused, as a client was there");
+        registry.turn_away();
+        registry.turn_away();
+        let paused = [(); 2].map(|()| registry.pause_if_empty().unwrap());
+        for paused in paused {
+            assert!(!admit());
+            drop(paused);
+        }
+        assert!(admit());
+        registry.turn_away();
+        let paused = registry.pause_if_empty();
+        registry.close();
+        drop(paused);
+        assert!(!admit(), "closed meanwhile");
     }
 }

@@ -71,6 +71,13 @@ pub struct UblkDevice {
     looking: Arc<Mutex<()>>,
 }
 
+/// A block device that nobody uses, nor can mount until this is dropped.
+#[derive(Debug)]
+pub struct Claimed<'a> {
+    _held: File,
+    _looking: MutexGuard<'a, ()>,
+}
+
 /// What of a device ends with its server.
 struct Serving {
     shared: Arc<Shared>,
@@ -497,6 +504,15 @@ impl UblkDevice {
             self.identity.path()
         );
         Err(Error::new(ErrorKind::Unsupported, message))
+    }
+
+    /// Claims the block device until what this returns is dropped, so that nobody mounts it meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if it is in use, as far as this process sees.
+    pub fn claim(&self) -> Result<Claimed<'_>, Error> {
+        let looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(Claimed { _held: usage::claim(&self.identity.path())?, _looking: looking })
     }
 
     /// Tells the kernel a new size in bytes.

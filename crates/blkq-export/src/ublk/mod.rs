@@ -30,6 +30,6 @@ pub use abi::Features;
 pub use control::{CONTROL_PATH, ControlDevice, block_path};
 pub use copy::CopyMode;
 pub use deputy::Deputy;
-pub use device::{Identity, UblkDevice, UblkOptions};
+pub use device::{Claimed, Identity, UblkDevice, UblkOptions};
 pub use idle::IdleWatch;
 pub use usage::check_unopened;

@@ -12,7 +12,7 @@ use clap::CommandFactory;
 use clap::error::ErrorKind;
 
 use super::list::begins_at;
-use super::{Cli, attach, detach};
+use super::{Cli, attach, detach, resize};
 use crate::backing::is_behind;
 use crate::columns::{self, device_word};
 use crate::control::{Request, ask};
@@ -231,7 +231,7 @@ impl Args {
             Action::Change(device) => self.change(&dir, device),
             Action::SetCapacity(device) => {
                 let name = existing(&dir, device)?.name;
-                ask::<u64>(&dir, &name, &Request::Resize { size: None })
+                resize::resize(&dir, &name, None, false)
                     .map(|_| ExitCode::SUCCESS)
                     .map_err(|e| e.during(format_args!("set capacity of {name}")))
             }

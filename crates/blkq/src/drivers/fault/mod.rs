@@ -218,6 +218,10 @@ impl Driver for Fault {
         Ok(())
     }
 
+    fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
+        self.shared.inner.prepare_resize(bytes)
+    }
+
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.shared.inner.resize(bytes)
     }

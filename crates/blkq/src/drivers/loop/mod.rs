@@ -359,6 +359,21 @@ impl LoopDevice {
         Ok(())
     }
 
+    /// The size that the device gets with a file of `file_size` bytes: `bytes`, or what is there.
+    fn size_after_resize(&self, state: &State, file_size: u64, bytes: Option<u64>) -> Result<u64, Error> {
+        let window = self.window();
+        let (size, _) = match bytes {
+            None => {
+                // A limit beyond the end that the file has now limits nothing.
+                let there = file_size.saturating_sub(window.offset);
+                let limit = state.size_limit.filter(|limit| *limit <= there);
+                window.capacity(file_size, limit)?
+            }
+            Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?,
+        };
+        Ok(size)
+    }
+
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         self.sync()?;
         let mut state = locked(&self.shared.state);
@@ -482,19 +497,17 @@ impl Driver for LoopDevice {
         Ok(())
     }
 
+    fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
+        let state = locked(&self.shared.state);
+        let file_size = backing::size(&state.file, &self.path)?;
+        self.size_after_resize(&state, file_size, bytes)
+    }
+
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         let mut state = locked(&self.shared.state);
-        let window = self.window();
         let file_size = backing::size(&state.file, &self.path)?;
-        let size = match bytes {
-            None => {
-                // A limit beyond the end that the file has now limits nothing.
-                let there = file_size.saturating_sub(window.offset);
-                let limit = state.size_limit.filter(|limit| *limit <= there);
-                window.capacity(file_size, limit)?.0
-            }
-            Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?.0,
-        };
+        let size = self.size_after_resize(&state, file_size, bytes)?;
+        let window = self.window();
         let (old_end, end) = (window.offset + state.size, window.offset + size);
         if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
