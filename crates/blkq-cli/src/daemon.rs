@@ -8,7 +8,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -80,8 +80,6 @@ pub struct Daemon {
     shared: Arc<Shared>,
     control: UnixListener,
     signals: Signals,
-    /// One of them has asked for the end.
-    signalled: bool,
     ended: Receiver<Ended>,
     /// A byte when there is something in `ended`.
     wake: UnixStream,
@@ -100,6 +98,8 @@ struct Shared {
     dir: StateDir,
     name: String,
     answering: AtomicUsize,
+    /// A signal has asked for the end, which is on its way.
+    signalled: AtomicBool,
     ended: Sender<Ended>,
     waker: UnixStream,
 }
@@ -250,19 +250,11 @@ impl Daemon {
             dir: claim.dir().clone(),
             name: claim.name().to_owned(),
             answering: AtomicUsize::new(0),
+            signalled: AtomicBool::new(false),
             ended: sender,
             waker,
         };
-        Ok(Daemon {
-            shared: Arc::new(shared),
-            control,
-            signals,
-            signalled: false,
-            ended,
-            wake,
-            pid_file,
-            claim,
-        })
+        Ok(Daemon { shared: Arc::new(shared), control, signals, ended, wake, pid_file, claim })
     }
 
     /// The device as it is now, with what its user should know first.
@@ -335,7 +327,7 @@ impl Daemon {
                 false
             }
             Signal::Terminate | Signal::Interrupt => {
-                if std::mem::replace(&mut self.signalled, true) {
+                if self.shared.signalled.swap(true, Ordering::SeqCst) {
                     log::line("ending at once: another signal asked for it; what was in flight may be lost");
                     return true;
                 }
@@ -345,7 +337,11 @@ impl Daemon {
                             log::line(&format!("ending: {} asked for it", signal.name()));
                             shared.end(None);
                         }
-                        Err(failure) => log::line(&format!("not ending: {failure}")),
+                        Err(failure) => {
+                            log::line(&format!("not ending: {failure}"));
+                            // The next signal tries again.
+                            shared.signalled.store(false, Ordering::SeqCst);
+                        }
                     }
                 });
                 false
@@ -642,6 +638,7 @@ mod tests {
             dir: dir.clone(),
             name: "a".to_owned(),
             answering: AtomicUsize::new(0),
+            signalled: AtomicBool::new(false),
             ended: sender,
             waker,
         };

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
 use std::time::SystemTime;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use crate::failure::{Failure, Outcome};
 use crate::timestamp::rfc3339;
 
@@ -64,8 +66,12 @@ pub fn abort_on_panic() {
 
 fn write(text: &str) {
     let line = format!("{} {}\n", rfc3339(SystemTime::now()), one_line(text));
-    // A log that cannot be written stops nothing.
-    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+    // A log that cannot be written stops nothing, nor does a pipe or terminal that nobody reads.
+    let stderr = rustix::stdio::stderr();
+    let mut writable = [PollFd::new(&stderr, PollFlags::OUT)];
+    if !matches!(poll(&mut writable, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0)) {
+        let _ = rustix::io::write(stderr, line.as_bytes());
+    }
 }
 
 fn one_line(text: &str) -> String {

@@ -265,3 +265,34 @@ fn a_server_of_an_inherited_socket_has_no_other_descriptors() {
     signal(child.id().try_into().unwrap(), Signal::TERM);
     wait_for_exit(&mut child, "SIGTERM ends it");
 }
+
+#[test]
+fn a_log_that_nobody_reads_holds_nobody_up() {
+    let place = Place::new("unread");
+    let (_reader, writer) = rustix::pipe::pipe().unwrap();
+    let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+    rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
+    while rustix::io::write(&writer, &[b'x'; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, flags).unwrap();
+    let mut command = place.command(&["attach", "ram:1M", "--foreground", "--name", "d"]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::from(writer)).spawn().unwrap();
+    wait_until("the device is there", || place.run(&["show", "d"]).status.success());
+    let pid = i32::try_from(child.id()).unwrap();
+    // Each writes a line.
+    signal(pid, Signal::HUP);
+    signal(pid, Signal::TERM);
+    wait_for_exit(&mut child, "SIGTERM ends it");
+    assert!(place.files().is_empty(), "{:?}", place.files());
+}
+
+#[test]
+fn a_server_that_accepts_nobody_holds_no_attach_up() {
+    let place = Place::new("backlog");
+    let path = std::env::temp_dir().join(format!("blkq-backlog-{}", std::process::id()));
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let _waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
+    let line = place.refused(&["attach", "ram:1M", "--listen", &format!("unix:{}", path.display())]);
+    assert!(line.contains("another server answers there"), "{line}");
+    fs::remove_file(&path).unwrap();
+}

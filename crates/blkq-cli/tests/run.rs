@@ -123,6 +123,18 @@ fn a_device_that_goes_before_the_command_is_reported() {
 }
 
 #[test]
+fn a_device_of_the_same_name_is_left_alone_after_a_death() {
+    let place = Place::new("run-again");
+    let (child, output) = start(&place, "echo ready; read line; true");
+    kill(place.pid("ram"));
+    place.done(&["attach", "ram:2M", "--name", "ram"]);
+    let (code, _, errors) = finish(child, output);
+    assert!(errors.contains("its daemon died"), "{errors}");
+    assert_eq!(code, Some(1));
+    assert_eq!(place.json(&["show", "ram", "--json"])["size"], 2 << 20);
+}
+
+#[test]
 fn clients_that_outlive_the_command_are_disconnected() {
     let place = Place::new("run-client");
     let (child, output) = start(&place, "echo ready; read line; true");

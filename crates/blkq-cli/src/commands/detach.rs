@@ -87,21 +87,35 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     }
     match call::<()>(dir, name, &Request::Detach { force })? {
         Called::Answered(()) => Ok(Detached::Done),
-        Called::Nobody => match dir.clear_dead(name)? {
-            Dead::Cleared(last_words) => Ok(Detached::Died(last_words)),
-            Dead::No => Ok(Detached::NotThere),
-            Dead::Orphan(orphan) => {
-                let Orphan { mut claim, state } = *orphan;
-                if let Some(ublk) = state.ublk {
-                    // SAFETY: this command has no threads.
-                    let deputy = unsafe { Deputy::fork(|| true) }?;
-                    ublk.identity().remove(force, deputy)?;
-                }
-                claim.keep(false);
-                Ok(Detached::Done)
-            }
-        },
+        Called::Nobody => clear(dir, name, force),
     }
+}
+
+/// Removes what a daemon that died has left.
+fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
+    match dir.clear_dead(name)? {
+        Dead::Cleared(last_words) => Ok(Detached::Died(last_words)),
+        Dead::No => Ok(Detached::NotThere),
+        Dead::Orphan(orphan) => {
+            let Orphan { mut claim, state } = *orphan;
+            if let Some(ublk) = state.ublk {
+                // SAFETY: this command has no threads.
+                let deputy = unsafe { Deputy::fork(|| true) }?;
+                ublk.identity().remove(force, deputy)?;
+            }
+            claim.keep(false);
+            Ok(Detached::Done)
+        }
+    }
+}
+
+/// Removes what the daemon of `name`, which died, has left: never a device that is served, which is
+/// another one by now.
+///
+/// # Errors
+/// If it cannot be removed.
+pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
+    clear(dir, name, true).map(|_| ()).map_err(|e| during(e, name))
 }
 
 /// Refuses if somebody has the block device open: the daemon, which looks whether it is mounted, is

@@ -119,7 +119,7 @@ pub fn signal(pid: i32, signal: rustix::process::Signal) {
 }
 
 pub fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + Duration::from_secs(60);
     while !done() {
         assert!(Instant::now() < until, "{what}");
         std::thread::sleep(Duration::from_millis(5));

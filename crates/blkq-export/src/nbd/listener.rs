@@ -124,11 +124,11 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
         .map_err(|e| Error::system(what(&path), e).with_cure("give a path of at most 107 bytes"))?;
-    let new_socket = || {
-        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+    let new_socket = |flags| {
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)
             .map_err(|e| Error::system("cannot make a unix socket", e))
     };
-    let socket = new_socket()?;
+    let socket = new_socket(SocketFlags::empty())?;
     let system = |e: Errno| {
         Error::system(what(&path), e).with_cure(match e {
             Errno::NOENT | Errno::NOTDIR => "make its directory, or choose another path",
@@ -146,8 +146,10 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
             if !is_socket {
                 return Err(busy("a file is there; remove it or choose another path"));
             }
-            // Nobody answers on what a killed server left behind.
-            if rustix::net::connect(new_socket()?, &address) != Err(Errno::CONNREFUSED) {
+            // Nobody answers on what a killed server left behind. One that accepts nobody (EAGAIN) is
+            // not waited for.
+            let probe = new_socket(SocketFlags::NONBLOCK)?;
+            if rustix::net::connect(probe, &address) != Err(Errno::CONNREFUSED) {
                 return Err(busy("another server answers there; detach it or choose another path"));
             }
             std::fs::remove_file(&path).map_err(|e| Error::system(what(&path), e))?;
@@ -155,10 +157,11 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
         }
         bound => bound.map_err(system)?,
     }
+    // At once: an attach that finds a socket on which nobody listens takes it for a dead server's.
+    rustix::net::listen(&socket, BACKLOG).map_err(system)?;
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
     let place = Place::Unix(path.clone(), (made.dev(), made.ino()));
     grant(&path, (made.dev(), made.ino()), access)?;
-    rustix::net::listen(&socket, BACKLOG).map_err(system)?;
     Ok(Opened { socket: Socket::Listening(socket), place })
 }
 

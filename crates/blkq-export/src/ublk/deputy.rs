@@ -60,8 +60,10 @@ struct Reply {
 #[derive(Debug)]
 pub struct Deputy {
     socket: UnixStream,
-    /// A command did not complete, and it may never exit.
-    lost: bool,
+    /// It did not reply: the next reply would be that to an earlier request.
+    silent: bool,
+    /// A command did not complete in time, and keeps the process from exiting until it does.
+    hangs: bool,
 }
 
 impl Deputy {
@@ -83,13 +85,12 @@ impl Deputy {
         match unsafe { libc::fork() } {
             -1 => Err(refuse(io::Error::last_os_error())),
             0 => be_deputy(other, confine),
-            _ => Ok(Deputy { socket, lost: false }),
+            _ => Ok(Deputy { socket, silent: false, hangs: false }),
         }
     }
 
     fn ask(&mut self, request: Request) -> io::Result<DeviceInfo> {
-        if self.lost {
-            // What it may answer yet is the answer to something else.
+        if self.silent {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let mut reply = Reply::new_zeroed();
@@ -100,12 +101,12 @@ impl Deputy {
         match exchange {
             Ok(()) if reply.errno == 0 => Ok(reply.info),
             Ok(()) => {
-                self.lost = reply.errno == libc::ETIMEDOUT;
+                self.hangs |= reply.errno == libc::ETIMEDOUT;
                 Err(io::Error::from_raw_os_error(reply.errno))
             }
             // EAGAIN is how the end of a socket's timeout is told.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                self.lost = true;
+                self.silent = true;
                 Err(io::ErrorKind::TimedOut.into())
             }
             Err(_) => Err(io::Error::other("the process that gives ublk's commands was killed")),
@@ -144,7 +145,7 @@ impl Drop for Deputy {
     fn drop(&mut self) {
         // Without its socket it exits; its side of the socket is the last that it closes.
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
-        if !self.lost && self.socket.set_read_timeout(Some(EXIT_TIMEOUT)).is_ok() {
+        if !self.silent && !self.hangs && self.socket.set_read_timeout(Some(EXIT_TIMEOUT)).is_ok() {
             let _ = self.socket.read(&mut [0]);
         }
     }
@@ -239,7 +240,7 @@ mod tests {
 
     fn deputy_of(socket: UnixStream) -> Deputy {
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-        Deputy { socket, lost: false }
+        Deputy { socket, silent: false, hangs: false }
     }
 
     #[test]
@@ -249,7 +250,7 @@ mod tests {
         drop(other);
         let error = deputy.give(STOP, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
-        assert!(!deputy.lost, "it is to be waited for");
+        assert!(!deputy.silent && !deputy.hangs, "it is to be waited for");
     }
 
     #[test]
@@ -260,6 +261,18 @@ mod tests {
         // Its late answer is taken for no other.
         other.write_all(Reply::new_zeroed().as_bytes()).unwrap();
         assert_eq!(deputy.give(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_command_that_did_not_complete_can_be_given_again() {
+        let (socket, mut other) = UnixStream::pair().unwrap();
+        let mut deputy = deputy_of(socket);
+        for errno in [libc::ETIMEDOUT, 0] {
+            other.write_all(Reply { errno, ..Reply::new_zeroed() }.as_bytes()).unwrap();
+        }
+        assert_eq!(deputy.give(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        deputy.give(STOP, 0).unwrap();
+        assert!(deputy.hangs, "it is not waited for");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -211,7 +212,8 @@ fn stop(
     kernel: Features,
     force: bool,
 ) -> Result<(), Error> {
-    if force {
+    // A stop that was given up may have completed since: then there is nobody to ask.
+    if force || !Path::new(&block_path(id)).exists() {
         return end(give, &[STOP]);
     }
     // Held until it is gone, so that nobody begins to use it meanwhile.

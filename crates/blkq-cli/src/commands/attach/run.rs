@@ -76,8 +76,13 @@ impl Device<'_> {
     /// Detaches it, whoever uses it still.
     fn detach(&mut self) {
         self.check();
-        // Detached meanwhile; the name may be another device's by now.
-        if self.exited.is_some_and(|status| status.success()) {
+        // Gone meanwhile; the name may be another device's by now.
+        if let Some(status) = self.exited {
+            if !status.success()
+                && let Err(failure) = StateDir::locate().and_then(|dir| detach::clear_dead(&dir, self.name))
+            {
+                complain(&failure);
+            }
             return;
         }
         let until = Instant::now() + HANG_UP_WAIT;
