@@ -8,7 +8,7 @@
 LAB_LOOP_NS=${LAB_LOOP_NS:-2000}
 CLOCK_LOOPS=1000
 # The most by which a second is stretched, in percent.
-CLOCK_SLOWNESS_MAX=1500
+CLOCK_SLOWNESS_MAX=1000
 CLOCK_PROCESSORS=$(nproc)
 
 # How much slower this machine is just now, in percent, in SLOWNESS: what a fixed piece of work
