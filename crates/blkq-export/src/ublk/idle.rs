@@ -2,8 +2,8 @@
 //!
 //! That its nodes in /dev are opened and closed is told by inotify(7), and then it is looked at.
 //! That a file system is mounted or unmounted is not told: what is claimed is looked at every second.
-//! What only asks what there is (udev, or mount(8) before it mounts) reads for a moment, and is no
-//! use.
+//! A program that only asks what there is (udev, or mount(8) before it mounts) has it open for less
+//! than a second, and is no user.
 
 use std::ffi::OsString;
 use std::fs;
@@ -121,6 +121,8 @@ impl Watch {
         let mut on = false;
         // Who writes has used it; who reads, if a look finds him.
         let mut used = false;
+        // Since when each scan has found it open.
+        let mut open_since: Option<Instant> = None;
         let mut last_event = Instant::now();
         let mut wait = None;
         loop {
@@ -143,10 +145,14 @@ impl Watch {
                 Told::Nothing => {}
             }
             let Scan { found, undisturbed, written } = self.scan();
-            used |= written || matches!(found, Use::Claimed | Use::Open);
+            used |= written || matches!(found, Use::Claimed);
+            // On a slow machine a moment may be longer than SETTLE.
+            open_since = matches!(found, Use::Open).then(|| open_since.unwrap_or_else(Instant::now));
+            used |= open_since.is_some_and(|since| since.elapsed() >= REST);
             wait = match found {
                 Use::Gone => return,
                 Use::Claimed | Use::Unknown => Some(REST),
+                Use::Open if !used => Some(REST),
                 // Its end is told.
                 Use::Open => None,
                 Use::Nobody if !used => None,
