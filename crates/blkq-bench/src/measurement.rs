@@ -1,4 +1,4 @@
-//! What one run did, in figures.
+//! The figures of one run.
 
 use std::time::{Duration, Instant};
 
