@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use rustix::process::{Pid, Signal, getpid, getppid, getsid, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
 use crate::failure::{Failure, Outcome};
 
@@ -33,7 +33,15 @@ pub fn exit_with_it() -> Outcome {
 /// Whether this process lost its parent before it began: it has the session of who started it, unless
 /// it leads one, and so who adopted it is of another one.
 fn was_adopted(parent: Option<Pid>) -> bool {
-    let session = getsid(None).ok();
-    let (Some(parent), true) = (parent, session != Some(getpid())) else { return false };
-    getsid(Some(parent)).is_ok_and(|of_parent| Some(of_parent) != session)
+    let session = session_of(0);
+    let (Some(parent), true) = (parent, session != Some(getpid().as_raw_pid())) else { return false };
+    session_of(parent.as_raw_pid()).is_some_and(|of_parent| Some(of_parent) != session)
+}
+
+/// The session of `process`, 0 for this one. It is 0 where its leader is outside of this PID namespace,
+/// as in many a container: rustix takes no session for that.
+fn session_of(process: libc::pid_t) -> Option<libc::pid_t> {
+    // SAFETY: the call has no pointer.
+    let session = unsafe { libc::getsid(process) };
+    (session >= 0).then_some(session)
 }

@@ -198,6 +198,24 @@ fn a_parent_that_exits_early_leaves_no_device() {
     assert!(place.files().is_empty());
 }
 
+/// As in a container that a process outside of it entered: the session is nobody's that can be named.
+#[test]
+fn a_device_is_served_where_the_session_has_no_number() {
+    let place = Place::new("session");
+    let inside = |words: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]);
+        command.args(words).env("BLKQ_STATE_DIR", place.state()).output().unwrap()
+    };
+    if !inside(&["true"]).status.success() {
+        return; // no user namespaces here
+    }
+    let blkq = env!("CARGO_BIN_EXE_blkq");
+    let output = inside(&[blkq, "attach", "ram:1M", "--export", "nbd", "--run", "echo ran"]);
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
+    assert_eq!((output.status.code(), output.stdout), (Some(0), b"ran\n".to_vec()));
+}
+
 #[test]
 fn a_pid_file_is_there_as_long_as_the_device() {
     let place = Place::new("pid-file");

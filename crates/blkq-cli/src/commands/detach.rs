@@ -54,12 +54,8 @@ impl Args {
         }
         for_each(&self.devices, |device| {
             let name = named(&dir, device)?;
-            match detach(&dir, &name, self.force).map_err(|e| during(e, &name))? {
-                Detached::Done => Ok(()),
-                Detached::Died(last_words) => {
-                    complain(&remains_removed(&name, &last_words));
-                    Ok(())
-                }
+            match end(&dir, &name, self.force)? {
+                Detached::Done | Detached::Died(_) => Ok(()),
                 Detached::NotThere => Err(no_such_device(device)),
             }
         })
@@ -67,7 +63,7 @@ impl Args {
 }
 
 /// How a device was found that is detached now.
-enum Detached {
+pub enum Detached {
     /// With a daemon, or as an orphan.
     Done,
     /// Its daemon had died before, with these last words.
@@ -130,15 +126,17 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     Ok(())
 }
 
-/// Detaches one of all devices: one that was just detached by somebody else is detached as well.
+/// Detaches one device and reports if its daemon had died. One that somebody else has just detached is
+/// detached as well. Returns how it was found.
 ///
 /// # Errors
 /// If it was refused, or its last flush failed.
-pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome {
-    if let Detached::Died(last_words) = detach(dir, name, force).map_err(|e| during(e, name))? {
-        complain(&remains_removed(name, &last_words));
+pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
+    let detached = detach(dir, name, force).map_err(|e| during(e, name))?;
+    if let Detached::Died(last_words) = &detached {
+        complain(&remains_removed(name, last_words));
     }
-    Ok(())
+    Ok(detached)
 }
 
 /// What the user should know: that it was not this command that ended the device.

@@ -331,7 +331,7 @@ impl Attached {
                 return failure;
             }
             match StateDir::locate().and_then(|dir| detach::end(&dir, &self.info.name, true)) {
-                Ok(()) => not_reported(failure),
+                Ok(_) => not_reported(failure),
                 Err(stays) => Failure::new(format!("{failure}; and {stays}")),
             }
         })

@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use super::{Args, Tls};
-use crate::commands::detach;
+use crate::commands::detach::{self, Detached};
 use crate::complain;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
@@ -75,33 +75,43 @@ impl Device<'_> {
 
     /// Detaches it, whoever uses it still.
     fn detach(&mut self) {
+        let dir = match StateDir::locate() {
+            Ok(dir) => dir,
+            Err(failure) => return self.fail(&failure),
+        };
+        // A daemon that is being killed is no child to be waited for yet.
+        dir.wait_for_dying(self.name);
         self.check();
         // Gone meanwhile; the name may be another device's by now.
         if let Some(status) = self.exited {
             if !status.success()
-                && let Err(failure) = StateDir::locate().and_then(|dir| detach::clear_dead(&dir, self.name))
+                && let Err(failure) = detach::clear_dead(&dir, self.name)
             {
                 complain(&failure);
             }
             return;
         }
         let until = Instant::now() + HANG_UP_WAIT;
-        let detached = StateDir::locate().and_then(|dir| {
-            loop {
-                match detach::end(&dir, self.name, false) {
-                    Err(_) if Instant::now() < until => std::thread::sleep(HANG_UP_POLL_INTERVAL),
-                    Err(busy) => {
-                        complain(&Failure::new(format!("{busy}; --run detaches it all the same")));
-                        break detach::end(&dir, self.name, true);
-                    }
-                    Ok(()) => break Ok(()),
+        let detached = loop {
+            match detach::end(&dir, self.name, false) {
+                Err(_) if Instant::now() < until => std::thread::sleep(HANG_UP_POLL_INTERVAL),
+                Err(busy) => {
+                    complain(&Failure::new(format!("{busy}; --run detaches it all the same")));
+                    break detach::end(&dir, self.name, true);
                 }
+                detached => break detached,
             }
-        });
-        if let Err(failure) = detached {
-            complain(&failure);
-            self.failed = true;
+        };
+        match detached {
+            Ok(Detached::Done | Detached::NotThere) => {}
+            Ok(Detached::Died(_)) => self.failed = true,
+            Err(failure) => self.fail(&failure),
         }
+    }
+
+    fn fail(&mut self, failure: &Failure) {
+        complain(failure);
+        self.failed = true;
     }
 }
 

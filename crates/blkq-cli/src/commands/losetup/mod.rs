@@ -237,9 +237,9 @@ impl Args {
             }
             Action::Detach(devices) => self.detach(devices, |device| {
                 let name = name_of(&dir, &device.to_string_lossy())?;
-                detach::end(&dir, &name.ok_or_else(|| no_such_device(device))?, false)
+                detach::end(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
             }),
-            Action::DetachAll => self.detach(dir.names()?, |name| detach::end(&dir, name, false)),
+            Action::DetachAll => self.detach(dir.names()?, |name| detach::end(&dir, name, false).map(drop)),
             Action::Remove => Err(Failure::new(
                 "--remove: a device that is detached leaves nothing that could be removed; use -d",
             )),
