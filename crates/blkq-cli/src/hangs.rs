@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::engine::Looked;
-use blkq::watch::{Hang, HangEnd, Look};
+use blkq::hang::{Hang, HangEnd, Look};
 use blkq::{Disk, EngineHandle};
 
 use crate::failure::{Failure, Outcome};

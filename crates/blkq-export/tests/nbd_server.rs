@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
-use blkq::tags::Wake;
+use blkq::Wake;
 use blkq::{
     Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, Operation, QueueLimits, Registrar, Status,
     Tag, Taken,

@@ -146,3 +146,13 @@ pub struct Completion {
     /// The memory of the bio, given back.
     pub data: Data,
 }
+
+/// What a bio asks for, without its memory: that with which its request begins.
+#[derive(Clone, Copy)]
+pub(crate) struct Outline {
+    pub operation: Operation,
+    pub flags: BioFlags,
+    pub sector: Sector,
+    pub sectors: u64,
+    pub start_ns: u64,
+}

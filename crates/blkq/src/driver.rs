@@ -1,5 +1,5 @@
 //! What a driver is: a device ([`Driver`], shared by all threads) and its queues
-//! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
+//! ([`DriverQueue`], each used by one thread only). `drivers/null/mod.rs` is the one to copy.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,10 +12,12 @@ use crate::clock::Clock;
 use crate::disk::QUEUES_MAX;
 use crate::error::{Error, ErrorKind, IoResult};
 use crate::limits::QueueLimits;
-use crate::request::{Request, Tag};
+use crate::remote::kick::Wake;
+use crate::request::NIL;
+use crate::request::Request;
 use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
-use crate::slab::{BioSlab, NIL};
-use crate::tags::Wake;
+use crate::slab::BioSlab;
+use crate::tags::Tag;
 
 /// A device: what it is, how large, what it can do, and how its queues are opened.
 pub trait Driver: Send + Sync + 'static {

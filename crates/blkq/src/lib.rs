@@ -76,29 +76,19 @@
 //! handed back and does not end. The contracts in full, each with its tests, are in
 //! ARCHITECTURE.md; what survives which loss is in docs/durability.md.
 
-mod accept;
 pub mod bio;
 pub mod buffer;
 pub mod clock;
-mod completion;
-mod control;
+mod completer;
 pub mod disk;
-mod dispatch;
 pub mod driver;
 pub mod drivers;
 pub mod engine;
 pub mod error;
-mod flush;
-pub mod gate;
-mod kick;
 pub mod layout;
 pub mod limits;
-mod local;
-mod merge;
-mod parts;
-mod pending;
-pub mod plug;
 mod queue;
+mod remote;
 pub mod request;
 pub mod ring;
 pub mod sched;
@@ -106,32 +96,34 @@ pub mod sector;
 #[cfg(simulation)]
 pub mod simulation;
 mod slab;
-mod software;
 mod split;
 pub mod stats;
-mod submitter;
 mod sync;
 pub mod tags;
-pub mod watch;
+
+pub use queue::{hang, plug};
+pub use remote::gate;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
 pub use buffer::{Data, IoBuffer, KernelPages, Segment, SegmentOwner};
 pub use clock::ClockMode;
-pub use completion::Callback;
+pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Settings};
 pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, Taken};
 #[cfg(simulation)]
 pub use engine::SimulatedEngine;
+pub use engine::local::LocalQueue;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;
-pub use local::LocalQueue;
-pub use request::{Request, Tag};
+pub use remote::kick::Wake;
+pub use remote::submitter::Submitter;
+pub use request::Request;
 pub use ring::{Cqe, FileSlot, Registrar, Token};
 pub use sched::SchedulerKind;
 pub use sector::Sector;
 pub use stats::{Counter, StatGroup, StatsSnapshot};
-pub use submitter::Submitter;
+pub use tags::Tag;
 
 /// The driver of the guide is compiled and run.
 #[cfg(doctest)]

@@ -3,8 +3,9 @@
 //! Defaults as in the kernel's block/blk-settings.c.
 
 use crate::Status;
-use crate::bio::Operation;
+use crate::bio::{BioFlags, Operation};
 use crate::error::{Error, ErrorKind};
+use crate::sector::{SECTOR_SHIFT, Sector};
 
 /// Limits and capabilities of a device. Sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -151,6 +152,13 @@ impl QueueLimits {
         limit.min(chunk - offset % chunk)
     }
 
+    /// Whether a request that begins at `start` may have `sectors` and `segments`.
+    #[inline]
+    pub(crate) fn allow(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
+        segments <= u32::from(self.max_segments)
+            && sectors << SECTOR_SHIFT <= self.max_bytes_at(operation, false, start.bytes())
+    }
+
     /// Whether `offset` and `length` (bytes) are whole blocks inside the device.
     pub fn check_range(&self, offset: u64, length: u64) -> Result<(), Status> {
         let mask = u64::from(self.logical_block_bytes) - 1;
@@ -160,6 +168,39 @@ impl QueueLimits {
         match offset.checked_add(length) {
             Some(end) if end <= self.capacity_bytes => Ok(()),
             _ => Err(Status::Invalid),
+        }
+    }
+}
+
+/// Flags that keep a bio or a request alone.
+pub(crate) const ALONE: BioFlags =
+    BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::NO_UNMAP);
+
+/// Whether a bio may be merged with anything at all.
+#[inline]
+pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
+    operation.has_data() && !flags.intersects(ALONE)
+}
+
+/// On which side of a request a bio continues it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum MergeSide {
+    /// After its last sector.
+    Back,
+    /// Before its first sector.
+    Front,
+}
+
+impl MergeSide {
+    /// At which side of `start..end` the range `sector..sector + sectors` joins, if at one.
+    #[inline]
+    pub(crate) fn of(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
+        if sector == end {
+            Some(MergeSide::Back)
+        } else if sector.0.checked_add(sectors) == Some(start.0) {
+            Some(MergeSide::Front)
+        } else {
+            None
         }
     }
 }

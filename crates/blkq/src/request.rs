@@ -1,21 +1,11 @@
 //! A [`Request`] is what a driver gets: one slot of the tag set, preallocated, one
 //! cache line, holding one or more merged bios.
 
-use crate::bio::{BioFlags, Operation};
+use crate::bio::{BioFlags, Operation, Outline};
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{NIL, Outline};
 
-/// The number of a request within its tag set: 0 to one below the set's size.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
-#[repr(transparent)]
-pub struct Tag(pub u16);
-
-impl Tag {
-    /// The tag as an index.
-    pub const fn index(self) -> usize {
-        self.0 as usize
-    }
-}
+/// No bio: the end of a list of them.
+pub(crate) const NIL: u32 = u32::MAX;
 
 /// Where a request is in its life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,7 +13,7 @@ impl Tag {
 pub(crate) enum RequestState {
     /// The tag is free.
     Idle,
-    /// Built, and not ended.
+    /// Built, and not completed.
     Busy,
 }
 

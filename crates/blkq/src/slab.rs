@@ -2,15 +2,13 @@
 
 use std::mem::ManuallyDrop;
 
-use crate::bio::{BioFlags, Operation};
+use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, IoBuffer, KernelPages, Segment};
-use crate::completion::End;
+use crate::completer::Completer;
 use crate::error::Status;
+use crate::request::NIL;
 use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::sync::Arc;
-
-/// Nothing: the end of a list of bios.
-pub(crate) const NIL: u32 = u32::MAX;
 
 /// Where the bytes of a bio in flight come from or go to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,19 +22,19 @@ pub(crate) enum Memory {
     Zeroes,
 }
 
-/// What the end word of a [`BioSlot`] is.
+/// What the completer word of a [`BioSlot`] is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub(crate) enum EndKind {
+pub(crate) enum CompleterKind {
     /// A completion for the queue's owner; the word is its mark.
     Owner,
     Callback,
     Waiter,
-    /// None: it is a part of another bio, or its end was taken.
-    Taken,
+    /// It is a part of another bio, or its completer was taken.
+    None,
 }
 
-/// A bio in flight. Its end is kept as a word and a kind: an enum would be copied through the
+/// A bio in flight. Its completer is kept as a word and a kind: an enum would be copied through the
 /// stack in other sizes than it was written in, and that stalls the processor for longer than
 /// all else that submitting does.
 #[derive(Debug)]
@@ -44,7 +42,7 @@ pub(crate) enum EndKind {
 pub(crate) struct BioSlot {
     /// Never dropped in place: what is in flight at the end of all is leaked.
     pub data: ManuallyDrop<Data>,
-    end_word: u64,
+    completer_word: u64,
     pub sector: Sector,
     /// Length in sectors.
     pub sectors: u64,
@@ -61,7 +59,7 @@ pub(crate) struct BioSlot {
     /// The step of the flush sequence that it is in.
     pub step: FlushStep,
     pub error: Option<Status>,
-    end_kind: EndKind,
+    completer_kind: CompleterKind,
     /// How many of its sectors have been handed to parts, if it is split.
     pub issued: u64,
     /// Where its memory begins within its parent's, in bytes, if it is a part.
@@ -72,15 +70,17 @@ pub(crate) struct BioSlot {
 
 const _: () = {
     // What the path of a plain bio touches is one cache line.
-    assert!(std::mem::offset_of!(BioSlot, end_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64);
+    assert!(
+        std::mem::offset_of!(BioSlot, completer_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64
+    );
 };
 
 impl BioSlot {
     const fn empty() -> BioSlot {
         BioSlot {
             data: ManuallyDrop::new(Data::None),
-            end_kind: EndKind::Taken,
-            end_word: 0,
+            completer_kind: CompleterKind::None,
+            completer_word: 0,
             sector: Sector(0),
             sectors: 0,
             start_ns: 0,
@@ -130,31 +130,35 @@ impl BioSlot {
     }
 
     #[inline]
-    fn set_end(&mut self, end: End) {
-        (self.end_kind, self.end_word) = match end {
-            End::Owner(mark) => (EndKind::Owner, mark),
-            End::Callback(callback) => (EndKind::Callback, Box::into_raw(callback) as u64),
-            End::Waiter(waiter) => (EndKind::Waiter, Arc::into_raw(waiter) as u64),
-            End::Taken => (EndKind::Taken, 0),
+    fn set_completer(&mut self, completer: Completer) {
+        (self.completer_kind, self.completer_word) = match completer {
+            Completer::Owner(mark) => (CompleterKind::Owner, mark),
+            Completer::Callback(callback) => (CompleterKind::Callback, Box::into_raw(callback) as u64),
+            Completer::Waiter(waiter) => (CompleterKind::Waiter, Arc::into_raw(waiter) as u64),
+            Completer::None => (CompleterKind::None, 0),
         };
     }
 
-    /// Gives the end back: it is told once.
+    /// Takes the completer out: it is notified once.
     #[inline]
-    pub fn take_end(&mut self) -> End {
-        match std::mem::replace(&mut self.end_kind, EndKind::Taken) {
-            EndKind::Owner => End::Owner(self.end_word),
-            // SAFETY: `set_end` took it apart, and the kind says that it was not taken since.
-            EndKind::Callback => End::Callback(unsafe { Box::from_raw(self.end_word as *mut _) }),
-            // SAFETY: as above.
-            EndKind::Waiter => End::Waiter(unsafe { Arc::from_raw(self.end_word as *const _) }),
-            EndKind::Taken => End::Taken,
+    pub fn take_completer(&mut self) -> Completer {
+        match std::mem::replace(&mut self.completer_kind, CompleterKind::None) {
+            CompleterKind::Owner => Completer::Owner(self.completer_word),
+            // SAFETY: `set_completer` took it apart, and the kind says that it was not taken since.
+            CompleterKind::Callback => {
+                Completer::Callback(unsafe { Box::from_raw(self.completer_word as *mut _) })
+            }
+            CompleterKind::Waiter => {
+                // SAFETY: as above.
+                Completer::Waiter(unsafe { Arc::from_raw(self.completer_word as *const _) })
+            }
+            CompleterKind::None => Completer::None,
         }
     }
 
-    /// The mark of a bio whose end is a completion for the queue's owner.
+    /// The mark of a bio that completes to the queue's owner.
     pub fn owners_mark(&self) -> Option<u64> {
-        (self.end_kind == EndKind::Owner).then_some(self.end_word)
+        (self.completer_kind == CompleterKind::Owner).then_some(self.completer_word)
     }
 
     pub fn outline(&self) -> Outline {
@@ -162,10 +166,10 @@ impl BioSlot {
         Outline { operation, flags, sector, sectors, start_ns }
     }
 
-    /// The mark of a bio that ends plainly: its owner's, whole, with nothing else to do.
+    /// The mark of a bio that completes plainly: its owner's, whole, with nothing else to do.
     #[inline]
     pub fn plain_mark(&self) -> Option<u64> {
-        (self.marks == SlotMarks::PLAIN).then_some(self.end_word)
+        (self.marks == SlotMarks::PLAIN).then_some(self.completer_word)
     }
 }
 
@@ -174,32 +178,22 @@ pub(crate) struct NewBio {
     pub outline: Outline,
     // Never dropped: what might have to be is kept in memory instead of registers.
     pub data: ManuallyDrop<Data>,
-    pub end: ManuallyDrop<End>,
+    pub completer: ManuallyDrop<Completer>,
     pub marks: SlotMarks,
-}
-
-/// What a bio asks for, without its memory: that with which its request begins.
-#[derive(Clone, Copy)]
-pub(crate) struct Outline {
-    pub operation: Operation,
-    pub flags: BioFlags,
-    pub sector: Sector,
-    pub sectors: u64,
-    pub start_ns: u64,
 }
 
 bitflags::bitflags! {
     /// What the block layer notes about a bio in flight.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub(crate) struct SlotMarks: u8 {
-        /// Its end gives one allocation back to the request gate.
+        /// Its completion releases one allocation of the request gate.
         const GATED = 1 << 0;
         /// It is done through parts: write zeroes that are written as zeroes.
         const AS_ZEROES = 1 << 1;
         /// It is done through parts, in flight at most [`PARTS_MAX`](crate::split) at a time.
         const SPLIT = 1 << 2;
         /// It was accepted as one legal piece of its owner's, to which a completion goes.
-        /// Without other marks its end is nothing more.
+        /// Without other marks its completion is nothing more.
         const PLAIN = 1 << 3;
     }
 }
@@ -237,10 +231,10 @@ impl BioSlab {
         BioSlab { slots, free: (0..capacity).rev().collect(), extra: 0 }
     }
 
-    /// Takes the ends of all bios in flight, to be told that nothing will come of them. Their
+    /// Takes the completers of all bios in flight, to be notified that they failed. Their
     /// memory stays with whoever may still use it.
-    pub fn take_ends(&mut self) -> impl Iterator<Item = End> {
-        self.slots.iter_mut().map(BioSlot::take_end)
+    pub fn take_completers(&mut self) -> impl Iterator<Item = Completer> {
+        self.slots.iter_mut().map(BioSlot::take_completer)
     }
 
     /// Bios in flight.
@@ -264,7 +258,7 @@ impl BioSlab {
         // Field by field, for the reason that `BioSlot` gives.
         let slot = &mut self.slots[index as usize];
         slot.data = bio.data;
-        slot.set_end(ManuallyDrop::into_inner(bio.end));
+        slot.set_completer(ManuallyDrop::into_inner(bio.completer));
         slot.sector = bio.outline.sector;
         slot.sectors = bio.outline.sectors;
         slot.start_ns = bio.outline.start_ns;
@@ -287,7 +281,7 @@ impl BioSlab {
         self.slots.len() as u32 - 1
     }
 
-    /// Gives the slot back; its memory and end have been taken.
+    /// Frees the slot; its memory and completer have been taken.
     #[inline]
     pub fn remove(&mut self, index: u32) {
         debug_assert!(matches!(*self[index].data, Data::None));

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use blkq::tags::Wake;
+use blkq::Wake;
 use blkq::{
     Bio, Disk, Driver, DriverContext, DriverQueue, Error, Operation, QueueLimits, Registrar, Sector, Status,
     Tag, Taken,

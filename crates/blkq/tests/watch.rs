@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
-use blkq::watch::{Look, NAMED_MAX, Place};
+use blkq::hang::{Look, NAMED_MAX, Place};
 use blkq::{
     Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, Operation, QueueLimits, Sector, Source,
     SourceContext, StatGroup, Status,

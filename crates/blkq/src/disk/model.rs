@@ -14,14 +14,14 @@ use crate::bio::{Bio, Completion};
 use crate::buffer::IoBuffer;
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::engine::{EngineThread, Source, SourceContext};
-use crate::gate::Direction;
-use crate::request::Tag;
+use crate::remote::gate::Direction;
+use crate::remote::kick::Wake;
 use crate::ring::{Cqe, Registrar};
 use crate::sector::Sector;
 #[cfg(loom)]
 use crate::sync::model_within;
 use crate::sync::{WaitQueue, model, thread};
-use crate::tags::Wake;
+use crate::tags::Tag;
 
 const BLOCK_BYTES: usize = 512;
 

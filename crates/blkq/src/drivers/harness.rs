@@ -6,17 +6,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::bio::Outline;
 use crate::bio::{BioFlags, Operation};
 use crate::buffer::{Data, IoBuffer};
 use crate::clock::{Clock, ClockMode};
-use crate::completion::End;
+use crate::completer::Completer;
 use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult};
-use crate::request::{Request, RequestState, Tag};
+use crate::remote::kick::Wake;
+use crate::request::NIL;
+use crate::request::{Request, RequestState};
 use crate::ring::{Cqe, Registrar, Ring, Token};
 use crate::sector::Sector;
-use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks};
-use crate::tags::Wake;
+use crate::slab::{BioSlab, NewBio, SlotMarks};
+use crate::tags::Tag;
 
 pub(super) const TAGS: usize = 64;
 const OWNER: u16 = 7;
@@ -122,7 +125,7 @@ impl Harness {
             let slot = self.bios.insert(NewBio {
                 outline: Outline { operation, flags, sector: request.end(), sectors, start_ns: 0 },
                 data: ManuallyDrop::new(data),
-                end: ManuallyDrop::new(End::Taken),
+                completer: ManuallyDrop::new(Completer::None),
                 marks: SlotMarks::empty(),
             });
             if request.first_bio == NIL {

@@ -21,9 +21,9 @@ use crate::buffer::Segment;
 use crate::driver::{Driver, DriverContext, DriverQueue, Extent, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
-use crate::request::Tag;
+use crate::remote::kick::Wake;
 use crate::ring::Registrar;
-use crate::tags::Wake;
+use crate::tags::Tag;
 use std::sync::Arc;
 
 /// Largest discard: giving pages back takes the kernel about a tenth of a microsecond

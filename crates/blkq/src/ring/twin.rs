@@ -9,7 +9,7 @@ use io_uring::{squeue, types};
 use super::{Cqe, FileSlot, RingCounters, Token};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
-use crate::kick::Kick;
+use crate::remote::kick::Kick;
 use crate::sync::thread;
 
 /// The ring of one thread of a model.

@@ -7,12 +7,13 @@
 
 use std::collections::VecDeque;
 
-use super::{MergeSide, Scheduler};
+use super::scheduler::Scheduler;
 use crate::bio::Operation;
 use crate::error::IoResult;
-use crate::merge;
-use crate::request::{Request, Tag};
+use crate::limits::MergeSide;
+use crate::request::Request;
 use crate::sector::Sector;
+use crate::tags::Tag;
 
 const NS_PER_MS: u64 = 1_000_000;
 
@@ -239,7 +240,7 @@ impl Scheduler for Kyber {
         let held = &self.domains[domain_of(operation)].held;
         held.iter().rev().take(MERGE_CANDIDATES).find_map(|&tag| {
             let request = &requests[tag.index()];
-            let side = merge::side(request.sector, request.end(), sector, sectors)?;
+            let side = MergeSide::of(request.sector, request.end(), sector, sectors)?;
             (request.operation == operation).then_some((tag, side))
         })
     }

@@ -5,16 +5,15 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::bio::Operation;
-use crate::error::{Error, ErrorKind, IoResult};
-use crate::request::{Request, Tag};
-use crate::sector::Sector;
+use crate::error::{Error, ErrorKind};
 
 mod kyber;
 mod mq_deadline;
+mod scheduler;
 
 use kyber::Kyber;
 use mq_deadline::MqDeadline;
+pub(crate) use scheduler::Scheduler;
 
 /// The schedulers that a disk can be set to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -68,61 +67,6 @@ impl FromStr for SchedulerKind {
             Error::new(ErrorKind::Invalid, format!("no scheduler is named {name:?}: there are {names}"))
         })
     }
-}
-
-/// On which side of a request a bio continues it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum MergeSide {
-    /// After its last sector.
-    Back,
-    /// Before its first sector.
-    Front,
-}
-
-/// A scheduler of one queue, used by the thread of that queue. Flushes never come here.
-///
-/// `requests` is the queue's tag set everywhere. Times are those of one monotonic clock,
-/// in nanoseconds; a queue with a scheduler reads it even with statistics off.
-pub(crate) trait Scheduler: Send {
-    /// Takes a request.
-    fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
-
-    /// Gives the request that is next to the driver. None if there is none, or if those
-    /// held have to wait until one that was given ends.
-    fn dispatch(&mut self, requests: &[Request], now_ns: u64) -> Option<Tag>;
-
-    /// A request held that `sectors` from `sector` on would continue without a gap.
-    /// Whether flags and limits allow the merge is for the queue to say.
-    fn find_merge(
-        &self,
-        requests: &[Request],
-        operation: Operation,
-        sector: Sector,
-        sectors: u64,
-    ) -> Option<(Tag, MergeSide)>;
-
-    /// A bio was merged into the request: its begin or length is another now.
-    fn merged(&mut self, tag: Tag, requests: &[Request]);
-
-    /// The request held that `tag`, after a merge on `side`, now touches on that side:
-    /// for the back the one after it, for the front the one before it.
-    fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag>;
-
-    /// `gone`, the neighbour after `kept`, became a part of it: the earlier of their
-    /// times in the queue is that of both.
-    fn joined(&mut self, kept: Tag, gone: Tag);
-
-    /// Whether it holds the request.
-    fn holds(&self, tag: Tag) -> bool;
-
-    /// Gives up a request; whether it was held.
-    fn remove(&mut self, tag: Tag) -> bool;
-
-    /// How many requests are held.
-    fn len(&self) -> usize;
-
-    /// The driver ended these requests, whether all of them came through here or not.
-    fn completed(&mut self, _completed: &[(Tag, IoResult)], _now_ns: u64) {}
 }
 
 #[cfg(test)]

@@ -4,11 +4,13 @@
 
 use std::collections::VecDeque;
 
-use super::{MergeSide, Scheduler};
+use super::scheduler::Scheduler;
 use crate::bio::Operation;
-use crate::request::{Request, Tag};
+use crate::limits::MergeSide;
+use crate::request::NIL;
+use crate::request::Request;
 use crate::sector::Sector;
-use crate::slab::NIL;
+use crate::tags::Tag;
 
 const NS_PER_MS: u64 = 1_000_000;
 

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool as Mark, Ordering::SeqCst};
 
-use super::{TagHint, TagSet, WaiterId, Wake};
-use crate::request::Tag;
+use super::{Tag, TagHint, TagSet, WaiterId};
+use crate::remote::kick::Wake;
 use crate::sync::atomic::AtomicBool;
 use crate::sync::{WaitQueue, model, thread};
 

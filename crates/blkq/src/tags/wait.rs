@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::{Arc, PoisonError};
 
 use crate::layout::CachePadded;
+use crate::remote::kick::Wake;
 use crate::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use crate::sync::{Mutex, RwLock, lock, seq_cst_for_loom};
 
@@ -17,12 +18,6 @@ const QUEUE_WAITERS: usize = if cfg!(loom) { 1 } else { 32 };
 
 /// How many waiters can be registered with one set.
 pub const WAITERS_MAX: usize = QUEUES * QUEUE_WAITERS;
-
-/// Somebody who can be told to look again: the owner of a queue, or a sleeping thread.
-pub trait Wake: Send + Sync {
-    /// Tells it. Called on threads that must not block; may come without a cause.
-    fn wake(&self);
-}
 
 /// One registered waiter of a tag set.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::{
     BioFlags, Busy, Change, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
-    KernelPages, LocalQueue, Operation, QueueLimits, Registrar, Status, Tag, Taken, tags::Wake,
+    KernelPages, LocalQueue, Operation, QueueLimits, Registrar, Status, Tag, Taken, Wake,
 };
 
 #[allow(unused_imports, reason = "not every test file scatters")]

@@ -19,11 +19,11 @@ use std::time::Duration;
 use crate::driver::{Change, Driver, DriverQueue, Extent};
 use crate::error::Error;
 use crate::limits::QueueLimits;
+use crate::remote::kick::Wake;
 use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::{Relaxed, Release};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock};
-use crate::tags::Wake;
 
 use queue::FaultQueue;
 pub use spec::{Effect, FaultSpec, Rule};

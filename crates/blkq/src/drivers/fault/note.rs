@@ -4,7 +4,7 @@
 use super::spec::{Effect, Rule};
 use crate::driver::DriverContext;
 use crate::error::IoResult;
-use crate::request::Tag;
+use crate::tags::Tag;
 
 /// `effect` happens to a request; `at` is said at [`Hit`](crate::simulation::Hit).
 #[cfg(simulation)]

@@ -8,18 +8,21 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use crate::bio::Operation;
+use crate::bio::Outline;
 use crate::buffer::{Data, IoBuffer, Segment, SegmentOwner};
 use crate::clock::monotonic_ns;
-use crate::completion::End;
+use crate::completer::Completer;
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::drivers::random::next_random;
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
-use crate::request::{Request, RequestState, Tag};
+use crate::request::NIL;
+use crate::request::{Request, RequestState};
 use crate::ring::Cqe;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{BioSlab, NIL, NewBio, Outline, SlotMarks, slice_segments};
+use crate::slab::{BioSlab, NewBio, SlotMarks, slice_segments};
 use crate::sync::atomic::Ordering::{Acquire, Relaxed};
+use crate::tags::Tag;
 
 use super::spec::{Effect, Rule};
 use super::{RuleState, Rules, Shared, note};
@@ -234,7 +237,7 @@ impl FaultQueue {
         let slot = self.bios.insert(NewBio {
             outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
             data: ManuallyDrop::new(data),
-            end: ManuallyDrop::new(End::Taken),
+            completer: ManuallyDrop::new(Completer::None),
             marks: SlotMarks::empty(),
         });
         self.requests[tag.index()] = Request {

@@ -29,11 +29,11 @@ use rustix::fs::{Advice, OFlags, fadvise};
 use crate::driver::{Change, Driver, DriverQueue, Extent};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
+use crate::remote::kick::Wake;
 use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock as locked};
-use crate::tags::Wake;
 
 use backing::{Backing, DirectAlign};
 use lock::LockKind;

@@ -18,9 +18,10 @@ use crate::bio::{BioFlags, Operation};
 use crate::buffer::{IoBuffer, Segment};
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult, Status};
-use crate::request::{Request, Tag};
+use crate::request::Request;
 use crate::ring::{Cqe, FileSlot, Registrar};
 use crate::sync::atomic::Ordering::Relaxed;
+use crate::tags::Tag;
 use std::sync::Arc;
 
 use super::progress::{NEXT_SHIFT, Progress};

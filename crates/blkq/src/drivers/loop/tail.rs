@@ -14,8 +14,9 @@ use std::sync::Arc;
 use crate::buffer::Segment;
 use crate::driver::DriverContext;
 use crate::error::Error;
-use crate::request::{Request, Tag};
+use crate::request::Request;
 use crate::ring::{FileSlot, Registrar};
+use crate::tags::Tag;
 
 /// The end of a device, as its state has it.
 #[derive(Clone)]

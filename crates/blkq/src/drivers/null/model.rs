@@ -8,9 +8,9 @@ use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::driver::DriverContext;
 use crate::drivers::random::next_random;
-use crate::request::Tag;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::Relaxed;
+use crate::tags::Tag;
 
 use super::NullCompletion;
 

@@ -3,7 +3,7 @@
 use super::*;
 use crate::bio::{BioFlags, Operation};
 use crate::error::Status;
-use crate::request::Tag;
+use crate::tags::Tag;
 
 const PLAIN: BioFlags = BioFlags::empty();
 

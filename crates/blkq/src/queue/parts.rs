@@ -4,13 +4,14 @@
 
 use std::mem::ManuallyDrop;
 
+use crate::bio::Outline;
 use crate::bio::{BioFlags, Operation};
 use crate::buffer::{Data, Segment};
-use crate::completion::End;
+use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::queue::Queue;
 use crate::sector::SECTOR_SHIFT;
-use crate::slab::{Memory, NewBio, Outline, SlotMarks};
+use crate::slab::{Memory, NewBio, SlotMarks};
 use crate::split;
 use crate::stats::Counter;
 
@@ -114,7 +115,7 @@ impl Queue {
             let part = self.bios.insert(NewBio {
                 outline: Outline { operation, flags, sector, sectors, start_ns },
                 data: ManuallyDrop::new(Data::None),
-                end: ManuallyDrop::new(End::Taken),
+                completer: ManuallyDrop::new(Completer::None),
                 marks: SlotMarks::empty(),
             });
             let slot = &mut self.bios[part];

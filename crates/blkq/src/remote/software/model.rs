@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::buffer::IoBuffer;
-use crate::kick::Kick;
+use crate::remote::kick::Kick;
 use crate::sync::{model, thread};
 
 const BLOCK_BYTES: usize = 512;
@@ -25,8 +25,10 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
                     let mark = ((submitter as u64) << 32) + number;
                     let bio = Bio::write(sector, IoBuffer::zeroed(BLOCK_BYTES), mark);
                     let index = submitter % queues;
-                    if let Err((bio, end)) = software.try_merge(index, bio, End::Owner(mark), &limits) {
-                        software.push(index, bio, end);
+                    if let Err((bio, completer)) =
+                        software.try_merge(index, bio, Completer::Owner(mark), &limits)
+                    {
+                        software.push(index, bio, completer);
                         kick.kick();
                     }
                 }

@@ -1,47 +1,12 @@
 //! Merging: a bio that continues a request becomes part of it (block/blk-merge.c).
 
-use crate::bio::{BioFlags, Operation};
-use crate::limits::QueueLimits;
+use crate::bio::Outline;
+use crate::limits::{ALONE, MergeSide, is_mergeable};
 use crate::queue::Queue;
-use crate::request::{Request, Tag};
-use crate::sched::MergeSide;
-use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{FlushStep, NIL, Outline};
-
-/// Flags that keep a bio or a request alone.
-pub(crate) const ALONE: BioFlags =
-    BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::NO_UNMAP);
-
-/// Whether a bio may be merged with anything at all.
-#[inline]
-pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
-    operation.has_data() && !flags.intersects(ALONE)
-}
-
-/// At which end of `start..end` the range `sector..sector + sectors` joins, if at one.
-#[inline]
-pub(crate) fn side(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
-    if sector == end {
-        Some(MergeSide::Back)
-    } else if sector.0.checked_add(sectors) == Some(start.0) {
-        Some(MergeSide::Front)
-    } else {
-        None
-    }
-}
-
-/// Whether a request that begins at `start` may have `sectors` and `segments`.
-#[inline]
-pub(crate) fn fits(
-    limits: &QueueLimits,
-    operation: Operation,
-    start: Sector,
-    sectors: u64,
-    segments: u32,
-) -> bool {
-    segments <= u32::from(limits.max_segments)
-        && sectors << SECTOR_SHIFT <= limits.max_bytes_at(operation, false, start.bytes())
-}
+use crate::request::NIL;
+use crate::request::Request;
+use crate::slab::FlushStep;
+use crate::tags::Tag;
 
 impl Queue {
     /// Merges bio `index` into the youngest request of the plug, or into a neighbour
@@ -56,7 +21,7 @@ impl Queue {
         let slot = &self.bios[index];
         let Some(&tag) = self.plug.requests.last() else { return false };
         let request = &self.requests[tag.index()];
-        let Some(side) = side(request.sector, request.end(), slot.sector, slot.sectors) else {
+        let Some(side) = MergeSide::of(request.sector, request.end(), slot.sector, slot.sectors) else {
             return false;
         };
         let merged = self.settings.merge && self.merge_into(tag, index, side);
@@ -106,7 +71,7 @@ impl Queue {
         let total_segments = u32::from(request.segments) + u32::from(segments);
         let sectors = request.sectors + slot.sectors;
         let start = if side == MergeSide::Back { request.sector } else { slot.sector };
-        if !fits(&self.limits, slot.operation, start, sectors, total_segments) {
+        if !self.limits.allow(slot.operation, start, sectors, total_segments) {
             return false;
         }
         let operation = slot.operation;
@@ -144,7 +109,7 @@ impl Queue {
         let segments = u32::from(head.segments) + u32::from(tail.segments);
         if head.operation != tail.operation
             || head.flags.union(tail.flags).intersects(ALONE)
-            || !fits(&self.limits, head.operation, head.sector, sectors, segments)
+            || !self.limits.allow(head.operation, head.sector, sectors, segments)
         {
             return;
         }

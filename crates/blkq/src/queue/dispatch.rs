@@ -3,11 +3,11 @@
 
 use crate::clock::monotonic_ns;
 use crate::driver::{Busy, DriverContext, Taken};
-use crate::plug::PLUG_REQUESTS;
+use crate::queue::plug::PLUG_REQUESTS;
 use crate::queue::{Queue, driver_context};
-use crate::request::Tag;
 use crate::ring::Ring;
 use crate::stats::Counter;
+use crate::tags::Tag;
 
 /// When a driver that ran out of resources is asked again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;

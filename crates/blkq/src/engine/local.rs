@@ -9,8 +9,8 @@ use crate::disk::Disk;
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
+use crate::queue::hang::Look;
 use crate::ring::{Cqe, Registrar, Ring, RingCounters};
-use crate::watch::Look;
 
 /// Submissions that the ring of a local queue has room for.
 const RING_ENTRIES: u32 = 256;
@@ -145,7 +145,7 @@ impl LocalQueue {
     }
 
     /// What has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
-    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and what of that has ended: see [`watch`](crate::watch).
+    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and what of that has ended: see [`watch`](crate::queue::hang).
     pub fn look(&mut self, now_ns: u64, limit_ns: u64) -> Look {
         let mut look = self.queue.look(now_ns, limit_ns);
         for hang in &mut look.hangs {

@@ -5,12 +5,13 @@
 use std::ops::Range;
 
 use crate::bio::Operation;
+use crate::bio::Outline;
 use crate::queue::Queue;
-use crate::request::{Request, RequestState, Tag};
+use crate::request::{Request, RequestState};
 use crate::ring::Ring;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::Outline;
 use crate::stats::{Counter, StatsWriter};
+use crate::tags::Tag;
 use crate::tags::{TagBatch, TagSet};
 
 /// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT).

@@ -16,12 +16,17 @@ use io_uring::{opcode, types};
 use crate::error::Error;
 use crate::ring::{Ring, Token};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst, fence};
-use crate::tags::Wake;
 
 const RUNNING: u32 = 0;
 const SLEEPING: u32 = 1;
 /// The eventfd was written since the owner went to sleep.
 const KICKED: u32 = 2;
+
+/// A thread that can be woken to check for work: the owner of a queue, or one that sleeps.
+pub trait Wake: Send + Sync {
+    /// Wakes it. Called on threads that must not block; may come without a cause.
+    fn wake(&self);
+}
 
 /// How other threads wake the owner of a queue.
 ///

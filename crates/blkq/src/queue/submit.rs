@@ -4,18 +4,20 @@
 
 use std::mem::ManuallyDrop;
 
+use crate::bio::Outline;
 use crate::bio::{Bio, BioFlags, Operation};
 use crate::buffer::Data;
-use crate::completion::End;
+use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
-use crate::request::Tag;
+use crate::request::NIL;
 use crate::ring::Ring;
 use crate::sector::SECTOR_SHIFT;
-use crate::slab::{NIL, NewBio, Outline, SlotMarks};
+use crate::slab::{NewBio, SlotMarks};
 use crate::split;
 use crate::stats::Counter;
+use crate::tags::Tag;
 use crate::tags::TagBatch;
 
 /// The limits in the units of the fast path, so that it is a few compares.
@@ -73,26 +75,33 @@ impl Queue {
         if !self.bios.has_room() {
             return Err(bio);
         }
-        let end = End::Owner(bio.user_data);
-        self.accept(bio, end, SlotMarks::empty(), ring);
+        let completer = Completer::Owner(bio.user_data);
+        self.accept(bio, completer, SlotMarks::empty(), ring);
         Ok(())
     }
 
     /// Makes the bio this queue's own and sends it on its way.
     #[inline(always)]
-    pub(crate) fn accept(&mut self, bio: Bio, end: End, marks: SlotMarks, mut ring: Option<&mut Ring>) {
+    pub(crate) fn accept(
+        &mut self,
+        bio: Bio,
+        completer: Completer,
+        marks: SlotMarks,
+        mut ring: Option<&mut Ring>,
+    ) {
         let Bio { operation, flags, sector, sectors, data, .. } = bio;
-        let (data, end) = (ManuallyDrop::new(data), ManuallyDrop::new(end));
+        let (data, completer) = (ManuallyDrop::new(data), ManuallyDrop::new(completer));
         if !self.entered {
             self.enter(ring.as_deref_mut());
         }
         let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
         let outline = Outline { operation, flags, sector, sectors, start_ns };
         if !self.fast.fits(&outline, &data) {
-            return self.accept_slow(NewBio { outline, data, end, marks }, ring);
+            return self.accept_slow(NewBio { outline, data, completer, marks }, ring);
         }
-        let plain = if matches!(*end, End::Owner(_)) { SlotMarks::PLAIN } else { SlotMarks::empty() };
-        let index = self.bios.insert(NewBio { outline, data, end, marks: marks | plain });
+        let plain =
+            if matches!(*completer, Completer::Owner(_)) { SlotMarks::PLAIN } else { SlotMarks::empty() };
+        let index = self.bios.insert(NewBio { outline, data, completer, marks: marks | plain });
         // It is one buffer.
         if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
             self.hold_back(index);
@@ -128,7 +137,7 @@ impl Queue {
 
     /// The rest of [`Queue::accept`] for a legal piece with pages of the kernel's.
     fn accept_pages(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
-        if matches!(*bio.end, End::Owner(_)) {
+        if matches!(*bio.completer, Completer::Owner(_)) {
             bio.marks.insert(SlotMarks::PLAIN);
         }
         let outline = bio.outline;

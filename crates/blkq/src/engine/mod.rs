@@ -3,6 +3,7 @@
 //! A turn is: reap completions, complete requests in a batch, let the sources parse what
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
+pub(crate) mod local;
 #[cfg(simulation)]
 mod simulated;
 mod worker;
@@ -16,15 +17,15 @@ use crate::bio::{Bio, Completion};
 use crate::clock::{monotonic_ns, time_until};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind};
-use crate::kick::Kick;
 use crate::limits::QueueLimits;
-use crate::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::queue::Queue;
+use crate::queue::hang::Look;
+use crate::queue::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
+use crate::remote::kick::Kick;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, FileSlot, Registrar, Ring, Token, policy};
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, lock, try_lock};
-use crate::watch::Look;
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
@@ -274,7 +275,7 @@ impl EngineHandle {
     }
 
     /// Has the engine look for what has been in flight in its queues for more than `limit_ns`
-    /// at `now_ns` of the monotonic clock: see [`watch`](crate::watch). Does not wait. An
+    /// at `now_ns` of the monotonic clock: see [`watch`](crate::queue::hang). Does not wait. An
     /// engine that does not answer for long is itself what hangs.
     pub fn look(&self, now_ns: u64, limit_ns: u64) -> Looked {
         let (found, looked) = channel();

@@ -1,94 +1,18 @@
 //! How the end of a bio reaches whoever asked for it.
 
-use std::fmt;
 use std::mem::ManuallyDrop;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bio::{BioFlags, Completion, Operation};
 use crate::buffer::Data;
+use crate::completer::Completer;
 use crate::error::{IoResult, Status};
-use crate::gate::Direction;
 use crate::queue::Queue;
-use crate::request::{Request, RequestState, Tag};
-use crate::slab::{BioSlot, FlushStep, NIL, SlotMarks};
+use crate::remote::gate::Direction;
+use crate::request::NIL;
+use crate::request::{Request, RequestState};
+use crate::slab::{BioSlot, FlushStep, SlotMarks};
 use crate::stats::{Counter, StatsBatch};
-use crate::sync::{Arc, Condvar, Mutex, lock};
-
-/// Called once with the result of a bio and its data; must not block. It runs on the thread that
-/// owns the queue; while no thread owns it, on one that submits to it, before its call of `submit`
-/// returns. So it must not lock what a submitter holds.
-pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
-
-/// What happens when a bio ends.
-pub(crate) enum End {
-    /// A [`Completion`](crate::Completion) with this mark goes to the queue's owner.
-    Owner(u64),
-    /// The callback runs. Boxed twice to be one word.
-    Callback(Box<Callback>),
-    /// A waiting thread is told.
-    Waiter(Arc<Waiter>),
-    /// Nothing: the slot is a part of another bio, or its end was taken.
-    Taken,
-}
-
-impl End {
-    /// Tells whoever waits on another thread. A callback that panics is that thread's
-    /// defect; the queue goes on for all others.
-    pub fn tell(self, result: IoResult, data: Data) {
-        match self {
-            End::Callback(callback) => {
-                let call = AssertUnwindSafe(move || callback(result, data));
-                // The panic hook has printed it.
-                let _ = catch_unwind(call);
-            }
-            End::Waiter(waiter) => waiter.end(result, data),
-            End::Owner(_) | End::Taken => {}
-        }
-    }
-}
-
-impl fmt::Debug for End {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            End::Owner(mark) => write!(f, "Owner({mark})"),
-            End::Callback(_) => f.write_str("Callback"),
-            End::Waiter(_) => f.write_str("Waiter"),
-            End::Taken => f.write_str("Taken"),
-        }
-    }
-}
-
-/// One bio that a thread waits for.
-pub(crate) struct Waiter {
-    ended: Mutex<Option<(IoResult, Data)>>,
-    signal: Condvar,
-}
-
-impl Waiter {
-    pub fn new() -> Arc<Waiter> {
-        Arc::new(Waiter { ended: Mutex::new(None), signal: Condvar::new() })
-    }
-
-    /// Tells the waiting thread.
-    pub fn end(&self, result: IoResult, data: Data) {
-        *lock(&self.ended) = Some((result, data));
-        self.signal.notify_one();
-    }
-
-    /// Waits for the end.
-    pub fn wait(&self) -> (IoResult, Data) {
-        let mut ended = lock(&self.ended);
-        loop {
-            if let Some(end) = ended.take() {
-                return end;
-            }
-            ended = match self.signal.wait(ended) {
-                Ok(guard) => guard,
-                Err(poisoned) => poisoned.into_inner(),
-            };
-        }
-    }
-}
+use crate::tags::Tag;
 
 impl Queue {
     /// Ends what the driver completed: one clock reading, one return of tags, one update
@@ -234,12 +158,14 @@ impl Queue {
         if slot.marks.contains(SlotMarks::GATED) {
             self.gate_owed[usize::from(slot.operation.is_write())] += 1;
         }
-        let (data, parent, end) = (slot.take_data(), slot.parent, slot.take_end());
+        let (data, parent, completer) = (slot.take_data(), slot.parent, slot.take_completer());
         self.bios.remove(index);
-        match end {
-            End::Owner(user_data) => self.done.push(Completion { user_data, result, data }),
-            End::Callback(_) | End::Waiter(_) => self.untold.push((end, result, data)),
-            End::Taken => self.end_part(parent, result),
+        match completer {
+            Completer::Owner(user_data) => self.done.push(Completion { user_data, result, data }),
+            Completer::Callback(_) | Completer::Waiter(_) => {
+                self.remote_completions.push((completer, result, data))
+            }
+            Completer::None => self.end_part(parent, result),
         }
     }
 
@@ -253,11 +179,11 @@ impl Queue {
     /// Tells other threads of bios that ended, when all that is counted of them is.
     #[inline]
     pub(crate) fn tell_ended(&mut self) {
-        if self.untold.is_empty() {
+        if self.remote_completions.is_empty() {
             return;
         }
-        for (end, result, data) in self.untold.drain(..) {
-            end.tell(result, data);
+        for (completer, result, data) in self.remote_completions.drain(..) {
+            completer.notify(result, data);
         }
     }
 

@@ -20,11 +20,11 @@ use crate::clock::monotonic_ns;
 use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Taken};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
-use crate::request::Tag;
+use crate::remote::kick::Wake;
 use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock};
-use crate::tags::Wake;
+use crate::tags::Tag;
 
 use model::Delays;
 pub use model::{NullBlocking, NullCounters, SeekModel};

@@ -14,11 +14,23 @@ mod tests;
 use std::sync::Arc;
 
 use crate::layout::{CachePadded, HotField, Writer};
-use crate::request::Tag;
+use crate::remote::kick::Wake;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
 
-pub use wait::{WAITERS_MAX, WaiterId, Wake};
+pub use wait::{WAITERS_MAX, WaiterId};
+
+/// The number of a request within its tag set: 0 to one below the set's size.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct Tag(pub u16);
+
+impl Tag {
+    /// The tag as an index.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
 
 /// A user of shared tags may always hold this many, whatever its share is
 /// (the kernel's `hctx_may_queue`).

@@ -12,10 +12,11 @@ use crate::bio::{BioFlags, Operation};
 use crate::clock::monotonic_ns;
 use crate::error::IoResult;
 use crate::queue::Queue;
-use crate::request::{Request, RequestState, Tag};
+use crate::request::{Request, RequestState};
 use crate::ring::Ring;
 use crate::slab::FlushStep;
 use crate::stats::{Counter, StatGroup};
+use crate::tags::Tag;
 
 /// How long data of other sequences in flight may delay a flush (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;

@@ -13,10 +13,11 @@ use std::fmt;
 use crate::bio::{BioFlags, Operation};
 use crate::error::IoResult;
 use crate::queue::Queue;
-use crate::request::{Request, RequestState, Tag};
+use crate::request::NIL;
+use crate::request::{Request, RequestState};
 use crate::sector::Sector;
-use crate::slab::NIL;
 use crate::stats::Counter;
+use crate::tags::Tag;
 
 /// Requests of a queue that are told of one by one, until they end; of more there is only
 /// the number.

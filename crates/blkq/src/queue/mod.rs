@@ -5,27 +5,38 @@
 //! The ring is lent to every call that may reach the driver, because one thread has one
 //! ring and perhaps several queues.
 
+mod complete;
+mod dispatch;
+mod flush;
+pub mod hang;
+mod merge;
+mod parts;
+pub mod plug;
+mod pull;
+mod submit;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::accept::FastLimits;
 use crate::bio::Completion;
 use crate::buffer::{Data, IoBuffer};
 use crate::clock::Clock;
-use crate::completion::End;
+use crate::completer::Completer;
 use crate::disk::{Disk, HardwareQueue, Settings};
 use crate::driver::{DriverContext, DriverQueue};
 use crate::error::{Error, ErrorKind, IoResult, Status};
-use crate::flush::FlushMachine;
 use crate::limits::QueueLimits;
-use crate::plug::Plug;
-use crate::request::{Request, Tag};
+use crate::queue::flush::FlushMachine;
+use crate::queue::hang::Watch;
+use crate::queue::plug::Plug;
+use crate::queue::submit::FastLimits;
+use crate::request::Request;
 use crate::ring::{Cqe, Registrar, Ring};
 use crate::sched::Scheduler;
 use crate::slab::{BioList, BioSlab};
 use crate::stats::StatsWriter;
+use crate::tags::Tag;
 use crate::tags::{TagHint, TagSet, WaiterId};
-use crate::watch::Watch;
 
 /// Bios that a queue takes for each of its tags before it refuses more.
 const BIOS_PER_TAG: u32 = 8;
@@ -63,8 +74,8 @@ pub(crate) struct Queue {
     pub(crate) flush: FlushMachine,
     pub(crate) completed: Vec<(Tag, IoResult)>,
     pub(crate) done: Vec<Completion>,
-    /// Ends that other threads are to be told of.
-    pub(crate) untold: Vec<(End, IoResult, Data)>,
+    /// Completions that other threads wait for.
+    pub(crate) remote_completions: Vec<(Completer, IoResult, Data)>,
     pub(crate) clock: Clock,
     pub(crate) stats: StatsWriter,
     /// Between `enter` and `leave`: limits and settings stay as they are.
@@ -163,7 +174,7 @@ impl Queue {
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completed: Vec::with_capacity(slots),
             done: Vec::with_capacity(slots),
-            untold: Vec::new(),
+            remote_completions: Vec::new(),
             clock: Clock::new(settings.clock),
             stats: StatsWriter::over(disk.hardware_queue(index).stats.clone()),
             settings,
@@ -390,7 +401,9 @@ impl Drop for Queue {
         // Memory of I/O in flight belongs to the kernel until it completes: LocalQueue and Engine
         // drain a queue before they drop it. What a panic leaves is leaked, not freed.
         if self.bios.len() > 0 {
-            self.bios.take_ends().for_each(|end| end.tell(Err(Status::Offline), Data::None));
+            self.bios
+                .take_completers()
+                .for_each(|completer| completer.notify(Err(Status::Offline), Data::None));
             std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
             std::mem::forget(std::mem::replace(&mut self.zeroes, IoBuffer::zeroed(0)));
         }

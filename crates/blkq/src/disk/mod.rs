@@ -4,22 +4,24 @@
 #[cfg(all(test, any(loom, shuttle)))]
 mod model;
 
+pub(crate) mod freeze;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::ClockMode;
-use crate::control::DiskControl;
+use crate::disk::freeze::DiskControl;
 use crate::driver::{Change, Driver};
+use crate::engine::local::LocalQueue;
 use crate::error::{Error, ErrorKind, Status};
-use crate::gate::{Direction, GateCounters, RequestGate};
-use crate::kick::Kick;
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
-use crate::local::LocalQueue;
+use crate::remote::gate::{Direction, GateCounters, RequestGate};
+use crate::remote::kick::Kick;
+use crate::remote::software::SoftwareQueues;
+use crate::remote::submitter::{self, Submitter};
 use crate::sched::SchedulerKind;
-use crate::software::SoftwareQueues;
 use crate::stats::{QueueStats, StatsSnapshot};
-use crate::submitter::{self, Submitter};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
@@ -294,7 +296,7 @@ impl Disk {
         [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
     }
 
-    /// Whether queue `index` has nothing to look for ([`watch`](crate::watch)): neither
+    /// Whether queue `index` has nothing to look for ([`watch`](crate::queue::hang)): neither
     /// requests, nor bios that a freeze or want of a tag keeps from being requests.
     pub fn is_at_rest(&self, index: usize) -> bool {
         // Bios without a tag wait in a queue without requests only in these two cases.
@@ -502,8 +504,8 @@ impl Disk {
 
     fn end_staged(&self, index: usize) {
         for staged in self.queues[index].software.take_all() {
-            for (bio, end) in staged.bios {
-                end.tell(Err(Status::Offline), bio.data);
+            for (bio, completer) in staged.bios {
+                completer.notify(Err(Status::Offline), bio.data);
             }
             self.gate.leave(submitter::direction(staged.operation), 1);
         }

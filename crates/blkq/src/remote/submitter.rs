@@ -6,11 +6,11 @@ use std::sync::Arc;
 use crate::bio::{Bio, BioFlags, Operation};
 use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment, SegmentOwner};
 use crate::clock::monotonic_ns;
-use crate::completion::{Callback, End, Waiter};
+use crate::completer::{Callback, Completer, Waiter};
 use crate::disk::{Disk, HardwareQueue};
 use crate::error::{IoResult, Status};
-use crate::gate::{Batcher, Direction};
 use crate::limits::QueueLimits;
+use crate::remote::gate::{Batcher, Direction};
 use crate::sector::Sector;
 
 /// Submits bios from any thread. One for each thread: make it with
@@ -59,7 +59,7 @@ impl Submitter {
     /// if no thread owns the queue, before this returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
         let callback: Callback = Box::new(callback);
-        self.stage(bio, End::Callback(Box::new(callback)));
+        self.stage(bio, Completer::Callback(Box::new(callback)));
     }
 
     /// Submits `bio` if the device has room for it.
@@ -72,16 +72,16 @@ impl Submitter {
         if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
         }
-        self.shared().software.push(self.software, bio, End::Callback(Box::new(callback)));
+        self.shared().software.push(self.software, bio, Completer::Callback(Box::new(callback)));
         self.shared().kick.kick();
         disk.end_staged_if_closed(self.queue);
         Ok(())
     }
 
-    /// Does `bio` and waits for its end.
+    /// Submits `bio` and waits for its completion.
     pub fn submit_and_wait(&mut self, bio: Bio) -> (IoResult, Data) {
         let waiter = Waiter::new();
-        self.stage(bio, End::Waiter(waiter.clone()));
+        self.stage(bio, Completer::Waiter(waiter.clone()));
         waiter.wait()
     }
 
@@ -96,20 +96,20 @@ impl Submitter {
         }
     }
 
-    fn stage(&mut self, bio: Bio, end: End) {
+    fn stage(&mut self, bio: Bio, completer: Completer) {
         self.refresh();
         let disk = self.disk.clone();
         let shared = disk.hardware_queue(self.queue);
-        let (bio, end) = if self.merge {
-            match shared.software.try_merge(self.software, bio, end, &self.limits) {
+        let (bio, completer) = if self.merge {
+            match shared.software.try_merge(self.software, bio, completer, &self.limits) {
                 Ok(()) => return,
                 Err(back) => back,
             }
         } else {
-            (bio, end)
+            (bio, completer)
         };
         disk.gate.enter(direction(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
-        shared.software.push(self.software, bio, end);
+        shared.software.push(self.software, bio, completer);
         shared.kick.kick();
         disk.end_staged_if_closed(self.queue);
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::pending::PendingMap;
+use crate::remote::pending::PendingMap;
 use crate::sync::{model, thread};
 
 /// Submitters mark work, `rounds` times each, and kick; the owner sleeps in between. A kick
