@@ -16,10 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
-use blkq::Wake;
 use blkq::{
     Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, Operation, QueueLimits, Registrar, Status,
-    Tag, Taken,
+    Tag, Taken, Wake,
 };
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{Listen, NbdOptions, NbdServer};

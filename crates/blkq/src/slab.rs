@@ -144,8 +144,8 @@ impl BioSlot {
     pub fn take_completer(&mut self) -> Completer {
         match std::mem::replace(&mut self.completer_kind, CompleterKind::None) {
             CompleterKind::Owner => Completer::Owner(self.completer_word),
-            // SAFETY: `set_completer` took it apart, and the kind says that it was not taken since.
             CompleterKind::Callback => {
+                // SAFETY: `set_completer` took it apart, and the kind says that it was not taken since.
                 Completer::Callback(unsafe { Box::from_raw(self.completer_word as *mut _) })
             }
             CompleterKind::Waiter => {

@@ -9,11 +9,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blkq::Wake;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
-    QueueLimits, Registrar, Sector, Source, SourceContext, Tag, Taken,
+    QueueLimits, Registrar, Sector, Source, SourceContext, Tag, Taken, Wake,
 };
 use common::{Behaviour, Device, Finish, filled, plain_limits};
 

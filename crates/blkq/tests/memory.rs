@@ -9,10 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use blkq::Wake;
 use blkq::{
     Bio, Disk, Driver, DriverContext, DriverQueue, Error, Operation, QueueLimits, Registrar, Sector, Status,
-    Tag, Taken,
+    Tag, Taken, Wake,
 };
 use common::{Behaviour, Device, filled, plain_limits, run};
 
