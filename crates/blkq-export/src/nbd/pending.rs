@@ -29,8 +29,10 @@ impl Pending {
 pub(super) struct PendingTable {
     requests: Vec<Pending>,
     free: Vec<u32>,
-    /// Which are free, while it is searched. Kept for its room.
+    /// Which are free, while they are searched. Kept for its room.
     is_free: Vec<bool>,
+    /// The ranges that were written to when they were searched last: disjoint, and by offset.
+    writes: Vec<Range<u64>>,
 }
 
 impl PendingTable {
@@ -57,18 +59,34 @@ impl PendingTable {
         self.requests.get(index as usize)
     }
 
-    /// Whether one of them writes to bytes of `range`.
-    pub fn writes_to(&mut self, range: &Range<u64>) -> bool {
+    /// Finds out which ranges they write to.
+    pub fn find_writes(&mut self) {
         self.is_free.clear();
         self.is_free.resize(self.requests.len(), false);
         for index in &self.free {
             self.is_free[*index as usize] = true;
         }
-        self.requests.iter().zip(&self.is_free).any(|(pending, is_free)| {
+        self.writes.clear();
+        for (pending, is_free) in self.requests.iter().zip(&self.is_free) {
             let writes = matches!(pending.command, Command::Write | Command::Trim | Command::WriteZeroes);
-            let offset = pending.to.offset;
-            !is_free && writes && offset < range.end && range.start < offset + pending.length
-        })
+            if writes && !is_free {
+                self.writes.push(pending.to.offset..pending.to.offset + pending.length);
+            }
+        }
+        self.writes.sort_unstable_by_key(|range| range.start);
+        self.writes.dedup_by(|next, range| {
+            let joined = next.start <= range.end;
+            if joined {
+                range.end = range.end.max(next.end);
+            }
+            joined
+        });
+    }
+
+    /// Whether one of them wrote to bytes of `range` at the last [`PendingTable::find_writes`].
+    pub fn wrote_to(&self, range: &Range<u64>) -> bool {
+        let first = self.writes.partition_point(|written| written.end <= range.start);
+        self.writes.get(first).is_some_and(|written| written.start < range.end)
     }
 }
 
@@ -87,13 +105,24 @@ mod tests {
         };
         let read = table.remember(pending(Command::Read, 0, 8192));
         let write = table.remember(pending(Command::Write, 1024, 1024));
-        assert!(!table.writes_to(&(0..1024)) && !table.writes_to(&(2048..4096)));
-        assert!(table.writes_to(&(0..1025)) && table.writes_to(&(2047..4096)));
+        let writes_to = |table: &mut PendingTable, range: Range<u64>| {
+            table.find_writes();
+            table.wrote_to(&range)
+        };
+        assert!(!writes_to(&mut table, 0..1024) && !writes_to(&mut table, 2048..4096));
+        assert!(writes_to(&mut table, 0..1025) && writes_to(&mut table, 2047..4096));
         table.recall(write);
-        assert!(!table.writes_to(&(0..4096)));
+        assert!(!writes_to(&mut table, 0..4096));
         let trim = table.remember(pending(Command::Trim, 0, 512));
         assert_eq!(trim, write);
-        assert!(table.writes_to(&(0..4096)));
+        assert!(writes_to(&mut table, 0..4096));
         table.recall(read);
+        table.remember(pending(Command::WriteZeroes, 4096, 4096));
+        table.remember(pending(Command::Write, 6144, 512));
+        table.remember(pending(Command::Write, 9216, 512));
+        table.find_writes();
+        assert_eq!(table.writes, [0..512, 4096..8192, 9216..9728]);
+        let found = [3584, 4096, 7680, 8192, 8704, 9216, 9728].map(|at| table.wrote_to(&(at..at + 512)));
+        assert_eq!(found, [false, true, true, false, false, true, false]);
     }
 }

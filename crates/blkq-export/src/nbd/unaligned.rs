@@ -356,7 +356,13 @@ impl Unaligned {
                 self.at_once.push((key, pending.remember(write.pending)));
             }
         }
-        self.unchecked = session.check(|range| pending.writes_to(range));
+        let mut found = false;
+        self.unchecked = session.check(|range| {
+            if !std::mem::replace(&mut found, true) {
+                pending.find_writes();
+            }
+            pending.wrote_to(range)
+        });
         session.take_granted(&mut self.granted);
         drop(session);
         let mut at_once = std::mem::take(&mut self.at_once);
