@@ -198,6 +198,34 @@ proptest! {
     }
 }
 
+/// A file grows behind its last, partial block while a byte of that block is written, and the
+/// device with it.
+#[test]
+fn a_write_to_the_end_leaves_bytes_that_a_resize_brings() {
+    const SIZE: u64 = 10_001;
+    for (queues, direct_io) in [(1, DirectIo::Off), (2, DirectIo::Off), (1, DirectIo::On)] {
+        let image = Image::new(SIZE);
+        let driver =
+            Fault::new(image.driver(4096, direct_io), "delay=100ms,op=read".parse::<FaultSpec>().unwrap());
+        let options = bytes();
+        let lock = options.unaligned.clone().unwrap();
+        let served = serve(Box::new(driver.unwrap()), queues, options);
+        let mut client = served.client(ReplyStyle::Structured);
+        client.send(1, 0, 1, SIZE - 1, 1, &[1]);
+        wait_until("the last block is being read", || served.disk.stats().in_flight[0] == 1);
+        let mut file = File::options().append(true).open(&image.0).unwrap();
+        std::io::Write::write_all(&mut file, &[2; 10_000]).unwrap();
+        assert_eq!(lock.resize(&served.disk, None).unwrap(), SIZE + 10_000);
+        assert_eq!(client.reply(|_| 0).error, 0);
+        assert_eq!(served.client(ReplyStyle::Simple).call(3, 0, 0, 0, &[]).0, 0);
+        let found = std::fs::read(&image.0).unwrap();
+        assert!(
+            found[SIZE as usize - 1..] == [&[1][..], &[2; 10_000]].concat(),
+            "{queues} queues, {direct_io:?}"
+        );
+    }
+}
+
 /// Clients on several engines that write neighbouring bytes of the same blocks, with many requests
 /// in flight: everybody finds their own.
 #[test]

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkq::{Disk, EngineThread, ErrorKind};
-use blkq_export::nbd::{ConnectionInfo, NbdServer, NbdSwitches, Paused, TlsCertificates};
+use blkq_export::nbd::{ConnectionInfo, NbdServer, NbdSwitches, Paused, RangeLock, TlsCertificates};
 use blkq_export::ublk::{Claimed, IdleWatch, UblkDevice};
 
 use crate::autoclear::Autoclear;
@@ -81,6 +81,8 @@ struct Running {
     /// One per hardware queue. They end with the last use of this, before the disk.
     _engines: Vec<EngineThread>,
     disk: Arc<Disk>,
+    /// The lock of its servers, if they serve parts of blocks.
+    unaligned: Option<Arc<RangeLock>>,
 }
 
 impl Device {
@@ -298,7 +300,10 @@ impl Device {
         } else {
             None
         };
-        let bytes = running.disk.resize(bytes)?;
+        let bytes = match &running.unaligned {
+            Some(lock) => lock.resize(&running.disk, bytes)?,
+            None => running.disk.resize(bytes)?,
+        };
         if let Some(ublk) = &running.ublk {
             ublk.resize(bytes).inspect_err(|_| {
                 // As it was; what is said is why.

@@ -224,7 +224,8 @@ impl Device {
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
-        let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk };
+        let unaligned = options.unaligned.clone();
+        let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk, unaligned };
         for listen in listen {
             match NbdServer::start(listen, options.clone(), &handles) {
                 Ok(server) => running.servers.push(server),

@@ -23,6 +23,13 @@ use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use blkq::{Disk, Error, ErrorKind};
+
+/// How long a resize waits for the writes to the end of the device.
+const RESIZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Has the thread of a member call [`Member::try_enter`] soon.
 pub(super) type Wake = Arc<dyn Fn() + Send + Sync>;
@@ -130,6 +137,38 @@ impl RangeLock {
         self.taken.load(Relaxed) > 0
     }
 
+    /// Resizes `disk` while no write to the last part of a block is under way, as [`Disk::resize`]
+    /// does. Such a write would put back the padding that it read, over bytes that the disk has by
+    /// then.
+    ///
+    /// # Errors
+    /// Those of [`Disk::resize`]; [`ErrorKind::Busy`] too if writes in flight do not complete.
+    pub fn resize(self: &Arc<Self>, disk: &Disk, bytes: Option<u64>) -> Result<u64, Error> {
+        let thread = thread::current();
+        let mut member = self.join(Arc::new(move || thread.unpark()));
+        let until = Instant::now() + RESIZE_TIMEOUT;
+        let (mut granted, end) = (Vec::new(), disk.limits().whole_bytes());
+        member.enter().lock(end..u64::MAX, 0);
+        loop {
+            let mut session = member.enter();
+            session.check(|_| false);
+            session.take_granted(&mut granted);
+            drop(session);
+            if !granted.is_empty() {
+                return disk.resize(bytes);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let message = format!(
+                    "writes to the end of the device did not complete within {} s",
+                    RESIZE_TIMEOUT.as_secs()
+                );
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
+            thread::park_timeout(left);
+        }
+    }
+
     /// Makes a source a member. Its writes count from now on.
     pub(super) fn join(self: &Arc<Self>, wake: Wake) -> Member {
         let state = MemberState { wake, woken: false, granted: Vec::new(), unchecked: Vec::new() };
@@ -168,6 +207,12 @@ impl Member {
         };
         Some(self.lock.session(table, self.index, &mut self.to_wake))
     }
+
+    /// The same for a thread that may wait for others.
+    fn enter(&mut self) -> Session<'_> {
+        let table = self.lock.table.lock().unwrap_or_else(PoisonError::into_inner);
+        self.lock.session(table, self.index, &mut self.to_wake)
+    }
 }
 
 impl RangeLock {
@@ -186,14 +231,14 @@ impl RangeLock {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        let table = self.lock.table.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut session = self.lock.session(table, self.index, &mut self.to_wake);
-        let own = |(_, entry): &(&u64, &Entry)| entry.member == self.index;
+        let index = self.index;
+        let mut session = self.enter();
+        let own = |(_, entry): &(&u64, &Entry)| entry.member == index;
         let tickets: Vec<u64> =
             session.table().entries.iter().filter(own).map(|(ticket, _)| *ticket).collect();
         tickets.into_iter().for_each(|ticket| session.release(ticket));
         session.check(|_| false);
-        session.table().members[self.index] = None;
+        session.table().members[index] = None;
     }
 }
 

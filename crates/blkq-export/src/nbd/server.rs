@@ -58,7 +58,7 @@ pub struct NbdOptions {
     pub transfer_timeout_s: u64,
     /// Serves every byte: clients may begin and end anywhere, also in the middle of a block, and
     /// are shown a size that is no multiple of one. All servers of a disk need the same lock, and
-    /// nothing but these servers may write to the disk. `None`: requests are whole logical blocks,
+    /// nothing but these servers may write to the disk, which is resized by [`RangeLock::resize`]. `None`: requests are whole logical blocks,
     /// and so is the size.
     pub unaligned: Option<Arc<RangeLock>>,
     /// TLS, if it is offered.
