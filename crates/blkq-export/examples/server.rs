@@ -1,0 +1,27 @@
+//! An NBD server inside of a program: serves 64 MiB of memory until its standard input closes.
+//! `cargo run -p blkq-export --example server -- /tmp/scratch.sock`
+
+use std::io::Read;
+
+use blkq::drivers::ram::Ram;
+use blkq::{Disk, EngineThread, StatGroup};
+use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let socket = std::env::args().nth(1).ok_or("usage: server SOCKET")?;
+
+    // Any driver will do: `blkq::drivers::open` opens them by name.
+    let disk = Disk::builder(Box::new(Ram::new(64 << 20, 4096, false)?)).build()?;
+    let engine = EngineThread::spawn("queue-0", vec![(disk.clone(), 0)])?;
+
+    let export = NbdExport { name: "scratch".into(), description: "in memory".into(), queue: 0 };
+    let options = NbdOptions { exports: vec![export], ..NbdOptions::default() };
+    let server = NbdServer::start(Listen::Unix(socket.into()), options, &[engine.handle().clone()])?;
+    println!("{}", server.uri());
+
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    server.stop(true)?;
+    let writes = disk.stats()[StatGroup::Write].ios;
+    println!("{writes} writes");
+    Ok(())
+}
