@@ -1,13 +1,24 @@
-//! Directories of certificates that are wrong in ways which would let in who is to be kept out.
+//! Directories of certificates that are wrong in ways which would let in strangers, and handshakes
+//! while the engine's worker is busy.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod nbd;
 
+use std::io::Write;
+use std::ops::Range;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 
-use blkq_export::nbd::TlsCertificates;
+use blkq::{Driver, DriverQueue, Error, Extent, QueueLimits, Registrar, Wake};
+use blkq_export::nbd::reply::ReplyStyle;
+use blkq_export::nbd::{NbdOptions, TlsCertificates, TlsOptions};
 use nbd::pki::Pki;
+use nbd::{option_bytes, options, ram, serve, wait_until};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 const SERVER: [(&str, &str); 2] =
     [("server-cert.pem", "server-cert.pem"), ("server-key.pem", "server-key.pem")];
@@ -130,4 +141,73 @@ fn certificates_are_reloaded_as_a_whole_or_not_at_all() {
     let why = certificates.reload().unwrap_err().to_string();
     assert!(why.contains("ca-cert.pem: it was there before"), "{why}");
     assert!(certificates.verifies_clients());
+}
+
+/// A RAM disk that finds out its extents when it is let.
+struct SlowExtents {
+    disk: Box<dyn Driver>,
+    let_go: Mutex<Receiver<()>>,
+}
+
+impl Driver for SlowExtents {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        self.disk.limits()
+    }
+
+    fn open_queue(
+        &self,
+        index: u16,
+        tags: usize,
+        ring: Option<Registrar<'_>>,
+        wake: Arc<dyn Wake>,
+    ) -> Result<Box<dyn DriverQueue>, Error> {
+        self.disk.open_queue(index, tags, ring, wake)
+    }
+
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        self.let_go.lock().unwrap().recv().unwrap();
+        self.disk.extents(range, max)
+    }
+}
+
+#[test]
+fn a_slow_block_status_delays_no_handshake() {
+    let pki = Pki::new();
+    let certificates = TlsCertificates::load(&pki.gather("slow", &SERVER)).unwrap();
+    let tls = Some(TlsOptions { certificates, required: false });
+    let (let_go, receiver) = channel();
+    let driver = SlowExtents { disk: ram(), let_go: Mutex::new(receiver) };
+    let served = serve(Box::new(driver), 1, NbdOptions { tls, ..options() });
+    // Dropped before the server, if this fails.
+    let let_go = let_go;
+    let mut clear = served.client(ReplyStyle::Structured);
+    clear.send(7, 0, 1, 0, 4096, &[]);
+    wait_until("the status is asked for", || served.server.connections()[0].in_flight == 1);
+
+    let mut stream = served.raw();
+    let take = |bytes| std::io::Read::read_exact(&mut &stream, &mut vec![0; bytes]);
+    take(18).unwrap();
+    (&stream).write_all(&[&3u32.to_be_bytes()[..], &option_bytes(5, &[])].concat()).unwrap();
+    take(20).unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(pki.file("ca-cert.pem")).unwrap()).unwrap();
+    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let mut tls = ClientConnection::new(Arc::new(config), "localhost".try_into().unwrap()).unwrap();
+    while tls.is_handshaking() {
+        tls.complete_io(&mut stream).expect("the handshake goes on");
+    }
+    let mut secure = StreamOwned::new(tls, stream);
+    secure.write_all(&option_bytes(7, b"\0\0\0\0\0\0")).unwrap();
+    std::io::Read::read_exact(&mut secure, &mut [0; 20]).expect("options are answered");
+
+    let_go.send(()).unwrap();
+    assert_eq!(clear.reply(|_| 0).error, 0);
 }

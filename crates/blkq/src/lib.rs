@@ -113,7 +113,7 @@ pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, Taken
 #[cfg(simulation)]
 pub use engine::SimulatedEngine;
 pub use engine::local::LocalQueue;
-pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId};
+pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;
 pub use remote::kick::Wake;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, SourceId};
+use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, SourceId, Worker};
 use io_uring::{opcode, types};
 
 use crate::buffers::BufferPool;
@@ -82,6 +82,8 @@ pub(super) struct Core {
     pub receive_backoffs: u64,
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
+    /// Makes the signatures of handshakes.
+    handshakes: Worker,
 }
 
 impl Core {
@@ -167,9 +169,9 @@ impl Core {
     }
 
     /// Has a worker go on with the handshake of TLS: a signature takes up to some milliseconds, in
-    /// which the engine serves others.
-    pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &mut SourceContext<'_>) {
-        cx.offload(move || {
+    /// which the engine serves others. The engine's worker may be busy with extents for much longer.
+    pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &SourceContext<'_>) {
+        cx.offload_to(&mut self.handshakes, move || {
             tls.shake_hands();
             Box::new(Message::Handshake(slot, tls))
         });
@@ -241,6 +243,7 @@ impl NbdSource {
                 paced: 0,
                 receive_backoffs: 0,
                 deadline_ns: u64::MAX,
+                handshakes: Worker::new("blkq-worker-tls"),
             },
             registry,
             arrivals,

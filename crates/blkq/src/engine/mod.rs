@@ -29,7 +29,8 @@ use crate::sync::{Mutex, lock, try_lock};
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
-use worker::{Job, Worker};
+use worker::Job;
+pub use worker::Worker;
 
 /// Submissions that an engine's ring has room for.
 const RING_ENTRIES: u32 = 512;
@@ -208,9 +209,23 @@ impl SourceContext<'_> {
     /// through [`Source::on_message`], unless the source is gone by then. For what may block:
     /// SEEK_HOLE, getaddrinfo. A job that panics delivers nothing.
     pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {
-        let (handle, id) = (self.handle.clone(), self.id);
-        let work: Job = Box::new(move || handle.send(id, job()));
+        let work = self.work(job);
         self.worker.run(work);
+    }
+
+    /// The same on a thread of the source's own: `job` waits for none of other kinds.
+    pub fn offload_to(
+        &self,
+        worker: &mut Worker,
+        job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static,
+    ) {
+        worker.run(self.work(job));
+    }
+
+    /// Delivers what `job` returns.
+    fn work(&self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) -> Job {
+        let (handle, id) = (self.handle.clone(), self.id);
+        Box::new(move || handle.send(id, job()))
     }
 }
 
@@ -406,7 +421,7 @@ impl Engine {
             kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
-            worker: Worker::default(),
+            worker: Worker::new("blkq-worker"),
             exit: false,
         };
         (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));

@@ -1,4 +1,4 @@
-//! The thread on which an engine's sources do what may block.
+//! A thread on which an engine's sources do what may block.
 
 #[cfg(not(simulation))]
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,23 +13,29 @@ use super::STACK_BYTES;
 /// What a worker does.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread for what may block, started when first needed.
-#[derive(Default)]
+/// A thread for what may block, started when first needed. It exits when this is dropped and its jobs
+/// are done.
 #[cfg_attr(simulation, allow(dead_code, reason = "the simulated world has one thread"))]
-pub(super) struct Worker {
+pub struct Worker {
+    name: &'static str,
     jobs: Option<Sender<Job>>,
 }
 
 impl Worker {
+    /// A thread of that name, of at most 15 bytes.
+    pub fn new(name: &'static str) -> Worker {
+        Worker { name, jobs: None }
+    }
+
     /// The simulated world has one thread.
     #[cfg(simulation)]
-    pub fn run(&mut self, job: Job) {
+    pub(super) fn run(&mut self, job: Job) {
         job();
     }
 
     /// Has the thread do `job` after those before it.
     #[cfg(not(simulation))]
-    pub fn run(&mut self, job: Job) {
+    pub(super) fn run(&mut self, job: Job) {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (sender, receiver) = channel::<Job>();
             let body = move || {
@@ -39,7 +45,7 @@ impl Worker {
                     let _ = catch_unwind(AssertUnwindSafe(job));
                 }
             };
-            let builder = thread::Builder::new().name("blkq-worker".into()).stack_size(STACK_BYTES);
+            let builder = thread::Builder::new().name(self.name.into()).stack_size(STACK_BYTES);
             // Without a thread the receiver is gone, and the job runs below.
             let _ = builder.spawn(body);
             sender
