@@ -11,10 +11,11 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
 use blkq::drivers::{DriverSpec, parse_bytes};
-use blkq_cli::commands::attach::{Address, Args, image_text, parse_listen};
+use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::set::parse_setting;
 use blkq_cli::commands::{Cli, Command};
 use blkq_cli::failure::Failure;
+use blkq_cli::options::{Address, Record, image_text, parse_listen};
 use blkq_cli::size::format_size;
 use clap::Parser;
 use libfuzzer_sys::arbitrary::Unstructured;
@@ -66,11 +67,19 @@ fn line(text: &[u8]) {
     };
     match Cli::try_parse_from(words("blkq")) {
         Ok(Cli { command: Command::Attach(args) }) => {
-            assert!(args.depth > 0 && args.queues > 0 && args.max_connections != Some(0));
-            // The daemon is given the same words.
+            let options = args.options();
+            // State files of the format before have the same words.
             let after: Vec<OsString> = words("blkq").split_off(2);
-            let again = Args::from_words(&after).expect("the same words");
-            assert_eq!((again.image, again.offset, again.fault), (args.image, args.offset, args.fault));
+            assert_eq!(Args::options_from_words(&after), options);
+            match options {
+                // The daemon gets the same options.
+                Ok(options) => {
+                    assert!(options.depth > 0 && options.queues > 0 && options.max_connections != Some(0));
+                    let record = Record::new(&options).expect("options are JSON");
+                    assert_eq!(record.read(), Ok(options));
+                }
+                Err(failure) => one_line(&failure),
+            }
         }
         Ok(_) => {}
         Err(error) => drop(error.to_string()),
@@ -80,7 +89,7 @@ fn line(text: &[u8]) {
     if let Err(error) = Cli::try_parse_from(losetup) {
         drop(error.to_string());
     }
-    if let Err(failure) = Args::from_words(&words("x").split_off(1)) {
+    if let Err(failure) = Args::options_from_words(&words("x").split_off(1)) {
         one_line(&failure);
     }
 }
@@ -90,18 +99,13 @@ fn made_line(choices: &[u8]) {
     let Ok([joined, apart]) = blkq_fuzz::line(&mut u, None) else { return };
     let understood = blkq_fuzz::parse(&joined);
     assert_eq!(blkq_fuzz::parse(&apart), understood, "{joined:?} and {apart:?}");
-    // The daemon reads its words in its own way, which takes long here: not always.
+    // The words of a state file are read in a way of their own, which takes long here: not always.
     if apart[0] == "attach" && u.arbitrary::<u8>().is_ok_and(|choice| choice % 8 == 7) {
         let words: Vec<OsString> = apart[1..].iter().map(OsString::from).collect();
-        match Args::from_words(&words) {
-            Ok(args) => assert_eq!(
-                understood,
-                Some(format!("{:?}", Cli { command: Command::Attach(Box::new(args)) }))
-            ),
-            Err(failure) => {
-                one_line(&failure);
-                assert!(understood.is_none(), "{apart:?}: {failure}");
-            }
+        let options = Args::options_from_words(&words);
+        match Cli::try_parse_from(std::iter::once("blkq").chain(apart.iter().map(String::as_str))) {
+            Ok(Cli { command: Command::Attach(args) }) => assert_eq!(options, args.options(), "{apart:?}"),
+            _ => one_line(&options.expect_err("no options")),
         }
     }
 }

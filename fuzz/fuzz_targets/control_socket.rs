@@ -50,8 +50,8 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     // Confined, this process could not go on fuzzing.
     let words =
         ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];
-    let args = Args::from_words(&words.map(Into::into)).expect("good words");
-    let daemon = Daemon::start(&args, &mut Parent::none()).expect("a daemon");
+    let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
+    let daemon = Daemon::start(&options, &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
     directory.join("fuzz.control")
 });

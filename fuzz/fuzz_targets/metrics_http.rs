@@ -40,8 +40,8 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let address = format!("unix:{}", socket.display());
     // Confined, this process could not go on fuzzing.
     let words = ["ram:1M", "--name", "fuzz", "--export", "nbd", "--no-sandbox", "--metrics", &address];
-    let args = Args::from_words(&words.map(Into::into)).expect("good words");
-    let daemon = Daemon::start(&args, &mut Parent::none()).expect("a daemon");
+    let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
+    let daemon = Daemon::start(&options, &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
     socket
 });

@@ -7,12 +7,15 @@
 
 #![no_main]
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-use blkq_cli::commands::recover::attach_args;
+use blkq_cli::commands::attach::Args;
+use blkq_cli::commands::recover::attach_options;
 use blkq_cli::devices::{Entry, all};
+use blkq_cli::options::Record;
 use blkq_cli::state::{Dead, STATE_DIR_VARIABLE, StateDir, check_name, parse_state};
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
@@ -79,7 +82,16 @@ fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
         ("settings".to_owned(), json!(settings)),
     ]);
     if u.ratio(3, 4)? {
-        let [words, _] = blkq_fuzz::line(u, Some("attach"))?;
+        let [mut words, _] = blkq_fuzz::line(u, Some("attach"))?;
+        if u.ratio(1, 2)? {
+            let line: Vec<OsString> = words[1..].iter().map(OsString::from).collect();
+            if let Ok(options) = Args::options_from_words(&line) {
+                let record = Record::new(&options).expect("options are JSON");
+                assert_eq!(record.read(), Ok(options));
+                state.insert("attach_options".to_owned(), json!(record));
+            }
+            words.truncate(1);
+        }
         // A number that no kernel here has given to a device.
         let ublk = json!({ "id": u32::MAX, "cookie": u.arbitrary::<u64>()?, "words": words[1..], "directory": text(u)? });
         state.insert("ublk".to_owned(), ublk);
@@ -101,8 +113,8 @@ fn state(text: &[u8]) {
     let Some(state) = parse_state(text) else { return };
     let again = serde_json::to_vec(&state).expect("a state");
     assert_eq!(parse_state(&again).as_ref(), Some(&state));
-    match attach_args(&state) {
-        Ok(args) => assert!(state.ublk.is_some() && args.depth > 0 && args.queues > 0),
+    match attach_options(&state) {
+        Ok(options) => assert!(state.ublk.is_some() && options.depth > 0 && options.queues > 0),
         Err(failure) => assert!(!failure.to_string().contains('\n')),
     }
 }

@@ -19,10 +19,10 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, Uid, geteuid, getrlimit, setrlimit, setsid, umask};
 
-use crate::commands::attach::Args;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
+use crate::options::AttachOptions;
 use crate::pid_file::PidFile;
 use crate::serve::Device;
 use crate::signals::{Signal, Signals};
@@ -42,7 +42,7 @@ const ANSWER_STACK_BYTES: usize = 256 << 10;
 /// The process that started this daemon and waits for word from it, on standard output.
 #[derive(Debug)]
 pub struct Parent {
-    /// What standard output becomes when it has been told; `None` if nobody waits.
+    /// What standard input and output become when it has been notified; `None` if nobody waits.
     null: Option<std::fs::File>,
 }
 
@@ -62,15 +62,17 @@ impl Parent {
         Ok(Parent { null: Some(null.map_err(|e| Failure::new(format!("/dev/null: {e}")))?) })
     }
 
-    /// Gives the parent its one message, and lets go of standard output.
+    /// Sends the parent its one message, and releases standard input and output.
     ///
     /// # Errors
     /// If the parent is gone.
-    pub fn tell(&mut self, reply: &[u8]) -> Outcome {
+    pub fn notify(&mut self, reply: &[u8]) -> Outcome {
         let Some(null) = self.null.take() else { return Ok(()) };
         let mut stdout = std::io::stdout().lock();
-        let told = stdout.write_all(reply).and_then(|()| stdout.flush());
-        told.and_then(|()| Ok(rustix::stdio::dup2_stdout(null)?))
+        let written = stdout.write_all(reply).and_then(|()| stdout.flush());
+        written
+            .and_then(|()| Ok(rustix::stdio::dup2_stdin(&null)?))
+            .and_then(|()| Ok(rustix::stdio::dup2_stdout(null)?))
             .map_err(|e| Failure::new(format!("the command that started the daemon is gone: {e}")))
     }
 }
@@ -139,29 +141,29 @@ impl Daemon {
     ///
     /// # Errors
     /// Whatever keeps the device from being usable; nothing is left of it then.
-    pub fn start(args: &Args, parent: &mut Parent) -> Outcome<Daemon> {
+    pub fn start(options: &AttachOptions, parent: &mut Parent) -> Outcome<Daemon> {
         let inherited = systemd::take_listeners()?;
         let (dir, signals) = Daemon::begin()?;
-        let claim = match &args.name {
+        let claim = match &options.name {
             Some(name) => dir.claim(name)?,
-            None => dir.claim_unique(&args.default_name())?,
+            None => dir.claim_unique(&options.default_name())?,
         };
-        let open = |claim: &Claim| Device::open(args, claim, inherited);
-        Daemon::ready(claim, signals, args.pid_file.as_deref(), open, parent)
+        let open = |claim: &Claim| Device::open(options, claim, inherited);
+        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
     }
 
     /// As [`Daemon::start`], for the block device of a daemon that is gone.
     ///
     /// # Errors
     /// Whatever keeps the device from being taken over; it stays an orphan then.
-    pub fn recover(args: &Args, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
+    pub fn recover(options: &AttachOptions, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
         let (_, signals) = Daemon::begin()?;
         let Orphan { claim, state } = orphan;
         for ending in [".control", ".nbd"] {
             claim.remove_socket(ending)?;
         }
-        let open = |claim: &Claim| Device::recover(args, claim, state);
-        Daemon::ready(claim, signals, args.pid_file.as_deref(), open, parent)
+        let open = |claim: &Claim| Device::recover(options, claim, state);
+        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
     }
 
     /// What a daemon does first.
@@ -225,7 +227,7 @@ impl Daemon {
             if log::path().is_some() {
                 log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
             }
-            parent.tell(&reply_line(Ok(&info)))?;
+            parent.notify(&reply_line(Ok(&info)))?;
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
             Ok(pid_file)
         };
@@ -622,14 +624,15 @@ fn raise_limits() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::tests::options;
     use crate::state::tests::scratch;
 
     #[test]
     fn what_the_next_daemon_would_not_hear_of_is_not_set_well() {
         let dir = scratch("handover");
         let claim = dir.claim("a").unwrap();
-        let words = ["ram:1M", "--export", "nbd", "--no-sandbox"].map(Into::into);
-        let device = Device::open(&Args::from_words(&words).unwrap(), &claim, Vec::new()).unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _ended)) = (UnixStream::pair().unwrap(), channel());
         let shared = Shared {
             owner: geteuid(),

@@ -6,6 +6,7 @@ use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
 use crate::confine::Confinement;
+use crate::options::Record;
 
 /// A device. Sizes in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -50,6 +51,9 @@ pub struct DeviceInfo {
     pub sandbox: Confinement,
     /// How the backing file is read and written.
     pub direct_io: DirectIoInfo,
+    /// How it was attached. A daemon of an older version does not send it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attach_options: Option<Record>,
     /// What the device can do besides reading and writing.
     pub capabilities: Vec<String>,
     /// How it is set, in order.
@@ -73,6 +77,9 @@ pub struct StateFile {
     pub image: String,
     /// Where clients find it.
     pub exports: Vec<String>,
+    /// How it was attached, unless [`BlockDevice::words`] has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attach_options: Option<Record>,
     /// The kernel's block device, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
@@ -81,27 +88,31 @@ pub struct StateFile {
     pub settings: Vec<(String, String)>,
 }
 
-/// The kernel's block device, and what a new daemon needs to take it over.
+/// The kernel's block device.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BlockDevice {
     /// The number N of `/dev/ublkbN`; `u32::MAX` until it is made.
     pub id: u32,
-    /// Tells it from another device of that number.
+    /// It differs from that of another device of that number.
     pub cookie: u64,
-    /// The words of `blkq attach`.
+    /// How it was attached, in the format before [`StateFile::attach_options`]: the words of `blkq
+    /// attach`. Empty since, not omitted: a program that knows only them refuses to take the device
+    /// over, and without them would not know that there is one.
+    #[serde(default)]
     pub words: Vec<String>,
-    /// Where they were said.
+    /// The directory in which relative paths among these begin.
+    #[serde(default)]
     pub directory: PathBuf,
 }
 
 impl BlockDevice {
-    /// The device `identity`, attached in this directory with `words`.
-    pub fn new(identity: Identity, words: Vec<String>) -> BlockDevice {
+    /// The device `identity`.
+    pub fn new(identity: Identity) -> BlockDevice {
         let Identity { id, cookie } = identity;
-        BlockDevice { id, cookie, words, directory: std::env::current_dir().unwrap_or_default() }
+        BlockDevice { id, cookie, words: Vec::new(), directory: PathBuf::new() }
     }
 
-    /// The device that is meant.
+    /// What identifies it.
     pub fn identity(&self) -> Identity {
         Identity { id: self.id, cookie: self.cookie }
     }

@@ -1,24 +1,23 @@
 //! Starting a daemon: this program again, which reports on its standard output and stays.
 
-use std::ffi::OsString;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::control::{LINE_BYTES_MAX, Reply, reply_line};
-use crate::daemon::{Daemon, Parent};
+use crate::control::{LINE_BYTES_MAX, Reply};
 use crate::descriptors::inherit_standard_only;
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
+use crate::options::{AttachOptions, Record};
 use crate::print;
 
 /// How long a daemon that did not come up may take to end.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The hidden option that tells the daemon from the command that starts it.
-const DAEMON_OPTION: &str = "--daemon";
+/// The hidden subcommand that is the daemon.
+const SUBCOMMAND: &str = "daemon";
 
 /// A device, and the process that serves it.
 pub struct Launched {
@@ -28,19 +27,39 @@ pub struct Launched {
     pub daemon: Child,
 }
 
-/// Runs this program as the daemon of `subcommand` and waits until it is ready.
+/// Attaches by a daemon, and waits until it is ready. `exit_with_parent`: it detaches when this process
+/// exits.
 ///
 /// # Errors
-/// What it says, or that it said nothing.
-pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Outcome<Launched> {
-    let refuse = |e: std::io::Error| Failure::new(format!("cannot start the daemon: {e}"));
+/// What it reports, or that it reported nothing.
+pub fn launch_attach(options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
+    let name = options.name.clone().unwrap_or_else(|| options.default_name());
+    let input = serde_json::to_vec(&Record::new(options)?).map_err(|e| refuse(e.into()))?;
+    let flags = exit_with_parent.then_some("--exit-with-parent");
+    launch(flags, &name, &input)
+}
+
+/// Has a new daemon serve the orphan `name`, and waits until it is ready.
+///
+/// # Errors
+/// What it reports, or that it reported nothing.
+pub fn launch_recover(name: &str) -> Outcome<Launched> {
+    launch(Some("--recover"), name, &[])
+}
+
+/// Runs this program as a daemon. Its arguments are for those who list processes.
+fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
     let mut command = Command::new("/proc/self/exe");
-    command.arg0("blkq").args([subcommand, DAEMON_OPTION]).args(words);
+    command.arg0("blkq").arg(SUBCOMMAND).args(flag).arg("--").arg(name);
     let mut child = inherit_standard_only(&mut command)
-        .stdin(Stdio::null())
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .map_err(refuse)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A daemon that does not read it reports why.
+        let _ = stdin.write_all(input);
+    }
     let mut line = Vec::new();
     if let Some(stdout) = child.stdout.take() {
         stdout.take(LINE_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
@@ -48,7 +67,7 @@ pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Ou
     match serde_json::from_slice(&line) {
         Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
         Ok(Reply::Error(message)) => {
-            // It has said all; nothing of it may be left when this command returns, unless a
+            // It has reported all; nothing of it may be left when this command returns, unless a
             // defect of the kernel keeps it, which nobody can do anything about.
             let until = Instant::now() + END_TIMEOUT;
             while child.try_wait().map_err(refuse)?.is_none() && Instant::now() < until {
@@ -59,22 +78,6 @@ pub fn launch(subcommand: &str, words: impl IntoIterator<Item = OsString>) -> Ou
         Err(_) => {
             let status = child.wait().map_err(refuse)?;
             Err(Failure::new(format!("the daemon ended before it was ready ({status})")))
-        }
-    }
-}
-
-/// Serves as the daemon that `start` makes, and tells whoever started this process.
-///
-/// # Errors
-/// If that one is gone.
-pub fn be_daemon(start: impl FnOnce(&mut Parent) -> Outcome<Daemon>) -> Outcome<ExitCode> {
-    let mut parent = Parent::new()?;
-    match start(&mut parent) {
-        Ok(daemon) => Ok(daemon.run()),
-        Err(failure) => {
-            // Whoever started this process tells the user.
-            parent.tell(&reply_line::<()>(Err(failure)))?;
-            Ok(ExitCode::from(EXIT_FAILED))
         }
     }
 }
@@ -93,4 +96,8 @@ pub fn warn(info: &DeviceInfo) {
     for warning in &info.warnings {
         crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
     }
+}
+
+fn refuse(error: std::io::Error) -> Failure {
+    Failure::new(format!("cannot start the daemon: {error}"))
 }

@@ -27,7 +27,7 @@ pub mod info;
 pub mod launch;
 pub mod log;
 pub mod metrics;
-pub mod nooverlap;
+pub mod options;
 pub mod parent;
 pub mod pid_file;
 pub mod serve;

@@ -190,8 +190,7 @@ fn a_daemon_is_found_by_its_name() {
     place.done(&["attach", &image]);
     let process = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", place.pid("disk.img"))).unwrap();
     assert_eq!(process("comm"), "blkq\n");
-    let words = process("cmdline");
-    assert!(words.starts_with("blkq\0attach\0") && words.contains(&image), "{words:?}");
+    assert_eq!(process("cmdline"), "blkq\0daemon\0--\0disk.img\0");
 }
 
 /// Has `command` inherit the pipe's end `end` as descriptor 9.
@@ -295,4 +294,25 @@ fn a_server_that_accepts_nobody_holds_no_attach_up() {
     let line = place.refused(&["attach", "ram:1M", "--listen", &format!("unix:{}", path.display())]);
     assert!(line.contains("another server answers there"), "{line}");
     fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn a_daemon_gets_and_keeps_typed_options() {
+    let place = Place::new("typed");
+    let image = place.image("disk.img", 1 << 20);
+    let (directory, file) = image.rsplit_once('/').unwrap();
+    let mut command = place.command(&["attach", file, "--export=nbd", "--depth=64", "--pid-file=pid"]);
+    assert!(command.current_dir(directory).status().unwrap().success());
+    let pid = place.pid("disk.img");
+    assert_eq!(fs::read_link(format!("/proc/{pid}/fd/0")).unwrap().to_str(), Some("/dev/null"));
+
+    let text = fs::read(place.state().join("disk.img.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let record = &state["attach_options"];
+    assert_eq!(record["version"], 1);
+    let options = &record["options"];
+    assert_eq!((&options["depth"], options["image"].as_str()), (&64.into(), Some(image.as_str())));
+    assert_eq!(options["pid_file"], format!("{directory}/pid"));
+    assert_eq!(&place.json(&["show", "disk.img", "--json"])["attach_options"], record);
+    place.done(&["detach", "disk.img"]);
 }

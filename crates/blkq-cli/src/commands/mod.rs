@@ -8,6 +8,7 @@ use crate::failure::Outcome;
 
 pub mod attach;
 pub mod bench;
+pub mod daemon;
 pub mod detach;
 pub mod features;
 pub mod generate;
@@ -82,7 +83,10 @@ pub enum Command {
     Losetup(Box<losetup::Args>),
     /// Tell what this kernel offers and what is missing
     Features(features::Args),
-    /// Tell who made a ublk device, for udev
+    /// Serve a device, for the command that starts this process
+    #[command(hide = true)]
+    Daemon(daemon::Args),
+    /// Print who made a ublk device, for udev
     #[command(hide = true)]
     UblkOwner(ublk_owner::Args),
     /// Write manual pages or shell completions into a directory
@@ -109,6 +113,7 @@ impl Command {
             Command::Upgrade(args) => args.run(),
             Command::Losetup(args) => args.run(),
             Command::Features(args) => args.run().map(done),
+            Command::Daemon(args) => args.run(),
             Command::UblkOwner(args) => args.run().map(done),
             Command::Generate(args) => args.run().map(done),
         }

@@ -10,7 +10,8 @@ use crate::daemon::{Daemon, Parent};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
-use crate::launch::{Launched, be_daemon, launch, report};
+use crate::launch::{Launched, launch_recover, report};
+use crate::options::AttachOptions;
 use crate::state::{Dead, Fate, Found, StateDir, check_name};
 use blkq::drivers::DriverSpec;
 
@@ -29,41 +30,33 @@ pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
     #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// Be the daemon
-    #[arg(long, hide = true)]
-    daemon: bool,
 }
 
 impl Args {
-    /// Starts the new daemon, or is it.
+    /// Starts the new daemon.
     ///
     /// # Errors
     /// Why the device cannot be taken over; it stays as it was.
     pub fn run(self) -> Outcome<ExitCode> {
-        if self.daemon {
-            return be_daemon(|parent| take_over(&self.name, parent).map_err(|e| self.failed(e)));
-        }
-        // The daemon is given the name.
         recover(&named(&StateDir::locate()?, &self.name)?)
-    }
-
-    fn failed(&self, failure: Failure) -> Failure {
-        failure.during(format_args!("recover {}", self.name))
     }
 }
 
-/// Starts a new daemon for the orphan `name`, and says where it is.
+/// Starts a new daemon for the orphan `name`, and prints where it is.
 ///
 /// # Errors
-/// What the daemon says.
+/// What the daemon reports.
 pub fn recover(name: &str) -> Outcome<ExitCode> {
-    let Launched { info, .. } = launch("recover", [name.into()])?;
+    let Launched { info, .. } = launch_recover(name).map_err(|e| e.during(format_args!("recover {name}")))?;
     report(&info)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Becomes the daemon of the orphan `name`.
-fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
+/// Takes the orphan `name` over, as its new daemon.
+///
+/// # Errors
+/// Why it cannot be; it stays as it was.
+pub fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
     let dir = StateDir::locate()?;
     if check_name(name).is_err() {
         return Err(no_such_device(name));
@@ -81,41 +74,74 @@ fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
     }
     let Dead::Orphan(orphan) = dir.clear_dead(name)? else { return Err(busy()) };
     let orphan = *orphan;
-    let args = attach_args(&orphan.state)?;
-    if let Some(ublk) = &orphan.state.ublk {
-        // For other paths than the image's, which is known without it.
-        let _ = std::env::set_current_dir(&ublk.directory);
-    }
-    Daemon::recover(&args, orphan, parent)
+    let options = attach_options(&orphan.state)?;
+    Daemon::recover(&options, orphan, parent)
 }
 
-/// What `attach` was told, by what its daemon left written.
+/// How the block device of a state file was attached.
 ///
 /// # Errors
-/// That it was no block device, or what of it is not understood any more.
-pub fn attach_args(state: &StateFile) -> Outcome<attach::Args> {
+/// If there is none, or this program does not understand its options.
+pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
     let Some(ublk) = &state.ublk else { return Err(no_such_device(&state.name)) };
-    let words: Vec<OsString> = ublk.words.iter().map(Into::into).collect();
-    let mut args =
-        attach::Args::from_words(&words).map_err(|e| e.during("its options are not understood any more"))?;
-    if let DriverSpec::Image(path) = &mut args.image {
-        *path = state.image.clone().into();
+    if let Some(record) = &state.attach_options {
+        return record.read();
     }
-    Ok(args)
+    let words: Vec<OsString> = ublk.words.iter().map(Into::into).collect();
+    let options = attach::Args::options_from_words(&words).and_then(|mut options| {
+        // The link that the image was found by may lead elsewhere by now.
+        if let DriverSpec::Image(path) = &mut options.image {
+            *path = state.image.clone().into();
+        }
+        options.absolute(&ublk.directory)
+    });
+    options.map_err(|e| e.during("its options are not understood any more"))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
     use crate::info::BlockDevice;
+    use crate::options::{Address, Copying, Export, Record, Scheduler, Tls};
+    use crate::state::parse_state;
+
+    /// Written by the last program that did not know [`AttachOptions`].
+    #[test]
+    fn state_files_with_words_are_understood() {
+        let nbd = parse_state(include_bytes!("../../tests/data/state-words-nbd.json")).unwrap();
+        assert_eq!((nbd.name.as_str(), nbd.image.as_str()), ("simple", "/images/disk.img"));
+        assert_eq!((&nbd.ublk, &nbd.attach_options, &nbd.settings[..]), (&None, &None, &[][..]));
+        assert!(attach_options(&nbd).unwrap_err().to_string().contains("no such device"));
+
+        let state = parse_state(include_bytes!("../../tests/data/state-words-ublk.json")).unwrap();
+        let setting = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        assert_eq!(state.settings, [setting("depth", "32"), setting("hang-warning", "5")]);
+        let options = attach_options(&state).unwrap();
+        assert_eq!(options.image, DriverSpec::Image("/srv/images/disk.img".into()));
+        assert_eq!(options.exports, [Export::Ublk, Export::Nbd]);
+        let socket = Address::Unix("/srv/images/nbd.sock".into());
+        assert_eq!(options.listen, [socket, Address::Tcp("127.0.0.1".to_owned(), 10809)]);
+        assert_eq!((options.socket_mode, options.tls), (Some(0o660), Some(Tls::Require)));
+        let path = |path: &str| Some(PathBuf::from(path));
+        assert_eq!(options.tls_certificates, path("/srv/images/../tls"));
+        assert_eq!(options.pid_file, path("/srv/images/blkq.pid"));
+        assert_eq!((options.max_connections, options.handshake_timeout), (Some(8), Some(20)));
+        assert_eq!((options.copy, options.scheduler), (Copying::User, Scheduler::MqDeadline));
+        assert_eq!((options.autoclear, options.pacing, options.insecure), (true, false, true));
+        assert!(options.partscan.refused && options.merge && options.sandbox);
+        assert_eq!(options.fault.unwrap().to_string(), "delay=1ms,op=write,rate=50%");
+    }
 
     #[test]
-    fn what_is_not_understood_any_more_is_one_short_line() {
+    fn options_that_are_not_understood_are_one_short_line() {
         let state = |words: &[&str]| StateFile {
             name: "a".into(),
             pid: 1,
             image: "/images/a.img".into(),
             exports: vec!["/dev/ublkb0".into()],
+            attach_options: None,
             ublk: Some(BlockDevice {
                 id: 0,
                 cookie: 1,
@@ -124,12 +150,19 @@ mod tests {
             }),
             settings: Vec::new(),
         };
-        let args = attach_args(&state(&["a.img", "--queues", "2"])).unwrap();
-        assert_eq!((args.image, args.queues), (DriverSpec::Image("/images/a.img".into()), 2));
+        let options = attach_options(&state(&["a.img", "--queues", "2", "--run", "true"])).unwrap();
+        assert_eq!((&options.image, options.queues), (&DriverSpec::Image("/images/a.img".into()), 2));
         for words in [&["a.img", "--gone"][..], &["a.img", "--depth", "x"], &["--help"], &[]] {
-            let why = attach_args(&state(words)).unwrap_err().to_string();
+            let why = attach_options(&state(words)).unwrap_err().to_string();
             assert!(why.starts_with("its options are not understood any more: "), "{why}");
             assert!(why.len() < 200 && !why.contains("Usage"), "{why}");
         }
+        // What is written anew has no words.
+        let mut anew = state(&[]);
+        anew.attach_options = Some(Record::new(&options).unwrap());
+        assert_eq!(attach_options(&anew), Ok(options));
+        let later = serde_json::to_string(&anew).unwrap().replace(r#""version":1"#, r#""version":2"#);
+        let why = attach_options(&parse_state(later.as_bytes()).unwrap()).unwrap_err().to_string();
+        assert!(why.contains("have format 2"), "{why}");
     }
 }

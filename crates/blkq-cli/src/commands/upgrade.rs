@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use super::recover::{attach_args, recover};
+use super::recover::{attach_options, recover};
 use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::named;
@@ -49,5 +49,5 @@ impl Args {
 fn check(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };
-    check_take_over(&attach_args(&state)?, block_device)
+    check_take_over(&attach_options(&state)?, block_device)
 }

@@ -79,6 +79,7 @@ impl Device {
             partscan: self.partscan,
             sandbox: self.sandbox.clone(),
             direct_io,
+            attach_options: self.attach_options.clone(),
             capabilities: capabilities(&limits),
             settings: settings
                 .into_iter()

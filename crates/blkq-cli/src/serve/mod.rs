@@ -23,6 +23,7 @@ use crate::failure::{Failure, Outcome};
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::metrics::Endpoint;
+use crate::options::Record;
 use crate::size::format_size;
 use crate::statistics::Statistics;
 use crate::{autoclear, log};
@@ -52,7 +53,9 @@ pub struct Device {
     /// What the control plane needs of the system, until it is confined to that.
     needs: Option<Needs>,
     sandbox: Confinement,
-    /// What the next daemon of the kernel's block device needs.
+    /// How it was attached.
+    attach_options: Option<Record>,
+    /// The kernel's block device, which the next daemon takes over.
     block_device: Option<BlockDevice>,
     /// It was removed.
     block_device_gone: AtomicBool,
@@ -230,6 +233,7 @@ impl Device {
             pid: info.pid,
             image: info.image,
             exports: info.exports,
+            attach_options: self.attach_options.clone(),
             ublk: block_device,
             settings: self.settings().clone(),
         })

@@ -22,7 +22,6 @@ use super::{
 };
 use crate::access::{closed_directory, socket_access};
 use crate::autoclear::{Autoclear, new_event};
-use crate::commands::attach::{Address, Args, Export, Format, Tls, image_text, own_words};
 use crate::confine::{self, Confinement, Needs};
 use crate::descriptors::clients_max;
 use crate::elsewhere;
@@ -30,6 +29,7 @@ use crate::failure::{Failure, Outcome};
 use crate::hangs::{self, HangWatch};
 use crate::info::{BlockDevice, StateFile};
 use crate::metrics::Endpoint;
+use crate::options::{Address, AttachOptions, Export, Format, Record, Tls, image_text};
 use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long an image may still be in use by a daemon that was killed, and had another name.
@@ -45,27 +45,27 @@ const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export 
 
 impl Device {
     /// Opens the image and serves it under the name of `claim`: over ublk, or NBD on the addresses of
-    /// `args`, if there are none on the sockets `inherited`, and if there are none on a unix socket in
+    /// `options`, if there are none on the sockets `inherited`, and if there are none on a unix socket in
     /// the state directory.
     ///
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
-    pub fn open(args: &Args, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Device> {
-        let exports = choose_exports(args, &inherited)?;
-        let listen = if exports.nbd { addresses(args, claim, inherited)? } else { Vec::new() };
-        let words = own_words();
+    pub fn open(options: &AttachOptions, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Device> {
+        let exports = choose_exports(options, &inherited)?;
+        let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         // What is in memory only is gone with the daemon, and so shall the device be.
-        let recoverable = words.is_some() && !matches!(args.image, DriverSpec::Ram(_));
-        let wait = if claim.is_after(&image_name(&args.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let opened = open_driver(args, exports.ublk, wait).map_err(|error| refusal(error, args, claim))?;
+        let recoverable = !matches!(options.image, DriverSpec::Ram(_));
+        let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
+        let opened =
+            open_driver(options, exports.ublk, wait).map_err(|error| refusal(error, options, claim))?;
         let identity = Identity::of_new();
-        let block_device = exports.ublk.then(|| BlockDevice::new(identity, words.unwrap_or_default()));
         let intent = StateFile {
             name: claim.name().to_owned(),
             pid: std::process::id(),
-            image: image_name(&args.image),
+            image: image_name(&options.image),
             exports: Vec::new(),
-            ublk: block_device.clone(),
+            attach_options: Some(Record::new(&absolute(options)?)?),
+            ublk: exports.ublk.then(|| BlockDevice::new(identity)),
             settings: Vec::new(),
         };
         let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], deputy: Option<Deputy>, failure_event| {
@@ -73,11 +73,11 @@ impl Device {
             // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
             // that nobody knows of.
             claim.write_state(&intent)?;
-            let (partscan, copy) = (!args.no_partscan, args.copy.0);
+            let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
             let options = UblkOptions { identity, recoverable, partscan, copy, deputy, failure_event };
             Ok(Some(UblkDevice::start(disk, engines, options)?))
         };
-        let mut device = Device::serve(args, claim, opened, listen, block_device, attach, Vec::new())?;
+        let mut device = Device::serve(options, claim, opened, listen, intent.clone(), attach)?;
         device.fallback = exports.no_ublk;
         Ok(device)
     }
@@ -87,66 +87,69 @@ impl Device {
     ///
     /// # Errors
     /// Whatever keeps it from being taken over; it stays as it was.
-    pub fn recover(args: &Args, claim: &Claim, state: StateFile) -> Outcome<Device> {
-        let Some(block_device) = state.ublk else {
+    pub fn recover(options: &AttachOptions, claim: &Claim, mut state: StateFile) -> Outcome<Device> {
+        let Some(block_device) = state.ublk.take() else {
             return Err(Failure::new("there is no block device to take over"));
         };
-        let mut args = args.clone();
+        let identity = block_device.identity();
+        state.ublk = Some(BlockDevice::new(identity));
+        state.attach_options = Some(Record::new(&absolute(options)?)?);
+        let mut options = options.clone();
         // What it holds by now is what was written to the device.
-        args.format = Some(Format::Raw);
-        let bytes = block_device.identity().size_bytes()?;
-        keep_size(&mut args, bytes);
-        let settings = state.settings;
-        for (key, value) in &settings {
+        options.format = Some(Format::Raw);
+        let bytes = identity.size_bytes()?;
+        keep_size(&mut options, bytes);
+        for (key, value) in &state.settings {
             match key.as_str() {
-                AUTOCLEAR => args.autoclear = value == "on",
-                PACING => args.no_pacing = value == "off",
-                RECEIVE_BACKOFF => args.no_receive_backoff = value == "off",
-                HANG_WARNING => args.hang_warning = hangs::parse(value).unwrap_or(args.hang_warning),
+                AUTOCLEAR => options.autoclear = value == "on",
+                PACING => options.pacing = value == "on",
+                RECEIVE_BACKOFF => options.receive_backoff = value == "on",
+                HANG_WARNING => options.hang_warning = hangs::parse(value).unwrap_or(options.hang_warning),
                 _ => {}
             }
         }
-        let nbd = args.exports.contains(&Export::Nbd);
-        let listen = if nbd { addresses(&args, claim, Vec::new())? } else { Vec::new() };
+        let nbd = options.exports.contains(&Export::Nbd);
+        let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
         let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], deputy: Option<Deputy>, failure_event| {
             let Some(deputy) = deputy else { return Ok(None) };
             // The image has grown, and nobody told the kernel so.
             if disk.limits().size_bytes() > bytes {
                 disk.resize(Some(bytes))?;
             }
-            Ok(Some(UblkDevice::take_over(block_device.identity(), disk, engines, deputy, failure_event)?))
+            Ok(Some(UblkDevice::take_over(identity, disk, engines, deputy, failure_event)?))
         };
-        let opened = open_driver(&args, true, DYING_WAIT).map_err(|error| refusal(error, &args, claim))?;
-        Device::serve(&args, claim, opened, listen, Some(block_device.clone()), attach, settings)
+        let opened =
+            open_driver(&options, true, DYING_WAIT).map_err(|error| refusal(error, &options, claim))?;
+        Device::serve(&options, claim, opened, listen, state, attach)
     }
 
     fn serve(
-        args: &Args,
+        options: &AttachOptions,
         claim: &Claim,
         driver: Box<dyn Driver>,
         listen: Vec<Listen>,
-        block_device: Option<BlockDevice>,
+        state: StateFile,
         attach: impl FnOnce(
             &Arc<Disk>,
             &[EngineHandle],
             Option<Deputy>,
             Arc<OwnedFd>,
         ) -> Outcome<Option<UblkDevice>>,
-        settings: Vec<(String, String)>,
     ) -> Outcome<Device> {
+        let StateFile { attach_options, ublk: block_device, settings, .. } = state;
         let name = claim.name();
-        let autoclear = Autoclear::new(args.autoclear)?;
+        let autoclear = Autoclear::new(options.autoclear)?;
         let driver_name = driver.name();
         let disk = Disk::builder(driver)
             .name(name)
-            .queues(usize::from(args.queues))
-            .depth(args.depth)
-            .scheduler(args.scheduler.kind())
-            .merge(!args.no_merge)
-            .batching(!args.no_batching)
-            .iostats(!args.no_iostats)
-            .clock(args.clock)
-            .read_only(args.read_only)
+            .queues(usize::from(options.queues))
+            .depth(options.depth)
+            .scheduler(options.scheduler.kind())
+            .merge(options.merge)
+            .batching(options.batching)
+            .iostats(options.iostats)
+            .clock(options.clock)
+            .read_only(options.read_only)
             .build()?;
         let of_disk = settings.iter().filter(|(key, _)| !NOT_OF_DISK.contains(&key.as_str()));
         let not_kept: Vec<String> = of_disk
@@ -155,11 +158,11 @@ impl Device {
                 Some(format!("{key}={value} was set before and cannot be set again: {error}"))
             })
             .collect();
-        let metrics = args.metrics.as_ref().map(listen_at).transpose()?;
+        let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         // Before the mounts that these are on may go.
-        let tls = tls(args)?;
+        let tls = tls(options)?;
         let certificates = tls.as_ref().map(|tls| tls.certificates.clone());
-        let mut needs = needs(args, listen.iter().chain(&metrics))?;
+        let mut needs = needs(options, listen.iter().chain(&metrics))?;
         needs
             .read
             .extend(certificates.iter().flat_map(|certificates| directories_of(certificates.directory())));
@@ -171,27 +174,28 @@ impl Device {
                 _ => None,
             }));
             kept.extend(needs.read.iter().cloned());
-            kept.extend(args.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
+            kept.extend(options.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
             // Before there are other threads.
             process::prepare(&kept)?;
-            let sandbox = !args.no_sandbox;
+            let sandbox = options.sandbox;
             // SAFETY: as said; and with that it holds no mounts.
             deputy = Some(unsafe { Deputy::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?);
         }
-        let engines = start_engines(&disk, !args.no_sandbox, block_device.is_some() && !args.no_partscan)?;
+        let engines =
+            start_engines(&disk, options.sandbox, block_device.is_some() && !options.partscan.refused)?;
         let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
         let attendants = Attendants {
-            hangs: HangWatch::new(disk.clone(), handles.clone(), args.hang_warning),
-            metrics: metrics.map(|at| Endpoint::bind(at, args.insecure)).transpose()?,
+            hangs: HangWatch::new(disk.clone(), handles.clone(), options.hang_warning),
+            metrics: metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?,
             users: None,
         };
-        let image = image_name(&args.image);
+        let image = image_name(&options.image);
         let export = NbdExport {
-            name: args.export_name.clone().unwrap_or_else(|| name.to_owned()),
+            name: options.export_name.clone().unwrap_or_else(|| name.to_owned()),
             description: format!("{driver_name} {image}"),
             queue: 0,
         };
-        let access = socket_access(args.socket_mode, args.socket_group.as_deref())?;
+        let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
         let closed = listen.iter().filter_map(|listen| match listen {
             Listen::Unix(path) => Some((path, closed_directory(path, access)?)),
             _ => None,
@@ -202,32 +206,32 @@ impl Device {
                 format!("{path} cannot be reached by all who may connect: {directory} does not let them in; chmod it, or listen elsewhere")
             })
             .collect();
-        let connections_wanted = usize::from(args.max_connections.unwrap_or(CONNECTIONS));
+        let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, listen.len());
         let rejection_event = rejections::event()?;
         let switches = Arc::new(NbdSwitches {
-            pacing: (!args.no_pacing).into(),
-            receive_backoff: (!args.no_receive_backoff).into(),
+            pacing: options.pacing.into(),
+            receive_backoff: options.receive_backoff.into(),
         });
-        let options = NbdOptions {
+        let nbd_options = NbdOptions {
             exports: vec![export],
             connections_max,
-            handshake_timeout_s: u64::from(args.handshake_timeout.unwrap_or(HANDSHAKE_TIMEOUT_S)),
+            handshake_timeout_s: u64::from(options.handshake_timeout.unwrap_or(HANDSHAKE_TIMEOUT_S)),
             tls,
-            insecure: args.insecure,
+            insecure: options.insecure,
             access,
-            named_in_uri: args.export_name.is_some(),
-            unaligned: serves_bytes(args, block_device.is_some()).then(Arc::default),
+            named_in_uri: options.export_name.is_some(),
+            unaligned: serves_bytes(options, block_device.is_some()).then(Arc::default),
             idle_event: Some(autoclear.idle_event().clone()),
             rejection_event: Some(rejection_event.clone()),
             switches: switches.clone(),
             ..NbdOptions::default()
         };
         // Made before the servers, so that these end first if one of them does not start.
-        let unaligned = options.unaligned.clone();
+        let unaligned = nbd_options.unaligned.clone();
         let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk, unaligned };
         for listen in listen {
-            match NbdServer::start(listen, options.clone(), &handles) {
+            match NbdServer::start(listen, nbd_options.clone(), &handles) {
                 Ok(server) => running.servers.push(server),
                 Err(error) => {
                     running.close_servers();
@@ -251,8 +255,10 @@ impl Device {
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
             ));
         }
-        warnings.extend(running.servers.iter().filter_map(|server| warn_of_the_world(server, &options)));
-        let cure = match args.socket_mode {
+        warnings.extend(
+            running.servers.iter().filter_map(|server| warn_if_publicly_reachable(server, &nbd_options)),
+        );
+        let cure = match options.socket_mode {
             Some(_) => "give --socket-group and --socket-mode 660",
             None => "give its unit SocketMode=0600",
         };
@@ -262,12 +268,12 @@ impl Device {
         );
         warnings.extend(closed);
         let verified = certificates.as_ref().is_some_and(TlsCertificates::verifies_clients);
-        if !(args.insecure || verified && options.tls.as_ref().is_some_and(|tls| tls.required)) {
+        if !(options.insecure || verified && nbd_options.tls.as_ref().is_some_and(|tls| tls.required)) {
             warnings.extend(running.servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
                 format!("all users of this machine may connect to {address}: a unix socket is its owner's alone; TLS with ca-cert.pem keeps others out, and --insecure lets them in without this warning")
             }));
         }
-        if args.partscan && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
+        if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
         let running = Arc::new(running);
@@ -281,12 +287,13 @@ impl Device {
             state_directory: claim.dir().path().to_owned(),
             warnings,
             fallback: None,
-            partscan: args.partscan || running.ublk.is_some() && !args.no_partscan,
+            partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
             autoclear,
             meter,
             attendants: Mutex::new(Some(attendants)),
-            needs: (!args.no_sandbox).then_some(needs),
+            needs: (options.sandbox).then_some(needs),
             sandbox: Confinement::default(),
+            attach_options,
             block_device,
             block_device_gone: AtomicBool::new(false),
             failure_event,
@@ -309,25 +316,25 @@ struct Exports {
 
 /// Whether clients may begin and end in the middle of a block: where a sector size is asked for they
 /// may not, and where something else than NBD writes too they would undo its writes.
-fn serves_bytes(args: &Args, ublk: bool) -> bool {
-    let only_nbd = !ublk && args.exports.iter().all(|export| *export == Export::Nbd);
-    only_nbd && args.sector_size.bytes().is_none() && !args.whole_sectors
+fn serves_bytes(options: &AttachOptions, ublk: bool) -> bool {
+    let only_nbd = !ublk && options.exports.iter().all(|export| *export == Export::Nbd);
+    only_nbd && options.sector_size.bytes().is_none() && !options.whole_sectors
 }
 
 /// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
 /// kernel has it and the user may use it, else NBD.
-fn choose_exports(args: &Args, inherited: &[OwnedFd]) -> Outcome<Exports> {
-    let asked = |export| args.exports.contains(&export);
-    if !args.exports.is_empty() {
+fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> Outcome<Exports> {
+    let asked = |export| options.exports.contains(&export);
+    if !options.exports.is_empty() {
         if asked(Export::Ublk) {
             check_ublk()?;
         }
         return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk), no_ublk: None });
     }
-    let addressed = !args.listen.is_empty() || !inherited.is_empty() || args.run.is_some();
+    let addressed = !options.listen.is_empty() || !inherited.is_empty();
     let no_ublk = if addressed { None } else { check_ublk().err() };
     let ublk = !addressed && no_ublk.is_none();
-    args.check_exports(!ublk, ublk)?;
+    options.check_exports(!ublk, ublk)?;
     Ok(Exports { nbd: !ublk, ublk, no_ublk })
 }
 
@@ -362,10 +369,10 @@ fn load_driver() {
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
 /// files of a daemon that was killed only some time after the process is gone.
-fn open_driver(args: &Args, ublk: bool, wait: Duration) -> Result<Box<dyn Driver>, blkq::Error> {
+fn open_driver(options: &AttachOptions, ublk: bool, wait: Duration) -> Result<Box<dyn Driver>, blkq::Error> {
     let until = Instant::now() + wait;
     loop {
-        match drivers::open(&args.image, &driver_options(args, ublk)) {
+        match drivers::open(&options.image, &driver_options(options, ublk)) {
             // Also what others do with a block device for a moment to learn who uses it.
             Err(error)
                 if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
@@ -378,12 +385,12 @@ fn open_driver(args: &Args, ublk: bool, wait: Duration) -> Result<Box<dyn Driver
 }
 
 /// Why the image was not opened, with the cure.
-fn refusal(error: blkq::Error, args: &Args, claim: &Claim) -> Failure {
+fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
     let cure = match error.kind() {
         ErrorKind::Busy => {
-            let place = match &args.image {
+            let place = match &options.image {
                 DriverSpec::Image(path) => {
-                    elsewhere::describe(claim.dir(), path, args.offset, args.size_limit)
+                    elsewhere::describe(claim.dir(), path, options.offset, options.size_limit)
                 }
                 _ => None,
             };
@@ -402,25 +409,25 @@ fn refusal(error: blkq::Error, args: &Args, claim: &Claim) -> Failure {
 }
 
 /// Has a disk opened at the size that its block device has now.
-pub(super) fn keep_size(args: &mut Args, bytes: u64) {
-    match &mut args.image {
-        DriverSpec::Image(_) => args.size_limit = args.size_limit.map(|_| bytes),
+pub(super) fn keep_size(options: &mut AttachOptions, bytes: u64) {
+    match &mut options.image {
+        DriverSpec::Image(_) => options.size_limit = options.size_limit.map(|_| bytes),
         DriverSpec::Null(size) | DriverSpec::Ram(size) => *size = bytes,
     }
 }
 
-pub(super) fn driver_options(args: &Args, ublk: bool) -> DriverOptions {
+pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptions {
     DriverOptions {
-        offset: args.offset,
-        size_limit: args.size_limit,
-        sector_size: args.sector_size.bytes(),
-        partial_block: serves_bytes(args, ublk),
-        direct_io: args.direct_io,
-        dispatch: args.dispatch,
-        read_only: args.read_only,
-        shared: args.shared,
-        raw: args.format == Some(Format::Raw),
-        fault: args.fault.clone(),
+        offset: options.offset,
+        size_limit: options.size_limit,
+        sector_size: options.sector_size.bytes(),
+        partial_block: serves_bytes(options, ublk),
+        direct_io: options.direct_io,
+        dispatch: options.dispatch,
+        read_only: options.read_only,
+        shared: options.shared,
+        raw: options.format == Some(Format::Raw),
+        fault: options.fault.clone(),
     }
 }
 
@@ -440,12 +447,12 @@ fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec
 }
 
 /// What the control plane needs, of what there is before there is a block device.
-fn needs<'a>(args: &Args, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
+fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
     let mut needs = Needs::default();
-    if args.no_sandbox {
+    if !options.sandbox {
         return Ok(needs);
     }
-    if let DriverSpec::Image(path) = &args.image {
+    if let DriverSpec::Image(path) = &options.image {
         let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         needs.image = Some(file.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?);
     }
@@ -457,14 +464,14 @@ fn needs<'a>(args: &Args, listen: impl Iterator<Item = &'a Listen>) -> Outcome<N
 }
 
 /// Where to serve.
-fn addresses(args: &Args, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Vec<Listen>> {
-    if args.listen.is_empty() && inherited.is_empty() {
+fn addresses(options: &AttachOptions, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Vec<Listen>> {
+    if options.listen.is_empty() && inherited.is_empty() {
         return Ok(vec![Listen::Unix(claim.file(".nbd"))]);
     }
-    if args.listen.is_empty() {
+    if options.listen.is_empty() {
         return Ok(inherited.into_iter().map(Listen::Inherited).collect());
     }
-    args.listen.iter().map(listen_at).collect()
+    options.listen.iter().map(listen_at).collect()
 }
 
 fn listen_at(address: &Address) -> Outcome<Listen> {
@@ -478,12 +485,13 @@ fn listen_at(address: &Address) -> Outcome<Listen> {
 }
 
 /// TLS as it is to be offered.
-pub(super) fn tls(args: &Args) -> Outcome<Option<TlsOptions>> {
-    let Some(directory) = args.tls_certificates.as_deref().filter(|_| args.tls != Some(Tls::Off)) else {
+pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
+    let Some(directory) = options.tls_certificates.as_deref().filter(|_| options.tls != Some(Tls::Off))
+    else {
         return Ok(None);
     };
     let certificates = TlsCertificates::load(directory)?;
-    Ok(Some(TlsOptions { certificates, required: args.tls != Some(Tls::On) }))
+    Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
 }
 
 /// A directory, and those that symbolic links in it lead to.
@@ -497,12 +505,18 @@ fn directories_of(directory: &Path) -> Vec<PathBuf> {
 }
 
 /// What the user should know of a server that other machines reach.
-fn warn_of_the_world(server: &NbdServer, options: &NbdOptions) -> Option<String> {
+fn warn_if_publicly_reachable(server: &NbdServer, options: &NbdOptions) -> Option<String> {
     let address = server.beyond_this_machine()?;
     let verified = options.tls.as_ref().filter(|tls| tls.required)?.certificates.verifies_clients();
     (!verified).then(|| {
         format!("whoever reaches {address} can use the device: no client needs a certificate; put ca-cert.pem into the directory of certificates, or keep others out with a firewall")
     })
+}
+
+/// The options as another process understands them, wherever it runs.
+fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
+    // Where this process has no directory any more, there are no relative paths.
+    options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }
 
 /// The image as another process finds it.

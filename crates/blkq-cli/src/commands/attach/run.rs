@@ -7,12 +7,12 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
-use super::{Args, Tls};
 use crate::commands::detach::{self, Detached};
 use crate::complain;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::Launched;
+use crate::options::{AttachOptions, Tls};
 use crate::state::StateDir;
 
 /// Added to the number of the signal that killed the command, as shells do.
@@ -26,12 +26,12 @@ const HANG_UP_POLL_INTERVAL: Duration = Duration::from_millis(10);
 ///
 /// # Errors
 /// If it cannot be started; the device is detached then.
-pub fn run(args: &Args, command: &str, launched: Launched) -> Outcome<ExitCode> {
+pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcome<ExitCode> {
     let Launched { info, mut daemon } = launched;
     let mut device = Device { name: &info.name, daemon: &mut daemon, exited: None, failed: false };
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", command]);
-    for (name, value) in variables(args, &info) {
+    for (name, value) in variables(options, &info) {
         // One of that name from elsewhere is of another device.
         match value {
             Some(value) => shell.env(name, value),
@@ -192,14 +192,14 @@ fn set_mask(mask: &libc::sigset_t) -> io::Result<()> {
 }
 
 /// The device in the variables that nbdkit --run has, and its name and node.
-fn variables(args: &Args, info: &DeviceInfo) -> [(&'static str, Option<OsString>); 8] {
+fn variables(options: &AttachOptions, info: &DeviceInfo) -> [(&'static str, Option<OsString>); 8] {
     let uri = info.exports.iter().find(|export| export.starts_with("nbd"));
     let node = info.exports.iter().find(|export| export.starts_with("/dev/"));
     let socket = uri.and_then(|uri| uri.split_once("?socket=")).map(|(_, path)| unescaped(path));
     let address = uri.and_then(|uri| uri.strip_prefix("nbd://").or(uri.strip_prefix("nbds://")));
     let address = address.map(|address| address.split('/').next().unwrap_or(address));
     let port = address.and_then(|address| address.rsplit_once(':')).map(|(_, port)| port.into());
-    let export = args.export_name.clone().unwrap_or_default();
+    let export = options.export_name.clone().unwrap_or_default();
     let old_style = |place: OsString| {
         let mut text = OsString::from("nbd:");
         text.push(place);
@@ -209,7 +209,7 @@ fn variables(args: &Args, info: &DeviceInfo) -> [(&'static str, Option<OsString>
         text
     };
     let place = socket.clone().map(|path| [OsString::from("unix:"), path].into_iter().collect());
-    let tls = match (args.tls, &args.tls_certificates) {
+    let tls = match (options.tls, &options.tls_certificates) {
         (Some(Tls::Off), _) | (_, None) => "0",
         (Some(Tls::On), _) => "1",
         _ => "2",

@@ -7,12 +7,14 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use blkq::drivers::{DriverSpec, SECTOR_SIZES, parse_bytes};
+use blkq::drivers::r#loop::DirectIo;
+use blkq::drivers::{DriverSpec, parse_bytes};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
 
+use super::attach::attach;
 use super::list::begins_at;
-use super::{Cli, attach, detach, resize};
+use super::{Cli, detach, resize};
 use crate::backing::is_behind;
 use crate::columns::{self, device_word};
 use crate::control::{Request, ask};
@@ -20,6 +22,7 @@ use crate::devices::{Entry, all, find, name_of};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::warn;
+use crate::options::{AttachOptions, SectorSize};
 use crate::state::StateDir;
 use crate::{complain, print};
 
@@ -296,9 +299,8 @@ impl Args {
     }
 
     fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
-        let words = self.words_of_attach(device, file)?;
-        let args = attach::Args::from_words(&words)?;
-        args.attach(&words)?.report(|info| {
+        let options = self.attach_options(device, file)?;
+        attach(&options, self.nooverlap)?.report(|info| {
             warn(info);
             if self.verbose {
                 note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
@@ -311,37 +313,23 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// What `blkq attach` is to be told.
-    fn words_of_attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<Vec<OsString>> {
-        let mut words: Vec<OsString> = Vec::new();
-        let mut word =
-            |option: &str, value: &dyn std::fmt::Display| words.push(format!("{option}={value}").into());
-        if let Some(name) = self.name(device)? {
-            word("--name", &name);
-        }
-        word("--offset", &self.offset.unwrap_or(0));
-        if let Some(limit) = self.sizelimit.filter(|limit| *limit > 0) {
-            word("--size-limit", &limit);
-        }
+    /// The options of the new device.
+    fn attach_options(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<AttachOptions> {
+        let mut options = AttachOptions::new(DriverSpec::Image(file.into()));
+        options.name = self.name(device)?;
+        options.offset = self.offset.unwrap_or(0);
+        options.size_limit = self.sizelimit.filter(|limit| *limit > 0);
         if let Some(size) = self.sector_size {
-            check_sector(size)?;
-            word("--sector-size", &size);
+            options.sector_size = sector_size(size)?;
         }
-        word("--direct-io", &self.direct_io.as_deref().unwrap_or("off"));
-        for (given, option) in [
-            (true, "--whole-sectors"),
-            (self.read_only, "--read-only"),
-            (self.partscan, "--partscan"),
-            (!self.partscan, "--no-partscan"),
-            (self.nooverlap, "--nooverlap"),
-        ] {
-            words.extend(given.then(|| option.into()));
-        }
-        words.push("--".into());
-        // Here a file is always meant.
-        let is_file = file.to_str().is_none_or(|text| matches!(text.parse(), Ok(DriverSpec::Image(_))));
-        words.push(if is_file { file.into() } else { Path::new(".").join(file).into() });
-        Ok(words)
+        options.direct_io = match self.direct_io.as_deref() {
+            Some("on") => DirectIo::On,
+            _ => DirectIo::Off,
+        };
+        options.whole_sectors = true;
+        options.read_only = self.read_only;
+        options.partscan = Some(self.partscan).into();
+        options.check().map(|()| options)
     }
 
     /// The name that the device is to have, if one is given.
@@ -365,7 +353,7 @@ impl Args {
         let info = existing(dir, device)?;
         let failed = |e: Failure| e.during(&info.name);
         if let Some(size) = self.sector_size {
-            check_sector(size).map_err(failed)?;
+            sector_size(size).map_err(failed)?;
             if size != u64::from(info.sector_size) {
                 return Err(failed(Failure::new(format!(
                     "the sector size of an attached device stays {}: clients were told; detach it, and attach with -b {size}",
@@ -401,11 +389,9 @@ fn note(text: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-fn check_sector(bytes: u64) -> Outcome {
-    if SECTOR_SIZES.iter().any(|size| u64::from(*size) == bytes) {
-        return Ok(());
-    }
-    Err(Failure::new(format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}")))
+fn sector_size(bytes: u64) -> Outcome<SectorSize> {
+    let wrong = || Failure::new(format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}"));
+    SectorSize::of(bytes).ok_or_else(wrong)
 }
 
 fn existing(dir: &StateDir, device: &OsStr) -> Outcome<DeviceInfo> {

@@ -1,17 +1,22 @@
-//! Options of `attach` that mean nothing together: refused, not ignored.
+//! The rules of the options, whoever gives them: the command line, a state file, another command.
+//! Options that mean nothing together are refused, not ignored.
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 
-use super::{Address, Args, Export, Tls, image_text};
+use super::values::parse_export_name;
+use super::{
+    Address, AttachOptions, CONNECTIONS, Copying, DEPTH, Export, HANDSHAKE_TIMEOUT_S, QUEUES, Tls, image_text,
+};
 use crate::failure::{Failure, Outcome};
 
-impl Args {
-    /// What can be refused by the options alone.
+impl AttachOptions {
+    /// Rejects what is invalid by the options alone.
     ///
     /// # Errors
     /// The option, why, and the cure.
-    pub(super) fn check(&self) -> Outcome {
+    pub fn check(&self) -> Outcome {
+        self.check_ranges()?;
         if self.exports.contains(&Export::VhostUserBlk) {
             return Err(Failure::new(
                 "--export vhost-user-blk: this build of blkq does not have it; use --export ublk or nbd",
@@ -36,12 +41,32 @@ impl Args {
         Ok(())
     }
 
+    /// Rejects numbers and names that the command line does not take either.
+    fn check_ranges(&self) -> Outcome {
+        let numbers = [
+            ("--queues", QUEUES, Some(self.queues)),
+            ("--depth", DEPTH, Some(self.depth)),
+            ("--max-connections", CONNECTIONS, self.max_connections),
+            ("--handshake-timeout", HANDSHAKE_TIMEOUT_S, self.handshake_timeout),
+        ];
+        for (option, range, number) in numbers {
+            if let Some(number) = number.filter(|number| !range.contains(number)) {
+                let (least, most) = range.into_inner();
+                return Err(Failure::new(format!("{option}: {number} is not from {least} to {most}")));
+            }
+        }
+        match &self.export_name {
+            Some(name) => parse_export_name(name).map(drop).map_err(Failure::new),
+            None => Ok(()),
+        }
+    }
+
     /// Refuses what means nothing for the exports that were asked for or chosen.
     ///
     /// # Errors
     /// The option, why, and the cure.
     pub fn check_exports(&self, nbd: bool, ublk: bool) -> Outcome {
-        if self.copy.0.is_some() && !ublk {
+        if self.copy != Copying::Auto && !ublk {
             return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; omit it"));
         }
         let tls = self.tls.is_some_and(|tls| tls != Tls::Off) || self.tls_certificates.is_some();
@@ -51,8 +76,8 @@ impl Args {
             (self.export_name.is_some(), "--export-name"),
             (self.max_connections.is_some(), "--max-connections"),
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
-            (self.no_pacing, "--no-pacing"),
-            (self.no_receive_backoff, "--no-receive-backoff"),
+            (!self.pacing, "--no-pacing"),
+            (!self.receive_backoff, "--no-receive-backoff"),
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
         match of_nbd.iter().find(|(given, _)| *given && !nbd) {
@@ -65,8 +90,12 @@ impl Args {
 
     /// Refuses what is for images only, where there is none.
     fn check_image(&self) -> Outcome {
-        if matches!(self.image, DriverSpec::Image(_)) {
-            return Ok(());
+        match &self.image {
+            DriverSpec::Image(path) if path.as_os_str().is_empty() => {
+                return Err(Failure::new("the path of the image is empty"));
+            }
+            DriverSpec::Image(_) => return Ok(()),
+            DriverSpec::Null(_) | DriverSpec::Ram(_) => {}
         }
         let of_images = [
             (self.offset != 0, "--offset"),
@@ -75,7 +104,6 @@ impl Args {
             (self.dispatch == Dispatch::Serial, "--dispatch serial"),
             (self.shared, "--shared"),
             (self.format.is_some(), "--format"),
-            (self.nooverlap, "--nooverlap"),
         ];
         match of_images.iter().find(|(given, _)| *given) {
             Some((_, option)) => Err(Failure::new(format!(

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use blkq::drivers::DriverSpec;
 
+use super::attached::Attached;
 use crate::backing::{Backing, FileId, Window};
-use crate::commands::attach::{Args, Attached};
 use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
+use crate::options::AttachOptions;
 use crate::state::{Fate, StateDir};
 
 /// How long to wait for devices that are just starting or ending.
@@ -32,13 +33,13 @@ enum Found {
 ///
 /// # Errors
 /// If the bytes are attached in another way or in part, and those of `start`.
-pub fn attach(args: &Args, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<Attached> {
+pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<Attached> {
     let dir = StateDir::locate()?;
     dir.create()?;
     let _turn = dir.lock()?;
     let until = Instant::now() + SETTLE_WAIT;
     loop {
-        if let Found::Same(info) = find(&dir, args).map_err(|e| args.failed(e))?
+        if let Found::Same(info) = find(&dir, options)?
             && keep(&dir, &info)
         {
             return Ok(Attached { info: *info, is_new: false });
@@ -47,7 +48,7 @@ pub fn attach(args: &Args, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<A
             Ok(info) => return Ok(Attached { info, is_new: true }),
             Err(refusal) => refusal,
         };
-        match find(&dir, args).map_err(|e| args.failed(e))? {
+        match find(&dir, options)? {
             Found::Nothing => return Err(refusal),
             _ if Instant::now() > until => return Err(refusal),
             Found::Same(_) | Found::Unsettled => std::thread::sleep(Duration::from_millis(10)),
@@ -62,13 +63,13 @@ fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     matches!(kept, Ok(Called::Answered(())))
 }
 
-fn find(dir: &StateDir, args: &Args) -> Outcome<Found> {
-    let DriverSpec::Image(path) = &args.image else {
-        return Err(Failure::new("--nooverlap is for images, of which there is none; leave it away"));
+fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
+    let DriverSpec::Image(path) = &options.image else {
+        return Err(Failure::new("--nooverlap is for images, and there is none behind the device; omit it"));
     };
     // What does not exist is refused by who opens it.
     let Some(file) = FileId::of(path) else { return Ok(Found::Nothing) };
-    let window = Window { offset: args.offset, size_limit: args.size_limit };
+    let window = Window { offset: options.offset, size_limit: options.size_limit };
     let mut found = Found::Nothing;
     for entry in all(dir)? {
         let info = match entry {
@@ -85,7 +86,7 @@ fn find(dir: &StateDir, args: &Args) -> Outcome<Found> {
         };
         match Backing::of(&info) {
             Some(backing) if backing.file == file && backing.window.overlaps(window) => {
-                check_same(&info, backing.window, args)?;
+                check_same(&info, backing.window, options)?;
                 return Ok(Found::Same(info));
             }
             _ => {}
@@ -95,16 +96,16 @@ fn find(dir: &StateDir, args: &Args) -> Outcome<Found> {
 }
 
 /// Whether the device is what is asked for.
-fn check_same(info: &DeviceInfo, window: Window, args: &Args) -> Outcome {
-    let asked = Window { offset: args.offset, size_limit: args.size_limit };
-    let sector = args.sector_size.bytes().unwrap_or(info.sector_size);
+fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Outcome {
+    let asked = Window { offset: options.offset, size_limit: options.size_limit };
+    let sector_size = options.sector_size.bytes().unwrap_or(info.sector_size);
     let (what, cure) = if window != asked {
         let Window { offset, size_limit } = window;
         let limit = size_limit.map_or("no size limit".to_owned(), |limit| format!("size limit {limit}"));
         (format!("with offset {offset} and {limit}, which overlaps"), "choose a window beside it")
-    } else if info.read_only && !args.read_only {
+    } else if info.read_only && !options.read_only {
         ("for reading only".to_owned(), "ask for --read-only")
-    } else if info.sector_size != sector {
+    } else if info.sector_size != sector_size {
         (format!("with sectors of {} bytes", info.sector_size), "ask for that --sector-size")
     } else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The values of `attach`'s options, as the command line writes them.
+//! The values of options, as the command line writes them.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,31 +8,75 @@ use blkq::{ErrorKind, SchedulerKind};
 use blkq_export::ublk::CopyMode;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use serde::{Deserialize, Serialize};
 
 use crate::size::format_size;
 
-/// `--copy`: nothing is the best way. A type of its own, as clap has another use for options.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Copying(pub Option<CopyMode>);
-
-pub(super) fn parse_copy() -> impl TypedValueParser<Value = Copying> {
-    PossibleValuesParser::new(["auto", "none", "kernel", "user"]).try_map(|name| match name.as_str() {
-        "auto" => Ok(Copying(None)),
-        name => name.parse().map(|mode| Copying(Some(mode))),
-    })
+/// `--copy`.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Copying {
+    /// The first of these that works
+    Auto,
+    /// Nobody: the driver reads and writes the kernel's pages
+    None,
+    /// The kernel
+    Kernel,
+    /// The daemon
+    User,
 }
 
-/// Where NBD listens.
-#[derive(Clone, PartialEq, Eq, Debug)]
+impl Copying {
+    /// The mode that is asked for, if one is.
+    pub fn mode(self) -> Option<CopyMode> {
+        match self {
+            Copying::Auto => None,
+            Copying::None => Some(CopyMode::None),
+            Copying::Kernel => Some(CopyMode::Kernel),
+            Copying::User => Some(CopyMode::User),
+        }
+    }
+}
+
+/// `--partscan` and `--no-partscan`; without one, the kernel looks for partitions as it does anyhow.
+#[derive(clap::Args, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(from = "Option<bool>", into = "Option<bool>")]
+pub struct PartitionScan {
+    /// Have the kernel look for partitions on the device's node in /dev, as it does anyhow for
+    /// ublk devices of root; over NBD the client's kernel does
+    #[arg(long = "partscan")]
+    pub wanted: bool,
+    /// Keep the kernel from looking for partitions, now and later
+    #[arg(long = "no-partscan", conflicts_with = "wanted")]
+    pub refused: bool,
+}
+
+impl From<Option<bool>> for PartitionScan {
+    fn from(on: Option<bool>) -> PartitionScan {
+        PartitionScan { wanted: on == Some(true), refused: on == Some(false) }
+    }
+}
+
+impl From<PartitionScan> for Option<bool> {
+    fn from(scan: PartitionScan) -> Option<bool> {
+        (scan.wanted || scan.refused).then_some(scan.wanted)
+    }
+}
+
+/// Where a server listens.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Address {
     /// A unix socket.
+    #[serde(with = "super::json")]
     Unix(PathBuf),
     /// A TCP port of a host's name or address.
     Tcp(String, u16),
 }
 
 /// Kinds of exports.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Export {
     /// A server of the NBD protocol
     Nbd,
@@ -43,14 +87,16 @@ pub enum Export {
 }
 
 /// `--format`: without it, an image that has the magic of another format is refused.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Format {
     /// The bytes as they are, whatever they look like
     Raw,
 }
 
 /// `--tls`.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Tls {
     /// Not offered
     Off,
@@ -61,25 +107,36 @@ pub enum Tls {
 }
 
 /// `--sector-size`.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum SectorSize {
     /// 512 bytes
     #[value(name = "512")]
+    #[serde(rename = "512")]
     Bytes512,
     /// 1024 bytes
     #[value(name = "1024")]
+    #[serde(rename = "1024")]
     Bytes1024,
     /// 2048 bytes
     #[value(name = "2048")]
+    #[serde(rename = "2048")]
     Bytes2048,
     /// 4096 bytes
     #[value(name = "4096")]
+    #[serde(rename = "4096")]
     Bytes4096,
     /// The smallest that works
     Auto,
 }
 
 impl SectorSize {
+    /// The one of so many bytes.
+    pub fn of(bytes: u64) -> Option<SectorSize> {
+        let mut sizes = SectorSize::value_variants().iter();
+        sizes.find(|size| size.bytes().map(u64::from) == Some(bytes)).copied()
+    }
+
     /// In bytes; `None`: the driver chooses.
     pub fn bytes(self) -> Option<u32> {
         match self {
@@ -93,7 +150,8 @@ impl SectorSize {
 }
 
 /// `--scheduler`.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Scheduler {
     /// As they come
     None,

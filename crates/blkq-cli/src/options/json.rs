@@ -1,0 +1,155 @@
+//! The forms that options have in JSON whose types are of other crates: `#[serde(with = "json")]`.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use blkq::ClockMode;
+use blkq::drivers::DriverSpec;
+use blkq::drivers::fault::FaultSpec;
+use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use serde::de::{DeserializeOwned, Error};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::values::{image_text, parse_image};
+use crate::hangs;
+
+/// A value that serde does not know, and one that it does.
+pub trait Json: Sized {
+    type Form: Serialize + DeserializeOwned;
+
+    fn form(&self) -> Self::Form;
+
+    /// # Errors
+    /// The rule that the form breaks.
+    fn read(form: Self::Form) -> Result<Self, String>;
+}
+
+pub fn serialize<S: Serializer>(value: &impl Json, serializer: S) -> Result<S::Ok, S::Error> {
+    value.form().serialize(serializer)
+}
+
+pub fn deserialize<'de, D: Deserializer<'de>, T: Json>(deserializer: D) -> Result<T, D::Error> {
+    T::read(T::Form::deserialize(deserializer)?).map_err(D::Error::custom)
+}
+
+impl<T: Json> Json for Option<T> {
+    type Form = Option<T::Form>;
+
+    fn form(&self) -> Self::Form {
+        self.as_ref().map(Json::form)
+    }
+
+    fn read(form: Self::Form) -> Result<Self, String> {
+        form.map(T::read).transpose()
+    }
+}
+
+/// A path: text, or its bytes if it is none.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum PathForm {
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+impl PathForm {
+    fn into_os_string(self) -> OsString {
+        match self {
+            PathForm::Text(text) => text.into(),
+            PathForm::Bytes(bytes) => OsString::from_vec(bytes),
+        }
+    }
+}
+
+impl Json for PathBuf {
+    type Form = PathForm;
+
+    fn form(&self) -> PathForm {
+        match self.to_str() {
+            Some(text) => PathForm::Text(text.to_owned()),
+            None => PathForm::Bytes(self.as_os_str().as_bytes().to_vec()),
+        }
+    }
+
+    fn read(form: PathForm) -> Result<PathBuf, String> {
+        Ok(form.into_os_string().into())
+    }
+}
+
+/// As the command line has it: a file that is called like another driver is given with a directory.
+impl Json for DriverSpec {
+    type Form = PathForm;
+
+    fn form(&self) -> PathForm {
+        match self {
+            DriverSpec::Image(path) => match path.to_str().map(str::parse) {
+                Some(Ok(DriverSpec::Null(_) | DriverSpec::Ram(_)) | Err(_)) => {
+                    Path::new(".").join(path).form()
+                }
+                _ => path.form(),
+            },
+            memory => PathForm::Text(image_text(memory)),
+        }
+    }
+
+    fn read(form: PathForm) -> Result<DriverSpec, String> {
+        parse_image(form.into_os_string()).map_err(|e| e.to_string())
+    }
+}
+
+/// Seconds.
+impl Json for Duration {
+    type Form = f64;
+
+    fn form(&self) -> f64 {
+        self.as_secs_f64()
+    }
+
+    fn read(seconds: f64) -> Result<Duration, String> {
+        hangs::parse(&seconds.to_string())
+    }
+}
+
+/// Types with names, which they read.
+macro_rules! by_name {
+    ($($type:ty: |$value:ident| $name:expr;)*) => {$(
+        impl Json for $type {
+            type Form = String;
+
+            fn form(&self) -> String {
+                let $value = self;
+                $name
+            }
+
+            fn read(name: String) -> Result<$type, String> {
+                name.parse().map_err(|e: blkq::Error| e.to_string())
+            }
+        }
+    )*};
+}
+
+by_name! {
+    DirectIo: |mode| mode.name().to_owned();
+    Dispatch: |mode| mode.name().to_owned();
+    ClockMode: |mode| mode.to_string();
+    FaultSpec: |spec| spec.to_string();
+}
+
+/// Modes of files, in octal digits as chmod(1) has them.
+pub mod octal {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::access::parse_mode;
+
+    pub fn serialize<S: Serializer>(mode: &Option<u32>, serializer: S) -> Result<S::Ok, S::Error> {
+        mode.map(|mode| format!("{mode:03o}")).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+        let digits = Option::<String>::deserialize(deserializer)?;
+        digits.map(|digits| parse_mode(&digits)).transpose().map_err(D::Error::custom)
+    }
+}

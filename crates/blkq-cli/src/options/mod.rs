@@ -1,0 +1,264 @@
+//! The one description of a device: [`AttachOptions`], as `blkq attach` reads them. The daemon, the
+//! state file, `recover`, `upgrade` and `show --json` have the same, by way of a [`Record`].
+
+mod check;
+mod json;
+mod record;
+mod values;
+
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use blkq::ClockMode;
+use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
+use blkq::drivers::fault::FaultSpec;
+use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use blkq::drivers::{DriverSpec, parse_bytes};
+use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
+use clap::{ArgAction, Parser};
+use serde::{Deserialize, Serialize};
+
+use crate::access::parse_mode;
+use crate::failure::{Failure, Outcome};
+use crate::hangs;
+
+pub use record::Record;
+pub use values::{
+    Address, Copying, Export, Format, PartitionScan, Scheduler, SectorSize, Tls, image_text, parse_listen,
+};
+use values::{one_of, parse_export_name, parse_image};
+
+const QUEUES: RangeInclusive<u16> = 1..=QUEUES_MAX as u16;
+const DEPTH: RangeInclusive<u16> = 1..=DEPTH_MAX;
+const CONNECTIONS: RangeInclusive<u16> = 1..=1000;
+const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
+
+/// How a device is attached. [`AttachOptions::check`] has the rules between options.
+#[derive(clap::Args, Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttachOptions {
+    /// An image file or block device; null:SIZE reads zeroes and forgets what is written,
+    /// ram:SIZE keeps it in memory
+    #[arg(value_name = "IMAGE|null:SIZE|ram:SIZE", value_parser = OsStringValueParser::new().try_map(parse_image))]
+    #[serde(with = "json")]
+    pub image: DriverSpec,
+    /// What to call the device [default: the image's file name, made unique]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// How to serve it; may be given several times [default: ublk where the kernel has it and
+    /// the user may use it, else nbd; nbd with --listen]
+    #[arg(long = "export", value_enum)]
+    pub exports: Vec<Export>,
+    /// Where NBD listens, unix:PATH or tcp:HOST:PORT; may be given several times
+    /// [default: a socket in the state directory, or those that systemd hands over]
+    #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen)]
+    pub listen: Vec<Address>,
+    /// Who may connect to the sockets of --listen unix:PATH, as of chmod: 660 for the members of
+    /// the group, 666 for all users of this machine [default: 600, or 660 with --socket-group]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    #[serde(with = "json::octal")]
+    pub socket_mode: Option<u32>,
+    /// The group of the sockets of --listen unix:PATH, such as that of libvirt's QEMU
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
+    /// Refuse writes
+    #[arg(long)]
+    pub read_only: bool,
+    /// Let others attach the same bytes who say so too, and attach what the kernel's loop driver has
+    /// or what is mounted; file systems that do not know of each other destroy the data
+    #[arg(long)]
+    pub shared: bool,
+    /// Serve the image's bytes as they are: without it, one that has the magic of qcow2, VMDK, VHD,
+    /// VHDX, VDI, QED, Parallels or LUKS is refused
+    #[arg(long, value_enum)]
+    pub format: Option<Format>,
+    /// Detach when the last client has gone, after the first one came. A block device's are those
+    /// who mount it, write to it, or have it open for a while
+    #[arg(long)]
+    pub autoclear: bool,
+    /// Whether the kernel looks for partitions.
+    #[command(flatten)]
+    pub partscan: PartitionScan,
+    /// Where in the image the device begins
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0")]
+    pub offset: u64,
+    /// The device's size at most
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub size_limit: Option<u64>,
+    /// The logical block; auto takes the smallest that works, and NBD alone serves every byte
+    #[arg(long, value_enum, default_value = "auto")]
+    pub sector_size: SectorSize,
+    /// Bypass the page cache: on or an error, off, or auto where the file allows it
+    #[arg(long, default_value = "auto", value_parser = one_of::<DirectIo>(&["on", "off", "auto"]))]
+    #[serde(with = "json")]
+    pub direct_io: DirectIo,
+    /// How the file is read and written: serial is one request at a time, to compare with
+    #[arg(long, default_value = "concurrent", value_parser = one_of::<Dispatch>(&["concurrent", "serial"]))]
+    #[serde(with = "json")]
+    pub dispatch: Dispatch,
+    /// Hardware queues, each with a thread of its own
+    #[arg(long, value_name = "N", default_value = "1", value_parser = in_range(QUEUES))]
+    pub queues: u16,
+    /// Requests in flight per queue
+    #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH))]
+    pub depth: u16,
+    /// Who copies the data of a ublk device between the kernel and the daemon: nobody, which
+    /// needs Linux 6.16 and an image, or the kernel, or the daemon. auto takes the first that works
+    #[arg(long, value_enum, default_value = "auto")]
+    pub copy: Copying,
+    /// The order in which requests reach the driver
+    #[arg(long, value_enum, default_value = "none")]
+    pub scheduler: Scheduler,
+    /// Adjacent requests are joined.
+    #[arg(long = "no-merge", action = ArgAction::SetFalse, help = "Do not join adjacent requests")]
+    pub merge: bool,
+    /// Tags are handed out in batches.
+    #[arg(long = "no-batching", action = ArgAction::SetFalse, help = "Do not hand out tags in batches")]
+    pub batching: bool,
+    /// Requests are counted and timed.
+    #[arg(long = "no-iostats", action = ArgAction::SetFalse, help = "Do not count and time requests")]
+    pub iostats: bool,
+    /// Bursts of completions are paced (NBD).
+    #[arg(long = "no-pacing", action = ArgAction::SetFalse, help = "Give a device that completes its work in bursts all of it at once (NBD)")]
+    pub pacing: bool,
+    /// Receiving waits for clients that are busy reading replies (NBD).
+    #[arg(long = "no-receive-backoff", action = ArgAction::SetFalse, help = "Receive at once from NBD clients that are busy reading replies")]
+    pub receive_backoff: bool,
+    /// Time stamps: one reading of the clock per batch, or one each
+    #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
+    #[serde(with = "json")]
+    pub clock: ClockMode,
+    /// Make things go wrong on purpose, for testing what uses the device (docs/fault.md)
+    #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>)]
+    #[serde(with = "json")]
+    pub fault: Option<FaultSpec>,
+    /// Report requests in flight for longer than so many seconds in the daemon's log, once each;
+    /// 0 for never (docs/watching.md)
+    #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse)]
+    #[serde(with = "json")]
+    pub hang_warning: Duration,
+    /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT, which must be of
+    /// this machine (docs/watching.md)
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_listen)]
+    pub metrics: Option<Address>,
+    /// NBD connections at a time [default: 64]
+    #[arg(long, value_name = "N", value_parser = in_range(CONNECTIONS))]
+    pub max_connections: Option<u16>,
+    /// How long an NBD client may take to say what it wants [default: 10]
+    #[arg(long, value_name = "SECONDS", value_parser = in_range(HANDSHAKE_TIMEOUT_S))]
+    pub handshake_timeout: Option<u16>,
+    /// TLS for NBD: clients may use it, or must; a directory of certificates is needed [default:
+    /// require with --tls-certificates, else off]
+    #[arg(long, value_enum)]
+    pub tls: Option<Tls>,
+    /// The directory of server-cert.pem and server-key.pem; with ca-cert.pem, clients must have
+    /// certificates that it signed
+    #[arg(long, value_name = "DIR")]
+    #[serde(with = "json")]
+    pub tls_certificates: Option<PathBuf>,
+    /// Let NBD without TLS, and --metrics, listen where other machines reach them: whoever does can
+    /// read and change the device, or read its metrics
+    #[arg(long)]
+    pub insecure: bool,
+    /// The daemon gives up privileges and system calls that it does not need.
+    #[arg(long = "no-sandbox", action = ArgAction::SetFalse, help = "Keep all privileges, and do not filter system calls, to look for an error")]
+    pub sandbox: bool,
+    /// The name by which NBD clients ask for the device; those that name none get it too [default:
+    /// the device's name]
+    #[arg(long, value_name = "NAME", value_parser = parse_export_name)]
+    pub export_name: Option<String>,
+    /// Write the number of the daemon's process to a file when the device is usable; it is removed
+    /// when the device is detached
+    #[arg(long, value_name = "FILE")]
+    #[serde(with = "json")]
+    pub pid_file: Option<PathBuf>,
+    /// Over NBD, serve whole sectors only, as losetup does
+    #[arg(long, hide = true)]
+    pub whole_sectors: bool,
+}
+
+impl AttachOptions {
+    /// Those of `image` if no option is given.
+    pub fn new(image: DriverSpec) -> AttachOptions {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            options: AttachOptions,
+        }
+        // All options have defaults.
+        AttachOptions { image, ..Line::parse_from(["attach", "image"]).options }
+    }
+
+    /// The name of the device if none is given, before it is made unique.
+    pub fn default_name(&self) -> String {
+        match &self.image {
+            DriverSpec::Image(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            DriverSpec::Null(_) => "null".to_owned(),
+            DriverSpec::Ram(_) => "ram".to_owned(),
+        }
+    }
+
+    /// A failure of attaching the image.
+    pub fn failed(&self, failure: Failure) -> Failure {
+        failure.during(format_args!("attach {}", image_text(&self.image)))
+    }
+
+    /// The same options with absolute paths, of which the relative ones begin in `directory`, and the
+    /// real path of the image.
+    ///
+    /// # Errors
+    /// If a path is empty.
+    pub fn absolute(mut self, directory: &Path) -> Outcome<AttachOptions> {
+        let make_absolute = |path: &mut PathBuf| -> Outcome {
+            *path = std::path::absolute(directory.join(&*path))
+                .map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+            Ok(())
+        };
+        if let DriverSpec::Image(path) = &mut self.image {
+            make_absolute(path)?;
+            *path = path.canonicalize().unwrap_or_else(|_| path.clone());
+        }
+        for address in self.listen.iter_mut().chain(&mut self.metrics) {
+            if let Address::Unix(path) = address {
+                make_absolute(path)?;
+            }
+        }
+        self.tls_certificates.iter_mut().chain(&mut self.pid_file).try_for_each(make_absolute)?;
+        Ok(self)
+    }
+}
+
+fn in_range(range: RangeInclusive<u16>) -> RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(i64::from(*range.start())..=i64::from(*range.end()))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// The options that `words` make.
+    pub fn options(words: &[&str]) -> AttachOptions {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            options: AttachOptions,
+        }
+        Line::parse_from([&["attach"], words].concat()).options
+    }
+
+    #[test]
+    fn relative_paths_begin_in_the_directory() {
+        let words = ["d.img", "--listen=unix:./s", "--listen=tcp:h:1", "--metrics=unix:m", "--pid-file=/p"];
+        let words = [&words[..], &["--tls-certificates=../tls"]].concat();
+        let absolute = options(&words).absolute(Path::new("/nowhere")).unwrap();
+        assert_eq!(absolute.image, DriverSpec::Image("/nowhere/d.img".into()));
+        let unix = |path: &str| Address::Unix(path.into());
+        assert_eq!(absolute.listen, [unix("/nowhere/s"), Address::Tcp("h".into(), 1)]);
+        assert_eq!(
+            (absolute.metrics.clone(), absolute.pid_file.clone()),
+            (Some(unix("/nowhere/m")), Some("/p".into()))
+        );
+        assert_eq!(absolute.tls_certificates, Some("/nowhere/../tls".into()));
+    }
+}
