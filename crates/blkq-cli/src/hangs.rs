@@ -12,8 +12,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
-use blkq::engine::Looked;
-use blkq::hang::{Hang, HangEnd, Look};
+use blkq::engine::HangScanReply;
+use blkq::hang::{Hang, HangCompletion, HangScan};
 use blkq::{Disk, EngineHandle};
 
 use crate::failure::{Failure, Outcome};
@@ -151,7 +151,7 @@ struct Watched {
     /// What the kernel says of its thread (proc_pid_status(5)), if it may be asked.
     status: Option<File>,
     /// What it was asked for and has not answered, and when.
-    asked: Option<(Looked, u64)>,
+    asked: Option<(HangScanReply, u64)>,
     /// It was told of that it does not answer.
     stalled: bool,
     /// How much hung when it last answered.
@@ -185,7 +185,7 @@ impl Watcher {
                     continue;
                 }
                 let now_ns = monotonic_ns();
-                watched.asked = Some((watched.engine.look(now_ns, limit_ns), now_ns));
+                watched.asked = Some((watched.engine.scan_for_hangs(now_ns, limit_ns), now_ns));
             }
             watched.hear(limit_ns, &counters.stalls, log);
         }
@@ -234,12 +234,12 @@ impl Watched {
 }
 
 /// Logs what an engine found in `queue`.
-fn tell(queue: usize, look: &Look, limit_ns: u64, log: &dyn Fn(&str)) {
+fn tell(queue: usize, look: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
     // First what is over: it was told of before.
     look.ended.iter().for_each(|end| log(&end_line(end)));
     look.hangs.iter().for_each(|hang| log(&hang_line(hang)));
     if look.more > 0 {
-        let Look { more, hung, .. } = look;
+        let HangScan { more, hung, .. } = look;
         log(&format!(
             "hang: and {more} more; queue {queue} has {hung} in flight for more than {}",
             seconds(limit_ns)
@@ -259,7 +259,7 @@ fn hang_line(hang: &Hang) -> String {
     line
 }
 
-fn end_line(end: &HangEnd) -> String {
+fn end_line(end: &HangCompletion) -> String {
     let how = match end.result {
         Some(Ok(())) => "well".to_owned(),
         Some(Err(status)) => format!("with an error: {status}"),

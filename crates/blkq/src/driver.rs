@@ -9,9 +9,8 @@ use io_uring::{squeue, types};
 
 use crate::buffer::{IoBuffer, KernelPages, Segment};
 use crate::clock::Clock;
-use crate::disk::QUEUES_MAX;
 use crate::error::{Error, ErrorKind, IoResult};
-use crate::limits::QueueLimits;
+use crate::limits::{QUEUES_MAX, QueueLimits};
 use crate::remote::kick::Wake;
 use crate::request::NIL;
 use crate::request::Request;

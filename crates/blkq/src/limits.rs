@@ -2,10 +2,12 @@
 //! and impossible to exceed (`bio` splits, emulates or refuses).
 //! Defaults as in the kernel's block/blk-settings.c.
 
-use crate::Status;
 use crate::bio::{BioFlags, Operation};
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Status};
 use crate::sector::{SECTOR_SHIFT, Sector};
+
+/// Most hardware queues of a disk.
+pub const QUEUES_MAX: usize = 64;
 
 /// Limits and capabilities of a device. Sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]

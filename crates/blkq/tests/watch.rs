@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
-use blkq::hang::{Look, NAMED_MAX, Place};
+use blkq::hang::{HangScan, NAMED_MAX, Place};
 use blkq::{
     Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, Operation, QueueLimits, Sector, Source,
     SourceContext, StatGroup, Status,
@@ -33,8 +33,8 @@ fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
     let fua = Bio::write(Sector(8), filled(4096, 1), 7).with_flags(BioFlags::NO_MERGE);
     queue.submit(fua).unwrap();
     queue.poll();
-    assert_eq!(queue.look(after(29), LIMIT_NS), Look::default(), "not yet");
-    let look = queue.look(after(31), LIMIT_NS);
+    assert_eq!(queue.scan_for_hangs(after(29), LIMIT_NS), HangScan::default(), "not yet");
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((look.hangs.len(), look.more, look.hung), (1, 0, 1));
     let hang = &look.hangs[0];
     let subject = &hang.subject;
@@ -47,22 +47,22 @@ fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
     assert_eq!(subject.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
     // Once, however often one looks.
     for _ in 0..3 {
-        assert_eq!(queue.look(after(60), LIMIT_NS), Look { hung: 1, ..Look::default() });
+        assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), HangScan { hung: 1, ..HangScan::default() });
     }
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 1));
     device.release(1);
     drain(&mut queue);
-    let look = queue.look(after(60), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(60), LIMIT_NS);
     assert_eq!((look.hung, look.hangs.len(), look.ended.len()), (0, 0, 1));
     let end = &look.ended[0];
     assert_eq!((&end.subject, end.result), (subject, Some(Ok(()))));
     assert!(end.age_ns < 20 * SECOND_NS, "its real age, not that of the pretended look: {}", end.age_ns);
-    assert_eq!(queue.look(after(60), LIMIT_NS), Look::default(), "the end is told once too");
+    assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), HangScan::default(), "the end is told once too");
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 0));
     // The next one in the same slot is another one.
     queue.submit(read(0, 8)).unwrap();
     queue.poll();
-    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].subject.number, 2);
+    assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].subject.number, 2);
     device.release(1);
     drain(&mut queue);
 }
@@ -74,7 +74,7 @@ fn who_waits_for_a_tag_hangs_too_and_is_not_told_of_again_when_it_has_one() {
     let mut queue = disk.open_queue(0).unwrap();
     (0..5).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
     queue.poll();
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     let places: Vec<&Place> = look.hangs.iter().map(|hang| &hang.place).collect();
     let driver = Place::Driver("in the driver".into());
     assert_eq!(places, [&driver, &driver, &Place::ForTag(0), &Place::ForTag(1), &Place::ForTag(2)]);
@@ -84,11 +84,11 @@ fn who_waits_for_a_tag_hangs_too_and_is_not_told_of_again_when_it_has_one() {
         queue.poll();
     }
     queue.poll();
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((look.hangs.len(), look.hung, look.ended.len()), (0, 3, 2));
     device.release(3);
     drain(&mut queue);
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((look.hung, look.ended.len()), (0, 3));
     assert!(look.ended.iter().all(|end| end.subject.tag.is_some()), "they had tags at last");
     assert_eq!(disk.stats().counter(Counter::Hangs), 5);
@@ -105,7 +105,7 @@ fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
     queue.poll();
     (3..5).for_each(|n| queue.submit(Bio::flush(n)).unwrap());
     queue.poll();
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     let told: Vec<_> = look.hangs.iter().map(|h| (h.subject.operation, h.bios, h.place.clone())).collect();
     let driver = Place::Driver("in the driver".into());
     assert_eq!(told[0], (Operation::Flush, 3, driver));
@@ -118,7 +118,7 @@ fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
     }
     queue.poll();
     // The two that waited are in the next flush now, and have not ended.
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((look.ended.len(), look.ended[0].result), (1, Some(Ok(()))));
     device.release(1);
     drain(&mut queue);
@@ -134,12 +134,12 @@ fn many_that_hang_are_counted_and_few_told_of() {
     let all = NAMED_MAX as u64 + 40;
     (0..all).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
     queue.poll();
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((look.hangs.len(), look.more, look.hung), (NAMED_MAX, 40, all));
-    assert_eq!(queue.look(after(32), LIMIT_NS), Look { hung: all, ..Look::default() });
+    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS), HangScan { hung: all, ..HangScan::default() });
     device.release(all as usize);
     drain(&mut queue);
-    assert_eq!(queue.look(after(32), LIMIT_NS).ended.len(), NAMED_MAX);
+    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS).ended.len(), NAMED_MAX);
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (all, 0));
 }
 
@@ -153,19 +153,19 @@ fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
     queue.poll();
     // The watcher's clock, which may be any.
     let hour_ns = 3600 * SECOND_NS;
-    assert_eq!(queue.look(hour_ns, LIMIT_NS), Look::default(), "found, and of no age yet");
-    assert_eq!(queue.look(hour_ns + LIMIT_NS, LIMIT_NS), Look::default());
-    let look = queue.look(hour_ns + LIMIT_NS + 1, LIMIT_NS);
+    assert_eq!(queue.scan_for_hangs(hour_ns, LIMIT_NS), HangScan::default(), "found, and of no age yet");
+    assert_eq!(queue.scan_for_hangs(hour_ns + LIMIT_NS, LIMIT_NS), HangScan::default());
+    let look = queue.scan_for_hangs(hour_ns + LIMIT_NS + 1, LIMIT_NS);
     assert_eq!((look.hangs.len(), look.hangs[0].age_ns), (2, LIMIT_NS + 1));
     device.release(2);
     drain(&mut queue);
-    let look = queue.look(hour_ns + 40 * SECOND_NS, LIMIT_NS);
+    let look = queue.scan_for_hangs(hour_ns + 40 * SECOND_NS, LIMIT_NS);
     let ends: Vec<_> = look.ended.iter().map(|end| (end.age_ns, end.result)).collect();
     assert_eq!(ends, [(40 * SECOND_NS, Some(Ok(()))); 2]);
     // Whoever comes next in the same slots has no time of its own, and not theirs either.
     queue.submit(read(0, 3)).unwrap();
     queue.poll();
-    assert_eq!(queue.look(2 * hour_ns, LIMIT_NS), Look::default());
+    assert_eq!(queue.scan_for_hangs(2 * hour_ns, LIMIT_NS), HangScan::default());
     device.release(1);
     drain(&mut queue);
     assert_eq!(disk.stats().counter(Counter::ClockReads), 0);
@@ -182,7 +182,7 @@ fn merged_bios_and_schedulers_are_seen_into() {
     queue.submit(read(0, 1)).unwrap();
     queue.submit(read(1, 2)).unwrap();
     queue.poll();
-    let look = queue.look(after(31), LIMIT_NS);
+    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
     let mut told: Vec<_> = look.hangs.iter().map(|h| (h.place.clone(), h.bios, h.subject.sectors)).collect();
     told.sort_by_key(|(_, bios, _)| *bios);
     assert_eq!(told, [(Place::Driver("in the driver".into()), 1, 1), (Place::Scheduler, 2, 2)]);
@@ -197,7 +197,7 @@ fn what_keeps_a_request_from_the_driver_is_told() {
     let (disk, mut queue) = device.open();
     let mut place = |bio: Option<Bio>| {
         bio.into_iter().for_each(|bio| queue.submit(bio).unwrap());
-        let look = queue.look(after(31), LIMIT_NS);
+        let look = queue.scan_for_hangs(after(31), LIMIT_NS);
         queue.poll();
         look.hangs.last().map(|hang| hang.place.clone())
     };
@@ -209,20 +209,20 @@ fn what_keeps_a_request_from_the_driver_is_told() {
     device.state().behaviour.busy_every = 1;
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
-    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Dispatch);
+    assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].place, Place::Dispatch);
     device.state().behaviour.busy_every = 0;
     drain(&mut queue);
     let quiesced = disk.quiesce();
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
-    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Quiesced);
+    assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].place, Place::Quiesced);
     drop(quiesced);
     drain(&mut queue);
     let frozen = disk.freeze();
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
     assert!(!disk.is_at_rest(0));
-    assert_eq!(queue.look(after(31), LIMIT_NS).hangs[0].place, Place::Frozen);
+    assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].place, Place::Frozen);
     drop(frozen);
     drain(&mut queue);
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_at_rest(0)), (5, true));
@@ -283,11 +283,11 @@ fn an_engine_tells_whose_it_is_and_is_seen_to_be_held_up_itself() {
     while disk.is_at_rest(0) {
         std::thread::yield_now();
     }
-    let look = engine.handle().look(after(31), LIMIT_NS).recv().unwrap();
+    let look = engine.handle().scan_for_hangs(after(31), LIMIT_NS).recv().unwrap();
     assert_eq!(look.hangs[0].client.as_deref(), Some("sleeper 42"));
     let (wake, wait) = channel::<()>();
     engine.handle().send(source, Box::new(wait));
-    let looked = engine.handle().look(after(31), LIMIT_NS);
+    let looked = engine.handle().scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!(looked.recv_timeout(Duration::from_millis(100)), Err(RecvTimeoutError::Timeout));
     drop(wake);
     assert_eq!(looked.recv().unwrap().hung, 1);

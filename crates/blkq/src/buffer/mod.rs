@@ -35,7 +35,7 @@ pub struct Segment {
 
 impl Segment {
     /// `registered` of memory that no ring knows.
-    pub(crate) const UNREGISTERED: u16 = u16::MAX;
+    pub(crate) const UNREGISTERED: u16 = registration::UNREGISTERED;
 
     /// The `len` bytes from `ptr` on.
     pub const fn new(ptr: *mut u8, len: u32) -> Segment {

@@ -4,64 +4,32 @@
 #[cfg(all(test, any(loom, shuttle)))]
 mod model;
 
+pub(crate) mod builder;
 pub(crate) mod freeze;
+mod settings;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::clock::ClockMode;
 use crate::disk::freeze::DiskControl;
 use crate::driver::{Change, Driver};
-use crate::engine::local::LocalQueue;
 use crate::error::{Error, ErrorKind, Status};
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
 use crate::remote::gate::{Direction, GateCounters, RequestGate};
 use crate::remote::kick::Kick;
 use crate::remote::software::SoftwareQueues;
-use crate::remote::submitter::{self, Submitter};
-use crate::sched::SchedulerKind;
 use crate::stats::{QueueStats, StatsSnapshot};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
 
-/// Requests of a queue unless said otherwise (BLKDEV_DEFAULT_RQ, and loop's depth).
-pub const DEPTH_DEFAULT: u16 = 128;
-/// Most requests of a queue (BLK_MQ_MAX_DEPTH).
-pub const DEPTH_MAX: u16 = 10240;
-/// Most hardware queues of a disk.
-pub const QUEUES_MAX: usize = 64;
 /// How long a live change waits for I/O in flight to end.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What can be changed on a live disk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Settings {
-    /// Requests that the driver gets at once, per queue.
-    pub depth: u16,
-    /// Who orders requests before the driver.
-    pub scheduler: SchedulerKind,
-    /// Whether neighbours merge.
-    pub merge: bool,
-    /// Whether submitters get requests in batches when the device is full.
-    pub batching: bool,
-    /// Whether I/O is counted and timed.
-    pub iostats: bool,
-    /// How time stamps are taken.
-    pub clock: ClockMode,
-}
-
-impl Settings {
-    /// Requests per queue: the depth, or with a scheduler twice that (at most 256), so
-    /// that it has something to choose from (`q->nr_requests` in block/blk-mq-sched.c).
-    pub fn requests(&self) -> u16 {
-        match self.scheduler {
-            SchedulerKind::None => self.depth,
-            _ => self.depth.max(2 * self.depth.min(128)),
-        }
-    }
-}
+pub use crate::limits::QUEUES_MAX;
+pub use builder::DiskBuilder;
+pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
 
 /// The part of a hardware queue that other threads see.
 pub(crate) struct HardwareQueue {
@@ -88,106 +56,17 @@ pub struct Disk {
     next_queue: AtomicUsize,
 }
 
-/// Makes a [`Disk`].
-pub struct DiskBuilder {
-    driver: Box<dyn Driver>,
-    name: String,
-    queues: usize,
-    shared_tags: bool,
-    read_only: bool,
-    settings: Settings,
-}
-
-impl DiskBuilder {
-    /// The name for messages and statistics; the driver's by default.
-    #[must_use]
-    pub fn name(mut self, name: impl Into<String>) -> DiskBuilder {
-        self.name = name.into();
-        self
-    }
-
-    /// Number of hardware queues, 1 to [`QUEUES_MAX`]; 1 by default.
-    #[must_use]
-    pub fn queues(mut self, queues: usize) -> DiskBuilder {
-        self.queues = queues;
-        self
-    }
-
-    /// Requests in flight per queue, 1 to [`DEPTH_MAX`]; [`DEPTH_DEFAULT`] by default.
-    #[must_use]
-    pub fn depth(mut self, depth: u16) -> DiskBuilder {
-        self.settings.depth = depth;
-        self
-    }
-
-    /// One tag set for all queues, instead of one for each.
-    #[must_use]
-    pub fn shared_tags(mut self, shared: bool) -> DiskBuilder {
-        self.shared_tags = shared;
-        self
-    }
-
-    /// Refuses writes whatever the driver could do.
-    #[must_use]
-    pub fn read_only(mut self, read_only: bool) -> DiskBuilder {
-        self.read_only = read_only;
-        self
-    }
-
-    /// The scheduler; none by default.
-    #[must_use]
-    pub fn scheduler(mut self, scheduler: SchedulerKind) -> DiskBuilder {
-        self.settings.scheduler = scheduler;
-        self
-    }
-
-    /// Whether neighbours merge; true by default.
-    #[must_use]
-    pub fn merge(mut self, merge: bool) -> DiskBuilder {
-        self.settings.merge = merge;
-        self
-    }
-
-    /// Whether submitters get requests in batches; true by default.
-    #[must_use]
-    pub fn batching(mut self, batching: bool) -> DiskBuilder {
-        self.settings.batching = batching;
-        self
-    }
-
-    /// Whether I/O is counted and timed; true by default.
-    #[must_use]
-    pub fn iostats(mut self, iostats: bool) -> DiskBuilder {
-        self.settings.iostats = iostats;
-        self
-    }
-
-    /// How time stamps are taken; cached by default.
-    #[must_use]
-    pub fn clock(mut self, clock: ClockMode) -> DiskBuilder {
-        self.settings.clock = clock;
-        self
-    }
-
-    /// The disk.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] for limits that make no sense and numbers out of range.
-    pub fn build(self) -> Result<Arc<Disk>, Error> {
-        let DiskBuilder { driver, name, queues, shared_tags, read_only, settings } = self;
-        let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
-        if !(1..=QUEUES_MAX).contains(&queues) {
-            return invalid(format!("{queues} queues: give a number from 1 to {QUEUES_MAX}"));
-        }
-        if queues > driver.queues_max() {
-            let (driver, most) = (driver.name(), driver.queues_max());
-            return invalid(format!("{queues} queues: this {driver} device has at most {most}; give fewer"));
-        }
-        if !(1..=DEPTH_MAX).contains(&settings.depth) {
-            return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
-        }
-        driver.limits().validate()?;
-        let capacity = capacity_for(settings.depth);
+impl Disk {
+    /// A disk with values that [`DiskBuilder::build`] has checked.
+    pub(super) fn assemble(
+        driver: Box<dyn Driver>,
+        name: String,
+        settings: Settings,
+        queues: usize,
+        shared_tags: bool,
+        read_only: bool,
+    ) -> Result<Arc<Disk>, Error> {
+        let capacity = settings.tags();
         let new_tags = || {
             let tags = TagSet::new(capacity);
             tags.set_depth(settings.requests());
@@ -205,7 +84,7 @@ impl DiskBuilder {
         };
         let disk = Disk {
             control: DiskControl::new(queues),
-            gate: RequestGate::new(gate_requests(&settings, queues, shared_tags), settings.batching),
+            gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
             name,
             driver,
@@ -216,38 +95,6 @@ impl DiskBuilder {
             next_queue: AtomicUsize::new(0),
         };
         Ok(Arc::new(disk))
-    }
-}
-
-/// Requests that all submitters together may have (`nr_requests`): as many as there are tags.
-fn gate_requests(settings: &Settings, queues: usize, shared_tags: bool) -> u32 {
-    let sets = if shared_tags { 1 } else { queues as u32 };
-    u32::from(settings.requests()) * sets
-}
-
-/// Tags that a disk of `depth` is made with: room for a scheduler and for growing live.
-fn capacity_for(depth: u16) -> u16 {
-    depth.saturating_mul(2).clamp(256, DEPTH_MAX)
-}
-
-impl Disk {
-    /// Begins to make a disk of `driver`.
-    pub fn builder(driver: Box<dyn Driver>) -> DiskBuilder {
-        DiskBuilder {
-            name: driver.name().to_string(),
-            driver,
-            queues: 1,
-            shared_tags: false,
-            read_only: false,
-            settings: Settings {
-                depth: DEPTH_DEFAULT,
-                scheduler: SchedulerKind::None,
-                merge: true,
-                batching: true,
-                iostats: true,
-                clock: ClockMode::Cached,
-            },
-        }
     }
 
     /// The disk's name.
@@ -326,19 +173,6 @@ impl Disk {
         fields
     }
 
-    /// Opens hardware queue `index` for this thread to submit to and poll.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if it is open, and the driver's own.
-    pub fn open_queue(self: &Arc<Self>, index: usize) -> Result<LocalQueue, Error> {
-        LocalQueue::open(self, index)
-    }
-
-    /// A way in for a thread that owns no queue.
-    pub fn submitter(self: &Arc<Self>) -> Submitter {
-        Submitter::new(self)
-    }
-
     /// Changes a setting while I/O goes on: I/O in flight ends first, what comes
     /// meanwhile waits, nothing is lost. Keys: `scheduler`, `depth`, `merge`, `batching`,
     /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`, `fault`).
@@ -379,7 +213,7 @@ impl Disk {
             for queue in &self.queues {
                 queue.tags.set_depth(settings.requests());
             }
-            let requests = gate_requests(&settings, self.queues.len(), self.shared_tags);
+            let requests = settings.gate_requests(self.queues.len(), self.shared_tags);
             self.gate.set(requests, settings.batching);
             Ok(())
         })
@@ -507,7 +341,7 @@ impl Disk {
             for (bio, completer) in staged.bios {
                 completer.notify(Err(Status::Offline), bio.data);
             }
-            self.gate.leave(submitter::direction(staged.operation), 1);
+            self.gate.leave(Direction::of(staged.operation), 1);
         }
     }
 }

@@ -200,7 +200,7 @@ impl World {
     fn watcher(&self, rounds: usize) -> thread::JoinHandle<()> {
         let handle = self.engines[0].handle().clone();
         let look = move |hangs: &mut Vec<u64>, ends: &mut Vec<u64>| {
-            let look = handle.look(u64::MAX, 0).recv().expect("the engine lives");
+            let look = handle.scan_for_hangs(u64::MAX, 0).recv().expect("the engine lives");
             hangs.extend(look.hangs.iter().map(|hang| hang.subject.number));
             ends.extend(look.ended.iter().map(|end| end.subject.number));
             assert_eq!(look.more, 0);

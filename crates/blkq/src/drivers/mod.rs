@@ -21,7 +21,8 @@ use fault::{Fault, FaultSpec};
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use null::{Null, NullOptions};
 use ram::Ram;
-pub use size::parse_bytes;
+use size::check_sector;
+pub use size::{SECTOR_SIZES, parse_bytes};
 
 /// What is to be attached, as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -128,18 +129,6 @@ fn memory_sector(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
         return Err(Error::new(ErrorKind::Invalid, message));
     }
     check_sector(options.sector_size.unwrap_or(SECTOR_SIZES[0]))
-}
-
-/// The sector sizes that a device may have, in bytes: those of the kernel's loop device on
-/// pages of 4096 bytes.
-pub const SECTOR_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
-
-fn check_sector(bytes: u32) -> Result<u32, Error> {
-    if SECTOR_SIZES.contains(&bytes) {
-        return Ok(bytes);
-    }
-    let message = format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}");
-    Err(Error::new(ErrorKind::Invalid, message))
 }
 
 fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {

@@ -1,4 +1,4 @@
-//! Sizes in bytes, as people write them.
+//! Sizes in bytes, as people write them, and those of sectors.
 
 use crate::error::{Error, ErrorKind};
 
@@ -45,6 +45,19 @@ fn unit_bytes(unit: &str) -> Option<u128> {
         "b" => Some(1000u128.pow(power)),
         _ => None,
     }
+}
+
+/// The sector sizes that a device may have, in bytes: those of the kernel's loop device on
+/// pages of 4096 bytes.
+pub const SECTOR_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
+
+/// The size, if a sector may have it.
+pub(super) fn check_sector(bytes: u32) -> Result<u32, Error> {
+    if SECTOR_SIZES.contains(&bytes) {
+        return Ok(bytes);
+    }
+    let message = format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}");
+    Err(Error::new(ErrorKind::Invalid, message))
 }
 
 #[cfg(test)]

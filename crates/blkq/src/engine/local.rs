@@ -9,7 +9,7 @@ use crate::disk::Disk;
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::queue::Queue;
-use crate::queue::hang::Look;
+use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, Registrar, Ring, RingCounters};
 
 /// Submissions that the ring of a local queue has room for.
@@ -48,6 +48,16 @@ pub struct LocalQueue {
     /// In a box, so that to lend it is to load a word.
     ring: Option<Box<Ring>>,
     cqes: Vec<Cqe>,
+}
+
+impl Disk {
+    /// Opens hardware queue `index` for this thread to submit to and poll.
+    ///
+    /// # Errors
+    /// [`Busy`](crate::ErrorKind::Busy) if it is open, and the driver's own.
+    pub fn open_queue(self: &Arc<Self>, index: usize) -> Result<LocalQueue, Error> {
+        LocalQueue::open(self, index)
+    }
 }
 
 impl LocalQueue {
@@ -146,8 +156,8 @@ impl LocalQueue {
 
     /// What has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
     /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and what of that has ended: see [`watch`](crate::queue::hang).
-    pub fn look(&mut self, now_ns: u64, limit_ns: u64) -> Look {
-        let mut look = self.queue.look(now_ns, limit_ns);
+    pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
+        let mut look = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut look.hangs {
             hang.client = hang.mark.map(|mark| format!("mark {mark}")).or(hang.client.take());
         }

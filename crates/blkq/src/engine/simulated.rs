@@ -5,7 +5,8 @@ use std::sync::Arc;
 use crate::disk::Disk;
 use crate::error::Error;
 
-use super::{Engine, EngineHandle, Mailbox, Message, Source, SourceId};
+use super::Engine;
+use super::source::{EngineHandle, Message, Source, SourceId};
 
 /// An engine that its owner turns, in the simulated world.
 pub struct SimulatedEngine(Engine);
@@ -17,11 +18,11 @@ impl SimulatedEngine {
     /// As there.
     pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
         let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
-        let handle = EngineHandle(Mailbox::new(kick));
+        let handle = EngineHandle::new(kick);
         Engine::new(queues, handle).map(SimulatedEngine)
     }
 
-    /// With this one can send to its sources.
+    /// A handle for sending messages to its sources.
     pub fn handle(&self) -> &EngineHandle {
         &self.0.handle
     }

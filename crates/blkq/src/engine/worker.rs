@@ -7,8 +7,8 @@ use crate::sync::mpsc::Sender;
 #[cfg(not(simulation))]
 use crate::sync::{mpsc::channel, thread};
 
-#[cfg(not(simulation))]
-use super::STACK_BYTES;
+/// Stack of an engine thread and of its worker, in bytes.
+pub(super) const STACK_BYTES: usize = 256 << 10;
 
 /// What a worker does.
 pub(super) type Job = Box<dyn FnOnce() + Send>;

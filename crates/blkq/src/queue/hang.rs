@@ -119,7 +119,7 @@ pub struct Hang {
 
 /// The end of something that hung and was told of.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct HangEnd {
+pub struct HangCompletion {
     /// What it was.
     pub subject: Subject,
     /// For how long it was in flight, in nanoseconds, as far as is known.
@@ -130,7 +130,7 @@ pub struct HangEnd {
 
 /// What a look found.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Look {
+pub struct HangScan {
     /// Found for the first time: at most [`NAMED_MAX`] of a queue until those have ended.
     pub hangs: Vec<Hang>,
     /// How many more were found for the first time.
@@ -138,12 +138,12 @@ pub struct Look {
     /// All that is in flight for too long now.
     pub hung: u64,
     /// What was told of and has ended since.
-    pub ended: Vec<HangEnd>,
+    pub ended: Vec<HangCompletion>,
 }
 
-impl Look {
+impl HangScan {
     /// Adds what was found in another queue.
-    pub(crate) fn add(&mut self, other: Look) {
+    pub(crate) fn add(&mut self, other: HangScan) {
         self.hangs.extend(other.hangs);
         self.more += other.more;
         self.hung += other.hung;
@@ -172,15 +172,15 @@ pub(crate) struct Watch {
     flush_counted_ns: u64,
     named: Vec<Named>,
     /// Whether what is told as its age is the time of its beginning, as no clock was read then.
-    ended: Vec<(HangEnd, bool)>,
+    ended: Vec<(HangCompletion, bool)>,
     told: u64,
 }
 
 /// One look in progress.
-struct Looking {
+struct Scan {
     now_ns: u64,
     limit_ns: u64,
-    look: Look,
+    look: HangScan,
     new: u64,
 }
 
@@ -194,8 +194,8 @@ impl Watch {
 
 impl Queue {
     /// Looks for what began more than `limit_ns` before `now_ns`.
-    pub(crate) fn look(&mut self, now_ns: u64, limit_ns: u64) -> Look {
-        let mut looking = Looking { now_ns, limit_ns, look: Look::default(), new: 0 };
+    pub(crate) fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
+        let mut looking = Scan { now_ns, limit_ns, look: HangScan::default(), new: 0 };
         self.watch.named.iter_mut().for_each(|named| named.seen = false);
         let mut left = self.in_use;
         for index in 0..self.requests.len() {
@@ -204,20 +204,20 @@ impl Queue {
             }
             if self.requests[index].state == RequestState::Busy {
                 left -= 1;
-                self.look_at_request(Tag(index as u16), &mut looking);
+                self.scan_request(Tag(index as u16), &mut looking);
             }
         }
         let frozen = self.disk.control.is_frozen();
         let (mut bio, mut before) = (self.waiting.first(), 0);
         while bio != NIL {
             let place = if frozen { Place::Frozen } else { Place::ForTag(before) };
-            self.look_at_bio(bio, place, &mut looking);
+            self.scan_bio(bio, place, &mut looking);
             (bio, before) = (self.bios[bio].next, before + 1);
         }
         for index in 0..self.flush.pending().len() {
             let bio = self.flush.pending()[index];
             let place = if frozen { Place::Frozen } else { Place::ForFlush };
-            self.look_at_bio(bio, place, &mut looking);
+            self.scan_bio(bio, place, &mut looking);
         }
         // What a running flush serves is part of that.
         let Watch { named, .. } = &mut self.watch;
@@ -228,7 +228,7 @@ impl Queue {
         self.watch.named.retain(|one| {
             if !one.seen {
                 let age_ns = now_ns.saturating_sub(one.start_ns);
-                look.ended.push(HangEnd { subject: one.subject.clone(), age_ns, result: None });
+                look.ended.push(HangCompletion { subject: one.subject.clone(), age_ns, result: None });
             }
             one.seen
         });
@@ -243,7 +243,7 @@ impl Queue {
         look
     }
 
-    fn look_at_request(&mut self, tag: Tag, looking: &mut Looking) {
+    fn scan_request(&mut self, tag: Tag, looking: &mut Scan) {
         let request = &mut self.requests[tag.index()];
         if request.start_ns == 0 {
             request.start_ns = looking.now_ns;
@@ -304,7 +304,7 @@ impl Queue {
         looking.look.hangs.push(hang);
     }
 
-    fn look_at_bio(&mut self, bio: u32, place: Place, looking: &mut Looking) {
+    fn scan_bio(&mut self, bio: u32, place: Place, looking: &mut Scan) {
         let slot = &mut self.bios[bio];
         if slot.start_ns == 0 {
             slot.start_ns = looking.now_ns;
@@ -386,7 +386,10 @@ impl Queue {
                 let Watch { named, ended, .. } = &mut self.watch;
                 if let Some(at) = named.iter().position(|one| one.bio == bio && one.start_ns == began_ns) {
                     let subject = Subject { tag: Some(tag), ..named.swap_remove(at).subject };
-                    ended.push((HangEnd { subject, age_ns, result: Some(result) }, !self.settings.iostats));
+                    ended.push((
+                        HangCompletion { subject, age_ns, result: Some(result) },
+                        !self.settings.iostats,
+                    ));
                 }
                 if is_flush {
                     break;
@@ -397,7 +400,7 @@ impl Queue {
     }
 }
 
-impl Looking {
+impl Scan {
     fn is_hung(&self, start_ns: u64) -> bool {
         self.now_ns.saturating_sub(start_ns) > self.limit_ns
     }

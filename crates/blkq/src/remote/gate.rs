@@ -14,6 +14,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::bio::Operation;
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst, fence};
 use crate::sync::{Mutex, WaitQueue, lock, try_lock};
@@ -33,6 +34,12 @@ pub enum Direction {
     Read,
     /// To the device: writes, discards and the like.
     Write,
+}
+
+impl Direction {
+    pub(crate) fn of(operation: Operation) -> Direction {
+        if operation.is_write() { Direction::Write } else { Direction::Read }
+    }
 }
 
 /// What one submitter may still take: one per thread that submits, for all gates.

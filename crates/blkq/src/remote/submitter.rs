@@ -35,6 +35,13 @@ impl Clone for Submitter {
     }
 }
 
+impl Disk {
+    /// A way in for a thread that owns no queue.
+    pub fn submitter(self: &Arc<Self>) -> Submitter {
+        Submitter::new(self)
+    }
+}
+
 impl Submitter {
     pub(crate) fn new(disk: &Arc<Disk>) -> Submitter {
         let queue = disk.next_queue();
@@ -67,7 +74,7 @@ impl Submitter {
     /// # Errors
     /// The bio and its callback, where [`Submitter::submit`] would wait.
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
-        let direction = direction(bio.operation);
+        let direction = Direction::of(bio.operation);
         let disk = self.disk.clone();
         if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
@@ -108,7 +115,7 @@ impl Submitter {
         } else {
             (bio, completer)
         };
-        disk.gate.enter(direction(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
+        disk.gate.enter(Direction::of(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
         shared.software.push(self.software, bio, completer);
         shared.kick.kick();
         disk.end_staged_if_closed(self.queue);
@@ -205,10 +212,6 @@ impl Submitter {
         let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
         (memory.as_ptr() as usize | memory.len()).is_multiple_of(align) && memory.len() <= u32::MAX as usize
     }
-}
-
-pub(crate) fn direction(operation: Operation) -> Direction {
-    if operation.is_write() { Direction::Write } else { Direction::Read }
 }
 
 fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status> {

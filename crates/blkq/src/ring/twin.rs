@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use io_uring::{squeue, types};
 
-use super::{Cqe, FileSlot, RingCounters, Token};
+use super::token::{Cqe, FileSlot, RingCounters, Token};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::remote::kick::Kick;

@@ -10,10 +10,11 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, squeue, types};
 use rustix::process::{Resource, getrlimit};
 
-use super::{Cqe, FileSlot, RingCounters, Token, new_ring_id, policy};
-use crate::buffer::registration::BufferTable;
+use super::policy::policy;
+use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
+use crate::ring::buffers::BufferTable;
 
 /// Slots of the table of registered files; fewer where not as many files may be open.
 const FILE_SLOTS: u32 = 1024;

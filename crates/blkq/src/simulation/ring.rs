@@ -6,10 +6,11 @@ use std::time::Duration;
 use io_uring::{squeue, types};
 
 use super::with;
-use crate::buffer::registration::BufferTable;
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
-use crate::ring::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
+use crate::ring::buffers::BufferTable;
+use crate::ring::token::new_ring_id;
+use crate::ring::{Cqe, FileSlot, RingCounters, Token};
 
 /// Buffers that can be registered.
 const BUFFER_SLOTS: u16 = 64;

@@ -8,63 +8,29 @@
 
 mod note;
 mod queue;
+mod rules;
 mod spec;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
-use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::sync::Arc;
 
 use crate::driver::{Change, Driver, DriverQueue, Extent};
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::remote::kick::Wake;
 use crate::ring::Registrar;
+use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{Relaxed, Release};
-use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock};
 
 use queue::FaultQueue;
+use rules::{Rules, Shared};
 pub use spec::{Effect, FaultSpec, Rule};
-
-/// How often the trigger files of the rules are looked for.
-const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A device in which things go wrong.
 pub struct Fault {
     shared: Arc<Shared>,
-}
-
-/// What the queues and the device share.
-struct Shared {
-    inner: Box<dyn Driver>,
-    rules: Mutex<Arc<Rules>>,
-    /// Raised when the rules change, so that queues look without taking the lock.
-    generation: AtomicU64,
-    /// Of each queue, by its index.
-    wakes: Mutex<BTreeMap<u16, Arc<dyn Wake>>>,
-}
-
-/// The rules in force.
-struct Rules {
-    spec: FaultSpec,
-    seed: u64,
-    states: Vec<RuleState>,
-    /// Whether there is a thread that looks for the files.
-    watched: AtomicBool,
-    /// When that was, in the simulated world, which has no such thread.
-    #[cfg(simulation)]
-    looked_ns: AtomicU64,
-}
-
-/// How far a rule has come.
-struct RuleState {
-    /// Its file exists, or it needs none.
-    armed: AtomicBool,
-    /// Requests that it was about, and those that chance and the counts let it hit.
-    matched: AtomicU64,
-    hits: AtomicU64,
 }
 
 impl Fault {
@@ -86,77 +52,6 @@ impl Fault {
     /// How many requests each rule has hit.
     pub fn hits(&self) -> Vec<u64> {
         self.shared.rules().states.iter().map(|state| state.hits.load(Relaxed)).collect()
-    }
-}
-
-impl Shared {
-    fn rules(&self) -> Arc<Rules> {
-        lock(&self.rules).clone()
-    }
-}
-
-impl Rules {
-    fn new(spec: FaultSpec) -> Arc<Rules> {
-        let exists = |rule: &Rule| rule.file.as_deref().is_none_or(Path::exists);
-        let state = |rule| RuleState {
-            armed: AtomicBool::new(exists(rule)),
-            matched: AtomicU64::new(0),
-            hits: AtomicU64::new(0),
-        };
-        let states = spec.rules.iter().map(state).collect();
-        let seed = spec.seed.unwrap_or_else(|| crate::clock::monotonic_ns() >> 10);
-        Arc::new(Rules {
-            spec,
-            seed,
-            states,
-            watched: AtomicBool::new(false),
-            #[cfg(simulation)]
-            looked_ns: AtomicU64::new(crate::clock::monotonic_ns()),
-        })
-    }
-
-    /// Looks for the trigger files.
-    fn look(&self) {
-        for (rule, state) in self.spec.rules.iter().zip(&self.states) {
-            if let Some(file) = &rule.file {
-                state.armed.store(file.exists(), Relaxed);
-            }
-        }
-    }
-
-    /// What the thread does, as often as it does it.
-    #[cfg(simulation)]
-    fn look_in_time(&self) {
-        let now_ns = crate::clock::monotonic_ns();
-        if now_ns >= self.looked_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
-            self.looked_ns.store(now_ns, Relaxed);
-            self.look();
-        }
-    }
-
-    /// Looks for the files of the rules from now on, on a thread that is the caller's: a confined
-    /// one makes a confined one.
-    fn watch(self: &Arc<Rules>) -> Result<(), Error> {
-        let needless = cfg!(simulation) || self.spec.rules.iter().all(|rule| rule.file.is_none());
-        if needless || self.watched.swap(true, Relaxed) {
-            return Ok(());
-        }
-        // Looking for a file may block, and an engine thread must not.
-        let watched = Arc::downgrade(self);
-        std::thread::Builder::new()
-            .name("blkq-fault".to_owned())
-            .spawn(move || watch(&watched))
-            .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
-        Ok(())
-    }
-}
-
-/// Looks for the files until the rules are gone.
-fn watch(rules: &Weak<Rules>) {
-    while let Some(rules) = rules.upgrade() {
-        rules.look();
-        drop(rules);
-        std::thread::sleep(FILES_INTERVAL);
     }
 }
 

@@ -24,8 +24,9 @@ use crate::slab::{BioSlab, NewBio, SlotMarks, slice_segments};
 use crate::sync::atomic::Ordering::{Acquire, Relaxed};
 use crate::tags::Tag;
 
+use super::note;
+use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
-use super::{RuleState, Rules, Shared, note};
 
 /// When requests that the wrapped queue refused are offered again, in nanoseconds
 /// (BLK_MQ_RESOURCE_DELAY is 3 ms).

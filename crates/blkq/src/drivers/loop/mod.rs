@@ -13,6 +13,7 @@ mod lock;
 mod options;
 mod progress;
 mod queue;
+mod shared;
 mod tail;
 #[cfg(test)]
 #[cfg(not(any(loom, shuttle)))]
@@ -40,144 +41,12 @@ use lock::LockKind;
 pub use options::{DirectIo, Dispatch, LoopOptions};
 use options::{Mode, Setting, Window, choose_mode, choose_sector, invalid};
 use queue::LoopQueue;
-use tail::TailSettings;
+pub use shared::LoopCounters;
+use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
 
-/// Largest read or write, as of the kernel's loop driver (2560 sectors).
-const REQUEST_MAX_BYTES: u32 = 2560 << 9;
 /// Largest discard and write zeroes: what the file system does in one call.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-
-/// What takes turns on the file.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Turns {
-    /// Nothing: direct I/O.
-    None,
-    /// Writes of any kind, across all queues: buffered.
-    Writes,
-    /// Everything: serial dispatch.
-    All,
-}
-
-/// What the driver did, over all queues.
-#[derive(Debug, Default)]
-pub struct LoopCounters {
-    /// Most reads that one queue had in flight.
-    pub reads_in_flight_max: AtomicU64,
-    /// Reads put to the file, counted when the next batch begins.
-    pub reads: AtomicU64,
-    /// Sum, over those reads, of how many their queue had in flight when each began, itself
-    /// included. Divided by `reads` it is the mean.
-    pub reads_in_flight_sum: AtomicU64,
-    /// Most calls that one queue had in flight of those that take turns: buffered writes, whose
-    /// like the kernel does one at a time, and with serial dispatch everything, of which it is 1.
-    pub turns_in_flight_max: AtomicU64,
-    /// Queues that have writes at the file which take turns. 0 or 1; of those writes the
-    /// kernel does one at a time.
-    pub writers: AtomicU64,
-    /// The most there were of them, over all queues; more than 1 is a defect.
-    pub writers_max: AtomicU64,
-    /// Writes that were done by the call of the one before them.
-    pub writes_joined: AtomicU64,
-    /// Transfers that were shorter than asked.
-    pub short_transfers: AtomicU64,
-    /// Calls that were interrupted or would have blocked, and were made again.
-    pub retries: AtomicU64,
-    /// Calls of fdatasync for flushes.
-    pub flushes: AtomicU64,
-}
-
-impl LoopCounters {
-    /// Mean number of reads in flight that a read found when it began, itself included;
-    /// 0 if there was none.
-    pub fn reads_in_flight_mean(&self) -> f64 {
-        let sum = self.reads_in_flight_sum.load(Relaxed);
-        sum as f64 / self.reads.load(Relaxed).max(1) as f64
-    }
-}
-
-/// What the device and its queues share.
-struct Shared {
-    /// Where in the file the device begins.
-    offset: u64,
-    sector: u32,
-    /// In what the page cache reads and writes, in bytes: a power of two.
-    cache_unit: u64,
-    block_device: bool,
-    /// The image once more, for syncs alone: what could not be written back is told once to each
-    /// open file, and what a failed FUA write was told must not be missed by a flush.
-    synced: File,
-    state: Mutex<State>,
-    writer: WriterToken,
-    wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
-    counters: Arc<LoopCounters>,
-    /// Discards go to the block device itself instead of through fallocate.
-    discard_by_command: AtomicBool,
-    /// A sync of the page cache failed: what was to be durable may not be, for good.
-    writeback_failed: AtomicBool,
-    /// What the file system turned out not to do becomes false for good.
-    discards: AtomicBool,
-    zeroes: AtomicBool,
-    zeroes_no_unmap: AtomicBool,
-}
-
-/// What live changes change.
-struct State {
-    file: Arc<File>,
-    /// Whether it is open for writing.
-    writable: bool,
-    requested: DirectIo,
-    mode: Mode,
-    dispatch: Dispatch,
-    read_only: bool,
-    size_limit: Option<u64>,
-    /// Of the device, in bytes.
-    size: u64,
-    /// The image through the page cache, if the device may end within a sector.
-    tail: Option<Arc<File>>,
-}
-
-/// What a queue needs to know of the state.
-struct QueueSettings {
-    file: Arc<File>,
-    align: u64,
-    direct: bool,
-    tail: TailSettings,
-    read_only: bool,
-    turns: Turns,
-    calls_max: usize,
-}
-
-impl Shared {
-    fn queue_settings(&self) -> QueueSettings {
-        let state = locked(&self.state);
-        let turns = match (state.dispatch, &state.mode.direct) {
-            (Dispatch::Serial, _) => Turns::All,
-            (Dispatch::Concurrent, None) => Turns::Writes,
-            (Dispatch::Concurrent, Some(_)) => Turns::None,
-        };
-        // The writes of one ring to a regular file through the page cache have one worker in the
-        // kernel, which does one after the other: they may be queued there. Else they are here.
-        let queued_in_kernel = turns == Turns::Writes && !self.block_device;
-        let direct_unit = state.mode.direct.is_some().then_some(self.cache_unit);
-        let sector = u64::from(self.sector);
-        QueueSettings {
-            direct: state.mode.direct.is_some(),
-            tail: TailSettings::new(state.size, sector, self.offset, direct_unit, state.tail.as_ref()),
-            calls_max: if queued_in_kernel { queue::CALLS_MAX } else { 1 },
-            file: Arc::clone(&state.file),
-            align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
-            read_only: state.read_only,
-            turns,
-        }
-    }
-
-    fn wake(&self, queue: u16) {
-        if let Some(wake) = self.wakes.get(usize::from(queue)).and_then(OnceLock::get) {
-            wake.wake();
-        }
-    }
-}
 
 /// The image through the page cache, for the last bytes of a device.
 fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Error> {
@@ -431,7 +300,7 @@ impl Driver for LoopDevice {
             logical_block_bytes: self.shared.sector,
             physical_block_bytes: self.physical_block.max(self.shared.sector),
             max_request_bytes: REQUEST_MAX_BYTES,
-            max_segments: queue::SEGMENTS_MAX,
+            max_segments: SEGMENTS_MAX,
             memory_align,
             // Padding is zeroed by this thread.
             kernel_pages: !self.partial,

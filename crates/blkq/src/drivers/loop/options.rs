@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::drivers::{SECTOR_SIZES, check_sector};
+use crate::drivers::size::{SECTOR_SIZES, check_sector};
 use crate::error::{Error, ErrorKind};
 
 use super::backing::{Backing, DirectAlign};

@@ -25,16 +25,11 @@ use crate::tags::Tag;
 use std::sync::Arc;
 
 use super::progress::{NEXT_SHIFT, Progress};
+use super::shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
 use super::tail::{self, Tail};
-use super::{Shared, Turns};
 
-/// Segments of a request.
-pub(super) const SEGMENTS_MAX: u16 = 128;
 /// Bytes of a call that writes several requests: as many as one request may have.
-const GROUP_BYTES: u64 = super::REQUEST_MAX_BYTES as u64;
-/// Calls in flight that take turns, where the kernel does one at a time: as many as another
-/// queue may have to wait for.
-pub(super) const CALLS_MAX: usize = 32;
+const GROUP_BYTES: u64 = REQUEST_MAX_BYTES as u64;
 /// Calls in flight up to which more follow: enough to keep the kernel's worker busy until
 /// they do. What waits meanwhile may be joined.
 const CALLS_LOW: usize = 16;

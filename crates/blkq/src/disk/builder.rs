@@ -1,0 +1,136 @@
+//! [`DiskBuilder`]: how a [`Disk`] is made.
+
+use std::sync::Arc;
+
+use crate::clock::ClockMode;
+use crate::driver::Driver;
+use crate::error::{Error, ErrorKind};
+use crate::limits::QUEUES_MAX;
+use crate::sched::SchedulerKind;
+
+use super::Disk;
+use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
+
+/// Makes a [`Disk`].
+pub struct DiskBuilder {
+    driver: Box<dyn Driver>,
+    name: String,
+    queues: usize,
+    shared_tags: bool,
+    read_only: bool,
+    settings: Settings,
+}
+
+impl DiskBuilder {
+    /// The name for messages and statistics; the driver's by default.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> DiskBuilder {
+        self.name = name.into();
+        self
+    }
+
+    /// Number of hardware queues, 1 to [`QUEUES_MAX`]; 1 by default.
+    #[must_use]
+    pub fn queues(mut self, queues: usize) -> DiskBuilder {
+        self.queues = queues;
+        self
+    }
+
+    /// Requests in flight per queue, 1 to [`DEPTH_MAX`]; [`DEPTH_DEFAULT`] by default.
+    #[must_use]
+    pub fn depth(mut self, depth: u16) -> DiskBuilder {
+        self.settings.depth = depth;
+        self
+    }
+
+    /// One tag set for all queues, instead of one for each.
+    #[must_use]
+    pub fn shared_tags(mut self, shared: bool) -> DiskBuilder {
+        self.shared_tags = shared;
+        self
+    }
+
+    /// Refuses writes whatever the driver could do.
+    #[must_use]
+    pub fn read_only(mut self, read_only: bool) -> DiskBuilder {
+        self.read_only = read_only;
+        self
+    }
+
+    /// The scheduler; none by default.
+    #[must_use]
+    pub fn scheduler(mut self, scheduler: SchedulerKind) -> DiskBuilder {
+        self.settings.scheduler = scheduler;
+        self
+    }
+
+    /// Whether neighbours merge; true by default.
+    #[must_use]
+    pub fn merge(mut self, merge: bool) -> DiskBuilder {
+        self.settings.merge = merge;
+        self
+    }
+
+    /// Whether submitters get requests in batches; true by default.
+    #[must_use]
+    pub fn batching(mut self, batching: bool) -> DiskBuilder {
+        self.settings.batching = batching;
+        self
+    }
+
+    /// Whether I/O is counted and timed; true by default.
+    #[must_use]
+    pub fn iostats(mut self, iostats: bool) -> DiskBuilder {
+        self.settings.iostats = iostats;
+        self
+    }
+
+    /// How time stamps are taken; cached by default.
+    #[must_use]
+    pub fn clock(mut self, clock: ClockMode) -> DiskBuilder {
+        self.settings.clock = clock;
+        self
+    }
+
+    /// The disk.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for limits that make no sense and numbers out of range.
+    pub fn build(self) -> Result<Arc<Disk>, Error> {
+        let DiskBuilder { driver, name, queues, shared_tags, read_only, settings } = self;
+        let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
+        if !(1..=QUEUES_MAX).contains(&queues) {
+            return invalid(format!("{queues} queues: give a number from 1 to {QUEUES_MAX}"));
+        }
+        if queues > driver.queues_max() {
+            let (driver, most) = (driver.name(), driver.queues_max());
+            return invalid(format!("{queues} queues: this {driver} device has at most {most}; give fewer"));
+        }
+        if !(1..=DEPTH_MAX).contains(&settings.depth) {
+            return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
+        }
+        driver.limits().validate()?;
+        Disk::assemble(driver, name, settings, queues, shared_tags, read_only)
+    }
+}
+
+impl Disk {
+    /// Begins to make a disk of `driver`.
+    pub fn builder(driver: Box<dyn Driver>) -> DiskBuilder {
+        DiskBuilder {
+            name: driver.name().to_string(),
+            driver,
+            queues: 1,
+            shared_tags: false,
+            read_only: false,
+            settings: Settings {
+                depth: DEPTH_DEFAULT,
+                scheduler: SchedulerKind::None,
+                merge: true,
+                batching: true,
+                iostats: true,
+                clock: ClockMode::Cached,
+            },
+        }
+    }
+}

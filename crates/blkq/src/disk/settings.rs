@@ -1,0 +1,47 @@
+//! What can be changed on a live disk.
+
+use crate::clock::ClockMode;
+use crate::sched::SchedulerKind;
+
+/// Requests of a queue unless said otherwise (BLKDEV_DEFAULT_RQ, and loop's depth).
+pub const DEPTH_DEFAULT: u16 = 128;
+/// Most requests of a queue (BLK_MQ_MAX_DEPTH).
+pub const DEPTH_MAX: u16 = 10240;
+
+/// What can be changed on a live disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Settings {
+    /// Requests that the driver gets at once, per queue.
+    pub depth: u16,
+    /// Who orders requests before the driver.
+    pub scheduler: SchedulerKind,
+    /// Whether neighbours merge.
+    pub merge: bool,
+    /// Whether submitters get requests in batches when the device is full.
+    pub batching: bool,
+    /// Whether I/O is counted and timed.
+    pub iostats: bool,
+    /// How time stamps are taken.
+    pub clock: ClockMode,
+}
+
+impl Settings {
+    /// Requests per queue: the depth, or with a scheduler twice that (at most 256), so
+    /// that it has something to choose from (`q->nr_requests` in block/blk-mq-sched.c).
+    pub fn requests(&self) -> u16 {
+        match self.scheduler {
+            SchedulerKind::None => self.depth,
+            _ => self.depth.max(2 * self.depth.min(128)),
+        }
+    }
+    /// Requests that all submitters together may have (`nr_requests`): as many as there are tags.
+    pub(crate) fn gate_requests(&self, queues: usize, shared_tags: bool) -> u32 {
+        let sets = if shared_tags { 1 } else { queues as u32 };
+        u32::from(self.requests()) * sets
+    }
+
+    /// Tags that a disk of this depth is made with: room for a scheduler and for growing live.
+    pub(crate) fn tags(&self) -> u16 {
+        self.depth.saturating_mul(2).clamp(256, DEPTH_MAX)
+    }
+}

@@ -1,0 +1,120 @@
+//! The rules in force, which a device and its queues share, and their trigger files.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crate::driver::Driver;
+use crate::error::Error;
+use crate::remote::kick::Wake;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Mutex, lock};
+
+use super::spec::{FaultSpec, Rule};
+
+/// How often the trigger files of the rules are looked for.
+const FILES_INTERVAL: Duration = Duration::from_millis(20);
+
+/// What the queues and the device share.
+pub(super) struct Shared {
+    pub inner: Box<dyn Driver>,
+    pub rules: Mutex<Arc<Rules>>,
+    /// Raised when the rules change, so that queues look without taking the lock.
+    pub generation: AtomicU64,
+    /// Of each queue, by its index.
+    pub wakes: Mutex<BTreeMap<u16, Arc<dyn Wake>>>,
+}
+
+/// The rules in force.
+pub(super) struct Rules {
+    pub spec: FaultSpec,
+    pub seed: u64,
+    pub states: Vec<RuleState>,
+    /// Whether there is a thread that looks for the files.
+    pub watched: AtomicBool,
+    /// When that was, in the simulated world, which has no such thread.
+    #[cfg(simulation)]
+    pub looked_ns: AtomicU64,
+}
+
+/// How far a rule has come.
+pub(super) struct RuleState {
+    /// Its file exists, or it needs none.
+    pub armed: AtomicBool,
+    /// Requests that it was about, and those that chance and the counts let it hit.
+    pub matched: AtomicU64,
+    pub hits: AtomicU64,
+}
+
+impl Shared {
+    pub fn rules(&self) -> Arc<Rules> {
+        lock(&self.rules).clone()
+    }
+}
+
+impl Rules {
+    pub fn new(spec: FaultSpec) -> Arc<Rules> {
+        let exists = |rule: &Rule| rule.file.as_deref().is_none_or(Path::exists);
+        let state = |rule| RuleState {
+            armed: AtomicBool::new(exists(rule)),
+            matched: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+        };
+        let states = spec.rules.iter().map(state).collect();
+        let seed = spec.seed.unwrap_or_else(|| crate::clock::monotonic_ns() >> 10);
+        Arc::new(Rules {
+            spec,
+            seed,
+            states,
+            watched: AtomicBool::new(false),
+            #[cfg(simulation)]
+            looked_ns: AtomicU64::new(crate::clock::monotonic_ns()),
+        })
+    }
+
+    /// Looks for the trigger files.
+    fn look(&self) {
+        for (rule, state) in self.spec.rules.iter().zip(&self.states) {
+            if let Some(file) = &rule.file {
+                state.armed.store(file.exists(), Relaxed);
+            }
+        }
+    }
+
+    /// What the thread does, as often as it does it.
+    #[cfg(simulation)]
+    pub fn look_in_time(&self) {
+        let now_ns = crate::clock::monotonic_ns();
+        if now_ns >= self.looked_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
+            self.looked_ns.store(now_ns, Relaxed);
+            self.look();
+        }
+    }
+
+    /// Looks for the files of the rules from now on, on a thread that is the caller's: a confined
+    /// one makes a confined one.
+    pub fn watch(self: &Arc<Rules>) -> Result<(), Error> {
+        let needless = cfg!(simulation) || self.spec.rules.iter().all(|rule| rule.file.is_none());
+        if needless || self.watched.swap(true, Relaxed) {
+            return Ok(());
+        }
+        // Looking for a file may block, and an engine thread must not.
+        let watched = Arc::downgrade(self);
+        std::thread::Builder::new()
+            .name("blkq-fault".to_owned())
+            .spawn(move || watch(&watched))
+            .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
+        Ok(())
+    }
+}
+
+/// Looks for the files until the rules are gone.
+fn watch(rules: &Weak<Rules>) {
+    while let Some(rules) = rules.upgrade() {
+        rules.look();
+        drop(rules);
+        std::thread::sleep(FILES_INTERVAL);
+    }
+}

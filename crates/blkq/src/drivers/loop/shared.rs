@@ -1,0 +1,152 @@
+//! What a loop device and its queues share: the image, how it is used, and the counters.
+
+use std::fs::File;
+use std::sync::{Arc, OnceLock};
+
+use crate::remote::kick::Wake;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Mutex, lock as locked};
+
+use super::options::{DirectIo, Dispatch, Mode};
+use super::tail::TailSettings;
+use super::writer::{QUEUES_MAX, WriterToken};
+
+/// Largest read or write, as of the kernel's loop driver (2560 sectors).
+pub(super) const REQUEST_MAX_BYTES: u32 = 2560 << 9;
+/// Segments of a request.
+pub(super) const SEGMENTS_MAX: u16 = 128;
+/// Calls in flight that take turns, where the kernel does one at a time: as many as another
+/// queue may have to wait for.
+pub(super) const CALLS_MAX: usize = 32;
+
+/// What takes turns on the file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Turns {
+    /// Nothing: direct I/O.
+    None,
+    /// Writes of any kind, across all queues: buffered.
+    Writes,
+    /// Everything: serial dispatch.
+    All,
+}
+
+/// What the driver did, over all queues.
+#[derive(Debug, Default)]
+pub struct LoopCounters {
+    /// Most reads that one queue had in flight.
+    pub reads_in_flight_max: AtomicU64,
+    /// Reads put to the file, counted when the next batch begins.
+    pub reads: AtomicU64,
+    /// Sum, over those reads, of how many their queue had in flight when each began, itself
+    /// included. Divided by `reads` it is the mean.
+    pub reads_in_flight_sum: AtomicU64,
+    /// Most calls that one queue had in flight of those that take turns: buffered writes, whose
+    /// like the kernel does one at a time, and with serial dispatch everything, of which it is 1.
+    pub turns_in_flight_max: AtomicU64,
+    /// Queues that have writes at the file which take turns. 0 or 1; of those writes the
+    /// kernel does one at a time.
+    pub writers: AtomicU64,
+    /// The most there were of them, over all queues; more than 1 is a defect.
+    pub writers_max: AtomicU64,
+    /// Writes that were done by the call of the one before them.
+    pub writes_joined: AtomicU64,
+    /// Transfers that were shorter than asked.
+    pub short_transfers: AtomicU64,
+    /// Calls that were interrupted or would have blocked, and were made again.
+    pub retries: AtomicU64,
+    /// Calls of fdatasync for flushes.
+    pub flushes: AtomicU64,
+}
+
+impl LoopCounters {
+    /// Mean number of reads in flight that a read found when it began, itself included;
+    /// 0 if there was none.
+    pub fn reads_in_flight_mean(&self) -> f64 {
+        let sum = self.reads_in_flight_sum.load(Relaxed);
+        sum as f64 / self.reads.load(Relaxed).max(1) as f64
+    }
+}
+
+/// What the device and its queues share.
+pub(super) struct Shared {
+    /// Where in the file the device begins.
+    pub offset: u64,
+    pub sector: u32,
+    /// In what the page cache reads and writes, in bytes: a power of two.
+    pub cache_unit: u64,
+    pub block_device: bool,
+    /// The image once more, for syncs alone: what could not be written back is told once to each
+    /// open file, and what a failed FUA write was told must not be missed by a flush.
+    pub synced: File,
+    pub state: Mutex<State>,
+    pub writer: WriterToken,
+    pub wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
+    pub counters: Arc<LoopCounters>,
+    /// Discards go to the block device itself instead of through fallocate.
+    pub discard_by_command: AtomicBool,
+    /// A sync of the page cache failed: what was to be durable may not be, for good.
+    pub writeback_failed: AtomicBool,
+    /// What the file system turned out not to do becomes false for good.
+    pub discards: AtomicBool,
+    pub zeroes: AtomicBool,
+    pub zeroes_no_unmap: AtomicBool,
+}
+
+/// What live changes change.
+pub(super) struct State {
+    pub file: Arc<File>,
+    /// Whether it is open for writing.
+    pub writable: bool,
+    pub requested: DirectIo,
+    pub mode: Mode,
+    pub dispatch: Dispatch,
+    pub read_only: bool,
+    pub size_limit: Option<u64>,
+    /// Of the device, in bytes.
+    pub size: u64,
+    /// The image through the page cache, if the device may end within a sector.
+    pub tail: Option<Arc<File>>,
+}
+
+/// What a queue needs to know of the state.
+pub(super) struct QueueSettings {
+    pub file: Arc<File>,
+    pub align: u64,
+    pub direct: bool,
+    pub tail: TailSettings,
+    pub read_only: bool,
+    pub turns: Turns,
+    pub calls_max: usize,
+}
+
+impl Shared {
+    pub fn queue_settings(&self) -> QueueSettings {
+        let state = locked(&self.state);
+        let turns = match (state.dispatch, &state.mode.direct) {
+            (Dispatch::Serial, _) => Turns::All,
+            (Dispatch::Concurrent, None) => Turns::Writes,
+            (Dispatch::Concurrent, Some(_)) => Turns::None,
+        };
+        // The writes of one ring to a regular file through the page cache have one worker in the
+        // kernel, which does one after the other: they may be queued there. Else they are here.
+        let queued_in_kernel = turns == Turns::Writes && !self.block_device;
+        let direct_unit = state.mode.direct.is_some().then_some(self.cache_unit);
+        let sector = u64::from(self.sector);
+        QueueSettings {
+            direct: state.mode.direct.is_some(),
+            tail: TailSettings::new(state.size, sector, self.offset, direct_unit, state.tail.as_ref()),
+            calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
+            file: Arc::clone(&state.file),
+            align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
+            read_only: state.read_only,
+            turns,
+        }
+    }
+
+    pub fn wake(&self, queue: u16) {
+        if let Some(wake) = self.wakes.get(usize::from(queue)).and_then(OnceLock::get) {
+            wake.wake();
+        }
+    }
+}

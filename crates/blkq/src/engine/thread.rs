@@ -1,0 +1,73 @@
+//! [`EngineThread`]: an engine on a thread of its own.
+
+use std::sync::Arc;
+
+use crate::disk::Disk;
+use crate::error::{Error, ErrorKind};
+use crate::ring::policy;
+use crate::sync::mpsc::channel;
+use crate::sync::thread::{self, JoinHandle};
+
+use super::Engine;
+use super::source::{EngineHandle, FIRST_SOURCE, Message};
+use super::worker::STACK_BYTES;
+
+/// An engine's thread. Dropping it ends the engine after its I/O in flight has ended.
+///
+/// A panic on this thread, after the panic hook, aborts the process: I/O in flight owns memory that
+/// must not be freed.
+pub struct EngineThread {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EngineThread {
+    /// Starts a thread with a ring that owns the given queues (disk and queue number).
+    /// The first of `queues` is number 0 for the engine's sources, and so on.
+    ///
+    /// # Errors
+    /// What keeps the ring or a queue from opening.
+    ///
+    /// # Panics
+    /// If there is no queue, or more than 256.
+    pub fn spawn(name: &str, queues: Vec<(Arc<Disk>, usize)>) -> Result<EngineThread, Error> {
+        assert!((1..=usize::from(FIRST_SOURCE)).contains(&queues.len()), "an engine has 1 to 256 queues");
+        for (disk, index) in &queues {
+            disk.check_queue(*index)?;
+        }
+        let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
+        let handle = EngineHandle::new(kick);
+        let (sender, receiver) = channel();
+        let engine_handle = handle.clone();
+        let sealed = |engine| policy().map_or(Ok(()), |policy| (policy.sealed)()).map(|()| engine);
+        let body = move || match Engine::new(queues, engine_handle).and_then(sealed) {
+            Ok(mut engine) => {
+                let _ = sender.send(Ok(()));
+                engine.run();
+            }
+            Err(error) => {
+                let _ = sender.send(Err(error));
+            }
+        };
+        let builder = thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
+        let thread = builder.spawn(body).map_err(|e| Error::system("cannot start an engine thread", e))?;
+        let ended = || Error::new(ErrorKind::System, "the engine thread ended while it started");
+        receiver.recv().map_err(|_| ended())??;
+        Ok(EngineThread { handle, thread: Some(thread) })
+    }
+
+    /// A handle for sending messages to the engine from any thread.
+    pub fn handle(&self) -> &EngineHandle {
+        &self.handle
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        self.handle.post(Message::Exit);
+        if let Some(thread) = self.thread.take() {
+            // It does not panic: it aborts.
+            let _ = thread.join();
+        }
+    }
+}
