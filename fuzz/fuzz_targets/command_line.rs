@@ -4,6 +4,7 @@
 //!
 //! Input: what it is, then the text; for a line its words, with NUL in between, or choices from which
 //! a line is made in two spellings: both are understood in the same way, or both are refused.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -6,6 +6,7 @@
 //! from which requests are made: those that a model of the device knows, and then the device is what
 //! the model says, and those that are well-formed but for what was broken in them. What ends the
 //! daemon is not sent.
+// Contract: bounded-input
 
 #![no_main]
 

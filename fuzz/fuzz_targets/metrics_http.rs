@@ -5,6 +5,7 @@
 //!
 //! Input, as `arbitrary` reads it: how many others hold places, the bytes sent at once, then either
 //! a request part by part, or bytes.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -3,6 +3,7 @@
 //!
 //! Input: one byte of mode, one of cut, then the stream: as it is if the mode is even, else
 //! as a list of options, each `[option, length, choice]` and, by choice, up to `length` bytes.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -3,6 +3,7 @@
 //! request is answered once, with what the model says; reads bring the model's bytes.
 //!
 //! Input: the style of replies, then commands as `arbitrary` reads them.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -4,6 +4,7 @@
 //!
 //! Input: four bytes that choose the session, one of cut, then the stream: as it is, or made
 //! of requests of eight bytes each.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -4,6 +4,7 @@
 //! Input: files, each `[kind, length, length, content]`: of a device `a` or `b`, or under a name of
 //! the input's own, not so long that its socket would have no place. By the kind, the content is as
 //! it is, or choices from which a state is made, which is then damaged a little.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -4,6 +4,7 @@
 //! meddled. Nothing comes out of a client without the certificate that is asked for.
 //!
 //! Input: who meets whom, then acts as `arbitrary` reads them.
+// Contract: bounded-input
 
 #![no_main]
 

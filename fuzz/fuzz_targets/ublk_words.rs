@@ -3,6 +3,7 @@
 //! kernel takes (`ublk_validate_params`).
 //!
 //! Input: even mode: descriptors of 20 bytes each for one device; odd: the words of limits.
+// Contract: bounded-input
 
 #![no_main]
 

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# Contract: complete, errors
 """A file system that runs full under random load, over and over: ENOSPC reaches the client, the
 device lives on, what was answered stays, and when there is room again everything goes on.
 full.py IMAGE BALLAST ROUNDS [ATTACH-OPTION...]: BALLAST is a file beside the sparse IMAGE; while

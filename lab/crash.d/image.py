@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# Contract: complete
 """The image truncated, deleted, replaced under load. image.py SCRATCH ROUNDS"""
 
 import os

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# Contract: durability, detach
 """kill -9 under load, over and over in every mode; after each kill the next daemon must serve
 what docs/durability.md promises: every answered write, the unanswered ones old or new in each
 sector, nothing else touched. kills.py SCRATCH KILLS [SEED]"""

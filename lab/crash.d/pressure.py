@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# Contract: errors
 """A daemon that lacks something while clients with exact books work on it: memory, address space,
 descriptors, processor time, room in its state directory. pressure.py SCRATCH WHAT"""
 

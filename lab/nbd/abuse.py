@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# Contract: bounded-input
 """What no honest client sends, while an honest client works and verifies on the same server."""
 
 import os

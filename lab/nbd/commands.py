@@ -207,6 +207,7 @@ def check_zero_of_everything(target):
     equal(bytes(handle.pread(MIB, target.size - MIB)), bytes(MIB), "the end")
 
 
+# Contract: no-unmap
 def check_no_hole_keeps_the_space(target):
     target.need_writable()
     if not target.sparse:

@@ -36,6 +36,7 @@ def drain(handle, cookies):
             handle.poll(-1)
 
 
+# Contract: durability
 def check_flush_covers_other_connections(target):
     """Written on one, flushed on the next, seen by the third and in the image."""
     target.need_writable()

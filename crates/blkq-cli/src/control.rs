@@ -349,6 +349,7 @@ mod tests {
         assert_eq!(serde_json::to_vec(&resize).unwrap(), line);
     }
 
+    // Contract: detach
     #[test]
     fn a_forced_end_reports_what_it_waits_for_and_is_bounded() {
         let dir = crate::state::tests::scratch("bounded");

@@ -408,6 +408,7 @@ mod tests {
         }
     }
 
+    // Contract: errors
     #[test]
     fn an_engine_that_is_held_up_is_told_of() {
         let (disk, engine, watch, lines) = device("stuck", Duration::from_millis(200));

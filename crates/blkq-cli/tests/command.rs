@@ -14,6 +14,7 @@ use std::time::Duration;
 use place::*;
 use serde_json::Value;
 
+// Contract: detach
 #[test]
 fn a_device_lives_from_attach_to_detach() {
     let place = Place::new("life");
@@ -78,6 +79,7 @@ fn names_are_unique_checked_and_bounded() {
     assert_eq!(place.json(&["list", "--json"]).as_array().unwrap().len(), 3);
 }
 
+// Contract: detach
 #[test]
 fn a_killed_daemon_stops_nothing() {
     let place = Place::new("killed");
@@ -115,6 +117,7 @@ fn state_of(place: &Place) -> Vec<(String, u64, std::time::SystemTime)> {
     place.files().into_iter().map(of).collect()
 }
 
+// Contract: detach
 #[test]
 fn who_looks_at_a_dead_device_changes_nothing_and_reads_what_happened() {
     let place = Place::new("dead");
@@ -182,6 +185,7 @@ fn an_image_that_was_removed_or_replaced_is_said_to_be() {
     place.done(&["attach", &image, "--name", "new"]);
 }
 
+// Contract: bounded-input
 #[test]
 fn few_open_files_are_enough_and_leave_some_for_commands() {
     let place = Place::new("few");
@@ -205,6 +209,7 @@ fn few_open_files_are_enough_and_leave_some_for_commands() {
     drop(crowd);
 }
 
+// Contract: detach
 #[test]
 fn detach_spares_clients_unless_forced() {
     let place = Place::new("clients");
@@ -235,6 +240,7 @@ fn detach_all_tells_of_each() {
     assert!(place.files().is_empty());
 }
 
+// Contract: detach
 #[test]
 fn signals_end_a_daemon_in_order() {
     let place = Place::new("signals");
@@ -403,6 +409,7 @@ fn more_queues_than_a_driver_has_are_refused() {
     assert!(place.files().is_empty());
 }
 
+// Contract: bounded-input
 #[test]
 fn the_control_socket_survives_garbage() {
     let place = Place::new("garbage");
@@ -422,6 +429,7 @@ fn the_control_socket_survives_garbage() {
     place.done(&["show", "ram"]);
 }
 
+// Contract: bounded-input
 #[test]
 fn sockets_and_files_are_the_owners_alone() {
     let place = Place::new("modes");
@@ -437,6 +445,7 @@ fn sockets_and_files_are_the_owners_alone() {
     assert!(!custom.exists());
 }
 
+// Contract: bounded-input
 #[test]
 fn a_daemon_has_given_up_what_it_does_not_need() {
     let place = Place::new("sandbox");
@@ -466,6 +475,7 @@ fn a_daemon_has_given_up_what_it_does_not_need() {
     assert!(place.done(&["show", "open"]).contains("off (--no-sandbox)"));
 }
 
+// Contract: bounded-input
 #[test]
 fn other_machines_are_not_let_in_by_accident() {
     let place = Place::new("world");

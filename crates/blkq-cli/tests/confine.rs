@@ -1,5 +1,6 @@
 //! What a confined thread is refused, tried. Each case runs in a process of its own: the test
 //! program again, with the name of the case.
+// Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::fs::{self, File};

@@ -77,6 +77,7 @@ fn what_the_kernel_has_is_refused_unless_shared() {
     place.done(&["detach", "free"]);
 }
 
+// Contract: exclusive
 #[test]
 fn attached_elsewhere_says_where() {
     let place = Place::new("where");

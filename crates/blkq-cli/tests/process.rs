@@ -46,6 +46,7 @@ fn wait_for_exit(child: &mut Child, what: &str) {
     });
 }
 
+// Contract: detach
 #[test]
 fn a_signal_ends_a_daemon_whichever_thread_gets_it() {
     let place = Place::new("threads");
@@ -71,6 +72,7 @@ fn a_signal_ends_a_daemon_whichever_thread_gets_it() {
     assert!(at >= 6, "{at}");
 }
 
+// Contract: detach
 #[test]
 fn a_signal_ends_a_daemon_at_whatever_moment() {
     let place = Place::new("moments");
@@ -135,6 +137,7 @@ fn sighup_ends_no_daemon_whichever_thread_gets_it() {
     assert_eq!(place.pid("d"), pid);
 }
 
+// Contract: detach
 #[test]
 fn detach_reports_what_it_waits_for() {
     let place = Place::new("waits");
@@ -149,6 +152,7 @@ fn detach_reports_what_it_waits_for() {
 }
 
 /// The panic of an engine: on the thread that has I/O in flight, inside of the sandbox.
+// Contract: detach
 #[test]
 fn a_panic_ends_the_daemon_at_once_and_is_in_the_log() {
     let place = Place::new("panic");

@@ -7,6 +7,7 @@ use std::fs;
 
 use place::*;
 
+// Contract: live-changes
 #[test]
 fn shrinking_spares_clients_unless_forced() {
     let place = Place::new("shrink");

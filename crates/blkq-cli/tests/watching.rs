@@ -22,6 +22,7 @@ fn lines_with(place: &Place, what: &str) -> Vec<String> {
     log(place, "ram").lines().filter(|line| line.contains(what)).map(str::to_owned).collect()
 }
 
+// Contract: errors
 #[test]
 fn what_hangs_is_in_the_log_with_its_client_and_its_end() {
     let place = Place::new("hang");
@@ -92,6 +93,7 @@ fn the_warning_is_a_live_setting_and_works_without_statistics() {
     }
 }
 
+// Contract: statistics
 #[test]
 fn stat_shows_all_that_is_counted() {
     let place = Place::new("statall");
@@ -158,6 +160,7 @@ fn metrics_uri(place: &Place, name: &str) -> String {
     place.json(&["show", name, "--json"])["settings"]["metrics"].as_str().unwrap().to_owned()
 }
 
+// Contract: statistics
 #[test]
 fn metrics_are_well_formed_and_count_what_happens() {
     let place = Place::new("metrics");
@@ -208,6 +211,7 @@ fn metrics_are_well_formed_and_count_what_happens() {
     assert!(!socket.exists());
 }
 
+// Contract: bounded-input
 #[test]
 fn metrics_are_for_this_machine_unless_said_otherwise() {
     let place = Place::new("loopback");
@@ -231,6 +235,7 @@ fn metrics_are_for_this_machine_unless_said_otherwise() {
     scrape(&metrics_uri(&place, "k"));
 }
 
+// Contract: bounded-input
 #[test]
 fn who_means_harm_over_http_is_shed_and_the_device_does_not_feel_it() {
     let place = Place::new("http");

@@ -318,6 +318,7 @@ proptest! {
     }
 }
 
+// Contract: bounded-input
 #[test]
 fn before_tls_that_is_required_nothing_is_told_and_nothing_chosen() {
     let mut client = Client::with_tls(3, TlsPolicy::Required);
@@ -348,6 +349,7 @@ fn before_tls_that_is_required_nothing_is_told_and_nothing_chosen() {
 
 /// Somebody between the two can say things before the client asks for TLS (CVE-2021-3716), and
 /// after it in the same packet.
+// Contract: bounded-input
 #[test]
 fn nothing_that_was_said_in_clear_counts_under_tls() {
     for chosen in [option::STRUCTURED_REPLY, option::EXTENDED_HEADERS] {

@@ -121,6 +121,7 @@ fn too_many_connections_are_closed_at_once() {
     assert_serves(&served);
 }
 
+// Contract: non-blocking
 #[test]
 fn who_does_not_read_is_held_back_then_dropped_and_slows_nobody() {
     let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_max: 2 << 20, ..options() };

@@ -18,6 +18,7 @@ fn resident_kib() -> u64 {
     line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
+// Contract: bounded-input
 #[test]
 fn payloads_promised_and_not_sent_take_no_memory_and_hold_up_nobody_for_long() {
     let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_total: 32 << 20, ..options() };

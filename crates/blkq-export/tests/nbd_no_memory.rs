@@ -72,6 +72,7 @@ fn come(options: NbdOptions, needed: i64) {
     LARGE_LEFT.store(i64::MAX, Ordering::Relaxed);
 }
 
+// Contract: errors
 #[test]
 fn a_client_for_whom_there_is_no_memory_is_turned_away_and_the_others_are_served() {
     come(options(), 1);

@@ -91,6 +91,7 @@ fn block_status_tells_data_from_holes() {
     assert_eq!(client.call(7, 0, 0, 4096, &[]).0, 22, "was not negotiated");
 }
 
+// Contract: errors
 #[test]
 fn what_is_not_allowed_is_answered_and_the_connection_goes_on() {
     let read_only = Disk::builder(ram()).read_only(true).build().unwrap();
@@ -339,6 +340,7 @@ fn tcp_and_inherited_sockets() {
 }
 
 /// Guests and who not may reach such a socket, and there is no telling.
+// Contract: bounded-input
 #[test]
 fn an_inherited_socket_of_another_family_is_refused() {
     let socket = match rustix::net::socket(AddressFamily::VSOCK, SocketType::STREAM, None) {

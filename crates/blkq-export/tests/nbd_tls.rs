@@ -1,5 +1,6 @@
 //! Directories of certificates that are wrong in ways which would let in strangers, and handshakes
 //! while the engine's worker is busy.
+// Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod nbd;

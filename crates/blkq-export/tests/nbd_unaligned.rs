@@ -156,6 +156,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Three clients on two queues, one step after the other.
+    // Contract: data
     #[test]
     fn every_byte_is_where_the_array_has_it(
         steps in steps(), blocks in 1u64..40, block_log2 in 9u32..13, two_queues: bool,
@@ -173,6 +174,7 @@ proptest! {
     }
 
     /// The same with files that end anywhere, and stay as long as they are.
+    // Contract: data
     #[test]
     fn a_file_is_served_to_its_last_byte(
         steps in steps(), size in prop::sample::select(vec![1u64, 511, 513, 4095, 10_001, 1_000_003]),
@@ -228,6 +230,7 @@ fn a_write_to_the_end_leaves_bytes_that_a_resize_brings() {
 
 /// Clients on several engines that write neighbouring bytes of the same blocks, with many requests
 /// in flight: everybody finds their own.
+// Contract: data
 #[test]
 fn neighbours_in_a_block_do_not_undo_each_other() {
     const SIZE: u64 = 64 << 10;
@@ -282,6 +285,7 @@ fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
 
 /// A client writes whole blocks, waits and reads them back, while others on other engines change
 /// a few bytes of each: what only the first one writes is as it wrote it last.
+// Contract: data
 #[test]
 fn a_write_of_whole_blocks_is_not_undone() {
     const BLOCK: usize = 4096;
@@ -331,6 +335,7 @@ fn a_write_of_whole_blocks_is_not_undone() {
 }
 
 /// A write of whole blocks is on its way when no range is taken; a part of a block comes then.
+// Contract: data
 #[test]
 fn a_write_that_was_first_is_waited_for() {
     for queues in [1, 2] {

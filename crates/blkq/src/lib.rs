@@ -74,7 +74,7 @@
 //!
 //! A bio that was accepted ends exactly once, fully or with an error; one that was refused is
 //! handed back and does not end. The contracts in full, each with its tests, are in
-//! ARCHITECTURE.md; what survives which loss is in docs/durability.md.
+//! docs/contracts.md; what survives which loss is in docs/durability.md.
 
 pub mod bio;
 pub mod buffer;

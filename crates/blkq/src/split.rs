@@ -139,6 +139,7 @@ mod tests {
     }
 
     proptest! {
+        // Contract: declared
         #[test]
         fn pieces_are_legal_and_make_up_the_whole(
             (limits, operation, no_unmap, offset, length, segments) in bio(),

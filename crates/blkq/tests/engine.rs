@@ -199,6 +199,7 @@ fn null_disk(queues: usize) -> Arc<Disk> {
     Disk::builder(Box::new(Null::new(NullOptions::new(1 << 30)).unwrap())).queues(queues).build().unwrap()
 }
 
+// Contract: non-blocking
 #[test]
 fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
     let (disk, other) = (null_disk(2), null_disk(1));
@@ -232,6 +233,7 @@ fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
     assert_eq!(*seen.stops.lock().unwrap(), [true]);
 }
 
+// Contract: detach
 #[test]
 fn stopping_waits_for_the_io_in_flight() {
     let device = Device::held();
@@ -352,6 +354,7 @@ impl LateQueue {
     }
 }
 
+// Contract: accepted-once
 #[test]
 fn a_wake_up_between_the_last_look_and_the_sleep_is_not_lost() {
     let disk = Disk::builder(Box::new(Late)).build().unwrap();

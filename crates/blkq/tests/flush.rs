@@ -25,6 +25,7 @@ const W: (Operation, bool) = (Operation::Write, false);
 const WF: (Operation, bool) = (Operation::Write, true);
 const F: (Operation, bool) = (Operation::Flush, false);
 
+// Contract: declared, durability
 #[test]
 fn each_kind_of_write_costs_the_steps_that_it_needs() {
     let (fua, preflush) = (BioFlags::FUA, BioFlags::PREFLUSH);
@@ -48,6 +49,7 @@ fn each_kind_of_write_costs_the_steps_that_it_needs() {
     }
 }
 
+// Contract: durability
 #[test]
 fn fua_of_write_zeroes_and_discard_flushes_after() {
     let device = cached(true, Finish::AtOnce);
@@ -71,6 +73,7 @@ fn an_empty_write_with_preflush_is_a_flush() {
     assert_eq!(device.state().durable[3 << 9], 5);
 }
 
+// Contract: durability
 #[test]
 fn without_a_write_cache_nothing_flushes() {
     let device = Device::plain(Behaviour::default());
@@ -80,6 +83,7 @@ fn without_a_write_cache_nothing_flushes() {
     assert_eq!(operations(&device), [W]);
 }
 
+// Contract: durability
 #[test]
 fn flushes_at_once_share_one_and_those_that_straddle_a_running_one_get_another() {
     let device = cached(false, Finish::Held);
@@ -140,6 +144,7 @@ fn a_steady_stream_of_fua_writes_does_not_hold_a_flush_back() {
     drain(&mut queue);
 }
 
+// Contract: durability
 #[test]
 fn a_failed_flush_fails_those_that_it_served_and_their_data_does_not_follow() {
     let device = cached(false, Finish::Random);
@@ -179,6 +184,7 @@ fn failed_data_is_not_followed_by_a_flush() {
     assert_eq!(run(&mut queue, Bio::flush(1)).result, Ok(()));
 }
 
+// Contract: durability
 #[test]
 fn a_split_fua_write_is_durable_as_a_whole() {
     for fua in [true, false] {

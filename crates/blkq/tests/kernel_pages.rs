@@ -30,6 +30,7 @@ fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|at| (at * 7 + (at >> 9) * 31 + seed * 101) as u8).collect()
 }
 
+// Contract: declared
 #[test]
 fn the_parts_of_a_split_bio_are_parts_of_the_buffer() {
     let limits =
@@ -51,6 +52,7 @@ fn the_parts_of_a_split_bio_are_parts_of_the_buffer() {
     }
 }
 
+// Contract: data
 #[test]
 fn neighbours_never_merge_with_one_or_with_each_other() {
     for scheduler in SchedulerKind::ALL {
@@ -89,6 +91,7 @@ fn the_flush_machine_carries_it() {
     }
 }
 
+// Contract: declared
 #[test]
 fn a_driver_that_cannot_never_sees_one_and_too_short_ones_are_refused() {
     for (limits, sectors, want) in [(plain_limits(), 8, Status::NotSupported), (limits(), 9, Status::Invalid)]

@@ -90,6 +90,7 @@ fn a_bio_that_may_not_wait_does_not_wait_for_a_freeze_to_end() {
     assert_eq!(run(&mut queue, bio).result, Ok(()));
 }
 
+// Contract: declared
 #[test]
 fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
@@ -127,6 +128,7 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     }
 }
 
+// Contract: live-changes
 #[test]
 fn parts_that_wait_for_a_tag_outlive_a_change() {
     let limits = blkq::QueueLimits { max_request_bytes: 4096, ..plain_limits() };
@@ -160,6 +162,7 @@ fn the_rest_of_a_split_bio_is_not_issued_beyond_a_smaller_size() {
     device.assert_legal();
 }
 
+// Contract: live-changes
 #[test]
 fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
     let device = Device::plain(Behaviour { finish: Finish::Random, busy_every: 20, ..Behaviour::default() });
@@ -308,6 +311,7 @@ fn changes_of_several_threads_at_once_are_all_in_force() {
     }
 }
 
+// Contract: live-changes
 #[test]
 fn a_change_that_io_keeps_from_happening_says_so() {
     let device = Device::held();
@@ -328,6 +332,7 @@ fn a_change_that_io_keeps_from_happening_says_so() {
     assert_eq!(drain(&mut queue).len(), 1);
 }
 
+// Contract: live-changes
 #[test]
 fn a_change_while_a_queue_opens_holds_for_its_first_bio() {
     type Change = fn(&Disk);
@@ -346,6 +351,7 @@ fn a_change_while_a_queue_opens_holds_for_its_first_bio() {
     }
 }
 
+// Contract: declared
 #[test]
 fn zeroes_that_wait_across_a_change_stay_zeroes() {
     let limits = blkq::QueueLimits {
@@ -373,6 +379,7 @@ fn zeroes_that_wait_across_a_change_stay_zeroes() {
     }
 }
 
+// Contract: live-changes
 #[test]
 fn a_change_that_panics_leaves_a_disk_that_works() {
     common::within(60, || {
@@ -395,6 +402,7 @@ fn a_change_that_panics_leaves_a_disk_that_works() {
     });
 }
 
+// Contract: live-changes
 #[test]
 fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
     let device = Device::held();
@@ -418,6 +426,7 @@ fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
     device.assert_legal();
 }
 
+// Contract: live-changes
 #[test]
 fn limits_that_contradict_each_other_are_refused_and_never_used() {
     let device = Device::plain(Behaviour::default());

@@ -1,5 +1,6 @@
 //! A thread that waits on its own queue is woken by all that it waits for: deadlines that the
 //! driver sets while the plug is flushed, and other queues' writes to the same file.
+// Contract: accepted-once
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;

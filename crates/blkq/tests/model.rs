@@ -338,11 +338,13 @@ fn check(setup: Setup, steps: Vec<Step>) {
 }
 
 proptest! {
+    // Contract: accepted-once, durability
     #[test]
     fn bytes_in_are_bytes_out_and_promises_survive_a_loss_of_power(setup in setup(), steps in steps()) {
         check(setup, steps);
     }
 
+    // Contract: statistics
     #[test]
     fn merges_and_ios_are_bios(
         steps in prop::collection::vec((any::<bool>(), 0u64..60, 1u64..4, prop::bool::weighted(0.1)), 1..200),

@@ -52,6 +52,7 @@ fn a_request_of_128_kib_flushes_the_plug_unless_merging_is_off() {
     }
 }
 
+// Contract: data
 #[test]
 fn neighbours_merge_at_both_ends_and_in_order() {
     for operation in [Operation::Read, Operation::Write] {
@@ -78,6 +79,7 @@ fn neighbours_merge_at_both_ends_and_in_order() {
     }
 }
 
+// Contract: data
 #[test]
 fn what_must_stay_alone_never_merges() {
     let limits = blkq::QueueLimits { write_cache: true, fua: true, ..common::plain_limits() };
@@ -113,6 +115,7 @@ fn what_must_stay_alone_never_merges() {
     }
 }
 
+// Contract: data
 #[test]
 fn an_error_of_a_merged_request_is_that_of_all_its_bios_and_of_no_other() {
     let device = Device::plain(Behaviour::default());
@@ -178,6 +181,7 @@ fn a_queue_that_is_opened_again_counts_on() {
     }
 }
 
+// Contract: statistics
 #[test]
 fn without_statistics_the_clock_is_never_read() {
     assert_eq!(clock_reads(ClockMode::Cached, false, 320, 32), 0.0);
@@ -200,6 +204,7 @@ fn a_forced_flush_of_the_plug_drops_the_cached_time() {
     assert!(latency.percentile_ns(2.0) < 25_000_000 && latency.percentile_ns(50.0) >= 30_000_000);
 }
 
+// Contract: accepted-once
 #[test]
 fn a_bio_that_may_not_wait_gets_its_answer_at_once() {
     let device = Device::held();
@@ -223,6 +228,7 @@ fn a_bio_that_may_not_wait_gets_its_answer_at_once() {
     assert_eq!(drain(&mut queue)[0].result, Ok(()));
 }
 
+// Contract: accepted-once
 #[test]
 fn a_full_queue_hands_the_bio_back_and_completes_the_rest() {
     let device = Device::held();

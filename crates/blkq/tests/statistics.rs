@@ -8,6 +8,7 @@ use std::time::Duration;
 use blkq::{Bio, BioFlags, Counter, Operation, QueueLimits, Sector, StatGroup, Status};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
+// Contract: statistics
 #[test]
 fn the_fields_are_those_of_the_kernel() {
     let limits = QueueLimits { write_cache: true, ..plain_limits() };
@@ -33,6 +34,7 @@ fn the_fields_are_those_of_the_kernel() {
     assert_eq!(f[10], f[3] + f[7] + f[14] + f[16]);
 }
 
+// Contract: statistics
 #[test]
 fn in_flight_busy_time_and_latency_are_of_requests_from_submission_to_end() {
     let device = Device::held();
@@ -58,6 +60,7 @@ fn in_flight_busy_time_and_latency_are_of_requests_from_submission_to_end() {
     assert_eq!(disk.stats().fields()[9], rest, "at rest it is not busy");
 }
 
+// Contract: errors
 #[test]
 fn errors_are_counted_by_kind_and_leave_the_device_working() {
     let device = Device::plain(Behaviour::default());
@@ -95,6 +98,7 @@ fn counters_show_each_part_at_work() {
     assert_eq!(stats.counter(Counter::DispatchBatches), device.state().commits as u64);
 }
 
+// Contract: statistics
 #[test]
 fn with_statistics_off_nothing_is_counted_and_with_them_on_again_in_flight_is_right() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });

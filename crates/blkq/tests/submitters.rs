@@ -90,6 +90,7 @@ fn threads_get_back_what_they_wrote() {
     });
 }
 
+// Contract: accepted-once
 #[test]
 fn callbacks_come_once_each_through_a_full_device() {
     within(60, || {
@@ -152,6 +153,7 @@ fn neighbours_of_a_submitter_merge_unless_merging_is_off() {
     });
 }
 
+// Contract: live-changes
 #[test]
 fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
     within(60, || {
@@ -200,6 +202,7 @@ fn a_submitter_alone_goes_on_after_every_freeze_and_quiesce() {
     });
 }
 
+// Contract: live-changes
 #[test]
 fn every_setting_can_change_under_load() {
     within(90, || {
@@ -233,6 +236,7 @@ fn every_setting_can_change_under_load() {
     });
 }
 
+// Contract: tags
 #[test]
 fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
     within(90, || {
@@ -299,6 +303,7 @@ fn a_queue_that_has_no_request_sleeps_until_another_gives_a_tag_back() {
     });
 }
 
+// Contract: accepted-once
 #[test]
 fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
     within(60, || {
@@ -387,6 +392,7 @@ fn a_queue_that_goes_ends_what_its_scheduler_holds() {
     });
 }
 
+// Contract: accepted-once
 #[test]
 fn an_engine_dropped_under_load_ends_and_so_does_everybody_who_waits() {
     within(60, || {
@@ -441,6 +447,7 @@ fn bios_that_never_become_requests_do_not_use_the_device_up() {
     });
 }
 
+// Contract: errors
 #[test]
 fn senseless_bios_end_with_an_error_and_nothing_panics() {
     within(30, || {
@@ -488,6 +495,7 @@ fn senseless_bios_end_with_an_error_and_nothing_panics() {
     });
 }
 
+// Contract: accepted-once
 #[test]
 fn a_bio_that_may_not_wait_is_handed_back_by_a_full_device_or_ends() {
     within(30, || {

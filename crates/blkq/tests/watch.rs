@@ -26,6 +26,7 @@ fn after(seconds: u64) -> u64 {
     monotonic_ns() + seconds * SECOND_NS
 }
 
+// Contract: statistics
 #[test]
 fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
     let device = Device::held();
@@ -94,6 +95,7 @@ fn who_waits_for_a_tag_hangs_too_and_is_not_told_of_again_when_it_has_one() {
     assert_eq!(disk.stats().counter(Counter::Hangs), 5);
 }
 
+// Contract: statistics
 #[test]
 fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
     let device = Device::new(
@@ -143,6 +145,7 @@ fn many_that_hang_are_counted_and_few_told_of() {
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (all, 0));
 }
 
+// Contract: statistics
 #[test]
 fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
     let device = Device::held();
@@ -228,6 +231,7 @@ fn what_keeps_a_request_from_the_driver_is_told() {
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_at_rest(0)), (5, true));
 }
 
+// Contract: statistics
 #[test]
 fn what_a_queue_refuses_is_counted_by_kind() {
     let device = Device::held();

@@ -432,6 +432,7 @@ mod tests {
     }
 
     /// The table that lab/security holds the daemon to is this list.
+    // Contract: bounded-input
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn the_documentation_lists_what_is_allowed() {
@@ -455,6 +456,7 @@ mod tests {
         assert_eq!(rows, listed);
     }
 
+    // Contract: bounded-input
     #[test]
     fn the_filter_allows_what_is_listed_refuses_the_rest_and_kills_who_breaks_out() {
         let none = [0; 6];

@@ -262,6 +262,7 @@ mod tests {
         assert_eq!(told.value("blkq_latency_seconds_count", &[("op", "read")]), Some(8.0));
     }
 
+    // Contract: statistics
     #[test]
     fn the_documentation_has_every_metric_as_it_is() {
         let told = check(&page("a", &Statistics::default())).unwrap();

@@ -311,6 +311,7 @@ mod tests {
     use crate::state::tests::{files, scratch};
     use crate::state::{Fate, Found, SOCKET_PATH_BYTES_MAX};
 
+    // Contract: detach
     #[test]
     fn a_process_that_was_killed_is_told_from_one_that_lives() {
         let status = |state, threads, own, shared| {
@@ -346,6 +347,7 @@ mod tests {
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
+    // Contract: detach
     #[test]
     fn a_name_has_one_owner_and_leaves_nothing() {
         let dir = scratch("owner");
@@ -360,6 +362,7 @@ mod tests {
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
+    // Contract: detach
     #[test]
     fn a_daemon_that_accepts_no_connection_holds_nobody_up() {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};

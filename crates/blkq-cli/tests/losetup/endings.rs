@@ -7,6 +7,7 @@ use std::process::Command;
 use super::io;
 use super::place::*;
 
+// Contract: detach
 #[test]
 fn autoclear_ends_a_device_with_its_last_client() {
     let place = Place::new("l-clear");
@@ -52,6 +53,7 @@ fn autoclear_ends_a_device_with_its_last_client() {
     place.done(&["show", "disk.img"]);
 }
 
+// Contract: detach
 #[test]
 fn detach_is_not_lazy_and_goes_on_after_a_refusal() {
     let place = Place::new("l-detach");

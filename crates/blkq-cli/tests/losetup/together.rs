@@ -5,6 +5,7 @@ use std::fs;
 use super::place::*;
 use super::stdout;
 
+// Contract: exclusive
 #[test]
 fn attaching_at_the_same_moment_never_collides() {
     let place = Place::new("l-race");
@@ -97,6 +98,7 @@ fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
     wait_until("all are gone", || place.files().is_empty());
 }
 
+// Contract: exclusive
 #[test]
 fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     let place = Place::new("l-overlap");

@@ -573,6 +573,7 @@ mod tests {
 
     /// Threads that each change words of shared blocks: exclusively in two steps, or as whole
     /// blocks at once, the way engines do. A lost update shows in the sum.
+    // Contract: data
     #[test]
     fn no_update_is_lost_among_threads() {
         use std::sync::atomic::AtomicU64;

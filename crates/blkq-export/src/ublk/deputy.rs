@@ -253,6 +253,7 @@ mod tests {
         assert!(!deputy.silent && !deputy.hangs, "it is to be waited for");
     }
 
+    // Contract: detach
     #[test]
     fn a_deputy_that_does_not_answer_is_not_waited_for() {
         let (socket, mut other) = UnixStream::pair().unwrap();
@@ -275,6 +276,7 @@ mod tests {
         assert!(deputy.hangs, "it is not waited for");
     }
 
+    // Contract: detach
     #[test]
     fn a_deputy_exits_with_its_server() {
         // SAFETY: the copy runs the deputy's code only, which takes no lock of another thread.

@@ -295,6 +295,7 @@ mod tests {
         false
     }
 
+    // Contract: detach
     #[test]
     fn the_end_of_the_last_user_is_told_and_a_look_at_it_is_no_use() {
         let directory = std::env::temp_dir().join(format!("blkq-idle-{}", std::process::id()));

@@ -517,6 +517,7 @@ mod tests {
         IoDescriptor { op_flags, nr_sectors, start_sector: 8, addr: 0 }
     }
 
+    // Contract: no-unmap
     #[test]
     fn flags_are_read_where_the_kernel_puts_them() {
         let write = bio_of(&descriptor(abi::OP_WRITE | 1 << 13, 8), 4096).unwrap();
@@ -541,6 +542,7 @@ mod tests {
         assert_eq!(bio_of(&descriptor(13, 8), 4096).unwrap_err(), libc::EOPNOTSUPP);
     }
 
+    // Contract: errors
     #[test]
     fn only_a_request_and_an_abort_are_no_lost_tag() {
         assert_eq!(command_result(0), CommandResult::Request);
@@ -550,6 +552,7 @@ mod tests {
     }
 
     /// On a file whose driver knows no commands: the kernel itself refuses them.
+    // Contract: errors
     #[test]
     fn a_refused_command_is_reported() {
         let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();

@@ -123,6 +123,7 @@ fn first_that_fails(defect: Defect, seeds: Range<u64>, worlds: fn(u64) -> Worlds
 /// Threads of this name fail on purpose, and are not to be heard.
 const QUIET: &str = "has a defect";
 
+// Contract: durability
 #[test]
 fn defects_are_noticed() {
     let loud = std::panic::take_hook();

@@ -403,6 +403,7 @@ mod loom_disk {
     const REMOTE: Shape = Shape { at_once: false, ..SMALL };
     const SHARED: Shape = Shape { queues: 2, shared_tags: true, ..SMALL };
 
+    // Contract: accepted-once
     #[test]
     fn loom_all_end_once() {
         model("an engine, one submitter, two blocks", 0, || all_end_once(SMALL, 1, 2));
@@ -417,6 +418,7 @@ mod loom_disk {
         model_within(1, "one submitter, a quiesce", 0, || ends_come_from_elsewhere(REMOTE, 1, 0, 1));
     }
 
+    // Contract: accepted-once
     #[test]
     fn loom_an_end_leaves_nobody_waiting() {
         model("an engine that ends, one submitter", 0, || an_end_leaves_nobody_waiting(SMALL, 1, 1));
@@ -450,6 +452,7 @@ mod shuttle_disk {
         model("two engines that share two tags", 6_000, || all_end_once(Shape { depth: 2, ..SHARED }, 4, 4));
     }
 
+    // Contract: accepted-once
     #[test]
     fn shuttle_ends_come_from_elsewhere() {
         model("ends against freeze and quiesce", 6_000, || ends_come_from_elsewhere(REMOTE, 4, 2, 2));
@@ -463,6 +466,7 @@ mod shuttle_disk {
         model("four submitters, a freeze, three looks", 6_000, || hangs_are_told_of_once(REMOTE, 4, 1, 3));
     }
 
+    // Contract: live-changes
     #[test]
     fn shuttle_changes_lose_nothing() {
         model("depth and scheduler change under load", 6_000, || changes_lose_nothing(FEW, 3, 4));

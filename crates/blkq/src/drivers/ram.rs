@@ -311,6 +311,7 @@ mod tests {
         assert_eq!(other.read_back(offset, 512), pattern(512, 1).to_vec(), "queues share the medium");
     }
 
+    // Contract: no-unmap
     #[test]
     fn discard_zeroes_all_and_frees_whole_pages_no_unmap_frees_none() {
         let ram = Ram::new(1 << 30, 512, false).unwrap();

@@ -506,6 +506,7 @@ mod tests {
         assert_eq!(&last[..4], b"\x7fELF");
     }
 
+    // Contract: bounded-input
     #[test]
     fn a_restricted_ring_does_what_it_may_and_nothing_else() {
         let file = std::fs::File::open("/proc/self/exe").unwrap();

@@ -133,6 +133,7 @@ mod tests {
     }
 
     proptest! {
+        // Contract: statistics
         #[test]
         fn percentiles_are_an_eighth_too_large_at_most(
             mut all in proptest::collection::vec(latency(), 1..200),
@@ -151,6 +152,7 @@ mod tests {
             }
         }
 
+        // Contract: statistics
         #[test]
         fn latencies_below_a_power_of_two_are_counted_exactly(
             all in proptest::collection::vec(latency(), 0..200),

@@ -183,18 +183,21 @@ fn the_last_put_wakes(holders: usize) {
 mod loom_tags {
     use super::*;
 
+    // Contract: tags
     #[test]
     fn loom_no_tag_twice() {
         model("two threads, two words", 0, || no_tag_twice(8, 2, 2, 2));
         model("three threads, one word", 0, || no_tag_twice(3, 3, 1, 2));
     }
 
+    // Contract: tags
     #[test]
     fn loom_every_waiter_is_woken() {
         model("one tag, one holder, two waiters", 0, || every_waiter_is_woken(1, 1, 2, 1));
         model("two threads, one tag, twice", 0, || every_waiter_is_woken(1, 0, 2, 2));
     }
 
+    // Contract: tags
     #[test]
     fn loom_a_batch_that_does_not_fill_wakes() {
         model("wake-ups in twos, two waiters", 0, || every_waiter_is_woken(16, 16, 2, 1));
@@ -202,6 +205,7 @@ mod loom_tags {
         model("wake-ups in twos, two puts", 0, || the_last_put_wakes(2));
     }
 
+    // Contract: tags
     #[test]
     fn loom_a_wake_up_is_handed_on() {
         model("one quits, one stays", 0, || a_wake_up_is_handed_on(1));

@@ -114,12 +114,14 @@ fn quiesce_and_dispatch(owners: usize, rounds: usize) {
 mod loom_control {
     use super::*;
 
+    // Contract: live-changes
     #[test]
     fn loom_freeze_and_submit() {
         model("freeze, one owner, twice", 0, || freeze_and_submit(1, 2, 0));
         model("freeze, two owners", 0, || freeze_and_submit(2, 1, 0));
     }
 
+    // Contract: live-changes
     #[test]
     fn loom_quiesce_and_dispatch() {
         model("quiesce, one owner, twice", 0, || quiesce_and_dispatch(1, 2));

@@ -163,6 +163,7 @@ fn a_change_loses_nobody(waiters: usize) {
 mod loom_gate {
     use super::*;
 
+    // Contract: tags
     #[test]
     fn loom_everybody_gets_through() {
         model("base, one request, three threads", 0, || everybody_gets_through(1, false, 3, 1, 1, 0));
@@ -170,6 +171,7 @@ mod loom_gate {
         model("batching, two requests, three threads", 0, || everybody_gets_through(2, true, 3, 1, 1, 0));
     }
 
+    // Contract: tags
     #[test]
     fn loom_nobody_overtakes() {
         model("base", 0, || nobody_overtakes(false, 1));
@@ -204,6 +206,7 @@ mod shuttle_gate {
         });
     }
 
+    // Contract: tags
     #[test]
     fn shuttle_a_batch_ends() {
         // Both together fill the queue and never wait, so that nothing but filling grants.

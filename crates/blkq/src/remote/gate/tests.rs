@@ -33,12 +33,14 @@ fn who_fills_the_queue_becomes_a_batcher() {
     assert_eq!(gate.counters().largest_in_flight, [1, 159]);
 }
 
+// Contract: tags
 #[test]
 fn even_a_batcher_stops_at_half_as_many_again() {
     let gate = RequestGate::new(16, true);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 24);
 }
 
+// Contract: tags
 #[test]
 fn a_batch_ends_after_its_time() {
     let gate = RequestGate::new(128, true);
@@ -50,6 +52,7 @@ fn a_batch_ends_after_its_time() {
     assert!(!gate.try_enter(W, &mut filler, || MS + BATCH_TIME_NS));
 }
 
+// Contract: tags
 #[test]
 fn the_first_of_a_batch_is_granted_however_late() {
     let batcher = Batcher { credit: BATCH_REQUESTS, ..Batcher::default() };
@@ -108,6 +111,7 @@ fn a_base_wakes_one_for_each_request_in_order() {
     assert_eq!(counters.largest_in_flight, [0, 4]);
 }
 
+// Contract: tags
 #[test]
 fn a_woken_submitter_takes_a_batch() {
     let gate = RequestGate::new(64, true);

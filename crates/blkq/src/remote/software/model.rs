@@ -77,6 +77,7 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
     }
 }
 
+// Contract: accepted-once
 #[cfg(loom)]
 #[test]
 fn loom_all_that_is_staged_arrives_once() {

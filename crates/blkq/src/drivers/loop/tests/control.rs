@@ -4,6 +4,7 @@ use super::*;
 use crate::bio::{BioFlags, Operation};
 use crate::error::Status;
 
+// Contract: live-changes, durability
 #[test]
 fn direct_io_is_switched_without_losing_a_byte() {
     let directory = Directory::new();
@@ -55,6 +56,7 @@ fn settings_are_checked() {
     assert_eq!(kind("read-only", "2"), ErrorKind::Invalid);
 }
 
+// Contract: live-changes
 #[test]
 fn what_the_page_cache_holds_is_written_before_the_freeze() {
     let directory = Directory::new();
@@ -94,6 +96,7 @@ fn dispatch_changes_how_many_run_at_once() {
     }
 }
 
+// Contract: live-changes
 #[test]
 fn read_only_is_switched_both_ways_from_either_beginning() {
     for read_only in [false, true] {

@@ -12,6 +12,7 @@ fn modes() -> [(DirectIo, Dispatch); 4] {
     [(DirectIo::Off, concurrent), (DirectIo::Off, serial), (DirectIo::On, concurrent), (DirectIo::On, serial)]
 }
 
+// Contract: data
 #[test]
 fn what_is_written_is_in_the_file_and_read_back_in_every_mode() {
     for (direct_io, dispatch) in modes() {
@@ -45,6 +46,7 @@ fn what_is_written_is_in_the_file_and_read_back_in_every_mode() {
     }
 }
 
+// Contract: direct-io
 #[test]
 fn direct_io_leaves_nothing_in_the_page_cache() {
     for (direct_io, expected) in [(DirectIo::On, true), (DirectIo::Auto, true), (DirectIo::Off, false)] {
@@ -79,6 +81,7 @@ fn registered_memory_is_used_in_place() {
     }
 }
 
+// Contract: complete
 #[test]
 fn a_transfer_goes_on_in_the_middle_of_a_segment() {
     // As after a short transfer: the first bytes count as done, and must not be touched.
@@ -103,6 +106,7 @@ fn a_transfer_goes_on_in_the_middle_of_a_segment() {
     }
 }
 
+// Contract: complete
 #[test]
 fn more_segments_than_a_call_takes_are_done_in_several() {
     for (direct_io, dispatch) in modes() {
@@ -120,6 +124,7 @@ fn more_segments_than_a_call_takes_are_done_in_several() {
     }
 }
 
+// Contract: complete
 #[test]
 fn reading_past_the_end_of_a_truncated_file_is_an_error_not_zeroes() {
     for (direct_io, left) in [(DirectIo::Off, 1000), (DirectIo::On, 1000), (DirectIo::On, 1024)] {
@@ -139,6 +144,7 @@ fn reading_past_the_end_of_a_truncated_file_is_an_error_not_zeroes() {
     }
 }
 
+// Contract: complete
 #[test]
 fn a_full_file_system_is_said_to_be_full() {
     let directory = Directory::tmpfs("size=64k");
@@ -181,6 +187,7 @@ fn waiting_adjacent_writes_are_one_call_and_others_are_not() {
     assert_eq!((counters.writers.load(Relaxed), counters.writers_max.load(Relaxed)), (0, 1));
 }
 
+// Contract: data
 #[test]
 fn an_error_of_joined_writes_reaches_each_of_them() {
     let directory = Directory::tmpfs("size=16k");
@@ -195,6 +202,7 @@ fn an_error_of_joined_writes_reaches_each_of_them() {
     assert_eq!(device.counters().writes_joined.load(Relaxed), 15);
 }
 
+// Contract: durability
 #[test]
 fn flush_and_fua_leave_nothing_dirty() {
     let directory = Directory::new();
@@ -215,6 +223,7 @@ fn flush_and_fua_leave_nothing_dirty() {
     assert_eq!(device.counters().flushes.load(Relaxed), 1);
 }
 
+// Contract: no-unmap
 #[test]
 fn discard_frees_and_no_unmap_keeps() {
     for direct_io in [DirectIo::Off, DirectIo::On] {
@@ -293,6 +302,7 @@ fn what_the_file_system_cannot_do_is_said_once_and_then_not_offered() {
     assert_eq!(h.run(zeroes).0, Ok(()));
 }
 
+// Contract: durability
 #[test]
 fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
     let directory = Directory::new();
@@ -314,6 +324,7 @@ fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
     }
 }
 
+// Contract: durability
 #[test]
 fn what_was_lost_is_not_forgotten_by_a_live_change() {
     let directory = Directory::new();
@@ -337,6 +348,7 @@ fn what_was_lost_is_not_forgotten_by_a_live_change() {
 }
 
 /// A file system on a device that runs full behind its back: written pages cannot be kept.
+// Contract: durability
 #[test]
 fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {
     let low = Directory::tmpfs("size=80M");
@@ -368,6 +380,7 @@ fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {
     assert!(h.run(flush).0.is_err(), "an answered write is lost, and the flush does not tell");
 }
 
+// Contract: complete
 #[test]
 fn interruptions_are_made_again_but_not_for_ever() {
     let directory = Directory::new();

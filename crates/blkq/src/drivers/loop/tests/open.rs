@@ -4,6 +4,7 @@ use super::*;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 
+// Contract: direct-io
 #[test]
 fn each_refusal_says_what_why_and_the_cure() {
     let directory = Directory::new();
@@ -127,6 +128,7 @@ fn the_tail_that_fills_no_sector_is_left_out_and_named() {
     assert_eq!(device.limits().logical_block_bytes, 4096);
 }
 
+// Contract: direct-io
 #[test]
 fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
     let align = |offset, assumed| Ok(DirectAlign { memory: 512, offset, assumed });
@@ -159,6 +161,7 @@ fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
     assert!(!mode(auto, &align(512, true), 512, 0).unwrap());
 }
 
+// Contract: direct-io
 #[test]
 fn direct_io_on_raises_the_sector_to_what_is_demanded() {
     let directory = Directory::new();
@@ -173,6 +176,7 @@ fn direct_io_on_raises_the_sector_to_what_is_demanded() {
     assert_eq!(choose_sector(&asked, &backing).unwrap(), 512);
 }
 
+// Contract: direct-io
 #[test]
 fn auto_says_why_it_is_buffered() {
     let directory = Directory::new();
@@ -195,6 +199,7 @@ fn auto_says_why_it_is_buffered() {
     assert!(refusal(&options(&directory.file("image"), DirectIo::On)).contains("no direct I/O on"));
 }
 
+// Contract: exclusive
 #[test]
 fn overlapping_attaches_are_refused_unless_shared() {
     let directory = Directory::new();
@@ -249,6 +254,7 @@ fn is_claimed(options: &LoopOptions, says: &str) {
     LoopDevice::open(&LoopOptions { shared: true, ..options.clone() }).unwrap();
 }
 
+// Contract: exclusive
 #[test]
 fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     let directory = Directory::new();
@@ -279,6 +285,7 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     is_claimed(&given, "of the kernel's loop driver has it");
 }
 
+// Contract: exclusive
 #[test]
 fn a_block_device_that_is_mounted_or_claimed_is_refused_unless_shared() {
     let directory = Directory::new();
@@ -302,6 +309,7 @@ fn a_block_device_that_is_mounted_or_claimed_is_refused_unless_shared() {
     LoopDevice::open(&given).unwrap();
 }
 
+// Contract: exclusive
 #[test]
 fn another_format_is_refused_unless_its_bytes_are_asked_for() {
     let directory = Directory::new();

@@ -26,6 +26,7 @@ fn pieces(data: &[u8], sector: usize) -> Vec<IoBuffer> {
 
 /// Every size and mode: what is written is in the file up to its end, which stays; what is beyond
 /// reads as zeroes, whatever was written there.
+// Contract: durability
 #[test]
 fn the_last_bytes_are_served_and_the_file_stays_as_long() {
     for (size, sector, direct_io) in [1, 511, 513, 4095, 4097, 9000, 1_000_003]
@@ -114,6 +115,7 @@ fn a_window_that_ends_within_a_sector_hides_the_rest() {
     }
 }
 
+// Contract: complete
 #[test]
 fn a_file_that_lost_its_last_bytes_is_an_error() {
     for direct_io in [DirectIo::Off, DirectIo::On] {
