@@ -76,7 +76,7 @@ impl FileQueue {
             // A flush: discards and write zeroes are not declared.
             _ => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
         };
-        // SAFETY: the block layer keeps the memory of a request valid until it has ended, and
+        // SAFETY: the block layer keeps the memory of a request valid until it completes, and
         // the file stays registered until `close`.
         unsafe { cx.push(entry, u64::from(tag.0)) }
     }
