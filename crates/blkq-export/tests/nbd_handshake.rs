@@ -2,10 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use blkq_export::nbd::handshake::{
-    BASE_ALLOCATION_ID, Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX,
-    TlsPolicy,
+    Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, TlsPolicy,
 };
-use blkq_export::nbd::proto::{TransmissionFlags, option, option_reply};
+use blkq_export::nbd::proto::{BASE_ALLOCATION_ID, TransmissionFlags, option, option_reply};
 use blkq_export::nbd::reply::ReplyStyle;
 use proptest::prelude::*;
 

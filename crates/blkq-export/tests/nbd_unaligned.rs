@@ -202,6 +202,7 @@ proptest! {
 
 /// A file grows behind its last, partial block while a byte of that block is written, and the
 /// device with it.
+// Contract: data
 #[test]
 fn a_write_to_the_end_leaves_bytes_that_a_resize_brings() {
     const SIZE: u64 = 10_001;

@@ -47,8 +47,8 @@ impl Budget {
         true
     }
 
-    /// A connection gives `bytes` of the `held` ones back.
-    pub fn give(&mut self, held: usize, bytes: usize) {
+    /// A connection releases `bytes` of the `held` ones.
+    pub fn free(&mut self, held: usize, bytes: usize) {
         let shared = shared_part(held) - shared_part(held - bytes);
         self.left += shared;
         self.changed |= shared > 0;
@@ -86,7 +86,7 @@ mod tests {
         assert_eq!(budget.next(), None);
         assert!(!budget.take(5, OWN_BYTES, 1), "nobody overtakes those who wait");
         budget.forget(5);
-        budget.give(32 * MIB, 32 * MIB);
+        budget.free(32 * MIB, 32 * MIB);
         assert_eq!(budget.next(), Some(3));
         assert!(budget.take(3, 0, 32 * MIB));
         assert_eq!(budget.next(), Some(4));
@@ -94,9 +94,9 @@ mod tests {
         assert_eq!(budget.next(), None);
         budget.forget(4);
         assert_eq!(budget.next(), None);
-        budget.give(32 * MIB, 32 * MIB);
-        budget.give(32 * MIB, 32 * MIB);
-        budget.give(OWN_BYTES, OWN_BYTES);
+        budget.free(32 * MIB, 32 * MIB);
+        budget.free(32 * MIB, 32 * MIB);
+        budget.free(OWN_BYTES, OWN_BYTES);
         assert_eq!(budget.left, 64 * MIB);
     }
 }

@@ -25,8 +25,6 @@ const BLOCK_MIN_USUAL_BYTES: u32 = 512;
 
 /// The only metadata context.
 const BASE_ALLOCATION: &[u8] = b"base:allocation";
-/// The number by which replies to `NBD_CMD_BLOCK_STATUS` name it.
-pub const BASE_ALLOCATION_ID: u32 = 1;
 
 /// One thing that clients can choose.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,17 +7,21 @@ mod budget;
 mod certificates;
 mod connection;
 pub mod handshake;
+mod in_flight;
 mod listener;
+mod options;
 mod outgoing;
 mod pacing;
 mod payload;
-mod pending;
+mod plan;
 pub mod proto;
 mod ranges;
 mod receive_backoff;
 mod rejections;
 pub mod reply;
+mod requests;
 mod server;
+mod shared;
 mod source;
 mod status;
 mod stream;
@@ -34,10 +38,11 @@ pub mod fuzzing {
 
 pub use certificates::TlsCertificates;
 pub use listener::{Listen, Listener, SocketAccess};
+pub use options::{NbdExport, NbdOptions, NbdSwitches};
 pub use ranges::RangeLock;
 pub use rejections::{Reason, Rejection};
+pub use server::NbdServer;
 #[cfg(simulation)]
 pub use server::simulated;
-pub use server::{NbdExport, NbdOptions, NbdServer, NbdSwitches};
 pub use status::{ConnectionInfo, NbdCounters, Paused};
 pub use tls::TlsOptions;

@@ -54,7 +54,7 @@ impl Pacing {
     }
 
     /// A bio ended.
-    pub fn end(&mut self) {
+    pub fn complete(&mut self) {
         self.in_flight -= 1;
         self.ended += 1;
     }
@@ -65,7 +65,7 @@ impl Pacing {
     }
 
     /// Looks at what ended until `now_ns`, while `held` bios wait for room.
-    pub fn look(&mut self, held: usize, now_ns: u64) {
+    pub fn update(&mut self, held: usize, now_ns: u64) {
         let before = self.in_flight + self.ended;
         self.load_now = self.load_now.max(before + held);
         // One that never comes to rest does not end all at once either.
@@ -125,9 +125,9 @@ mod tests {
             pacing.turn(|| now_ns);
             now_ns += wait_ns;
             let ended = at_once.min(pacing.in_flight);
-            (0..ended).for_each(|_| pacing.end());
+            (0..ended).for_each(|_| pacing.complete());
             assert!(pacing.has_news());
-            pacing.look(held, now_ns);
+            pacing.update(held, now_ns);
             held += ended;
         }
         most

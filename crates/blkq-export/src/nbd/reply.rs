@@ -4,7 +4,6 @@ use blkq::Extent;
 use zerocopy::IntoBytes;
 use zerocopy::byteorder::big_endian::U32;
 
-use super::handshake::BASE_ALLOCATION_ID;
 use super::proto::*;
 
 /// Most extents of one reply; the specification's bound is 2^20.

@@ -1,192 +1,34 @@
-//! The server's part on one engine: its connections, and what they share there.
+//! The server's part on one engine: accepts clients, and gives their connections what is theirs.
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Bio, Completion, Cqe, EngineHandle, Error, Extent, Source, SourceContext, SourceId, Worker};
+use blkq::{Completion, Cqe, EngineHandle, Error, Source, SourceContext, SourceId};
 use io_uring::{opcode, types};
 
-use crate::buffers::BufferPool;
-
-use super::budget::Budget;
 use super::connection::Connection;
 use super::handshake::Export;
 use super::listener::{peer_name, tune};
-use super::pacing::Pacing;
-use super::pending::{Pending, PendingTable};
+use super::options::NbdOptions;
 use super::proto::TransmissionFlags;
 use super::rejections::Reason;
-use super::server::NbdOptions;
+use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
 use super::status::Registry;
 use super::stream::ConnectionBuffers;
-use super::tls::Tls;
-use super::unaligned::{RangesChanged, Ready, Room, Unaligned};
+use super::unaligned::RangesChanged;
 
-/// Kinds of submissions, in the token above the slot of the connection.
-pub(super) const RECEIVED: u64 = 0;
-pub(super) const SENT: u64 = 1;
-const ACCEPTED: u64 = 2;
-const CANCELLED: u64 = 3;
-
-/// How long accepting rests after it failed.
-const ACCEPT_REST_NS: u64 = 100_000_000;
-/// Bytes that a client must at least take, or send of a payload, per second.
-const RATE_MIN: u64 = 1 << 20;
-const NS_PER_SECOND: u64 = 1_000_000_000;
+/// How long nothing is accepted after that failed.
+const ACCEPT_PAUSE_NS: u64 = 100_000_000;
 /// How often connections in their handshake are counted while too many are.
 const CROWDED_POLL_NS: u64 = 20_000_000;
 /// The time that a handshake then may take.
 const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 /// How long unused buffers are kept.
 const IDLE_NS: u64 = 1_000_000_000;
-
-pub(super) fn token(kind: u64, slot: u32) -> u64 {
-    kind << 32 | u64::from(slot)
-}
-
-/// Messages of other threads.
-pub(super) enum Message {
-    /// A client for this engine.
-    Client(OwnedFd),
-    /// Too many clients are in their handshake.
-    Crowded,
-    /// TLS of a connection, whose handshake went on.
-    Handshake(u32, Box<Tls>),
-    /// The extents of a pending request, `None` if they could not be found out.
-    Extents(u32, Option<Vec<Extent>>),
-}
-
-/// What the connections of one engine share.
-pub(super) struct Core {
-    pub options: Arc<NbdOptions>,
-    pub buffers: BufferPool,
-    pub budget: Budget,
-    pub pending: PendingTable,
-    pub unaligned: Unaligned,
-    /// The results of ordering.
-    ready: Ready,
-    /// Bios for which the queue had no room, with the queue.
-    refused: VecDeque<(usize, Bio)>,
-    pacing: Pacing,
-    /// Bios that wait for room in the pacing, with the queue.
-    held: VecDeque<(usize, Bio)>,
-    /// Bios that had to wait there, and times that a connection received later, which the
-    /// registry does not count yet.
-    paced: u64,
-    pub receive_backoffs: u64,
-    /// The earliest deadline of a connection, or earlier.
-    deadline_ns: u64,
-    /// Makes the signatures of handshakes.
-    handshakes: Worker,
-}
-
-impl Core {
-    /// Whether the block layer wants nothing more for now.
-    pub fn is_full(&self) -> bool {
-        !self.refused.is_empty()
-    }
-
-    /// When `bytes` must have left or arrived; the deadlines are checked then.
-    pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
-        let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
-        let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
-        self.expect_deadline(until_ns);
-        until_ns
-    }
-
-    pub fn expect_deadline(&mut self, at_ns: u64) {
-        self.deadline_ns = self.deadline_ns.min(at_ns);
-    }
-
-    /// Submits `bio`, now or as soon as there is room.
-    pub fn submit(&mut self, pending: Pending, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
-        bio.user_data = self.pending.remember(pending).into();
-        self.submit_bio(queue, bio, cx);
-    }
-
-    /// Submits `bio`, which has its mark, now or as soon as there is room.
-    pub fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        if self.held.is_empty() && self.has_room() {
-            self.submit_now(queue, bio, cx);
-        } else {
-            self.paced += 1;
-            self.held.push_back((queue, bio));
-        }
-    }
-
-    /// Whether the block layer may have one more bio.
-    fn has_room(&self) -> bool {
-        self.pacing.has_room() || !self.options.switches.pacing.load(Relaxed)
-    }
-
-    fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        self.pacing.submit();
-        if let Err(bio) = cx.submit(queue, bio) {
-            self.refused.push_back((queue, bio));
-        }
-    }
-
-    fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
-        let mut room = Room { buffers: &mut self.buffers, cx };
-        self.unaligned.order_writes(&mut self.pending, &mut room, &mut self.ready);
-        self.submit_ready(cx);
-    }
-
-    fn complete_ordered(&mut self, completion: Completion, cx: &mut SourceContext<'_>) {
-        let mut room = Room { buffers: &mut self.buffers, cx };
-        self.unaligned.complete(completion, &mut room, &mut self.ready);
-        self.submit_ready(cx);
-    }
-
-    fn submit_ready(&mut self, cx: &mut SourceContext<'_>) {
-        let mut bios = std::mem::take(&mut self.ready.bios);
-        bios.drain(..).for_each(|(queue, bio)| self.submit_bio(queue, bio, cx));
-        self.ready.bios = bios;
-    }
-
-    /// Submits what waited for others to end, and lets the device begin with it before what
-    /// these read is copied to their clients.
-    fn release(&mut self, cx: &mut SourceContext<'_>) {
-        if !self.pacing.has_news() {
-            return;
-        }
-        self.pacing.look(self.held.len(), cx.now_ns());
-        let held = self.held.len();
-        while self.has_room()
-            && let Some((queue, bio)) = self.held.pop_front()
-        {
-            self.submit_now(queue, bio, cx);
-        }
-        if self.held.len() < held {
-            cx.dispatch();
-        }
-    }
-
-    /// Has a worker go on with the handshake of TLS: a signature takes up to some milliseconds, in
-    /// which the engine serves others. The engine's worker may be busy with extents for much longer.
-    pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &SourceContext<'_>) {
-        cx.offload_to(&mut self.handshakes, move || {
-            tls.shake_hands();
-            Box::new(Message::Handshake(slot, tls))
-        });
-    }
-
-    /// Finds out the extents of the range of `pending`.
-    pub fn query_extents(&mut self, pending: Pending, queue: usize, max: usize, cx: &mut SourceContext<'_>) {
-        let range = pending.to.offset..pending.to.offset + pending.length;
-        let index = self.pending.remember(pending);
-        let disk = cx.disk(queue).clone();
-        // A driver that panics there fails the command, as one that returns an error does.
-        let extents = AssertUnwindSafe(move || disk.driver().extents(range, max).ok());
-        cx.offload(move || Box::new(Message::Extents(index, catch_unwind(extents).unwrap_or(None))));
-    }
-}
 
 /// Where clients of this engine come from.
 pub(super) enum Arrivals {
@@ -203,7 +45,7 @@ pub(super) type Loads = Box<[AtomicUsize]>;
 
 /// The server on one engine.
 pub(super) struct NbdSource {
-    core: Core,
+    shared: EngineShared,
     registry: Arc<Registry>,
     arrivals: Arrivals,
     loads: Arc<Loads>,
@@ -229,22 +71,7 @@ impl NbdSource {
         arrivals: Arrivals,
     ) -> NbdSource {
         NbdSource {
-            core: Core {
-                buffers: BufferPool::new(),
-                // Engines share no memory, so that none has to wait for another.
-                budget: Budget::new(options.buffered_bytes_total / loads.len()),
-                pending: PendingTable::default(),
-                unaligned: Unaligned::new(options.unaligned.clone()),
-                ready: Ready::default(),
-                options,
-                refused: VecDeque::new(),
-                pacing: Pacing::default(),
-                held: VecDeque::new(),
-                paced: 0,
-                receive_backoffs: 0,
-                deadline_ns: u64::MAX,
-                handshakes: Worker::new("blkq-worker-tls"),
-            },
+            shared: EngineShared::new(options, loads.len()),
             registry,
             arrivals,
             loads,
@@ -276,7 +103,7 @@ impl NbdSource {
     /// most connections to others, who wait in the listener's backlog meanwhile.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
         let Arrivals::Listener(_, others) = &self.arrivals else { return };
-        let crowded = self.registry.handshaking() >= self.core.options.handshakes_max();
+        let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
         if !crowded && self.crowded {
             self.accept_at_ns = 0;
         }
@@ -297,7 +124,7 @@ impl NbdSource {
     fn hurry(&mut self) {
         for connection in self.connections.iter_mut().flatten() {
             connection.hurry(CROWDED_HANDSHAKE_NS);
-            self.core.expect_deadline(connection.deadline_ns());
+            self.shared.expect_deadline(connection.deadline_ns());
         }
     }
 
@@ -306,13 +133,13 @@ impl NbdSource {
         if cqe.result >= 0 {
             // SAFETY: the kernel made this descriptor for us.
             let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
-            if self.registry.admit(self.core.options.connections_max, || peer_name(socket.as_fd())) {
+            if self.registry.admit(self.shared.options.connections_max, || peer_name(socket.as_fd())) {
                 self.place(cx, socket);
             }
         } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
-            // For want of descriptors or memory, or because the socket was shut down by another
-            // process that has it: again at once would only fail again.
-            self.accept_at_ns = cx.now_ns() + ACCEPT_REST_NS;
+            // Out of descriptors or memory, or the socket was shut down by another process that has
+            // it: again at once would only fail again.
+            self.accept_at_ns = cx.now_ns() + ACCEPT_PAUSE_NS;
         }
     }
 
@@ -333,7 +160,7 @@ impl NbdSource {
     /// Begins with a client that was admitted.
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let buffers =
-            if self.stopping { None } else { ConnectionBuffers::new(self.core.options.tls.as_ref()) };
+            if self.stopping { None } else { ConnectionBuffers::new(self.shared.options.tls.as_ref()) };
         let Some(buffers) = buffers else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
             if !self.stopping {
@@ -343,8 +170,8 @@ impl NbdSource {
         };
         tune(socket.as_fd());
         let status = self.registry.begin(peer_name(socket.as_fd()));
-        let unaligned = self.core.options.unaligned.is_some();
-        let exports = self.core.options.exports.iter().map(|export| {
+        let unaligned = self.shared.options.unaligned.is_some();
+        let exports = self.shared.options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
             Export {
                 name: export.name.clone(),
@@ -357,8 +184,8 @@ impl NbdSource {
         });
         let exports: Vec<Export> = exports.collect();
         let since_ns = cx.now_ns();
-        let until_ns = since_ns + self.core.options.handshake_timeout_s * 1_000_000_000;
-        self.core.expect_deadline(until_ns);
+        let until_ns = since_ns + self.shared.options.handshake_timeout_s * 1_000_000_000;
+        self.shared.expect_deadline(until_ns);
         let slot = match self.connections.iter().position(Option::is_none) {
             Some(slot) => slot,
             None => {
@@ -366,7 +193,7 @@ impl NbdSource {
                 self.connections.len() - 1
             }
         };
-        let tls = self.core.options.tls_policy();
+        let tls = self.shared.options.tls_policy();
         let connection =
             Connection::new(slot as u32, socket, status, exports, tls, since_ns..until_ns, buffers);
         self.connections[slot] = Some(Box::new(connection));
@@ -375,29 +202,14 @@ impl NbdSource {
 
     fn make_ready(&mut self, slot: u32) {
         if let Some(Some(connection)) = self.connections.get_mut(slot as usize)
-            && !connection.ready
+            && connection.make_ready()
         {
-            connection.ready = true;
             self.ready.push(slot);
         }
     }
 
     fn make_all_ready(&mut self) {
         (0..self.connections.len() as u32).for_each(|slot| self.make_ready(slot));
-    }
-
-    /// Submits what the queues had no room for. The connections that waited for that go on.
-    fn retry_refused(&mut self, cx: &mut SourceContext<'_>) {
-        if self.core.refused.is_empty() {
-            return;
-        }
-        while let Some((queue, bio)) = self.core.refused.pop_front() {
-            if let Err(bio) = cx.submit(queue, bio) {
-                self.core.refused.push_front((queue, bio));
-                return;
-            }
-        }
-        self.make_all_ready();
     }
 
     /// Looks at the clock when a deadline may have passed.
@@ -407,31 +219,30 @@ impl NbdSource {
         if now_ns < deadline_ns {
             return;
         }
-        if now_ns >= self.core.deadline_ns {
-            self.core.deadline_ns = u64::MAX;
+        if self.shared.take_deadline(now_ns) {
             for connection in self.connections.iter_mut().flatten() {
                 connection.check_deadline(now_ns);
-                self.core.deadline_ns = self.core.deadline_ns.min(connection.deadline_ns());
+                self.shared.expect_deadline(connection.deadline_ns());
             }
             self.make_all_ready();
         }
         if self.idle_since_ns.is_some_and(|since_ns| now_ns >= since_ns + IDLE_NS) {
-            self.core.buffers.trim(cx.registrar());
+            self.shared.buffers.trim(cx.registrar());
             self.idle_since_ns = None;
         }
     }
 
     fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
-        self.core.order_writes(cx);
+        self.shared.order_writes(cx);
         self.finish_ordered();
     }
 
     /// Answers the ordered writes that completed.
     fn finish_ordered(&mut self) {
-        while let Some(finished) = self.core.ready.finished.pop() {
-            let slot = finished.pending.connection;
+        while let Some(finished) = self.shared.next_finished() {
+            let slot = finished.request.connection;
             if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
-                connection.complete_ordered(finished, &mut self.core);
+                connection.complete_ordered(finished, &mut self.shared);
                 self.make_ready(slot);
             }
         }
@@ -439,9 +250,9 @@ impl NbdSource {
 
     fn drop_connection(&mut self, slot: u32) {
         if let Some(mut connection) = self.connections[slot as usize].take() {
-            connection.release(&mut self.core);
+            connection.release(&mut self.shared);
             if let Some(reason) = connection.take_rejection() {
-                self.registry.rejections.push(reason, || connection.status().who().1.to_owned());
+                self.registry.rejections.push(reason, || connection.status().id_and_peer().1.to_owned());
             }
             self.registry.end(connection.status());
             self.loads[self.engine].fetch_sub(1, Relaxed);
@@ -458,12 +269,10 @@ unsafe impl Source for NbdSource {
             ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE),
             ("IORING_OP_SENDMSG", opcode::SendMsg::CODE),
         ])?;
-        if self.core.options.tls.is_some() {
+        if self.shared.options.tls.is_some() {
             cx.registrar().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
         }
-        if self.core.options.unaligned.is_some() {
-            self.core.unaligned.join(cx);
-        }
+        self.shared.join(cx);
         if let Arrivals::Client(client) = &mut self.arrivals
             && let Some(socket) = client.take()
             && self.registry.admit(1, || peer_name(socket.as_fd()))
@@ -485,7 +294,7 @@ unsafe impl Source for NbdSource {
             kind => {
                 let Some(Some(connection)) = self.connections.get_mut(slot as usize) else { return };
                 match kind {
-                    SENT => connection.sent(cqe.result, &mut self.core, cx),
+                    SENT => connection.sent(cqe.result, &mut self.shared, cx),
                     _ => connection.received(cqe.result),
                 }
             }
@@ -494,15 +303,12 @@ unsafe impl Source for NbdSource {
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
-        self.core.pacing.end();
-        if Unaligned::is_marked(completion.user_data) {
-            self.core.complete_ordered(completion, cx);
+        let Some((request, completion)) = self.shared.complete(completion, cx) else {
             return self.finish_ordered();
-        }
-        let pending = self.core.pending.recall(completion.user_data as u32);
-        if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
-            connection.complete(pending, completion, &mut self.core);
-            self.make_ready(pending.connection);
+        };
+        if let Some(Some(connection)) = self.connections.get_mut(request.connection as usize) {
+            connection.complete(request, completion, &mut self.shared);
+            self.make_ready(request.connection);
         }
     }
 
@@ -511,7 +317,7 @@ unsafe impl Source for NbdSource {
             Ok(message) => message,
             Err(other) => {
                 if other.is::<RangesChanged>() {
-                    self.core.unaligned.notify();
+                    self.shared.notify_of_ranges();
                 }
                 return;
             }
@@ -526,10 +332,10 @@ unsafe impl Source for NbdSource {
                 }
             }
             Message::Extents(index, extents) => {
-                let pending = self.core.pending.recall(index);
-                if let Some(Some(connection)) = self.connections.get_mut(pending.connection as usize) {
-                    connection.complete_extents(pending, extents);
-                    self.make_ready(pending.connection);
+                let request = self.shared.recall(index);
+                if let Some(Some(connection)) = self.connections.get_mut(request.connection as usize) {
+                    connection.complete_extents(request, extents);
+                    self.make_ready(request.connection);
                 }
             }
         }
@@ -537,29 +343,29 @@ unsafe impl Source for NbdSource {
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
         self.check_deadlines(cx);
-        self.retry_refused(cx);
-        self.core.release(cx);
+        if self.shared.retry_refused(cx) {
+            self.make_all_ready();
+        }
+        self.shared.release_held(cx);
         self.order_writes(cx);
         while !self.ready.is_empty() {
             let mut ready = std::mem::take(&mut self.ready);
             for slot in ready.drain(..) {
                 let Some(connection) = &mut self.connections[slot as usize] else { continue };
-                connection.ready = false;
-                connection.turn(&mut self.core, cx);
+                connection.turn(&mut self.shared, cx);
                 if connection.is_over() {
                     self.drop_connection(slot);
                 }
             }
             self.ready = ready;
             self.order_writes(cx);
-            // Who waited for memory may have its turn now.
-            if let Some(slot) = self.core.budget.next() {
+            // A connection that waited for memory may have its turn now.
+            if let Some(slot) = self.shared.budget.next() {
                 self.make_ready(slot);
             }
         }
-        self.core.pacing.turn(|| cx.now_ns());
-        self.registry.count_waits(&mut self.core.paced, &mut self.core.receive_backoffs);
-        match (self.core.buffers.is_idle(), self.idle_since_ns) {
+        self.shared.end_turn(&self.registry, cx);
+        match (self.shared.buffers.is_idle(), self.idle_since_ns) {
             (true, None) => self.idle_since_ns = Some(cx.now_ns()),
             (false, Some(_)) => self.idle_since_ns = None,
             _ => {}
@@ -570,10 +376,7 @@ unsafe impl Source for NbdSource {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        if self.core.unaligned.is_contended() {
-            return Some(0);
-        }
-        let mut deadline_ns = self.core.deadline_ns;
+        let mut deadline_ns = self.shared.deadline_ns();
         if let Some(since_ns) = self.idle_since_ns {
             deadline_ns = deadline_ns.min(since_ns + IDLE_NS);
         }
@@ -584,13 +387,10 @@ unsafe impl Source for NbdSource {
     }
 
     fn client_of(&self, mark: u64) -> Option<String> {
-        let pending = match Unaligned::is_marked(mark) {
-            true => self.core.unaligned.connection_of(mark)?,
-            false => self.core.pending.get(mark as u32)?,
-        };
-        let connection = self.connections.get(pending.connection as usize)?.as_ref()?;
-        let (id, peer) = connection.status().who();
-        Some(format!("nbd client {id} ({peer}), cookie {:#x}", pending.to.cookie))
+        let request = self.shared.request_of(mark)?;
+        let connection = self.connections.get(request.connection as usize)?.as_ref()?;
+        let (id, peer) = connection.status().id_and_peer();
+        Some(format!("nbd client {id} ({peer}), cookie {:#x}", request.to.cookie))
     }
 
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
@@ -612,7 +412,7 @@ unsafe impl Source for NbdSource {
             && !self.accept_armed
             && !self.cancel_armed
             && self.connections.iter().all(Option::is_none)
-            && self.core.unaligned.is_idle()
+            && self.shared.is_idle()
     }
 }
 
@@ -624,7 +424,7 @@ impl Drop for NbdSource {
             if connection.is_armed() {
                 let _ = ManuallyDrop::new(connection);
             } else {
-                connection.release(&mut self.core);
+                connection.release(&mut self.shared);
             }
         }
     }

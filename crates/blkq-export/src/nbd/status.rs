@@ -129,33 +129,39 @@ pub(super) struct ConnectionStatus {
     in_flight: AtomicU64,
 }
 
-/// Counters of a connection, kept by it and published once per turn.
+/// Counters of the requests of a connection, kept by it and published once per turn.
 #[derive(Default)]
-pub(super) struct Counters {
+pub(super) struct RequestCounters {
     pub requests: u64,
     pub errors: u64,
     pub refused_requests: u64,
-    pub violations: u64,
-    pub timeouts: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,
 }
 
 impl ConnectionStatus {
     /// Shows `counters` to others, and that `in_flight` requests have no reply that left.
-    pub fn publish(&self, counters: &Counters, in_flight: usize) {
+    pub fn publish(&self, counters: &RequestCounters, in_flight: usize) {
         self.requests.store(counters.requests, Ordering::Relaxed);
         self.errors.store(counters.errors, Ordering::Relaxed);
         self.refused_requests.store(counters.refused_requests, Ordering::Relaxed);
-        self.violations.store(counters.violations, Ordering::Relaxed);
-        self.timeouts.store(counters.timeouts, Ordering::Relaxed);
         self.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
         self.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
         self.in_flight.store(in_flight as u64, Ordering::Relaxed);
     }
 
-    /// Its number, and who is at the other end.
-    pub fn who(&self) -> (u64, &str) {
+    /// The client broke the protocol.
+    pub fn count_violation(&self) {
+        self.violations.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The client was late.
+    pub fn count_timeout(&self) {
+        self.timeouts.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Its number, and its peer's name.
+    pub fn id_and_peer(&self) -> (u64, &str) {
         (self.id, &self.peer)
     }
 

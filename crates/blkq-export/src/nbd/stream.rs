@@ -11,7 +11,7 @@ use crate::buffers::{BufferPool, try_zeroed};
 
 use super::handshake::INPUT_BYTES;
 use super::outgoing::Outgoing;
-use super::source::{RECEIVED, SENT, token};
+use super::shared::{RECEIVED, SENT, token};
 use super::tls::{Tls, TlsEnd, TlsOptions};
 
 /// Size of the buffer that requests are received into: thirty writes of 4 KiB, and any
@@ -110,7 +110,7 @@ impl Stream {
         &self.input[self.start..self.end]
     }
 
-    /// The same, and where replies are gathered.
+    /// The same, and the gathered replies.
     pub fn input_and_replies(&mut self) -> (&[u8], &mut Outgoing) {
         (&self.input[self.start..self.end], &mut self.gathering)
     }

@@ -11,20 +11,15 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blkq::{
-    Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, QueueLimits, Sector, SourceContext,
-    Status,
-};
+use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, Sector, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 
-use super::pending::{Pending, PendingTable};
-use super::proto::{Command, CommandFlags, NbdError};
+use super::in_flight::{InFlight, InFlightTable};
+use super::plan::{Blocks, bio_flags, buffer_bytes};
 use super::ranges::{Member, RangeLock};
 use super::transmission::Request;
 
-/// Most that one cache request reads ahead, in bytes.
-pub(super) const CACHE_MAX_BYTES: u64 = 4 << 20;
 /// Marks the bios of this module. Above the key of its write are the kinds.
 const MARK: u64 = 1 << 40;
 const KIND_SHIFT: u32 = 32;
@@ -36,114 +31,10 @@ const WRITE: u64 = 2;
 /// A message to a source: it has a range to check, or was granted one.
 pub(super) struct RangesChanged;
 
-/// Whole blocks of a device.
-#[derive(Clone, PartialEq, Eq, Debug)]
-struct Blocks {
-    /// In bytes of the device.
-    range: Range<u64>,
-    block: u64,
-}
-
-impl Blocks {
-    /// The blocks of `block` bytes, a power of two, that have bytes of `range`.
-    fn around(range: &Range<u64>, block: u64) -> Blocks {
-        Blocks { range: range.start & !(block - 1)..range.end.next_multiple_of(block), block }
-    }
-
-    /// The blocks that lie in `range` as a whole; maybe none.
-    fn within(range: &Range<u64>, block: u64) -> Blocks {
-        let (start, end) = (range.start.next_multiple_of(block), range.end & !(block - 1));
-        Blocks { range: start..end.max(start), block }
-    }
-
-    /// In bytes.
-    fn length(&self) -> u64 {
-        self.range.end - self.range.start
-    }
-
-    /// Those at the edges that `part`, of which these are the blocks around, does not fill.
-    fn edges(&self, part: &Range<u64>) -> [Option<u64>; 2] {
-        let head = self.range.start;
-        let tail = self.range.end - self.block;
-        let in_tail = part.end < self.range.end && (tail > head || part.start == head);
-        [(part.start > head).then_some(head), in_tail.then_some(tail)]
-    }
-}
-
-/// How a request that is not whole blocks is carried out.
-pub(super) enum Plan {
-    /// It is answered with that at once.
-    Answer(Result<(), NbdError>),
-    /// These blocks are read, or its payload goes to its place in a buffer for them.
-    Transfer(Range<u64>),
-    /// It is ordered: zeroes to be written.
-    Order,
-    /// These blocks are discarded.
-    Discard(Range<u64>),
-    /// Its extents are found out.
-    Extents,
-}
-
-/// How to carry out `request`, which is not whole blocks, on a device with these limits.
-#[cold]
-pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
-    let (range, block) = (request.range(), u64::from(limits.logical_block_bytes));
-    let writes = matches!(request.command, Command::Write | Command::WriteZeroes);
-    // The device shrank since its client connected, which nobody below sees within a block.
-    if range.end > limits.size_bytes() {
-        return Plan::Answer(Err(if writes { NbdError::NoSpace } else { NbdError::Invalid }));
-    }
-    match request.command {
-        Command::Read | Command::Write => Plan::Transfer(Blocks::around(&range, block).range),
-        Command::Cache if !limits.page_cache => Plan::Answer(Ok(())),
-        Command::Cache => {
-            let end = range.end.min(range.start + CACHE_MAX_BYTES);
-            Plan::Transfer(Blocks::around(&(range.start..end), block).range)
-        }
-        // Blocks at the edges are written, which is not what a client calls fast.
-        Command::WriteZeroes if request.flags.contains(CommandFlags::FAST_ZERO) => {
-            Plan::Answer(Err(NbdError::NotSupported))
-        }
-        Command::WriteZeroes => Plan::Order,
-        Command::Trim => match Blocks::within(&range, block) {
-            blocks if blocks.length() == 0 => Plan::Answer(Ok(())),
-            blocks => Plan::Discard(blocks.range),
-        },
-        Command::BlockStatus => Plan::Extents,
-        // They have neither place nor length.
-        Command::Flush | Command::Disconnect => Plan::Answer(Err(NbdError::Invalid)),
-    }
-}
-
-/// The flags of a bio for `request`.
-pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
-    let mut flags = BioFlags::empty();
-    // FUA is allowed with every command and means something for those that write.
-    flags.set(BioFlags::FUA, request.flags.contains(CommandFlags::FUA) && operation.is_write());
-    flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
-    flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
-    flags
-}
-
-/// Size of the buffers that a request needs for data, in bytes.
-pub(super) fn buffer_bytes(request: &Request, block: u64) -> usize {
-    let cached = request.command == Command::Cache;
-    let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
-    let part = request.offset..request.offset + length;
-    let blocks = Blocks::around(&part, block);
-    let edges = || blocks.edges(&part).iter().flatten().count() * BufferPool::size(block as u32);
-    match request.command {
-        Command::Read | Command::Cache => BufferPool::size(blocks.length() as u32),
-        Command::Write => BufferPool::size(blocks.length() as u32) + edges(),
-        Command::WriteZeroes => edges(),
-        _ => 0,
-    }
-}
-
 /// A write for the lock to order.
 pub(super) struct OrderedWrite {
     /// The request that it is of.
-    pending: Pending,
+    request: InFlight,
     queue: usize,
     operation: Operation,
     flags: BioFlags,
@@ -160,7 +51,7 @@ impl OrderedWrite {
     /// with the payload in its place.
     pub fn new(
         request: &Request,
-        pending: Pending,
+        in_flight: InFlight,
         queue: usize,
         operation: Operation,
         range: Range<u64>,
@@ -168,7 +59,16 @@ impl OrderedWrite {
         data: Data,
     ) -> OrderedWrite {
         let (flags, buffered) = (bio_flags(request, operation), buffer_bytes(request, block));
-        OrderedWrite { pending, queue, operation, flags, range, block, data: data.into_buffer(), buffered }
+        OrderedWrite {
+            request: in_flight,
+            queue,
+            operation,
+            flags,
+            range,
+            block,
+            data: data.into_buffer(),
+            buffered,
+        }
     }
 
     fn blocks(&self) -> Blocks {
@@ -192,7 +92,7 @@ impl OrderedWrite {
 }
 
 /// An ordered write that has not completed.
-struct InFlight {
+struct OrderedInFlight {
     write: OrderedWrite,
     /// Of the lock, once it is queued there.
     ticket: Option<u64>,
@@ -203,7 +103,7 @@ struct InFlight {
 
 /// An ordered write that has completed.
 pub(super) struct Finished {
-    pub pending: Pending,
+    pub request: InFlight,
     pub result: IoResult,
     /// Bytes of buffers that are free with that.
     pub freed: usize,
@@ -227,7 +127,7 @@ pub(super) struct Unaligned {
     lock: Arc<RangeLock>,
     /// Once the source is part of its engine, if it serves parts of blocks.
     member: Option<Member>,
-    writes: Vec<Option<InFlight>>,
+    writes: Vec<Option<OrderedInFlight>>,
     free: Vec<u32>,
     /// Those that the lock does not know yet, and the tickets to release.
     arrived: VecDeque<u32>,
@@ -295,14 +195,14 @@ impl Unaligned {
         mark & MARK != 0
     }
 
-    /// The connection whose bio has this mark.
-    pub fn connection_of(&self, mark: u64) -> Option<&Pending> {
-        Some(&self.writes.get(mark as u32 as usize)?.as_ref()?.write.pending)
+    /// The request that the write whose bio has this mark is of.
+    pub fn request_of(&self, mark: u64) -> Option<&InFlight> {
+        Some(&self.writes.get(mark as u32 as usize)?.as_ref()?.write.request)
     }
 
     /// Takes a write to be ordered; it begins when [`Unaligned::order_writes`] is called.
     pub fn push(&mut self, write: OrderedWrite) {
-        let write = Some(InFlight { write, ticket: None, bios: 0, result: Ok(()) });
+        let write = Some(OrderedInFlight { write, ticket: None, bios: 0, result: Ok(()) });
         let key = match self.free.pop() {
             Some(key) => {
                 self.writes[key as usize] = write;
@@ -316,14 +216,14 @@ impl Unaligned {
         self.arrived.push_back(key);
     }
 
-    fn remove(&mut self, key: u32) -> Option<InFlight> {
+    fn remove(&mut self, key: u32) -> Option<OrderedInFlight> {
         let write = self.writes.get_mut(key as usize)?.take()?;
         self.free.push(key);
         self.released.extend(write.ticket);
         Some(write)
     }
 
-    fn get(&mut self, key: u32) -> Option<&mut InFlight> {
+    fn get(&mut self, key: u32) -> Option<&mut OrderedInFlight> {
         self.writes.get_mut(key as usize)?.as_mut()
     }
 
@@ -332,7 +232,12 @@ impl Unaligned {
     }
 
     /// Does what is to be done with the lock, and begins what was granted.
-    pub fn order_writes(&mut self, pending: &mut PendingTable, room: &mut Room<'_, '_>, ready: &mut Ready) {
+    pub fn order_writes(
+        &mut self,
+        in_flight: &mut InFlightTable,
+        room: &mut Room<'_, '_>,
+        ready: &mut Ready,
+    ) {
         if self.is_quiet() {
             return;
         }
@@ -353,21 +258,21 @@ impl Unaligned {
             arrived.ticket = session.wait(write.range.clone(), key);
             if arrived.ticket.is_none() {
                 // As if no range were taken; known as in flight before the check below.
-                self.at_once.push((key, pending.remember(write.pending)));
+                self.at_once.push((key, in_flight.remember(write.request)));
             }
         }
         let mut found = false;
         self.unchecked = session.check(|range| {
             if !std::mem::replace(&mut found, true) {
-                pending.find_writes();
+                in_flight.find_writes();
             }
-            pending.wrote_to(range)
+            in_flight.wrote_to(range)
         });
         session.take_granted(&mut self.granted);
         drop(session);
         let mut at_once = std::mem::take(&mut self.at_once);
         for (key, mark) in at_once.drain(..) {
-            let Some(InFlight { write, .. }) = self.remove(key) else { continue };
+            let Some(OrderedInFlight { write, .. }) = self.remove(key) else { continue };
             let mut bio = write.bio(&write.range, write.operation, Data::None);
             bio.data = write.data.map_or(Data::None, Data::Buffer);
             bio.user_data = mark.into();
@@ -384,7 +289,7 @@ impl Unaligned {
 
     /// Begins a write that has the lock on its blocks.
     fn begin(&mut self, key: u32, room: &mut Room<'_, '_>, ready: &mut Ready) {
-        let Some(InFlight { write, .. }) = self.get(key) else { return };
+        let Some(OrderedInFlight { write, .. }) = self.get(key) else { return };
         let (range, block, operation) = (write.range.clone(), write.block, write.operation);
         if write.is_whole() {
             return self.write_blocks(key, range, operation, ready);
@@ -407,8 +312,8 @@ impl Unaligned {
 
     /// Writes whole blocks of the write: of its data, zeroes, or a discard.
     fn write_blocks(&mut self, key: u32, blocks: Range<u64>, operation: Operation, ready: &mut Ready) {
-        let Some(in_flight) = self.get(key) else { return };
-        let data = in_flight.write.data.take().map_or(Data::None, Data::Buffer);
+        let Some(ordered) = self.get(key) else { return };
+        let data = ordered.write.data.take().map_or(Data::None, Data::Buffer);
         self.push_bio(key, WRITE, blocks, operation, data, ready);
     }
 
@@ -421,16 +326,16 @@ impl Unaligned {
         data: Data,
         ready: &mut Ready,
     ) {
-        let Some(in_flight) = self.get(key) else { return };
-        in_flight.bios += 1;
-        let mut bio = in_flight.write.bio(&blocks, operation, data);
+        let Some(ordered) = self.get(key) else { return };
+        ordered.bios += 1;
+        let mut bio = ordered.write.bio(&blocks, operation, data);
         bio.user_data = MARK | kind << KIND_SHIFT | u64::from(key);
-        ready.bios.push((in_flight.write.queue, bio));
+        ready.bios.push((ordered.write.queue, bio));
     }
 
     fn note(&mut self, key: u32, result: IoResult) {
-        if let Some(in_flight) = self.get(key) {
-            in_flight.result = in_flight.result.and(result);
+        if let Some(ordered) = self.get(key) {
+            ordered.result = ordered.result.and(result);
         }
     }
 
@@ -440,8 +345,8 @@ impl Unaligned {
         let kind = completion.user_data >> KIND_SHIFT & 0xff;
         let buffer = completion.data.into_buffer();
         self.note(key, completion.result);
-        let Some(in_flight) = self.get(key) else { return };
-        in_flight.bios -= 1;
+        let Some(ordered) = self.get(key) else { return };
+        ordered.bios -= 1;
         match buffer {
             Some(edge) if kind != WRITE && completion.result.is_ok() => {
                 self.complete_edge(key, kind, edge, room, ready);
@@ -461,7 +366,7 @@ impl Unaligned {
         room: &mut Room<'_, '_>,
         ready: &mut Ready,
     ) {
-        let Some(InFlight { write, bios, result, .. }) = self.get(key) else { return };
+        let Some(OrderedInFlight { write, bios, result, .. }) = self.get(key) else { return };
         let blocks = write.blocks();
         let at = if kind == READ_HEAD { blocks.range.start } else { blocks.range.end - write.block };
         // The part of the edge that changes, in its bytes.
@@ -486,33 +391,13 @@ impl Unaligned {
 
     /// Removes the write, if it has no bio in flight any more.
     fn finish(&mut self, key: u32, room: &mut Room<'_, '_>, ready: &mut Ready) {
-        if self.get(key).is_none_or(|in_flight| in_flight.bios > 0) {
+        if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
             return;
         }
-        let Some(InFlight { write, result, .. }) = self.remove(key) else { return };
+        let Some(OrderedInFlight { write, result, .. }) = self.remove(key) else { return };
         if let Some(data) = write.data {
             room.buffers.put(data);
         }
-        ready.finished.push(Finished { pending: write.pending, result, freed: write.buffered });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_and_edges() {
-        let around = |range: Range<u64>| Blocks::around(&range, 512);
-        let edges = |range: Range<u64>| around(range.clone()).edges(&range);
-        assert_eq!(around(511..513).range, 0..1024);
-        assert_eq!(Blocks::within(&(1..1535), 512).range, 512..1024);
-        assert_eq!(Blocks::within(&(1..511), 512).length(), 0);
-        assert_eq!(edges(512..1024), [None, None]);
-        assert_eq!(edges(513..1024), [Some(512), None]);
-        assert_eq!(edges(512..1023), [None, Some(512)]);
-        assert_eq!(edges(513..1023), [Some(512), None], "one block is read once");
-        assert_eq!(edges(513..1025), [Some(512), Some(1024)]);
-        assert_eq!(edges(0..1), [None, Some(0)]);
+        ready.finished.push(Finished { request: write.request, result, freed: write.buffered });
     }
 }

@@ -8,7 +8,7 @@ use super::transmission::Request;
 
 /// A request that the block layer, or the worker, has.
 #[derive(Clone, Copy)]
-pub(super) struct Pending {
+pub(super) struct InFlight {
     pub connection: u32,
     pub command: Command,
     pub to: ReplyTo,
@@ -16,18 +16,18 @@ pub(super) struct Pending {
     pub length: u64,
 }
 
-impl Pending {
+impl InFlight {
     /// `request` of `connection`.
-    pub fn new(connection: u32, request: &Request) -> Pending {
+    pub fn new(connection: u32, request: &Request) -> InFlight {
         let to = ReplyTo { cookie: request.cookie, offset: request.offset };
-        Pending { connection, command: request.command, to, length: request.length }
+        InFlight { connection, command: request.command, to, length: request.length }
     }
 }
 
 /// Those requests, by the number that is the mark of their bios.
 #[derive(Default)]
-pub(super) struct PendingTable {
-    requests: Vec<Pending>,
+pub(super) struct InFlightTable {
+    requests: Vec<InFlight>,
     free: Vec<u32>,
     /// Which are free, while they are searched. Kept for its room.
     is_free: Vec<bool>,
@@ -35,27 +35,27 @@ pub(super) struct PendingTable {
     writes: Vec<Range<u64>>,
 }
 
-impl PendingTable {
-    pub fn remember(&mut self, pending: Pending) -> u32 {
+impl InFlightTable {
+    pub fn remember(&mut self, in_flight: InFlight) -> u32 {
         match self.free.pop() {
             Some(index) => {
-                self.requests[index as usize] = pending;
+                self.requests[index as usize] = in_flight;
                 index
             }
             None => {
-                self.requests.push(pending);
+                self.requests.push(in_flight);
                 self.requests.len() as u32 - 1
             }
         }
     }
 
-    pub fn recall(&mut self, index: u32) -> Pending {
+    pub fn recall(&mut self, index: u32) -> InFlight {
         self.free.push(index);
         self.requests[index as usize]
     }
 
     /// The request with this number, also one that was recalled.
-    pub fn get(&self, index: u32) -> Option<&Pending> {
+    pub fn get(&self, index: u32) -> Option<&InFlight> {
         self.requests.get(index as usize)
     }
 
@@ -67,10 +67,10 @@ impl PendingTable {
             self.is_free[*index as usize] = true;
         }
         self.writes.clear();
-        for (pending, is_free) in self.requests.iter().zip(&self.is_free) {
-            let writes = matches!(pending.command, Command::Write | Command::Trim | Command::WriteZeroes);
+        for (in_flight, is_free) in self.requests.iter().zip(&self.is_free) {
+            let writes = matches!(in_flight.command, Command::Write | Command::Trim | Command::WriteZeroes);
             if writes && !is_free {
-                self.writes.push(pending.to.offset..pending.to.offset + pending.length);
+                self.writes.push(in_flight.to.offset..in_flight.to.offset + in_flight.length);
             }
         }
         self.writes.sort_unstable_by_key(|range| range.start);
@@ -83,7 +83,7 @@ impl PendingTable {
         });
     }
 
-    /// Whether one of them wrote to bytes of `range` at the last [`PendingTable::find_writes`].
+    /// Whether one of them wrote to bytes of `range` at the last [`InFlightTable::find_writes`].
     pub fn wrote_to(&self, range: &Range<u64>) -> bool {
         let first = self.writes.partition_point(|written| written.end <= range.start);
         self.writes.get(first).is_some_and(|written| written.start < range.end)
@@ -96,16 +96,16 @@ mod tests {
 
     #[test]
     fn writes_in_flight_are_found_until_they_are_recalled() {
-        let mut table = PendingTable::default();
-        let pending = |command, offset, length| Pending {
+        let mut table = InFlightTable::default();
+        let in_flight = |command, offset, length| InFlight {
             connection: 0,
             command,
             to: ReplyTo { cookie: 0, offset },
             length,
         };
-        let read = table.remember(pending(Command::Read, 0, 8192));
-        let write = table.remember(pending(Command::Write, 1024, 1024));
-        let writes_to = |table: &mut PendingTable, range: Range<u64>| {
+        let read = table.remember(in_flight(Command::Read, 0, 8192));
+        let write = table.remember(in_flight(Command::Write, 1024, 1024));
+        let writes_to = |table: &mut InFlightTable, range: Range<u64>| {
             table.find_writes();
             table.wrote_to(&range)
         };
@@ -113,13 +113,13 @@ mod tests {
         assert!(writes_to(&mut table, 0..1025) && writes_to(&mut table, 2047..4096));
         table.recall(write);
         assert!(!writes_to(&mut table, 0..4096));
-        let trim = table.remember(pending(Command::Trim, 0, 512));
+        let trim = table.remember(in_flight(Command::Trim, 0, 512));
         assert_eq!(trim, write);
         assert!(writes_to(&mut table, 0..4096));
         table.recall(read);
-        table.remember(pending(Command::WriteZeroes, 4096, 4096));
-        table.remember(pending(Command::Write, 6144, 512));
-        table.remember(pending(Command::Write, 9216, 512));
+        table.remember(in_flight(Command::WriteZeroes, 4096, 4096));
+        table.remember(in_flight(Command::Write, 6144, 512));
+        table.remember(in_flight(Command::Write, 9216, 512));
         table.find_writes();
         assert_eq!(table.writes, [0..512, 4096..8192, 9216..9728]);
         let found = [3584, 4096, 7680, 8192, 8704, 9216, 9728].map(|at| table.wrote_to(&(at..at + 512)));

@@ -1,0 +1,155 @@
+//! What a server serves, and how much of it one client may have.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use blkq::{Error, ErrorKind};
+
+use super::handshake::TlsPolicy;
+use super::listener::SocketAccess;
+use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
+use super::ranges::RangeLock;
+use super::tls::TlsOptions;
+
+/// Most requests in flight per connection: two iovecs each, of the 1024 that one send takes.
+const REQUESTS_MAX: usize = 500;
+
+/// A disk under a name.
+#[derive(Clone, Debug)]
+pub struct NbdExport {
+    /// What clients ask for, at most 4096 bytes. The first export also goes by the empty name.
+    pub name: String,
+    /// A line for people, at most 4096 bytes.
+    pub description: String,
+    /// The disk's queue among the queues of the engine, the same number on every engine.
+    pub queue: usize,
+}
+
+/// What is served, and how much of it one may have.
+#[derive(Clone, Debug)]
+pub struct NbdOptions {
+    /// At least one.
+    pub exports: Vec<NbdExport>,
+    /// Connections at once; more are closed at once, and so are those for which there is no memory.
+    /// A quarter of them may be in the handshake; then others wait to be accepted, and a handshake
+    /// may take one second.
+    pub connections_max: usize,
+    /// Requests in flight per connection, 1 to 500; more wait in the socket.
+    pub requests_max: usize,
+    /// Bytes in buffers per connection; what would go beyond waits. One request always fits.
+    pub buffered_bytes_max: usize,
+    /// Bytes in buffers of all connections together, beyond 256 KiB each; divided among the
+    /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. Who finds none
+    /// left waits in line, and its requests in the socket.
+    pub buffered_bytes_total: usize,
+    /// Whether the URI names the first export; clients that name none get it too.
+    pub named_in_uri: bool,
+    /// Who may connect to the unix sockets that are made.
+    pub access: SocketAccess,
+    /// Time for the handshake, in seconds.
+    pub handshake_timeout_s: u64,
+    /// Time in which a client must take replies, or send the whole payload of a write that it
+    /// began, in seconds, plus one for each MiB. Then it is dropped.
+    pub transfer_timeout_s: u64,
+    /// Serves every byte: clients may begin and end anywhere, also in the middle of a block, and
+    /// are shown a size that is no multiple of one. All servers of a disk need the same lock, and
+    /// nothing but these servers may write to the disk, which is resized by [`RangeLock::resize`]. `None`: requests are whole logical blocks,
+    /// and so is the size.
+    pub unaligned: Option<Arc<RangeLock>>,
+    /// TLS, if it is offered.
+    pub tls: Option<TlsOptions>,
+    /// Whether clients of other machines may come without TLS.
+    pub insecure: bool,
+    /// An eventfd that does not block, written whenever the last client has gone, once one
+    /// has chosen an export: who only asked what there is was no client.
+    pub idle_event: Option<Arc<OwnedFd>>,
+    /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`] has some to
+    /// report; without one there are none.
+    pub rejection_event: Option<Arc<OwnedFd>>,
+    /// Mechanisms that can be turned off, also while clients are served.
+    pub switches: Arc<NbdSwitches>,
+}
+
+/// Mechanisms of a server that can be turned off and on while it runs. Clones of options share
+/// them.
+#[derive(Debug)]
+pub struct NbdSwitches {
+    /// A device that completes its work in bursts is given half of it at a time
+    /// ([`NbdCounters::paced_requests`]).
+    pub pacing: AtomicBool,
+    /// Requests of a client that is busy reading replies are left to gather for a moment
+    /// ([`NbdCounters::receive_backoffs`]).
+    pub receive_backoff: AtomicBool,
+}
+
+impl Default for NbdSwitches {
+    /// All on.
+    fn default() -> NbdSwitches {
+        NbdSwitches { pacing: AtomicBool::new(true), receive_backoff: AtomicBool::new(true) }
+    }
+}
+
+impl Default for NbdOptions {
+    /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
+    /// begin, 30 s to take a reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let in without TLS;
+    /// nobody is told when clients are gone.
+    fn default() -> NbdOptions {
+        NbdOptions {
+            exports: Vec::new(),
+            connections_max: 64,
+            requests_max: 256,
+            buffered_bytes_max: 2 * PAYLOAD_MAX_BYTES as usize,
+            buffered_bytes_total: 256 << 20,
+            named_in_uri: false,
+            access: SocketAccess::default(),
+            handshake_timeout_s: 10,
+            transfer_timeout_s: 30,
+            unaligned: None,
+            tls: None,
+            insecure: false,
+            idle_event: None,
+            rejection_event: None,
+            switches: Arc::default(),
+        }
+    }
+}
+
+impl NbdOptions {
+    pub(super) fn validate(&self) -> Result<(), Error> {
+        let invalid = |what: &str| Err(Error::new(ErrorKind::Invalid, format!("nbd: {what}")));
+        if self.exports.is_empty() {
+            return invalid("there is nothing to export");
+        }
+        let long = |text: &str| text.len() > STRING_MAX_BYTES;
+        if self.exports.iter().any(|export| long(&export.name) || long(&export.description)) {
+            return invalid("names and descriptions of exports have at most 4096 bytes");
+        }
+        if !(1..=REQUESTS_MAX).contains(&self.requests_max) {
+            return invalid("give 1 to 500 requests per connection");
+        }
+        if self.connections_max == 0 || self.handshake_timeout_s == 0 || self.transfer_timeout_s == 0 {
+            return invalid("limits of connections and times are at least 1");
+        }
+        Ok(())
+    }
+
+    /// Connections that may be in their handshake at once: so many strangers leave most of them to
+    /// others.
+    pub(super) fn handshakes_max(&self) -> usize {
+        self.connections_max.div_ceil(4)
+    }
+
+    /// The export that the URI names, or nothing.
+    pub(super) fn name_in_uri(&self) -> &str {
+        self.exports.first().filter(|_| self.named_in_uri).map_or("", |export| &export.name)
+    }
+
+    pub(super) fn tls_policy(&self) -> TlsPolicy {
+        match &self.tls {
+            None => TlsPolicy::Off,
+            Some(TlsOptions { required: false, .. }) => TlsPolicy::Optional,
+            Some(TlsOptions { required: true, .. }) => TlsPolicy::Required,
+        }
+    }
+}

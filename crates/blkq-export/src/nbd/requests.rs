@@ -1,0 +1,452 @@
+//! The requests of one client, once its handshake is done: found in the stream, submitted as bios, and
+//! answered.
+//!
+//! Requests wait in the kernel's socket buffer, not here, when the client has too much in flight:
+//! [`Requests::parse`] then wants nothing more until replies have left.
+
+use std::ops::Range;
+
+use blkq::{Bio, Completion, Data, Extent, Operation, Sector, SourceContext, Status};
+
+use super::handshake::Session;
+use super::in_flight::InFlight;
+use super::outgoing::Outgoing;
+use super::payload::Payload;
+use super::plan::{self, CACHE_MAX_BYTES, Plan};
+use super::proto::{Command, CommandFlags, NbdError};
+use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
+use super::shared::EngineShared;
+use super::status::RequestCounters;
+use super::stream::Stream;
+use super::transmission::{Request, Step, Transmission};
+use super::unaligned::{Finished, OrderedWrite};
+
+/// What the extents of one request may take, in bytes.
+const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<Extent>();
+
+/// How [`Requests::parse`] left the stream.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Parsed {
+    /// More bytes are wanted.
+    Receive,
+    /// Nothing is, until something has completed or left.
+    Wait,
+    /// The client disconnects.
+    Disconnect,
+    /// The client broke the protocol.
+    Violation,
+}
+
+/// The requests of one client.
+pub(super) struct Requests {
+    transmission: Transmission,
+    /// The connection's slot.
+    slot: u32,
+    /// The engine's queue behind the export.
+    queue: usize,
+    /// The bits of a byte's number within its logical block.
+    block_mask: u64,
+    style: ReplyStyle,
+    counters: RequestCounters,
+    incoming: Option<Payload>,
+    /// When the payload must have arrived, `u64::MAX` if none is expected.
+    payload_until_ns: u64,
+    /// A request for which there is no room yet.
+    stalled: Option<Request>,
+    /// Requests received whose replies have not left.
+    outstanding: usize,
+    /// Bytes in I/O buffers of this client.
+    buffered: usize,
+    /// Bios, ordered writes and queries in flight.
+    busy: usize,
+}
+
+impl Requests {
+    /// Those of the connection in `slot`, as agreed on in `session`.
+    pub fn new(slot: u32, session: Session, shared: &EngineShared, cx: &SourceContext<'_>) -> Requests {
+        let queue = shared.options.exports[session.export].queue;
+        Requests {
+            slot,
+            queue,
+            block_mask: u64::from(cx.limits(queue).logical_block_bytes) - 1,
+            style: session.replies,
+            transmission: Transmission::new(session),
+            counters: RequestCounters::default(),
+            incoming: None,
+            payload_until_ns: u64::MAX,
+            stalled: None,
+            outstanding: 0,
+            buffered: 0,
+            busy: 0,
+        }
+    }
+
+    /// Counters of the requests so far.
+    pub fn counters(&self) -> &RequestCounters {
+        &self.counters
+    }
+
+    /// Requests received whose replies have not left.
+    pub fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
+    /// Whether nothing is in flight in the block layer.
+    pub fn is_idle(&self) -> bool {
+        self.busy == 0
+    }
+
+    /// When a payload must have arrived.
+    pub fn payload_until_ns(&self) -> u64 {
+        self.payload_until_ns
+    }
+
+    /// Whether the stream goes on with a payload.
+    pub fn expects_payload(&self) -> bool {
+        self.incoming.is_some()
+    }
+
+    /// Memory for the rest of the payload that the stream goes on with.
+    pub fn missing_payload(&mut self) -> Option<&mut [u8]> {
+        self.incoming.as_mut().map(Payload::missing)
+    }
+
+    /// The payload is received from now on: there is a time for it.
+    pub fn expect_payload(&mut self, shared: &mut EngineShared, cx: &SourceContext<'_>) {
+        if let Some(incoming) = &self.incoming
+            && self.payload_until_ns == u64::MAX
+        {
+            self.payload_until_ns = shared.transfer_until_ns(incoming.length(), cx);
+        }
+    }
+
+    /// `bytes` of the payload that is on its way have arrived where they belong.
+    pub fn took_payload(&mut self, bytes: usize) {
+        if let Some(incoming) = &mut self.incoming {
+            incoming.took(bytes);
+            self.transmission.took_payload(bytes as u32);
+        }
+    }
+
+    /// New requests are answered with an error.
+    pub fn shut_down(&mut self) {
+        self.transmission.shut_down();
+    }
+
+    /// `replies` have left, and with them `freed` bytes of buffers.
+    pub fn sent(&mut self, replies: usize, freed: usize, shared: &mut EngineShared) {
+        self.outstanding -= replies;
+        self.free(freed, shared);
+    }
+
+    /// Returns its buffers, before it is dropped.
+    pub fn release(&mut self, shared: &mut EngineShared) {
+        if let Some(incoming) = self.incoming.take() {
+            shared.buffers.put(incoming.into_parts().1);
+        }
+        self.free(self.buffered, shared);
+    }
+
+    /// Notes that `bytes` of its buffers are free.
+    pub fn free(&mut self, bytes: usize, shared: &mut EngineShared) {
+        shared.budget.free(self.buffered, bytes);
+        self.buffered -= bytes;
+    }
+
+    /// Parses all that has arrived and there is room for.
+    pub fn parse(
+        &mut self,
+        stream: &mut Stream,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) -> Parsed {
+        loop {
+            if let Some(incoming) = &mut self.incoming {
+                let input = stream.input();
+                let bytes = (self.transmission.payload_bytes() as usize).min(input.len());
+                incoming.missing()[..bytes].copy_from_slice(&input[..bytes]);
+                stream.consume(bytes);
+                self.took_payload(bytes);
+                if self.transmission.payload_bytes() > 0 {
+                    return Parsed::Receive;
+                }
+                self.submit_write(shared, cx);
+            } else if shared.is_full() {
+                return Parsed::Wait;
+            } else if let Some(request) = self.stalled {
+                let bytes = self.buffer_bytes(&request);
+                if self.buffered > 0 && self.buffered + bytes > shared.options.buffered_bytes_max
+                    || !shared.budget.take(self.slot, self.buffered, bytes)
+                {
+                    return Parsed::Wait;
+                }
+                self.buffered += bytes;
+                self.stalled = None;
+                self.begin(request, stream.replies(), shared, cx);
+            } else if self.outstanding >= shared.options.requests_max {
+                return Parsed::Wait;
+            } else {
+                let input = stream.input();
+                let mut rest = input;
+                let step = self.transmission.next(&mut rest);
+                let taken = input.len() - rest.len();
+                stream.consume(taken);
+                match step {
+                    Step::Receive => return Parsed::Receive,
+                    Step::Request(request) => {
+                        self.count_request();
+                        self.stalled = Some(request);
+                    }
+                    Step::Refused { cookie, offset, error } => {
+                        self.count_request();
+                        self.counters.refused_requests += 1;
+                        self.error(ReplyTo { cookie, offset }, error, stream.replies());
+                    }
+                    Step::Disconnect => return Parsed::Disconnect,
+                    Step::Violation => return Parsed::Violation,
+                }
+            }
+        }
+    }
+
+    fn count_request(&mut self) {
+        self.outstanding += 1;
+        self.counters.requests += 1;
+    }
+
+    /// Begins to carry out a request.
+    fn begin(
+        &mut self,
+        request: Request,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) {
+        if !self.is_whole_blocks(&request) {
+            return self.begin_unaligned(request, replies, shared, cx);
+        }
+        match request.command {
+            Command::Cache if !cx.limits(self.queue).page_cache => {
+                self.free(self.buffer_bytes(&request), shared);
+                self.done(ReplyTo { cookie: request.cookie, offset: request.offset }, replies);
+            }
+            Command::Write | Command::Read | Command::Cache => {
+                let cached = request.command == Command::Cache;
+                let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
+                match shared.buffers.take(length as u32, cx.registrar()) {
+                    None => self.refuse(&request, NbdError::NoMemory, replies, shared),
+                    Some(buffer) if request.command == Command::Write => {
+                        self.incoming = Some(Payload::new(request, buffer, 0));
+                    }
+                    Some(buffer) => {
+                        let range = request.offset..request.offset + length;
+                        self.submit(request, Operation::Read, range, buffer.into(), shared, cx);
+                    }
+                }
+            }
+            Command::Flush => self.submit(request, Operation::Flush, 0..0, Data::None, shared, cx),
+            Command::Trim => {
+                self.submit(request, Operation::Discard, request.range(), Data::None, shared, cx);
+            }
+            Command::WriteZeroes => {
+                self.submit(request, Operation::WriteZeroes, request.range(), Data::None, shared, cx);
+            }
+            Command::BlockStatus => self.query_extents(request, shared, cx),
+            // The parser turns it into a step of its own.
+            Command::Disconnect => {}
+        }
+    }
+
+    /// Begins to carry out a request that is not whole blocks.
+    #[cold]
+    fn begin_unaligned(
+        &mut self,
+        request: Request,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) {
+        match plan::plan(&request, cx.limits(self.queue)) {
+            Plan::Answer(Ok(())) => {
+                self.free(self.buffer_bytes(&request), shared);
+                self.done(self.in_flight(&request).to, replies);
+            }
+            Plan::Answer(Err(error)) => self.refuse(&request, error, replies, shared),
+            Plan::Transfer(blocks) => {
+                match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
+                    None => self.refuse(&request, NbdError::NoMemory, replies, shared),
+                    Some(buffer) if request.command == Command::Write => {
+                        let from = (request.offset - blocks.start) as usize;
+                        self.incoming = Some(Payload::new(request, buffer, from));
+                    }
+                    Some(buffer) => self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx),
+                }
+            }
+            Plan::Order => self.order(request, Operation::WriteZeroes, request.range(), Data::None, shared),
+            Plan::Discard(blocks) => self.submit(request, Operation::Discard, blocks, Data::None, shared, cx),
+            Plan::Extents => self.query_extents(request, shared, cx),
+        }
+    }
+
+    fn query_extents(&mut self, request: Request, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
+        self.busy += 1;
+        let max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
+        shared.query_extents(self.in_flight(&request), self.queue, max, cx);
+    }
+
+    /// Answers a request with an error before anything was done for it. A payload is dropped.
+    fn refuse(
+        &mut self,
+        request: &Request,
+        error: NbdError,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+    ) {
+        self.free(self.buffer_bytes(request), shared);
+        self.transmission.drop_payload();
+        self.error(ReplyTo { cookie: request.cookie, offset: request.offset }, error, replies);
+    }
+
+    fn submit_write(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
+        if let Some((request, buffer)) = self.incoming.take().map(Payload::into_parts) {
+            self.payload_until_ns = u64::MAX;
+            let range = request.range();
+            match self.is_whole_blocks(&request) {
+                true => self.submit(request, Operation::Write, range, buffer.into(), shared, cx),
+                false => self.order(request, Operation::Write, range, buffer.into(), shared),
+            }
+        }
+    }
+
+    fn is_whole_blocks(&self, request: &Request) -> bool {
+        (request.offset | request.length) & self.block_mask == 0
+    }
+
+    /// Size of the buffers that a request needs.
+    fn buffer_bytes(&self, request: &Request) -> usize {
+        if request.command == Command::BlockStatus {
+            return EXTENTS_MAX_BYTES;
+        }
+        plan::buffer_bytes(request, self.block_mask + 1)
+    }
+
+    /// Submits a write that must not run at the same time as another to the same block.
+    fn order(
+        &mut self,
+        request: Request,
+        operation: Operation,
+        range: Range<u64>,
+        data: Data,
+        shared: &mut EngineShared,
+    ) {
+        self.busy += 1;
+        let (in_flight, block) = (self.in_flight(&request), self.block_mask + 1);
+        shared.order(OrderedWrite::new(&request, in_flight, self.queue, operation, range, block, data));
+    }
+
+    fn submit(
+        &mut self,
+        request: Request,
+        operation: Operation,
+        range: Range<u64>,
+        data: Data,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) {
+        if operation.is_write() && shared.must_order() {
+            return self.order(request, operation, range, data, shared);
+        }
+        let flags = plan::bio_flags(&request, operation);
+        // Whole logical blocks are whole sectors.
+        let (sector, sectors) = (Sector(range.start >> 9), (range.end - range.start) >> 9);
+        self.busy += 1;
+        let bio = Bio { operation, flags, sector, sectors, data, user_data: 0 };
+        shared.submit(self.in_flight(&request), self.queue, bio, cx);
+    }
+
+    fn in_flight(&self, request: &Request) -> InFlight {
+        InFlight::new(self.slot, request)
+    }
+
+    /// A bio completed.
+    pub fn complete(
+        &mut self,
+        request: InFlight,
+        completion: Completion,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+    ) {
+        self.busy -= 1;
+        if let Some(buffer) = completion.data.into_buffer() {
+            if request.command == Command::Read && completion.result.is_ok() {
+                self.counters.read_bytes += request.length;
+                self.style.data(request.to, request.length as u32, &mut replies.headers);
+                let from = (request.to.offset & self.block_mask) as usize;
+                replies.push_content(buffer, from..from + request.length as usize);
+                replies.replies += 1;
+                return;
+            }
+            self.free(buffer.len(), shared);
+            shared.buffers.put(buffer);
+        }
+        match completion.result {
+            // Of a device that turned out not to discard: a trim is advice.
+            Err(Status::NotSupported) if request.command == Command::Trim => self.done(request.to, replies),
+            Err(status) => self.error(request.to, status.into(), replies),
+            Ok(()) => {
+                if request.command == Command::Write {
+                    self.counters.written_bytes += request.length;
+                }
+                self.done(request.to, replies);
+            }
+        }
+    }
+
+    /// An ordered write completed.
+    pub fn complete_ordered(
+        &mut self,
+        finished: Finished,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+    ) {
+        let Finished { request, result, freed } = finished;
+        self.free(freed, shared);
+        self.complete(request, Completion { user_data: 0, result, data: Data::None }, replies, shared);
+    }
+
+    /// A query of extents completed.
+    pub fn complete_extents(
+        &mut self,
+        request: InFlight,
+        extents: Option<Vec<Extent>>,
+        replies: &mut Outgoing,
+    ) {
+        self.busy -= 1;
+        replies.extents_bytes += EXTENTS_MAX_BYTES;
+        let Some(mut extents) = extents else { return self.error(request.to, NbdError::Io, replies) };
+        let mut left = request.length;
+        // Exactly what was asked for, whatever the driver says.
+        extents.retain_mut(|extent| {
+            extent.length = extent.length.min(left);
+            left -= extent.length;
+            extent.length > 0
+        });
+        // All of it lies beyond the end of a device that became smaller.
+        if extents.is_empty() {
+            return self.error(request.to, NbdError::Invalid, replies);
+        }
+        self.style.block_status(request.to, &extents, &mut replies.headers);
+        replies.replies += 1;
+    }
+
+    fn done(&self, to: ReplyTo, replies: &mut Outgoing) {
+        self.style.done(to, &mut replies.headers);
+        replies.replies += 1;
+    }
+
+    fn error(&mut self, to: ReplyTo, error: NbdError, replies: &mut Outgoing) {
+        self.counters.errors += 1;
+        self.style.error(to, error, &mut replies.headers);
+        replies.replies += 1;
+    }
+}

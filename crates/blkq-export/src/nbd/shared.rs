@@ -1,0 +1,290 @@
+//! What the connections of one engine share: its buffers and their budget, the requests in flight,
+//! and the way of bios into the block layer.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkq::{Bio, Completion, Extent, SourceContext, Worker};
+
+use crate::buffers::BufferPool;
+
+use super::budget::Budget;
+use super::in_flight::{InFlight, InFlightTable};
+use super::options::NbdOptions;
+use super::pacing::Pacing;
+use super::status::Registry;
+use super::tls::Tls;
+use super::unaligned::{Finished, OrderedWrite, Ready, Room, Unaligned};
+
+/// Kinds of submissions, in the token above the slot of the connection.
+pub(super) const RECEIVED: u64 = 0;
+pub(super) const SENT: u64 = 1;
+pub(super) const ACCEPTED: u64 = 2;
+pub(super) const CANCELLED: u64 = 3;
+
+/// Bytes that a client must at least take, or send of a payload, per second.
+const RATE_MIN: u64 = 1 << 20;
+const NS_PER_SECOND: u64 = 1_000_000_000;
+
+pub(super) fn token(kind: u64, slot: u32) -> u64 {
+    kind << 32 | u64::from(slot)
+}
+
+/// Messages of other threads.
+pub(super) enum Message {
+    /// A client for this engine.
+    Client(OwnedFd),
+    /// Too many clients are in their handshake.
+    Crowded,
+    /// TLS of a connection, whose handshake went on.
+    Handshake(u32, Box<Tls>),
+    /// The extents that a request asked for, `None` if they could not be found out.
+    Extents(u32, Option<Vec<Extent>>),
+}
+
+/// What the connections of one engine share.
+pub(super) struct EngineShared {
+    pub options: Arc<NbdOptions>,
+    pub buffers: BufferPool,
+    pub budget: Budget,
+    in_flight: InFlightTable,
+    unaligned: Unaligned,
+    /// The results of ordering.
+    ready: Ready,
+    /// Bios for which the queue had no room, with the queue.
+    refused: VecDeque<(usize, Bio)>,
+    pacing: Pacing,
+    /// Bios that wait for room in the pacing, with the queue.
+    held: VecDeque<(usize, Bio)>,
+    /// Bios that had to wait there, and times that a connection received later, which the
+    /// registry does not count yet.
+    paced: u64,
+    receive_backoffs: u64,
+    /// The earliest deadline of a connection, or earlier.
+    deadline_ns: u64,
+    /// Makes the signatures of handshakes.
+    handshakes: Worker,
+}
+
+impl EngineShared {
+    /// With an engine's part of the options' limits, of `engines` engines.
+    pub fn new(options: Arc<NbdOptions>, engines: usize) -> EngineShared {
+        EngineShared {
+            buffers: BufferPool::new(),
+            // Engines share no memory, so that none has to wait for another.
+            budget: Budget::new(options.buffered_bytes_total / engines),
+            in_flight: InFlightTable::default(),
+            unaligned: Unaligned::new(options.unaligned.clone()),
+            ready: Ready::default(),
+            options,
+            refused: VecDeque::new(),
+            pacing: Pacing::default(),
+            held: VecDeque::new(),
+            paced: 0,
+            receive_backoffs: 0,
+            deadline_ns: u64::MAX,
+            handshakes: Worker::new("blkq-worker-tls"),
+        }
+    }
+
+    /// From now on this engine's writes are ordered with those of others, if parts of blocks are served.
+    pub fn join(&mut self, cx: &SourceContext<'_>) {
+        if self.options.unaligned.is_some() {
+            self.unaligned.join(cx);
+        }
+    }
+
+    /// Whether the block layer wants nothing more for now.
+    pub fn is_full(&self) -> bool {
+        !self.refused.is_empty()
+    }
+
+    /// Whether nothing is left to be done for a connection that has closed.
+    pub fn is_idle(&self) -> bool {
+        self.unaligned.is_idle()
+    }
+
+    /// When `bytes` must have left or arrived; the deadlines are checked then.
+    pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
+        let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
+        let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
+        self.expect_deadline(until_ns);
+        until_ns
+    }
+
+    /// A deadline of a connection.
+    pub fn expect_deadline(&mut self, at_ns: u64) {
+        self.deadline_ns = self.deadline_ns.min(at_ns);
+    }
+
+    /// Whether a deadline may have passed. Then all of them are to be expected again.
+    pub fn take_deadline(&mut self, now_ns: u64) -> bool {
+        let passed = now_ns >= self.deadline_ns;
+        if passed {
+            self.deadline_ns = u64::MAX;
+        }
+        passed
+    }
+
+    /// When something is to be done, `u64::MAX` if nothing is.
+    pub fn deadline_ns(&self) -> u64 {
+        if self.unaligned.is_contended() { 0 } else { self.deadline_ns }
+    }
+
+    /// Counts a connection that receives later.
+    pub fn count_backoff(&mut self) {
+        self.receive_backoffs += 1;
+    }
+
+    /// Whether writes of whole blocks have to be ordered now.
+    #[inline]
+    pub fn must_order(&self) -> bool {
+        self.unaligned.must_order()
+    }
+
+    /// Takes a write that must not run at the same time as another to the same block.
+    pub fn order(&mut self, write: OrderedWrite) {
+        self.unaligned.push(write);
+    }
+
+    /// Another engine changed the ranges that are locked.
+    pub fn notify_of_ranges(&mut self) {
+        self.unaligned.notify();
+    }
+
+    /// Submits `bio`, now or as soon as there is room.
+    pub fn submit(&mut self, in_flight: InFlight, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
+        bio.user_data = self.in_flight.remember(in_flight).into();
+        self.submit_bio(queue, bio, cx);
+    }
+
+    /// Submits `bio`, which has its mark, now or as soon as there is room.
+    fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
+        if self.held.is_empty() && self.has_room() {
+            self.submit_now(queue, bio, cx);
+        } else {
+            self.paced += 1;
+            self.held.push_back((queue, bio));
+        }
+    }
+
+    /// Whether the block layer may have one more bio.
+    fn has_room(&self) -> bool {
+        self.pacing.has_room() || !self.options.switches.pacing.load(Relaxed)
+    }
+
+    fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
+        self.pacing.submit();
+        if let Err(bio) = cx.submit(queue, bio) {
+            self.refused.push_back((queue, bio));
+        }
+    }
+
+    /// Submits the bios that the queues had no room for. True if there were some and none is left.
+    pub fn retry_refused(&mut self, cx: &mut SourceContext<'_>) -> bool {
+        if self.refused.is_empty() {
+            return false;
+        }
+        while let Some((queue, bio)) = self.refused.pop_front() {
+            if let Err(bio) = cx.submit(queue, bio) {
+                self.refused.push_front((queue, bio));
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Submits the bios that waited for others to complete, and lets the device begin with them before
+    /// the data of reads is copied to their clients.
+    pub fn release_held(&mut self, cx: &mut SourceContext<'_>) {
+        if !self.pacing.has_news() {
+            return;
+        }
+        self.pacing.update(self.held.len(), cx.now_ns());
+        let held = self.held.len();
+        while self.has_room()
+            && let Some((queue, bio)) = self.held.pop_front()
+        {
+            self.submit_now(queue, bio, cx);
+        }
+        if self.held.len() < held {
+            cx.dispatch();
+        }
+    }
+
+    /// Begins the ordered writes whose ranges were granted. [`EngineShared::next_finished`] comes next.
+    pub fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
+        let mut room = Room { buffers: &mut self.buffers, cx };
+        self.unaligned.order_writes(&mut self.in_flight, &mut room, &mut self.ready);
+        self.submit_ready(cx);
+    }
+
+    /// A bio completed. Returns the request that it carried out, `None` if it is part of an ordered
+    /// write: [`EngineShared::next_finished`] comes next.
+    pub fn complete(
+        &mut self,
+        completion: Completion,
+        cx: &mut SourceContext<'_>,
+    ) -> Option<(InFlight, Completion)> {
+        self.pacing.complete();
+        if !Unaligned::is_marked(completion.user_data) {
+            return Some((self.in_flight.recall(completion.user_data as u32), completion));
+        }
+        let mut room = Room { buffers: &mut self.buffers, cx };
+        self.unaligned.complete(completion, &mut room, &mut self.ready);
+        self.submit_ready(cx);
+        None
+    }
+
+    fn submit_ready(&mut self, cx: &mut SourceContext<'_>) {
+        let mut bios = std::mem::take(&mut self.ready.bios);
+        bios.drain(..).for_each(|(queue, bio)| self.submit_bio(queue, bio, cx));
+        self.ready.bios = bios;
+    }
+
+    /// An ordered write that has completed.
+    pub fn next_finished(&mut self) -> Option<Finished> {
+        self.ready.finished.pop()
+    }
+
+    /// The request whose bio has this mark.
+    pub fn request_of(&self, mark: u64) -> Option<&InFlight> {
+        match Unaligned::is_marked(mark) {
+            true => self.unaligned.request_of(mark),
+            false => self.in_flight.get(mark as u32),
+        }
+    }
+
+    /// Has a worker go on with the handshake of TLS: a signature takes up to some milliseconds, in
+    /// which the engine serves others. The engine's worker may be busy with extents for much longer.
+    pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &SourceContext<'_>) {
+        cx.offload_to(&mut self.handshakes, move || {
+            tls.shake_hands();
+            Box::new(Message::Handshake(slot, tls))
+        });
+    }
+
+    /// Finds out the extents that a request asks for.
+    pub fn query_extents(&mut self, asks: InFlight, queue: usize, max: usize, cx: &mut SourceContext<'_>) {
+        let range = asks.to.offset..asks.to.offset + asks.length;
+        let index = self.in_flight.remember(asks);
+        let disk = cx.disk(queue).clone();
+        // A driver that panics there fails the command, as one that returns an error does.
+        let extents = AssertUnwindSafe(move || disk.driver().extents(range, max).ok());
+        cx.offload(move || Box::new(Message::Extents(index, catch_unwind(extents).unwrap_or(None))));
+    }
+
+    /// The request whose extents were found out.
+    pub fn recall(&mut self, index: u32) -> InFlight {
+        self.in_flight.recall(index)
+    }
+
+    /// Ends a turn: takes stock of the device's pace, and has `registry` count what waited.
+    pub fn end_turn(&mut self, registry: &Registry, cx: &SourceContext<'_>) {
+        self.pacing.turn(|| cx.now_ns());
+        registry.count_waits(&mut self.paced, &mut self.receive_backoffs);
+    }
+}
