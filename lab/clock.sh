@@ -3,7 +3,7 @@
 # that they were chosen on, and longer where processors are slower or shared with others. So a
 # limit finds what hangs, and never fails what is only slow.
 
-# What a turn of an empty loop takes in bash on such a machine, in nanoseconds. An emulated guest
+# The time of a turn of an empty loop in bash on such a machine, in nanoseconds. An emulated guest
 # has its own number (lab/guest).
 LAB_LOOP_NS=${LAB_LOOP_NS:-2000}
 CLOCK_LOOPS=1000

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# What the lab's scripts share: tools, scratch space, steps that are timed and counted, and blkq.
+# The lab's scripts share this: tools, scratch space, steps that are timed and counted, and blkq.
 
 LAB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname -- "$LAB")
@@ -71,7 +71,7 @@ seconds_since() {
     printf '%d.%d' $((elapsed_ms / 1000)) $((elapsed_ms % 1000 / 100))
 }
 
-# What NAME took the last time, in seconds, where $STEP_TIMES keeps it.
+# The seconds that NAME took the last time, where $STEP_TIMES keeps it.
 last_time() {
     [[ ! -s ${STEP_TIMES:-} ]] || awk -F '\t' -v name="$1" '$1 == name { seconds = $2 } END { print seconds }' "$STEP_TIMES"
 }
@@ -132,13 +132,13 @@ leave_out() {
     LEFT_OUT+=("$1")
 }
 
-# The closing lines; the exit code tells whether all passed.
+# The closing lines; the exit code is 0 if all passed.
 verdict() {
     local reason
     for reason in "${LEFT_OUT[@]}"; do
         printf 'left out on purpose: %s\n' "$reason"
     done
-    # Once more, for who sees the end only.
+    # Once more, for readers of the last lines.
     for reason in "${FAILURES[@]}"; do
         printf 'failed: %s\n' "$reason"
     done

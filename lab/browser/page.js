@@ -1,4 +1,4 @@
-// What is wrong with a report, as a list of lines: run in the page by lab/report.
+// The faults of a report, as a list of lines: run in the page by lab/report.
 (() => {
   const wrong = [];
   const say = (line) => { if (wrong.length < 40) wrong.push(line); };

@@ -187,7 +187,7 @@ def at_rest(server, clients):
         if time.monotonic() > deadline:
             raise AssertionError(f"20 s after the last client left: {told}")
         time.sleep(0.02)
-    time.sleep(2.2)  # unused buffers are given back after a second, maps a little later
+    time.sleep(2.2)  # unused buffers are freed after a second, maps a little later
     with open(f"/proc/{server.pid}/status", encoding="ascii") as file:
         anonymous = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
     return len(os.listdir(f"/proc/{server.pid}/fd")), anonymous
@@ -217,7 +217,7 @@ def main(image, rounds, seed="1"):
     path = next(uri.partition("socket=")[2] for uri in exports if "unix" in uri)
     host, _, port = next(uri for uri in exports if "unix" not in uri).rpartition("/")[2].rpartition(":")
     addresses = [path, (host.lstrip("/"), int(port))]
-    # What the first clients make the process keep is no leak.
+    # Memory that the first clients make the process keep is no leak.
     count = round_of(addresses, chance)
     before = at_rest(server, 0)
     load = Load(Model(STEADY_SECTORS), 1)
@@ -234,7 +234,7 @@ def main(image, rounds, seed="1"):
     if '"in_flight":0' not in in_flight:
         raise AssertionError(f"requests in flight: {in_flight}")
     server.detach()
-    print(f"    {count} clients gone in {int(rounds) + 1} rounds; descriptors {before[0]} before, {after[0]} after; "
+    print(f"    {count} clients disconnected in {int(rounds) + 1} rounds; descriptors {before[0]} before, {after[0]} after; "
           f"anonymous memory {before[1]} KiB before, {after[1]} KiB after", flush=True)
     if after[0] != before[0] or after[1] > before[1] + ANON_GROWN_MAX_KIB:
         raise SystemExit("something was left behind")

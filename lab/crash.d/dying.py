@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""A daemon that was killed and is not quite gone: its first thread is, another still ends its I/O,
+"""A killed daemon that has not quite exited: its first thread has, another still completes its I/O,
 and keeps its locks and its sockets. An attach under its name waits for it. dying.py IMAGE"""
 
 import ctypes

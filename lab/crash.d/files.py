@@ -49,7 +49,7 @@ class Disk:
         self.close()
 
     def close(self):
-        """Takes both away, also from a server that is gone."""
+        """Takes both away, also from a server that has exited."""
         if self.device:
             run("losetup", "-d", self.device)
         subprocess.run(["umount", "-l", self.directory], check=False, stderr=subprocess.DEVNULL)

@@ -45,7 +45,7 @@ class Machine:
         deadline = time.monotonic() + 20
         while members(self.process.pid):
             if time.monotonic() > deadline:
-                raise AssertionError("the machine's processes are not gone")
+                raise AssertionError("the machine's processes have not exited")
             time.sleep(0.01)
 
     def said(self):

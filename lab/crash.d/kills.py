@@ -87,7 +87,7 @@ class Mode:
             raise
 
     def end(self):
-        """The last daemon ends in order; the image stays as it was."""
+        """The last daemon detaches in order; the image stays as it was."""
         server = Server(self.image, *self.options, *MORE)
         self.look(server)
         server.detach()

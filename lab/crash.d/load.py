@@ -85,8 +85,8 @@ class Connection:
 
 
 class Load:
-    """Random requests from a seed. `on_event(what, subject)` is told of all that the model is told,
-    `before_sending()` is called before a request that it was told of can reach the server."""
+    """Random requests from a seed. `on_event(what, subject)` gets every event that the model gets,
+    `before_sending()` is called before a request that it was notified of can reach the server."""
 
     def __init__(self, model, seed, largest=64, kinds=None, unit=1, errors=()):
         self.model, self.random, self.largest, self.unit = model, random.Random(seed), largest, unit

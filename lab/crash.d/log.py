@@ -12,7 +12,7 @@ HEADER = struct.Struct("=BIQQ")
 
 class Entry:
     """One event at the file. `number` is the mark's own; of a write whether it is durable when it
-    is answered; of an end what ended."""
+    is answered; of a completion the completed one."""
 
     MARK, WRITE, ZEROES, SYNC, ENDED = range(5)
 
@@ -98,7 +98,7 @@ class Replay:
             if last is None:
                 continue
             self.durable[sector * SECTOR:(sector + 1) * SECTOR] = versions[last][1]
-            # What is older is gone; what is newer may still come.
+            # Older versions are overwritten; newer ones may still come.
             if versions[last + 1:]:
                 self.volatile[sector] = versions[last + 1:]
             else:

@@ -21,11 +21,11 @@ def stamp_of(sector, held):
 class Operation:
     """One write, discard or write of zeroes of a client."""
 
-    __slots__ = ("first", "count", "stamp", "fua", "begun", "ended", "safe")
+    __slots__ = ("first", "count", "stamp", "fua", "begun", "completed", "safe")
 
     def __init__(self, first, count, stamp, fua=False):
         self.first, self.count, self.stamp, self.fua = first, count, stamp, fua
-        self.begun, self.ended, self.safe = 0, None, False
+        self.begun, self.completed, self.safe = 0, None, False
 
     def sectors(self):
         """The sectors it changes."""
@@ -39,7 +39,7 @@ class Operation:
 class Model:
     """Of each sector the operations whose content it may hold.
 
-    One is out of the question as soon as another began after it had ended, and is safe. When
+    One is out of the question as soon as another began after it had completed, and is safe. When
     only the process dies, what was answered is safe; when the power fails (`power`), what was
     answered with FUA, or before a flush began that was answered too."""
 
@@ -54,7 +54,7 @@ class Model:
     def settle(self, sector, stamp):
         """The sector was found to hold this, and will until it is written."""
         settled = Operation(sector, 1, stamp)
-        settled.ended, settled.safe = self.now, True
+        settled.completed, settled.safe = self.now, True
         self.may_hold[sector] = [settled]
 
     def begin(self, operation):
@@ -68,7 +68,7 @@ class Model:
     def end(self, operation):
         """It was answered without an error."""
         self.now += 1
-        operation.ended = self.now
+        operation.completed = self.now
         if operation.fua or not self.power:
             self._make_safe(operation)
         else:
@@ -81,7 +81,7 @@ class Model:
 
     def flush_ended(self, began):
         """The flush of that time was answered without an error."""
-        for operation in [each for each in self.unsafe if each.ended < began]:
+        for operation in [each for each in self.unsafe if each.completed < began]:
             del self.unsafe[operation]
             self._make_safe(operation)
 
@@ -92,7 +92,7 @@ class Model:
             older = self.may_hold[sector]
             if len(older) > 1:
                 self.may_hold[sector] = [
-                    each for each in older if each.ended is None or each.ended >= operation.begun]
+                    each for each in older if each.completed is None or each.completed >= operation.begun]
 
     def allows(self, sector, stamp):
         """Whether the sector may hold this after a crash now."""
@@ -113,7 +113,7 @@ class Model:
             if not any(each.stamp == stamp for each in may) and stamp not in further.get(sector, ()):
                 told = f"stamp {stamp}" if stamp is not None else f"foreign bytes {held[:16].hex()}"
                 wrong.append(f"sector {sector} holds {told}, want one of "
-                             f"{[(each.stamp, each.begun, each.ended, each.safe) for each in may]}")
+                             f"{[(each.stamp, each.begun, each.completed, each.safe) for each in may]}")
             elif settle and (len(may) > 1 or not may[0].safe):
                 self.settle(sector, stamp)
         if settle:

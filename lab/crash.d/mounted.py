@@ -73,7 +73,7 @@ def kills(scratch, count, seed="1"):
                 killed_under_writers(scratch, disk, server, user, chance)
             server = Server(image, *options, *MORE)
             with Disk(scratch, server.socket) as disk:
-                # What was under way at the kill is known by now.
+                # Changes under way at the kill are known by now.
                 user.books = look(scratch, disk.device, user.books, kind=kind)
         server.detach()
         print(f"    {kind}, {name}: {share} kills, {user.steps} changes made durable and kept, fsck clean", flush=True)
@@ -104,7 +104,7 @@ def record(scratch, options, seconds, chance):
 
 
 def check(scratch, must, may, entries, most, chance):
-    """The moments of the log, from the first mark on, at which a flush ended or something was promised;
+    """The moments of the log, from the first mark on, at which a flush completed or something was promised;
     how many there are, and how many images were mounted: at each chosen one what is durable, and
     that with some of what is not."""
     first = next(i for i, entry in enumerate(entries) if entry.kind == log.Entry.MARK)

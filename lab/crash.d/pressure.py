@@ -88,7 +88,7 @@ def memory(scratch):
         server, model = Server(image, *options), Model(BYTES // SECTOR)
         group = Group(server.pid, 16 * MIB)
         try:
-            # What is in flight fits, and what the buffered writes leave in the page cache does not.
+            # The I/O in flight fits, and the pages of the buffered writes do not.
             load = Load(model, 1, largest=256)
             load.connect(server.socket, 2)
             work(load, 1500)

@@ -104,7 +104,7 @@ class Recorder:
             offset, length = struct.unpack_from("=8xQQ", body)
             return Entry(Entry.ZEROES, 0, offset, length)
         if opcode == FSYNC:
-            # What follows a write with RWF_DSYNC is that write's own, and covers nothing else.
+            # The sync that follows a write with RWF_DSYNC is that write's own, and covers nothing else.
             return None if before else Entry(Entry.SYNC)
         return None
 

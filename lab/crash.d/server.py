@@ -41,12 +41,12 @@ class Server:
         self.socket = told["exports"][0].partition("socket=")[2]
 
     def kill(self):
-        """kill -9, and waits until the process is gone."""
+        """kill -9, and waits until the process has exited."""
         os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + 30
         while is_alive(self.pid):
             if time.monotonic() > deadline:
-                raise AssertionError(f"process {self.pid} is not gone 30 s after kill -9")
+                raise AssertionError(f"process {self.pid} has not exited 30 s after kill -9")
             time.sleep(0.0005)
 
     def detach(self, *options):

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034 # lab/guest uses what is set here
-# What a guest is made of, from Debian's packages: downloaded and unpacked, never installed, so
+# The parts of a guest, from Debian's packages: downloaded and unpacked, never installed, so
 # that nothing conflicts with what the machine has. Apt works on lists of its own here, for suites
 # that the machine need not know.
 

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the tests in guests share: file trees, file systems, devices of the kernel.
+# Shared by the tests in guests: file trees, file systems, devices of the kernel.
 
 # shellcheck source-path=SCRIPTDIR source=../lib.sh
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib.sh"
@@ -39,7 +39,7 @@ serve() {
     KERNEL_LINES=$(dmesg | wc -l)
 }
 
-# The kernel has told of no I/O error of DEVICE since it is served.
+# The kernel has logged no I/O error of DEVICE since it is served.
 no_io_errors() {
     if dmesg | tail -n "+$((KERNEL_LINES + 1))" | grep -E "error, dev ${DEVICE##*/},"; then
         fail "errors reached the kernel"
@@ -60,7 +60,7 @@ disconnected() {
     ! nbd-client -c "$DEVICE"
 }
 
-# At the end of a step, whatever became of it: nothing mounted, nothing attached.
+# After a step, passed or failed: nothing mounted, nothing attached.
 clean_up() {
     local process
     for process in $(jobs -p); do

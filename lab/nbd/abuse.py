@@ -1,6 +1,6 @@
 #!/usr/bin/python3
 # Contract: bounded-input
-"""What no honest client sends, while an honest client works and verifies on the same server."""
+"""Sends what no honest client does, while an honest client works and verifies on the same server."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from checks import KIB, MIB, data, equal, main, true
 
 
 class Steady:
-    """A client of its own that writes, reads back and compares until it is told to stop."""
+    """A client of its own that writes, reads back and compares until it is stopped."""
 
     def __init__(self, target):
         self.handle = target.connect()

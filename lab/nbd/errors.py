@@ -34,7 +34,7 @@ def all_refused(target, names, length, offset, only=None):
             refused(names + ("EPERM",) if target.read_only and modifies else names, call)
         except AssertionError as error:
             raise AssertionError(f"{name} of {length} at {offset}: {error}") from None
-        true(handle.aio_is_ready(), f"the connection is gone after {name}")
+        true(handle.aio_is_ready(), f"the connection is closed after {name}")
         equal(len(handle.pread(target.sector, 0)), target.sector, "a read after the refusal")
 
 

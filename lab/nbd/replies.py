@@ -89,7 +89,7 @@ RANGE = ("EINVAL", "ENOSPC", "EOVERFLOW")
 
 
 def check_pipelined_requests(target):
-    """Many requests in one send: one reply for each, told apart by the cookie."""
+    """Many requests in one send: one reply for each, which its cookie identifies."""
     with wire.Wire(target.socket_path).ready(target.export, structured=False) as client:
         header = struct.Struct(">IHHQQI")
         count = 64

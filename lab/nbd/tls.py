@@ -85,7 +85,7 @@ def check_older_versions_are_refused(servers):
 
 
 def refused(servers, context):
-    """The server does not go on with such a client, whatever TLS version: nothing is told."""
+    """The server does not go on with such a client, whatever TLS version: nothing is sent."""
     try:
         with wire.Wire(servers.require) as client:
             client.greet()
@@ -189,7 +189,7 @@ def check_clear_bytes_after_the_acknowledgement(servers):
                 true(client.closed(), f"{garbage[:20]}: it goes on")
             except (wire.Closed, OSError):
                 pass
-            true(time.monotonic() - begin < TIMEOUT_S / 2, f"{garbage[:20]}: only its time ends it")
+            true(time.monotonic() - begin < TIMEOUT_S / 2, f"{garbage[:20]}: only its time limit closes it")
     works(servers.require, servers.context())
 
 
@@ -231,7 +231,7 @@ def check_time_of_the_handshake(servers):
 
 
 def check_strangers_do_not_add_up(servers):
-    """Many at a time that stop in the middle of the TLS handshake are gone with their time."""
+    """Many at a time that stop in the middle of the TLS handshake are closed at their time limit."""
     clients = []
     for _ in range(40):
         client = wire.Wire(servers.require)

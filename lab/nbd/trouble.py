@@ -18,7 +18,7 @@ from checks import KIB, MIB, data, equal, refused, true
 
 
 def connect(uri):
-    """A handle that asks for what it is told to, right or wrong."""
+    """A handle that sends any request, right or wrong."""
     handle = nbd.NBD()
     handle.set_strict_mode(0)
     handle.connect_uri(uri)
