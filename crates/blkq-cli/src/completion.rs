@@ -3,11 +3,8 @@
 
 use std::ffi::OsStr;
 
-use clap::CommandFactory;
-use clap_complete::CompleteEnv;
 use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
 
-use crate::commands::Cli;
 use crate::state::StateDir;
 
 /// Set by the scripts to the name of their shell.
@@ -29,13 +26,6 @@ const KEYS: [&str; 14] = [
     "receive-backoff=",
     "scheduler=",
 ];
-
-/// Answers a shell that asks, and exits; returns if none does.
-pub fn answer() {
-    if std::env::var_os(VARIABLE).is_some() {
-        CompleteEnv::with_factory(Cli::command).var(VARIABLE).complete();
-    }
-}
 
 /// Names of devices, without asking their daemons.
 pub fn devices() -> ArgValueCandidates {

@@ -7,7 +7,8 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use clap_complete::CompleteEnv;
 
 pub mod access;
 pub mod autoclear;
@@ -27,6 +28,7 @@ pub mod info;
 pub mod launch;
 pub mod log;
 pub mod metrics;
+pub mod operations;
 pub mod options;
 pub mod parent;
 pub mod pid_file;
@@ -47,7 +49,7 @@ use failure::{EXIT_FAILED, Failure, Outcome};
 /// failed (one line on stderr says why), 2 if it was not understood.
 pub fn main() -> ExitCode {
     parent::note();
-    completion::answer();
+    complete();
     let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
     let cli = Cli::try_parse().unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
     match cli.command.run() {
@@ -56,6 +58,13 @@ pub fn main() -> ExitCode {
             complain(&failure);
             ExitCode::from(EXIT_FAILED)
         }
+    }
+}
+
+/// Answers a shell that asks for completions, and exits; returns if none does.
+fn complete() {
+    if std::env::var_os(completion::VARIABLE).is_some() {
+        CompleteEnv::with_factory(Cli::command).var(completion::VARIABLE).complete();
     }
 }
 

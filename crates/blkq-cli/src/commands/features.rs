@@ -2,11 +2,11 @@
 
 use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
-use io_uring::opcode;
 use serde::Serialize;
 
 use crate::confine;
 use crate::failure::Outcome;
+use crate::operations::OPERATIONS;
 use crate::table::{Align, render};
 use crate::{print, print_json};
 
@@ -20,27 +20,6 @@ pub struct Args {
     #[arg(long)]
     json: bool,
 }
-
-/// Operations of io_uring: name, number, what they are for. A confined daemon can do no others.
-pub const OPERATIONS: [(&str, u8, &str); 17] = [
-    ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
-    ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),
-    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE, "direct reads into registered buffers"),
-    ("IORING_OP_WRITE", opcode::Write::CODE, "writing files"),
-    ("IORING_OP_WRITEV", opcode::Writev::CODE, "writing from several buffers"),
-    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE, "direct writes from registered buffers"),
-    ("IORING_OP_FSYNC", opcode::Fsync::CODE, "flush"),
-    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE, "discard, write zeroes"),
-    ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waking an engine"),
-    ("IORING_OP_TIMEOUT", opcode::Timeout::CODE, "giving back memory that is not used"),
-    ("IORING_OP_ASYNC_CANCEL", opcode::AsyncCancel::CODE, "detach, ending connections"),
-    ("IORING_OP_URING_CMD", opcode::UringCmd16::CODE, "ublk, discard of block devices"),
-    ("IORING_OP_ACCEPT", opcode::Accept::CODE, "NBD connections"),
-    ("IORING_OP_RECV", opcode::Recv::CODE, "NBD requests"),
-    ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
-    ("IORING_OP_SEND", opcode::Send::CODE, "NBD under TLS"),
-    ("IORING_OP_SENDMSG", opcode::SendMsg::CODE, "NBD replies"),
-];
 
 /// Features of ublk that are used: name, what they are for.
 const UBLK_FEATURES: [(ublk::Features, &str, &str); 8] = [
@@ -93,7 +72,7 @@ impl Features {
         }
         add(
             "seccomp",
-            confine::seccomp::is_there(),
+            confine::filter::is_there(),
             "the daemon makes no system call but those that it needs".into(),
         );
         match ControlDevice::open().and_then(|mut control| control.features()) {

@@ -5,11 +5,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, Command, CommandFactory, ValueEnum};
+use clap::{Arg, Command, ValueEnum};
 use clap_complete::env::Shells;
 use clap_mangen::Man;
 
-use super::Cli;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
@@ -74,9 +73,9 @@ impl Args {
     ///
     /// # Errors
     /// If the directory cannot be written.
-    pub fn run(self) -> Outcome {
+    pub fn run(self, command: Command) -> Outcome {
         let written = match self.kind {
-            Kind::Man => manual(&self.dir),
+            Kind::Man => manual(command, &self.dir),
             Kind::Completions => completions(&self.dir),
         };
         written.map_err(|e| Failure::new(format!("generate into {}: {e}", self.dir.display())))
@@ -98,8 +97,8 @@ fn completions(dir: &Path) -> io::Result<()> {
     })
 }
 
-fn manual(dir: &Path) -> io::Result<()> {
-    let mut command = Cli::command().disable_help_subcommand(true);
+fn manual(command: Command, dir: &Path) -> io::Result<()> {
+    let mut command = command.disable_help_subcommand(true);
     command.build();
     let all: Vec<Command> = command.get_subcommands().filter(|sub| !sub.is_hide_set()).cloned().collect();
     let pages: Vec<String> = all.iter().map(page_name).collect();

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::failure::Outcome;
 
@@ -104,28 +104,28 @@ impl Command {
             Command::Attach(args) => args.run(),
             Command::List(args) => args.run().map(done),
             Command::Show(args) => args.run(),
-            Command::Stat(args) => args.run(),
+            Command::Stat(args) => args.run(Cli::command),
             Command::Set(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),
             Command::Upgrade(args) => args.run(),
-            Command::Losetup(args) => args.run(),
+            Command::Losetup(args) => args.run(Cli::command),
             Command::Features(args) => args.run().map(done),
             Command::Daemon(args) => args.run(),
             Command::UblkOwner(args) => args.run().map(done),
-            Command::Generate(args) => args.run().map(done),
+            Command::Generate(args) => args.run(Cli::command()).map(done),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use super::*;
 
     #[test]
     fn the_command_line_is_consistent() {
-        super::Cli::command().debug_assert();
+        Cli::command().debug_assert();
     }
 }

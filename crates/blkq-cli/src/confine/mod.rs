@@ -6,6 +6,7 @@
 //! and open nothing.
 
 mod capabilities;
+pub mod filter;
 mod landlock;
 pub mod seccomp;
 
@@ -17,8 +18,8 @@ use blkq_export::ublk::{self, CONTROL_PATH};
 use rustix::thread::{CapabilitySet, set_no_new_privs};
 use serde::{Deserialize, Serialize};
 
-use crate::commands::features::OPERATIONS;
 use crate::failure::{Failure, Outcome};
+use crate::operations::OPERATIONS;
 use landlock::Landlock;
 
 /// What of the system the control plane goes on to use.
@@ -92,7 +93,7 @@ static NUMBERS: [u8; OPERATIONS.len()] = {
 
 /// An engine has its ring, which is restricted: another one would not be.
 fn no_more_rings() -> Result<(), blkq::Error> {
-    match seccomp::without_rings() {
+    match filter::without_rings() {
         Ok(_) => Ok(()),
         Err(failure) => Err(blkq::Error::new(blkq::ErrorKind::System, failure.to_string())),
     }
@@ -122,7 +123,7 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     let confinement = enter(kept, landlock, seccomp::CONTROL)?;
     // The commands of ublk go through a ring.
     if needs.block_device.is_none() {
-        seccomp::without_rings()?;
+        filter::without_rings()?;
     }
     Ok(confinement)
 }
@@ -146,7 +147,7 @@ pub fn watcher() -> Outcome {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
     capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
     // Landlock would hide the processes.
-    seccomp::enter(seccomp::WATCHER).map(|_| ())
+    filter::enter(seccomp::WATCHER).map(|_| ())
 }
 
 /// The version of Landlock that this kernel has, 0 if none.
@@ -177,6 +178,6 @@ fn enter(kept: CapabilitySet, landlock: Landlock, calls: &[seccomp::Call]) -> Ou
     let capabilities = capabilities::keep(kept)?;
     // In this order: the filter knows no call of the two before it.
     let landlock_abi = landlock.enter()?;
-    let seccomp = seccomp::enter(calls)?;
+    let seccomp = filter::enter(calls)?;
     Ok(Confinement { capabilities, no_new_privileges: true, landlock_abi, seccomp })
 }

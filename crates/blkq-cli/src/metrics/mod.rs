@@ -22,7 +22,8 @@ use blkq_export::nbd::{Listen, Listener};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::failure::{Failure, Outcome};
-use crate::serve::Meter;
+
+pub use page::Sample;
 
 /// Stack of the thread.
 const STACK_BYTES: usize = 256 << 10;
@@ -65,17 +66,17 @@ impl Endpoint {
         })
     }
 
-    /// From now on tells what `meter` reads.
+    /// Begins to answer with what `read` returns; `None`: the device has stopped.
     ///
     /// # Errors
     /// If there can be no more threads.
-    pub fn start(&mut self, meter: Meter) -> Outcome {
+    pub fn start(&mut self, read: impl Fn() -> Option<Sample> + Send + 'static) -> Outcome {
         let Some(listener) = self.listener.take() else { return Ok(()) };
         let stop = self.stop.clone();
         let thread = std::thread::Builder::new()
             .name("blkq-metrics".into())
             .stack_size(STACK_BYTES)
-            .spawn(move || server::run(&listener, &stop, &meter))
+            .spawn(move || server::run(&listener, &stop, &read))
             .map_err(|e| Failure::new(format!("--metrics: cannot start a thread: {e}")))?;
         self.thread = Some(thread);
         Ok(())

@@ -5,11 +5,31 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::{Counter, StatGroup, Status};
 
-use super::server::Served;
 use crate::statistics::{Nbd, Statistics};
 
 /// Buckets of latencies end below these powers of two of nanoseconds: 1 us to 34 s.
 const LATENCY_BITS: (u32, u32) = (10, 35);
+
+/// What the endpoint counted of itself.
+#[derive(Default)]
+pub struct Served {
+    /// Requests answered with metrics.
+    pub answered: AtomicU64,
+    /// Requests refused.
+    pub refused: AtomicU64,
+    /// Connections closed because they took too long, or because others wanted their places.
+    pub shed: AtomicU64,
+}
+
+/// What is reported of a device.
+pub struct Sample {
+    /// Its name.
+    pub name: String,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Its counters.
+    pub statistics: Statistics,
+}
 
 /// What is written so far.
 struct Page {
@@ -17,10 +37,11 @@ struct Page {
     device: String,
 }
 
-/// The metrics of the device `name`.
-pub fn render(name: &str, size_bytes: u64, statistics: &Statistics, served: &Served) -> String {
+/// The metrics of a device.
+pub fn render(sample: &Sample, served: &Served) -> String {
+    let Sample { name, size_bytes, statistics } = sample;
     let mut page = Page { text: String::with_capacity(32 << 10), device: escape(name) };
-    page.device(size_bytes, statistics);
+    page.device(*size_bytes, statistics);
     page.requests(statistics);
     page.layer(statistics);
     page.hangs(statistics);
@@ -226,7 +247,8 @@ mod tests {
         let mut statistics = statistics.clone();
         statistics.nbd =
             Some(Nbd { connected: 0, counters: NbdCounters { requests: 7, ..NbdCounters::default() } });
-        render(name, 1 << 20, &statistics, &Served::default())
+        let sample = Sample { name: name.to_owned(), size_bytes: 1 << 20, statistics };
+        render(&sample, &Served::default())
     }
 
     #[test]

@@ -3,7 +3,6 @@
 //! longest: a scraper asks at once, who holds places does not.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -13,8 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags, accept_with, recv, send, shutdown};
 
 use super::http::{self, Asked, HEAD_BYTES_MAX};
-use super::page;
-use crate::serve::Meter;
+use super::page::{self, Sample, Served};
 
 /// Connections at a time.
 const CONNECTIONS_MAX: usize = 16;
@@ -27,24 +25,16 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How much the thread steps back behind others ([`setpriority(2)`]).
 const NICE: i32 = 10;
 
-/// What the endpoint counted of itself.
-#[derive(Default)]
-pub struct Served {
-    /// Requests answered with metrics.
-    pub answered: AtomicU64,
-    /// Requests refused.
-    pub refused: AtomicU64,
-    /// Connections ended because they took too long, or because others wanted their places.
-    pub shed: AtomicU64,
-}
+/// Reads what is reported; `None` once the device has stopped.
+type Read<'a> = &'a dyn Fn() -> Option<Sample>;
 
 /// Serves until `stop` is readable.
-pub fn run(listener: &Listener, stop: &OwnedFd, meter: &Meter) {
+pub fn run(listener: &Listener, stop: &OwnedFd, read: Read<'_>) {
     // Of a thread on Linux. It is as good without.
     let _ = rustix::process::setpriority_process(None, NICE);
     let mut server = Server {
         listener,
-        meter,
+        read,
         served: Served::default(),
         connections: Vec::new(),
         accept_at: Instant::now(),
@@ -56,7 +46,7 @@ pub fn run(listener: &Listener, stop: &OwnedFd, meter: &Meter) {
 
 struct Server<'a> {
     listener: &'a Listener,
-    meter: &'a Meter,
+    read: Read<'a>,
     served: Served,
     /// Oldest first.
     connections: Vec<Connection>,
@@ -111,7 +101,7 @@ impl Server<'_> {
         self.accept();
         let now = Instant::now();
         for connection in &mut self.connections {
-            connection.go_on(self.meter, &self.served);
+            connection.go_on(self.read, &self.served);
             if now >= connection.until && !matches!(connection.state, State::Over) {
                 self.served.shed.fetch_add(1, Relaxed);
                 connection.state = State::Over;
@@ -146,7 +136,7 @@ impl Server<'_> {
 
 impl Connection {
     /// Does all that can be done now.
-    fn go_on(&mut self, meter: &Meter, served: &Served) {
+    fn go_on(&mut self, read: Read<'_>, served: &Served) {
         loop {
             let next = match &mut self.state {
                 State::Asking(input) => {
@@ -156,7 +146,7 @@ impl Connection {
                         Ok((_, length)) => {
                             input.extend_from_slice(&piece[..length.min(piece.len())]);
                             match http::parse(input) {
-                                Some(asked) => State::Answering(answer(asked, meter, served), 0),
+                                Some(asked) => State::Answering(answer(asked, read, served), 0),
                                 None => continue,
                             }
                         }
@@ -201,7 +191,7 @@ impl Connection {
     }
 }
 
-fn answer(asked: Asked, meter: &Meter, served: &Served) -> Vec<u8> {
+fn answer(asked: Asked, read: Read<'_>, served: &Served) -> Vec<u8> {
     let text = match asked {
         Asked::Metrics { text } => text,
         Asked::Refused(refusal) => {
@@ -209,11 +199,11 @@ fn answer(asked: Asked, meter: &Meter, served: &Served) -> Vec<u8> {
             return http::refusal(refusal);
         }
     };
-    match (meter.statistics(), meter.size()) {
-        (Some(statistics), Some(size)) => {
+    match read() {
+        Some(sample) => {
             served.answered.fetch_add(1, Relaxed);
-            http::metrics(&page::render(meter.name(), size, &statistics, served), text)
+            http::metrics(&page::render(&sample, served), text)
         }
-        _ => http::refusal(http::ENDED),
+        None => http::refusal(http::ENDED),
     }
 }

@@ -5,8 +5,9 @@ use std::sync::{Arc, Weak};
 use blkq::clock::monotonic_ns;
 use blkq_export::nbd::{NbdCounters, NbdServer};
 
-use super::Running;
+use super::running::Running;
 use crate::hangs::{HangCounters, HangWatch};
+use crate::metrics::Sample;
 use crate::statistics::{Gate, Nbd, Statistics};
 
 /// What reads the counters of a device without keeping it from ending.
@@ -22,11 +23,6 @@ impl Meter {
     pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch) -> Meter {
         let (running, hangs) = (Arc::downgrade(running), hangs.counters());
         Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs }
-    }
-
-    /// The device's name.
-    pub fn name(&self) -> &str {
-        &self.name
     }
 
     /// Nanoseconds since the device was opened.
@@ -57,8 +53,9 @@ impl Meter {
         Some(statistics)
     }
 
-    /// The size of the device in bytes, unless it has ended.
-    pub fn size(&self) -> Option<u64> {
-        Some(self.running.upgrade()?.disk.limits().size_bytes())
+    /// What is reported of the device, unless it has stopped.
+    pub fn sample(&self) -> Option<Sample> {
+        let size_bytes = self.running.upgrade()?.disk.limits().size_bytes();
+        Some(Sample { name: self.name.clone(), size_bytes, statistics: self.statistics()? })
     }
 }

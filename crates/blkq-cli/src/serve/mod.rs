@@ -1,10 +1,14 @@
 //! Where a daemon meets the block layer and its attachments.
 
+mod exports;
 mod facts;
+mod image;
+mod listen;
 mod meter;
 mod open;
 mod rehearsal;
 mod rejections;
+mod running;
 mod settings;
 
 use std::os::fd::OwnedFd;
@@ -13,9 +17,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use blkq::{Disk, EngineThread, ErrorKind};
-use blkq_export::nbd::{ConnectionInfo, NbdServer, NbdSwitches, Paused, RangeLock, TlsCertificates};
-use blkq_export::ublk::{Claimed, IdleWatch, UblkDevice};
+use blkq::ErrorKind;
+use blkq_export::nbd::{NbdSwitches, TlsCertificates};
+use blkq_export::ublk::{IdleWatch, UblkDevice};
 
 use crate::autoclear::Autoclear;
 use crate::confine::{self, Confinement, Needs};
@@ -28,7 +32,9 @@ use crate::size::format_size;
 use crate::statistics::Statistics;
 use crate::{autoclear, log};
 
-pub use meter::Meter;
+use meter::Meter;
+use running::{Running, busy};
+
 pub use rehearsal::check_take_over;
 
 /// The settings that are none of the disk's.
@@ -77,17 +83,6 @@ struct Attendants {
     users: Option<IdleWatch>,
 }
 
-/// What of a device ends with it, in the order in which it goes.
-struct Running {
-    servers: Vec<NbdServer>,
-    ublk: Option<UblkDevice>,
-    /// One per hardware queue. They end with the last use of this, before the disk.
-    _engines: Vec<EngineThread>,
-    disk: Arc<Disk>,
-    /// The lock of its servers, if they serve parts of blocks.
-    unaligned: Option<Arc<RangeLock>>,
-}
-
 impl Device {
     /// Confines this thread, the first, and those that it makes from now on, unless that was not
     /// wanted. Engines are confined already. What looks who uses a block device is not: it must see
@@ -132,7 +127,8 @@ impl Device {
         let mut attendants = self.attendants();
         let Some(Attendants { hangs, metrics, .. }) = &mut *attendants else { return Ok(()) };
         hangs.start(log::line)?;
-        metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(self.meter.clone()))
+        let meter = self.meter.clone();
+        metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
     }
 
     fn attendants(&self) -> MutexGuard<'_, Option<Attendants>> {
@@ -393,65 +389,10 @@ impl Attendants {
     }
 }
 
-impl Running {
-    fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
-        self.servers.iter().flat_map(NbdServer::connections)
-    }
-
-    /// Where clients find it, one line each.
-    fn exports(&self) -> Vec<String> {
-        let ublk = self.ublk.iter().map(|ublk| ublk.identity().path());
-        ublk.chain(self.servers.iter().map(|server| server.uri().to_owned())).collect()
-    }
-
-    fn check_no_clients(&self) -> Outcome {
-        match self.connections().count() {
-            0 => Ok(()),
-            clients => Err(busy(clients)),
-        }
-    }
-
-    /// Keeps clients and users of the block device away until what this returns is dropped.
-    ///
-    /// # Errors
-    /// If there are some, or `user` is one.
-    fn hold_unused(&self, user: Option<String>) -> Outcome<(Vec<Paused<'_>>, Option<Claimed<'_>>)> {
-        if let Some(user) = user {
-            return Err(Failure::new(user));
-        }
-        let paused = self.servers.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
-        let count = || self.servers.iter().map(NbdServer::connection_count).sum::<usize>();
-        let paused = paused.ok_or_else(|| busy(count().max(1)))?;
-        Ok((paused, self.ublk.as_ref().map(UblkDevice::claim).transpose()?))
-    }
-
-    /// As [`Device::flush`].
-    fn flush(&self) -> Outcome {
-        let limits = self.disk.limits();
-        if !limits.write_cache || limits.read_only {
-            return Ok(());
-        }
-        self.disk.submitter().flush().map_err(|e| Failure::new(format!("flush: {e}")))
-    }
-
-    /// Ends all servers, whoever is connected.
-    fn close_servers(&self) {
-        for server in &self.servers {
-            // Forced, it does not refuse.
-            let _ = server.stop(true);
-        }
-    }
-}
-
 /// Notes that `key` was set to `value`.
 fn keep(settings: &mut Vec<(String, String)>, key: &str, value: &str) {
     settings.retain(|(other, _)| other != key);
     settings.push((key.to_owned(), value.to_owned()));
-}
-
-fn busy(clients: usize) -> Failure {
-    let are = if clients == 1 { "client is" } else { "clients are" };
-    Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
 }
 
 fn ending() -> Failure {

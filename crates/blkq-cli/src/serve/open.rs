@@ -1,35 +1,32 @@
 //! How a device comes to be served: what is opened, started and given up, in which order.
 
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use blkq::drivers::{self, DriverOptions, DriverSpec};
-use blkq::{Disk, Driver, EngineHandle, EngineThread, ErrorKind};
-use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches, TlsCertificates, TlsOptions};
-use blkq_export::ublk::{
-    CONTROL_PATH, ControlDevice, Deputy, Features, Identity, UblkDevice, UblkOptions, process,
-};
+use blkq::drivers::DriverSpec;
+use blkq::{Disk, Driver, EngineHandle, EngineThread};
+use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
+use blkq_export::ublk::{Deputy, Identity, UblkDevice, UblkOptions, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
-use rustix::process::geteuid;
 
+use super::exports::choose_exports;
+use super::image::{absolute, image_name, keep_size, open_driver, refusal, serves_bytes};
+use super::listen::{addresses, directories_of, listen_at, tls, warn_of_access, warn_of_closed_directories};
+use super::running::Running;
 use super::{
-    AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF, Running,
-    rejections,
+    AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF, rejections,
 };
-use crate::access::{closed_directory, socket_access};
+use crate::access::socket_access;
 use crate::autoclear::{Autoclear, new_event};
 use crate::confine::{self, Confinement, Needs};
 use crate::descriptors::clients_max;
-use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
 use crate::hangs::{self, HangWatch};
 use crate::info::{BlockDevice, StateFile};
 use crate::metrics::Endpoint;
-use crate::options::{Address, AttachOptions, Export, Format, Record, Tls, image_text};
+use crate::options::{AttachOptions, Export, Format, Record};
 use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long an image may still be in use by a daemon that was killed, and had another name.
@@ -196,16 +193,7 @@ impl Device {
             queue: 0,
         };
         let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
-        let closed = listen.iter().filter_map(|listen| match listen {
-            Listen::Unix(path) => Some((path, closed_directory(path, access)?)),
-            _ => None,
-        });
-        let closed: Vec<String> = closed
-            .map(|(path, directory)| {
-                let (path, directory) = (path.display(), directory.display());
-                format!("{path} cannot be reached by all who may connect: {directory} does not let them in; chmod it, or listen elsewhere")
-            })
-            .collect();
+        let closed = warn_of_closed_directories(&listen, access);
         let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, listen.len());
         let rejection_event = rejections::event()?;
@@ -255,24 +243,8 @@ impl Device {
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
             ));
         }
-        warnings.extend(
-            running.servers.iter().filter_map(|server| warn_if_publicly_reachable(server, &nbd_options)),
-        );
-        let cure = match options.socket_mode {
-            Some(_) => "give --socket-group and --socket-mode 660",
-            None => "give its unit SocketMode=0600",
-        };
-        let open_to_all = running.servers.iter().filter_map(NbdServer::open_to_all_users);
-        warnings.extend(
-            open_to_all.map(|socket| format!("all users of this machine may connect to {socket}: {cure}")),
-        );
+        warnings.extend(warn_of_access(options, &nbd_options, &running.servers));
         warnings.extend(closed);
-        let verified = certificates.as_ref().is_some_and(TlsCertificates::verifies_clients);
-        if !(options.insecure || verified && nbd_options.tls.as_ref().is_some_and(|tls| tls.required)) {
-            warnings.extend(running.servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
-                format!("all users of this machine may connect to {address}: a unix socket is its owner's alone; TLS with ca-cert.pem keeps others out, and --insecure lets them in without this warning")
-            }));
-        }
         if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
@@ -306,131 +278,6 @@ impl Device {
     }
 }
 
-/// Which attachments serve a device.
-struct Exports {
-    nbd: bool,
-    ublk: bool,
-    /// Why there is no ublk, where it would have been the first choice.
-    no_ublk: Option<Failure>,
-}
-
-/// Whether clients may begin and end in the middle of a block: where a sector size is asked for they
-/// may not, and where something else than NBD writes too they would undo its writes.
-fn serves_bytes(options: &AttachOptions, ublk: bool) -> bool {
-    let only_nbd = !ublk && options.exports.iter().all(|export| *export == Export::Nbd);
-    only_nbd && options.sector_size.bytes().is_none() && !options.whole_sectors
-}
-
-/// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
-/// kernel has it and the user may use it, else NBD.
-fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> Outcome<Exports> {
-    let asked = |export| options.exports.contains(&export);
-    if !options.exports.is_empty() {
-        if asked(Export::Ublk) {
-            check_ublk()?;
-        }
-        return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk), no_ublk: None });
-    }
-    let addressed = !options.listen.is_empty() || !inherited.is_empty();
-    let no_ublk = if addressed { None } else { check_ublk().err() };
-    let ublk = !addressed && no_ublk.is_none();
-    options.check_exports(!ublk, ublk)?;
-    Ok(Exports { nbd: !ublk, ublk, no_ublk })
-}
-
-/// Refuses if this process may not make ublk devices.
-fn check_ublk() -> Outcome {
-    load_driver();
-    let check = || {
-        let unusable = |e: blkq::Error| Failure::new(format!("{e}, or use --export nbd"));
-        let mut control = ControlDevice::open().map_err(unusable)?;
-        match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
-            true => Ok(()),
-            false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),
-        }
-    };
-    // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
-    // serve a block device.
-    std::thread::spawn(check)
-        .join()
-        .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
-}
-
-/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
-/// by whoever then finds no control device.
-fn load_driver() {
-    if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
-        let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
-        let mut modprobe = Command::new(program.trim());
-        modprobe.args(["-q", "ublk_drv"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let _ = modprobe.status();
-    }
-}
-
-/// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
-/// files of a daemon that was killed only some time after the process is gone.
-fn open_driver(options: &AttachOptions, ublk: bool, wait: Duration) -> Result<Box<dyn Driver>, blkq::Error> {
-    let until = Instant::now() + wait;
-    loop {
-        match drivers::open(&options.image, &driver_options(options, ublk)) {
-            // Also what others do with a block device for a moment to learn who uses it.
-            Err(error)
-                if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
-            {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            opened => return opened,
-        }
-    }
-}
-
-/// Why the image was not opened, with the cure.
-fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
-    let cure = match error.kind() {
-        ErrorKind::Busy => {
-            let place = match &options.image {
-                DriverSpec::Image(path) => {
-                    elsewhere::describe(claim.dir(), path, options.offset, options.size_limit)
-                }
-                _ => None,
-            };
-            let place = place.map(|place| format!(" {place}")).unwrap_or_default();
-            format!("{place}; detach it there first, or attach with --shared on both sides")
-        }
-        ErrorKind::Claimed => "; release it there first, or attach with --shared: file systems that do not \
-             know of each other destroy the data"
-            .to_owned(),
-        ErrorKind::Format => "; convert it with `qemu-img convert -O raw`, or attach with --format raw to \
-             serve its bytes as they are"
-            .to_owned(),
-        _ => return error.into(),
-    };
-    Failure::new(format!("{error}{cure}"))
-}
-
-/// Has a disk opened at the size that its block device has now.
-pub(super) fn keep_size(options: &mut AttachOptions, bytes: u64) {
-    match &mut options.image {
-        DriverSpec::Image(_) => options.size_limit = options.size_limit.map(|_| bytes),
-        DriverSpec::Null(size) | DriverSpec::Ram(size) => *size = bytes,
-    }
-}
-
-pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptions {
-    DriverOptions {
-        offset: options.offset,
-        size_limit: options.size_limit,
-        sector_size: options.sector_size.bytes(),
-        partial_block: serves_bytes(options, ublk),
-        direct_io: options.direct_io,
-        dispatch: options.dispatch,
-        read_only: options.read_only,
-        shared: options.shared,
-        raw: options.format == Some(Format::Raw),
-        fault: options.fault.clone(),
-    }
-}
-
 /// Starts one engine per queue, on threads that are confined from their beginning if `sandbox`;
 /// such that the kernel looks for partitions on a block device of theirs if `partscan`.
 fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec<EngineThread>> {
@@ -461,68 +308,4 @@ fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) 
         _ => None,
     }));
     Ok(needs)
-}
-
-/// Where to serve.
-fn addresses(options: &AttachOptions, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Vec<Listen>> {
-    if options.listen.is_empty() && inherited.is_empty() {
-        return Ok(vec![Listen::Unix(claim.file(".nbd"))]);
-    }
-    if options.listen.is_empty() {
-        return Ok(inherited.into_iter().map(Listen::Inherited).collect());
-    }
-    options.listen.iter().map(listen_at).collect()
-}
-
-fn listen_at(address: &Address) -> Outcome<Listen> {
-    match address {
-        // The daemon changes its directory, and removes the socket from there.
-        Address::Unix(path) => std::path::absolute(path)
-            .map(Listen::Unix)
-            .map_err(|e| Failure::new(format!("cannot listen on {}: {e}", path.display()))),
-        Address::Tcp(host, port) => Ok(Listen::Tcp(host.clone(), *port)),
-    }
-}
-
-/// TLS as it is to be offered.
-pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
-    let Some(directory) = options.tls_certificates.as_deref().filter(|_| options.tls != Some(Tls::Off))
-    else {
-        return Ok(None);
-    };
-    let certificates = TlsCertificates::load(directory)?;
-    Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
-}
-
-/// A directory, and those that symbolic links in it lead to.
-fn directories_of(directory: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    let real = entries.filter_map(|entry| entry.path().canonicalize().ok()?.parent().map(Path::to_owned));
-    let mut directories: Vec<PathBuf> = real.chain([directory.to_owned()]).collect();
-    directories.sort();
-    directories.dedup();
-    directories
-}
-
-/// What the user should know of a server that other machines reach.
-fn warn_if_publicly_reachable(server: &NbdServer, options: &NbdOptions) -> Option<String> {
-    let address = server.beyond_this_machine()?;
-    let verified = options.tls.as_ref().filter(|tls| tls.required)?.certificates.verifies_clients();
-    (!verified).then(|| {
-        format!("whoever reaches {address} can use the device: no client needs a certificate; put ca-cert.pem into the directory of certificates, or keep others out with a firewall")
-    })
-}
-
-/// The options as another process understands them, wherever it runs.
-fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
-    // Where this process has no directory any more, there are no relative paths.
-    options.clone().absolute(&std::env::current_dir().unwrap_or_default())
-}
-
-/// The image as another process finds it.
-fn image_name(image: &DriverSpec) -> String {
-    match image {
-        DriverSpec::Image(path) => path.canonicalize().unwrap_or_else(|_| path.clone()).display().to_string(),
-        _ => image_text(image),
-    }
 }

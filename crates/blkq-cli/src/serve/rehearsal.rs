@@ -6,7 +6,8 @@ use std::path::Path;
 use blkq::ErrorKind;
 use blkq::drivers::{self, DriverSpec};
 
-use super::open::{driver_options, keep_size, tls};
+use super::image::{driver_options, keep_size};
+use super::listen::tls;
 use crate::failure::{Failure, Outcome};
 use crate::info::BlockDevice;
 use crate::options::{AttachOptions, Format};

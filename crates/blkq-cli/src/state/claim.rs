@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
-use super::orphan::{Orphan, orphan};
+use super::dying::DYING_WAIT;
+use super::orphan::{self, orphan};
 use super::remains::last_lines;
 use super::{ENDINGS, OLD_LOG, STATE_DIR_VARIABLE, StateDir, check_name, name_from, read_state, remove};
 use crate::failure::{Failure, Outcome};
+use crate::info::StateFile;
 
 /// How long an attach waits for a name whose owner is just going away.
 const CLAIM_WAIT: Duration = Duration::from_millis(200);
-/// The same for an owner that was killed, and for its image: until its I/O in flight has ended.
-pub const DYING_WAIT: Duration = Duration::from_secs(30);
 /// How long a daemon may take to accept a connection before it counts as hung.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 /// Devices of one image's name before attach gives up finding a free one.
@@ -90,22 +90,6 @@ impl StateDir {
         Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
     }
 
-    /// Whether the daemon of that name was killed, or exits, and is not gone yet: it has I/O in flight.
-    pub(super) fn holder_is_dying(&self, name: &str) -> bool {
-        let pid = fs::read_to_string(self.file(name, ".lock")).ok();
-        let Some(pid) = pid.and_then(|pid| pid.trim().parse::<u32>().ok()) else { return false };
-        let of_process = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-        is_dying(&of_process("status"), &of_process("stat"))
-    }
-
-    /// Waits until the daemon of that name, if it was killed, is really gone; for a bounded time.
-    pub fn wait_for_dying(&self, name: &str) {
-        let begin = Instant::now();
-        while self.holder_is_dying(name) && begin.elapsed() < DYING_WAIT {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
     /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan.
     ///
     /// # Errors
@@ -137,6 +121,22 @@ enum Taken {
     Orphan(Box<Orphan>),
     /// Another process has it; or it must be there, and is not.
     Held,
+}
+
+/// A kernel's block device whose daemon is gone, and its name.
+#[derive(Debug)]
+pub struct Orphan {
+    /// Keeps the files.
+    pub claim: Claim,
+    /// What the daemon left written.
+    pub state: StateFile,
+}
+
+impl Orphan {
+    /// Why it is in the way, and what can be done.
+    pub fn refusal(&self) -> Failure {
+        Failure::new(orphan::refusal(self.claim.name(), &self.state.exports))
+    }
 }
 
 /// Ownership of a name: dropped, the name is free and nothing is left of the device.
@@ -284,68 +284,11 @@ fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
     }
 }
 
-/// Whether proc_pid_status(5) and proc_pid_stat(5) describe a process of which a part has exited or is
-/// to be killed, and a part is there. A zombie without other threads holds nothing any more, however
-/// long its parent takes to wait for it.
-fn is_dying(status: &str, stat: &str) -> bool {
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
-    let killed = |signals: &str| u64::from_str_radix(signals, 16).is_ok_and(|set| set >> 8 & 1 != 0);
-    if field("State:").starts_with(['Z', 'X']) {
-        return field("Threads:") != "1";
-    }
-    killed(field("SigPnd:")) || killed(field("ShdPnd:")) || is_exiting(stat)
-}
-
-/// Whether proc_pid_stat(5) shows a process whose first thread exits.
-fn is_exiting(stat: &str) -> bool {
-    /// `PF_EXITING` of linux/sched.h.
-    const EXITING: u32 = 4;
-    // Behind the name, which may hold anything: state and five numbers, then the flags.
-    let flags = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(6)?.parse::<u32>().ok());
-    flags.is_some_and(|flags| flags & EXITING != 0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::state::tests::{files, scratch};
     use crate::state::{Fate, Found, SOCKET_PATH_BYTES_MAX};
-
-    // Contract: detach
-    #[test]
-    fn a_process_that_was_killed_is_told_from_one_that_lives() {
-        let status = |state, threads, own, shared| {
-            format!("Name:\tblkq\nState:\t{state}\nThreads:\t{threads}\nSigPnd:\t{own}\nShdPnd:\t{shared}\n")
-        };
-        let none = "0000000000000000";
-        assert!(!is_dying(&status("S (sleeping)", 4, none, none), "") && !is_dying("", ""));
-        assert!(!is_dying(&status("T (stopped)", 4, none, "0000000000004200"), ""));
-        assert!(is_dying(&status("Z (zombie)", 4, none, none), ""));
-        assert!(!is_dying(&status("Z (zombie)", 1, none, "0000000000000100"), ""));
-        assert!(is_dying(&status("D (disk sleep)", 4, "0000000000000100", none), ""));
-        assert!(is_dying(&status("D (disk sleep)", 1, none, "0000000000004100"), ""));
-        let own = fs::read_to_string("/proc/self/stat").unwrap();
-        assert!(!is_exiting(&own) && !is_exiting(""));
-        assert!(is_exiting("7 (a) b) D 1 7 7 0 -1 4194308 60 0 0"));
-        assert!(!is_exiting("7 (a) 4 4 4) S 1 7 7 0 -1 4194304 60 0 0"));
-    }
-
-    /// Its parent is this test, which waits for it only at the end.
-    #[test]
-    fn a_zombie_is_not_waited_for() {
-        let dir = scratch("zombie");
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        fs::write(dir.file("a", ".lock"), format!("{}\n", child.id())).unwrap();
-        let status = format!("/proc/{}/status", child.id());
-        while !fs::read_to_string(&status).unwrap().contains("State:\tZ") {
-            std::thread::yield_now();
-        }
-        let begin = Instant::now();
-        dir.wait_for_dying("a");
-        assert!(begin.elapsed() < DYING_WAIT);
-        child.wait().unwrap();
-        fs::remove_dir_all(&dir.0).unwrap();
-    }
 
     // Contract: detach
     #[test]

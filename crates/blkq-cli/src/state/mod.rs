@@ -8,6 +8,7 @@
 //! then it is an orphan, and its files stay until it is recovered or detached.
 
 mod claim;
+mod dying;
 mod orphan;
 mod remains;
 
@@ -26,8 +27,8 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 
-pub use claim::{Claim, DYING_WAIT, Dead};
-pub use orphan::Orphan;
+pub use claim::{Claim, Dead, Orphan};
+pub use dying::DYING_WAIT;
 pub use remains::{Fate, Found, Remains};
 
 /// Overrides the place of the state directory.

@@ -1,25 +1,9 @@
 //! A kernel's block device that outlived its daemon.
 
-use super::Claim;
-use crate::failure::{Failure, Outcome};
+use crate::failure::Outcome;
 use crate::info::StateFile;
 
-/// A kernel's block device whose daemon is gone, and its name.
-#[derive(Debug)]
-pub struct Orphan {
-    /// Keeps the files.
-    pub claim: Claim,
-    /// What the daemon left written.
-    pub state: StateFile,
-}
-
-impl Orphan {
-    /// Why it is in the way, and what can be done.
-    pub fn refusal(&self) -> Failure {
-        Failure::new(refusal(self.claim.name(), &self.state.exports))
-    }
-}
-
+/// Why the orphan `name` is in the way, and what can be done.
 pub(super) fn refusal(name: &str, exports: &[String]) -> String {
     let exports = exports.join(" ");
     format!(

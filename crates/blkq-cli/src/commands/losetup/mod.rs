@@ -9,12 +9,11 @@ use std::process::ExitCode;
 
 use blkq::drivers::r#loop::DirectIo;
 use blkq::drivers::{DriverSpec, parse_bytes};
-use clap::CommandFactory;
 use clap::error::ErrorKind;
 
 use super::attach::attach;
 use super::list::begins_at;
-use super::{Cli, detach, resize};
+use super::{detach, resize};
 use crate::backing::is_behind;
 use crate::columns::{self, device_word};
 use crate::control::{Request, ask};
@@ -164,10 +163,10 @@ impl Args {
     ///
     /// # Errors
     /// What was refused or failed.
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
         let action = action.unwrap_or_else(|message| {
-            Cli::command().error(ErrorKind::ArgumentConflict, format!("losetup: {message}")).exit()
+            command().error(ErrorKind::ArgumentConflict, format!("losetup: {message}")).exit()
         });
         self.act(action).map_err(|e| e.during("losetup"))
     }

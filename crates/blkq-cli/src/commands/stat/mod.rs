@@ -9,9 +9,6 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use clap::CommandFactory;
-
-use super::Cli;
 use crate::completion;
 use crate::control::{Request, ask_if_there, no_such_device};
 use crate::devices::name_of;
@@ -123,10 +120,10 @@ impl Args {
     /// # Errors
     /// If there is no such device, or its daemon died or does not answer. Of several devices, that
     /// is complained of on the way and only the exit code remains.
-    pub fn run(self) -> Outcome<ExitCode> {
+    pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let plan = self.plan().unwrap_or_else(|why| {
             let error = clap::error::ErrorKind::ValueValidation;
-            Cli::command().error(error, format!("stat: {why}")).exit()
+            command().error(error, format!("stat: {why}")).exit()
         });
         let dir = StateDir::locate()?;
         // What means no device stays, to be reported as such.
@@ -242,7 +239,9 @@ mod tests {
 
     fn plan(words: &str) -> Result<Plan, String> {
         let line = ["blkq", "stat"].into_iter().chain(words.split_whitespace());
-        let super::super::Command::Stat(args) = Cli::parse_from(line).command else { panic!("{words}") };
+        let super::super::Command::Stat(args) = super::super::Cli::parse_from(line).command else {
+            panic!("{words}")
+        };
         args.plan()
     }
 

@@ -1,0 +1,106 @@
+//! The control socket: from a connection to the answer.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use blkq_export::peer::Peer;
+
+use super::shared::{Shared, Stage};
+use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
+use crate::failure::{Failure, Outcome};
+use crate::log;
+use crate::size::format_size;
+
+/// Commands answered at a time; the next ones are turned away.
+const ANSWERING_MAX: usize = 16;
+
+/// Checks the user of a connection, and has a thread serve it.
+pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
+    let turn_away = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
+    // As the socket's mode does; this holds wherever the socket is moved.
+    match Peer::of(&stream) {
+        Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => {}
+        _ => return turn_away("only the owner of the daemon may talk to it"),
+    }
+    if shared.answering() >= ANSWERING_MAX {
+        return turn_away("too many commands at a time; try again");
+    }
+    shared.spawn(|shared| serve(shared, stream));
+}
+
+/// Does what a client asks for, and answers.
+fn serve(shared: &Shared, stream: UnixStream) {
+    let request = match read_request(&stream) {
+        Ok(request) => request,
+        Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
+    };
+    let refused = |failure: &Failure| log::line(&format!("refused: {failure}"));
+    let reply = match request {
+        Request::Ping {} => reply_line(Ok(())),
+        Request::Show {} => reply_line(shared.device().info()),
+        Request::Stat {} => reply_line(Ok(shared.device().statistics())),
+        Request::Set { settings } => reply_line(shared.set(&settings).inspect_err(refused)),
+        Request::Resize { size, force, user } => {
+            log::line(&size.map_or("resize to the size of the image".to_owned(), |bytes| {
+                format!("resize to {} ({bytes} bytes)", format_size(bytes))
+            }));
+            let open = shared.stage().check();
+            let resize = || shared.device().resize(size, force, user);
+            reply_line(open.and_then(|()| resize()).inspect_err(refused))
+        }
+        Request::Leave {} => match shared.leave() {
+            Ok(()) => {
+                log::line("ending: the device goes to another daemon");
+                answer(&stream, &reply_line(Ok(())));
+                shared.wait_for_answers();
+                // As if killed: the kernel takes back what it has given out when the task ends,
+                // and may wait for it for ever when only the ring goes.
+                std::process::exit(0);
+            }
+            Err(failure) => reply_line::<()>(Err(failure)),
+        },
+        Request::Detach { force } => match shared.close(Stage::Ending, |device| device.close(force)) {
+            Ok(()) => {
+                log::line("ending: detach asked for it");
+                return shared.end(Some(stream));
+            }
+            Err(failure) => reply_line::<()>(Err(failure)),
+        },
+    };
+    answer(&stream, &reply);
+}
+
+/// Reads one line, bounded in length and time.
+fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
+    let until = Instant::now() + LINE_TIMEOUT;
+    let mut line = Vec::new();
+    let mut piece = [0; 4096];
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Failure::new("no request came in time"));
+        }
+        let read = stream.set_read_timeout(Some(left)).and_then(|()| stream.read(&mut piece));
+        match read {
+            Ok(0) => return Err(Failure::new("malformed request: the line has no end")),
+            Ok(length) => line.extend_from_slice(&piece[..length]),
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(e) => return Err(Failure::new(format!("cannot read the request: {e}"))),
+        }
+        if let Some(end) = line.iter().position(|byte| *byte == b'\n') {
+            return parse_request(&line[..end]);
+        }
+        if line.len() >= LINE_BYTES_MAX {
+            return Err(Failure::new(format!("malformed request: longer than {LINE_BYTES_MAX} bytes")));
+        }
+    }
+}
+
+/// Sends the reply; a client that does not take it goes without.
+pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
+    let _ = stream.set_write_timeout(Some(LINE_TIMEOUT));
+    let _ = stream.write_all(reply);
+}

@@ -1,0 +1,295 @@
+//! The daemon of one device: its life from start to end, and its control socket.
+//!
+//! The first thread waits for commands and signals. Each command is answered on a
+//! short-lived thread of its own, because a change may have to wait for I/O; the
+//! device's I/O runs on the engine's threads, where nothing of this happens.
+
+mod answer;
+mod parent;
+mod shared;
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit, umask};
+
+use crate::control::reply_line;
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::options::AttachOptions;
+use crate::pid_file::PidFile;
+use crate::serve::Device;
+use crate::signals::{Signal, Signals};
+use crate::state::{Claim, Orphan, StateDir};
+use crate::{log, systemd};
+
+use answer::{accept, answer};
+pub use parent::Parent;
+use shared::{Ended, Shared, Stage};
+
+/// How long to wait when a connection cannot be taken, or waited for.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+
+/// A device being served, and all that belongs to it.
+pub struct Daemon {
+    shared: Arc<Shared>,
+    control: UnixListener,
+    signals: Signals,
+    ended: Receiver<Ended>,
+    /// A byte when there is something in `ended`.
+    wake: UnixStream,
+    pid_file: Option<PidFile>,
+    /// Last, so that the name is free after everything else is gone.
+    claim: Claim,
+}
+
+impl Daemon {
+    /// Takes the name, opens the device, and listens; when it returns, the device is
+    /// usable and `parent` knows.
+    ///
+    /// # Errors
+    /// Whatever keeps the device from being usable; nothing is left of it then.
+    pub fn start(options: &AttachOptions, parent: &mut Parent) -> Outcome<Daemon> {
+        let inherited = systemd::take_listeners()?;
+        let (dir, signals) = Daemon::begin()?;
+        let claim = match &options.name {
+            Some(name) => dir.claim(name)?,
+            None => dir.claim_unique(&options.default_name())?,
+        };
+        let open = |claim: &Claim| Device::open(options, claim, inherited);
+        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
+    }
+
+    /// As [`Daemon::start`], for the block device of a daemon that is gone.
+    ///
+    /// # Errors
+    /// Whatever keeps the device from being taken over; it stays an orphan then.
+    pub fn recover(options: &AttachOptions, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
+        let (_, signals) = Daemon::begin()?;
+        let Orphan { claim, state } = orphan;
+        for ending in [".control", ".nbd"] {
+            claim.remove_socket(ending)?;
+        }
+        let open = |claim: &Claim| Device::recover(options, claim, state);
+        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
+    }
+
+    /// What a daemon does first.
+    fn begin() -> Outcome<(StateDir, Signals)> {
+        // It is run by way of /proc/self/exe, and would be called `exe`.
+        let _ = rustix::thread::set_name(c"blkq");
+        log::abort_on_panic();
+        let signals = Signals::install()?;
+        systemd::connect_manager();
+        raise_limits();
+        let dir = StateDir::locate()?;
+        dir.create()?;
+        // Sockets and files are for their owner alone, from the moment that they exist.
+        umask(Mode::from_bits_truncate(0o177));
+        Ok((dir, signals))
+    }
+
+    /// Listens, opens the device, and tells `parent`.
+    fn ready(
+        mut claim: Claim,
+        signals: Signals,
+        pid_file: Option<&Path>,
+        open: impl FnOnce(&Claim) -> Outcome<Device>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
+        let system = |what: &'static str| move |e: std::io::Error| Failure::new(format!("{what}: {e}"));
+        let control = UnixListener::bind(claim.file(".control")).map_err(system("control socket"))?;
+        control.set_nonblocking(true).map_err(system("control socket"))?;
+        let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
+        let (sender, ended) = channel();
+        let orphaned = claim.is_kept();
+        let mut device = match open(&claim) {
+            Ok(device) => device,
+            Err(failure) => {
+                // The kernel may have refused to remove what was made.
+                if !orphaned && claim.has_orphan() {
+                    claim.keep(true);
+                }
+                return Err(failure);
+            }
+        };
+        // From here on the name lives as long as the block device, however this process exits.
+        if device.leaves_block_device() {
+            claim.keep(true);
+        }
+        let mut tell = || -> Outcome<Option<PidFile>> {
+            claim.write_state(&device.state_file()?)?;
+            let pid_file = pid_file.map(PidFile::write).transpose()?;
+            if parent.waits() {
+                log::redirect(&claim.file(".log"))?;
+                // Not to keep a file system busy that has nothing to do with the device.
+                std::env::set_current_dir("/").map_err(system("chdir"))?;
+            }
+            // Nothing below opens a file, or needs a privilege that is not kept.
+            let removed = pid_file.iter().map(|file| file.path().to_owned());
+            device.confine(removed.chain([claim.file(".lock")]))?;
+            device.attend()?;
+            let info = device.info_at_attach()?;
+            let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
+            if log::path().is_some() {
+                log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
+            }
+            parent.notify(&reply_line(Ok(&info)))?;
+            systemd::notify(&format!("READY=1\nSTATUS={status}"));
+            Ok(pid_file)
+        };
+        let pid_file = match tell() {
+            Ok(pid_file) => pid_file,
+            Err(failure) => {
+                // Nobody knows of it yet; an orphan stays one.
+                if !orphaned {
+                    let closed = device.close(true);
+                    if claim.is_kept() {
+                        claim.keep(device.leaves_block_device());
+                    }
+                    closed.map_err(|e| Failure::new(format!("{failure}; and what was made is left: {e}")))?;
+                }
+                return Err(failure);
+            }
+        };
+        let shared = Shared::new(device, &claim, sender, waker);
+        Ok(Daemon { shared, control, signals, ended, wake, pid_file, claim })
+    }
+
+    /// The device as it is now, with what its user should know first.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn info(&self) -> Outcome<DeviceInfo> {
+        self.shared.device().info_at_attach()
+    }
+
+    /// Serves until the device is detached or a signal ends it.
+    pub fn run(mut self) -> ExitCode {
+        loop {
+            let mut fds = [
+                PollFd::new(&self.control, PollFlags::IN),
+                PollFd::new(&self.signals, PollFlags::IN),
+                PollFd::new(&self.wake, PollFlags::IN),
+                PollFd::new(self.shared.device().autoclear().idle_event(), PollFlags::IN),
+                PollFd::new(self.shared.device().rejection_event(), PollFlags::IN),
+                PollFd::new(self.shared.device().failure_event(), PollFlags::IN),
+            ];
+            // Interrupted, or out of memory: look again. The signal is in its pipe.
+            if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+            let [commands, signals, ended, idle, rejections, failed] = fds.map(|fd| !fd.revents().is_empty());
+            if signals {
+                for signal in self.signals.take() {
+                    if self.on_signal(signal) {
+                        return self.exit_at_once();
+                    }
+                }
+            }
+            if failed && let Some(failure) = self.shared.device().take_failure() {
+                log::line(&format!(
+                    "exiting at once: {failure}; what it had in flight waits for blkq recover"
+                ));
+                return self.exit_at_once();
+            }
+            if ended && let Ok(ended) = self.ended.try_recv() {
+                return self.finish(ended);
+            }
+            if rejections {
+                self.shared.device().log_rejections();
+            }
+            if idle {
+                self.shared.device().autoclear().take_event();
+                self.shared.spawn(|shared| {
+                    if shared.close_idle() {
+                        log::line("ending: the last client has gone");
+                        shared.end(None);
+                    }
+                });
+            }
+            if commands {
+                match self.control.accept() {
+                    Ok((stream, _)) => accept(&self.shared, stream),
+                    // Out of descriptors, say: others may give some back.
+                    Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+                }
+            }
+        }
+    }
+
+    /// Does what a signal asks for; returns whether the process is to exit at once.
+    fn on_signal(&mut self, signal: Signal) -> bool {
+        match signal {
+            Signal::Hangup => {
+                self.shared.spawn(|shared| log::line(&shared.device().reload_certificates()));
+                false
+            }
+            Signal::Terminate | Signal::Interrupt => self.shared.terminate(signal),
+        }
+    }
+
+    /// Detaches the device at once, with whoever has connected: its user could not be told of it.
+    pub fn give_up(self) {
+        if self.shared.close(Stage::Ending, |device| device.close(true)).is_ok() {
+            self.shared.end(None);
+        }
+        if let Ok(ended) = self.ended.try_recv() {
+            self.finish(ended);
+        }
+    }
+
+    /// Exits with what is in flight. A block device that is left keeps its files, by which `recover`
+    /// and `detach` find it.
+    fn exit_at_once(self) -> ExitCode {
+        let Daemon { shared, mut claim, .. } = self;
+        claim.keep(shared.device().leaves_block_device());
+        // The engines may have I/O that never completes.
+        std::mem::forget(shared);
+        match claim.is_kept() {
+            // Locked until the process, which the kernel still takes for its server, is gone.
+            true => std::mem::forget(claim),
+            false => drop(claim),
+        }
+        ExitCode::from(EXIT_FAILED)
+    }
+
+    /// Removes what is left of the device, and then says so to who asked for it.
+    fn finish(self, ended: Ended) -> ExitCode {
+        let Daemon { shared, control, pid_file, mut claim, .. } = self;
+        drop((control, pid_file));
+        claim.keep(shared.device().leaves_block_device());
+        drop(claim);
+        drop(shared);
+        let outcome = ended.flushed.map_err(|e| e.during("detached, but data may be lost"));
+        let code = match &outcome {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(failure) => {
+                log::line(&failure.to_string());
+                ExitCode::from(EXIT_FAILED)
+            }
+        };
+        if let Some(asker) = ended.asker {
+            answer(&asker, &reply_line(outcome));
+        }
+        code
+    }
+}
+
+/// Takes what the user is allowed: descriptors for connections, locked memory for
+/// registered buffers. What is refused is missed where it is needed, not here.
+fn raise_limits() {
+    for resource in [Resource::Nofile, Resource::Memlock] {
+        let maximum = getrlimit(resource).maximum;
+        let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
+    }
+    // Root needs no limit raised to lock memory, until it is no longer privileged.
+    let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
+}

@@ -1,0 +1,284 @@
+//! The state that the threads of a daemon share, and the changes that they make to it.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Uid, geteuid};
+
+use crate::failure::{Failure, Outcome};
+use crate::serve::Device;
+use crate::signals::Signal;
+use crate::state::{Claim, StateDir};
+use crate::{log, systemd};
+
+/// How long a daemon that leaves its device to the next one waits for other commands' answers.
+const LEAVE_WAIT: Duration = Duration::from_millis(100);
+/// Stack of a thread that answers a command.
+const ANSWER_STACK_BYTES: usize = 256 << 10;
+
+/// What the threads that answer commands share.
+pub(super) struct Shared {
+    /// Who runs it.
+    owner: Uid,
+    device: Device,
+    /// Locked while its change is decided, and while the state file is written, which goes with it.
+    stage: Mutex<Stage>,
+    dir: StateDir,
+    name: String,
+    answering: AtomicUsize,
+    /// A signal has asked for the end, which is on its way.
+    signalled: AtomicBool,
+    ended: Sender<Ended>,
+    waker: UnixStream,
+}
+
+/// Where a device is in its life.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    Serving,
+    /// It is left to the next daemon, which reads what this one has written.
+    Leaving,
+    /// It is closed and ends, or has ended.
+    Ending,
+}
+
+impl Stage {
+    /// Whether the device can still be changed, and why not.
+    pub(super) fn check(self) -> Outcome {
+        match self {
+            Stage::Serving => Ok(()),
+            Stage::Leaving => Err(Failure::new("the device is being handed over to a new daemon; try again")),
+            Stage::Ending => Err(Failure::new("the device is ending")),
+        }
+    }
+}
+
+/// The device has ended.
+pub(super) struct Ended {
+    /// How its last flush went.
+    pub(super) flushed: Outcome,
+    /// Who asked for it and waits for the answer.
+    pub(super) asker: Option<UnixStream>,
+}
+
+impl Shared {
+    /// A device that is served. When it has ended, `ended` gets that, and `waker` a byte.
+    pub(super) fn new(device: Device, claim: &Claim, ended: Sender<Ended>, waker: UnixStream) -> Arc<Shared> {
+        Arc::new(Shared {
+            owner: geteuid(),
+            device,
+            stage: Mutex::new(Stage::Serving),
+            dir: claim.dir().clone(),
+            name: claim.name().to_owned(),
+            answering: AtomicUsize::new(0),
+            signalled: AtomicBool::new(false),
+            ended,
+            waker,
+        })
+    }
+
+    /// The user that the daemon runs as.
+    pub(super) fn owner(&self) -> Uid {
+        self.owner
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// How many threads answer commands.
+    pub(super) fn answering(&self) -> usize {
+        self.answering.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn stage(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes the device in the way of `close`, for who then ends it or leaves it, as `next` says.
+    ///
+    /// # Errors
+    /// If it is in use and that is to be respected, or it is ending already.
+    pub(super) fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
+        let mut stage = self.stage();
+        if *stage != Stage::Serving {
+            return Err(Failure::new("it is ending already; blkq list tells when it is gone"));
+        }
+        close(&self.device)?;
+        *stage = next;
+        Ok(())
+    }
+
+    /// Closes the device for the next daemon. Not if writes could not be made durable: that one
+    /// would know nothing of it, and answer flushes well.
+    ///
+    /// # Errors
+    /// As [`Shared::close`], and that.
+    pub(super) fn leave(&self) -> Outcome {
+        // Not under the lock: a flush may take long, or hang, and a forced end does not wait for it.
+        self.device.flush()?;
+        self.close(Stage::Leaving, Device::leave)
+    }
+
+    /// Closes a device that is to end with its last client, if that has gone.
+    pub(super) fn close_idle(&self) -> bool {
+        let close = |device: &Device| match device.autoclear().is_on() {
+            true => device.close(false),
+            false => Err(Failure::new("it stays")),
+        };
+        self.close(Stage::Ending, close).is_ok()
+    }
+
+    /// Ends the device, which is closed.
+    pub(super) fn end(&self, asker: Option<UnixStream>) {
+        systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
+        let flushed = self.device.end();
+        // The other ends are in the first thread, which lives longer than any other.
+        let _ = self.ended.send(Ended { flushed, asker });
+        let _ = (&self.waker).write_all(&[0]);
+    }
+
+    /// Gives other commands a moment to be answered: one that is lost is refused, and says so.
+    pub(super) fn wait_for_answers(&self) {
+        let until = Instant::now() + LEAVE_WAIT;
+        while self.answering.load(Ordering::Relaxed) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Runs `job` on a thread of its own.
+    pub(super) fn spawn(self: &Arc<Shared>, job: impl FnOnce(&Shared) + Send + 'static) {
+        let count = self.clone();
+        self.answering.fetch_add(1, Ordering::Relaxed);
+        let thread = std::thread::Builder::new().name("blkq-control".into()).stack_size(ANSWER_STACK_BYTES);
+        let spawned = thread.spawn(move || {
+            job(&count);
+            count.answering.fetch_sub(1, Ordering::Relaxed);
+        });
+        if let Err(e) = spawned {
+            self.answering.fetch_sub(1, Ordering::Relaxed);
+            log::line(&format!("cannot start a thread: {e}"));
+        }
+    }
+
+    /// Detaches the device because of a signal; returns whether the process is to exit at once.
+    pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> bool {
+        if self.signalled.swap(true, Ordering::SeqCst) {
+            log::line("ending at once: another signal asked for it; what was in flight may be lost");
+            return true;
+        }
+        self.spawn(move |shared| {
+            match shared.close(Stage::Ending, |device| device.close(true)) {
+                Ok(()) => {
+                    log::line(&format!("ending: {} asked for it", signal.name()));
+                    shared.end(None);
+                }
+                Err(failure) => {
+                    log::line(&format!("not ending: {failure}"));
+                    // The next signal tries again.
+                    shared.signalled.store(false, Ordering::SeqCst);
+                }
+            }
+        });
+        false
+    }
+
+    pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
+        self.stage().check()?;
+        self.keep(self.change(settings))
+    }
+
+    /// Writes the settings that were `changed` down, for the next daemon of the block device.
+    fn keep(&self, changed: Outcome) -> Outcome {
+        let stage = self.stage();
+        match *stage {
+            // Of several that were set, those before the one that was refused are kept too.
+            Stage::Serving => changed.and(self.write_settings()),
+            // The next daemon does not hear of it.
+            Stage::Leaving => stage.check(),
+            // Nothing of it is to be left.
+            Stage::Ending => changed,
+        }
+    }
+
+    fn write_settings(&self) -> Outcome {
+        let state = self.device.state_file()?;
+        if state.ublk.is_none() {
+            return Ok(());
+        }
+        self.dir.write_state(&self.name, &state).map_err(|e| e.during("set, but not kept for blkq recover"))
+    }
+
+    fn change(&self, settings: &[(String, String)]) -> Outcome {
+        for (done, (key, value)) in settings.iter().enumerate() {
+            log::line(&format!("set {key}={value}"));
+            self.set_one(key, value).map_err(|e| {
+                let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
+                let note =
+                    if done > 0 { format!(" (done before: {})", before.join(", ")) } else { String::new() };
+                Failure::new(format!("{key}={value}: {e}{note}"))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn set_one(&self, key: &str, value: &str) -> Outcome {
+        match key {
+            "autoclear" => {}
+            "hang-warning" => return self.device.set_hang_warning(value),
+            _ => return self.device.set(key, value),
+        }
+        // Who is told that it stays can rely on it.
+        let stage = self.stage();
+        stage.check()?;
+        self.device.set_autoclear(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::options::tests::options;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn what_the_next_daemon_would_not_hear_of_is_not_set_well() {
+        let dir = scratch("handover");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        let ((_wake, waker), (sender, _ended)) = (UnixStream::pair().unwrap(), channel());
+        let shared = Shared::new(device, &claim, sender, waker);
+        let depth = || {
+            let settings = shared.device.info().unwrap().settings;
+            settings.into_iter().find(|(key, _)| key == "depth").unwrap().1
+        };
+        let set = |value: &str| shared.set(&[("depth".to_owned(), value.to_owned())]);
+        set("64").unwrap();
+        // There is no block device to leave: it goes on.
+        assert!(shared.close(Stage::Leaving, Device::leave).is_err());
+        set("32").unwrap();
+
+        *shared.stage() = Stage::Leaving;
+        let refused = set("16").unwrap_err().to_string();
+        assert!(refused.contains("handed over") && refused.contains("try again"), "{refused}");
+        assert_eq!(depth(), "32");
+        // It began to leave while the change was made.
+        shared.change(&[("depth".to_owned(), "16".to_owned())]).unwrap();
+        assert_eq!(shared.keep(Ok(())), Err(Failure::new(refused)));
+        *shared.stage() = Stage::Ending;
+        assert_eq!(shared.keep(Ok(())), Ok(()));
+        assert!(set("8").unwrap_err().to_string().contains("ending"));
+
+        shared.device.close(true).unwrap();
+        shared.device.end().unwrap();
+        drop((shared, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

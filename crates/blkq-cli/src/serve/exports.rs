@@ -1,0 +1,65 @@
+//! The attachments that serve a device: those that are asked for, or the best that there is.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use blkq_export::ublk::{CONTROL_PATH, ControlDevice, Features};
+use rustix::process::geteuid;
+
+use crate::failure::{Failure, Outcome};
+use crate::options::{AttachOptions, Export};
+
+/// Which attachments serve a device.
+pub(super) struct Exports {
+    pub(super) nbd: bool,
+    pub(super) ublk: bool,
+    /// Why there is no ublk, where it would have been the first choice.
+    pub(super) no_ublk: Option<Failure>,
+}
+
+/// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
+/// kernel has it and the user may use it, else NBD.
+pub(super) fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> Outcome<Exports> {
+    let asked = |export| options.exports.contains(&export);
+    if !options.exports.is_empty() {
+        if asked(Export::Ublk) {
+            check_ublk()?;
+        }
+        return Ok(Exports { nbd: asked(Export::Nbd), ublk: asked(Export::Ublk), no_ublk: None });
+    }
+    let addressed = !options.listen.is_empty() || !inherited.is_empty();
+    let no_ublk = if addressed { None } else { check_ublk().err() };
+    let ublk = !addressed && no_ublk.is_none();
+    options.check_exports(!ublk, ublk)?;
+    Ok(Exports { nbd: !ublk, ublk, no_ublk })
+}
+
+/// Refuses if this process may not make ublk devices.
+fn check_ublk() -> Outcome {
+    load_driver();
+    let check = || {
+        let unusable = |e: blkq::Error| Failure::new(format!("{e}, or use --export nbd"));
+        let mut control = ControlDevice::open().map_err(unusable)?;
+        match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
+            true => Ok(()),
+            false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),
+        }
+    };
+    // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
+    // serve a block device.
+    std::thread::spawn(check)
+        .join()
+        .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
+}
+
+/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
+/// by whoever then finds no control device.
+fn load_driver() {
+    if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
+        let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
+        let mut modprobe = Command::new(program.trim());
+        modprobe.args(["-q", "ublk_drv"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let _ = modprobe.status();
+    }
+}
