@@ -18,7 +18,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit, umask};
+use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, umask};
 
 use crate::control::reply_line;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
@@ -109,6 +109,7 @@ impl Daemon {
         control.set_nonblocking(true).map_err(system("control socket"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
         let (sender, ended) = channel();
+        let owner = geteuid();
         let orphaned = claim.is_kept();
         let mut device = match open(&claim) {
             Ok(device) => device,
@@ -159,7 +160,7 @@ impl Daemon {
                 return Err(failure);
             }
         };
-        let shared = Shared::new(device, &claim, sender, waker);
+        let shared = Shared::new(owner, device, &claim, sender, waker);
         Ok(Daemon { shared, control, signals, ended, wake, pid_file, claim })
     }
 

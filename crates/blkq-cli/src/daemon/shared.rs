@@ -7,7 +7,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Uid, geteuid};
+use rustix::process::Uid;
 
 use crate::failure::{Failure, Outcome};
 use crate::serve::Device;
@@ -66,10 +66,17 @@ pub(super) struct Ended {
 }
 
 impl Shared {
-    /// A device that is served. When it has ended, `ended` gets that, and `waker` a byte.
-    pub(super) fn new(device: Device, claim: &Claim, ended: Sender<Ended>, waker: UnixStream) -> Arc<Shared> {
+    /// A device that is served, by the user `owner`. When it has ended, `ended` gets that, and `waker`
+    /// a byte.
+    pub(super) fn new(
+        owner: Uid,
+        device: Device,
+        claim: &Claim,
+        ended: Sender<Ended>,
+        waker: UnixStream,
+    ) -> Arc<Shared> {
         Arc::new(Shared {
-            owner: geteuid(),
+            owner,
             device,
             stage: Mutex::new(Stage::Serving),
             dir: claim.dir().clone(),
@@ -243,6 +250,8 @@ impl Shared {
 mod tests {
     use std::sync::mpsc::channel;
 
+    use rustix::process::geteuid;
+
     use super::*;
     use crate::options::tests::options;
     use crate::state::tests::scratch;
@@ -254,7 +263,7 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _ended)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(device, &claim, sender, waker);
+        let shared = Shared::new(geteuid(), device, &claim, sender, waker);
         let depth = || {
             let settings = shared.device.info().unwrap().settings;
             settings.into_iter().find(|(key, _)| key == "depth").unwrap().1

@@ -1,0 +1,209 @@
+//! Daemons on their own: signals, the service manager, the control socket, what they have and need.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use place::*;
+
+// Contract: bounded-input
+#[test]
+fn few_open_files_are_enough_and_leave_some_for_commands() {
+    let place = Place::new("few");
+    let limited = ["-c", "ulimit -n 160 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_blkq")];
+    let attach = ["attach", "ram:1M", "--export", "nbd", "--max-connections", "1000"];
+    let output =
+        Command::new("sh").args(limited).args(attach).env("BLKQ_STATE_DIR", place.state()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let uri = String::from_utf8(output.stdout).unwrap();
+    assert!(String::from_utf8(output.stderr).unwrap().contains("clients at a time"));
+    // All that it lets in, and more.
+    let address = uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap();
+    let crowd: Vec<UnixStream> = (0..180)
+        .map(|_| {
+            let mut stream = UnixStream::connect(address).unwrap();
+            let _ = stream.read(&mut [0; 18]);
+            stream
+        })
+        .collect();
+    place.done(&["set", "ram", "depth=32"]);
+    drop(crowd);
+}
+
+// Contract: detach
+#[test]
+fn signals_end_a_daemon_in_order() {
+    let place = Place::new("signals");
+    for end in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+        let uri = place.done(&["attach", "ram:1M"]);
+        let mut connected = client(&uri);
+        let pid = place.pid("ram");
+        signal(pid, end);
+        wait_until("the daemon ends", || is_gone(pid));
+        assert_eq!(connected.read(&mut [0]).unwrap_or(0), 0);
+        assert!(place.files().is_empty());
+    }
+}
+
+/// SIGTERM to a daemon that is being detached is the same wish again, not haste.
+#[test]
+fn a_signal_during_a_detach_loses_nothing() {
+    let place = Place::new("both");
+    let image = place.image("disk.img", 1 << 20);
+    for _ in 0..5 {
+        place.done(&["attach", &image, "--name", "d"]);
+        let pid = place.pid("d");
+        let mut detach = place.command(&["detach", "d"]).stderr(Stdio::null()).spawn().unwrap();
+        signal(pid, rustix::process::Signal::TERM);
+        detach.wait().unwrap();
+        wait_until("the daemon ends", || is_gone(pid));
+        assert!(place.files().is_empty());
+    }
+}
+
+fn foreground(place: &Place, words: &[&str], notify: &Path) -> (Child, UnixDatagram) {
+    let socket = UnixDatagram::bind(notify).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let child = place
+        .command(&[&["attach", "--foreground"], words].concat())
+        .env("NOTIFY_SOCKET", notify)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    (child, socket)
+}
+
+fn word(socket: &UnixDatagram) -> String {
+    let mut buffer = [0; 1024];
+    let length = socket.recv(&mut buffer).unwrap();
+    String::from_utf8(buffer[..length].to_vec()).unwrap()
+}
+
+#[test]
+fn in_the_foreground_it_tells_the_service_manager() {
+    let place = Place::new("front");
+    let (mut child, manager) = foreground(&place, &["ram:1M"], &place.dir.join("n"));
+    assert!(word(&manager).starts_with("READY=1\nSTATUS=Serving ram:1M as nbd+unix"));
+    place.done(&["show", "ram"]);
+    signal(child.id().try_into().unwrap(), rustix::process::Signal::TERM);
+    assert!(word(&manager).starts_with("STOPPING=1"));
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let mut printed = String::new();
+    child.stdout.unwrap().read_to_string(&mut printed).unwrap();
+    assert!(printed.starts_with("nbd+unix:///") && printed.lines().count() == 1);
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn sockets_of_the_service_manager_are_served_and_left_there() {
+    let place = Place::new("activated");
+    let path = place.dir.join("a.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    // A shell knows the process that it becomes; descriptor 3 is its standard input's copy.
+    let mut command = place.command(&[]);
+    let program = command.get_program().to_owned();
+    command = Command::new("sh");
+    command
+        .args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" attach ram:1M"])
+        .arg(program)
+        .env("BLKQ_STATE_DIR", place.state())
+        .stdin(std::os::fd::OwnedFd::from(listener.try_clone().unwrap()))
+        .stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    drop(client(&format!("nbd+unix:///?socket={}", path.display())));
+    assert!(!place.files().contains(&"ram.nbd".to_owned()));
+    assert_eq!(place.pid("ram"), i32::try_from(child.id()).unwrap());
+    place.done(&["detach", "ram", "--force"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let mut printed = String::new();
+    child.stdout.unwrap().read_to_string(&mut printed).unwrap();
+    assert_eq!(printed, "", "standard output is that of the client who made the socket");
+    assert!(path.exists());
+}
+
+// Contract: bounded-input
+#[test]
+fn the_control_socket_survives_garbage() {
+    let place = Place::new("garbage");
+    place.done(&["attach", "ram:1M"]);
+    assert_eq!(place.ask("ram", b"{\"command\":\"ping\"}\n"), "{\"ok\":null}\n");
+    let garbage: [&[u8]; 6] =
+        [b"\n", b"\0\xff\xfe\n", b"{\n", b"{\"command\":\"ping\",\"x\":1}\n", &[b'['; 70 << 10], b"null\n"];
+    for line in garbage {
+        let answer = place.ask("ram", line);
+        assert!(answer.starts_with("{\"error\":\"malformed request") || answer.is_empty(), "{answer}");
+    }
+    // Clients that say nothing hold nobody up, however many there are.
+    let idle: Vec<UnixStream> =
+        (0..8).map(|_| UnixStream::connect(place.state().join("ram.control")).unwrap()).collect();
+    assert_eq!(place.ask("ram", b"{\"command\":\"ping\"}\n"), "{\"ok\":null}\n");
+    drop(idle);
+    place.done(&["show", "ram"]);
+}
+
+// Contract: bounded-input
+#[test]
+fn sockets_and_files_are_the_owners_alone() {
+    let place = Place::new("modes");
+    let custom = place.dir.join("c.sock");
+    place.done(&["attach", "ram:1M", "--listen", &format!("unix:{}", custom.display())]);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&place.state()), 0o700);
+    assert_eq!(mode(&custom), 0o600);
+    for file in place.files() {
+        assert_eq!(mode(&place.state().join(&file)), 0o600, "{file}");
+    }
+    place.done(&["detach", "ram"]);
+    assert!(!custom.exists());
+}
+
+// Contract: bounded-input
+#[test]
+fn a_daemon_has_given_up_what_it_does_not_need() {
+    let place = Place::new("sandbox");
+    place.done(&["attach", "ram:1M", "--queues", "2"]);
+    let fields = |name: &str| -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", place.pid(name))).unwrap();
+        let mut lines: Vec<String> = tasks
+            .filter_map(|task| fs::read_to_string(task.unwrap().path().join("status")).ok())
+            .flat_map(|status| status.lines().map(str::to_owned).collect::<Vec<_>>())
+            .filter(|line| {
+                ["CapPrm:", "CapEff:", "NoNewPrivs:", "Seccomp:"].iter().any(|name| line.starts_with(name))
+            })
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect();
+        lines.sort();
+        lines.dedup();
+        lines
+    };
+    let zero = "0".repeat(16);
+    let given_up =
+        [format!("CapEff: {zero}"), format!("CapPrm: {zero}"), "NoNewPrivs: 1".into(), "Seccomp: 2".into()];
+    assert_eq!(fields("ram"), given_up);
+    let sandbox = &place.json(&["show", "ram", "--json"])["sandbox"];
+    assert_eq!((&sandbox["capabilities"], &sandbox["seccomp"]), (&"none".into(), &true.into()));
+    place.done(&["attach", "ram:1M", "--name", "open", "--no-sandbox"]);
+    assert!(fields("open").contains(&"Seccomp: 0".to_owned()));
+    assert!(place.done(&["show", "open"]).contains("off (--no-sandbox)"));
+}
+
+#[test]
+fn a_daemon_at_rest_is_small() {
+    let place = Place::new("small");
+    let image = place.image("disk.img", 1 << 30);
+    place.done(&["attach", &image]);
+    let status = fs::read_to_string(format!("/proc/{}/status", place.pid("disk.img"))).unwrap();
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let kib: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
+    // Debug builds are larger than what is shipped.
+    let most = if cfg!(debug_assertions) { 16 << 10 } else { 8 << 10 };
+    assert!(kib <= most, "{kib} KiB");
+}
