@@ -54,6 +54,11 @@ impl Request {
         }
     }
 
+    /// A flush of the queue's own.
+    pub(crate) const fn flush(start_ns: u64) -> Request {
+        Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() }
+    }
+
     /// Becomes the request of one bio.
     #[inline]
     pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {

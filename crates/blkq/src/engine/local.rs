@@ -89,11 +89,11 @@ impl LocalQueue {
     /// be taken (fewer, if fewer are in flight).
     pub fn wait(&mut self, want: usize) {
         // With a ring, one call can both submit and wait.
-        if self.ring.is_none() || self.queue.done.len() >= want {
+        if self.ring.is_none() || self.queue.completions().len() >= want {
             self.poll();
         }
         loop {
-            let have = self.queue.done.len();
+            let have = self.queue.completions().len();
             let in_flight = self.queue.in_flight() as usize;
             let want = want.min(have + in_flight);
             if have >= want {
@@ -107,7 +107,7 @@ impl LocalQueue {
     /// its deadline in the very flush that gives it requests.
     fn sleep_time(&self) -> Option<Duration> {
         // With nothing in the driver (frozen, quiesced, tags in use elsewhere) nothing wakes it.
-        let idle = (self.ring.is_none() || self.queue.started == 0).then_some(IDLE_WAIT);
+        let idle = (self.ring.is_none() || !self.queue.has_started()).then_some(IDLE_WAIT);
         [time_until(self.queue.deadline_ns()), idle].into_iter().flatten().min()
     }
 
@@ -115,17 +115,17 @@ impl LocalQueue {
     #[inline]
     fn turn(&mut self, want: usize) {
         self.queue.flush(self.ring.as_deref_mut());
-        let sleeps = self.queue.done.len() < want && self.queue.completed.is_empty();
+        let sleeps = self.queue.completions().len() < want && !self.queue.has_completed();
         let timeout = if sleeps { self.sleep_time() } else { None };
         if sleeps {
-            self.queue.clock.rest();
+            self.queue.rest();
         }
         match &mut self.ring {
             Some(ring) => {
                 if sleeps {
                     // A merged request ends several bios: one completion of the ring may do.
                     ring.enter(1, timeout);
-                } else if self.queue.started > 0 || ring.has_submissions() {
+                } else if self.queue.has_started() || ring.has_submissions() {
                     ring.enter(0, None);
                 }
                 ring.reap_all(&mut self.cqes);
@@ -142,16 +142,16 @@ impl LocalQueue {
     /// The next completion, oldest first. Those behind it move up: where there are many,
     /// [`LocalQueue::completions`] is the way.
     pub fn take_completion(&mut self) -> Option<Completion> {
-        if self.queue.done.is_empty() {
+        if self.queue.completions().is_empty() {
             return None;
         }
-        Some(self.queue.done.remove(0))
+        Some(self.queue.completions_mut().remove(0))
     }
 
     /// All completions that are there, oldest first.
     #[inline]
     pub fn completions(&mut self) -> std::vec::Drain<'_, Completion> {
-        self.queue.done.drain(..)
+        self.queue.completions_mut().drain(..)
     }
 
     /// What has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
@@ -171,7 +171,7 @@ impl LocalQueue {
 
     /// The limits in force.
     pub fn limits(&self) -> &QueueLimits {
-        &self.queue.limits
+        self.queue.limits()
     }
 
     /// What registers buffers with the queue's ring; none if the driver uses no ring.
@@ -188,10 +188,10 @@ impl LocalQueue {
 impl Drop for LocalQueue {
     fn drop(&mut self) {
         // The kernel may still write into buffers of I/O in flight: wait for it.
-        self.queue.closing = true;
-        while self.queue.started > 0 {
+        self.queue.close_intake();
+        while self.queue.has_started() {
             self.turn(1);
-            self.queue.done.clear();
+            self.queue.completions_mut().clear();
         }
         self.queue.close(self.ring.as_deref_mut());
     }

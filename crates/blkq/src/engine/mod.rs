@@ -75,7 +75,7 @@ impl Engine {
         };
         let mut queues: Vec<Queue> = queues.iter().enumerate().map(open).collect::<Result<_, _>>()?;
         if queues.len() > 1 {
-            queues.iter_mut().for_each(|queue| queue.plug.limit = PLUG_REQUESTS_SEVERAL_QUEUES);
+            queues.iter_mut().for_each(|queue| queue.set_plug_limit(PLUG_REQUESTS_SEVERAL_QUEUES));
         }
         let mut engine = Engine {
             ring,
@@ -139,7 +139,7 @@ impl Engine {
             for queue in &mut self.queues {
                 queue.flush(Some(&mut self.ring));
             }
-            if self.queues.iter().all(|queue| queue.done.is_empty()) {
+            if self.queues.iter().all(|queue| queue.completions().is_empty()) {
                 break;
             }
         }
@@ -193,7 +193,7 @@ impl Engine {
     /// Hands ended bios to the sources that submitted them.
     fn deliver(&mut self) {
         for index in 0..self.queues.len() {
-            let mut done = std::mem::take(&mut self.queues[index].done);
+            let mut done = std::mem::take(self.queues[index].completions_mut());
             for mut completion in done.drain(..) {
                 let token = Token(completion.user_data);
                 completion.user_data = token.payload();
@@ -201,8 +201,8 @@ impl Engine {
                 self.with_source(source, |source, cx| source.on_bio(cx, completion));
             }
             // Keep the room that it has grown to, unless bios ended at once meanwhile.
-            if self.queues[index].done.is_empty() {
-                self.queues[index].done = done;
+            if self.queues[index].completions().is_empty() {
+                *self.queues[index].completions_mut() = done;
             }
         }
     }
@@ -228,7 +228,7 @@ impl Engine {
                 }
                 Message::Exit => {
                     self.exit = true;
-                    self.queues.iter_mut().for_each(|queue| queue.closing = true);
+                    self.queues.iter_mut().for_each(Queue::close_intake);
                     for index in 0..self.sources.len() {
                         self.with_source(index, |source, cx| source.stop(cx, true));
                     }
@@ -300,7 +300,7 @@ impl Engine {
         if self.has_work() {
             self.ring.enter(0, None);
         } else {
-            self.queues.iter_mut().for_each(|queue| queue.clock.rest());
+            self.queues.iter_mut().for_each(Queue::rest);
             self.ring.enter(1, time_until(self.deadline_ns()));
         }
         self.kicks.iter().for_each(|kick| kick.woke());

@@ -156,12 +156,12 @@ impl SourceContext<'_> {
 
     /// The disk behind queue number `queue`.
     pub fn disk(&self, queue: usize) -> &Arc<Disk> {
-        &self.queues[queue].disk
+        self.queues[queue].disk()
     }
 
     /// The current limits of that disk (capacity, block sizes, capabilities, read-only).
     pub fn limits(&self, queue: usize) -> &QueueLimits {
-        &self.queues[queue].limits
+        self.queues[queue].limits()
     }
 
     /// Nanoseconds of the monotonic clock.

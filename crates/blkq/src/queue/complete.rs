@@ -1,84 +1,69 @@
-//! How the end of a bio reaches whoever asked for it.
+//! Completing requests in batches, and the bios in them (`struct io_comp_batch`).
 
-use std::mem::ManuallyDrop;
-
-use crate::bio::{BioFlags, Completion, Operation};
-use crate::buffer::Data;
+use crate::bio::{BioFlags, Operation};
 use crate::completer::Completer;
 use crate::error::{IoResult, Status};
-use crate::queue::Queue;
-use crate::remote::gate::Direction;
-use crate::request::NIL;
-use crate::request::{Request, RequestState};
-use crate::slab::{BioSlot, FlushStep, SlotMarks};
+use crate::request::{NIL, Request};
+use crate::slab::{FlushStep, SlotMarks};
 use crate::stats::{Counter, StatsBatch};
 use crate::tags::Tag;
 
+use super::Queue;
+
 impl Queue {
-    /// Ends what the driver completed: one clock reading, one return of tags, one update
-    /// of the shared counters for all of it (`struct io_comp_batch`).
-    pub(crate) fn complete_batch(&mut self) {
-        if self.limits_changed {
+    /// Completes the requests that the driver finished: one clock reading, one return of tags,
+    /// one update of the shared counters for all of them.
+    pub(super) fn complete_batch(&mut self) {
+        if self.completions.take_limits_changed() {
             self.reload_limits();
         }
         // A fresh reading: no completion is stamped earlier than its issue.
         self.clock.invalidate();
-        self.rerun_at_ns = None;
-        let mut completed = std::mem::take(&mut self.completed);
+        self.dispatch.clear_rerun();
+        let mut completed = self.completions.take_requests();
         let count = completed.len() as u32;
-        if self.scheduler.is_some() {
-            self.tell_scheduler(&completed);
+        if self.dispatch.has_scheduler() {
+            self.dispatch.notify_scheduler(&completed, &mut self.clock);
         }
-        if self.settings.iostats {
+        if self.disk.settings().iostats {
             self.account(&completed);
         }
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
         self.stats.clock_age(self.clock.age_ns_max());
         let flushes = self.flush.in_flight();
-        if self.watch.waits_for_ends() {
-            self.note_ends(&completed);
+        if self.watch.has_named() {
+            let iostats = self.disk.settings().iostats;
+            self.watch.note_completed(&completed, &self.in_flight, &mut self.clock, iostats);
         }
         for &(tag, result) in &completed {
-            self.end_request(tag, result);
+            self.complete_request(tag, result);
         }
         if flushes {
             // Its tag is none of the set's.
             completed.retain(|&(tag, _)| tag != self.flush.tag());
         }
         self.tags.put_batch(completed.iter().map(|&(tag, _)| tag));
-        completed.clear();
-        if self.completed.is_empty() {
-            self.completed = completed;
-        }
-        self.started -= count;
-        self.in_use -= count;
-        if self.gate_owed != [0; 2] {
-            self.pay_gate();
-        }
-        self.tell_ended();
+        self.completions.put_back_requests(completed);
+        self.dispatch.release(count);
+        self.in_flight.release(count);
+        self.completions.pay_gate(&self.disk.disk().gate);
+        self.completions.notify_remote();
     }
 
-    /// Of its requests that ended, and others: most disks have no scheduler.
-    #[cold]
-    fn tell_scheduler(&mut self, completed: &[(Tag, IoResult)]) {
-        if let Some(scheduler) = &mut self.scheduler {
-            scheduler.completed(completed, self.clock.now_ns());
-        }
-    }
-
-    /// Tells the statistics of requests that ended: those alike, and stamped alike, together.
+    /// Counts requests that completed: those alike, and stamped alike, together.
     fn account(&mut self, completed: &[(Tag, IoResult)]) {
+        let requests = self.in_flight.requests();
         let mut batch = StatsBatch::default();
         let mut rest = completed;
         while !rest.is_empty() {
             let (now_ns, stamped) = self.clock.now_ns_for(rest.len());
             let mut alike = &rest[..stamped];
             rest = &rest[stamped..];
-            while let Some((first, _)) = alike.first() {
-                let Request { operation, start_ns, .. } = self.requests[first.index()];
+            while let Some(&(first, _)) = alike.first() {
+                let Request { operation, start_ns, .. } = requests[first.index()];
                 let (mut count, mut sectors) = (0, 0);
-                for (tag, _) in alike {
-                    let request = &self.requests[tag.index()];
+                for &(tag, _) in alike {
+                    let request = &requests[tag.index()];
                     if request.start_ns != start_ns || request.operation != operation {
                         break;
                     }
@@ -93,24 +78,20 @@ impl Queue {
     }
 
     #[inline(always)]
-    fn end_request(&mut self, tag: Tag, result: IoResult) {
-        let request = &mut self.requests[tag.index()];
-        if request.state != RequestState::Busy {
-            completed_twice(tag);
-        }
-        request.state = RequestState::Idle;
-        if result.is_err() || request.operation == Operation::Flush {
-            return self.end_request_slow(tag, result);
-        }
+    fn complete_request(&mut self, tag: Tag, result: IoResult) {
+        let request = self.in_flight.complete(tag);
         let mut index = request.first_bio;
+        if result.is_err() || request.operation == Operation::Flush {
+            return self.complete_request_slow(tag, result);
+        }
         loop {
-            let slot = &mut self.bios[index];
+            let slot = &mut self.in_flight[index];
             let next = slot.next;
             if let Some(user_data) = slot.plain_mark() {
-                push_plain(&mut self.done, user_data, slot);
-                self.bios.remove(index);
+                self.completions.push_plain(user_data, slot);
+                self.in_flight.bios_mut().remove(index);
             } else {
-                self.end_bio(index, Ok(()));
+                self.complete_bio(index, Ok(()));
             }
             if next == NIL {
                 return;
@@ -120,25 +101,25 @@ impl Queue {
     }
 
     #[cold]
-    fn end_request_slow(&mut self, tag: Tag, result: IoResult) {
-        let request = &self.requests[tag.index()];
+    fn complete_request_slow(&mut self, tag: Tag, result: IoResult) {
+        let request = &self.in_flight[tag];
         let (operation, mut index) = (request.operation, request.first_bio);
         if let Err(status) = result {
             self.stats.failed(operation.into(), status);
         }
         if operation == Operation::Flush {
-            return self.end_flush(result);
+            return self.complete_flush(result);
         }
         while index != NIL {
-            let next = self.bios[index].next;
-            self.end_bio(index, result);
+            let next = self.in_flight[index].next;
+            self.complete_bio(index, result);
             index = next;
         }
     }
 
-    /// Ends a bio, or the step of it that this was.
-    pub(crate) fn end_bio(&mut self, index: u32, result: IoResult) {
-        let slot = &self.bios[index];
+    /// Completes a bio, or the step of it that this was.
+    pub(super) fn complete_bio(&mut self, index: u32, result: IoResult) {
+        let slot = &self.in_flight[index];
         let is_zeroes =
             slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
         // Once it waits for a flush the answer is the flush's, not that of the zeroes.
@@ -151,74 +132,28 @@ impl Queue {
             // The driver found out that it cannot after all.
             return self.begin_zeroes(index);
         }
-        if slot.step != FlushStep::None && self.end_sequence_data(index, result) {
+        if slot.step != FlushStep::None && self.complete_sequence_data(index, result) {
             return;
         }
-        let slot = &mut self.bios[index];
+        let slot = &mut self.in_flight[index];
         if slot.marks.contains(SlotMarks::GATED) {
-            self.gate_owed[usize::from(slot.operation.is_write())] += 1;
+            self.completions.owe_gate(slot.operation);
         }
         let (data, parent, completer) = (slot.take_data(), slot.parent, slot.take_completer());
-        self.bios.remove(index);
+        self.in_flight.bios_mut().remove(index);
         match completer {
-            Completer::Owner(user_data) => self.done.push(Completion { user_data, result, data }),
+            Completer::Owner(user_data) => self.completions.push_own(user_data, result, data),
             Completer::Callback(_) | Completer::Waiter(_) => {
-                self.remote_completions.push((completer, result, data))
+                self.completions.push_remote(completer, result, data);
             }
-            Completer::None => self.end_part(parent, result),
+            Completer::None => self.complete_part(parent, result),
         }
     }
 
-    /// Ends a bio that never became a request.
+    /// Completes a bio that never became a request.
     #[cold]
-    pub(crate) fn refuse(&mut self, index: u32, status: Status) {
-        self.stats.refused(self.bios[index].operation.into(), status);
-        self.end_bio(index, Err(status));
+    pub(super) fn refuse(&mut self, index: u32, status: Status) {
+        self.stats.refused(self.in_flight[index].operation.into(), status);
+        self.complete_bio(index, Err(status));
     }
-
-    /// Tells other threads of bios that ended, when all that is counted of them is.
-    #[inline]
-    pub(crate) fn tell_ended(&mut self) {
-        if self.remote_completions.is_empty() {
-            return;
-        }
-        for (completer, result, data) in self.remote_completions.drain(..) {
-            completer.notify(result, data);
-        }
-    }
-
-    /// Gives allocations back to the request gate and so lets submitters go on.
-    pub(crate) fn pay_gate(&mut self) {
-        let [reads, writes] = std::mem::take(&mut self.gate_owed);
-        for (direction, count) in [(Direction::Read, reads), (Direction::Write, writes)] {
-            if count > 0 {
-                self.disk.gate.leave(direction, count);
-            }
-        }
-    }
-}
-
-/// Always on: a request that ends twice has already lost somebody's data.
-#[cold]
-fn completed_twice(tag: Tag) -> ! {
-    panic!("the driver completed tag {} twice", tag.0);
-}
-
-/// Adds the completion of a bio that ended well, written where it is to be: a literal would
-/// go through the stack (see `BioSlot`).
-#[inline(always)]
-fn push_plain(done: &mut Vec<Completion>, user_data: u64, slot: &mut BioSlot) {
-    if done.len() == done.capacity() {
-        done.reserve(1);
-    }
-    // SAFETY: there is room for one more, all of its fields are written, and the data is
-    // read once, as it is none from then on.
-    unsafe {
-        let place = done.as_mut_ptr().add(done.len());
-        (&raw mut (*place).user_data).write(user_data);
-        (&raw mut (*place).result).write(Ok(()));
-        (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
-        done.set_len(done.len() + 1);
-    }
-    slot.data = ManuallyDrop::new(Data::None);
 }

@@ -1,27 +1,156 @@
 //! Dispatch: requests reach the driver, in this order: what it refused before, then the
 //! scheduler's (block/blk-mq-sched.c). A refusal is no error: the request stays.
 
-use crate::clock::monotonic_ns;
-use crate::driver::{Busy, DriverContext, Taken};
-use crate::queue::plug::PLUG_REQUESTS;
-use crate::queue::{Queue, driver_context};
-use crate::ring::Ring;
-use crate::stats::Counter;
+use std::borrow::Cow;
+use std::collections::VecDeque;
+
+use crate::clock::{Clock, monotonic_ns};
+use crate::driver::{Busy, DriverContext, DriverQueue, Taken};
+use crate::error::IoResult;
+use crate::request::Request;
+use crate::ring::{Cqe, Ring};
+use crate::sched::{Scheduler, SchedulerKind};
+use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
+
+use super::completions::Completions;
+use super::disk_view::DiskView;
+use super::in_flight::InFlight;
+use super::plug::PLUG_REQUESTS;
 
 /// When a driver that ran out of resources is asked again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;
 
-impl Queue {
-    /// Hands what is ready to the driver until nothing is, or it refuses.
-    #[inline]
-    pub(crate) fn run_dispatch(&mut self, ring: Option<&mut Ring>) {
-        if !self.dispatch.is_empty() || self.scheduler.as_ref().is_some_and(|s| s.len() > 0) {
-            self.dispatch_all(ring);
+/// The driver of a queue, and the requests on their way to it.
+pub(super) struct Dispatch {
+    /// The queue's name on the ring.
+    owner: u16,
+    driver: Box<dyn DriverQueue>,
+    scheduler: Option<Box<dyn Scheduler>>,
+    /// Requests that the driver refused, or that go before all others.
+    requeued: VecDeque<Tag>,
+    /// Requests that the driver has.
+    started: u32,
+    /// When a driver that was out of resources is asked again.
+    rerun_at_ns: Option<u64>,
+    /// The disk was quiesced when there were requests for the driver.
+    held_back: bool,
+}
+
+impl Dispatch {
+    pub fn new(owner: u16, driver: Box<dyn DriverQueue>, scheduler: SchedulerKind, slots: usize) -> Dispatch {
+        Dispatch {
+            owner,
+            driver,
+            scheduler: scheduler.open(slots),
+            requeued: VecDeque::with_capacity(slots),
+            started: 0,
+            rerun_at_ns: None,
+            held_back: false,
         }
     }
 
-    fn dispatch_all(&mut self, mut ring: Option<&mut Ring>) {
+    /// What the driver sees of the queue, for one call.
+    #[inline(always)]
+    pub fn context<'a>(
+        &self,
+        in_flight: &'a mut InFlight,
+        completions: &'a mut Completions,
+        clock: &'a mut Clock,
+        ring: Option<&'a mut Ring>,
+    ) -> DriverContext<'a> {
+        let (requests, bios, zeroes) = in_flight.for_driver();
+        let (completed, limits_changed) = completions.for_driver();
+        DriverContext { requests, bios, zeroes, completed, clock, ring, owner: self.owner, limits_changed }
+    }
+
+    #[inline]
+    pub fn has_scheduler(&self) -> bool {
+        self.scheduler.is_some()
+    }
+
+    #[inline]
+    pub fn scheduler(&self) -> Option<&dyn Scheduler> {
+        self.scheduler.as_deref()
+    }
+
+    #[inline]
+    pub fn scheduler_mut(&mut self) -> Option<&mut (dyn Scheduler + 'static)> {
+        self.scheduler.as_deref_mut()
+    }
+
+    /// Nothing is held by the old scheduler.
+    pub fn set_scheduler(&mut self, scheduler: SchedulerKind, slots: usize) {
+        self.scheduler = scheduler.open(slots);
+    }
+
+    /// Requests that the driver has.
+    #[inline]
+    pub fn started(&self) -> u32 {
+        self.started
+    }
+
+    /// Whether the driver refused requests that it is to be offered again.
+    #[inline]
+    pub fn has_requeued(&self) -> bool {
+        !self.requeued.is_empty()
+    }
+
+    /// Whether a request comes to the driver without a detour.
+    #[inline]
+    pub fn is_direct(&self) -> bool {
+        self.scheduler.is_none() && self.requeued.is_empty()
+    }
+
+    /// Whether requests stayed because of a quiesce.
+    pub fn is_held_back(&self) -> bool {
+        self.held_back
+    }
+
+    /// When the driver, or a request that it refused, wants the queue to run at the latest.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        [self.driver.deadline_ns(), self.rerun_at_ns].into_iter().flatten().min()
+    }
+
+    /// A flush goes before all others.
+    pub fn push_first(&mut self, tag: Tag) {
+        self.requeued.push_front(tag);
+    }
+
+    /// Takes the requests of a plug: for the scheduler, or behind what the driver refused.
+    pub fn insert(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
+        match &mut self.scheduler {
+            Some(scheduler) => {
+                let now_ns = clock.now_ns();
+                batch.iter().for_each(|&tag| scheduler.insert(tag, in_flight.requests(), now_ns));
+            }
+            None => self.requeued.extend(batch),
+        }
+    }
+
+    /// Gives `batch` to the driver at once; what that refuses stays.
+    #[inline]
+    pub fn issue_directly(
+        &mut self,
+        batch: &[Tag],
+        disk: &DiskView,
+        stats: &mut StatsWriter,
+        cx: &mut DriverContext<'_>,
+    ) {
+        let taken = self.issue(batch, disk, stats, cx);
+        if taken < batch.len() {
+            self.requeued.extend(&batch[taken..]);
+        }
+    }
+
+    /// Whether there is something for [`Dispatch::run`].
+    #[inline]
+    pub fn has_ready(&self) -> bool {
+        !self.requeued.is_empty() || self.scheduler.as_ref().is_some_and(|s| s.len() > 0)
+    }
+
+    /// Hands what is ready to the driver until nothing is, or it refuses.
+    pub fn run(&mut self, disk: &DiskView, stats: &mut StatsWriter, cx: &mut DriverContext<'_>) {
         if let Some(at_ns) = self.rerun_at_ns {
             if monotonic_ns() < at_ns {
                 return;
@@ -30,10 +159,10 @@ impl Queue {
         }
         let mut batch = [Tag(0); PLUG_REQUESTS];
         loop {
-            let len = self.next_batch(&mut batch);
-            let taken = self.issue(&batch[..len], ring.as_deref_mut());
+            let len = self.next_batch(&mut batch, disk, cx);
+            let taken = self.issue(&batch[..len], disk, stats, cx);
             for &tag in batch[taken..len].iter().rev() {
-                self.dispatch.push_front(tag);
+                self.requeued.push_front(tag);
             }
             if taken < len || len == 0 {
                 return;
@@ -41,10 +170,10 @@ impl Queue {
         }
     }
 
-    fn next_batch(&mut self, batch: &mut [Tag]) -> usize {
+    fn next_batch(&mut self, batch: &mut [Tag], disk: &DiskView, cx: &mut DriverContext<'_>) -> usize {
         let mut len = 0;
         while len < batch.len() {
-            let Some(tag) = self.dispatch.pop_front() else { break };
+            let Some(tag) = self.requeued.pop_front() else { break };
             batch[len] = tag;
             len += 1;
         }
@@ -52,10 +181,10 @@ impl Queue {
             return len;
         }
         let Some(scheduler) = &mut self.scheduler else { return 0 };
-        let room = u32::from(self.settings.depth).saturating_sub(self.started) as usize;
-        let now_ns = self.clock.now_ns();
+        let room = u32::from(disk.settings().depth).saturating_sub(self.started) as usize;
+        let now_ns = cx.clock.now_ns();
         while len < batch.len().min(room) {
-            let Some(tag) = scheduler.dispatch(&self.requests, now_ns) else { break };
+            let Some(tag) = scheduler.dispatch(cx.requests, now_ns) else { break };
             batch[len] = tag;
             len += 1;
         }
@@ -64,37 +193,112 @@ impl Queue {
 
     /// Offers `tags` to the driver. Returns how many it took.
     #[inline]
-    pub(crate) fn issue(&mut self, tags: &[Tag], ring: Option<&mut Ring>) -> usize {
-        // While quiesced nothing reaches the driver; whoever ends it kicks the queue.
+    fn issue(
+        &mut self,
+        tags: &[Tag],
+        disk: &DiskView,
+        stats: &mut StatsWriter,
+        cx: &mut DriverContext<'_>,
+    ) -> usize {
         if tags.is_empty() {
             return 0;
         }
-        self.held_back = !self.disk.control.begin_dispatch(self.index);
+        // While quiesced nothing reaches the driver; the end of the quiesce kicks the queue.
+        self.held_back = !disk.begin_dispatch();
         if self.held_back {
             return 0;
         }
-        let mut cx = driver_context!(self, ring);
-        let taken = self.driver.queue_requests(&mut cx, tags);
-        self.driver.commit(&mut cx);
-        self.disk.control.end_dispatch(self.index);
-        self.stats.count(Counter::DispatchBatches, 1);
+        let taken = self.driver.queue_requests(cx, tags);
+        self.driver.commit(cx);
+        disk.end_dispatch();
+        stats.count(Counter::DispatchBatches, 1);
         match taken {
             Taken::All => {
                 self.started += tags.len() as u32;
                 tags.len()
             }
-            Taken::First(count, busy) => self.refused(tags.len(), count, busy),
+            Taken::First(count, busy) => self.refused(tags.len(), count, busy, stats),
         }
     }
 
     #[cold]
-    fn refused(&mut self, offered: usize, count: usize, busy: Busy) -> usize {
+    fn refused(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
         self.started += count as u32;
-        self.stats.count(Counter::Requeues, (offered - count) as u64);
+        stats.count(Counter::Requeues, (offered - count) as u64);
         // With nothing in the driver no completion will come to run the queue again.
         if busy == Busy::Resource || self.started == 0 {
             self.rerun_at_ns = Some(monotonic_ns() + RESOURCE_DELAY_NS);
         }
         count
+    }
+
+    /// Requests are about to complete: the driver may have room again.
+    #[inline]
+    pub fn clear_rerun(&mut self) {
+        self.rerun_at_ns = None;
+    }
+
+    /// Informs the scheduler of requests that completed: most disks have none.
+    #[cold]
+    pub fn notify_scheduler(&mut self, completed: &[(Tag, IoResult)], clock: &mut Clock) {
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.completed(completed, clock.now_ns());
+        }
+    }
+
+    /// So many requests have completed.
+    #[inline]
+    pub fn release(&mut self, count: u32) {
+        self.started -= count;
+    }
+
+    /// Takes out every request that the driver never got, `plugged` among them, as if it had
+    /// them: they are to complete.
+    pub fn abandon(&mut self, plugged: Vec<Tag>, slots: usize) -> Vec<Tag> {
+        self.requeued.extend(plugged);
+        if let Some(scheduler) = &mut self.scheduler {
+            // Not by dispatching: it may want others to complete before.
+            let tags = (0..slots).map(|index| Tag(index as u16));
+            self.requeued.extend(tags.filter(|&tag| scheduler.remove(tag)));
+        }
+        self.started += self.requeued.len() as u32;
+        self.requeued.drain(..).collect()
+    }
+
+    /// Passes a completion of the ring to the driver.
+    #[inline]
+    pub fn complete_cqe(&mut self, cqe: Cqe, cx: &mut DriverContext<'_>) {
+        self.driver.complete_cqe(cx, cqe);
+    }
+
+    /// Has the driver check for completions that no ring announces.
+    #[inline]
+    pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        self.driver.poll(cx);
+    }
+
+    /// Has the driver take over settings, size and backing.
+    pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
+        self.driver.reload(cx);
+    }
+
+    /// Has the driver release what it registered with the ring.
+    pub fn close(&mut self, cx: &mut DriverContext<'_>) {
+        self.driver.close(cx);
+    }
+
+    /// Whether the scheduler has the request.
+    pub fn is_scheduled(&self, tag: Tag) -> bool {
+        self.scheduler.as_ref().is_some_and(|scheduler| scheduler.holds(tag))
+    }
+
+    /// Whether the driver refused the request.
+    pub fn is_requeued(&self, tag: Tag) -> bool {
+        self.requeued.contains(&tag)
+    }
+
+    /// What the driver says of a request that it has.
+    pub fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
+        self.driver.state(tag, request)
     }
 }

@@ -5,24 +5,17 @@
 //! Bios that need a flush gather on one of two lists. When a flush is issued the lists
 //! change places: those on the running list are served by it, those that come later wait
 //! for the next, because only what had completed before a flush began is covered by it.
+//! Which steps a bio takes is in `sequence`.
 
 use std::collections::VecDeque;
 
-use crate::bio::{BioFlags, Operation};
-use crate::clock::monotonic_ns;
-use crate::error::IoResult;
-use crate::queue::Queue;
-use crate::request::{Request, RequestState};
-use crate::ring::Ring;
-use crate::slab::FlushStep;
-use crate::stats::{Counter, StatGroup};
 use crate::tags::Tag;
 
 /// How long data of other sequences in flight may delay a flush (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;
 
 /// The state of one queue's flush machine.
-pub(crate) struct FlushMachine {
+pub(super) struct FlushMachine {
     tag: Tag,
     /// Bios that wait for the next flush, and bios that the running one serves.
     pending: VecDeque<u32>,
@@ -70,127 +63,61 @@ impl FlushMachine {
     /// Whether a flush is to be issued that nothing delays: data of other sequences does until
     /// its completion, or until [`FlushMachine::deadline_ns`].
     pub fn is_due(&self) -> bool {
-        !self.pending.is_empty() && !self.in_flight && self.data_in_flight == 0
+        self.is_wanted() && self.data_in_flight == 0
+    }
+
+    /// Whether bios wait for a flush and none is in flight.
+    #[inline]
+    pub fn is_wanted(&self) -> bool {
+        !self.pending.is_empty() && !self.in_flight
     }
 
     /// When a delayed flush must go out at the latest.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.pending_since_ns.filter(|_| !self.in_flight).map(|since| since + PENDING_NS_MAX)
     }
-}
 
-impl Queue {
-    /// A flush without data.
-    pub(crate) fn begin_flush(&mut self, index: u32) {
-        if !self.limits.write_cache {
-            return self.end_bio(index, Ok(()));
-        }
-        self.await_flush(index, FlushStep::Postflush);
+    /// Whether data of other sequences, which are about to ask for a flush too, delays the one that
+    /// is wanted: for at most five seconds.
+    pub fn is_delayed(&mut self, now_ns: u64) -> bool {
+        self.data_in_flight > 0 && now_ns < *self.pending_since_ns.get_or_insert(now_ns) + PENDING_NS_MAX
     }
 
-    /// A write-direction bio with PREFLUSH or FUA on a device with a write cache.
-    pub(crate) fn begin_flush_sequence(&mut self, index: u32) {
-        if self.bios[index].flags.contains(BioFlags::PREFLUSH) {
-            self.await_flush(index, FlushStep::Preflush);
-        } else if self.limits.fua && self.bios[index].operation == Operation::Write {
-            // The driver does it all: no flush need wait for such a write.
-            self.begin_data(index);
-        } else {
-            self.begin_sequence_data(index);
-        }
+    /// Bio `index` waits for the next flush.
+    pub fn wait(&mut self, index: u32) {
+        self.pending.push_back(index);
     }
 
-    /// The data step: with FUA of the driver's, or with a flush to follow.
-    fn begin_sequence_data(&mut self, index: u32) {
-        let slot = &mut self.bios[index];
-        slot.flags.remove(BioFlags::PREFLUSH);
-        let fua = slot.flags.contains(BioFlags::FUA);
-        if fua && !(self.limits.fua && slot.operation == Operation::Write) {
-            slot.flags.remove(BioFlags::FUA);
-            slot.step = FlushStep::DataThenFlush;
-        } else {
-            slot.step = FlushStep::Data;
-        }
-        self.flush.data_in_flight += 1;
-        // The flush took its time, and the device may have changed meanwhile.
-        match self.check(index) {
-            Ok(()) => self.begin_data(index),
-            Err(status) => self.refuse(index, status),
-        }
+    /// The data of a sequence is on its way.
+    pub fn begin_data(&mut self) {
+        self.data_in_flight += 1;
     }
 
-    fn await_flush(&mut self, index: u32, step: FlushStep) {
-        self.stats.count(Counter::FlushesAsked, 1);
-        self.bios[index].step = step;
-        self.flush.pending.push_back(index);
+    /// The data of a sequence has completed.
+    pub fn complete_data(&mut self) {
+        self.data_in_flight -= 1;
     }
 
-    /// The data of a flush sequence ended. True if the bio goes on to the next step.
-    pub(crate) fn end_sequence_data(&mut self, index: u32, result: IoResult) -> bool {
-        let step = std::mem::take(&mut self.bios[index].step);
-        if !matches!(step, FlushStep::Data | FlushStep::DataThenFlush) {
-            return false;
-        }
-        self.flush.data_in_flight -= 1;
-        if step == FlushStep::Data || result.is_err() {
-            return false;
-        }
-        self.await_flush(index, FlushStep::Postflush);
-        true
+    /// A flush goes out. Returns how many bios it serves.
+    pub fn begin(&mut self) -> usize {
+        self.pending_since_ns = None;
+        self.in_flight = true;
+        std::mem::swap(&mut self.pending, &mut self.running);
+        self.running.len()
     }
 
-    /// Issues a flush if somebody waits for one, none is in flight, and no data of other
-    /// sequences is about to ask for another (for at most five seconds).
-    #[inline]
-    pub(crate) fn kick_flush(&mut self, ring: Option<&mut Ring>) {
-        if !self.flush.pending.is_empty() && !self.flush.in_flight {
-            self.issue_flush(ring);
-        }
+    /// The flush has completed: [`FlushMachine::next_served`] has what it served.
+    pub fn complete(&mut self) {
+        self.in_flight = false;
     }
 
-    #[cold]
-    fn issue_flush(&mut self, ring: Option<&mut Ring>) {
-        let now_ns = monotonic_ns();
-        if self.flush.data_in_flight > 0 {
-            let since_ns = *self.flush.pending_since_ns.get_or_insert(now_ns);
-            if now_ns < since_ns + PENDING_NS_MAX {
-                return;
-            }
-        }
-        if self.disk.control.is_frozen() || !(self.entered || self.enter(ring)) {
-            return;
-        }
-        self.flush.pending_since_ns = None;
-        self.flush.in_flight = true;
-        std::mem::swap(&mut self.flush.pending, &mut self.flush.running);
-        self.stats.count(Counter::FlushesSent, 1);
-        self.stats.count(Counter::FlushesCoalesced, self.flush.running.len() as u64 - 1);
-        self.in_use += 1;
-        let start_ns = if self.settings.iostats { self.clock.now_ns() } else { 0 };
-        if self.settings.iostats {
-            self.stats.start(StatGroup::Flush, 1, start_ns);
-        }
-        self.requests[self.flush.tag.index()] =
-            Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() };
-        self.dispatch.push_front(self.flush.tag);
+    /// The next bio that the flush served.
+    pub fn next_served(&mut self) -> Option<u32> {
+        self.running.pop_front()
     }
 
-    /// Ends those that wait for the next flush, which will not come.
-    pub(crate) fn end_pending_flushes(&mut self, result: IoResult) {
-        while let Some(index) = self.flush.pending.pop_front() {
-            self.end_bio(index, result);
-        }
-    }
-
-    /// The driver's flush ended: every bio it served takes its next step.
-    pub(crate) fn end_flush(&mut self, result: IoResult) {
-        self.flush.in_flight = false;
-        while let Some(index) = self.flush.running.pop_front() {
-            if self.bios[index].step == FlushStep::Preflush && result.is_ok() {
-                self.begin_sequence_data(index);
-            } else {
-                self.end_bio(index, result);
-            }
-        }
+    /// The next bio whose flush will not come.
+    pub fn next_abandoned(&mut self) -> Option<u32> {
+        self.pending.pop_front()
     }
 }

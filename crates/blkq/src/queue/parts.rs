@@ -9,29 +9,32 @@ use crate::bio::{BioFlags, Operation};
 use crate::buffer::{Data, Segment};
 use crate::completer::Completer;
 use crate::error::{IoResult, Status};
-use crate::queue::Queue;
 use crate::sector::SECTOR_SHIFT;
 use crate::slab::{Memory, NewBio, SlotMarks};
 use crate::split;
 use crate::stats::Counter;
+
+use super::Queue;
 
 /// Parts of one bio in flight.
 const PARTS_MAX: u32 = 16;
 
 impl Queue {
     /// Sends the data of a bio on its way: whole, in parts, or as zeroes to be written.
-    pub(crate) fn begin_data(&mut self, index: u32) {
-        let slot = &self.bios[index];
+    pub(super) fn begin_data(&mut self, index: u32) {
+        let slot = &self.in_flight[index];
         let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
         match slot.operation {
-            Operation::Discard if self.limits.max_discard_bytes == 0 => {
+            Operation::Discard if self.disk.limits().max_discard_bytes == 0 => {
                 return self.refuse(index, Status::NotSupported);
             }
             Operation::WriteZeroes => {
-                let (unmap_bytes, keep_bytes) =
-                    (self.limits.max_write_zeroes_bytes, self.limits.max_write_zeroes_no_unmap_bytes);
+                let (unmap_bytes, keep_bytes) = (
+                    self.disk.limits().max_write_zeroes_bytes,
+                    self.disk.limits().max_write_zeroes_no_unmap_bytes,
+                );
                 if !no_unmap && unmap_bytes == 0 && keep_bytes != 0 {
-                    self.bios[index].flags.insert(BioFlags::NO_UNMAP);
+                    self.in_flight[index].flags.insert(BioFlags::NO_UNMAP);
                     no_unmap = true;
                 }
                 if (if no_unmap { keep_bytes } else { unmap_bytes }) == 0 {
@@ -41,45 +44,52 @@ impl Queue {
             _ => {}
         }
         if self.is_whole(index, no_unmap) {
-            self.wait(index);
+            self.await_tag(index);
         } else {
             self.issue_first_parts(index, SlotMarks::SPLIT);
         }
     }
 
     fn is_whole(&self, index: u32, no_unmap: bool) -> bool {
-        let slot = &self.bios[index];
+        let slot = &self.in_flight[index];
         let length = slot.sectors << SECTOR_SHIFT;
         if slot.memory == Memory::Zeroes {
-            let most = self.limits.max_bytes_at(slot.operation, no_unmap, slot.sector.bytes());
+            let most = self.disk.limits().max_bytes_at(slot.operation, no_unmap, slot.sector.bytes());
             return length <= most.min(self.zeroes_bytes_max());
         }
-        let (root, _) = self.bios.memory_of(index);
+        let (root, _) = self.in_flight.bios().memory_of(index);
         root.with_shape(|segments| {
-            !split::needs_split(&self.limits, slot.operation, no_unmap, slot.sector.bytes(), length, segments)
+            !split::needs_split(
+                self.disk.limits(),
+                slot.operation,
+                no_unmap,
+                slot.sector.bytes(),
+                length,
+                segments,
+            )
         })
     }
 
     /// How many zeroes one request may write: the page of them repeats, in as many segments as a
     /// request may have.
     fn zeroes_bytes_max(&self) -> u64 {
-        self.zeroes.len() as u64 * u64::from(self.limits.max_segments)
+        self.in_flight.zeroes().len() as u64 * u64::from(self.disk.limits().max_segments)
     }
 
     /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
-    pub(crate) fn begin_zeroes(&mut self, index: u32) {
-        if self.bios[index].flags.contains(BioFlags::NO_FALLBACK) {
+    pub(super) fn begin_zeroes(&mut self, index: u32) {
+        if self.in_flight[index].flags.contains(BioFlags::NO_FALLBACK) {
             return self.refuse(index, Status::NotSupported);
         }
         self.issue_first_parts(index, SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
     }
 
     fn issue_first_parts(&mut self, index: u32, marks: SlotMarks) {
-        let slot = &mut self.bios[index];
+        let slot = &mut self.in_flight[index];
         slot.marks.insert(marks);
         (slot.issued, slot.pending, slot.error) = (0, 0, None);
         self.issue_parts(index);
-        let slot = &self.bios[index];
+        let slot = &self.in_flight[index];
         if let (0, Some(status)) = (slot.pending, slot.error) {
             self.refuse(index, status);
         }
@@ -88,23 +98,23 @@ impl Queue {
     /// Makes parts of bio `index` until enough are in flight or it is all handed out.
     fn issue_parts(&mut self, index: u32) {
         loop {
-            let slot = &self.bios[index];
+            let slot = &self.in_flight[index];
             if slot.pending >= PARTS_MAX || slot.issued == slot.sectors || slot.error.is_some() {
                 return;
             }
             // Limits may have changed since the first part.
             if let Err(status) = self.check_rest(index) {
-                self.bios[index].error = Some(status);
+                self.in_flight[index].error = Some(status);
                 continue;
             }
-            let slot = &self.bios[index];
+            let slot = &self.in_flight[index];
             let as_zeroes = slot.marks.contains(SlotMarks::AS_ZEROES);
             let operation = if as_zeroes { Operation::Write } else { slot.operation };
             let sector = slot.sector + slot.issued;
             let sectors = self.part_sectors(index, operation);
             if sectors == 0 {
                 // One block of it lies in more pieces of memory than a request may have.
-                self.bios[index].error = Some(Status::Invalid);
+                self.in_flight[index].error = Some(Status::Invalid);
                 continue;
             }
             let (mut flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
@@ -112,85 +122,85 @@ impl Queue {
             if as_zeroes {
                 flags.remove(BioFlags::NO_UNMAP);
             }
-            let part = self.bios.insert(NewBio {
+            let part = self.in_flight.insert(NewBio {
                 outline: Outline { operation, flags, sector, sectors, start_ns },
                 data: ManuallyDrop::new(Data::None),
                 completer: ManuallyDrop::new(Completer::None),
                 marks: SlotMarks::empty(),
             });
-            let slot = &mut self.bios[part];
+            let slot = &mut self.in_flight[part];
             slot.parent = index;
             slot.memory = memory;
             // Only bios with memory have an offset into it, and those are below 4 GiB.
             slot.data_offset = (issued << SECTOR_SHIFT) as u32;
-            let slot = &mut self.bios[index];
+            let slot = &mut self.in_flight[index];
             slot.issued += sectors;
             slot.pending += 1;
             self.stats.count(Counter::Splits, 1);
-            self.wait(part);
+            self.await_tag(part);
         }
     }
 
     /// Whether the device still takes what is left of bio `index`; write zeroes that it no
     /// longer does go on as zeroes to be written.
     fn check_rest(&mut self, index: u32) -> IoResult {
-        let slot = &self.bios[index];
-        self.limits.check_range(slot.sector.bytes(), slot.sectors << SECTOR_SHIFT)?;
-        if slot.operation.is_write() && self.limits.read_only {
+        let slot = &self.in_flight[index];
+        self.disk.limits().check_range(slot.sector.bytes(), slot.sectors << SECTOR_SHIFT)?;
+        if slot.operation.is_write() && self.disk.limits().read_only {
             return Err(Status::ReadOnly);
         }
         let bytes = match (slot.operation, slot.flags.contains(BioFlags::NO_UNMAP)) {
-            (Operation::Discard, _) if self.limits.max_discard_bytes == 0 => {
+            (Operation::Discard, _) if self.disk.limits().max_discard_bytes == 0 => {
                 return Err(Status::NotSupported);
             }
-            (Operation::WriteZeroes, true) => self.limits.max_write_zeroes_no_unmap_bytes,
-            (Operation::WriteZeroes, false) => self.limits.max_write_zeroes_bytes,
+            (Operation::WriteZeroes, true) => self.disk.limits().max_write_zeroes_no_unmap_bytes,
+            (Operation::WriteZeroes, false) => self.disk.limits().max_write_zeroes_bytes,
             _ => return Ok(()),
         };
         if bytes == 0 && !slot.marks.contains(SlotMarks::AS_ZEROES) {
             if slot.flags.contains(BioFlags::NO_FALLBACK) {
                 return Err(Status::NotSupported);
             }
-            self.bios[index].marks.insert(SlotMarks::AS_ZEROES);
+            self.in_flight[index].marks.insert(SlotMarks::AS_ZEROES);
         }
         Ok(())
     }
 
     /// Length of the next part of bio `index`, in sectors; 0 if not even a block fits.
     fn part_sectors(&self, index: u32, operation: Operation) -> u64 {
-        let slot = &self.bios[index];
+        let slot = &self.in_flight[index];
         let offset = (slot.sector + slot.issued).bytes();
         let left = (slot.sectors - slot.issued) << SECTOR_SHIFT;
         let no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
         let bytes = if slot.memory_of_parts() == Memory::Zeroes {
             let left = left.min(self.zeroes_bytes_max());
-            split::split_point(&self.limits, operation, false, offset, left, &[], 0)
+            split::split_point(self.disk.limits(), operation, false, offset, left, &[], 0)
         } else {
-            let (root, skip) = self.bios.memory_of(index);
+            let (root, skip) = self.in_flight.bios().memory_of(index);
             let skip = skip + (slot.issued << SECTOR_SHIFT);
             root.with_shape(|segments: &[Segment]| {
-                split::split_point(&self.limits, operation, no_unmap, offset, left, segments, skip)
+                split::split_point(self.disk.limits(), operation, no_unmap, offset, left, segments, skip)
             })
         };
         bytes >> SECTOR_SHIFT
     }
 
-    /// A part of bio `index` ended.
-    pub(crate) fn end_part(&mut self, index: u32, result: IoResult) {
-        let slot = &mut self.bios[index];
+    /// A part of bio `index` completed.
+    pub(super) fn complete_part(&mut self, index: u32, result: IoResult) {
+        let slot = &mut self.in_flight[index];
         slot.pending -= 1;
         if let (Err(status), None) = (result, slot.error) {
             slot.error = Some(status);
         }
-        let slot = &self.bios[index];
+        let slot = &self.in_flight[index];
         if slot.error.is_none() && slot.issued < slot.sectors {
             self.issue_parts(index);
         }
-        let slot = &self.bios[index];
+        let slot = &self.in_flight[index];
         if slot.pending == 0 && (slot.issued == slot.sectors || slot.error.is_some()) {
             let result = slot.error.map_or(Ok(()), Err);
-            self.bios[index].marks.remove(SlotMarks::SPLIT);
-            self.end_bio(index, result);
+            self.in_flight[index].marks.remove(SlotMarks::SPLIT);
+            self.complete_bio(index, result);
         }
     }
 }

@@ -1,9 +1,10 @@
 //! Bios that submitters on other threads staged become this queue's own.
 
-use crate::queue::Queue;
 use crate::remote::software::SOFTWARE_QUEUES;
 use crate::ring::Ring;
 use crate::slab::SlotMarks;
+
+use super::Queue;
 
 /// Staged requests that the owner takes from one software queue before it goes to the next.
 const TAKE_AT_ONCE: usize = 8;
@@ -11,19 +12,19 @@ const TAKE_AT_ONCE: usize = 8;
 impl Queue {
     /// Takes staged bios in, round robin over the software queues, while there are tags
     /// for them; what stays can still merge.
-    pub(crate) fn pull_software_queues(&mut self, mut ring: Option<&mut Ring>) {
-        while self.can_take() && self.shared().software.has_pending() {
-            let from = self.software_from;
-            let mut rotated = self.shared().software.take_pending().rotate_right(from);
+    pub(super) fn pull_software_queues(&mut self, mut ring: Option<&mut Ring>) {
+        while self.can_take() && self.disk.shared().software.has_pending() {
+            let from = self.intake.from();
+            let mut rotated = self.disk.shared().software.take_pending().rotate_right(from);
             let mut moved = false;
             while rotated != 0 {
                 let index = (rotated.trailing_zeros() + from) % SOFTWARE_QUEUES as u32;
                 rotated &= rotated - 1;
                 if self.can_take() {
                     moved |= self.pull_one(index as usize, ring.as_deref_mut());
-                    self.software_from = index + 1;
+                    self.intake.set_from(index + 1);
                 } else {
-                    self.shared().software.set_pending(index as usize);
+                    self.disk.shared().software.set_pending(index as usize);
                 }
             }
             if !moved {
@@ -33,13 +34,13 @@ impl Queue {
     }
 
     /// Whether staged bios can become requests now.
-    pub(crate) fn can_take(&self) -> bool {
-        !self.closing
+    pub(super) fn can_take(&self) -> bool {
+        !self.intake.is_closed()
             && self.waiting.is_empty()
-            && self.dispatch.is_empty()
-            && self.in_use < u32::from(self.settings.requests())
-            && self.bios.has_room()
-            && !self.disk.control.is_frozen()
+            && !self.dispatch.has_requeued()
+            && self.in_flight.in_use() < u32::from(self.disk.settings().requests())
+            && self.in_flight.bios().has_room()
+            && !self.disk.is_frozen()
     }
 
     /// Takes some of one software queue. False if nothing could be taken.
@@ -47,7 +48,7 @@ impl Queue {
         let mut moved = false;
         for _ in 0..TAKE_AT_ONCE {
             // A submitter holds the lock just now: the next turn takes what is there.
-            let Some(popped) = self.shared().software.try_pop(index) else { break };
+            let Some(popped) = self.disk.shared().software.try_pop(index) else { break };
             let Some(staged) = popped else { return moved };
             moved = true;
             let mut marks = SlotMarks::GATED;
@@ -59,7 +60,7 @@ impl Queue {
                 break;
             }
         }
-        self.shared().software.set_pending(index);
+        self.disk.shared().software.set_pending(index);
         moved
     }
 }

@@ -148,6 +148,7 @@ impl SoftwareQueues {
     }
 
     /// Empties the map of the software queues that have something: a bit for each.
+    #[inline]
     pub fn take_pending(&self) -> u64 {
         let mut pending = 0;
         self.pending.take_all(|index| pending |= 1 << index);
@@ -155,12 +156,14 @@ impl SoftwareQueues {
     }
 
     /// Software queue `index` still has something.
+    #[inline]
     pub fn set_pending(&self, index: usize) {
         self.pending.set(index);
     }
 
     /// The oldest that is staged in software queue `index`, if anything is. None while a
     /// submitter holds its lock.
+    #[inline]
     pub fn try_pop(&self, index: usize) -> Option<Option<Staged>> {
         Some(try_lock(&self.queues[index])?.pop_front())
     }

@@ -75,7 +75,7 @@ impl Submitter {
     /// The bio and its callback, where [`Submitter::submit`] would wait.
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
         let direction = Direction::of(bio.operation);
-        let disk = self.disk.clone();
+        let disk = &*self.disk;
         if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
         }
@@ -105,7 +105,7 @@ impl Submitter {
 
     fn stage(&mut self, bio: Bio, completer: Completer) {
         self.refresh();
-        let disk = self.disk.clone();
+        let disk = &*self.disk;
         let shared = disk.hardware_queue(self.queue);
         let (bio, completer) = if self.merge {
             match shared.software.try_merge(self.software, bio, completer, &self.limits) {

@@ -1,0 +1,67 @@
+//! Entering and leaving a disk, so that a freeze waits for the queue, and what changed under one.
+
+use crate::ring::Ring;
+
+use super::Queue;
+
+impl Queue {
+    /// The idle queue is to have requests, and takes over what changed meanwhile.
+    /// False while the disk is frozen.
+    #[cold]
+    pub(super) fn enter(&mut self, ring: Option<&mut Ring>) -> bool {
+        let entered = self.disk.enter();
+        if entered {
+            self.tags.join();
+            if self.disk.is_outdated() {
+                self.reload(ring);
+            }
+        }
+        entered
+    }
+
+    /// The queue is idle again, if it has no request any more.
+    #[inline]
+    pub(super) fn leave_if_idle(&mut self) {
+        if self.disk.is_entered() && self.in_flight.in_use() == 0 {
+            self.clock.rest();
+            self.tags.leave();
+            self.disk.leave();
+        }
+    }
+
+    /// Takes over changed settings even while nothing is submitted.
+    #[inline]
+    pub(super) fn refresh(&mut self, ring: Option<&mut Ring>) {
+        if !self.disk.is_entered() && self.disk.is_outdated() {
+            self.enter(ring);
+        }
+    }
+
+    /// Takes over limits and settings that were changed under a freeze.
+    #[cold]
+    fn reload(&mut self, ring: Option<&mut Ring>) {
+        if let Some(scheduler) = self.disk.reload_settings() {
+            self.dispatch.set_scheduler(scheduler, self.in_flight.requests().len());
+        }
+        self.clock.set_mode(self.disk.settings().clock);
+        let _ = self.completions.take_limits_changed();
+        self.reload_limits();
+        let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
+        self.dispatch.reload(&mut cx);
+    }
+
+    pub(super) fn reload_limits(&mut self) {
+        if !self.disk.reload_limits() {
+            return;
+        }
+        self.in_flight.reload(self.disk.limits());
+        // What waits was checked against the old limits: check and split it again.
+        for _ in 0..self.waiting.len() {
+            let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) else { break };
+            match self.check(index) {
+                Ok(()) => self.begin_data(index),
+                Err(status) => self.refuse(index, status),
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The end of a queue.
+
+use crate::buffer::Data;
+use crate::error::Status;
+use crate::ring::Ring;
+
+use super::Queue;
+
+impl Queue {
+    /// Has the driver release what it registered with a ring that lives on.
+    pub fn close(&mut self, ring: Option<&mut Ring>) {
+        let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
+        self.dispatch.close(&mut cx);
+    }
+
+    /// Completes with [`Status::Offline`] what the driver never got.
+    fn abandon(&mut self) {
+        let stats = if self.disk.settings().iostats { Some(&mut self.stats) } else { None };
+        let plugged = self.plug.take(self.in_flight.requests(), stats);
+        let abandoned = self.dispatch.abandon(plugged, self.in_flight.requests().len());
+        self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
+        self.complete_batch();
+        self.abandon_flushes(Err(Status::Offline));
+        while let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) {
+            self.refuse(index, Status::Offline);
+        }
+        self.completions.pay_gate(&self.disk.disk().gate);
+        self.completions.notify_remote();
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.abandon();
+        // Memory of I/O in flight belongs to the kernel until it completes: LocalQueue and Engine
+        // drain a queue before they drop it. What a panic leaves is leaked, not freed.
+        if self.in_flight() > 0 {
+            for completer in self.in_flight.leak() {
+                completer.notify(Err(Status::Offline), Data::None);
+            }
+        }
+        self.tags.return_rest();
+        self.in_flight.reset();
+        self.leave_if_idle();
+        self.tags.close();
+        self.disk.disk().release_queue(self.disk.index());
+    }
+}

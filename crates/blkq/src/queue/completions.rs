@@ -1,0 +1,150 @@
+//! Completions on their way: of requests that the driver completed, to the queue's owner, to
+//! other threads, and to the request gate.
+
+use std::mem::ManuallyDrop;
+
+use crate::bio::{Completion, Operation};
+use crate::buffer::Data;
+use crate::completer::Completer;
+use crate::error::IoResult;
+use crate::remote::gate::{Direction, RequestGate};
+use crate::slab::BioSlot;
+use crate::tags::Tag;
+
+/// The completions of one queue.
+pub(super) struct Completions {
+    /// Requests that the driver completed.
+    requests: Vec<(Tag, IoResult)>,
+    /// The driver's limits are to be read again.
+    limits_changed: bool,
+    /// Bios that the queue's owner submitted.
+    own: Vec<Completion>,
+    /// Bios that other threads submitted.
+    remote: Vec<(Completer, IoResult, Data)>,
+    /// Allocations owed to the request gate: reads, writes.
+    gate_owed: [u32; 2],
+}
+
+impl Completions {
+    pub fn new(slots: usize) -> Completions {
+        Completions {
+            requests: Vec::with_capacity(slots),
+            limits_changed: false,
+            own: Vec::with_capacity(slots),
+            remote: Vec::new(),
+            gate_owed: [0; 2],
+        }
+    }
+
+    /// What the driver writes.
+    #[inline]
+    pub fn for_driver(&mut self) -> (&mut Vec<(Tag, IoResult)>, &mut bool) {
+        (&mut self.requests, &mut self.limits_changed)
+    }
+
+    /// Whether the driver has come to other limits since this was last asked.
+    #[inline]
+    pub fn take_limits_changed(&mut self) -> bool {
+        std::mem::take(&mut self.limits_changed)
+    }
+
+    /// Whether the driver completed requests.
+    #[inline]
+    pub fn has_requests(&self) -> bool {
+        !self.requests.is_empty()
+    }
+
+    #[inline]
+    pub fn take_requests(&mut self) -> Vec<(Tag, IoResult)> {
+        std::mem::take(&mut self.requests)
+    }
+
+    /// The batch is done: its room is kept, unless more have completed meanwhile.
+    #[inline]
+    pub fn put_back_requests(&mut self, mut batch: Vec<(Tag, IoResult)>) {
+        batch.clear();
+        if self.requests.is_empty() {
+            self.requests = batch;
+        }
+    }
+
+    /// Requests that complete without the driver.
+    pub fn extend_requests(&mut self, tags: impl Iterator<Item = Tag>, result: IoResult) {
+        self.requests.extend(tags.map(|tag| (tag, result)));
+    }
+
+    /// A bio of the queue's owner completed.
+    pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
+        self.own.push(Completion { user_data, result, data });
+    }
+
+    /// A bio of another thread completed.
+    pub fn push_remote(&mut self, completer: Completer, result: IoResult, data: Data) {
+        self.remote.push((completer, result, data));
+    }
+
+    /// The bio in `slot` completed well, with nothing else to do. Written where it is to be: a
+    /// literal would go through the stack (see `BioSlot`).
+    #[inline(always)]
+    pub fn push_plain(&mut self, user_data: u64, slot: &mut BioSlot) {
+        let own = &mut self.own;
+        if own.len() == own.capacity() {
+            own.reserve(1);
+        }
+        // SAFETY: there is room for one more, all of its fields are written, and the data is
+        // read once, as it is none from then on.
+        unsafe {
+            let place = own.as_mut_ptr().add(own.len());
+            (&raw mut (*place).user_data).write(user_data);
+            (&raw mut (*place).result).write(Ok(()));
+            (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
+            own.set_len(own.len() + 1);
+        }
+        slot.data = ManuallyDrop::new(Data::None);
+    }
+
+    /// A bio that came through the request gate completed.
+    #[inline]
+    pub fn owe_gate(&mut self, operation: Operation) {
+        self.gate_owed[usize::from(operation.is_write())] += 1;
+    }
+
+    /// Releases allocations of the request gate and so lets submitters go on.
+    #[inline]
+    pub fn pay_gate(&mut self, gate: &RequestGate) {
+        if self.gate_owed != [0; 2] {
+            self.pay(gate);
+        }
+    }
+
+    fn pay(&mut self, gate: &RequestGate) {
+        let [reads, writes] = std::mem::take(&mut self.gate_owed);
+        for (direction, count) in [(Direction::Read, reads), (Direction::Write, writes)] {
+            if count > 0 {
+                gate.leave(direction, count);
+            }
+        }
+    }
+
+    /// Notifies other threads of bios that completed, when all that is counted of them is.
+    #[inline]
+    pub fn notify_remote(&mut self) {
+        if self.remote.is_empty() {
+            return;
+        }
+        for (completer, result, data) in self.remote.drain(..) {
+            completer.notify(result, data);
+        }
+    }
+
+    /// Completions for the queue's owner that have not been taken, oldest first.
+    #[inline]
+    pub fn own(&self) -> &[Completion] {
+        &self.own
+    }
+
+    #[inline]
+    pub fn own_mut(&mut self) -> &mut Vec<Completion> {
+        &mut self.own
+    }
+}

@@ -1,0 +1,135 @@
+//! What a queue knows of its disk: the settings and limits in force, and whether the queue
+//! has entered, so that a freeze waits for it.
+
+use std::sync::Arc;
+
+use crate::disk::{Disk, HardwareQueue, Settings};
+use crate::error::Error;
+use crate::limits::QueueLimits;
+use crate::sched::SchedulerKind;
+
+use super::fast_limits::FastLimits;
+
+/// A queue's view of its disk.
+pub(super) struct DiskView {
+    disk: Arc<Disk>,
+    index: usize,
+    /// Of the changes that were taken over.
+    generation: u64,
+    settings: Settings,
+    limits: QueueLimits,
+    fast: FastLimits,
+    /// Between `enter` and `leave`: limits and settings stay as they are.
+    entered: bool,
+}
+
+impl DiskView {
+    /// The view that queue `index` has of `disk`.
+    ///
+    /// # Errors
+    /// What is wrong with the driver's limits.
+    pub fn new(disk: &Arc<Disk>, index: usize) -> Result<DiskView, Error> {
+        // Before all that it is about: a change that comes in between is then seen by `enter`.
+        let generation = disk.control.generation();
+        let settings = disk.settings();
+        let limits = disk.limits();
+        limits.validate()?;
+        let fast = FastLimits::new(&limits);
+        Ok(DiskView { disk: disk.clone(), index, generation, settings, limits, fast, entered: false })
+    }
+
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// The queue's number.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// The part of the queue that other threads see.
+    #[inline]
+    pub fn shared(&self) -> &HardwareQueue {
+        self.disk.hardware_queue(self.index)
+    }
+
+    #[inline]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    #[inline]
+    pub fn limits(&self) -> &QueueLimits {
+        &self.limits
+    }
+
+    #[inline]
+    pub fn fast(&self) -> &FastLimits {
+        &self.fast
+    }
+
+    #[inline]
+    pub fn is_entered(&self) -> bool {
+        self.entered
+    }
+
+    #[inline]
+    pub fn is_frozen(&self) -> bool {
+        self.disk.control.is_frozen()
+    }
+
+    #[inline]
+    pub fn is_quiesced(&self) -> bool {
+        self.disk.control.is_quiesced()
+    }
+
+    /// The queue is to have requests. False while the disk is frozen.
+    pub fn enter(&mut self) -> bool {
+        self.entered = self.disk.control.enter(self.index);
+        self.entered
+    }
+
+    /// The queue has no request any more.
+    #[inline]
+    pub fn leave(&mut self) {
+        self.entered = false;
+        self.disk.control.leave(self.index);
+    }
+
+    /// The driver is to be given requests. False while the disk is quiesced.
+    #[inline]
+    pub fn begin_dispatch(&self) -> bool {
+        self.disk.control.begin_dispatch(self.index)
+    }
+
+    #[inline]
+    pub fn end_dispatch(&self) {
+        self.disk.control.end_dispatch(self.index);
+    }
+
+    /// Whether something was changed under a freeze since it was last taken over.
+    #[inline]
+    pub fn is_outdated(&self) -> bool {
+        self.disk.control.generation() != self.generation
+    }
+
+    /// Takes over the settings. Returns the scheduler, if that is another now.
+    pub fn reload_settings(&mut self) -> Option<SchedulerKind> {
+        self.generation = self.disk.control.generation();
+        let before = self.settings.scheduler;
+        self.settings = self.disk.settings();
+        (before != self.settings.scheduler).then_some(self.settings.scheduler)
+    }
+
+    /// Takes over the driver's limits. False if they are as they were.
+    pub fn reload_limits(&mut self) -> bool {
+        let limits = self.disk.limits();
+        // A driver that comes to contradict itself has shown its bug to whatever changed it.
+        if limits == self.limits || limits.validate().is_err() {
+            return false;
+        }
+        self.limits = limits;
+        self.fast = FastLimits::new(&self.limits);
+        true
+    }
+}

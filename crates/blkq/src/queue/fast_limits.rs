@@ -1,0 +1,54 @@
+//! The limits as the fast path of a submission checks them.
+
+use crate::bio::{BioFlags, Outline};
+use crate::buffer::Data;
+use crate::limits::QueueLimits;
+use crate::sector::SECTOR_SHIFT;
+
+/// The limits in the units of the fast path, so that it is a few compares.
+#[derive(Clone, Copy)]
+pub(super) struct FastLimits {
+    capacity_sectors: u64,
+    /// Bits that must be zero in the sector and the length.
+    block_mask: u64,
+    /// Largest read and write that surely need no split; 0 sends all through the slow path.
+    whole_sectors: [u64; 2],
+    kernel_pages: bool,
+}
+
+impl FastLimits {
+    pub fn new(limits: &QueueLimits) -> FastLimits {
+        let whole = limits.max_request_bytes.min(limits.max_segment_bytes);
+        let whole = if limits.chunk_bytes == 0 { u64::from(whole >> SECTOR_SHIFT) } else { 0 };
+        FastLimits {
+            capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
+            block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
+            whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
+            kernel_pages: limits.kernel_pages,
+        }
+    }
+
+    /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
+    #[inline]
+    pub fn fits(&self, outline: &Outline, data: &Data) -> bool {
+        let Data::Buffer(buffer) = data else { return false };
+        self.fits_bytes(outline, buffer.len() as u64)
+    }
+
+    /// The same for memory of `bytes`.
+    #[inline(always)]
+    fn fits_bytes(&self, outline: &Outline, bytes: u64) -> bool {
+        let &Outline { operation, flags, sector, sectors, .. } = outline;
+        // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
+        let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
+        (sector.0 | sectors) & self.block_mask == 0
+            && sectors.wrapping_sub(1) < whole
+            && sectors <= bytes >> SECTOR_SHIFT
+            && self.capacity_sectors.checked_sub(sector.0).is_some_and(|left| sectors <= left)
+            && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
+    }
+    /// Whether this is a legal read or write of kernel pages of `bytes`, in one piece.
+    pub fn fits_pages(&self, outline: &Outline, bytes: u32) -> bool {
+        self.kernel_pages && self.fits_bytes(outline, u64::from(bytes))
+    }
+}

@@ -1,0 +1,210 @@
+//! What a queue has in flight: the slots of its requests and of its bios, and the zeroes that
+//! emulated write-zeroes write from.
+
+use std::ops::{Index, IndexMut};
+
+use crate::bio::Outline;
+use crate::buffer::IoBuffer;
+use crate::completer::Completer;
+use crate::limits::{MergeSide, QueueLimits};
+use crate::request::{NIL, Request, RequestState};
+use crate::slab::{BioSlab, BioSlot, NewBio};
+use crate::tags::Tag;
+
+/// Bios that a queue takes for each of its tags before it refuses more.
+const BIOS_PER_TAG: u32 = 8;
+/// Fewest bios that a queue takes.
+const BIOS_MIN: u32 = 1024;
+/// Size of the queue's zeroes.
+const ZEROES_BYTES: u32 = 64 << 10;
+
+/// The zeroes: as a segment they must be legal.
+fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
+    let longest = limits.max_segment_bytes & !(limits.logical_block_bytes - 1);
+    IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
+}
+
+/// Requests by their tag, and bios by their number.
+pub(super) struct InFlight {
+    requests: Box<[Request]>,
+    bios: BioSlab,
+    zeroes: IoBuffer,
+    /// Requests built and not completed.
+    in_use: u32,
+}
+
+impl InFlight {
+    pub fn new(slots: usize, limits: &QueueLimits) -> InFlight {
+        InFlight {
+            requests: (0..slots).map(|_| Request::idle()).collect(),
+            bios: BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN)),
+            zeroes: zeroes_for(limits),
+            in_use: 0,
+        }
+    }
+
+    /// Takes over changed limits.
+    pub fn reload(&mut self, limits: &QueueLimits) {
+        // A driver in use only gives up capabilities: then no segment becomes too long.
+        if self.in_use == 0 {
+            self.zeroes = zeroes_for(limits);
+        }
+    }
+
+    #[inline]
+    pub fn requests(&self) -> &[Request] {
+        &self.requests
+    }
+
+    #[inline]
+    pub fn bios(&self) -> &BioSlab {
+        &self.bios
+    }
+
+    #[inline]
+    pub fn bios_mut(&mut self) -> &mut BioSlab {
+        &mut self.bios
+    }
+
+    pub fn zeroes(&self) -> &IoBuffer {
+        &self.zeroes
+    }
+
+    /// What a driver sees: its own words of the requests it may write.
+    #[inline]
+    pub fn for_driver(&mut self) -> (&mut [Request], &BioSlab, &IoBuffer) {
+        (&mut self.requests, &self.bios, &self.zeroes)
+    }
+
+    /// Requests built and not completed.
+    #[inline]
+    pub fn in_use(&self) -> u32 {
+        self.in_use
+    }
+
+    #[inline(always)]
+    pub fn insert(&mut self, bio: NewBio) -> u32 {
+        self.bios.insert(bio)
+    }
+
+    /// Pieces of memory of bio `index`.
+    #[inline]
+    pub fn count_segments(&self, index: u32) -> u16 {
+        self.bios.count_segments(index, &self.zeroes)
+    }
+
+    /// Request `tag` begins, with bio `index` alone.
+    #[inline(always)]
+    pub fn begin(&mut self, tag: Tag, index: u32, outline: &Outline, segments: u16) {
+        self.requests[tag.index()].begin(index, outline, segments);
+        self.in_use += 1;
+    }
+
+    /// The queue's own flush begins.
+    pub fn begin_flush(&mut self, tag: Tag, start_ns: u64) {
+        self.requests[tag.index()] = Request::flush(start_ns);
+        self.in_use += 1;
+    }
+
+    /// Request `tag` completes; its bios are still there. Returns it.
+    ///
+    /// # Panics
+    /// If it has completed before. Always on: such a request has already lost somebody's data.
+    #[inline(always)]
+    pub fn complete(&mut self, tag: Tag) -> &Request {
+        let request = &mut self.requests[tag.index()];
+        if request.state != RequestState::Busy {
+            completed_twice(tag);
+        }
+        request.state = RequestState::Idle;
+        request
+    }
+
+    /// So many requests have completed.
+    #[inline]
+    pub fn release(&mut self, count: u32) {
+        self.in_use -= count;
+    }
+
+    /// Bio `index` becomes part of request `tag`, on `side`; together they have `segments`.
+    pub fn merge(&mut self, tag: Tag, index: u32, side: MergeSide, segments: u16) {
+        let request = &mut self.requests[tag.index()];
+        let bio = &mut self.bios[index];
+        request.sectors += bio.sectors;
+        request.segments = segments;
+        match side {
+            MergeSide::Back => {
+                bio.next = NIL;
+                self.bios[request.last_bio].next = index;
+                request.last_bio = index;
+            }
+            MergeSide::Front => {
+                bio.next = request.first_bio;
+                request.sector = bio.sector;
+                request.first_bio = index;
+            }
+        }
+    }
+
+    /// Request `second`, which begins where `first` ends, becomes part of that: the earlier of
+    /// their times counts.
+    pub fn join(&mut self, first: Tag, second: Tag) {
+        let tail = std::mem::replace(&mut self.requests[second.index()], Request::idle());
+        let head = &mut self.requests[first.index()];
+        self.bios[head.last_bio].next = tail.first_bio;
+        head.last_bio = tail.last_bio;
+        head.sectors += tail.sectors;
+        head.segments += tail.segments;
+        head.start_ns = head.start_ns.min(tail.start_ns);
+        self.in_use -= 1;
+    }
+
+    /// Takes the completers of all bios in flight and leaks their memory, which the kernel may
+    /// still use.
+    pub fn leak(&mut self) -> Vec<Completer> {
+        let completers = self.bios.take_completers().collect();
+        std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
+        std::mem::forget(std::mem::replace(&mut self.zeroes, IoBuffer::zeroed(0)));
+        completers
+    }
+
+    /// Nothing is in use any more, whatever was.
+    pub fn reset(&mut self) {
+        self.in_use = 0;
+    }
+}
+
+#[cold]
+fn completed_twice(tag: Tag) -> ! {
+    panic!("the driver completed tag {} twice", tag.0);
+}
+
+impl Index<Tag> for InFlight {
+    type Output = Request;
+    #[inline]
+    fn index(&self, tag: Tag) -> &Request {
+        &self.requests[tag.index()]
+    }
+}
+
+impl IndexMut<Tag> for InFlight {
+    #[inline]
+    fn index_mut(&mut self, tag: Tag) -> &mut Request {
+        &mut self.requests[tag.index()]
+    }
+}
+
+impl Index<u32> for InFlight {
+    type Output = BioSlot;
+    #[inline]
+    fn index(&self, index: u32) -> &BioSlot {
+        &self.bios[index]
+    }
+}
+
+impl IndexMut<u32> for InFlight {
+    #[inline]
+    fn index_mut(&mut self, index: u32) -> &mut BioSlot {
+        &mut self.bios[index]
+    }
+}

@@ -1,0 +1,191 @@
+//! Scanning a queue for requests that hang.
+
+use crate::request::{NIL, RequestState};
+use crate::stats::Counter;
+use crate::tags::Tag;
+
+use super::Queue;
+use super::hang::{Hang, HangScan, Place, Subject};
+
+/// One scan in progress.
+struct Scan {
+    now_ns: u64,
+    limit_ns: u64,
+    found: HangScan,
+    new: u64,
+}
+
+impl Scan {
+    fn is_hung(&self, start_ns: u64) -> bool {
+        self.now_ns.saturating_sub(start_ns) > self.limit_ns
+    }
+}
+
+impl Queue {
+    /// Scans for what began more than `limit_ns` before `now_ns`.
+    pub(crate) fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
+        let mut scan = Scan { now_ns, limit_ns, found: HangScan::default(), new: 0 };
+        self.watch.begin_scan();
+        let mut left = self.in_flight.in_use();
+        for index in 0..self.in_flight.requests().len() {
+            if left == 0 {
+                break;
+            }
+            let tag = Tag(index as u16);
+            if self.in_flight[tag].state == RequestState::Busy {
+                left -= 1;
+                self.scan_request(tag, &mut scan);
+            }
+        }
+        let frozen = self.disk.is_frozen();
+        let (mut bio, mut before) = (self.waiting.first(), 0);
+        while bio != NIL {
+            let place = if frozen { Place::Frozen } else { Place::ForTag(before) };
+            self.scan_bio(bio, place, &mut scan);
+            (bio, before) = (self.in_flight[bio].next, before + 1);
+        }
+        for index in 0..self.flush.pending().len() {
+            let bio = self.flush.pending()[index];
+            let place = if frozen { Place::Frozen } else { Place::ForFlush };
+            self.scan_bio(bio, place, &mut scan);
+        }
+        // What a running flush serves is part of that.
+        for &bio in self.flush.running() {
+            self.watch.see(bio, self.in_flight[bio].start_ns);
+        }
+        let mut found = scan.found;
+        found.ended = self.watch.finish_scan(now_ns);
+        self.stats.count(Counter::Hangs, scan.new);
+        self.stats.hung(found.hung);
+        found
+    }
+
+    fn scan_request(&mut self, tag: Tag, scan: &mut Scan) {
+        let request = &mut self.in_flight[tag];
+        if request.start_ns == 0 {
+            request.start_ns = scan.now_ns;
+        }
+        let start_ns = request.start_ns;
+        let (first, operation, flags) = (request.first_bio, request.operation, request.flags);
+        let (sector, sectors) = (request.sector, request.sectors);
+        let is_hung = scan.is_hung(start_ns);
+        if is_hung {
+            scan.found.hung += 1;
+        }
+        // Of its bios any may have been reported while it had no request.
+        let (mut counted, mut bios, mut bio) = (false, 0, first);
+        if bio == NIL {
+            counted = self.watch.has_counted(NIL, start_ns);
+            self.watch.see(NIL, start_ns);
+            bios = self.flush.running().len() as u32;
+        }
+        while bio != NIL {
+            let slot = &mut self.in_flight[bio];
+            if slot.start_ns == 0 {
+                slot.start_ns = start_ns;
+            }
+            let (began_ns, next) = (slot.start_ns, slot.next);
+            counted |= self.watch.has_counted(bio, began_ns);
+            self.watch.see(bio, began_ns);
+            (bio, bios) = (next, bios + 1);
+        }
+        if !is_hung || counted {
+            return;
+        }
+        scan.new += 1;
+        let key_ns = if first == NIL { start_ns } else { self.in_flight[first].start_ns };
+        self.watch.count(first, key_ns);
+        if self.watch.is_full() {
+            scan.found.more += 1;
+            return;
+        }
+        let submitted = if first == NIL { self.flush.running().front().copied() } else { Some(first) };
+        let (mark, client) = submitted.map(|bio| self.submitter_of(bio)).unwrap_or_default();
+        let hang = Hang {
+            subject: Subject {
+                number: self.watch.next_number(),
+                queue: self.disk.index(),
+                tag: Some(tag),
+                operation,
+                flags,
+                sector,
+                sectors,
+            },
+            age_ns: scan.now_ns.saturating_sub(start_ns),
+            bios,
+            place: self.place_of(tag),
+            client,
+            mark,
+        };
+        self.watch.name(&hang.subject, first, key_ns);
+        scan.found.hangs.push(hang);
+    }
+
+    fn scan_bio(&mut self, bio: u32, place: Place, scan: &mut Scan) {
+        let slot = &mut self.in_flight[bio];
+        if slot.start_ns == 0 {
+            slot.start_ns = scan.now_ns;
+        }
+        let outline = slot.outline();
+        self.watch.see(bio, outline.start_ns);
+        if !scan.is_hung(outline.start_ns) {
+            return;
+        }
+        scan.found.hung += 1;
+        if self.watch.has_counted(bio, outline.start_ns) {
+            return;
+        }
+        scan.new += 1;
+        self.watch.count(bio, outline.start_ns);
+        if self.watch.is_full() {
+            scan.found.more += 1;
+            return;
+        }
+        let (mark, client) = self.submitter_of(bio);
+        let hang = Hang {
+            subject: Subject {
+                number: self.watch.next_number(),
+                queue: self.disk.index(),
+                tag: None,
+                operation: outline.operation,
+                flags: outline.flags,
+                sector: outline.sector,
+                sectors: outline.sectors,
+            },
+            age_ns: scan.now_ns.saturating_sub(outline.start_ns),
+            bios: 1,
+            place,
+            client,
+            mark,
+        };
+        self.watch.name(&hang.subject, bio, outline.start_ns);
+        scan.found.hangs.push(hang);
+    }
+
+    /// The submitter of a bio: the mark of one that the queue's owner submitted, or in words.
+    fn submitter_of(&self, bio: u32) -> (Option<u64>, Option<String>) {
+        let mut slot = &self.in_flight[bio];
+        while slot.parent != NIL {
+            slot = &self.in_flight[slot.parent];
+        }
+        match slot.owners_mark() {
+            Some(mark) => (Some(mark), None),
+            None => (None, Some("a thread of this process".to_owned())),
+        }
+    }
+
+    fn place_of(&self, tag: Tag) -> Place {
+        let held = self.dispatch.is_scheduled(tag);
+        let plugged = self.plug.contains(tag);
+        let refused = self.dispatch.is_requeued(tag);
+        if (held || plugged || refused) && self.disk.is_quiesced() {
+            return Place::Quiesced;
+        }
+        match (held, plugged, refused) {
+            (true, _, _) => Place::Scheduler,
+            (_, true, _) => Place::Plug,
+            (_, _, true) => Place::Dispatch,
+            _ => Place::Driver(self.dispatch.state(tag, &self.in_flight[tag])),
+        }
+    }
+}
