@@ -138,8 +138,8 @@ pub fn ublk_commands() -> Outcome {
     enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
 }
 
-/// Has this thread, and those that it makes, keep only what looking for the users of a block device
-/// takes: the open files of all processes.
+/// Confines the process that sees who uses a block device to just that: it reads the open files of
+/// all processes.
 ///
 /// # Errors
 /// What the kernel refuses.

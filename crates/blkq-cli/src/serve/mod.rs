@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkq::ErrorKind;
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
-use blkq_export::ublk::{IdleWatch, UblkDevice};
+use blkq_export::ublk::UblkDevice;
 
 use crate::autoclear::Autoclear;
 use crate::confine::{self, Confinement, Needs};
@@ -79,37 +79,20 @@ pub struct Device {
 struct Attendants {
     hangs: HangWatch,
     metrics: Option<Endpoint>,
-    /// While the block device is to end with its last user.
-    users: Option<IdleWatch>,
 }
 
 impl Device {
-    /// Confines this thread, the first, and those that it makes from now on, unless that was not
-    /// wanted. Engines are confined already. What looks who uses a block device is not: it must see
-    /// all processes.
+    /// Begins to look who uses a block device that is to end with its last user, and confines this
+    /// thread, the first, and those that it makes from now on, unless that was not wanted. Engines are
+    /// confined already.
     ///
     /// # Errors
-    /// What the kernel has, and refuses; if there can be no more threads.
+    /// What the kernel has, and refuses; if users cannot be seen.
     pub fn confine(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
-        let running = self.running()?;
-        let confined = self.needs.is_some();
-        if let Some(ublk) = &running.ublk {
-            let (idle, on) = (self.autoclear.idle_event().clone(), self.autoclear.is_on());
-            let start = || -> Outcome<IdleWatch> {
-                if confined {
-                    confine::watcher()?;
-                }
-                Ok(ublk.watch_idle(idle, on)?)
-            };
-            // Threads have what the one that makes them has.
-            let users = std::thread::scope(|scope| scope.spawn(start).join())
-                .unwrap_or_else(|_| Err(Failure::new("starting the watch of the users failed")));
-            self.attendants().as_mut().ok_or_else(ending)?.users = match users {
-                Ok(users) => Some(users),
-                // The node need not be the user's who has the device served.
-                Err(_) if !on => None,
-                Err(failure) => return Err(failure.during("autoclear")),
-            };
+        if self.autoclear.is_on()
+            && let Some(ublk) = &self.running()?.ublk
+        {
+            ublk.watch_users(true).map_err(|e| Failure::from(e).during("autoclear"))?;
         }
         if let Some(mut needs) = self.needs.take() {
             needs.removed.extend(removed);
@@ -167,15 +150,8 @@ impl Device {
     /// If it cannot, or `value` is neither `on` nor `off`.
     pub fn set_autoclear(&self, value: &str) -> Outcome {
         let on = autoclear::parse(value)?;
-        let has_node = self.running()?.ublk.is_some();
-        match self.attendants().as_ref().and_then(|attendants| attendants.users.as_ref()) {
-            Some(users) => users.set(on),
-            None if on && has_node => {
-                return Err(Failure::new(
-                    "who uses the block device cannot be seen without access to its node",
-                ));
-            }
-            None => {}
+        if let Some(ublk) = &self.running()?.ublk {
+            ublk.watch_users(on)?;
         }
         self.autoclear.set(on);
         keep(&mut self.settings(), AUTOCLEAR, value);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blkq::drivers::DriverSpec;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
-use blkq_export::ublk::{Deputy, Identity, UblkDevice, UblkOptions, process};
+use blkq_export::ublk::{Deputy, Identity, IdleWatch, UblkDevice, UblkOptions, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::exports::choose_exports;
@@ -65,15 +65,17 @@ impl Device {
             ublk: exports.ublk.then(|| BlockDevice::new(identity)),
             settings: Vec::new(),
         };
-        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], deputy: Option<Deputy>, failure_event| {
-            let Some(deputy) = deputy else { return Ok(None) };
-            // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
-            // that nobody knows of.
-            claim.write_state(&intent)?;
-            let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
-            let options = UblkOptions { identity, recoverable, partscan, copy, deputy, failure_event };
-            Ok(Some(UblkDevice::start(disk, engines, options)?))
-        };
+        let attach =
+            |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
+                let Some((deputy, users)) = children else { return Ok(None) };
+                // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
+                // that nobody knows of.
+                claim.write_state(&intent)?;
+                let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
+                let options =
+                    UblkOptions { identity, recoverable, partscan, copy, deputy, users, failure_event };
+                Ok(Some(UblkDevice::start(disk, engines, options)?))
+            };
         let mut device = Device::serve(options, claim, opened, listen, intent.clone(), attach)?;
         device.fallback = exports.no_ublk;
         Ok(device)
@@ -107,14 +109,15 @@ impl Device {
         }
         let nbd = options.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
-        let attach = |disk: &Arc<Disk>, engines: &[EngineHandle], deputy: Option<Deputy>, failure_event| {
-            let Some(deputy) = deputy else { return Ok(None) };
-            // The image has grown, and nobody told the kernel so.
-            if disk.limits().size_bytes() > bytes {
-                disk.resize(Some(bytes))?;
-            }
-            Ok(Some(UblkDevice::take_over(identity, disk, engines, deputy, failure_event)?))
-        };
+        let attach =
+            |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
+                let Some((deputy, users)) = children else { return Ok(None) };
+                // The image has grown, and nobody told the kernel so.
+                if disk.limits().size_bytes() > bytes {
+                    disk.resize(Some(bytes))?;
+                }
+                Ok(Some(UblkDevice::take_over(identity, disk, engines, deputy, users, failure_event)?))
+            };
         let opened =
             open_driver(&options, true, DYING_WAIT).map_err(|error| refusal(error, &options, claim))?;
         Device::serve(&options, claim, opened, listen, state, attach)
@@ -129,7 +132,7 @@ impl Device {
         attach: impl FnOnce(
             &Arc<Disk>,
             &[EngineHandle],
-            Option<Deputy>,
+            Option<Children>,
             Arc<OwnedFd>,
         ) -> Outcome<Option<UblkDevice>>,
     ) -> Outcome<Device> {
@@ -163,7 +166,7 @@ impl Device {
         needs
             .read
             .extend(certificates.iter().flat_map(|certificates| directories_of(certificates.directory())));
-        let mut deputy = None;
+        let mut children = None;
         if block_device.is_some() {
             let mut kept = vec![StateDir::locate()?.path().to_owned()];
             kept.extend(listen.iter().chain(&metrics).filter_map(|listen| match listen {
@@ -176,7 +179,12 @@ impl Device {
             process::prepare(&kept)?;
             let sandbox = options.sandbox;
             // SAFETY: as said; and with that it holds no mounts.
-            deputy = Some(unsafe { Deputy::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?);
+            let deputy = unsafe { Deputy::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?;
+            // It cannot be made later, when there are threads and no privileges.
+            let confine = move || !sandbox || confine::watcher().is_ok();
+            // SAFETY: as said.
+            let users = unsafe { IdleWatch::fork(autoclear.idle_event(), confine) }?;
+            children = Some((deputy, users));
         }
         let engines =
             start_engines(&disk, options.sandbox, block_device.is_some() && !options.partscan.refused)?;
@@ -184,7 +192,6 @@ impl Device {
         let attendants = Attendants {
             hangs: HangWatch::new(disk.clone(), handles.clone(), options.hang_warning),
             metrics: metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?,
-            users: None,
         };
         let image = image_name(&options.image);
         let export = NbdExport {
@@ -228,7 +235,7 @@ impl Device {
             }
         }
         let failure_event = new_event()?;
-        match attach(&running.disk, &handles, deputy, failure_event.clone()) {
+        match attach(&running.disk, &handles, children, failure_event.clone()) {
             Ok(ublk) => running.ublk = ublk,
             Err(failure) => {
                 running.close_servers();
@@ -277,6 +284,9 @@ impl Device {
         })
     }
 }
+
+/// The processes of a block device.
+type Children = (Deputy, IdleWatch);
 
 /// Starts one engine per queue, on threads that are confined from their beginning if `sandbox`;
 /// such that the kernel looks for partitions on a block device of theirs if `partscan`.

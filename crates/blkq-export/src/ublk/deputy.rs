@@ -5,9 +5,8 @@
 //! What hangs then is the deputy, which holds nothing, and neither a server with its image nor who
 //! types. It lives as long as the server, and exits with it.
 
-use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use super::abi::DeviceInfo;
+use super::child;
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
 /// How long an idle deputy may take to exit.
@@ -81,12 +81,16 @@ impl Deputy {
         let (socket, other) = UnixStream::pair().map_err(refuse)?;
         let answer_timeout = Some(START_TIMEOUT + SLACK);
         socket.set_read_timeout(answer_timeout).map_err(refuse)?;
+        let body = |[socket]: [OwnedFd; 1]| {
+            let mut socket = UnixStream::from(socket);
+            if confine() {
+                while serve(&mut socket).is_ok() {}
+            }
+            Ok(())
+        };
         // SAFETY: there are no other threads, says the caller.
-        match unsafe { libc::fork() } {
-            -1 => Err(refuse(io::Error::last_os_error())),
-            0 => be_deputy(other, confine),
-            _ => Ok(Deputy { socket, silent: false, hangs: false }),
-        }
+        unsafe { child::fork(c"blkq-deputy", [other.into()], body) }.map_err(refuse)?;
+        Ok(Deputy { socket, silent: false, hangs: false })
     }
 
     fn ask(&mut self, request: Request) -> io::Result<DeviceInfo> {
@@ -149,44 +153,6 @@ impl Drop for Deputy {
             let _ = self.socket.read(&mut [0]);
         }
     }
-}
-
-/// The life of the deputy.
-fn be_deputy(socket: UnixStream, confine: impl FnOnce() -> bool) -> ! {
-    let done = only_keep(socket).map(|mut socket| {
-        if confine() {
-            while serve(&mut socket).is_ok() {}
-        }
-    });
-    // SAFETY: nothing of the process that this one was copied from shall run in it any more.
-    unsafe { libc::_exit(i32::from(done.is_err())) }
-}
-
-/// Lets go of everything but the socket: of the image with its locks first of all.
-fn only_keep(socket: UnixStream) -> io::Result<UnixStream> {
-    // Those of a terminal or a service manager are for the server, with which it exits.
-    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
-        // SAFETY: no code of this program is run.
-        unsafe { libc::signal(signal, libc::SIG_IGN) };
-    }
-    std::env::set_current_dir("/")?;
-    let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
-    rustix::stdio::dup2_stdin(&null)?;
-    rustix::stdio::dup2_stdout(&null)?;
-    rustix::stdio::dup2_stderr(&null)?;
-    let kept = socket.as_raw_fd();
-    std::mem::forget((socket, null));
-    // SAFETY: nothing of this process uses its descriptors any more, but the socket, which is left
-    // out, and the standard ones.
-    let closed = unsafe {
-        let below = if kept > 3 { libc::syscall(libc::SYS_close_range, 3, kept - 1, 0) } else { 0 };
-        below | libc::syscall(libc::SYS_close_range, kept + 1, libc::c_uint::MAX, 0)
-    };
-    if closed != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: open, and forgotten by its owner above.
-    Ok(UnixStream::from(unsafe { OwnedFd::from_raw_fd(kept) }))
 }
 
 /// Does what is asked next.

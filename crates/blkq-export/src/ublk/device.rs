@@ -53,6 +53,8 @@ pub struct UblkOptions {
     pub copy: Option<CopyMode>,
     /// Makes it, and makes it appear.
     pub deputy: Deputy,
+    /// Sees who uses it, and writes back what they wrote.
+    pub users: IdleWatch,
     /// An eventfd that does not block, written when [`UblkDevice::failure`] has something.
     pub failure_event: Arc<OwnedFd>,
 }
@@ -68,15 +70,25 @@ pub struct UblkDevice {
     serving: Mutex<Option<Serving>>,
     /// Stops and removes it.
     deputy: Mutex<Deputy>,
-    /// Held by who claims the device to see who uses it, which one cannot while another does.
-    looking: Arc<Mutex<()>>,
+    /// Locked by who claims the device, which one cannot while another does.
+    users: Mutex<IdleWatch>,
+}
+
+/// While this is there, nobody looks at the users of the device.
+#[derive(Debug)]
+struct Paused<'a>(MutexGuard<'a, IdleWatch>);
+
+impl Drop for Paused<'_> {
+    fn drop(&mut self) {
+        self.0.resume();
+    }
 }
 
 /// A block device that nobody uses, nor can mount until this is dropped.
 #[derive(Debug)]
 pub struct Claimed<'a> {
     _held: File,
-    _looking: MutexGuard<'a, ()>,
+    _paused: Paused<'a>,
 }
 
 /// What of a device ends with its server.
@@ -244,7 +256,7 @@ impl UblkDevice {
         engines: &[EngineHandle],
         options: UblkOptions,
     ) -> Result<UblkDevice, Error> {
-        let UblkOptions { identity, recoverable, partscan, copy, mut deputy, failure_event } = options;
+        let UblkOptions { identity, recoverable, partscan, copy, mut deputy, users, failure_event } = options;
         let limits = disk.limits();
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
@@ -268,7 +280,7 @@ impl UblkDevice {
             ..DeviceInfo::default()
         };
         deputy.add(&mut info)?;
-        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info, deputy) };
+        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info, deputy, users) };
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
@@ -297,6 +309,7 @@ impl UblkDevice {
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
         deputy: Deputy,
+        users: IdleWatch,
         failure_event: Arc<OwnedFd>,
     ) -> Result<UblkDevice, Error> {
         let mut control = ControlDevice::open()?;
@@ -342,18 +355,27 @@ impl UblkDevice {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        let device = UblkDevice::new(kernel, info, deputy);
+        let device = UblkDevice::new(kernel, info, deputy, users);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
 
-    fn new(kernel: Features, info: DeviceInfo, deputy: Deputy) -> UblkDevice {
+    fn new(kernel: Features, info: DeviceInfo, deputy: Deputy, users: IdleWatch) -> UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
-        let (serving, looking) = (Mutex::new(None), Arc::default());
-        let deputy = Mutex::new(deputy);
-        UblkDevice { identity, kernel, info, copied_because: None, serving, deputy, looking }
+        let (deputy, users) = (Mutex::new(deputy), Mutex::new(users));
+        UblkDevice { identity, kernel, info, copied_because: None, serving: Mutex::new(None), deputy, users }
+    }
+
+    fn users(&self) -> MutexGuard<'_, IdleWatch> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pause_watch(&self) -> Paused<'_> {
+        let mut users = self.users();
+        users.pause();
+        Paused(users)
     }
 
     fn deputy(&self) -> MutexGuard<'_, Deputy> {
@@ -452,24 +474,30 @@ impl UblkDevice {
     /// # Errors
     /// [`ErrorKind::Busy`] if it is in use; the device goes on. Whatever the kernel says.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
-        let _held = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut paused = self.pause_watch();
+        // Neither by this process: the kernel would wait for its I/O, and its exit for the kernel.
         if force {
-            usage::write_back(&self.identity.path());
+            paused.0.write_back(self.identity.id);
         }
-        // Not by this process: the kernel would wait for its I/O, and its exit for the kernel.
         let mut deputy = self.deputy();
         let mut give = |command| deputy.give(command, self.identity.id);
         stop(&mut give, self.identity.id, self.kernel, force)?;
         self.delete(give)
     }
 
-    /// Writes the event `idle` when nobody uses the device any more, as [`IdleWatch`] tells, while
-    /// that is `on`.
+    /// While that is `on`, has the event of [`IdleWatch`] written when nobody uses the device any more.
+    /// Users from before it is on count if they still are.
     ///
     /// # Errors
-    /// If the process has no descriptor or thread left.
-    pub fn watch_idle(&self, idle: Arc<OwnedFd>, on: bool) -> Result<IdleWatch, Error> {
-        IdleWatch::start(&self.identity.path(), self.looking.clone(), idle, on)
+    /// If its users cannot be seen.
+    pub fn watch_users(&self, on: bool) -> Result<(), Error> {
+        let mut users = self.users();
+        if !on {
+            users.rest();
+            return Ok(());
+        }
+        let path = self.identity.path();
+        users.look(self.identity.id).map_err(|e| Error::system(format!("cannot see who uses {path}"), e))
     }
 
     /// Before this process ends and leaves the device to the next server: has new requests wait,
@@ -513,8 +541,8 @@ impl UblkDevice {
     /// # Errors
     /// [`ErrorKind::Busy`] if it is in use, as far as this process sees.
     pub fn claim(&self) -> Result<Claimed<'_>, Error> {
-        let looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(Claimed { _held: usage::claim(&self.identity.path())?, _looking: looking })
+        let paused = self.pause_watch();
+        Ok(Claimed { _held: usage::claim(&self.identity.path())?, _paused: paused })
     }
 
     /// Tells the kernel a new size in bytes.

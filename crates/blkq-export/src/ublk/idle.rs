@@ -4,158 +4,264 @@
 //! That a file system is mounted or unmounted is not told: what is claimed is looked at every second.
 //! A program that only asks what there is (udev, or mount(8) before it mounts) has it open for less
 //! than a second, and is no user.
+//!
+//! Seeing the open files of all processes takes privileges that the server, which reads what clients
+//! send, does not keep. So a process of its own looks: it takes the number of a device and whether to
+//! look, and returns nothing but that the device is idle.
+//!
+//! It also writes back what the kernel holds for the device before a forced end. A server that did so
+//! itself could not be killed while its image hangs: its thread would wait for its own I/O, which the
+//! kernel aborts only when the last of its threads has exited.
 
-use std::ffi::OsString;
+use std::ffi::{CStr, OsString};
 use std::fs;
-use std::io;
+use std::io::{self, Read, Write};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use blkq::Error;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use rustix::process::getppid;
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
+use super::child;
 use super::usage::{self, Use};
 
 /// How long after an opening or closing is looked.
 const SETTLE: Duration = Duration::from_millis(250);
 /// How long nobody may use it before that is told, and how often what is claimed is looked at.
 const REST: Duration = Duration::from_secs(1);
+/// How long the process may take to answer, which it does after a scan, to write back, and to exit.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Room for a few events.
 const EVENT_BYTES: usize = 4096;
 
-/// What a watch is to do.
-const REST_NOW: u8 = 0;
-const LOOK: u8 = 1;
-const END: u8 = 2;
+/// What the process is called.
+pub(super) const NAME: &CStr = c"blkq-idle";
 
-/// Tells when the users of a block device have gone, while it is on, until it is dropped.
+/// Requests to the process.
+const OFF: u32 = 0;
+const ON: u32 = 1;
+const PAUSE: u32 = 2;
+const RESUME: u32 = 3;
+const WRITE_BACK: u32 = 4;
+
+/// What the process is asked to do.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
+#[repr(C)]
+struct Request {
+    what: u32,
+    /// The number of the device.
+    id: u32,
+    sequence: u32,
+}
+
+/// Its answer to the request of that number.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
+#[repr(C)]
+struct Reply {
+    sequence: u32,
+    /// 0, or why not.
+    errno: i32,
+}
+
+/// A process that reports, while that is on, when the users of a block device have gone, and writes
+/// back what they wrote. It exits when this is dropped, or its server exits.
 #[derive(Debug)]
 pub struct IdleWatch {
-    orders: Arc<Orders>,
-    thread: Option<JoinHandle<()>>,
-}
-
-/// What a watch is told to do, and an event that says that this is news.
-#[derive(Debug)]
-struct Orders {
-    what: AtomicU8,
-    news: OwnedFd,
-}
-
-impl Orders {
-    fn give(&self, what: u8) {
-        self.what.store(what, Ordering::SeqCst);
-        // Full, it is readable.
-        let _ = rustix::io::write(&self.news, &1u64.to_ne_bytes());
-    }
-
-    fn take(&self) -> u8 {
-        let _ = rustix::io::read(&self.news, &mut [0; 8]);
-        self.what.load(Ordering::SeqCst)
-    }
+    socket: UnixStream,
+    sequence: u32,
+    on: bool,
 }
 
 impl IdleWatch {
-    /// Watches the block device `path`. When somebody has used it, from now on or already, and nobody
-    /// does any more, the event `idle` is written, again every second for as long as that is so.
-    /// `looking` is held while the device is claimed for a look. While the watch is not `on`, nobody
-    /// looks, and what happens then is no use.
+    /// Forks the process. In it `confine` gives up all but reading of `/proc` and `/dev`, and returns
+    /// whether that was possible. It writes the event `idle`.
     ///
     /// # Errors
-    /// If the process has no descriptor or thread left.
-    pub(super) fn start(
-        path: &str,
-        looking: Arc<Mutex<()>>,
-        idle: Arc<OwnedFd>,
-        on: bool,
-    ) -> Result<IdleWatch, Error> {
-        let refuse = |e: io::Error| Error::system(format!("cannot watch who uses {path}"), e);
-        let news =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| refuse(e.into()))?;
-        let orders = Arc::new(Orders { what: AtomicU8::new(REST_NOW), news });
-        let watch = Watch { nodes: Nodes::new(path).map_err(refuse)?, looking, idle, orders: orders.clone() };
-        let thread = std::thread::Builder::new().name("blkq-idle".into()).spawn(move || watch.run());
-        let watch = IdleWatch { orders, thread: Some(thread.map_err(refuse)?) };
-        watch.set(on);
-        Ok(watch)
+    /// Whatever the kernel says.
+    ///
+    /// # Safety
+    /// This process must have one thread only: the new one has but that, and whatever others held
+    /// locked would stay so in it.
+    pub unsafe fn fork(idle: &OwnedFd, confine: impl FnOnce() -> bool) -> Result<IdleWatch, Error> {
+        // SAFETY: as the caller says.
+        unsafe { IdleWatch::fork_in(Path::new("/dev"), idle, confine) }
+            .map_err(|e| Error::system("cannot start the process that sees who uses a block device", e))
     }
 
-    /// Begins to look, or ceases.
-    pub fn set(&self, on: bool) {
-        self.orders.give(if on { LOOK } else { REST_NOW });
+    /// # Safety
+    /// As of [`IdleWatch::fork`].
+    unsafe fn fork_in(
+        directory: &Path,
+        idle: &OwnedFd,
+        confine: impl FnOnce() -> bool,
+    ) -> io::Result<IdleWatch> {
+        let (socket, other) = UnixStream::pair()?;
+        socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        let server = std::process::id();
+        let body = |[socket, idle]: [OwnedFd; 2]| {
+            // It may have died already.
+            let orphaned = getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server);
+            if !orphaned && confine() {
+                Watch::new(directory, server, socket.into(), idle).run()?;
+            }
+            Ok(())
+        };
+        // SAFETY: as the caller says.
+        unsafe { child::fork(NAME, [other.into(), idle.try_clone()?], body) }?;
+        Ok(IdleWatch { socket, sequence: 0, on: false })
+    }
+
+    /// Begins to look at the block device `id`. When somebody has used it, from now on or already, and
+    /// nobody does any more, the event is written, again every second for as long as that is so.
+    ///
+    /// # Errors
+    /// If the process may not see its node, or is gone.
+    pub(super) fn look(&mut self, id: u32) -> io::Result<()> {
+        self.ask(ON, id)?;
+        self.on = true;
+        Ok(())
+    }
+
+    /// Ceases to look: what happens now is no use.
+    pub(super) fn rest(&mut self) {
+        // A process that is gone does not look.
+        let _ = self.send(OFF, 0);
+        self.on = false;
+    }
+
+    /// Does not claim the device for a look until [`IdleWatch::resume`].
+    pub(super) fn pause(&mut self) {
+        if self.on {
+            let _ = self.ask(PAUSE, 0);
+        }
+    }
+
+    /// See [`IdleWatch::pause`].
+    pub(super) fn resume(&mut self) {
+        if self.on {
+            let _ = self.send(RESUME, 0);
+        }
+    }
+
+    /// Has the kernel write back what it holds for the block device `id`, as far as a moment allows.
+    pub(super) fn write_back(&mut self, id: u32) {
+        let _ = self.ask(WRITE_BACK, id);
+    }
+
+    /// Sends a request, and waits for the answer.
+    fn ask(&mut self, what: u32, id: u32) -> io::Result<()> {
+        self.send(what, id)?;
+        loop {
+            let mut reply = Reply::new_zeroed();
+            self.socket.read_exact(reply.as_mut_bytes()).map_err(no_answer)?;
+            // Others are late answers to earlier requests.
+            if reply.sequence == self.sequence {
+                return match reply.errno {
+                    0 => Ok(()),
+                    errno => Err(io::Error::from_raw_os_error(errno)),
+                };
+            }
+        }
+    }
+
+    fn send(&mut self, what: u32, id: u32) -> io::Result<()> {
+        self.sequence = self.sequence.wrapping_add(1);
+        let request = Request { what, id, sequence: self.sequence };
+        self.socket.write_all(request.as_bytes()).map_err(no_answer)
+    }
+}
+
+fn no_answer(error: io::Error) -> io::Error {
+    match error.kind() {
+        // EAGAIN is how the end of a socket's timeout is told.
+        io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
+        _ => io::Error::other("the process that looks was killed"),
     }
 }
 
 impl Drop for IdleWatch {
     fn drop(&mut self) {
-        self.orders.give(END);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        // Without its socket it exits; its side of the socket is the last that it closes.
+        let _ = self.socket.shutdown(Shutdown::Write);
+        // What is left of late answers comes first.
+        while self.socket.read(&mut [0; size_of::<Reply>()]).is_ok_and(|bytes| bytes > 0) {}
     }
 }
 
-struct Watch {
-    nodes: Nodes,
-    looking: Arc<Mutex<()>>,
-    idle: Arc<OwnedFd>,
-    orders: Arc<Orders>,
+/// The process.
+struct Watch<'a> {
+    /// Where the nodes of devices are.
+    directory: &'a Path,
+    /// The process of the server, which is no user.
+    server: u32,
+    socket: UnixStream,
+    idle: OwnedFd,
+    /// Of the device, while it is on.
+    nodes: Option<Nodes>,
+    paused: bool,
+    /// Who writes has used it; who reads, if a look finds him.
+    used: bool,
 }
 
-/// Why a watch no longer waits.
+/// Why it no longer waits.
 enum Told {
-    Orders,
+    Request,
     Nodes,
     Nothing,
 }
 
-impl Watch {
-    fn run(&self) {
-        let mut on = false;
-        // Who writes has used it; who reads, if a look finds him.
-        let mut used = false;
+impl Watch<'_> {
+    fn new(directory: &Path, server: u32, socket: UnixStream, idle: OwnedFd) -> Watch<'_> {
+        Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }
+    }
+
+    /// Runs until the server is gone.
+    fn run(mut self) -> io::Result<()> {
         // Since when each scan has found it open.
         let mut open_since: Option<Instant> = None;
         let mut last_event = Instant::now();
         let mut wait = None;
         loop {
             match self.wait(wait) {
-                Told::Orders => {
-                    match self.orders.take() {
-                        END => return,
-                        what => on = what == LOOK,
-                    }
-                    used = false;
-                    (last_event, wait) = (Instant::now(), on.then_some(SETTLE));
+                Told::Request => {
+                    self.serve()?;
+                    (last_event, wait) = (Instant::now(), Some(SETTLE));
                     continue;
                 }
                 Told::Nodes => {
-                    let events = self.nodes.take_events();
-                    used |= on && was_written(&events);
-                    (last_event, wait) = (Instant::now(), on.then_some(SETTLE));
+                    self.used |= self.nodes().is_some_and(|nodes| was_written(&nodes.take_events()));
+                    (last_event, wait) = (Instant::now(), Some(SETTLE));
                     continue;
                 }
                 Told::Nothing => {}
             }
-            let Scan { found, undisturbed, written } = self.scan();
-            used |= written || matches!(found, Use::Claimed);
+            let Some(nodes) = self.nodes() else {
+                wait = None;
+                continue;
+            };
+            let Scan { found, undisturbed, written } = nodes.scan(self.server);
+            self.used |= written || matches!(found, Use::Claimed);
             // On a slow machine a moment may be longer than SETTLE.
             open_since = matches!(found, Use::Open).then(|| open_since.unwrap_or_else(Instant::now));
-            used |= open_since.is_some_and(|since| since.elapsed() >= REST);
+            self.used |= open_since.is_some_and(|since| since.elapsed() >= REST);
             wait = match found {
-                Use::Gone => return,
+                Use::Gone => {
+                    self.nodes = None;
+                    None
+                }
                 Use::Claimed | Use::Unknown => Some(REST),
-                Use::Open if !used => Some(REST),
+                Use::Open if !self.used => Some(REST),
                 // Its end is told.
                 Use::Open => None,
-                Use::Nobody if !used => None,
+                Use::Nobody if !self.used => None,
                 Use::Nobody => {
                     let rest = REST.saturating_sub(last_event.elapsed());
                     if rest.is_zero() {
@@ -170,40 +276,68 @@ impl Watch {
         }
     }
 
-    /// Waits for orders and for events of the nodes, for `time` at most.
+    /// Those that are to be looked at now.
+    fn nodes(&self) -> Option<&Nodes> {
+        self.nodes.as_ref().filter(|_| !self.paused)
+    }
+
+    /// Waits for a request and for events of the nodes, for `time` at most.
     fn wait(&self, time: Option<Duration>) -> Told {
-        let mut fds =
-            [PollFd::new(&self.orders.news, PollFlags::IN), PollFd::new(&self.nodes.inotify, PollFlags::IN)];
         let time = time.map(|time| rustix::event::Timespec {
             tv_sec: time.as_secs() as i64,
             tv_nsec: i64::from(time.subsec_nanos()),
         });
-        match poll(&mut fds, time.as_ref()) {
+        let request = PollFd::new(&self.socket, PollFlags::IN);
+        let (ready, request) = match self.nodes() {
+            Some(nodes) => {
+                let mut fds = [request, PollFd::new(&nodes.inotify, PollFlags::IN)];
+                (poll(&mut fds, time.as_ref()), fds[0].revents())
+            }
+            None => {
+                let mut fds = [request];
+                (poll(&mut fds, time.as_ref()), fds[0].revents())
+            }
+        };
+        match ready {
             Ok(0) => Told::Nothing,
-            Ok(_) if !fds[0].revents().is_empty() => Told::Orders,
+            Ok(_) if !request.is_empty() => Told::Request,
             // Interrupted: looks for events, of which there may be none.
             _ => Told::Nodes,
         }
     }
 
-    /// Scans for users.
-    fn scan(&self) -> Scan {
-        let _held = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-        // First the scan, which takes its time and opens nothing: the kernel merges equal events, so
-        // that the opening of the probe would hide another that comes meanwhile.
-        let open = usage::is_open(&self.nodes.path);
-        let mut events = self.nodes.take_events();
-        let undisturbed = events.is_empty();
-        let found = match usage::probe(&self.nodes.path) {
-            Use::Nobody if open => Use::Open,
-            found => found,
+    /// Does what is asked next.
+    ///
+    /// # Errors
+    /// If the server is gone.
+    fn serve(&mut self) -> io::Result<()> {
+        let mut request = Request::new_zeroed();
+        self.socket.read_exact(request.as_mut_bytes())?;
+        let path = self.directory.join(format!("ublkb{}", request.id)).to_string_lossy().into_owned();
+        let done = match request.what {
+            ON => {
+                self.used = false;
+                Nodes::new(path).map(|nodes| self.nodes = Some(nodes))
+            }
+            WRITE_BACK => {
+                usage::write_back(&path);
+                Ok(())
+            }
+            PAUSE => {
+                self.paused = true;
+                Ok(())
+            }
+            RESUME => {
+                self.paused = false;
+                Ok(())
+            }
+            _ => {
+                self.nodes = None;
+                Ok(())
+            }
         };
-        let probing = self.nodes.take_events();
-        // Those of the probe itself.
-        let own = [ReadFlags::OPEN, ReadFlags::CLOSE_NOWRITE];
-        let undisturbed = undisturbed && (probing.is_empty() || probing == own);
-        events.extend(probing);
-        Scan { found, undisturbed, written: was_written(&events) }
+        let errno = done.err().map_or(0, |e| e.raw_os_error().unwrap_or(libc::EIO));
+        self.socket.write_all(Reply { sequence: request.sequence, errno }.as_bytes())
     }
 }
 
@@ -227,10 +361,10 @@ struct Nodes {
 }
 
 impl Nodes {
-    fn new(path: &str) -> io::Result<Nodes> {
+    fn new(path: String) -> io::Result<Nodes> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-        let nodes = Nodes { path: path.to_owned(), inotify };
-        nodes.add(Path::new(path))?;
+        let nodes = Nodes { path, inotify };
+        nodes.add(Path::new(&nodes.path))?;
         inotify::add_watch(&nodes.inotify, nodes.directory(), WatchFlags::CREATE)?;
         for entry in fs::read_dir(nodes.directory())?.flatten() {
             nodes.add_partition(&entry.path());
@@ -253,6 +387,25 @@ impl Nodes {
             // Gone again, it is not used.
             let _ = self.add(path);
         }
+    }
+
+    /// Scans for users other than `server`.
+    fn scan(&self, server: u32) -> Scan {
+        // First the scan, which takes its time and opens nothing: the kernel merges equal events, so
+        // that the opening of the probe would hide another that comes meanwhile.
+        let open = usage::is_open(&self.path, server);
+        let mut events = self.take_events();
+        let undisturbed = events.is_empty();
+        let found = match usage::probe(&self.path) {
+            Use::Nobody if open => Use::Open,
+            found => found,
+        };
+        let probing = self.take_events();
+        // Those of the probe itself.
+        let own = [ReadFlags::OPEN, ReadFlags::CLOSE_NOWRITE];
+        let undisturbed = undisturbed && (probing.is_empty() || probing == own);
+        events.extend(probing);
+        Scan { found, undisturbed, written: was_written(&events) }
     }
 
     /// What has happened to the nodes.
@@ -278,6 +431,8 @@ mod tests {
     use std::fs::{File, OpenOptions};
     use std::process::{Child, Command, Stdio};
 
+    use rustix::event::{EventfdFlags, eventfd};
+
     use super::*;
 
     fn user(file: File) -> Child {
@@ -295,6 +450,10 @@ mod tests {
         false
     }
 
+    fn event() -> OwnedFd {
+        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+    }
+
     // Contract: detach
     #[test]
     fn the_end_of_the_last_user_is_told_and_a_look_at_it_is_no_use() {
@@ -302,8 +461,11 @@ mod tests {
         fs::create_dir_all(&directory).unwrap();
         let path = directory.join("ublkb1");
         fs::write(&path, "").unwrap();
-        let idle = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
-        let watch = IdleWatch::start(path.to_str().unwrap(), Arc::default(), idle.clone(), true).unwrap();
+        let idle = event();
+        // SAFETY: the copy runs the code of the watch only, which takes no lock of another thread.
+        let mut watch = unsafe { IdleWatch::fork_in(&directory, &idle, || true) }.unwrap();
+        assert_eq!(watch.look(2).unwrap_err().kind(), io::ErrorKind::NotFound);
+        watch.look(1).unwrap();
         drop(File::open(&path).unwrap());
         assert!(!told(&idle, REST * 2), "somebody only asked what there is");
         let partition = directory.join("ublkb1p1");
@@ -312,19 +474,38 @@ mod tests {
         // Whoever makes the node writes it: only from then on it is watched.
         let mut child = user(File::open(&partition).unwrap());
         assert!(!told(&idle, REST * 2), "it is in use");
+        watch.pause();
         child.kill().unwrap();
         child.wait().unwrap();
+        assert!(!told(&idle, REST * 2), "it is not looked at");
+        watch.resume();
         assert!(told(&idle, Duration::from_secs(20)), "nobody uses it any more");
         assert!(told(&idle, Duration::from_secs(20)), "and that is told again");
-        watch.set(false);
+        watch.rest();
         while told(&idle, SETTLE) {}
         drop(OpenOptions::new().write(true).open(&path).unwrap());
         assert!(!told(&idle, REST * 2), "nobody looks");
-        watch.set(true);
+        watch.look(1).unwrap();
         assert!(!told(&idle, REST * 2), "who has used it before does not count");
         drop(OpenOptions::new().write(true).open(&path).unwrap());
         assert!(told(&idle, Duration::from_secs(20)), "who writes for a moment does");
         drop(watch);
         fs::remove_dir_all(&directory).unwrap();
+    }
+
+    // Contract: detach
+    #[test]
+    fn late_answers_and_a_dead_process_are_known_as_such() {
+        let (socket, mut other) = UnixStream::pair().unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        let mut watch = IdleWatch { socket, sequence: 0, on: false };
+        assert_eq!(watch.look(0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        for (sequence, errno) in [(1, libc::ENOENT), (2, 0)] {
+            other.write_all(Reply { sequence, errno }.as_bytes()).unwrap();
+        }
+        watch.look(0).unwrap();
+        drop(other);
+        assert!(watch.look(0).unwrap_err().to_string().contains("killed"));
+        watch.rest();
     }
 }

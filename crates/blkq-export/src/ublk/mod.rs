@@ -2,10 +2,11 @@
 //!
 //! `abi` is the kernel's interface, `control` its control device, `parameters` the limits of a
 //! disk in its words, `copy` how data moves, `source` a queue on its engine with its `descriptors`,
-//! `device` the life of a device, `deputy` a process that makes it, `usage` who uses it and `idle`
-//! when nobody does any more, [`process`] what a process that serves one must be.
+//! `device` the life of a device, `deputy` a process that makes it, `usage` who uses it and `idle` a
+//! process that sees when nobody does any more, `child` what both are, [`process`] what a process that serves one must be.
 
 pub mod abi;
+mod child;
 mod control;
 mod copy;
 mod deputy;

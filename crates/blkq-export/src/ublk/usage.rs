@@ -5,13 +5,10 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::mpsc::channel;
-use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
 
-/// How long a forced end waits for data on its way to the device.
-const WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
+use super::idle;
 
 pub(super) fn busy(path: &str, why: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first, or use --force"))
@@ -42,10 +39,10 @@ fn open_exclusively(path: &str) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path)
 }
 
-/// Whether a process has the block device `path` open, but for udev, which looks at every device
-/// that appears.
-pub(super) fn is_open(path: &str) -> bool {
-    opener(path, std::process::id(), |command| !is_udev(command)).is_some()
+/// Whether a process other than this one and `server` has the block device `path` open, but for udev,
+/// which looks at every device that appears.
+pub(super) fn is_open(path: &str, server: u32) -> bool {
+    opener(path, server, |command| !is_udev(command)).is_some()
 }
 
 /// Whether the block device `path` is claimed ([`Use::Claimed`]), found out by claiming it: another
@@ -84,8 +81,8 @@ pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
     }
 }
 
-/// A process other than this one and `server` that has the block device `path` or a partition of
-/// it open, and whose name `counts`: its number and name.
+/// A process other than this one, `server` and its watch that has the block device `path` or a
+/// partition of it open, and whose name `counts`: its number and name.
 fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
     let known = [std::process::id().to_string(), server.to_string()];
     let processes = fs::read_dir("/proc").ok()?.flatten();
@@ -103,12 +100,20 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
         {
             let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
             let command = command.strip_suffix('\n').unwrap_or(&command);
-            if counts(command) {
+            let is_watch =
+                || command.as_bytes() == idle::NAME.to_bytes() && parent(&process.path()) == Some(server);
+            if counts(command) && !is_watch() {
                 return Some(format!("{pid} ({command})"));
             }
         }
     }
     None
+}
+
+/// The parent of the process at `path` of /proc.
+fn parent(path: &Path) -> Option<u32> {
+    let status = fs::read_to_string(path.join("status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
 }
 
 /// Whether `target` is the device `path` (`/dev/ublkb1`) or a partition of it (`/dev/ublkb1p2`).
@@ -117,21 +122,12 @@ pub(super) fn is_part_of(target: &Path, path: &str) -> bool {
     rest.is_empty() || rest.strip_prefix('p').is_some_and(|part| part.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Has the kernel write back what it holds for the block device `path`, which is about to go, as
-/// far as a moment allows: all file systems if one of them is on it, else what was written to it.
+/// Has the kernel write back what it holds for the block device `path`, which is about to go: all
+/// file systems if one of them is on it, else what was written to it. Returns when that is done.
 pub(super) fn write_back(path: &str) {
-    let claimed = claim(path);
-    let (sender, done) = channel();
-    let sync = move || {
-        match claimed {
-            Ok(device) => drop(device.sync_all()),
-            Err(_) => rustix::fs::sync(),
-        }
-        // Nobody may wait any more.
-        let _ = sender.send(());
-    };
-    if std::thread::Builder::new().name("blkq-sync".into()).spawn(sync).is_ok() {
-        let _ = done.recv_timeout(WRITE_BACK_TIMEOUT);
+    match open_exclusively(path) {
+        Ok(device) => drop(device.sync_all()),
+        Err(_) => rustix::fs::sync(),
     }
 }
 

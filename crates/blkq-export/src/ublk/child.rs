@@ -1,0 +1,67 @@
+//! Processes that a server forks before it has threads, each for what the server itself must not do.
+//! They share no memory with it, and no descriptor but those that they keep.
+
+use std::ffi::CStr;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+/// Forks a process called `name` that runs `body` and exits. It keeps the descriptors of `kept` and
+/// ignores the signals that a terminal or a service manager sends to all processes of a server:
+/// `body` returns when the server has exited.
+///
+/// # Errors
+/// If there can be no more processes.
+///
+/// # Safety
+/// This process must have one thread only: the new one has but that, and whatever others held
+/// locked would stay so in it.
+pub(super) unsafe fn fork<const N: usize>(
+    name: &CStr,
+    kept: [OwnedFd; N],
+    body: impl FnOnce([OwnedFd; N]) -> io::Result<()>,
+) -> io::Result<()> {
+    // SAFETY: there are no other threads, says the caller.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            let _ = rustix::thread::set_name(name);
+            let done = keep_only(kept).and_then(body);
+            // SAFETY: nothing of the process that this one was copied from shall run in it any more.
+            unsafe { libc::_exit(i32::from(done.is_err())) }
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Closes all other descriptors: of the image with its locks first of all.
+fn keep_only<const N: usize>(kept: [OwnedFd; N]) -> io::Result<[OwnedFd; N]> {
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        // SAFETY: no code of this program is run.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    std::env::set_current_dir("/")?;
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    std::mem::forget(null);
+    let mut numbers = kept.each_ref().map(AsRawFd::as_raw_fd);
+    numbers.sort_unstable();
+    let mut first = libc::STDERR_FILENO + 1;
+    for number in numbers {
+        close_range(first, number - 1)?;
+        first = number + 1;
+    }
+    close_range(first, RawFd::MAX)?;
+    Ok(kept)
+}
+
+fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
+    // SAFETY: nothing of this process uses its descriptors any more, but those that it keeps, which
+    // are left out, and the standard ones.
+    if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
