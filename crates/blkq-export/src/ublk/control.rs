@@ -39,6 +39,8 @@ pub struct ControlDevice {
     ring: IoUring<Entry128, cqueue::Entry>,
     file: File,
     privileged: bool,
+    /// The command of the ring did not complete in time, and has not yet.
+    pending: bool,
 }
 
 /// A command.
@@ -83,7 +85,7 @@ impl ControlDevice {
             .map_err(|e| Error::system("cannot set up io_uring for ublk's commands", e))?;
         let privileged =
             capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
-        Ok(ControlDevice { ring, file, privileged })
+        Ok(ControlDevice { ring, file, privileged, pending: false })
     }
 
     /// Whether this process may make devices with all that the kernel offers.
@@ -93,6 +95,13 @@ impl ControlDevice {
 
     fn call(&mut self, call: Call<'_>) -> io::Result<()> {
         let Call { command, id, data, buffer, timeout } = call;
+        if self.pending {
+            // Another ring, that a late answer is not taken for that of this command. The old one stays
+            // open: closing it would keep a processor busy until its command completes.
+            let ring = IoUring::<Entry128, cqueue::Entry>::builder().build(2)?;
+            std::mem::forget(std::mem::replace(&mut self.ring, ring));
+            self.pending = false;
+        }
         // Others than root say by its path which device they mean, for its permissions to be
         // looked at; nothing needs a device to exist to make one or to ask for features.
         let names_device = command == abi::Control::GetDevInfo2
@@ -125,9 +134,20 @@ impl ControlDevice {
             Err(error) => {
                 // The kernel may still write it.
                 std::mem::forget(memory);
+                self.pending = true;
                 Err(error)
             }
         }
+    }
+
+    /// Waits once more for a command without a buffer that did not complete in time.
+    ///
+    /// # Errors
+    /// Whatever the kernel says, and that it still did not answer.
+    pub(super) fn wait_again(&mut self) -> io::Result<()> {
+        let result = self.wait(STOP_TIMEOUT)?;
+        self.pending = false;
+        if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
     }
 
     /// Waits for the end of the one command that is in flight.
@@ -138,8 +158,6 @@ impl ControlDevice {
             match self.ring.submitter().submit_with_args(1, &args) {
                 Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
                 Err(e) if e.raw_os_error() == Some(libc::ETIME) => {
-                    // A late answer must not be taken for that of another command.
-                    self.ring = IoUring::<Entry128, cqueue::Entry>::builder().build(2)?;
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 Err(e) => return Err(e),
@@ -367,4 +385,37 @@ pub(super) fn failed(what: &str, error: io::Error) -> Error {
         return Error::new(ErrorKind::System, message);
     }
     Error::system(format!("ublk: {what}"), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    /// A control device that has a command until `event` is written.
+    fn busy(event: &impl AsRawFd) -> ControlDevice {
+        let mut ring = IoUring::<Entry128, cqueue::Entry>::builder().build(2).unwrap();
+        let poll = opcode::PollAdd::new(types::Fd(event.as_raw_fd()), libc::POLLIN as u32).build();
+        // SAFETY: the descriptor is open as long as the ring, or leaked with it.
+        unsafe { ring.submission().push(&poll.into()) }.unwrap();
+        let file = File::open("/dev/zero").unwrap();
+        ControlDevice { ring, file, privileged: true, pending: true }
+    }
+
+    // Contract: detach
+    #[test]
+    fn a_late_command_is_waited_for_and_its_answer_is_that_of_no_other() {
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let timeout = Duration::from_millis(20);
+        let mut control = busy(&event);
+        assert_eq!(control.wait(timeout).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        rustix::io::write(&event, &1u64.to_ne_bytes()).unwrap();
+        control.wait_again().unwrap();
+        assert!(!control.pending);
+
+        let mut control = busy(&event);
+        let error = control.plain(abi::Control::StopDev, 0, 0, timeout).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EOPNOTSUPP), "/dev/zero has no commands");
+    }
 }

@@ -84,7 +84,8 @@ impl Deputy {
         let body = |[socket]: [OwnedFd; 1]| {
             let mut socket = UnixStream::from(socket);
             if confine() {
-                while serve(&mut socket).is_ok() {}
+                let mut unfinished = None;
+                while serve(&mut socket, &mut unfinished).is_ok() {}
             }
             Ok(())
         };
@@ -155,23 +156,47 @@ impl Drop for Deputy {
     }
 }
 
-/// Does what is asked next.
+/// A command about a device that did not complete in time.
+struct Unfinished {
+    what: Command,
+    id: u32,
+    control: ControlDevice,
+}
+
+/// Does what is asked next. A command that is given again while the kernel still has it is waited for:
+/// another one would only wait for that.
 ///
 /// # Errors
 /// If the server is gone.
-fn serve(socket: &mut UnixStream) -> io::Result<()> {
+fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
     let mut request = Request::new_zeroed();
     socket.read_exact(request.as_mut_bytes())?;
     let mut info = request.info;
-    // The server has opened it before: why it could not be now, it will not hear more exactly.
-    let result = ControlDevice::open().map_err(|_| libc::EIO).and_then(|mut control| {
-        let done = match request.what {
-            ADD => control.add(&mut info),
-            START => while_it_lives(request.pid, || control.start(info.dev_id, request.pid)),
-            what => control.give(what, info.dev_id),
-        };
-        done.map_err(|e| if e.kind() == io::ErrorKind::TimedOut { libc::ETIMEDOUT } else { raw(&e) })
-    });
+    let (what, id) = (request.what, info.dev_id);
+    let given = match unfinished.take_if(|unfinished| (unfinished.what, unfinished.id) == (what, id)) {
+        Some(Unfinished { mut control, .. }) => Ok((control.wait_again(), control)),
+        None => ControlDevice::open().map(|mut control| {
+            let done = match what {
+                ADD => control.add(&mut info),
+                START => while_it_lives(request.pid, || control.start(id, request.pid)),
+                _ => control.give(what, id),
+            };
+            (done, control)
+        }),
+    };
+    let result = match given {
+        Ok((done, control)) => {
+            if done.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::TimedOut) {
+                // The ring of the one before stays open, too.
+                std::mem::forget(unfinished.replace(Unfinished { what, id, control }));
+            }
+            done
+        }
+        // The server has opened it before: why it could not be now, it will not hear more exactly.
+        Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
+    };
+    let result =
+        result.map_err(|e| if e.kind() == io::ErrorKind::TimedOut { libc::ETIMEDOUT } else { raw(&e) });
     let reply = Reply { errno: result.err().unwrap_or(0), pad: 0, info };
     let told = socket.write_all(reply.as_bytes());
     if told.is_err() && request.what == ADD && reply.errno == 0 {
