@@ -48,6 +48,8 @@ impl Worlds {
         Worlds { queues: 1, shared_tags: false, panics: 0, loses_size: false, triggers: false };
     /// Every life ends by a panic.
     pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
+    pub const TWO_QUEUES: Worlds = Worlds { queues: 2, ..Worlds::NONE };
+    pub const TRIGGERS: Worlds = Worlds { triggers: true, ..Worlds::NONE };
 
     /// Those of a seed.
     pub fn of(seed: u64) -> Worlds {

@@ -15,6 +15,7 @@ mod life;
 mod model;
 
 use std::ops::Range;
+use std::sync::Once;
 use std::time::Instant;
 
 use blkq::simulation::Defect;
@@ -110,11 +111,24 @@ const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::NeverEnded, &["requests are not answered", "the engine does not end", "did not end within"], 32),
 ];
 
+/// Those that only one world can show.
+const NOTICED_IN: [(Defect, &[&str], Worlds); 2] = [
+    (Defect::PagesApart, &["a read brought what cannot be"], Worlds::TWO_QUEUES),
+    (Defect::GhostFile, &["hit without"], Worlds::TRIGGERS),
+];
+/// Within how many seeds one of it does, and none without it.
+const NOTICED_IN_WITHIN: u64 = 32;
+
 /// The first of `seeds` that fails with this defect, and what it says.
-fn first_that_fails(defect: Defect, seeds: Range<u64>, worlds: fn(u64) -> Worlds) -> Option<(u64, String)> {
+fn first_that_fails(
+    defect: Defect,
+    seeds: Range<u64>,
+    worlds: impl Fn(u64) -> Worlds,
+) -> Option<(u64, String)> {
     seeds.into_iter().find_map(|seed| {
         let thread = std::thread::Builder::new().name(QUIET.to_owned());
-        let failed = thread.spawn(move || live(seed, Some(defect), worlds(seed))).unwrap().join().err()?;
+        let worlds = worlds(seed);
+        let failed = thread.spawn(move || live(seed, Some(defect), worlds)).unwrap().join().err()?;
         let said = failed.downcast_ref::<String>().cloned();
         Some((seed, said.or_else(|| failed.downcast_ref::<&str>().map(|said| (*said).to_owned()))?))
     })
@@ -123,22 +137,46 @@ fn first_that_fails(defect: Defect, seeds: Range<u64>, worlds: fn(u64) -> Worlds
 /// Threads of this name fail on purpose, and are not to be heard.
 const QUIET: &str = "has a defect";
 
+/// Has them fail in silence.
+fn quiet() {
+    static QUIETENED: Once = Once::new();
+    QUIETENED.call_once(|| {
+        let loud = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if std::thread::current().name() != Some(QUIET) {
+                loud(panic);
+            }
+        }));
+    });
+}
+
+fn check_noticed(defect: Defect, expected: &[&str], within: u64, worlds: impl Fn(u64) -> Worlds) {
+    let (seed, said) = first_that_fails(defect, 0..within, worlds)
+        .unwrap_or_else(|| panic!("{defect:?} is not noticed in {within} seeds"));
+    assert!(expected.iter().any(|expected| said.contains(expected)), "{defect:?}, seed {seed}: {said}");
+    println!("{defect:?} is noticed by seed {seed}: {}", said.split(';').next().unwrap_or(&said));
+}
+
 // Contract: durability
 #[test]
 fn defects_are_noticed() {
-    let loud = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        if std::thread::current().name() != Some(QUIET) {
-            loud(panic);
-        }
-    }));
+    quiet();
+    for (defect, expected, within) in NOTICED {
+        check_noticed(defect, expected, within, Worlds::of);
+    }
     // What a panic leaves is looked at as what a kill does.
-    let panics = [NOTICED[0], NOTICED[1]].map(|noticed| (noticed, (|_| Worlds::PANICS) as fn(u64) -> Worlds));
-    let all = NOTICED.map(|noticed| (noticed, Worlds::of as fn(u64) -> Worlds));
-    for ((defect, expected, within), worlds) in all.into_iter().chain(panics) {
-        let (seed, said) = first_that_fails(defect, 0..within, worlds)
-            .unwrap_or_else(|| panic!("{defect:?} is not noticed in {within} seeds"));
-        assert!(expected.iter().any(|expected| said.contains(expected)), "{defect:?}, seed {seed}: {said}");
-        println!("{defect:?} is noticed by seed {seed}: {}", said.split(';').next().unwrap_or(&said));
+    for (defect, expected, within) in [NOTICED[0], NOTICED[1]] {
+        check_noticed(defect, expected, within, |_| Worlds::PANICS);
+    }
+}
+
+// Contract: durability
+#[test]
+fn defects_that_take_a_world_are_noticed_in_it_alone() {
+    quiet();
+    for (defect, expected, worlds) in NOTICED_IN {
+        check_noticed(defect, expected, NOTICED_IN_WITHIN, |_| worlds);
+        let without = first_that_fails(defect, 0..NOTICED_IN_WITHIN, |_| Worlds::NONE);
+        assert_eq!(without, None, "{defect:?} takes no world of its own");
     }
 }

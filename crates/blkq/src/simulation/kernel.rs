@@ -56,6 +56,10 @@ pub enum Defect {
     EndedTwice,
     /// Now and then an operation's end is never reported.
     NeverEnded,
+    /// What was written through one registered file is not read through another before it is synced.
+    PagesApart,
+    /// Trigger files that were removed, or never made, seem to be there.
+    GhostFile,
 }
 
 /// How often now and then is: once in so many operations.
@@ -88,6 +92,8 @@ const SOCK_NONEMPTY: u32 = 1 << 2;
 /// An operation on its way.
 struct Pending {
     sqe: Sqe,
+    /// The place of its file among the registered ones; that of others is -1.
+    slot: i32,
     /// Writes of the file when it was submitted.
     writes_before: u64,
     /// Bytes already sent of a message that must go whole.
@@ -117,6 +123,8 @@ pub(crate) struct Kernel {
     told: BTreeMap<i32, u64>,
     /// Of files that were opened since, as all of them were when the process began.
     told_before: u64,
+    /// With [`Defect::PagesApart`], the registered file through which each sector was written last.
+    writers: BTreeMap<usize, i32>,
 }
 
 impl Kernel {
@@ -135,6 +143,7 @@ impl Kernel {
             forgotten: 0,
             told: BTreeMap::new(),
             told_before: 0,
+            writers: BTreeMap::new(),
         }
     }
 
@@ -142,14 +151,15 @@ impl Kernel {
         for entry in entries {
             // SAFETY: both are the 64 bytes that the kernel's interface defines.
             let mut sqe: Sqe = unsafe { std::mem::transmute_copy(&entry) };
+            let mut slot = -1;
             if sqe.flags & FIXED_FILE != 0 {
-                sqe.fd = files[sqe.fd as usize];
+                (slot, sqe.fd) = (sqe.fd, files[sqe.fd as usize]);
             }
             if self.dead {
                 self.end(sqe.user_data, -libc::ECANCELED, 0);
             } else {
                 let writes_before = self.file.writes();
-                self.pending.push(Pending { sqe, writes_before, sent: 0 });
+                self.pending.push(Pending { sqe, slot, writes_before, sent: 0 });
             }
         }
     }
@@ -227,7 +237,7 @@ impl Kernel {
     }
 
     fn try_one(&mut self, pending: &mut Pending, chance: &mut Chance) -> Tried {
-        let sqe = pending.sqe;
+        let (sqe, slot) = (pending.sqe, pending.slot);
         if is_of_file(sqe.opcode) && chance.one_in(self.faults.again) {
             return Tried::Ended(-[libc::EINTR, libc::EAGAIN][chance.below(2) as usize], 0);
         }
@@ -235,14 +245,14 @@ impl Kernel {
         match sqe.opcode {
             opcode::Read::CODE | opcode::ReadFixed::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
-                ended(self.read(sqe.off as usize, &[vector], chance))
+                ended(self.read(slot, sqe.off as usize, &[vector], chance))
             }
-            opcode::Readv::CODE => ended(self.read(sqe.off as usize, vectors(&sqe), chance)),
+            opcode::Readv::CODE => ended(self.read(slot, sqe.off as usize, vectors(&sqe), chance)),
             opcode::Write::CODE | opcode::WriteFixed::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
-                ended(self.write(&sqe, &[vector], chance))
+                ended(self.write(slot, &sqe, &[vector], chance))
             }
-            opcode::Writev::CODE => ended(self.write(&sqe, vectors(&sqe), chance)),
+            opcode::Writev::CODE => ended(self.write(slot, &sqe, vectors(&sqe), chance)),
             opcode::Fsync::CODE => {
                 // What was written while it ran may be durable or not.
                 let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };
@@ -306,6 +316,7 @@ impl Kernel {
         self.ended.clear();
         self.told.clear();
         self.told_before = self.forgotten;
+        self.writers.clear();
     }
 
     /// How much of `bytes` is transferred this time.
@@ -319,7 +330,7 @@ impl Kernel {
         bytes
     }
 
-    fn read(&mut self, offset: usize, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
+    fn read(&mut self, slot: i32, offset: usize, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
         if self.fails(chance, self.faults.read_error) {
             return -libc::EIO;
         }
@@ -331,6 +342,10 @@ impl Kernel {
         } else {
             self.file.read(offset, &mut bytes);
         }
+        for (sector, _) in self.writers.range(sectors(offset, total)).filter(|(_, writer)| **writer != slot) {
+            let own = (sector * SECTOR_BYTES).max(offset)..((sector + 1) * SECTOR_BYTES).min(offset + total);
+            self.file.read_durable(own.start, &mut bytes[own.start - offset..own.end - offset]);
+        }
         let mut left = &bytes[..];
         for vector in vectors {
             let (now, rest) = left.split_at(vector.iov_len.min(left.len()));
@@ -341,7 +356,7 @@ impl Kernel {
         total as i32
     }
 
-    fn write(&mut self, sqe: &Sqe, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
+    fn write(&mut self, slot: i32, sqe: &Sqe, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
         let mut bytes = Vec::new();
         for vector in vectors {
             // SAFETY: as in `read`.
@@ -372,6 +387,9 @@ impl Kernel {
             offset = chance.below(places as u64) as usize * SECTOR_BYTES;
         }
         self.file.write(offset, &bytes[..total]);
+        if self.defect == Some(Defect::PagesApart) {
+            self.writers.extend(sectors(offset, total).map(|sector| (sector, slot)));
+        }
         if durable && self.defect != Some(Defect::IgnoredDsync) {
             self.file.sync_range(offset, total);
             self.sync_size(sqe.fd);
@@ -399,6 +417,11 @@ impl Kernel {
         self.file.write(offset, &vec![0; bytes]);
         0
     }
+}
+
+/// The numbers of those that these bytes touch.
+fn sectors(offset: usize, bytes: usize) -> Range<usize> {
+    offset / SECTOR_BYTES..(offset + bytes).div_ceil(SECTOR_BYTES)
 }
 
 fn is_of_file(code: u8) -> bool {

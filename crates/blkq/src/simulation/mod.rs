@@ -11,6 +11,7 @@ mod kernel;
 mod ring;
 
 use std::cell::RefCell;
+use std::path::Path;
 
 pub use file::{SECTOR_BYTES, SimulatedFile};
 pub use hit::{Hit, Noted};
@@ -146,6 +147,11 @@ pub fn set_faults(faults: Faults) {
 /// From now on the kernel has this defect.
 pub fn set_defect(defect: Option<Defect>) {
     with(|world| world.kernel.defect = defect);
+}
+
+/// Whether there is this file, as far as the fault driver sees.
+pub(crate) fn exists(file: &Path) -> bool {
+    file.exists() || with(|world| world.kernel.defect == Some(Defect::GhostFile))
 }
 
 /// The fault driver did something.

@@ -56,9 +56,9 @@ impl Shared {
 
 impl Rules {
     pub fn new(spec: FaultSpec) -> Arc<Rules> {
-        let exists = |rule: &Rule| rule.file.as_deref().is_none_or(Path::exists);
+        let armed = |rule: &Rule| rule.file.as_deref().is_none_or(exists);
         let state = |rule| RuleState {
-            armed: AtomicBool::new(exists(rule)),
+            armed: AtomicBool::new(armed(rule)),
             matched: AtomicU64::new(0),
             hits: AtomicU64::new(0),
         };
@@ -78,7 +78,7 @@ impl Rules {
     fn look(&self) {
         for (rule, state) in self.spec.rules.iter().zip(&self.states) {
             if let Some(file) = &rule.file {
-                state.armed.store(file.exists(), Relaxed);
+                state.armed.store(exists(file), Relaxed);
             }
         }
     }
@@ -108,6 +108,13 @@ impl Rules {
             .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
         Ok(())
     }
+}
+
+fn exists(file: &Path) -> bool {
+    #[cfg(simulation)]
+    return crate::simulation::exists(file);
+    #[cfg(not(simulation))]
+    file.exists()
 }
 
 /// Looks for the files until the rules are gone.
