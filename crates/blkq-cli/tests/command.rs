@@ -235,7 +235,7 @@ fn settings_and_size_change_while_it_is_attached() {
         assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], scheduler);
     }
     place.done(&["set", "d", "read-only=off"]);
-    // What was set is written down for the next daemon of a block device (lab/tests/recovery); any
+    // What was set is written down for the next daemon of a block device (lab/guest.d/tests/recovery); any
     // other daemon may write no file.
     let state = fs::read_to_string(place.state().join("d.json")).unwrap();
     assert!(state.contains(r#""settings":{}"#), "{state}");
