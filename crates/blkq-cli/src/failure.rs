@@ -3,6 +3,8 @@
 use std::fmt;
 use std::process::ExitCode;
 
+use blkq::ErrorKind;
+
 /// Exit code of a command that was refused or failed.
 pub const EXIT_FAILED: u8 = 1;
 
@@ -23,6 +25,14 @@ impl Failure {
     /// The same failure, told as part of doing `what`.
     pub fn during(self, what: impl fmt::Display) -> Failure {
         Failure::new(format!("{what}: {self}"))
+    }
+
+    /// Why a device that is not to be in use could not be stopped or shrunk, with the cure.
+    pub fn unless_forced(error: blkq::Error) -> Failure {
+        match error.kind() {
+            ErrorKind::Busy => Failure::new(format!("{error}, or use --force")),
+            _ => error.into(),
+        }
     }
 }
 

@@ -75,7 +75,7 @@ mod tests {
         }
         let unshare = || {
             let mut command = Command::new("unshare");
-            command.args(["--user", "--map-root-user", "--pid", "--fork"]);
+            command.args(["-U", "-r", "-p", "-f"]);
             command
         };
         if !unshare().arg("true").status().is_ok_and(|status| status.success()) {
@@ -85,7 +85,7 @@ mod tests {
         let itself = std::env::current_exe().unwrap();
         let inside = unshare()
             .arg(itself)
-            .args(["--exact", NAME])
+            .arg(NAME)
             .env(INSIDE, "1")
             .stdin(Stdio::from(OwnedFd::from(other)))
             .output()

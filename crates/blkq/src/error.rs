@@ -196,6 +196,8 @@ pub enum ErrorKind {
     Claimed,
     /// The image is in a format that is not served.
     Format,
+    /// Strangers could reach the device.
+    Exposed,
     /// The kernel, the file system or the device cannot do it.
     Unsupported,
     /// A system call failed.

@@ -97,7 +97,7 @@ fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
             if let Some(ublk) = state.ublk {
                 // SAFETY: this command has no threads.
                 let deputy = unsafe { Deputy::fork(|| true) }?;
-                ublk.identity().remove(force, deputy)?;
+                ublk.identity().remove(force, deputy).map_err(Failure::unless_forced)?;
             }
             claim.keep(false);
             Ok(Detached::Done)
@@ -121,7 +121,7 @@ pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
 /// Who has it open.
 pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
-        ublk::check_unopened(device, info.pid)?;
+        ublk::check_unopened(device, info.pid).map_err(Failure::unless_forced)?;
     }
     Ok(())
 }

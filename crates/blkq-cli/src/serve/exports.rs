@@ -4,7 +4,8 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use blkq_export::ublk::{CONTROL_PATH, ControlDevice, Features};
+use blkq::ErrorKind;
+use blkq_export::ublk::{CONTROL_PATH, ControlDevice, CopyMode, Features};
 use rustix::process::geteuid;
 
 use crate::failure::{Failure, Outcome};
@@ -62,4 +63,16 @@ fn load_driver() {
         modprobe.args(["-q", "ublk_drv"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let _ = modprobe.status();
     }
+}
+
+/// Why there is no block device, with the cure. Data was to be copied as `copy` says.
+pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Failure {
+    let cure = match (error.kind(), copy) {
+        (ErrorKind::Unsupported, Some(CopyMode::User | CopyMode::None)) => {
+            "omit --copy, or use --copy kernel"
+        }
+        (ErrorKind::Invalid, _) => "use --export nbd",
+        _ => return error.into(),
+    };
+    Failure::new(format!("{error}; {cure}"))
 }

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+use blkq::ErrorKind;
 use blkq_export::nbd::{Listen, NbdOptions, NbdServer, SocketAccess, TlsCertificates, TlsOptions};
 
 use crate::access::closed_directory;
@@ -32,6 +33,17 @@ pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
             .map(Listen::Unix)
             .map_err(|e| Failure::new(format!("cannot listen on {}: {e}", path.display()))),
         Address::Tcp(host, port) => Ok(Listen::Tcp(host.clone(), *port)),
+    }
+}
+
+/// Why nothing listens, with the cure.
+pub(super) fn no_server(error: blkq::Error) -> Failure {
+    match error.kind() {
+        ErrorKind::Exposed => Failure::new(format!(
+            "{error}: demand TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or \
+             allow it with --insecure"
+        )),
+        _ => error.into(),
     }
 }
 

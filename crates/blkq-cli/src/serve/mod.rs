@@ -300,7 +300,7 @@ impl Device {
             running.check_no_clients()?;
         }
         if let Some(ublk) = &running.ublk {
-            ublk.stop(force)?;
+            ublk.stop(force).map_err(Failure::unless_forced)?;
             self.block_device_gone.store(true, SeqCst);
         }
         // The first one that refuses goes on, unless something has gone already: then a client

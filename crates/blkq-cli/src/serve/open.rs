@@ -11,9 +11,11 @@ use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
 use blkq_export::ublk::{Deputy, Identity, IdleWatch, UblkDevice, UblkOptions, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-use super::exports::choose_exports;
+use super::exports::{choose_exports, no_block_device};
 use super::image::{absolute, image_name, keep_size, open_driver, refusal, serves_bytes};
-use super::listen::{addresses, directories_of, listen_at, tls, warn_of_access, warn_of_closed_directories};
+use super::listen::{
+    addresses, directories_of, listen_at, no_server, tls, warn_of_access, warn_of_closed_directories,
+};
 use super::running::Running;
 use super::{
     AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF, rejections,
@@ -74,7 +76,8 @@ impl Device {
                 let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
                 let options =
                     UblkOptions { identity, recoverable, partscan, copy, deputy, users, failure_event };
-                Ok(Some(UblkDevice::start(disk, engines, options)?))
+                let started = UblkDevice::start(disk, engines, options);
+                Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
             };
         let mut device = Device::serve(options, claim, opened, listen, intent.clone(), attach)?;
         device.fallback = exports.no_ublk;
@@ -230,7 +233,7 @@ impl Device {
                 Ok(server) => running.servers.push(server),
                 Err(error) => {
                     running.close_servers();
-                    return Err(error.into());
+                    return Err(no_server(error));
                 }
             }
         }

@@ -51,7 +51,8 @@ impl Running {
         let paused = self.servers.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
         let count = || self.servers.iter().map(NbdServer::connection_count).sum::<usize>();
         let paused = paused.ok_or_else(|| busy(count().max(1)))?;
-        Ok((paused, self.ublk.as_ref().map(UblkDevice::claim).transpose()?))
+        let claimed = self.ublk.as_ref().map(UblkDevice::claim).transpose();
+        Ok((paused, claimed.map_err(Failure::unless_forced)?))
     }
 
     /// As [`Device::flush`].

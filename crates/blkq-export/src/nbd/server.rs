@@ -52,8 +52,9 @@ impl NbdServer {
     /// each to the one with the fewest. Clients can connect when this returns.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for options out of range, [`ErrorKind::Busy`] if somebody
-    /// listens there already, and what the system says.
+    /// [`ErrorKind::Invalid`] for options out of range, [`ErrorKind::Busy`] if a server listens there
+    /// already, [`ErrorKind::Exposed`] if other machines would be let in without
+    /// [`NbdOptions::insecure`] or TLS, and the errors of the system.
     ///
     /// # Panics
     /// If there is no engine.
@@ -159,8 +160,7 @@ impl NbdServer {
         if force {
             self.registry.close();
         } else if !self.registry.close_if_empty() {
-            let message =
-                format!("{} clients are connected: disconnect them or use --force", self.connection_count());
+            let message = format!("clients are connected: {}", self.connection_count());
             return Err(Error::new(ErrorKind::Busy, message));
         }
         let sources = std::mem::take(&mut *self.sources.lock().unwrap_or_else(PoisonError::into_inner));
@@ -178,8 +178,6 @@ fn check_reach(options: &NbdOptions, place: &Place) -> Result<(), Error> {
     if options.insecure || options.tls_policy() == TlsPolicy::Required {
         return Ok(());
     }
-    let message = format!(
-        "other machines reach {address}, where anybody could read and change the device: demand TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or allow it with --insecure"
-    );
-    Err(Error::new(ErrorKind::Denied, message))
+    let message = format!("other machines reach {address}, where anybody could read and change the device");
+    Err(Error::new(ErrorKind::Exposed, message))
 }

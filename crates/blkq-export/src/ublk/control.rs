@@ -182,7 +182,7 @@ impl ControlDevice {
             Err(e) if e.kind() == io::ErrorKind::TimedOut => Err(failed("asking for the features", e)),
             Err(_) => Err(Error::new(
                 ErrorKind::Unsupported,
-                "this kernel's ublk is too old: it needs Linux 6.5 or newer; use --export nbd",
+                "this kernel's ublk is too old; boot Linux 6.5 or newer",
             )),
         }
     }
@@ -370,18 +370,14 @@ pub(super) fn not_added(error: io::Error) -> Error {
             Error::system("cannot make a ublk device: the module's parameter ublks_max allows no more", error)
                 .with_cure("raise it, or export over NBD")
         }
-        Some(libc::EPERM) => {
-            Error::system("cannot make a ublk device", error).with_cure("become root, or export over NBD")
-        }
+        Some(libc::EPERM) => Error::system("cannot make a ublk device", error).with_cure("become root"),
         _ => failed("making a device", error),
     }
 }
 
 pub(super) fn failed(what: &str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::TimedOut {
-        let message = format!(
-            "ublk: {what}: the kernel does not answer; look into its log (dmesg), or use --export nbd"
-        );
+        let message = format!("ublk: {what}: the kernel does not answer; look into its log (dmesg)");
         return Error::new(ErrorKind::System, message);
     }
     Error::system(format!("ublk: {what}"), error)

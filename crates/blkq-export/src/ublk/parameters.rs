@@ -25,14 +25,14 @@ fn sectors(bytes: u64, block: u32) -> u32 {
 /// The parameters of a device with `limits`, whose data moves as `copy` says.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] for blocks that are larger than a page.
+/// [`ErrorKind::Invalid`] for blocks that are larger than a page.
 pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Error> {
     let block = limits.logical_block_bytes;
     if block > PAGE_BYTES {
         let message = format!(
-            "ublk has no logical blocks of more than {PAGE_BYTES} bytes, and this device's are {block}; use --export nbd"
+            "ublk has no logical blocks of more than {PAGE_BYTES} bytes, and this device's are {block}"
         );
-        return Err(Error::new(ErrorKind::Unsupported, message));
+        return Err(Error::new(ErrorKind::Invalid, message));
     }
     let mut attrs = 0;
     let mut attribute = |has, bit| attrs |= if has { bit } else { 0 };
@@ -162,8 +162,10 @@ mod tests {
     }
 
     #[test]
-    fn blocks_larger_than_a_page_are_refused_with_the_cure() {
+    fn blocks_larger_than_a_page_are_rejected() {
         let limits = QueueLimits { logical_block_bytes: 8192, physical_block_bytes: 8192, ..limits() };
-        assert!(parameters(&limits, CopyMode::Kernel).unwrap_err().to_string().contains("--export nbd"));
+        let error = parameters(&limits, CopyMode::Kernel).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(error.to_string().contains("8192"), "{error}");
     }
 }

@@ -144,7 +144,7 @@ pub(super) struct QueueSource {
 fn no_memory(depth: u16, bytes: u32) -> Error {
     let mib = (u64::from(depth) * u64::from(bytes)) >> 20;
     let message = format!(
-        "ublk: no memory for the data of a queue's requests ({mib} MiB): use a smaller --depth, or fewer --queues"
+        "ublk: no memory for the data of a queue's requests ({mib} MiB): use a smaller depth, or fewer queues"
     );
     Error::new(ErrorKind::System, message)
 }

@@ -11,7 +11,7 @@ use blkq::{Error, ErrorKind};
 use super::idle;
 
 pub(super) fn busy(path: &str, why: &str) -> Error {
-    Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first, or use --force"))
+    Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first"))
 }
 
 /// Who uses a block device.
