@@ -1,7 +1,7 @@
 //! The loop driver: a regular file or a block device as a device, through the page cache
 //! or around it.
 //!
-//! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `writer` the token that
+//! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
 //! keeps writers from each other, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
 //! does with the image, `format` what is no raw image, `extents` what is data and what is a hole.
 
@@ -9,8 +9,10 @@ mod backing;
 mod claim;
 mod extents;
 mod format;
+mod image;
 mod lock;
 mod options;
+mod outcome;
 mod progress;
 mod queue;
 mod shared;
@@ -191,7 +193,7 @@ impl LoopDevice {
     }
 
     /// Makes durable what was written, without holding up whoever asks for the state. Once that
-    /// failed through the page cache it fails for good: see [`LoopQueue::flushed`].
+    /// failed through the page cache it fails for good: see `flushed` in `outcome`.
     fn sync(&self) -> Result<(), Error> {
         let (shared, path) = (&self.shared, self.path.display());
         // The end of the device may be cached when the rest is not.

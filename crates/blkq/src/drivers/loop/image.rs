@@ -1,0 +1,262 @@
+//! The image as one queue's ring knows it: registered files, and the submissions that reach them.
+
+use std::fs::File;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use io_uring::{opcode, squeue, types};
+
+use crate::bio::{BioFlags, Operation};
+use crate::buffer::{IoBuffer, Segment};
+use crate::driver::DriverContext;
+use crate::error::Error;
+use crate::request::Request;
+use crate::ring::{FileSlot, Registrar};
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::tags::Tag;
+
+use super::shared::{QueueSettings, SEGMENTS_MAX, Shared};
+use super::tail::{self, Tail};
+
+/// Largest unit of direct I/O: the largest logical block.
+const SCRATCH_BYTES: usize = 4096;
+/// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
+const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
+
+/// The operations that are submitted, to be probed.
+pub(super) const OPERATIONS: [(&str, u8); 8] = [
+    ("IORING_OP_READ", opcode::Read::CODE),
+    ("IORING_OP_WRITE", opcode::Write::CODE),
+    ("IORING_OP_READV", opcode::Readv::CODE),
+    ("IORING_OP_WRITEV", opcode::Writev::CODE),
+    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE),
+    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE),
+    ("IORING_OP_FSYNC", opcode::Fsync::CODE),
+    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
+];
+
+/// The image, and what submissions to it need.
+pub(super) struct Image {
+    file: Arc<File>,
+    slot: FileSlot,
+    /// The open file that flushes go to.
+    synced: FileSlot,
+    /// Unit in which a direct transfer makes progress; 1 if buffered.
+    align: u64,
+    tail: Tail,
+    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
+    /// initialised, so that what is never used takes no memory.
+    iovecs: Box<[MaybeUninit<libc::iovec>]>,
+    /// What [`Image::end_entry`] reads into. Nothing uses it.
+    scratch: IoBuffer,
+}
+
+impl Image {
+    /// Registers the files of the image with a ring.
+    ///
+    /// # Errors
+    /// The ring's.
+    pub fn open(
+        shared: &Shared,
+        settings: QueueSettings,
+        tags: usize,
+        ring: &mut Registrar<'_>,
+    ) -> Result<Image, Error> {
+        let mut slot = ring.register_file(settings.file.as_fd())?;
+        let mut synced =
+            ring.register_file(shared.synced.as_fd()).inspect_err(|_| ring.unregister_file(&mut slot))?;
+        let tail = Tail::open(settings.tail, settings.direct, ring).inspect_err(|_| {
+            ring.unregister_file(&mut slot);
+            ring.unregister_file(&mut synced);
+        })?;
+        Ok(Image {
+            file: settings.file,
+            slot,
+            synced,
+            align: settings.align,
+            tail,
+            iovecs: Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX)),
+            scratch: IoBuffer::zeroed(SCRATCH_BYTES),
+        })
+    }
+
+    /// Takes over another file, or another way to use it; no request is in flight.
+    ///
+    /// # Errors
+    /// The ring's; the image then is as it was, as far as it was reached.
+    pub fn reload(&mut self, settings: QueueSettings, cx: &mut DriverContext<'_>) -> Result<(), Error> {
+        self.align = settings.align;
+        let tail = self.tail.reload(settings.tail, settings.direct, cx.registrar());
+        if !Arc::ptr_eq(&self.file, &settings.file)
+            && let Some(mut ring) = cx.registrar()
+        {
+            let slot = ring.register_file(settings.file.as_fd())?;
+            ring.unregister_file(&mut self.slot);
+            self.slot = slot;
+            self.file = settings.file;
+        }
+        tail
+    }
+
+    /// Releases what was registered.
+    pub fn close(&mut self, ring: &mut Registrar<'_>) {
+        ring.unregister_file(&mut self.slot);
+        ring.unregister_file(&mut self.synced);
+        self.tail.close(ring);
+    }
+
+    /// Leaks what the kernel may still use: the arguments, which it reads, and the scratch, which
+    /// it writes.
+    pub fn leak(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.iovecs));
+        std::mem::forget(std::mem::replace(&mut self.scratch, IoBuffer::zeroed(0)));
+    }
+
+    /// Unit in which a direct transfer makes progress; 1 if buffered.
+    pub fn align(&self) -> u64 {
+        self.align
+    }
+
+    /// The end of the device, if it is not whole sectors.
+    pub fn tail(&self) -> &Tail {
+        &self.tail
+    }
+
+    /// Whether the request reaches into the last, partial sector.
+    pub fn has_tail(&self, request: &Request) -> bool {
+        self.tail.has(request)
+    }
+
+    /// Whether writes are durable only after the page cache was written.
+    pub fn is_cached(&self) -> bool {
+        self.align == 1 || self.tail.is_cached()
+    }
+
+    /// Bytes of the request that the image has.
+    pub fn bytes(&self, request: &Request) -> u64 {
+        if self.tail.has(request) { self.tail.bytes(request) } else { request.bytes() }
+    }
+
+    /// The submission for what `tags`, adjacent in this order, still have to do from byte `done`
+    /// on.
+    pub fn entry(
+        &mut self,
+        cx: &DriverContext<'_>,
+        shared: &Shared,
+        tags: &[Tag],
+        done: u64,
+    ) -> squeue::Entry {
+        let first = tags[0];
+        let request = cx.request(first);
+        let (operation, flags) = (request.operation(), request.flags());
+        let bytes = self.bytes(request);
+        let offset = shared.offset + request.offset() + done;
+        let file = cx.file(&self.slot);
+        let fallocate = |mode| opcode::Fallocate::new(file, bytes).offset(offset).mode(mode).build();
+        let punch_hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        match operation {
+            Operation::Flush => self.sync_entry(cx),
+            Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, done),
+            Operation::WriteZeroes if done > 0 => self.end_entry(cx, cx.request(first), offset),
+            Operation::Discard if shared.discard_by_command.load(Relaxed) => {
+                let mut length = [0; 16];
+                length[..8].copy_from_slice(&bytes.to_ne_bytes());
+                opcode::UringCmd16::new(file, BLOCK_URING_CMD_DISCARD).addr(Some(offset)).cmd(length).build()
+            }
+            Operation::WriteZeroes if flags.contains(BioFlags::NO_UNMAP) => {
+                fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE)
+            }
+            Operation::Discard | Operation::WriteZeroes => fallocate(punch_hole),
+        }
+    }
+
+    /// A read of the last bytes before `end`, which fallocate zeroed. Beyond the end of the file
+    /// that does nothing and reports success; only a read finds out.
+    fn end_entry(&mut self, cx: &DriverContext<'_>, request: &Request, end: u64) -> squeue::Entry {
+        let file = cx.file(self.tail.slot(request, request.bytes()).unwrap_or(&self.slot));
+        let unit = self.end_unit(request);
+        opcode::Read::new(file, self.scratch.as_mut_ptr(), unit as u32).offset(end - unit).build()
+    }
+
+    /// Bytes that [`Image::end_entry`] reads.
+    pub fn end_unit(&self, request: &Request) -> u64 {
+        if self.tail.has(request) { 1 } else { self.align }
+    }
+
+    fn sync_entry(&self, cx: &DriverContext<'_>) -> squeue::Entry {
+        opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
+    }
+
+    /// The call that transfers `tags` from byte `done` on, which is at `offset` of the
+    /// file. If that has more segments than the arguments have room for, the call is
+    /// shorter, and goes on as after a short transfer.
+    fn transfer_entry(
+        &mut self,
+        cx: &DriverContext<'_>,
+        tags: &[Tag],
+        offset: u64,
+        done: u64,
+    ) -> squeue::Entry {
+        let request = cx.request(tags[0]);
+        let has_tail = self.tail.has(request);
+        let apart = if has_tail { self.tail.slot(request, done) } else { None };
+        let file = cx.file(apart.unwrap_or(&self.slot));
+        let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
+        let read = request.operation() == Operation::Read;
+        if let Some(pages) = cx.kernel_pages(tags[0]) {
+            let rest = pages.part(done as u32, pages.len() - done as u32);
+            let (place, len, index) =
+                (std::ptr::without_provenance_mut(rest.offset() as usize), rest.len(), rest.index());
+            return match read {
+                true => opcode::ReadFixed::new(file, place, len, index).offset(offset).build(),
+                false => {
+                    opcode::WriteFixed::new(file, place, len, index).offset(offset).rw_flags(rw_flags).build()
+                }
+            };
+        }
+        let room = usize::from(SEGMENTS_MAX);
+        let begin = tags[0].index() * room;
+        let iovecs = &mut self.iovecs[begin..begin + room];
+        let mut skip = done;
+        let mut count = 0;
+        let mut only = Segment::new(std::ptr::null_mut(), 0);
+        for &tag in tags {
+            cx.for_each_segment(tag, |segment| {
+                if skip >= u64::from(segment.len) {
+                    skip -= u64::from(segment.len);
+                    return;
+                }
+                // What is left may begin in the middle of a segment.
+                only = Segment {
+                    ptr: segment.ptr.wrapping_add(skip as usize),
+                    len: segment.len - skip as u32,
+                    registered: segment.registered,
+                };
+                skip = 0;
+                if let Some(place) = iovecs.get_mut(count) {
+                    place.write(libc::iovec { iov_base: only.ptr.cast(), iov_len: only.len as usize });
+                    count += 1;
+                }
+            });
+        }
+        if has_tail {
+            (count, only) = tail::cut(iovecs, count, request.bytes() - self.tail.until(request, done));
+        }
+        let Segment { ptr, len, .. } = only;
+        let vectors = iovecs.as_ptr().cast();
+        let registered = if count == 1 { cx.registered_buffer(&only) } else { None };
+        match (read, count, registered) {
+            (true, 1, Some(index)) => opcode::ReadFixed::new(file, ptr, len, index).offset(offset).build(),
+            (true, 1, None) => opcode::Read::new(file, ptr, len).offset(offset).build(),
+            (true, ..) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
+            (false, 1, Some(index)) => {
+                opcode::WriteFixed::new(file, ptr, len, index).offset(offset).rw_flags(rw_flags).build()
+            }
+            (false, 1, None) => opcode::Write::new(file, ptr, len).offset(offset).rw_flags(rw_flags).build(),
+            (false, ..) => {
+                opcode::Writev::new(file, vectors, count as u32).offset(offset).rw_flags(rw_flags).build()
+            }
+        }
+    }
+}
