@@ -25,7 +25,7 @@ use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Value, json};
 
-/// Settings that `show` tells of, with good values as it writes them, then bad ones.
+/// Settings that `show` reports, with good values as it writes them, then bad ones.
 const SETTINGS: [(&str, &[&str], &[&str]); 8] = [
     ("scheduler", &["none", "mq-deadline", "kyber"], &["", "deadline", "None"]),
     ("depth", &["1", "2", "64", "128"], &["0", "-1", "65536", "x"]),
@@ -36,7 +36,7 @@ const SETTINGS: [(&str, &[&str], &[&str]); 8] = [
     ("hang-warning", &["0", "0.5", "30", "86400"], &["-1", "NaN", "inf", "1e9", ""]),
     ("nonsense", &[], &["on", ""]),
 ];
-/// Those that it tells of elsewhere, or not at all.
+/// Those that it reports elsewhere, or not at all.
 const OTHERS: [(&str, &[&str], &[&str]); 3] = [
     ("read-only", &["on", "off"], &["", "true"]),
     ("autoclear", &["off"], &["", "never"]),
@@ -76,7 +76,7 @@ fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
     answer
 }
 
-/// What the daemon answers, if it does.
+/// The daemon's answer, if there is one.
 fn answered<T: serde::de::DeserializeOwned>(request: &Value, at_once: usize) -> Option<Reply<T>> {
     let mut line = serde_json::to_vec(request).expect("JSON");
     line.push(b'\n');

@@ -47,7 +47,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     socket
 });
 
-/// What was answered so far: with metrics, and with a refusal.
+/// The answers so far: with metrics, and with a refusal.
 static ANSWERED: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 #[derive(Arbitrary, Debug)]

@@ -101,7 +101,7 @@ fn asked(stream: &[u8]) -> Vec<u32> {
     options
 }
 
-/// What follows the beginning of TLS is taken for what was decrypted.
+/// Bytes after the start of TLS are taken for decrypted ones.
 fn run(stream: &[u8], cut: usize, exports: &[Export], tls: TlsPolicy) -> (Vec<u8>, usize, Next) {
     let mut output = Vec::new();
     let mut handshake = Handshake::new(tls, &mut output);
@@ -168,7 +168,7 @@ fuzz_target!(|data: &[u8]| {
     }
     assert_eq!(current, None, "every answer is finished");
     assert!(answered <= OPTIONS_MAX);
-    // What is left is the one answer without a header.
+    // The rest is the one answer without a header.
     let by_name = match next {
         Next::Transmission(session) => {
             assert!(session.export < exports.len());

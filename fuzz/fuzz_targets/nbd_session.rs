@@ -86,7 +86,7 @@ struct Sent {
     range: Range<u64>,
     /// 0: it is to go well.
     error: u32,
-    /// What a read is to bring.
+    /// The expected data of a read.
     content: Vec<u8>,
 }
 

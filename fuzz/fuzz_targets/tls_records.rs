@@ -134,7 +134,7 @@ enum Act {
     Meddle(Meddle),
 }
 
-/// What somebody in between does with what is on its way to the server.
+/// Attacks on the records on their way to the server.
 #[derive(Arbitrary, Debug)]
 enum Meddle {
     /// One bit of a record is another.
@@ -151,7 +151,7 @@ enum Meddle {
         record: u8,
         at: u16,
     },
-    /// What the client never sent: a record of a kind if `kind` is even, else bytes.
+    /// Bytes that the client never sent: a record of a kind if `kind` is even, else bytes.
     Insert {
         record: u8,
         kind: u8,
@@ -159,7 +159,7 @@ enum Meddle {
     },
 }
 
-/// What is said, and what is answered, at a place of the stream.
+/// The request, and the answer, at a place of the stream.
 fn pattern(at: usize) -> u8 {
     (at ^ at >> 8 ^ at >> 16) as u8
 }
@@ -293,13 +293,13 @@ impl Session {
                 self.deaf = !got || self.client.process_new_packets().is_err();
                 self.taken = take(&mut self.client, self.taken, self.answered);
             }
-            assert!(!self.deaf || self.meddled || !self.welcome, "the client is told something wrong");
+            assert!(!self.deaf || self.meddled || !self.welcome, "the client received something wrong");
             of_server(|| tls.sent(length));
             if tls.unsent().is_empty() && answer.next(1).is_empty() {
                 break;
             }
         }
-        // What it answers to that, such as the rest of the handshake.
+        // Its answer to that, such as the rest of the handshake.
         self.collect();
     }
 

@@ -1,4 +1,4 @@
-//! What passes between a kernel and a ublk server: any descriptor becomes a bio that the block layer
+//! The words between a kernel and a ublk server: any descriptor becomes a bio that the block layer
 //! ends well or refuses, never beyond its buffer; any sensible limits become parameters that a
 //! kernel takes (`ublk_validate_params`).
 //!
@@ -88,7 +88,7 @@ fn limits(u: &mut Unstructured<'_>) -> Result<()> {
         read_only: u.arbitrary()?,
         rotational: u.arbitrary()?,
         kernel_pages: u.arbitrary()?,
-        // What ublk has nothing to do with: only whole sectors are served over it.
+        // Not a matter of ublk: only whole sectors are served over it.
         padding_bytes: 0,
         page_cache: false,
     };

@@ -64,7 +64,7 @@ static COMMANDS: LazyLock<Mutex<Command>> = LazyLock::new(|| {
     Mutex::new(command)
 });
 
-/// What `blkq` makes of `words`, told in text; `None` if it refuses them, or is asked for help.
+/// `words` as `blkq` understands them, in text; `None` if it rejects them, or prints help.
 pub fn parse(words: &[String]) -> Option<String> {
     let mut command = COMMANDS.lock().unwrap_or_else(PoisonError::into_inner);
     let line = std::iter::once("blkq").chain(words.iter().map(String::as_str));
@@ -103,7 +103,7 @@ fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]>
         return Ok([vec![word.clone()], vec![word]]);
     };
     let joined = vec![format!("--{long}={value}")];
-    // What is empty or looks like an option is no word of its own.
+    // An empty word, or one like an option, is no word of its own.
     if argument.is_require_equals_set() || value.is_empty() || value.starts_with('-') {
         return Ok([joined.clone(), joined]);
     }

@@ -87,7 +87,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
     if let Err(error) = &result {
         seen.refused_changes += 1;
         let may_be = match (&change, error.kind()) {
-            // What was written before could not be made durable.
+            // Earlier writes could not be made durable.
             (Change::DirectIo(_) | Change::ReadOnly(_), ErrorKind::System) => common.errors_allowed,
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
             // Requests in flight lasted too long.

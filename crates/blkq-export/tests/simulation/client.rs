@@ -18,7 +18,7 @@ use super::model::{Content, Model, payload};
 /// Most requests of a client at a time.
 const OUTSTANDING_MAX: usize = 24;
 
-/// What a client was asked, and by when.
+/// A request to a client, and its deadline.
 #[derive(Debug)]
 struct Outstanding {
     command: Command,
@@ -64,7 +64,7 @@ enum Replies {
     Extended,
 }
 
-/// What something was at what time. While it is changed it may be the one or the other.
+/// The values of something over time. While it is changed it may be the one or the other.
 pub struct History<T>(Vec<(u64, [T; 2])>);
 
 impl<T: Copy> History<T> {
@@ -93,7 +93,7 @@ impl<T: Copy> History<T> {
     }
 }
 
-/// What all clients of a device share.
+/// Shared by all clients of a device.
 pub struct Common {
     pub model: Model,
     /// Counts everything that clients do.
@@ -109,7 +109,7 @@ pub struct Common {
     pub slow: bool,
     /// The fault driver has rules.
     pub ruled: bool,
-    /// What clients that are gone asked to read.
+    /// Reads of clients that have disconnected.
     pub ghosts: Vec<Range<u64>>,
     /// Requests of which a part was refused by the fault driver.
     pub must_fail: BTreeSet<u64>,
@@ -149,7 +149,7 @@ pub struct Client {
     /// Option replies still expected before transmission.
     greeted: bool,
     ready: bool,
-    /// What the server said of the device.
+    /// The server's description of the device.
     sectors: u64,
     flags: TransmissionFlags,
     outstanding: BTreeMap<u64, Outstanding>,
@@ -443,7 +443,7 @@ impl Client {
         }
         common.errors += u64::from(!ok);
         if asked.denied {
-            // What is not offered on a read-only device is wrong as well.
+            // A request that a read-only device does not offer is wrong as well.
             let invalid = asked.fast_zero && error == NbdError::Invalid as u32;
             assert!(invalid || error == NbdError::Permission as u32, "error {error}: {asked:?}");
             return;

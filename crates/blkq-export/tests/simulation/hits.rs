@@ -1,4 +1,4 @@
-//! What the model is to know of the fault driver: it tells which requests it hits, and how, and
+//! The model's view of the fault driver: it notes which requests it hits, and how, and
 //! everything else must be as if it were not there.
 
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use super::model::Model;
 /// How much later than at once the fault driver may see that a trigger file is gone.
 const FILES_INTERVAL_NS: u64 = 20_000_000;
 
-/// Kinds of effects that are told of, in the order of [`kind`].
+/// Kinds of effects that are noted, in the order of [`kind`].
 pub const KINDS: usize = 7;
 
 fn kind(effect: Effect) -> usize {
@@ -106,7 +106,7 @@ impl Common {
 
     fn hit(&mut self, hit: Hit, clients: &mut [Client]) {
         self.hits[kind(hit.effect)] += 1;
-        // What waits when the rules are taken away goes on as if there had been none; what has
+        // Requests that wait when the rules are removed go on as if there had been none; what has
         // begun has its effect.
         let at_its_end = hit.effect == Effect::Corrupt && hit.operation == Operation::Read;
         assert!(self.ruled || at_its_end, "hit without a rule: {hit:?}");

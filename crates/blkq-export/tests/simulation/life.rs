@@ -27,7 +27,7 @@ const TURNS_MAX: u64 = 200_000;
 /// The export of each queue.
 const EXPORTS: [&str; 2] = ["disk", "second"];
 
-/// What is out of the ordinary with a seed. It has chance of its own: without all of this a seed
+/// The unusual parts of a seed. They have chance of its own: without all of this a seed
 /// is what it was before there was any.
 #[derive(Clone, Copy, Debug)]
 pub struct Worlds {
@@ -67,7 +67,7 @@ impl Worlds {
 /// How the device is attached.
 #[derive(Clone, Debug)]
 struct Setup {
-    /// What the image has in the beginning, and what it can grow to.
+    /// The image's size in the beginning, and the one that it can grow to.
     sectors: u64,
     sectors_max: u64,
     options: LoopOptions,
@@ -150,7 +150,7 @@ fn faults(chance: &mut Chance) -> Faults {
     }
 }
 
-/// What a seed has seen.
+/// The events of a seed.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Seen {
     pub replies: u64,
@@ -185,7 +185,7 @@ pub struct World {
     pub seen: Seen,
     faults: Faults,
     worlds: Worlds,
-    /// What the worlds are chosen by, apart from all else.
+    /// The choice of worlds, apart from all else.
     pub extra: Chance,
     image: PathBuf,
     /// None between two lives.
@@ -372,7 +372,7 @@ impl World {
         }
     }
 
-    /// What goes on while a change waits for requests in flight.
+    /// The world while a change waits for requests in flight.
     fn meanwhile(&mut self) {
         self.step();
         if self.chance.one_in(4) {
@@ -414,7 +414,7 @@ impl World {
             }
             _ => {
                 if panicked {
-                    // What the kernel has of it is over; its memory is taken apart as it is.
+                    // The kernel's part of it is over; its memory is taken apart as it is.
                     common.note(simulation::take_noted(), &mut clients);
                     drop((clients, engine));
                     seen.panics += 1;

@@ -82,7 +82,7 @@ fn seeds() {
 /// - 137: after a failed fdatasync of the page cache the next one knew nothing of what was
 ///   lost, and a flush was answered well.
 /// - 164, 240, 606: the same after `read-only` or `direct-io` was set at the second try.
-/// - 11820: the same after a FUA write had failed, and was told of the loss in place of that change.
+/// - 11820: the same after a FUA write had failed, and got the report of the loss in place of that change.
 /// - 841: a failed FUA write took the news of other lost writes away from the next flush.
 /// - 10, 47: the fault driver sent transfers beyond the end of a device that had become smaller.
 const FOUND: [u64; 8] = [10, 47, 137, 164, 240, 606, 841, 11820];
@@ -99,7 +99,7 @@ fn a_seed_has_one_fate() {
     }
 }
 
-/// What the clients or the model say of each defect, and within how many seeds one of them does.
+/// The complaint of clients or model for each defect, and the number of seeds within which it comes.
 const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::LostSync, &["the file holds what cannot be"], 32),
     (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
@@ -164,7 +164,7 @@ fn defects_are_noticed() {
     for (defect, expected, within) in NOTICED {
         check_noticed(defect, expected, within, Worlds::of);
     }
-    // What a panic leaves is looked at as what a kill does.
+    // The remains of a panic are checked as those of a kill.
     for (defect, expected, within) in [NOTICED[0], NOTICED[1]] {
         check_noticed(defect, expected, within, |_| Worlds::PANICS);
     }

@@ -1,4 +1,4 @@
-//! What the device may hold: for every sector the versions that it may read as, and those
+//! The contents that the device may have: for every sector the versions that it may read as, and those
 //! that it may hold after the power failed. Times are those of the clients, so that
 //! whatever they could have seen is allowed, and nothing else.
 
@@ -6,13 +6,13 @@ use std::ops::Range;
 
 use blkq::simulation::SECTOR_BYTES;
 
-/// What a version of a sector holds.
+/// The content of a version of a sector.
 #[derive(Clone, Debug)]
 pub enum Content {
     Zero,
     /// That of the write with this number.
     Write(u64),
-    /// What was found after the power failed.
+    /// Found after the power failed.
     Found(Box<[u8]>),
 }
 
@@ -44,7 +44,7 @@ fn stamp(number: u64, sector: u64) -> [u8; 8] {
     (word ^ word >> 29 | 1).to_le_bytes()
 }
 
-/// What write `number` puts into `sectors`.
+/// The data of write `number` to `sectors`.
 pub fn payload(number: u64, sectors: Range<u64>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for sector in sectors {

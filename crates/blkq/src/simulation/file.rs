@@ -48,7 +48,7 @@ impl SimulatedFile {
         self.writes
     }
 
-    /// What reads see of one sector.
+    /// One sector as reads see it.
     pub fn sector(&self, number: usize) -> &[u8] {
         &self.current[number]
     }
@@ -87,7 +87,7 @@ impl SimulatedFile {
         }
     }
 
-    /// What of these bytes is not synced never will be; some of it may be durable by accident.
+    /// Those of these bytes that are not synced never will be; some of it may be durable by accident.
     pub(super) fn forget(&mut self, bytes: Range<usize>, chance: &mut Chance) {
         let sectors = bytes.start / SECTOR_BYTES..bytes.end.div_ceil(SECTOR_BYTES);
         for (durable, unsynced) in self.durable[sectors.clone()].iter_mut().zip(&mut self.unsynced[sectors]) {

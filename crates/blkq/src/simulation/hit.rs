@@ -1,4 +1,4 @@
-//! What the fault driver tells of the requests that it hits, so that a model can expect exactly
+//! The fault driver's notes on the requests that it hits, so that a model can expect exactly
 //! what a rule did.
 
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ pub struct Hit {
     /// Of a short or torn transfer the bytes that are done; of a misdirected one where it goes,
     /// in bytes of the device; of a corrupted one the bit, counted from its beginning; else 0.
     pub at: u64,
-    /// What was asked for.
+    /// The requested operation.
     pub operation: Operation,
     /// Whether for good.
     pub fua: bool,
@@ -25,11 +25,11 @@ pub struct Hit {
     pub offset: u64,
     /// How much.
     pub bytes: u64,
-    /// What was to be written; empty for all but writes.
+    /// The data to write; empty for all but writes.
     pub data: Vec<u8>,
 }
 
-/// What the fault driver did.
+/// The fault that was injected.
 #[derive(Clone, Debug)]
 pub enum Noted {
     /// A request is hit.

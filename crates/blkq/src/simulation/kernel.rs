@@ -24,8 +24,8 @@ pub struct Faults {
     pub write_error: u64,
     /// EIO of a sync.
     pub sync_error: u64,
-    /// What a failed sync, or write with RWF_DSYNC, was to make durable stays in the page cache,
-    /// counts as synced, and never is; each open file is told of it once. What Linux does with
+    /// Data that a failed sync, or write with RWF_DSYNC, did not make durable stays in the page cache,
+    /// counts as synced, and never is; each open file reports it once. What Linux does with
     /// pages that it could not write.
     pub failed_sync_forgets: bool,
     /// EIO of a discard or of writing zeroes.
@@ -36,8 +36,8 @@ pub struct Faults {
     pub no_zero_range: bool,
 }
 
-/// What the simulated kernel or its file does wrong without telling: nothing that a block layer
-/// could make good, so whoever checks it must notice.
+/// Silent defects of the simulated kernel or its file: nothing that a block layer
+/// could make good, so a model that checks it must notice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Defect {
     /// Syncs end well, and nothing is durable.
@@ -56,7 +56,7 @@ pub enum Defect {
     EndedTwice,
     /// Now and then an operation's end is never reported.
     NeverEnded,
-    /// What was written through one registered file is not read through another before it is synced.
+    /// A write through one registered file is not read through another before it is synced.
     PagesApart,
     /// Trigger files that were removed, or never made, seem to be there.
     GhostFile,
@@ -100,7 +100,7 @@ struct Pending {
     sent: usize,
 }
 
-/// What came of trying one.
+/// The outcome of trying one.
 enum Tried {
     Ended(i32, u32),
     /// It cannot go on now.
@@ -254,7 +254,7 @@ impl Kernel {
             }
             opcode::Writev::CODE => ended(self.write(slot, &sqe, vectors(&sqe), chance)),
             opcode::Fsync::CODE => {
-                // What was written while it ran may be durable or not.
+                // Writes that arrived while it ran may be durable or not.
                 let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };
                 ended(self.sync(sqe.fd, upto, chance))
             }
@@ -303,7 +303,7 @@ impl Kernel {
         }
     }
 
-    /// Pages could not be written, and `fd` is told so.
+    /// Pages could not be written, and `fd` reports it.
     fn forget(&mut self, fd: i32, bytes: Range<usize>, chance: &mut Chance) {
         self.file.forget(bytes, chance);
         self.forgotten += 1;

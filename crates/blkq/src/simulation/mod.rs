@@ -1,6 +1,6 @@
 //! The world of the whole-system test, under `--cfg simulation`: a kernel that executes
 //! what is submitted to a ring when chance wants it to, a file that can
-//! lose its unflushed writes, and a clock that goes when it is told to. Everything above
+//! lose its unflushed writes, and a clock that goes on command. Everything above
 //! is what runs in production: the block layer, the loop driver, the engine, the servers.
 //!
 //! One world per thread; everything in it follows from its seed.
@@ -119,7 +119,7 @@ pub fn pass(ns: u64) {
     with(|world| world.now_ns += ns);
 }
 
-/// What goes on in the world, a step at a time, while its one thread waits for something.
+/// The world goes on, a step at a time, while its one thread waits for something.
 pub fn set_meanwhile(step: Option<Box<dyn FnMut()>>) {
     MEANWHILE.set(step);
 }
@@ -159,7 +159,7 @@ pub(crate) fn note(noted: Noted) {
     with(|world| world.noted.push(noted));
 }
 
-/// What the fault driver did since this was last asked.
+/// The faults injected since the last call.
 pub fn take_noted() -> Vec<Noted> {
     with(|world| std::mem::take(&mut world.noted))
 }

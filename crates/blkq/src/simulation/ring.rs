@@ -131,7 +131,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // What still waits, for a kick, waits in vain; its descriptor may soon be another's.
+        // An operation that still waits, for a kick, waits in vain; its descriptor may soon be another's.
         with(|world| world.kernel.close());
     }
 }
