@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::{
-    Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, Operation, QueueLimits, Registrar, Status,
-    Tag, Taken, Wake,
+    Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Status,
+    Tag, Taken,
 };
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
@@ -450,13 +450,7 @@ impl Driver for NoDiscard {
         }
     }
 
-    fn open_queue(
-        &self,
-        _index: u16,
-        _tags: usize,
-        _ring: Option<Registrar<'_>>,
-        _wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(NoDiscard(self.0.clone())))
     }
 }

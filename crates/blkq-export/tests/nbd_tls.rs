@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 
-use blkq::{Driver, DriverQueue, Error, Extent, QueueLimits, Registrar, Wake};
+use blkq::{Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, TlsCertificates, TlsOptions};
 use nbd::pki::Pki;
@@ -159,14 +159,8 @@ impl Driver for SlowExtents {
         self.disk.limits()
     }
 
-    fn open_queue(
-        &self,
-        index: u16,
-        tags: usize,
-        ring: Option<Registrar<'_>>,
-        wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
-        self.disk.open_queue(index, tags, ring, wake)
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        self.disk.open_queue(cx)
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {

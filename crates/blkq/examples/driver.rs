@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use blkq::{
     Bio, BioFlags, Cqe, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, FileSlot, IoBuffer,
-    Operation, QueueLimits, Registrar, Sector, Status, Tag, Taken, Wake,
+    OpenContext, Operation, QueueLimits, Sector, Status, Tag, Taken,
 };
 use io_uring::{opcode, types};
 
@@ -38,14 +38,9 @@ impl Driver for FileDevice {
     }
 
     // On the thread that will use the queue.
-    fn open_queue(
-        &self,
-        _index: u16,
-        _tags: usize,
-        ring: Option<Registrar<'_>>,
-        _wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
-        let mut ring = ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the file driver needs a ring"))?;
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        let mut ring =
+            cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the file driver needs a ring"))?;
         ring.require(&[
             ("IORING_OP_READ", opcode::Read::CODE),
             ("IORING_OP_WRITE", opcode::Write::CODE),

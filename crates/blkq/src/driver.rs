@@ -37,19 +37,11 @@ pub trait Driver: Send + Sync + 'static {
         QUEUES_MAX
     }
 
-    /// Opens queue `index` (0 to one below the disk's number of queues) on the thread
-    /// that will use it. `tags` is the number of requests, `ring` is there if
-    /// [`Driver::uses_ring`]; through `wake` any thread can have an engine's queue polled.
+    /// Opens a queue on the thread that will use it.
     ///
     /// # Errors
     /// Whatever keeps the queue from working; the disk then is not opened.
-    fn open_queue(
-        &self,
-        index: u16,
-        tags: usize,
-        ring: Option<Registrar<'_>>,
-        wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error>;
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error>;
 
     /// The state of the bytes of `range` (data, zero, hole), up to `max` extents from its
     /// beginning. May block; never called on an engine thread. The default says data.
@@ -115,6 +107,19 @@ pub trait Driver: Send + Sync + 'static {
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
+}
+
+/// What a driver opens a queue with.
+#[non_exhaustive]
+pub struct OpenContext<'a> {
+    /// The queue's number: 0 to one below the disk's number of queues.
+    pub index: u16,
+    /// How many requests the queue has at most: their tags are below that.
+    pub tags: usize,
+    /// What registers files with the queue's ring; there if [`Driver::uses_ring`].
+    pub ring: Option<Registrar<'a>>,
+    /// Through this any thread can have an engine's queue polled.
+    pub wake: Arc<dyn Wake>,
 }
 
 /// How a setting of a driver is changed.

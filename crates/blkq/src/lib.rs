@@ -109,7 +109,7 @@ pub use buffer::{Data, IoBuffer, KernelPages, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Settings};
-pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, Taken};
+pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
 #[cfg(simulation)]
 pub use engine::SimulatedEngine;
 pub use engine::local::LocalQueue;

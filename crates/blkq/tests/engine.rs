@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
-    QueueLimits, Registrar, Sector, Source, SourceContext, Tag, Taken, Wake,
+    OpenContext, QueueLimits, Sector, Source, SourceContext, Tag, Taken, Wake,
 };
 use common::{Behaviour, Device, Finish, filled, plain_limits};
 
@@ -319,14 +319,8 @@ impl Driver for Late {
         QueueLimits { capacity_bytes: 1 << 20, ..QueueLimits::default() }
     }
 
-    fn open_queue(
-        &self,
-        _index: u16,
-        _tags: usize,
-        _ring: Option<Registrar<'_>>,
-        wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
-        Ok(Box::new(LateQueue { wake, tags: Vec::new(), ended: false }))
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(LateQueue { wake: cx.wake, tags: Vec::new(), ended: false }))
     }
 }
 

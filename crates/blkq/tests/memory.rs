@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use blkq::{
-    Bio, Disk, Driver, DriverContext, DriverQueue, Error, Operation, QueueLimits, Registrar, Sector, Status,
-    Tag, Taken, Wake,
+    Bio, Disk, Driver, DriverContext, DriverQueue, Error, OpenContext, Operation, QueueLimits, Sector,
+    Status, Tag, Taken,
 };
 use common::{Behaviour, Device, filled, plain_limits, run};
 
@@ -54,13 +54,7 @@ impl Driver for Panicking {
         plain_limits()
     }
 
-    fn open_queue(
-        &self,
-        _index: u16,
-        _tags: usize,
-        _ring: Option<Registrar<'_>>,
-        _wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(self.clone()))
     }
 }

@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicU32 as Plain, Ordering::SeqCst};
 use super::*;
 use crate::bio::{Bio, Completion};
 use crate::buffer::IoBuffer;
-use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::driver::{DriverContext, DriverQueue, OpenContext, Taken};
 use crate::engine::{EngineThread, Source, SourceContext};
 use crate::remote::gate::Direction;
 use crate::remote::kick::Wake;
-use crate::ring::{Cqe, Registrar};
+use crate::ring::Cqe;
 use crate::sector::Sector;
 #[cfg(loom)]
 use crate::sync::model_within;
@@ -80,14 +80,8 @@ impl Driver for Remote {
         QueueLimits { capacity_bytes: 1 << 30, ..QueueLimits::default() }
     }
 
-    fn open_queue(
-        &self,
-        _index: u16,
-        _tags: usize,
-        _ring: Option<Registrar<'_>>,
-        wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
-        let inbox = Arc::new(Inbox { ended: Mutex::new(Vec::new()), wake });
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        let inbox = Arc::new(Inbox { ended: Mutex::new(Vec::new()), wake: cx.wake });
         Ok(Box::new(RemoteQueue { device: self.device.clone(), own: self.own.clone(), inbox }))
     }
 }

@@ -11,7 +11,7 @@ use crate::bio::{BioFlags, Operation};
 use crate::buffer::{Data, IoBuffer};
 use crate::clock::{Clock, ClockMode};
 use crate::completer::Completer;
-use crate::driver::{Driver, DriverContext, DriverQueue, Taken};
+use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::{Error, IoResult};
 use crate::remote::kick::Wake;
 use crate::request::NIL;
@@ -61,7 +61,8 @@ impl Harness {
     pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
-        let queue = driver.open_queue(index, TAGS, ring.as_mut().map(Registrar::new), wake)?;
+        let cx = OpenContext { index, tags: TAGS, ring: ring.as_mut().map(Registrar::new), wake };
+        let queue = driver.open_queue(cx)?;
         Ok(Harness {
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
             bios: BioSlab::new(256),

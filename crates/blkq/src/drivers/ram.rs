@@ -18,11 +18,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::bio::{BioFlags, Operation};
 use crate::buffer::Segment;
-use crate::driver::{Driver, DriverContext, DriverQueue, Extent, Taken};
+use crate::driver::{Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
-use crate::remote::kick::Wake;
-use crate::ring::Registrar;
 use crate::tags::Tag;
 use std::sync::Arc;
 
@@ -78,13 +76,7 @@ impl Driver for Ram {
         self.limits.clone()
     }
 
-    fn open_queue(
-        &self,
-        _index: u16,
-        _tags: usize,
-        _ring: Option<Registrar<'_>>,
-        _wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(RamQueue { medium: Arc::clone(&self.medium) }))
     }
 

@@ -36,6 +36,7 @@ use std::sync::Arc;
 use crate::bio::Completion;
 use crate::clock::Clock;
 use crate::disk::Disk;
+use crate::driver::OpenContext;
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::ring::{Cqe, Registrar, Ring};
@@ -91,8 +92,9 @@ impl Queue {
         let shared = view.shared();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(shared.tags.capacity()) + 1;
-        let ring = ring.map(Registrar::new);
-        let driver = disk.driver().open_queue(index as u16, slots, ring, shared.kick.clone())?;
+        let (ring, wake) = (ring.map(Registrar::new), shared.kick.clone());
+        let cx = OpenContext { index: index as u16, tags: slots, ring, wake };
+        let driver = disk.driver().open_queue(cx)?;
         let tags = TagCache::new(shared.tags.clone(), disk.has_shared_tags(), &shared.kick)?;
         Ok(Queue {
             in_flight: InFlight::new(slots, view.limits()),

@@ -14,7 +14,7 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::{
     BioFlags, Busy, Change, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
-    KernelPages, LocalQueue, Operation, QueueLimits, Registrar, Status, Tag, Taken, Wake,
+    KernelPages, LocalQueue, OpenContext, Operation, QueueLimits, Status, Tag, Taken,
 };
 
 #[allow(unused_imports, reason = "not every test file scatters")]
@@ -218,20 +218,15 @@ impl Driver for Device {
         self.state().limits.clone()
     }
 
-    fn open_queue(
-        &self,
-        index: u16,
-        tags: usize,
-        _: Option<Registrar<'_>>,
-        _: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
-        let random = self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(index) | 1;
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        let random =
+            self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(cx.index) | 1;
         let device = self.clone();
         let on_open = self.state().on_open.take();
         if let Some(on_open) = on_open {
             on_open();
         }
-        Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(tags as u16 - 1), pending: Vec::new() }))
+        Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(cx.tags as u16 - 1), pending: Vec::new() }))
     }
 
     fn prepare_set(&self, key: &str, _: &str) -> Result<Change, Error> {

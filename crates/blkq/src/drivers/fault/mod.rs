@@ -15,11 +15,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::driver::{Change, Driver, DriverQueue, Extent};
+use crate::driver::{Change, Driver, DriverQueue, Extent, OpenContext};
 use crate::error::Error;
 use crate::limits::QueueLimits;
-use crate::remote::kick::Wake;
-use crate::ring::Registrar;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{Relaxed, Release};
 use crate::sync::{Mutex, lock};
@@ -73,14 +71,9 @@ impl Driver for Fault {
         self.shared.inner.queues_max()
     }
 
-    fn open_queue(
-        &self,
-        index: u16,
-        tags: usize,
-        ring: Option<Registrar<'_>>,
-        wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
-        let inner = self.shared.inner.open_queue(index, tags, ring, wake.clone())?;
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        let (index, tags, wake) = (cx.index, cx.tags, cx.wake.clone());
+        let inner = self.shared.inner.open_queue(cx)?;
         self.shared.rules().watch()?;
         lock(&self.shared.wakes).insert(index, wake);
         Ok(Box::new(FaultQueue::new(inner, self.shared.clone(), index, tags)))

@@ -29,11 +29,9 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{Advice, OFlags, fadvise};
 
-use crate::driver::{Change, Driver, DriverQueue, Extent};
+use crate::driver::{Change, Driver, DriverQueue, Extent, OpenContext};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
-use crate::remote::kick::Wake;
-use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock as locked};
@@ -320,17 +318,11 @@ impl Driver for LoopDevice {
         }
     }
 
-    fn open_queue(
-        &self,
-        index: u16,
-        tags: usize,
-        ring: Option<Registrar<'_>>,
-        wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         // A queue that is opened again has the same wake: it is the disk's, not the owner's.
-        let _ = self.shared.wakes[usize::from(index)].set(wake);
-        let ring = ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;
-        Ok(Box::new(LoopQueue::open(Arc::clone(&self.shared), index, tags, ring)?))
+        let _ = self.shared.wakes[usize::from(cx.index)].set(cx.wake);
+        let ring = cx.ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;
+        Ok(Box::new(LoopQueue::open(Arc::clone(&self.shared), cx.index, cx.tags, ring)?))
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {

@@ -17,11 +17,9 @@ use std::sync::Arc;
 
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
-use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Taken};
+use crate::driver::{Busy, Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
-use crate::remote::kick::Wake;
-use crate::ring::Registrar;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock};
 use crate::tags::Tag;
@@ -125,13 +123,7 @@ impl Driver for Null {
     // Runs on the thread that will use the queue. Everything the data path needs is
     // allocated here. A driver that does I/O would say `uses_ring` and register its
     // files with `ring` now.
-    fn open_queue(
-        &self,
-        _index: u16,
-        tags: usize,
-        _ring: Option<Registrar<'_>>,
-        _wake: Arc<dyn Wake>,
-    ) -> Result<Box<dyn DriverQueue>, Error> {
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);
         if matches!(self.options.completion, NullCompletion::Disk(_))
             && queues.iter().any(|queue| Arc::strong_count(queue) > 1)
@@ -141,7 +133,7 @@ impl Driver for Null {
         }
         let counters = Arc::new(NullCounters::default());
         queues.push(Arc::clone(&counters));
-        let delays = Delays::new(&self.options.completion, tags, self.options.limits.capacity_bytes);
+        let delays = Delays::new(&self.options.completion, cx.tags, self.options.limits.capacity_bytes);
         let options = self.options.clone();
         let plain = options.blocking == NullBlocking::Never
             && !options.zero_reads
