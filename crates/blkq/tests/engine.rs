@@ -268,6 +268,61 @@ fn a_source_that_does_not_start_is_gone() {
     wait_for(|| seen.dropped.load(Ordering::SeqCst));
 }
 
+/// Pushes something whose memory it owns, and does not start.
+struct Failing {
+    time: Box<io_uring::types::Timespec>,
+    in_flight: bool,
+    stopping: bool,
+    events: Sender<&'static str>,
+}
+
+// SAFETY: it is stopped when what it pushed has completed.
+unsafe impl Source for Failing {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        let entry = io_uring::opcode::Timeout::new(&raw const *self.time).build();
+        // SAFETY: the time lives until this is dropped.
+        unsafe { cx.push(entry, 1) };
+        self.in_flight = true;
+        Err(Error::new(ErrorKind::Invalid, "no"))
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {
+        self.in_flight = false;
+        self.events.send("completed").unwrap();
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+
+    fn stop(&mut self, _: &mut SourceContext<'_>, force: bool) {
+        assert!(!force, "the engine goes on");
+        self.stopping = true;
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopping && !self.in_flight
+    }
+}
+
+impl Drop for Failing {
+    fn drop(&mut self) {
+        self.events.send("dropped").unwrap();
+    }
+}
+
+#[test]
+fn a_source_that_does_not_start_is_dropped_when_nothing_of_it_is_in_flight() {
+    let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
+    let (events, happened) = channel();
+    let error = engine.handle().add_source(move || {
+        let time = Box::new(io_uring::types::Timespec::from(Duration::from_millis(50)));
+        Box::new(Failing { time, in_flight: false, stopping: false, events })
+    });
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Invalid);
+    let next = || happened.recv_timeout(Duration::from_secs(20));
+    assert_eq!([next(), next()], [Ok("completed"), Ok("dropped")]);
+}
+
 #[test]
 fn a_handle_outlives_its_engine_and_says_so() {
     let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();

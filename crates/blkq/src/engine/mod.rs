@@ -20,7 +20,7 @@ use crate::queue::hang::HangScan;
 use crate::queue::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::remote::kick::Kick;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
-use crate::sync::mpsc::Sender;
+use crate::sync::mpsc::{Sender, channel};
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
@@ -269,7 +269,10 @@ impl Engine {
         self.sources[index] = Some(Placed { id, source });
         let started = self.with_source(index, |source, cx| source.start(cx));
         if let Some(Err(error)) = started {
-            self.sources[index] = None;
+            // It may have pushed something before: it stops as others do.
+            self.with_source(index, |source, cx| source.stop(cx, false));
+            self.stopping.push((id, channel().0));
+            self.drop_stopped();
             return Err(error);
         }
         Ok(id)

@@ -34,7 +34,7 @@ pub unsafe trait Source {
     /// The source is now part of the engine: arm what it waits for.
     ///
     /// # Errors
-    /// Whatever keeps it from working; it is then dropped.
+    /// Whatever keeps it from working; it is then stopped, without force, and dropped.
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error>;
 
     /// A submission pushed through [`SourceContext::push`] ended; its payload is in the token.
