@@ -486,11 +486,12 @@ unsafe impl Source for QueueSource {
         Some(format!("the kernel's block device, tag {mark} of its queue {}", self.options.queue))
     }
 
-    /// Without `force` the device has been stopped, and all commands come back. With it, this
-    /// server goes and leaves the device to another.
-    fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
+    /// While the engine lives, the device has been stopped, and all commands come back: the kernel
+    /// would write to the buffers of those that do not. An engine that exits leaves the device to
+    /// another server.
+    fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
-        if force && !self.forced {
+        if cx.engine_exits() && !self.forced {
             self.forced = true;
             cx.registrar().abandon();
             // They are not in flight, and go to the next server with the rest. The kernel may
@@ -551,23 +552,29 @@ mod tests {
         assert_eq!(command_result(1), CommandResult::Refused { errno: libc::EPROTO });
     }
 
-    /// On a file whose driver knows no commands: the kernel itself refuses them.
-    // Contract: errors
-    #[test]
-    fn a_refused_command_is_reported() {
+    /// A queue on a file whose driver knows no commands.
+    fn engine_and_options() -> (EngineThread, QueueOptions) {
         let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
-        let engine = EngineThread::spawn("refused", vec![(disk, 0)]).unwrap();
+        let engine = EngineThread::spawn("ublk", vec![(disk, 0)]).unwrap();
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let (refused, failure_event) = (OnceLock::new(), Arc::new(event));
-        let shared = Arc::new(Shared { file: File::open("/dev/zero").unwrap(), refused, failure_event });
         let options = QueueOptions {
-            shared: shared.clone(),
+            shared: Arc::new(Shared { file: File::open("/dev/zero").unwrap(), refused, failure_event }),
             queue: 0,
             depth: 2,
             copy: CopyMode::Kernel,
             request_max_bytes: 4096,
             processors: CpuSet::new(),
         };
+        (engine, options)
+    }
+
+    /// The kernel itself refuses them.
+    // Contract: errors
+    #[test]
+    fn a_refused_command_is_reported() {
+        let (engine, options) = engine_and_options();
+        let shared = options.shared.clone();
         engine.handle().add_source(move || Box::new(QueueSource::new(options)) as Box<dyn Source>).unwrap();
         let minute = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
         let mut fds = [PollFd::new(&shared.failure_event, PollFlags::IN)];
@@ -575,6 +582,41 @@ mod tests {
         let refused = *shared.refused.get().unwrap();
         assert_eq!((refused.queue, refused.errno), (0, libc::EOPNOTSUPP));
         assert!(refused.tag < 2);
+    }
+
+    /// A queue with a command that the kernel does not complete.
+    struct Armed(QueueSource);
+
+    // SAFETY: nothing is in flight.
+    unsafe impl Source for Armed {
+        fn start(&mut self, _: &mut SourceContext<'_>) -> Result<(), Error> {
+            self.0.armed = 1;
+            Ok(())
+        }
+
+        fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+        fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
+        fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+
+        fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
+            self.0.stop(cx, force);
+        }
+
+        fn is_stopped(&self) -> bool {
+            self.0.is_stopped()
+        }
+    }
+
+    #[test]
+    fn buffers_that_the_kernel_has_live_as_long_as_the_engine() {
+        let (engine, options) = engine_and_options();
+        let handle = engine.handle().clone();
+        let source = handle.add_source(move || Box::new(Armed(QueueSource::new(options)))).unwrap();
+        let stop = std::thread::spawn(move || handle.stop_source(source, true));
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        assert!(!stop.is_finished(), "it was dropped");
+        drop(engine);
+        stop.join().unwrap();
     }
 
     #[test]

@@ -179,6 +179,7 @@ impl Engine {
             id: placed.id,
             handle: &self.handle,
             worker: &mut self.worker,
+            exits: self.exit,
         };
         Some(call(&mut *placed.source, &mut cx))
     }

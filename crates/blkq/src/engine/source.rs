@@ -100,6 +100,7 @@ pub struct SourceContext<'a> {
     pub(super) id: SourceId,
     pub(super) handle: &'a EngineHandle,
     pub(super) worker: &'a mut Worker,
+    pub(super) exits: bool,
 }
 
 impl SourceContext<'_> {
@@ -147,6 +148,11 @@ impl SourceContext<'_> {
     pub fn dispatch(&mut self) {
         self.queues.iter_mut().for_each(|queue| queue.flush(Some(self.ring)));
         self.ring.submit();
+    }
+
+    /// Whether the engine exits, and its ring with it.
+    pub fn engine_exits(&self) -> bool {
+        self.exits
     }
 
     /// Number of queues of the engine.
