@@ -81,14 +81,14 @@ impl BufferPool {
     /// Gives a buffer of [`BufferPool::take`] back.
     pub fn put(&mut self, buffer: IoBuffer) {
         self.used -= 1;
-        // What is registered is kept: it goes when the pool is trimmed.
+        // Registered buffers are kept until the pool is trimmed.
         if self.free_bytes + buffer.len() <= FREE_MAX_BYTES || buffer.is_registered() {
             self.free_bytes += buffer.len();
             self.free[Self::class(buffer.len())].push(buffer);
         }
     }
 
-    /// Whether there is memory to give back and nobody about to use it.
+    /// Whether there is memory to release that no request is about to use.
     pub fn is_idle(&self) -> bool {
         self.used == 0 && self.free_bytes > 0
     }

@@ -1,7 +1,7 @@
 //! Attachments: what serves a blkq disk to others.
 //!
 //! An attachment is a [`Source`](blkq::Source) on an [`EngineThread`](blkq::EngineThread): it
-//! parses what clients sent, submits bios, and sends what has ended. It knows nothing of
+//! parses what clients sent, submits bios, and sends replies for what has completed. It knows nothing of
 //! drivers, and the block layer nothing of it. There are two: [`nbd`] and [`ublk`].
 //!
 //! ```

@@ -1,4 +1,4 @@
-//! Who is at the other end of a unix socket.
+//! The process at the other end of a unix socket.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
@@ -19,7 +19,7 @@ impl Peer {
     /// Asks the kernel for the peer of `socket`.
     ///
     /// # Errors
-    /// What the kernel says of a socket that is none, or that has no peer.
+    /// The errors of the kernel for a file that is no socket, or has no peer.
     pub fn of(socket: impl AsFd) -> Result<Peer, Errno> {
         // Not through rustix, whose process numbers are never 0: the kernel's may be.
         let mut peer = MaybeUninit::<libc::ucred>::zeroed();
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_is_who_made_the_connection() {
+    fn a_peer_is_the_process_that_connected() {
         let (one, _other) = UnixStream::pair().unwrap();
         let peer = Peer::of(&one).unwrap();
         assert_eq!(peer.pid, Some(rustix::process::getpid()));
@@ -90,7 +90,7 @@ mod tests {
             .stdin(Stdio::from(OwnedFd::from(other)))
             .output()
             .unwrap();
-        let told = String::from_utf8_lossy(&inside.stdout);
-        assert!(inside.status.success() && told.contains("1 passed"), "{told}");
+        let output = String::from_utf8_lossy(&inside.stdout);
+        assert!(inside.status.success() && output.contains("1 passed"), "{output}");
     }
 }

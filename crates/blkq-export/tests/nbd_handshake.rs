@@ -233,7 +233,7 @@ fn extended_headers_take_precedence() {
 }
 
 #[test]
-fn what_is_not_known_or_malformed_is_refused_one_by_one() {
+fn unknown_and_malformed_options_are_refused_one_by_one() {
     let mut client = Client::new(3);
     client.refused(option::STARTTLS, &[], option_reply::ERR_POLICY);
     client.refused(option::STARTTLS, b"x", option_reply::ERR_INVALID);
@@ -261,7 +261,7 @@ fn long_options_are_skipped_and_longer_ones_end_the_session() {
 }
 
 #[test]
-fn what_cannot_be_answered_ends_the_session() {
+fn an_option_that_cannot_be_answered_closes_the_session() {
     // Flags that were not offered.
     let mut output = Vec::new();
     let mut handshake = Handshake::new(TlsPolicy::Off, &mut output);
@@ -319,7 +319,7 @@ proptest! {
 
 // Contract: bounded-input
 #[test]
-fn before_tls_that_is_required_nothing_is_told_and_nothing_chosen() {
+fn before_required_tls_nothing_is_revealed_or_chosen() {
     let mut client = Client::with_tls(3, TlsPolicy::Required);
     for (number, data) in [
         (option::LIST, vec![]),
@@ -339,7 +339,7 @@ fn before_tls_that_is_required_nothing_is_told_and_nothing_chosen() {
     client.refused(option::STARTTLS, &[], option_reply::ERR_INVALID);
     client.acknowledged(option::STRUCTURED_REPLY, &[]);
     assert!(matches!(client.option(option::GO, &go_data(b"disk", &[])).1, Next::Transmission(_)));
-    // What has no way to fail is no way around, and who gives up may.
+    // An option that cannot fail is no way around, and a client that aborts may.
     let mut client = Client::with_tls(3, TlsPolicy::Required);
     assert_eq!(client.option(option::EXPORT_NAME, b"disk"), (vec![], Next::Close));
     let mut client = Client::with_tls(3, TlsPolicy::Required);

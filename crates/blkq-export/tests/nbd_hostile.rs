@@ -55,7 +55,7 @@ fn garbage_ends_its_own_connection_only() {
     wait_until("all are gone", || served.server.connection_count() == 0);
     let counters = served.server.counters();
     assert_eq!((counters.connections, counters.violations, counters.timeouts), (10, 10, 0));
-    // Who leaves as the protocol has it has broken nothing.
+    // A client that disconnects as the protocol has it has broken nothing.
     let mut client = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0, size: 0 };
     client.take(18);
     client.stream.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(2, &[])].concat()).unwrap();
@@ -85,7 +85,7 @@ fn an_oversized_option_is_refused_and_skipped() {
 }
 
 #[test]
-fn who_does_not_finish_the_handshake_is_dropped() {
+fn a_client_that_does_not_finish_the_handshake_is_dropped() {
     let served = serve(ram(), 1, NbdOptions { handshake_timeout_s: 1, ..options() });
     let mut working = served.client(ReplyStyle::Simple);
     let begin = Instant::now();
@@ -123,7 +123,7 @@ fn too_many_connections_are_closed_at_once() {
 
 // Contract: non-blocking
 #[test]
-fn who_does_not_read_is_held_back_then_dropped_and_slows_nobody() {
+fn a_client_that_does_not_read_is_dropped_and_slows_no_other() {
     let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_max: 2 << 20, ..options() };
     let served = serve(ram(), 1, limits);
     let mut stuck = served.client(ReplyStyle::Simple);
@@ -232,7 +232,7 @@ fn strangers_in_the_handshake_leave_connections_to_others() {
     let timeouts = served.server.counters().timeouts;
     assert!((6..=8).contains(&timeouts), "{timeouts}");
     assert_eq!(served.server.refused_connections(), 0);
-    // Who finishes the handshake makes room at once: as many as there may be.
+    // A client that finishes the handshake makes room at once: as many as there may be.
     drop(strangers);
     let others: Vec<_> = (0..7).map(|_| served.client(ReplyStyle::Structured)).collect();
     assert_eq!(served.server.connections().iter().filter(|client| client.export.is_some()).count(), 8);

@@ -67,7 +67,7 @@ fn every_command_in_every_style() {
 }
 
 #[test]
-fn block_status_tells_data_from_holes() {
+fn block_status_reports_data_and_holes() {
     let served = serve(ram(), 1, options());
     for style in [ReplyStyle::Structured, ReplyStyle::Extended] {
         let mut client = served.client(style);
@@ -93,7 +93,7 @@ fn block_status_tells_data_from_holes() {
 
 // Contract: errors
 #[test]
-fn what_is_not_allowed_is_answered_and_the_connection_goes_on() {
+fn a_refused_request_is_answered_and_the_connection_goes_on() {
     let read_only = Disk::builder(ram()).read_only(true).build().unwrap();
     let path = socket_path();
     let engine = engines(&read_only);
@@ -201,7 +201,7 @@ fn a_device_that_ends_all_at_once_loses_nothing() {
         cookies.sort_unstable();
         assert_eq!(cookies, (round * DEPTH..(round + 1) * DEPTH).collect::<Vec<_>>());
     }
-    // Who goes leaves nothing behind, wherever it is.
+    // A client that disconnects in any state leaves nothing behind.
     ask(&mut client, 30);
     drop(client);
     wait_until("the connection ends", || served.server.connection_count() == 0);
@@ -263,7 +263,7 @@ fn the_socket_is_its_owners_and_goes_with_the_server() {
     assert_eq!(start(&file).err().unwrap().kind(), ErrorKind::Busy);
     assert_eq!(std::fs::read(&file).unwrap(), b"precious");
     std::fs::remove_file(&file).unwrap();
-    // What a killed server left behind is replaced.
+    // The socket of a killed server is replaced.
     let stale = socket_path();
     drop(UnixListener::bind(&stale).unwrap());
     let (_engine, server) = start(&stale).unwrap();
@@ -367,13 +367,13 @@ fn an_inherited_socket_of_another_family_is_refused() {
     );
 }
 
-/// Of all addresses TCP wants TLS or `insecure`, of loopback nothing; of unix sockets it is told.
+/// TCP wants TLS or `insecure` beyond loopback; a unix socket that is open to all is reported.
 #[test]
-fn who_reaches_an_inherited_socket_is_known() {
+fn the_reach_of_an_inherited_socket_is_known() {
     let engine = engines(&Disk::builder(ram()).queues(1).build().unwrap());
     let start = |listen, options| NbdServer::start(listen, options, &[engine[0].handle().clone()]);
     let tcp = |address| Listen::Inherited(TcpListener::bind(address).unwrap().into());
-    assert_eq!(start(tcp("0.0.0.0:0"), options()).err().unwrap().kind(), ErrorKind::Denied);
+    assert_eq!(start(tcp("0.0.0.0:0"), options()).err().unwrap().kind(), ErrorKind::Exposed);
     start(tcp("0.0.0.0:0"), NbdOptions { insecure: true, ..options() }).unwrap().stop(true).unwrap();
     start(tcp("127.0.0.1:0"), options()).unwrap().stop(true).unwrap();
     let path = socket_path();

@@ -121,7 +121,7 @@ fn every_command_takes_the_flags_that_the_specification_gives_it() {
 }
 
 #[test]
-fn what_was_not_advertised_is_refused() {
+fn requests_that_were_not_advertised_are_refused() {
     let bare =
         |replies| Session { flags: TransmissionFlags::HAS_FLAGS, base_allocation: false, ..session(replies) };
     for (command, flags) in [(0, 1), (0, 4), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)] {
@@ -214,7 +214,7 @@ fn extended_payloads_are_consumed_whatever_the_command() {
 }
 
 #[test]
-fn what_breaks_the_stream_ends_it() {
+fn a_violation_closes_the_stream() {
     for style in [ReplyStyle::Simple, ReplyStyle::Extended] {
         let other = if style == ReplyStyle::Simple { ReplyStyle::Extended } else { ReplyStyle::Simple };
         assert_eq!(one(session(style), &encode(other, 0, 0, 0, 512)), Step::Violation);
@@ -275,7 +275,7 @@ fn structured_replies() {
         0, 0, 0, 3, 0xff, 0xff, 0, 0, 0, 0, 0, 0,
     ];
     assert_eq!(written(|out| style.block_status(TO, &extents, out)), status);
-    // What comes after an extent that had to be cut short would be misplaced.
+    // An extent after one that had to be cut short would be misplaced.
     let after = [extents[1], extents[0]];
     assert_eq!(written(|out| style.block_status(TO, &after, out)).len(), 20 + 4 + 8);
 }
@@ -357,7 +357,7 @@ fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)
 }
 
 proptest! {
-    /// What is found is what was sent, in order, however the stream is cut.
+    /// Requests are found as they were sent, in order, however the stream is cut.
     #[test]
     fn parsed_is_encoded_whatever_the_cuts(
         style in style(),

@@ -7,16 +7,16 @@ use crate::buffers::{BUFFER_MAX_BYTES, UNALIGNED_MAX_BYTES};
 use super::proto::PAYLOAD_MAX_BYTES;
 
 const _: () = assert!(PAYLOAD_MAX_BYTES <= BUFFER_MAX_BYTES);
-/// What the largest request needs: one of parts of blocks, and the two blocks of 64 KiB at its
+/// Bytes of the largest request: one of parts of blocks, and the two blocks of 64 KiB at its
 /// edges.
 const REQUEST_MAX_BYTES: usize = UNALIGNED_MAX_BYTES + 2 * (64 << 10);
 
-/// Every connection may always have so many bytes: whoever takes all the rest, requests of
+/// Every connection may always have so many bytes: even if others take all the rest, requests of
 /// the usual size go on.
 const OWN_BYTES: usize = 256 << 10;
 
 /// The bytes that one engine's connections may have in buffers together, beyond
-/// [`OWN_BYTES`] each. Who finds none left waits in line.
+/// [`OWN_BYTES`] each. A connection that finds none left waits in line.
 pub(super) struct Budget {
     left: usize,
     /// Connections that wait, oldest first.
@@ -78,13 +78,13 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     #[test]
-    fn who_waits_is_served_in_turn_and_small_requests_go_on() {
+    fn connections_that_wait_have_their_turn_and_small_requests_go_on() {
         let mut budget = Budget::new(64 * MIB);
         assert!(budget.take(1, 0, 32 * MIB) && budget.take(2, 0, 32 * MIB));
         assert!(!budget.take(3, 0, 32 * MIB) && !budget.take(4, 0, MIB));
         assert!(budget.take(5, 0, OWN_BYTES), "what is its own it may always have");
         assert_eq!(budget.next(), None);
-        assert!(!budget.take(5, OWN_BYTES, 1), "nobody overtakes those who wait");
+        assert!(!budget.take(5, OWN_BYTES, 1), "a connection overtakes none that wait");
         budget.forget(5);
         budget.free(32 * MIB, 32 * MIB);
         assert_eq!(budget.next(), Some(3));

@@ -16,7 +16,7 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig};
 use webpki::{BorrowedCertRevocationList, CertRevocationList};
 
-/// What a directory of certificates holds, by the names that QEMU, libvirt and nbdkit use.
+/// Files of a directory of certificates, by the names that QEMU, libvirt and nbdkit use.
 const CERTIFICATE: &str = "server-cert.pem";
 const KEY: &str = "server-key.pem";
 /// Optional: if it is there, clients must have certificates that it signed, and that are not on
@@ -155,7 +155,7 @@ fn unusable(error: &rustls::Error) -> String {
     }
 }
 
-/// What certificates of clients are checked by, if there is an authority.
+/// The verifier of clients' certificates, if there is an authority.
 fn verifier(
     directory: &Path,
     provider: &Arc<CryptoProvider>,

@@ -166,7 +166,7 @@ impl Connection {
             Phase::Transmission(requests) if !force => requests.shut_down(),
             Phase::Handshake(handshake, _) => {
                 handshake.shut_down();
-                // What has arrived is answered, then the end of the stream closes the connection.
+                // Options that have arrived are answered, then the end of the stream closes the connection.
                 self.stream.shutdown(Shutdown::Read);
             }
             _ if self.closing == Closing::No => {
@@ -348,7 +348,7 @@ impl Connection {
         }
     }
 
-    /// Sends all that was gathered, if there is anything, and what TLS has to say by itself.
+    /// Sends all that was gathered, if there is anything, and what TLS has to send by itself.
     fn send(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         if self.closing == Closing::Drain && self.is_idle() && self.stream.replies().is_empty() {
             self.stream.close_tls();
@@ -407,7 +407,7 @@ impl Connection {
                 }
             }
             Received::Nothing => {}
-            // What was requested before is answered.
+            // Earlier requests are answered.
             Received::Closed if self.closing == Closing::No => self.closing = Closing::Drain,
             Received::Closed => {}
             Received::Failed => self.break_off(),

@@ -14,9 +14,9 @@ pub const OPTIONS_MAX: u32 = 128;
 /// Longest option that is looked at, in bytes. Room for the longest name and a dozen
 /// queries of the longest kind.
 pub const OPTION_MAX_BYTES: usize = 64 << 10;
-/// Longest option that is answered with an error, in bytes; longer ones end the session.
+/// Longest option that is answered with an error, in bytes; longer ones close the session.
 pub const OPTION_SKIP_MAX_BYTES: usize = 1 << 20;
-/// What the caller's buffer must be able to hold, in bytes.
+/// Least size of the caller's buffer, in bytes.
 pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
 
 /// Clients that do not ask for block sizes keep to sectors of this size, in bytes; a larger
@@ -35,7 +35,7 @@ pub struct Export {
     pub description: String,
     /// Its size in bytes.
     pub size_bytes: u64,
-    /// What it can do. [`TransmissionFlags::SEND_DF`] comes by itself with structured replies.
+    /// Its capabilities. [`TransmissionFlags::SEND_DF`] comes by itself with structured replies.
     pub flags: TransmissionFlags,
     /// Smallest request and alignment of all, in bytes: a power of two from 1 to 65536.
     pub block_min_bytes: u32,
@@ -44,14 +44,14 @@ pub struct Export {
     pub block_preferred_bytes: u32,
 }
 
-/// What was agreed on.
+/// The outcome of a handshake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Session {
     /// Index of the export.
     pub export: usize,
     /// Its size in bytes.
     pub size_bytes: u64,
-    /// What it can do.
+    /// Its capabilities.
     pub flags: TransmissionFlags,
     /// Smallest request and alignment of all, in bytes.
     pub block_min_bytes: u32,
@@ -69,7 +69,7 @@ pub enum TlsPolicy {
     Off,
     /// It may.
     Optional,
-    /// Before it has, nothing is told and nothing chosen.
+    /// Before it has, it learns nothing and chooses nothing.
     Required,
 }
 
@@ -107,7 +107,7 @@ pub struct Handshake {
     replies: ReplyStyle,
     /// The export for which `base:allocation` was chosen.
     base_allocation: Option<usize>,
-    /// The export of whose block sizes the client was told.
+    /// The export whose block sizes the client received.
     block_sizes: Option<usize>,
     aborted: bool,
     lacks_tls: bool,
@@ -141,7 +141,7 @@ impl Handshake {
         self.shutting_down = true;
     }
 
-    /// Whether the client ended it in the way that the protocol has for that.
+    /// Whether the client aborted it in the way that the protocol has for that.
     pub fn is_aborted(&self) -> bool {
         self.aborted
     }
@@ -161,7 +161,7 @@ impl Handshake {
                 State::ClientFlags => {
                     let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
                     rest = after;
-                    // The specification: an unknown flag ends the session.
+                    // The specification: an unknown flag closes the session.
                     let Some(flags) = ClientFlags::from_bits(bits.get()) else { break Next::Close };
                     self.client_flags = flags;
                     self.state = State::Options;
@@ -379,7 +379,7 @@ impl Handshake {
         reply: &mut Reply<'_>,
     ) -> Result<(), Refusal> {
         if set {
-            // What was chosen before is forgotten even when this fails.
+            // An earlier choice is forgotten even when this fails.
             self.base_allocation = None;
         }
         if self.replies == ReplyStyle::Simple {

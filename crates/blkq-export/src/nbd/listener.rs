@@ -18,7 +18,7 @@ use crate::peer::Peer;
 
 /// Clients that the kernel lets wait to be accepted.
 const BACKLOG: i32 = 128;
-/// What the kernel may hold of a unix socket's replies, in bytes: one deep queue of small
+/// Bytes of replies that the kernel may hold in a unix socket: one deep queue of small
 /// reads. Without the privilege net.core.wmem_max is the limit.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
@@ -28,7 +28,7 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// Who may connect to a unix socket that is made here, besides root and its owner: connecting takes
+/// The users that may connect to a unix socket that is made here, besides root and its owner: connecting takes
 /// the right to write (unix(7)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SocketAccess {
@@ -58,7 +58,7 @@ pub enum Listen {
     Inherited(OwnedFd),
 }
 
-/// What clients come from, and where that is.
+/// An opened socket, and its address.
 pub(super) struct Opened {
     pub socket: Socket,
     pub place: Place,
@@ -173,7 +173,7 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
     }
     let what =
         |change: String| move |e: Errno| Error::system(format!("{}: cannot {change}", path.display()), e);
-    // What is changed is what was made, whatever is at the path by now.
+    // The socket that was made is changed, whatever is at the path by now.
     let socket = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
         .map_err(what("find the socket again".to_owned()))?;
     let found = rustix::fs::fstat(&socket).map_err(what("look at the socket".to_owned()))?;
@@ -219,7 +219,7 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
     rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
     let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
     let mut open = None;
-    // Who reaches an address of any other family (a guest, say, through AF_VSOCK) is not known.
+    // The reach of any other family is not known: a guest, say, connects through AF_VSOCK.
     let address = match sockopt::socket_domain(&socket).map_err(|e| Error::system(what(), e))? {
         AddressFamily::UNIX => {
             open = SocketAddrUnix::try_from(own).ok().and_then(|own| open_to_all(&own));
@@ -371,7 +371,7 @@ pub(super) fn tune(socket: BorrowedFd<'_>) {
     }
 }
 
-/// Who is at the other end, for people.
+/// The name of the peer, for people.
 pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
     if is_unix(socket) {
         return match Peer::of(socket) {

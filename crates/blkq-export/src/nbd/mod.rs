@@ -29,7 +29,7 @@ mod tls;
 pub mod transmission;
 mod unaligned;
 
-/// What a fuzzer reaches of TLS.
+/// The parts of TLS that a fuzzer drives.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::outgoing::Outgoing;

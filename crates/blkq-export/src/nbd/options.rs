@@ -1,4 +1,4 @@
-//! What a server serves, and how much of it one client may have.
+//! Options of a server: its exports, and the limits of its clients.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const REQUESTS_MAX: usize = 500;
 /// A disk under a name.
 #[derive(Clone, Debug)]
 pub struct NbdExport {
-    /// What clients ask for, at most 4096 bytes. The first export also goes by the empty name.
+    /// The name that clients ask for, at most 4096 bytes. The first export also goes by the empty name.
     pub name: String,
     /// A line for people, at most 4096 bytes.
     pub description: String,
@@ -26,7 +26,7 @@ pub struct NbdExport {
     pub queue: usize,
 }
 
-/// What is served, and how much of it one may have.
+/// Exports of a server, and limits of its clients.
 #[derive(Clone, Debug)]
 pub struct NbdOptions {
     /// At least one.
@@ -40,12 +40,12 @@ pub struct NbdOptions {
     /// Bytes in buffers per connection; what would go beyond waits. One request always fits.
     pub buffered_bytes_max: usize,
     /// Bytes in buffers of all connections together, beyond 256 KiB each; divided among the
-    /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. Who finds none
-    /// left waits in line, and its requests in the socket.
+    /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. A connection
+    /// that finds none left waits in line, and its requests in the socket.
     pub buffered_bytes_total: usize,
     /// Whether the URI names the first export; clients that name none get it too.
     pub named_in_uri: bool,
-    /// Who may connect to the unix sockets that are made.
+    /// The users that may connect to the unix sockets that are made.
     pub access: SocketAccess,
     /// Time for the handshake, in seconds.
     pub handshake_timeout_s: u64,
@@ -62,7 +62,7 @@ pub struct NbdOptions {
     /// Whether clients of other machines may come without TLS.
     pub insecure: bool,
     /// An eventfd that does not block, written whenever the last client has gone, once one
-    /// has chosen an export: who only asked what there is was no client.
+    /// has chosen an export: one that only listed exports does not count.
     pub idle_event: Option<Arc<OwnedFd>>,
     /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`] has some to
     /// report; without one there are none.
@@ -93,7 +93,7 @@ impl Default for NbdSwitches {
 impl Default for NbdOptions {
     /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
     /// begin, 30 s to take a reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let in without TLS;
-    /// nobody is told when clients are gone.
+    /// no event when clients are gone.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),

@@ -1,4 +1,4 @@
-//! What leaves a connection with one vectored send: headers, and between them content that
+//! The replies that one vectored send takes: headers, and between them content that
 //! goes out from where it lies.
 
 use std::ops::Range;
@@ -71,7 +71,7 @@ impl Outgoing {
         self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
     }
 
-    /// What is still to be sent. Valid until the next call of anything here.
+    /// The message that is still to be sent. Valid until the next call of anything here.
     pub fn message(&mut self) -> *const libc::msghdr {
         let rest = &mut self.iovecs[self.sent..];
         self.message.msg_iov = rest.as_mut_ptr();

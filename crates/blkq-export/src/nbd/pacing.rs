@@ -1,32 +1,32 @@
-//! How much a device gets at once. Some devices, those of virtual machines above all, tell
-//! of their ends only when they have nothing left to do. Given all that the clients ask for,
-//! such a device works while clients and server wait, and waits while they work. Given half
-//! of it, it does that half while the other half is answered and asked for anew.
+//! How much a device gets at once. Some devices, those of virtual machines above all, report
+//! completions in bursts, when they run idle. Given all that the clients ask for, such a device
+//! works while clients and server wait, and waits while they work. Given half of it, it does that
+//! half while the other half is answered and asked for anew.
 
-/// Bios that must have been in flight for their ends to say something.
+/// Bios that must have been in flight for their completions to count.
 const LOAD_MIN: usize = 16;
 /// A device that answers in less is none that could do anything meanwhile.
 const WAIT_MIN_NS: u64 = 50_000;
-/// Ends that are no further apart than a part of the wait before them belong together.
+/// Completions that are no further apart than a part of the wait before them belong together.
 const APART_PART: u64 = 4;
-/// Times that the device ended nearly all at once (each other time takes one away) after
+/// Times that the device completed nearly all at once (each other time takes one away) after
 /// which it is paced, and how many are remembered.
 const BURSTS: u32 = 4;
 const BURSTS_MAX: u32 = 8;
 /// Bursts over which the load is the most that there was.
 const WINDOW: u32 = 32;
 
-/// What is known of the devices behind one engine.
+/// The observed pace of the devices behind one engine.
 #[derive(Default)]
 pub(super) struct Pacing {
     /// Bios that the block layer has.
     in_flight: usize,
-    /// Bios that ended since the last look.
-    ended: usize,
+    /// Bios that completed since the last update.
+    completed: usize,
     /// Bios submitted in this turn, and when the last turn with any was.
     submitted: usize,
     submitted_ns: u64,
-    /// The ends that belong together: when the last was, how long to wait for another, how
+    /// The completions that belong together: when the last was, how long to wait for another, how
     /// many there were, how many were in flight before, and whether the device had had the
     /// time to do anything.
     end_ns: u64,
@@ -38,7 +38,7 @@ pub(super) struct Pacing {
     /// The most that was in flight or waited, over a window, and in the one that goes on.
     load: usize,
     load_now: usize,
-    looks: u32,
+    updates: u32,
 }
 
 impl Pacing {
@@ -53,22 +53,22 @@ impl Pacing {
         self.submitted += 1;
     }
 
-    /// A bio ended.
+    /// A bio completed.
     pub fn complete(&mut self) {
         self.in_flight -= 1;
-        self.ended += 1;
+        self.completed += 1;
     }
 
-    /// Whether any ended since the last look.
+    /// Whether any completed since the last update.
     pub fn has_news(&self) -> bool {
-        self.ended > 0
+        self.completed > 0
     }
 
-    /// Looks at what ended until `now_ns`, while `held` bios wait for room.
+    /// Takes in the completions until `now_ns`, while `held` bios wait for room.
     pub fn update(&mut self, held: usize, now_ns: u64) {
-        let before = self.in_flight + self.ended;
+        let before = self.in_flight + self.completed;
         self.load_now = self.load_now.max(before + held);
-        // One that never comes to rest does not end all at once either.
+        // One that never runs idle does not complete all at once either.
         if now_ns >= self.end_ns + self.apart_ns || self.burst > 2 * self.burst_of {
             self.judge();
             self.burst = 0;
@@ -77,7 +77,7 @@ impl Pacing {
             self.apart_ns = wait_ns / APART_PART;
             self.burst_counts = before >= LOAD_MIN && wait_ns >= WAIT_MIN_NS;
         }
-        self.burst += std::mem::take(&mut self.ended);
+        self.burst += std::mem::take(&mut self.completed);
         self.end_ns = now_ns;
     }
 
@@ -87,10 +87,10 @@ impl Pacing {
         } else if self.burst_of >= LOAD_MIN {
             self.bursts = self.bursts.saturating_sub(1);
         }
-        self.looks += 1;
-        if self.looks >= WINDOW || self.load_now > self.load {
+        self.updates += 1;
+        if self.updates >= WINDOW || self.load_now > self.load {
             self.load = std::mem::take(&mut self.load_now);
-            self.looks = 0;
+            self.updates = 0;
         }
     }
 
@@ -108,7 +108,7 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// Lets a client that always wants `depth` use a device that ends `at_once` bios together,
+    /// Lets a client that always wants `depth` use a device that completes `at_once` bios together,
     /// `wait_ns` after the last submission, and no more than that before it is looked at.
     /// Returns the most that the device had once the first rounds were over.
     fn most_in_flight(depth: usize, at_once: usize, wait_ns: u64) -> usize {
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn others_get_all() {
-        assert_eq!(most_in_flight(64, 4, MS), 64, "ends come one after the other");
+        assert_eq!(most_in_flight(64, 4, MS), 64, "completions come one after the other");
         assert_eq!(most_in_flight(64, 4, 10_000), 64, "and at short intervals");
         assert_eq!(most_in_flight(64, 64, 1000), 64, "there is no device that works meanwhile");
         assert_eq!(most_in_flight(8, 8, MS), 8, "there is too little to divide");

@@ -34,7 +34,7 @@ pub const BASE_ALLOCATION_ID: u32 = 1;
 pub const EXPORT_NAME_ZEROES: usize = 124;
 
 bitflags! {
-    /// What the server can do in the handshake.
+    /// Capabilities of the server in the handshake.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct HandshakeFlags: u16 {
         /// Options may be answered, and refused one by one.
@@ -52,7 +52,7 @@ bitflags! {
         const NO_ZEROES = 1 << 1;
     }
 
-    /// What an export can do.
+    /// Capabilities of an export.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct TransmissionFlags: u16 {
         /// Always set.
@@ -117,7 +117,7 @@ bitflags! {
 pub mod option {
     /// Choose an export and begin, without a way to refuse.
     pub const EXPORT_NAME: u32 = 1;
-    /// End the session.
+    /// Abort the session.
     pub const ABORT: u32 = 2;
     /// Name the exports.
     pub const LIST: u32 = 3;
@@ -193,7 +193,7 @@ pub mod reply_type {
     pub const ERROR: u16 = 0x8001;
 }
 
-/// What a request asks for (`NBD_CMD_*`).
+/// The command of a request (`NBD_CMD_*`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Command {
@@ -280,7 +280,7 @@ macro_rules! wire {
 }
 
 wire! {
-    /// What the server says first.
+    /// The greeting of the server.
     Greeting = 18 {
         /// [`INIT_MAGIC`].
         init: U64,

@@ -22,7 +22,7 @@ pub(super) struct ReceiveBackoff {
     pub device_idle: bool,
 }
 
-/// What [`ReceiveBackoff::consider`] decided.
+/// The decision of [`ReceiveBackoff::consider`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Decision {
     /// Receive at that time.

@@ -20,7 +20,7 @@ pub enum ReplyStyle {
     Extended,
 }
 
-/// What of a request its reply repeats.
+/// The fields of a request that its reply repeats.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReplyTo {
     /// The client's mark.

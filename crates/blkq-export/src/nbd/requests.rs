@@ -21,7 +21,7 @@ use super::stream::Stream;
 use super::transmission::{Request, Step, Transmission};
 use super::unaligned::{Finished, OrderedWrite};
 
-/// What the extents of one request may take, in bytes.
+/// Most that the extents of one request take, in bytes.
 const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<Extent>();
 
 /// How [`Requests::parse`] left the stream.

@@ -1,4 +1,4 @@
-//! The server as its owner sees it: start, look, stop.
+//! The server as its owner sees it: start, observe, stop.
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
@@ -35,7 +35,7 @@ pub mod simulated {
     }
 }
 
-/// A running server. Stop it before its engines; dropped, it goes on until they end, but its
+/// A running server. Stop it before its engines; dropped, it goes on until they exit, but its
 /// unix socket is removed.
 pub struct NbdServer {
     address: String,
@@ -129,7 +129,7 @@ impl NbdServer {
     }
 
     /// Connections turned away because there were too many, or no memory for one more, or the
-    /// server was going down.
+    /// server was stopping.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
     }
@@ -140,7 +140,7 @@ impl NbdServer {
         self.registry.rejections.take()
     }
 
-    /// What was counted of all connections since the server started.
+    /// Counters of all connections since the server started.
     pub fn counters(&self) -> NbdCounters {
         self.registry.counters()
     }
@@ -151,8 +151,8 @@ impl NbdServer {
         self.registry.pause_if_empty()
     }
 
-    /// Ends the server: nobody new is let in, and its socket is gone when this returns.
-    /// With `force` clients are dropped when their I/O in flight has ended.
+    /// Stops the server: no more clients are let in, and its socket is gone when this returns.
+    /// With `force` clients are dropped when their I/O in flight has completed.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server goes on.

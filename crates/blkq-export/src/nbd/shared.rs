@@ -1,4 +1,4 @@
-//! What the connections of one engine share: its buffers and their budget, the requests in flight,
+//! The state that the connections of one engine share: buffers and their budget, the requests in flight,
 //! and the way of bios into the block layer.
 
 use std::collections::VecDeque;
@@ -45,7 +45,7 @@ pub(super) enum Message {
     Extents(u32, Option<Vec<Extent>>),
 }
 
-/// What the connections of one engine share.
+/// The state that the connections of one engine share.
 pub(super) struct EngineShared {
     pub options: Arc<NbdOptions>,
     pub buffers: BufferPool,

@@ -1,4 +1,4 @@
-//! The server's part on one engine: accepts clients, and gives their connections what is theirs.
+//! The server's part on one engine: accepts clients, and passes completions to their connections.
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
@@ -418,7 +418,7 @@ unsafe impl Source for NbdSource {
 
 impl Drop for NbdSource {
     fn drop(&mut self) {
-        // An engine that ends without stopping its sources leaves operations to the kernel:
+        // An engine that exits without stopping its sources leaves operations to the kernel:
         // their memory is left to it too.
         for mut connection in self.connections.drain(..).flatten() {
             if connection.is_armed() {
@@ -430,7 +430,7 @@ impl Drop for NbdSource {
     }
 }
 
-/// What a disk with these limits offers.
+/// Capabilities of a disk with these limits.
 fn transmission_flags(limits: &blkq::QueueLimits) -> TransmissionFlags {
     // All connections share one disk: a flush covers the completed writes of all of them.
     let mut flags = TransmissionFlags::HAS_FLAGS

@@ -1,4 +1,4 @@
-//! What the control plane sees of connections.
+//! Connections as the control plane sees them.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use super::rejections::{Reason, Rejections};
 pub struct ConnectionInfo {
     /// Counted up from 1.
     pub id: u64,
-    /// Who: `pid 123, uid 0` (pid 0: not to be seen from this PID namespace), or an address and
+    /// Its peer: `pid 123, uid 0` (pid 0: not to be seen from this PID namespace), or an address and
     /// port.
     pub peer: String,
     /// The export it chose; `None` during the handshake.
@@ -33,22 +33,22 @@ pub struct ConnectionInfo {
     pub in_flight: u64,
 }
 
-/// What a server counted since it started, over all connections that it had.
+/// Counters of a server since it started, over all connections that it had.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct NbdCounters {
     /// Connections that were let in.
     pub connections: u64,
     /// Connections turned away because there were too many, or no memory for one more, or the
-    /// server was going down.
+    /// server was stopping.
     pub refused_connections: u64,
-    /// Connections ended because the client broke the protocol.
+    /// Connections closed because the client broke the protocol.
     pub violations: u64,
-    /// Connections ended because the client was late with its handshake, a payload, or taking
+    /// Connections closed because the client was late with its handshake, a payload, or taking
     /// its replies.
     pub timeouts: u64,
     /// Requests received.
     pub requests: u64,
-    /// Of these, those answered with an error, whoever found it.
+    /// Of these, those answered with an error by any layer.
     pub errors: u64,
     /// Of those, the ones that never reached the block layer: malformed, outside of the device,
     /// not allowed.
@@ -57,7 +57,7 @@ pub struct NbdCounters {
     pub read_bytes: u64,
     /// Content received and written, in bytes.
     pub written_bytes: u64,
-    /// Requests that pacing held back, because the device completes its work in bursts.
+    /// Requests that pacing delayed, because the device completes its work in bursts.
     #[serde(default)]
     pub paced_requests: u64,
     /// How often a connection received later, because its client was busy reading replies.
@@ -66,7 +66,7 @@ pub struct NbdCounters {
 }
 
 impl NbdCounters {
-    /// What was counted since `earlier`, of the same servers.
+    /// The difference to `earlier`, of the same servers.
     pub fn since(&self, earlier: &NbdCounters) -> NbdCounters {
         NbdCounters {
             connections: self.connections.saturating_sub(earlier.connections),
@@ -177,13 +177,13 @@ impl ConnectionStatus {
 #[derive(Default)]
 struct Connections {
     open: Vec<Arc<ConnectionStatus>>,
-    ended: NbdCounters,
+    closed: NbdCounters,
 }
 
-/// What all engines of a server and its control share.
+/// The connections that all engines of a server and its control share.
 pub(super) struct Registry {
     /// Held for a push, a removal or a copy of pointers, never across anything that waits;
-    /// engines take it when a connection begins and ends, not on the data path.
+    /// engines take it when a connection opens and closes, not on the data path.
     connections: Mutex<Connections>,
     /// Connections that were let in and are not gone.
     open: AtomicUsize,
@@ -294,7 +294,7 @@ impl Registry {
     pub fn end(&self, status: &Arc<ConnectionStatus>) {
         let mut connections = self.connections();
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
-        connections.ended.add(status);
+        connections.closed.add(status);
         drop(connections);
         if status.export.get().is_some() {
             self.established.fetch_sub(1, Ordering::SeqCst);
@@ -328,7 +328,7 @@ impl Registry {
         self.open.load(Ordering::SeqCst)
     }
 
-    /// Counts what an engine counted in a turn: requests held back, back-offs. Both are 0 then.
+    /// Counts what an engine counted in a turn: delayed requests, back-offs. Both are 0 then.
     pub fn count_waits(&self, paced: &mut u64, backoffs: &mut u64) {
         for (counter, counted) in [(&self.paced_requests, paced), (&self.receive_backoffs, backoffs)] {
             if *counted > 0 {
@@ -346,10 +346,10 @@ impl Registry {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// What was counted of all connections so far: no counter ever goes back.
+    /// Counters of all connections so far: none ever decreases.
     pub fn counters(&self) -> NbdCounters {
         let connections = self.connections();
-        let mut sum = connections.ended;
+        let mut sum = connections.closed;
         connections.open.iter().for_each(|status| sum.add(status));
         drop(connections);
         sum.connections = self.accepted.load(Ordering::Relaxed);

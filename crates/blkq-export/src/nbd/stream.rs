@@ -40,7 +40,7 @@ impl ConnectionBuffers {
     }
 }
 
-/// What a completed receive brought.
+/// The outcome of a completed receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Received {
     /// So many bytes of the payload, and maybe more after it.

@@ -24,7 +24,7 @@ const RECORD_SEALED_MAX_BYTES: usize = 5 + RECORD_BYTES + 256;
 /// TLS as a server offers it.
 #[derive(Clone, Debug)]
 pub struct TlsOptions {
-    /// Who it says it is, and whom it lets in.
+    /// The server's certificate, and the authority of clients' ones.
     pub certificates: TlsCertificates,
     /// Whether clients must use it.
     pub required: bool,
@@ -35,7 +35,7 @@ pub struct TlsOptions {
 pub enum TlsEnd {
     /// The client said that it is done.
     Closed,
-    /// What it sent is not what was agreed on.
+    /// The client broke the protocol of TLS.
     Broken,
 }
 
@@ -43,10 +43,10 @@ pub enum TlsEnd {
 pub struct Tls {
     connection: ServerConnection,
     incoming: Box<[u8]>,
-    /// What of it was received and not decrypted.
+    /// The part of it that was received and not decrypted.
     start: usize,
     end: usize,
-    /// Encrypted; what of it has left.
+    /// Encrypted bytes, and how many of them have left.
     outgoing: Vec<u8>,
     sent: usize,
     closed: bool,
@@ -139,7 +139,7 @@ impl Tls {
         self.connection.wants_write() || !self.unsent().is_empty()
     }
 
-    /// What is encrypted and has not left. Stays where it is until [`Tls::sent`].
+    /// Encrypted bytes that have not left. They stay where they are until [`Tls::sent`].
     pub fn unsent(&self) -> &[u8] {
         &self.outgoing[self.sent..]
     }

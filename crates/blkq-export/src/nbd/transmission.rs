@@ -10,7 +10,7 @@ use super::reply::ReplyStyle;
 /// A request that may be carried out: aligned, inside the export, allowed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
-    /// What to do; never [`Command::Disconnect`].
+    /// The command; never [`Command::Disconnect`].
     pub command: Command,
     /// How; only flags that the command has.
     pub flags: CommandFlags,
@@ -30,7 +30,7 @@ impl Request {
     }
 }
 
-/// What was found in the stream.
+/// The outcome of parsing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// No whole request: more bytes are needed.
@@ -73,12 +73,12 @@ struct Header {
 }
 
 impl Transmission {
-    /// The stream after a handshake that ended with `session`.
+    /// The stream after a handshake that led to `session`.
     pub fn new(session: Session) -> Transmission {
         Transmission { session, payload: 0, drop_payload: false, shutting_down: false, over: false }
     }
 
-    /// What was negotiated.
+    /// The outcome of the handshake.
     pub fn session(&self) -> &Session {
         &self.session
     }
@@ -129,11 +129,11 @@ impl Transmission {
         let header = match self.header(input) {
             Ok(Some(header)) => header,
             Ok(None) => return Step::Receive,
-            Err(step) => return self.end(step),
+            Err(step) => return self.close(step),
         };
         let command = Command::from_number(header.command);
         if command == Some(Command::Disconnect) {
-            return self.end(Step::Disconnect);
+            return self.close(Step::Disconnect);
         }
         let flags = CommandFlags::from_bits(header.flags);
         // With extended headers a write has to say that its length is that of a payload. QEMU 10
@@ -142,7 +142,7 @@ impl Transmission {
             || self.session.replies == ReplyStyle::Extended
                 && header.flags & CommandFlags::PAYLOAD_LEN.bits() != 0;
         if has_payload && header.length > u64::from(PAYLOAD_MAX_BYTES) {
-            return self.end(Step::Violation);
+            return self.close(Step::Violation);
         }
         self.payload = if has_payload { header.length as u32 } else { 0 };
         match self.check(command, flags, &header) {
@@ -154,7 +154,7 @@ impl Transmission {
         }
     }
 
-    fn end(&mut self, step: Step) -> Step {
+    fn close(&mut self, step: Step) -> Step {
         self.over = true;
         step
     }
@@ -249,7 +249,7 @@ impl Transmission {
             return Err(if space { NbdError::NoSpace } else { NbdError::Invalid });
         }
         if command == Command::Read && length > u64::from(PAYLOAD_MAX_BYTES) {
-            // A structured reply could be split, so what is told apart is 'too large for us'.
+            // A structured reply could be split: the error is that the server does not.
             let structured = session.replies != ReplyStyle::Simple;
             return Err(if structured { NbdError::Overflow } else { NbdError::Invalid });
         }

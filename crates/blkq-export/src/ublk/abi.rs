@@ -18,7 +18,7 @@ bitflags! {
         const NEED_GET_DATA = 1 << 2;
         /// The device outlives its server (6.1).
         const USER_RECOVERY = 1 << 3;
-        /// What the old server had in flight is issued again to the new one (6.1).
+        /// Requests that the old server had in flight are reissued to the new one (6.1).
         const USER_RECOVERY_REISSUE = 1 << 4;
         /// Users other than root may have devices (6.3).
         const UNPRIVILEGED_DEV = 1 << 5;
@@ -189,9 +189,9 @@ pub struct DeviceInfo {
     pub flags: u64,
     /// The server's own, kept by the kernel.
     pub ublksrv_flags: u64,
-    /// Who made it.
+    /// The user that made it.
     pub owner_uid: u32,
-    /// Who made it.
+    /// The group of that user.
     pub owner_gid: u32,
     pub(super) reserved: [u64; 2],
 }
@@ -301,7 +301,7 @@ pub struct Parameters {
     pub len: u32,
     /// `UBLK_PARAM_TYPE_*`.
     pub types: u32,
-    /// What every device has.
+    /// Parameters of every device.
     pub basic: BasicParameters,
     /// Discard and write zeroes.
     pub discard: DiscardParameters,

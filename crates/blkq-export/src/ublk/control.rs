@@ -169,7 +169,7 @@ impl ControlDevice {
         }
     }
 
-    /// What the kernel has.
+    /// Features of the kernel.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] before Linux 6.5, which cannot tell.
@@ -197,7 +197,7 @@ impl ControlDevice {
         self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT })
     }
 
-    /// The numbers of all devices, of whoever made them.
+    /// The numbers of all devices, made by any user.
     ///
     /// # Errors
     /// If the kernel's list cannot be read.
@@ -211,7 +211,7 @@ impl ControlDevice {
         Ok(list.filter_map(|entry| number(entry.ok()?.file_name())).collect())
     }
 
-    /// What device `id` is; `None` if there is none.
+    /// Information about device `id`; `None` if there is none.
     ///
     /// # Errors
     /// Whatever the kernel says.
@@ -221,7 +221,7 @@ impl ControlDevice {
             let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
             self.call(call)
         };
-        // Of a device of another user the kernel wants to be told the path, by root too.
+        // For a device of another user the kernel wants the path, from root too.
         let answer = match ask(abi::Control::GetDevInfo) {
             Err(e) if e.raw_os_error() != Some(libc::ENODEV) => ask(abi::Control::GetDevInfo2),
             answer => answer,

@@ -7,7 +7,7 @@ use blkq::{Error, ErrorKind, QueueLimits};
 
 use super::abi::Features;
 
-/// Who copies the data of a device.
+/// The side that copies the data of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CopyMode {
     /// The kernel, between the pages and a buffer of each tag, as it hands a request over and takes
@@ -50,7 +50,7 @@ impl CopyMode {
         }
     }
 
-    /// What keeps a device of a disk with `limits` from working so, if something does.
+    /// The reason why a device of a disk with `limits` cannot work so, if there is one.
     fn obstacle(
         self,
         kernel: Features,

@@ -24,8 +24,7 @@ use super::usage;
 /// How long a device node may take to appear and to be made accessible: devtmpfs is prompt,
 /// udev is not.
 const NODE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a device may take until a server that went away is really gone: its I/O in flight
-/// ends first.
+/// How long the old server of a device may take to exit: its I/O in flight completes first.
 const TAKE_OVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a server that leaves may take to answer what it has.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -62,7 +61,7 @@ pub struct UblkOptions {
 /// A device, served by this process.
 pub struct UblkDevice {
     identity: Identity,
-    /// What the kernel has.
+    /// Features of the kernel.
     kernel: Features,
     info: DeviceInfo,
     /// Why its data moves in no better way, if that was to be chosen.
@@ -91,7 +90,7 @@ pub struct Claimed<'a> {
     _paused: Paused<'a>,
 }
 
-/// What of a device ends with its server.
+/// The part of a device that stops with its server.
 struct Serving {
     shared: Arc<Shared>,
     sources: Vec<(EngineHandle, SourceId)>,
@@ -110,7 +109,7 @@ impl Identity {
         block_path(self.id)
     }
 
-    /// What the kernel knows of the device; `None` if it is gone.
+    /// The kernel's information about the device; `None` if it is gone.
     fn info(&self, control: &mut ControlDevice) -> Result<Option<DeviceInfo>, Error> {
         let ids = if self.id == ANY_ID { control.devices()? } else { vec![self.id] };
         for id in ids {
@@ -143,7 +142,7 @@ impl Identity {
         if is_recoverable(&info) {
             return Ok(Some(Identity { id, cookie: self.cookie }));
         }
-        // It was never started; or the kernel has ended the block device, and leaves the character
+        // It was never started; or the kernel has stopped the block device, and leaves the character
         // device.
         let give = |command| control.give(command, id);
         end(give, &[STOP, DELETE]).map(|()| None)
@@ -202,7 +201,7 @@ fn is_recoverable(info: &DeviceInfo) -> bool {
     info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0
 }
 
-/// Gives the commands that end a device.
+/// Gives the commands that stop or remove a device.
 fn end(mut give: impl FnMut(Command) -> io::Result<()>, commands: &[Command]) -> Result<(), Error> {
     commands.iter().try_for_each(|command| {
         let what = if *command == DELETE { "removing a device" } else { "stopping a device" };
@@ -290,7 +289,7 @@ impl UblkDevice {
         match started {
             Ok(()) => Ok(device),
             Err(error) => {
-                // What is said is why it did not start.
+                // The error reports why it did not start.
                 let mut give = |command| control.give(command, info.dev_id);
                 let _ = end(&mut give, &[STOP]).and_then(|()| device.delete(give));
                 Err(error)
@@ -299,7 +298,7 @@ impl UblkDevice {
     }
 
     /// Takes over the device `identity`, whose server is gone or going: what it had in flight is
-    /// issued again, to this process.
+    /// reissued to this process.
     ///
     /// # Errors
     /// If the disk is not what the device was made of, the server does not go within 30 seconds,
@@ -468,7 +467,7 @@ impl UblkDevice {
         format!("{nr_hw_queues} {queues} of {queue_depth}, data {}{because}, {recovery}", self.copy())
     }
 
-    /// Ends the device: it is gone when this returns. Without `force` not if it is in use; with it,
+    /// Stops and removes the device: it is gone when this returns. Without `force` not if it is in use; with it,
     /// what is written so far is written back if that takes a moment only, and later I/O fails.
     ///
     /// # Errors
@@ -500,9 +499,9 @@ impl UblkDevice {
         users.look(self.identity.id).map_err(|e| Error::system(format!("cannot see who uses {path}"), e))
     }
 
-    /// Before this process ends and leaves the device to the next server: has new requests wait,
-    /// where the kernel can (Linux 6.16), and those at `disk` end. What does not, within 5 seconds,
-    /// is issued again.
+    /// Before this process exits and leaves the device to the next server: has new requests wait,
+    /// where the kernel can (Linux 6.16), and those at `disk` complete. Those that do not, within 5 seconds,
+    /// are reissued.
     pub fn quiesce(&self, disk: &Disk) {
         let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
             && ControlDevice::open().and_then(|mut control| control.quiesce(self.identity.id)).is_ok();
@@ -516,7 +515,7 @@ impl UblkDevice {
     fn delete(&self, give: impl FnMut(Command) -> io::Result<()>) -> Result<(), Error> {
         let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Serving { shared, sources }) = serving {
-            // The kernel has given back all commands, or is about to.
+            // The kernel has completed all commands, or is about to.
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
@@ -545,7 +544,7 @@ impl UblkDevice {
         Ok(Claimed { _held: usage::claim(&self.identity.path())?, _paused: paused })
     }
 
-    /// Tells the kernel a new size in bytes.
+    /// Passes a new size in bytes to the kernel.
     ///
     /// # Errors
     /// As [`UblkDevice::check_resizable`], and whatever the kernel says.

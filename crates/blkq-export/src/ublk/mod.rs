@@ -18,7 +18,7 @@ pub mod process;
 mod source;
 mod usage;
 
-/// What a fuzzer reaches of what the kernel writes, and of what it is told.
+/// The parts that a fuzzer drives: the words that the kernel writes, and those that it gets.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::abi::{IoDescriptor, Parameters};

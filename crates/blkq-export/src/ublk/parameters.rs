@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_cannot_do_is_not_offered() {
+    fn capabilities_that_a_device_lacks_are_not_offered() {
         let bare = QueueLimits { capacity_bytes: 4096, read_only: true, fua: true, ..QueueLimits::default() };
         let got = parameters(&bare, CopyMode::User).unwrap();
         // FUA without a cache would have no meaning.

@@ -1,4 +1,4 @@
-//! What a process must be to serve a block device that others, and the kernel itself, use: it must
+//! The state a process must be in to serve a block device that others, and the kernel itself, use: it must
 //! not wait for memory that only writing to that device would free, must not be killed for memory
 //! before others are, and must not hold mounts.
 
@@ -13,14 +13,14 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// Never killed for memory (`OOM_SCORE_ADJ_MIN`).
 const OOM_SCORE_ADJ: &str = "-1000";
-/// What of the system's mounts the process goes on to use.
+/// Mounts of the system that the process goes on to use.
 const SYSTEM: [&str; 2] = ["/dev", "/proc"];
 
 /// Makes this process, which must have no other thread yet, fit to serve a block device; threads
 /// that it makes later are, too. Of the mounts it keeps those that `kept` lies on.
 ///
 /// # Errors
-/// What root was refused. Others are let go without: they may do none of it.
+/// The refusals that root gets. Others go without: they may do none of it.
 pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());

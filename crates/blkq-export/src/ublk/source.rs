@@ -1,5 +1,5 @@
 //! One queue of a device on its engine: takes all requests that have arrived, submits them
-//! under one plug, and commits them as they end. One turn is one io_uring_enter.
+//! under one plug, and commits them as they complete. One turn is one io_uring_enter.
 //!
 //! A tag belongs to the kernel while its command is in flight, and to this side from the
 //! command's completion, which brings a request, to the command that commits it. Where the kernel
@@ -28,19 +28,19 @@ use super::descriptors::Descriptors;
 
 /// The engine's queue behind a queue of the device: each engine has one.
 const ENGINE_QUEUE: usize = 0;
-/// How often it is seen whether anything was asked; if not, the buffers' memory is given back.
+/// How often idleness is checked: then the memory of the buffers is released.
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
 /// The token of that, beyond those of the tags.
 const IDLE: u64 = 1 << 16;
 /// In the token of reading or writing the data of a tag's request.
 const COPY: u64 = 1 << 17;
 
-/// What the queues of a device share.
+/// The state that the queues of a device share.
 pub(super) struct Shared {
     /// The character device. Removing the device waits until it is closed.
     pub file: File,
-    /// The first command that the kernel refused: its tag is lost, and whoever waits for a request
-    /// of it waits for another server.
+    /// The first command that the kernel refused: its tag is lost, and a caller that waits for a
+    /// request of it waits for another server.
     pub refused: OnceLock<RefusedCommand>,
     /// An eventfd that does not block, written when there is one.
     pub failure_event: Arc<OwnedFd>,
@@ -54,7 +54,7 @@ pub(super) struct RefusedCommand {
     pub errno: i32,
 }
 
-/// What the completion of a command brings.
+/// The outcome of a command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum CommandResult {
     Request,
@@ -75,7 +75,7 @@ fn command_result(result: i32) -> CommandResult {
     }
 }
 
-/// What a queue is.
+/// Options of a queue.
 pub(super) struct QueueOptions {
     pub shared: Arc<Shared>,
     pub queue: u16,
@@ -92,20 +92,20 @@ pub(super) struct QueueOptions {
 struct Slot {
     /// Where the kernel copies: the tag's own, away while a bio has it.
     buffer: Option<IoBuffer>,
-    /// What the kernel is told where the data goes: the address of that buffer, or the place in
-    /// the ring's table.
+    /// The data's place for the kernel: the address of that buffer, or the index in the ring's
+    /// table.
     place: u64,
     /// How the data of its request moves.
     copy: CopyMode,
-    /// While this process copies: what follows.
+    /// While this process copies: the next step.
     copying: Option<Copying>,
     /// Its request reads.
     reads: bool,
-    /// What to tell the kernel if the request goes well.
+    /// The result for the kernel if the request succeeds.
     good_result: i32,
 }
 
-/// What follows when the data of a request has been copied.
+/// The next step when the data of a request has been copied.
 enum Copying {
     /// It is written to the disk.
     Write(Bio),
@@ -117,7 +117,7 @@ enum Copying {
 pub(super) struct QueueSource {
     options: QueueOptions,
     /// The character device in the ring's table. It stays there for as long as the ring: so nobody
-    /// can take the device over before all I/O of this ring, file I/O too, has ended.
+    /// can take the device over before all I/O of this ring, file I/O too, has completed.
     file: Option<FileSlot>,
     descriptors: Option<Descriptors>,
     slots: Vec<Slot>,
@@ -133,7 +133,7 @@ pub(super) struct QueueSource {
     in_flight: usize,
     /// Buffers may have taken memory, and the interval runs.
     used: bool,
-    /// Something was asked in this interval.
+    /// A request came in this interval.
     asked: bool,
     stopping: bool,
     /// Not even the kernel's commands are waited for.
@@ -245,7 +245,7 @@ impl QueueSource {
             CopyMode::None => {
                 // SAFETY: the request came without an error and without the mark that its pages are
                 // not registered: they are, in this ring, until the command that commits it, which
-                // follows the end of the bio.
+                // follows the completion of the bio.
                 let pages = unsafe { KernelPages::new(slot.place as u16, bytes) };
                 self.submit(cx, Bio { data: Data::Kernel(pages), ..bio });
             }
@@ -279,7 +279,7 @@ impl QueueSource {
         };
         slot.copying = Some(copying);
         // SAFETY: the buffer is at least as long (see `BufferPool::take`), and stays in the slot
-        // until this has ended, or the ring is gone.
+        // until this has completed, or the ring is gone.
         unsafe { cx.push(entry, COPY | u64::from(tag)) }
     }
 
@@ -329,7 +329,7 @@ impl QueueSource {
         }
     }
 
-    /// Begins an interval at whose end it is seen whether anything was asked in it.
+    /// Begins an interval; when it expires, idleness is checked.
     fn watch(&mut self, cx: &mut SourceContext<'_>) {
         self.asked = false;
         let entry = opcode::Timeout::new(&raw const IDLE_INTERVAL).build();
@@ -337,7 +337,7 @@ impl QueueSource {
         unsafe { cx.push(entry, IDLE) }
     }
 
-    /// Gives the memory of idle tags back if nothing was asked in the interval that is over.
+    /// Releases the memory of idle tags if no request came in the interval that is over.
     fn trim(&mut self, cx: &mut SourceContext<'_>) {
         if self.stopping {
             return;
@@ -378,7 +378,7 @@ impl QueueSource {
     }
 }
 
-/// What `descriptor` asks for, without its data.
+/// The bio that `descriptor` asks for, without its data.
 ///
 /// # Errors
 /// The errno of what is not known, or larger than a request may be.
@@ -427,7 +427,7 @@ fn bind(processors: &CpuSet) {
     }
 }
 
-// SAFETY: it is stopped when all commands and bios are back, or, forced, when the engine ends.
+// SAFETY: it is stopped when all commands and bios are back, or, forced, when the engine exits.
 unsafe impl Source for QueueSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;

@@ -1,5 +1,5 @@
-//! Who uses a block device. The kernel tells of those that claim it (mounts, swap, device mapper);
-//! those that only have it open are found in /proc.
+//! Users of a block device. The kernel reports claims (mounts, swap, device mapper); processes that
+//! only have it open are found in /proc.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -14,7 +14,7 @@ pub(super) fn busy(path: &str, why: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first"))
 }
 
-/// Who uses a block device.
+/// The use of a block device.
 pub(super) enum Use {
     /// It, or a partition of it, is mounted or claimed in another way.
     Claimed,
@@ -28,7 +28,7 @@ pub(super) enum Use {
     Unknown,
 }
 
-/// What udev's processes are called: of systemd the first one and its workers, and eudev's.
+/// Names of udev's processes: of systemd the first one and its workers, and eudev's.
 const UDEV: [&str; 3] = ["systemd-udevd", "(udev-worker)", "udevd"];
 
 fn is_udev(command: &str) -> bool {
@@ -68,9 +68,9 @@ pub(super) fn claim(path: &str) -> Result<File, Error> {
     check_unopened(path, std::process::id()).map(|()| held)
 }
 
-/// Looks whether a process other than this one and `server` has the block device `path` open, as
-/// far as this user may know. A daemon that is confined cannot: whoever asks it to end looks before,
-/// and may find the daemon itself, which looks whether others have it.
+/// Checks that no process other than this one and `server` has the block device `path` open, as far
+/// as this user may know. A confined daemon cannot: the command that asks it to stop checks before,
+/// and may find the daemon itself, which checks whether others have it.
 ///
 /// # Errors
 /// [`ErrorKind::Busy`] if there is one.
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_a_file_open_is_found() {
+    fn a_process_that_has_a_file_open_is_found() {
         let path = std::env::temp_dir().join(format!("blkq-usage-{}", std::process::id()));
         fs::write(&path, "").unwrap();
         let path_text = path.to_str().unwrap();

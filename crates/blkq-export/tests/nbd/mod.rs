@@ -23,7 +23,7 @@ pub fn ram() -> Box<dyn Driver> {
     Box::new(Ram::new(SIZE, 512, false).unwrap())
 }
 
-/// A device whose requests take `range_ns` nanoseconds, and so end out of order.
+/// A device whose requests take `range_ns` nanoseconds, and so complete out of order.
 pub fn slow(range_ns: std::ops::RangeInclusive<u64>) -> Box<dyn Driver> {
     let completion = NullCompletion::Random(range_ns, 1);
     Box::new(Null::new(NullOptions { completion, ..NullOptions::new(SIZE) }).unwrap())
@@ -197,7 +197,7 @@ impl<S: Read + Write> Client<S> {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// The next reply. `read_bytes` tells how long the content of a simple reply is.
+    /// The next reply. `read_bytes` returns how long the content of a simple reply is.
     pub fn reply(&mut self, read_bytes: impl FnOnce(u64) -> usize) -> Reply {
         let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
         if self.style == ReplyStyle::Simple {
@@ -252,7 +252,7 @@ impl<S: Read + Write> Client<S> {
         data
     }
 
-    /// Expects that the server says nothing more.
+    /// Expects that the server sends nothing more.
     pub fn expect_end(&mut self) {
         let mut rest = Vec::new();
         // A reset is an end too: the server closed before it had read all.

@@ -62,7 +62,7 @@ fn every_member_checks_for_writes_in_flight_first() {
 }
 
 #[test]
-fn who_leaves_gives_up_what_it_had() {
+fn a_member_that_leaves_releases_its_ranges() {
     let lock = Arc::new(RangeLock::default());
     let ((mut a, _), (mut b, b_woken)) = (member(&lock), member(&lock));
     a.try_enter().unwrap().lock(0..512, 1);
