@@ -6,7 +6,7 @@ use crate::buffer::{Data, IoBuffer};
 use crate::error::IoResult;
 use crate::sector::{SECTOR_SHIFT, Sector};
 
-/// What an I/O does.
+/// The operation of an I/O.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum Operation {
@@ -18,7 +18,7 @@ pub enum Operation {
     Discard = 2,
     /// The range shall read as zeroes.
     WriteZeroes = 3,
-    /// What completed before this was submitted shall survive a loss of power.
+    /// Makes all writes that completed before this was submitted survive a loss of power.
     Flush = 4,
 }
 
@@ -77,7 +77,7 @@ bitflags! {
 /// no completion.
 #[derive(Debug)]
 pub struct Bio {
-    /// What to do.
+    /// The operation.
     pub operation: Operation,
     /// How.
     pub flags: BioFlags,
@@ -89,7 +89,7 @@ pub struct Bio {
     /// Memory to fill or to write; none for other operations, which with memory are
     /// [`Status::Invalid`](crate::Status::Invalid).
     pub data: Data,
-    /// The caller's own mark, given back in the [`Completion`].
+    /// The caller's own mark, returned in the [`Completion`].
     pub user_data: u64,
 }
 
@@ -143,11 +143,11 @@ pub struct Completion {
     pub user_data: u64,
     /// Whether it did all that was asked, or why not. There are no short counts.
     pub result: IoResult,
-    /// The memory of the bio, given back.
+    /// The memory of the bio, returned.
     pub data: Data,
 }
 
-/// What a bio asks for, without its memory: that with which its request begins.
+/// A bio without its memory: the first state of its request.
 #[derive(Clone, Copy)]
 pub(crate) struct Outline {
     pub operation: Operation,

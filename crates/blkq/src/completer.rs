@@ -12,7 +12,7 @@ use crate::sync::{Arc, Condvar, Mutex, lock};
 /// returns. So it must not lock what a submitter holds.
 pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 
-/// What happens when a bio completes.
+/// The action taken when a bio completes.
 pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this mark goes to the queue's owner.
     Owner(u64),

@@ -1,4 +1,4 @@
-//! What a driver is: a device ([`Driver`], shared by all threads) and its queues
+//! The parts of a driver: a device ([`Driver`], shared by all threads) and its queues
 //! ([`DriverQueue`], each used by one thread only). `drivers/null/mod.rs` is the one to copy.
 
 use std::borrow::Cow;
@@ -23,7 +23,7 @@ pub trait Driver: Send + Sync + 'static {
     /// The driver's name: `loop`, `null`, `ram`.
     fn name(&self) -> &'static str;
 
-    /// What the device can do now. Read when the disk is made, and again after
+    /// The device's present limits. Read when the disk is made, and again after
     /// [`Driver::set`], [`Driver::resize`] and a driver's own [`DriverContext::limits_changed`].
     fn limits(&self) -> QueueLimits;
 
@@ -98,7 +98,7 @@ pub trait Driver: Send + Sync + 'static {
         self.prepare_resize(bytes).map(|_| ())
     }
 
-    /// What the user should know about how the device is set now; each one line.
+    /// Warnings for the user about the device's present settings; each one line.
     fn warnings(&self) -> Vec<String> {
         Vec::new()
     }
@@ -109,14 +109,14 @@ pub trait Driver: Send + Sync + 'static {
     }
 }
 
-/// What a driver opens a queue with.
+/// The arguments with which a driver opens a queue.
 #[non_exhaustive]
 pub struct OpenContext<'a> {
     /// The queue's number: 0 to one below the disk's number of queues.
     pub index: u16,
     /// How many requests the queue has at most: their tags are below that.
     pub tags: usize,
-    /// What registers files with the queue's ring; there if [`Driver::uses_ring`].
+    /// Registers files with the queue's ring; present if [`Driver::uses_ring`].
     pub ring: Option<Registrar<'a>>,
     /// Through this any thread can have an engine's queue polled.
     pub wake: Arc<dyn Wake>,
@@ -192,7 +192,7 @@ pub unsafe trait DriverQueue {
         let _ = cx;
     }
 
-    /// What of `request`, which the driver has under `tag`, is done or waited for: told to
+    /// The progress of `request`, which the driver has under `tag`: reported to
     /// people when it is in flight for too long.
     fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         let _ = (tag, request);
@@ -217,7 +217,7 @@ pub unsafe trait DriverQueue {
     }
 }
 
-/// What a driver's queue sees of the block layer.
+/// The block layer as a driver's queue sees it.
 pub struct DriverContext<'a> {
     pub(crate) requests: &'a mut [Request],
     pub(crate) bios: &'a BioSlab,
@@ -307,7 +307,7 @@ impl DriverContext<'_> {
         unsafe { ring.push(entry, token) }
     }
 
-    /// What registers files with the queue's ring; none if the driver did not say that it uses one.
+    /// The registrar of files with the queue's ring; `None` if the driver did not say that it uses one.
     pub fn registrar(&mut self) -> Option<Registrar<'_>> {
         self.ring.as_deref_mut().map(Registrar::new)
     }

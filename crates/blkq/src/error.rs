@@ -180,13 +180,13 @@ impl From<Status> for std::io::Error {
     }
 }
 
-/// What sort of refusal an [`Error`] is: few, stable, to be matched on.
+/// The sort of refusal that an [`Error`] is: few, stable, to be matched on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// An argument breaks a documented rule.
     Invalid,
-    /// What was named does not exist.
+    /// No such file, device or setting.
     NotFound,
     /// Permission is missing.
     Denied,
@@ -211,7 +211,7 @@ pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<std::io::Error>,
-    /// What a user can do about the source.
+    /// The cure of the source, for a user.
     cure: String,
 }
 
@@ -242,7 +242,7 @@ impl Error {
         Error { cure: cure.into(), ..self }
     }
 
-    /// What sort of refusal this is.
+    /// The sort of refusal that this is.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

@@ -11,7 +11,7 @@ pub use crossbeam_utils::CachePadded;
 /// they fetch lines in pairs.)
 pub const LINE_BYTES: usize = 64;
 
-/// What is padded otherwise, as it is.
+/// The unpadded form of what other builds pad.
 #[cfg(shared_layout)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[repr(transparent)]
@@ -46,7 +46,7 @@ const _: () =
 #[cfg(shared_layout)]
 const _: () = assert!(align_of::<CachePadded<u32>>() == 4 && size_of::<CachePadded<u32>>() == 4);
 
-/// Who writes a word while I/O goes on.
+/// The threads that write a word while I/O goes on.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Writer {
     /// Nobody: settings and limits, which every thread reads.
@@ -62,9 +62,9 @@ pub enum Writer {
 /// Part of a structure on the data path, where it lies in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HotField {
-    /// What it is.
+    /// Its name.
     pub name: &'static str,
-    /// Who writes it.
+    /// The threads that write it.
     pub writer: Writer,
     /// Its address.
     pub address: usize,

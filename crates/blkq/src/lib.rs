@@ -130,7 +130,7 @@ pub use tags::Tag;
 #[doc = include_str!("../../../docs/driver.md")]
 struct DriverGuide;
 
-/// What the page says does not compile does not.
+/// Code that the page says does not compile does not.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/memory-safety.md")]
 struct MemorySafety;

@@ -1,4 +1,4 @@
-//! What a device can do and how large a request may be: declared once by its driver,
+//! The operations of a device and how large a request may be: declared once by its driver,
 //! and impossible to exceed (`bio` splits, emulates or refuses).
 //! Defaults as in the kernel's block/blk-settings.c.
 

@@ -76,7 +76,7 @@ impl Request {
         self.pdu = [0; 2];
     }
 
-    /// What to do. A driver sees only what its limits declare.
+    /// The operation. A driver sees only those that its limits declare.
     #[inline]
     pub fn operation(&self) -> Operation {
         self.operation

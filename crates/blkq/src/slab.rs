@@ -22,7 +22,7 @@ pub(crate) enum Memory {
     Zeroes,
 }
 
-/// What the completer word of a [`BioSlot`] is.
+/// The meaning of the completer word of a [`BioSlot`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum CompleterKind {
@@ -69,7 +69,7 @@ pub(crate) struct BioSlot {
 }
 
 const _: () = {
-    // What the path of a plain bio touches is one cache line.
+    // The path of a plain bio touches one cache line.
     assert!(
         std::mem::offset_of!(BioSlot, completer_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64
     );
@@ -173,7 +173,7 @@ impl BioSlot {
     }
 }
 
-/// What a bio begins with in the slab.
+/// A bio as it enters the slab.
 pub(crate) struct NewBio {
     pub outline: Outline,
     // Never dropped: what might have to be is kept in memory instead of registers.
@@ -183,7 +183,7 @@ pub(crate) struct NewBio {
 }
 
 bitflags::bitflags! {
-    /// What the block layer notes about a bio in flight.
+    /// The marks of the block layer on a bio in flight.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub(crate) struct SlotMarks: u8 {
         /// Its completion releases one allocation of the request gate.
@@ -232,7 +232,7 @@ impl BioSlab {
     }
 
     /// Takes the completers of all bios in flight, to be notified that they failed. Their
-    /// memory stays with whoever may still use it.
+    /// memory stays with those that may still use it.
     pub fn take_completers(&mut self) -> impl Iterator<Item = Completer> {
         self.slots.iter_mut().map(BioSlot::take_completer)
     }

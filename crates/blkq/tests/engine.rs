@@ -509,7 +509,7 @@ fn an_engine_panics() {
     let disk = Disk::builder(Box::new(fault)).build().unwrap();
     let _engine = EngineThread::spawn("engine-that-panics", vec![(disk.clone(), 0)]).unwrap();
     let _ = disk.submitter().write_at(&[1; 4096], 0);
-    // Here a process that lives on is told from one that aborted.
+    // Here a process that lives on differs from one that aborted.
     std::process::exit(0);
 }
 

@@ -29,7 +29,7 @@ fn the_first_write_after_read_only_was_set_is_refused() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
-    // The queue is at rest: nothing need be waited for, and nothing tells it.
+    // The queue is idle: nothing need be waited for, and nothing notifies it.
     disk.set("read-only", "on").unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 2), 0)).result, Err(Status::ReadOnly));
     disk.set("read-only", "off").unwrap();
@@ -390,7 +390,7 @@ fn a_change_that_panics_leaves_a_disk_that_works() {
         assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
         disk.set("read-only", "on").unwrap();
         assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Err(Status::ReadOnly));
-        // The same for whoever freezes or quiesces it.
+        // The same for threads that freeze or quiesce it.
         let stopping = || {
             let _frozen = disk.freeze();
             let _quiesced = disk.quiesce();

@@ -129,7 +129,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-/// What one sector held, oldest first: `None` if a change of it failed, and so anything
+/// The contents of one sector, oldest first: `None` if a change of it failed, and so anything
 /// that was or should have been there may be.
 struct Sectors {
     history: Vec<Vec<[u8; 512]>>,
@@ -149,7 +149,7 @@ struct InFlight {
     flags: BioFlags,
     range: Range<u64>,
     log: usize,
-    /// What had completed when it was submitted.
+    /// The bios that had completed when it was submitted.
     completed: Vec<usize>,
 }
 

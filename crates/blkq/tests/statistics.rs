@@ -57,7 +57,7 @@ fn in_flight_busy_time_and_latency_are_of_requests_from_submission_to_end() {
         assert!(stats[group].latency.percentile_ns(0.0) >= 30_000_000);
     }
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(disk.stats().fields()[9], rest, "at rest it is not busy");
+    assert_eq!(disk.stats().fields()[9], rest, "an idle disk is not busy");
 }
 
 // Contract: errors

@@ -112,7 +112,7 @@ fn callbacks_come_once_each_through_a_full_device() {
                             calls[index].fetch_add(1, Ordering::Relaxed);
                         });
                     }
-                    // Whoever waits comes after all that it submitted, or soon.
+                    // A thread that waits comes after all that it submitted, or soon.
                     submitter.read_at(&mut [0; 512], 0).unwrap();
                 });
             }

@@ -1,4 +1,4 @@
-//! What hangs is found where it is, told of once, and its end too.
+//! Each hang is found where it is and reported once, and so is its completion.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -58,7 +58,11 @@ fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
     let end = &look.ended[0];
     assert_eq!((&end.subject, end.result), (subject, Some(Ok(()))));
     assert!(end.age_ns < 20 * SECOND_NS, "its real age, not that of the pretended look: {}", end.age_ns);
-    assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), HangScan::default(), "the end is told once too");
+    assert_eq!(
+        queue.scan_for_hangs(after(60), LIMIT_NS),
+        HangScan::default(),
+        "its completion is reported once too"
+    );
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 0));
     // The next one in the same slot is another one.
     queue.submit(read(0, 8)).unwrap();
@@ -165,7 +169,7 @@ fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
     let look = queue.scan_for_hangs(hour_ns + 40 * SECOND_NS, LIMIT_NS);
     let ends: Vec<_> = look.ended.iter().map(|end| (end.age_ns, end.result)).collect();
     assert_eq!(ends, [(40 * SECOND_NS, Some(Ok(()))); 2]);
-    // Whoever comes next in the same slots has no time of its own, and not theirs either.
+    // The next bio in the same slots has no time of its own, and not theirs either.
     queue.submit(read(0, 3)).unwrap();
     queue.poll();
     assert_eq!(queue.scan_for_hangs(2 * hour_ns, LIMIT_NS), HangScan::default());
@@ -205,7 +209,7 @@ fn what_keeps_a_request_from_the_driver_is_told() {
         look.hangs.last().map(|hang| hang.place.clone())
     };
     assert_eq!(place(Some(read(0, 0))), Some(Place::Plug));
-    assert_eq!(place(None), None, "it was told of");
+    assert_eq!(place(None), None, "it was reported");
     assert_eq!(place(Some(read(100, 1))), Some(Place::Plug));
     device.state().behaviour.busy_every = 0;
     drain(&mut queue);
@@ -253,7 +257,7 @@ fn what_a_queue_refuses_is_counted_by_kind() {
     assert_eq!((stats[StatGroup::Read].ios, stats[StatGroup::Write].failed()), (1, 0));
 }
 
-/// Submits one read, and then sleeps on the engine's thread when it is told to.
+/// Submits one read, and then sleeps on the engine's thread when a message says so.
 struct Sleeper;
 
 // SAFETY: it is the only source of its engine.

@@ -44,7 +44,7 @@ impl Segment {
 }
 
 // SAFETY: a segment is an address; what may be done with it on which thread is the
-// promise of whoever made it (see `Data`, whose constructors demand it).
+// promise of the code that made it (see `Data`, whose constructors demand it).
 unsafe impl Send for Segment {}
 
 /// Owned, zeroed, page-aligned memory for I/O.
@@ -266,7 +266,7 @@ impl KernelPages {
     }
 }
 
-/// The memory that a bio carries and gives back when it completes.
+/// The memory that a bio carries and returns when it completes.
 #[derive(Default)]
 pub enum Data {
     /// No memory: flush, discard, write zeroes.

@@ -20,7 +20,7 @@ const ACTIVE: u32 = 1 << 0;
 /// Mark of a queue that is giving requests to its driver.
 const DISPATCHING: u32 = 1 << 1;
 
-/// What the queues of a disk and its control threads tell each other.
+/// The state by which the queues of a disk and its control threads notify each other.
 ///
 /// The methods that take a queue's number first, [`enter`](Self::enter) to
 /// [`end_dispatch`](Self::end_dispatch), are for the one thread that owns that queue and
@@ -49,7 +49,7 @@ impl DiskControl {
         }
     }
 
-    /// What owners and control threads use, and where it lies.
+    /// The words that owners and control threads use, with their addresses.
     pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
         let DiskControl { frozen, quiesced, generation, queues, drained: _ } = self;
         fields.push(HotField::of("frozen", Writer::Nobody, frozen));

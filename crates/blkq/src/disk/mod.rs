@@ -107,7 +107,7 @@ impl Disk {
         &*self.driver
     }
 
-    /// What the device can do now, and how large it is.
+    /// The device's present limits and its size.
     pub fn limits(&self) -> QueueLimits {
         let mut limits = self.driver.limits();
         limits.read_only |= self.read_only.load(Ordering::SeqCst);
@@ -133,7 +133,7 @@ impl Disk {
         sum
     }
 
-    /// What the request gate did: batches granted, waits, wake-ups.
+    /// The counters of the request gate: batches granted, waits, wake-ups.
     pub fn gate_counters(&self) -> GateCounters {
         self.gate.counters()
     }
@@ -165,7 +165,7 @@ impl Disk {
             fields.push(HotField::of("open", Writer::Nobody, open));
             fields.push(HotField::of("counters", Writer::Owner(index), &***stats));
             software.hot_fields(index, &mut fields);
-            // A set that the queues share has one field each, whoever takes it.
+            // A set that the queues share has one field each, not one per queue.
             if !self.shared_tags {
                 tags.hot_fields(index, &mut fields);
             }

@@ -1,4 +1,4 @@
-//! What the checkers prove of a whole disk: real queues on real engine threads, with their
+//! The properties of a whole disk that the model checkers prove: real queues on real engine threads, with their
 //! sleep, mailbox, plug, software queues, tags, gate, freeze and end; only the ring and what
 //! wakes it are twins. The device is a thread that ends requests whenever it runs.
 //!
@@ -190,7 +190,7 @@ impl World {
     }
 
     /// Has engine 0 look for what hangs, which is all that is in flight, and then, when the other
-    /// threads have ended, once more: each is told of once, and its end once.
+    /// threads have ended, once more: each hang is reported once, and so is its completion.
     fn watcher(&self, rounds: usize) -> thread::JoinHandle<()> {
         let handle = self.engines[0].handle().clone();
         let look = move |hangs: &mut Vec<u64>, ends: &mut Vec<u64>| {
@@ -208,11 +208,11 @@ impl World {
             while look(&mut hangs, &mut ends) > 0 {
                 thread::yield_now();
             }
-            // What ended while the last look was on its way.
+            // Completions during the last scan.
             look(&mut hangs, &mut ends);
             ends.sort_unstable();
             let told: Vec<u64> = (1..=hangs.len() as u64).collect();
-            assert_eq!((&hangs, &ends), (&told, &told), "told of once, and the end once");
+            assert_eq!((&hangs, &ends), (&told, &told), "reported once, and its completion once");
         })
     }
 
@@ -314,7 +314,7 @@ fn an_end_leaves_nobody_waiting(shape: Shape, submitters: usize, count: usize) {
     world.end(submitters * count);
 }
 
-/// A client on the engine's thread, as an attachment is: it submits what it is told to.
+/// A client on the engine's thread, as an attachment is: it submits as the messages say.
 struct Client {
     /// Still to be submitted.
     wanted: u64,

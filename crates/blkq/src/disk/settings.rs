@@ -1,4 +1,4 @@
-//! What can be changed on a live disk.
+//! The settings that can be changed on a live disk.
 
 use crate::clock::ClockMode;
 use crate::sched::SchedulerKind;
@@ -8,12 +8,12 @@ pub const DEPTH_DEFAULT: u16 = 128;
 /// Most requests of a queue (BLK_MQ_MAX_DEPTH).
 pub const DEPTH_MAX: u16 = 10240;
 
-/// What can be changed on a live disk.
+/// The settings that can be changed on a live disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Settings {
     /// Requests that the driver gets at once, per queue.
     pub depth: u16,
-    /// Who orders requests before the driver.
+    /// The scheduler that orders requests before the driver.
     pub scheduler: SchedulerKind,
     /// Whether neighbours merge.
     pub merge: bool,

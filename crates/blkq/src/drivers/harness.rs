@@ -209,7 +209,7 @@ impl Harness {
         self.queue.as_ref().unwrap().deadline_ns()
     }
 
-    /// What the queue says of a request that it has.
+    /// The state that the queue reports of a request.
     pub fn state(&self, tag: Tag) -> String {
         self.queue.as_ref().unwrap().state(tag, &self.requests[tag.index()]).into_owned()
     }
@@ -218,7 +218,7 @@ impl Harness {
         self.ended[tag.index()].is_some()
     }
 
-    /// Turns until `tag` has ended; gives back its result and its memory, in order.
+    /// Turns until `tag` has completed; returns its result and its memory, in order.
     pub fn wait(&mut self, tag: Tag) -> (IoResult, Vec<u8>) {
         let begin = Instant::now();
         while !self.ended(tag) {

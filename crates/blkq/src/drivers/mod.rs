@@ -24,7 +24,7 @@ use ram::Ram;
 use size::check_sector;
 pub use size::{SECTOR_SIZES, parse_bytes};
 
-/// What is to be attached, as it is written on the command line.
+/// The device to attach, as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DriverSpec {
     /// `null:SIZE`: stores nothing; the size in bytes.
@@ -71,7 +71,7 @@ pub struct DriverOptions {
     pub shared: bool,
     /// Serve the bytes of the image as they are, whatever format it has the magic of.
     pub raw: bool,
-    /// What goes wrong, on purpose.
+    /// Faults to inject.
     pub fault: Option<FaultSpec>,
 }
 

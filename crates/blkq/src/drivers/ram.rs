@@ -235,7 +235,7 @@ impl Medium {
         let released =
             unsafe { madvise(self.base.as_ptr().add(first).cast(), last - first, Advice::LinuxDontNeed) };
         if released.is_err() {
-            // Memory locked by mlockall cannot be given back.
+            // Memory locked by mlockall cannot be freed.
             self.zero(first..last);
         }
     }

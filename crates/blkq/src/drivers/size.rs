@@ -35,7 +35,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     }
 }
 
-/// What one of `unit` has.
+/// The bytes of one `unit`.
 fn unit_bytes(unit: &str) -> Option<u128> {
     let mut letters = unit.chars();
     let Some(letter) = letters.next() else { return Some(1) };

@@ -69,7 +69,7 @@ impl LocalQueue {
     }
 
     /// Submits a bio. It may wait under the plug until [`LocalQueue::poll`] or
-    /// [`LocalQueue::wait`]. What is wrong with the bio itself is told in its completion.
+    /// [`LocalQueue::wait`]. An error of the bio itself is in its completion.
     ///
     /// # Errors
     /// The bio, when the queue has no room: poll, then submit it again.
@@ -154,8 +154,8 @@ impl LocalQueue {
         self.queue.completions_mut().drain(..)
     }
 
-    /// What has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
-    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and what of that has ended: see [`watch`](crate::queue::hang).
+    /// The I/O that has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
+    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see [`watch`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut look = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut look.hangs {
@@ -174,12 +174,12 @@ impl LocalQueue {
         self.queue.limits()
     }
 
-    /// What registers buffers with the queue's ring; none if the driver uses no ring.
+    /// The registrar of buffers with the queue's ring; `None` if the driver uses no ring.
     pub fn registrar(&mut self) -> Option<Registrar<'_>> {
         self.ring.as_deref_mut().map(Registrar::new)
     }
 
-    /// What the ring did so far.
+    /// The ring's counters.
     pub fn ring_counters(&self) -> RingCounters {
         self.ring.as_deref().map(Ring::counters).unwrap_or_default()
     }

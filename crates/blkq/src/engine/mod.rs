@@ -300,7 +300,7 @@ impl Engine {
             return self.ring.enter(0, None);
         }
         self.kicks.iter().for_each(|kick| kick.prepare_sleep());
-        // Whoever left work before it saw the sleep has not kicked: look again.
+        // A thread that left work before it saw the sleep has not kicked: check again.
         if self.has_work() {
             self.ring.enter(0, None);
         } else {
@@ -323,7 +323,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // What waits for an answer, to these or to what was posted too late, sees it dropped.
+        // Threads that wait for a reply, to these or to messages posted too late, see it dropped.
         self.handle.close();
         for waiting in self.stopping.drain(..) {
             let _ = waiting.1.send(());

@@ -58,7 +58,7 @@ pub unsafe trait Source {
         None
     }
 
-    /// Who asked for the bio submitted with `mark`, which has not ended: for people.
+    /// The client of the bio submitted with `mark`, which is in flight: for people.
     fn client_of(&self, mark: u64) -> Option<String> {
         let _ = mark;
         None
@@ -93,7 +93,7 @@ pub(super) struct Placed {
     pub source: Box<dyn Source>,
 }
 
-/// What a source sees of its engine.
+/// The engine as a source sees it.
 pub struct SourceContext<'a> {
     pub(super) ring: &'a mut Ring,
     pub(super) queues: &'a mut [Queue],
@@ -116,7 +116,7 @@ impl SourceContext<'_> {
         unsafe { self.ring.push(entry, self.token(payload)) }
     }
 
-    /// What registers files and buffers with the engine's ring.
+    /// The registrar of files and buffers with the engine's ring.
     pub fn registrar(&mut self) -> Registrar<'_> {
         Registrar::new(self.ring)
     }
@@ -215,7 +215,7 @@ impl SourceContext<'_> {
     }
 }
 
-/// What other threads ask of an engine.
+/// A message of another thread to an engine.
 pub(super) enum Message {
     Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<SourceId, Error>>),
     To(SourceId, Box<dyn Any + Send>),
@@ -288,7 +288,7 @@ impl EngineHandle {
     /// Makes a source on the engine's thread and starts it. Returns its name.
     ///
     /// # Errors
-    /// What [`Source::start`] says, or that the engine has ended.
+    /// The error of [`Source::start`], or that the engine has exited.
     pub fn add_source(
         &self,
         make: impl FnOnce() -> Box<dyn Source> + Send + 'static,

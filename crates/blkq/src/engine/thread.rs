@@ -26,7 +26,7 @@ impl EngineThread {
     /// The first of `queues` is number 0 for the engine's sources, and so on.
     ///
     /// # Errors
-    /// What keeps the ring or a queue from opening.
+    /// If the ring or a queue cannot be opened.
     ///
     /// # Panics
     /// If there is no queue, or more than 256.

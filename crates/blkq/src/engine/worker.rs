@@ -10,7 +10,7 @@ use crate::sync::{mpsc::channel, thread};
 /// Stack of an engine thread and of its worker, in bytes.
 pub(super) const STACK_BYTES: usize = 256 << 10;
 
-/// What a worker does.
+/// A job of a worker.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
 /// A thread for what may block, started when first needed. It exits when this is dropped and its jobs
@@ -40,7 +40,7 @@ impl Worker {
             let (sender, receiver) = channel::<Job>();
             let body = move || {
                 while let Ok(job) = receiver.recv() {
-                    // What panics is the job's defect, which the panic hook has printed: those
+                    // A panic is the job's bug, which the panic hook has printed: those
                     // behind it are done all the same.
                     let _ = catch_unwind(AssertUnwindSafe(job));
                 }

@@ -55,7 +55,7 @@ impl Queue {
             return;
         }
         self.in_flight.reload(self.disk.limits());
-        // What waits was checked against the old limits: check and split it again.
+        // Waiting bios were checked against the old limits: check and split them again.
         for _ in 0..self.waiting.len() {
             let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) else { break };
             match self.check(index) {

@@ -36,7 +36,7 @@ impl Completions {
         }
     }
 
-    /// What the driver writes.
+    /// The fields that the driver writes.
     #[inline]
     pub fn for_driver(&mut self) -> (&mut Vec<(Tag, IoResult)>, &mut bool) {
         (&mut self.requests, &mut self.limits_changed)

@@ -1,4 +1,4 @@
-//! What a queue knows of its disk: the settings and limits in force, and whether the queue
+//! A queue's view of its disk: the settings and limits in force, and whether the queue
 //! has entered, so that a freeze waits for it.
 
 use std::sync::Arc;
@@ -27,7 +27,7 @@ impl DiskView {
     /// The view that queue `index` has of `disk`.
     ///
     /// # Errors
-    /// What is wrong with the driver's limits.
+    /// If the driver's limits are invalid.
     pub fn new(disk: &Arc<Disk>, index: usize) -> Result<DiskView, Error> {
         // Before all that it is about: a change that comes in between is then seen by `enter`.
         let generation = disk.control.generation();

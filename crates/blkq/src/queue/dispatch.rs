@@ -50,7 +50,7 @@ impl Dispatch {
         }
     }
 
-    /// What the driver sees of the queue, for one call.
+    /// The queue as the driver sees it, for one call.
     #[inline(always)]
     pub fn context<'a>(
         &self,
@@ -297,7 +297,7 @@ impl Dispatch {
         self.requeued.contains(&tag)
     }
 
-    /// What the driver says of a request that it has.
+    /// The state that the driver reports of a request that it has.
     pub fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         self.driver.state(tag, request)
     }

@@ -69,7 +69,7 @@ pub struct Subject {
     pub queue: usize,
     /// Its tag; `None` for a bio that has none.
     pub tag: Option<Tag>,
-    /// What to do.
+    /// The operation.
     pub operation: Operation,
     /// How to do it.
     pub flags: BioFlags,
@@ -102,7 +102,7 @@ impl fmt::Display for Subject {
 /// Something that is in flight for too long.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Hang {
-    /// What it is.
+    /// The request or bio that hangs.
     pub subject: Subject,
     /// For how long it has been in flight, in nanoseconds; without iostats, since a scan first
     /// found it.
@@ -111,7 +111,7 @@ pub struct Hang {
     pub bios: u32,
     /// Where it is.
     pub place: Place,
-    /// Who asked for the first of its bios, if that is known.
+    /// The client of the first of its bios, if that is known.
     pub client: Option<String>,
     /// That bio's mark, if the owner of the queue submitted it.
     pub(crate) mark: Option<u64>,
@@ -120,7 +120,7 @@ pub struct Hang {
 /// The completion of something that hung and was reported.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct HangCompletion {
-    /// What it was.
+    /// The request or bio that hung.
     pub subject: Subject,
     /// For how long it was in flight, in nanoseconds, as far as is known.
     pub age_ns: u64,
@@ -128,7 +128,7 @@ pub struct HangCompletion {
     pub result: Option<IoResult>,
 }
 
-/// What a scan found.
+/// The findings of a scan.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct HangScan {
     /// Found for the first time: at most [`NAMED_MAX`] of a queue until those have completed.
@@ -162,7 +162,7 @@ struct Named {
     seen: bool,
 }
 
-/// What a queue remembers between two scans.
+/// The state of a queue between two scans.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     /// For each bio the time of its beginning, once it was counted as hanging: no other bio

@@ -1,4 +1,4 @@
-//! What a queue has in flight: the slots of its requests and of its bios, and the zeroes that
+//! A queue's I/O in flight: the slots of its requests and of its bios, and the zeroes that
 //! emulated write-zeroes write from.
 
 use std::ops::{Index, IndexMut};
@@ -70,7 +70,7 @@ impl InFlight {
         &self.zeroes
     }
 
-    /// What a driver sees: its own words of the requests it may write.
+    /// The driver's view: of the requests it may write its own words.
     #[inline]
     pub fn for_driver(&mut self) -> (&mut [Request], &BioSlab, &IoBuffer) {
         (&mut self.requests, &self.bios, &self.zeroes)

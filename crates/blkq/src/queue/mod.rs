@@ -197,7 +197,7 @@ impl Queue {
     }
 }
 
-/// What the owner asks.
+/// The interface of the owner.
 impl Queue {
     /// The disk.
     pub fn disk(&self) -> &Arc<Disk> {

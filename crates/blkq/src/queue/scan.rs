@@ -49,7 +49,7 @@ impl Queue {
             let place = if frozen { Place::Frozen } else { Place::ForFlush };
             self.scan_bio(bio, place, &mut scan);
         }
-        // What a running flush serves is part of that.
+        // The bios that a running flush serves are part of it.
         for &bio in self.flush.running() {
             self.watch.see(bio, self.in_flight[bio].start_ns);
         }

@@ -71,7 +71,7 @@ impl Queue {
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
 
-    /// What is not one legal piece of reading or writing with a buffer.
+    /// Accepts a bio that is not one legal read or write with a buffer.
     #[cold]
     fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
         if let Data::Kernel(pages) = *bio.data {

@@ -42,7 +42,7 @@ impl Direction {
     }
 }
 
-/// What one submitter may still take: one per thread that submits, for all gates.
+/// The batch that one submitter may still take: one per thread that submits, for all gates.
 #[derive(Debug, Default)]
 pub struct Batcher {
     credit: u32,
@@ -84,7 +84,7 @@ struct Waiter {
     queue: WaitQueue,
 }
 
-/// What happened at a gate so far.
+/// The counters of a gate.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct GateCounters {
     /// How often a submitter became a batcher.
@@ -121,7 +121,7 @@ pub struct RequestGate {
 #[derive(Debug, Default)]
 struct Side {
     /// Requests in flight in the lower half, waiters in the upper: changed together, so that
-    /// who gives back sees who waits.
+    /// a thread that returns requests sees those that wait.
     load: AtomicU64,
     /// Requests that woken batchers will probably take and have not taken yet: for these no
     /// other is woken. A guess, void when half of the requests are back: so somebody is
@@ -389,7 +389,7 @@ impl RequestGate {
         None
     }
 
-    /// What submitters and owners use, and where it lies.
+    /// The words that submitters and owners use, with their addresses.
     pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("limit", Writer::Nobody, &self.nr_requests));
         fields.push(HotField::of("batching", Writer::Nobody, &self.batching));
@@ -398,7 +398,7 @@ impl RequestGate {
         }
     }
 
-    /// What happened so far.
+    /// The counters so far.
     pub fn counters(&self) -> GateCounters {
         GateCounters {
             grants: self.counters.grants.load(Relaxed),

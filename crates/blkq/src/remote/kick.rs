@@ -68,7 +68,7 @@ impl Kick {
     /// Wakes the owner if it sleeps; else it will look for work before it sleeps. Never blocks.
     #[inline]
     pub fn kick(&self) {
-        // What the caller made visible comes before the look at the state.
+        // The caller's stores come before the load of the state.
         fence(SeqCst);
         if self.state.load(SeqCst) == SLEEPING {
             self.kick_sleeper();
@@ -117,7 +117,7 @@ impl Kick {
         }
     }
 
-    /// What becomes readable when the sleeping owner is kicked.
+    /// The descriptor that becomes readable when the sleeping owner is kicked.
     #[cfg(not(any(loom, shuttle)))]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.event.0.as_fd()
@@ -137,7 +137,7 @@ impl Kick {
     }
 }
 
-/// What a driver's queue is woken for only the driver can see. So that is noted, for the owner
+/// Only the driver can see why its queue is woken. So the wake-up is noted, for the owner
 /// that has asked the driver already and is about to sleep.
 impl Wake for Kick {
     fn wake(&self) {

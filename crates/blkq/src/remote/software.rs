@@ -132,7 +132,7 @@ impl SoftwareQueues {
         self.pending.set(index);
     }
 
-    /// What submitters and the owner, of queue `owner`, use, and where it lies.
+    /// The words that submitters and the owner, of queue `owner`, use, with their addresses.
     pub fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
         // The first two are those of the gate.

@@ -195,7 +195,7 @@ impl Submitter {
     }
 
     /// Does `bio`, whose memory a caller lent for the time of this call: it returns when the memory
-    /// is given back.
+    /// is returned.
     fn submit_lent(&mut self, bio: Bio) -> IoResult {
         let (result, data) = self.submit_and_wait(bio);
         if !matches!(data, Data::Segments(_)) {

@@ -36,13 +36,13 @@ pub fn set_policy(policy: Policy) {
 /// Asks the kernel what the rings of an engine can do.
 ///
 /// # Errors
-/// What keeps a ring from being set up: [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
+/// If a ring cannot be set up: [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
 /// on kernels before 6.1 or where io_uring is forbidden.
 pub fn probe() -> Result<RingProbe, Error> {
     Ring::new(8).map(RingProbe)
 }
 
-/// What the rings of this kernel can do.
+/// The abilities of this kernel's rings.
 pub struct RingProbe(Ring);
 
 impl RingProbe {

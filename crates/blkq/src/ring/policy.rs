@@ -1,10 +1,10 @@
-//! What the rings of a confined process may do.
+//! The operations that the rings of a confined process may do.
 
 use std::sync::OnceLock;
 
 use crate::error::Error;
 
-/// What the rings of this process may do from when it is set, for a process that is confined: the
+/// The operations that the rings of this process may do once it is set, for a confined process: the
 /// operations of a ring are no system calls, and what filters those does not see them.
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
@@ -22,7 +22,7 @@ pub(super) fn set(policy: Policy) {
     let _ = POLICY.set(policy);
 }
 
-/// What holds for new rings.
+/// The policy that holds for new rings.
 pub(crate) fn policy() -> Option<&'static Policy> {
     POLICY.get()
 }

@@ -1,4 +1,4 @@
-//! What goes in and out of a ring: tokens, completions, registered files.
+//! The values that go in and out of a ring: tokens, completions, registered files.
 
 use io_uring::{cqueue, types};
 
@@ -13,7 +13,7 @@ impl Token {
         Token((owner as u64) << 48 | payload & PAYLOAD_MASK)
     }
 
-    /// Who submitted it.
+    /// The owner that submitted it.
     #[inline]
     pub const fn owner(self) -> u16 {
         (self.0 >> 48) as u16
@@ -47,7 +47,7 @@ impl Cqe {
     }
 }
 
-/// What the ring did so far.
+/// The counters of a ring.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct RingCounters {
     /// Calls of io_uring_enter.

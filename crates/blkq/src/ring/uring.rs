@@ -35,7 +35,7 @@ const MEMORY_LOOK: Duration = Duration::from_millis(20);
 static REGISTERED_MAX: LazyLock<usize> =
     LazyLock::new(|| getrlimit(Resource::Memlock).current.map_or(usize::MAX, |limit| limit as usize / 16));
 
-/// What a ring registers after its beginning (`IORING_UNREGISTER_FILES`,
+/// The operations by which a ring registers after its set-up (`IORING_UNREGISTER_FILES`,
 /// `IORING_REGISTER_FILES_UPDATE`, `IORING_REGISTER_BUFFERS_UPDATE`).
 const REGISTER_OPERATIONS: [u8; 3] = [3, 6, 16];
 
@@ -180,7 +180,7 @@ impl Ring {
     /// has passed. Being interrupted, or timed out, is not an error: look for completions.
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
-        // What was taken early has arrived: there is nothing to wait for.
+        // Completions taken early have arrived: there is nothing to wait for.
         let want = if self.early.is_empty() { want } else { 0 };
         let submitter = self.uring.submitter();
         let result = match timeout {
@@ -331,7 +331,7 @@ impl Ring {
         self.abandoned = true;
     }
 
-    /// What the ring did so far.
+    /// The counters of the ring.
     pub fn counters(&self) -> RingCounters {
         self.counters
     }
@@ -342,7 +342,7 @@ pub(super) fn look_at_limits() {
     LazyLock::force(&REGISTERED_MAX);
 }
 
-/// What `build` makes, tried again while there is no memory for it.
+/// Calls `build`, and again while there is no memory for it.
 fn with_patience(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Result<IoUring> {
     let begin = Instant::now();
     loop {

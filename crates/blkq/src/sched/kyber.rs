@@ -66,7 +66,7 @@ impl Histogram {
     }
 }
 
-/// What has been seen of a domain since its percentiles were last taken.
+/// The samples of a domain since its percentiles were last taken.
 #[derive(Debug, Default)]
 struct Samples {
     /// From when the driver got the request.

@@ -312,7 +312,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What must hold whatever was done: `queued` is what is held, in order of arrival.
+/// The invariants after every step: `queued` is what is held, in order of arrival.
 fn check(bed: &Bed, queued: &[Vec<Tag>; 4]) {
     assert_eq!(bed.scheduler.len(), queued.iter().map(Vec::len).sum::<usize>());
     for (number, domain) in bed.scheduler.domains.iter().enumerate() {

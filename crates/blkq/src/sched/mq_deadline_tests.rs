@@ -194,7 +194,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What must hold whatever was done.
+/// The invariants after every step.
 fn check(bed: &Bed) {
     let scheduler = &bed.scheduler;
     assert_eq!(scheduler.len(), bed.held().count());

@@ -1,4 +1,4 @@
-//! What a scheduler is.
+//! The interface of a scheduler.
 
 use crate::bio::Operation;
 use crate::error::IoResult;

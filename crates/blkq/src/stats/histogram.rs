@@ -93,7 +93,7 @@ impl Histogram {
         self.max_ns = self.max_ns.max(other.max_ns);
     }
 
-    /// What was counted since `earlier`; its greatest latency is known to within a bucket.
+    /// The counts since `earlier`; its greatest latency is known to within a bucket.
     #[must_use]
     pub fn delta(&self, earlier: &Histogram) -> Histogram {
         let mut delta = self.clone();

@@ -1,6 +1,6 @@
 //! Statistics of a queue: written by the one thread that owns it, read by anybody.
 //!
-//! What is counted and when is that of /sys/block/X/stat (Documentation/block/stat.rst):
+//! The counters, and when they count, are those of /sys/block/X/stat (Documentation/block/stat.rst):
 //! an I/O is a request, counted when it ends; a bio that joined a request is a merge; a
 //! request is in flight from when it was built, so its time includes queueing; write
 //! zeroes are writes. With statistics off the owner reports no I/O, and needs no clock.
@@ -153,7 +153,7 @@ fn raise(maximum: &AtomicU64, value: u64) {
     }
 }
 
-/// What every completion of a group touches: one cache line.
+/// The words that every completion of a group touches: one cache line.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct GroupCounters {
@@ -273,7 +273,7 @@ impl StatsWriter {
         StatsWriter(stats)
     }
 
-    /// The statistics, for whoever wants to read them.
+    /// The statistics, for any reader.
     pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
         self.0.clone()
     }
@@ -409,7 +409,7 @@ impl StatsBatch {
     }
 }
 
-/// What was counted of one group of operations.
+/// The counts of one group of operations.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct GroupSnapshot {
     /// Requests ended, well or badly.
@@ -513,7 +513,7 @@ impl StatsSnapshot {
         self.fields().map(|field| format!("{field:8}")).join(" ")
     }
 
-    /// What happened since `earlier`. What is in flight, the most that was, what hangs, and
+    /// The counts since `earlier`. The requests in flight, their greatest number, the hangs, and
     /// the oldest reading of the clock stay as they are now.
     #[must_use]
     pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {

@@ -1,8 +1,8 @@
 //! The tag set: a bitmap of free tags that many threads share without a lock
 //! (the kernel's sbitmap and `blk-mq-tag.c`).
 //!
-//! Tags are taken and given back a word at a time: one atomic operation for a plug,
-//! one per word for a completion batch. Who finds no tag waits as `tags/wait.rs` says.
+//! Tags are taken and put a word at a time: one atomic operation for a plug,
+//! one per word for a completion batch. A thread that finds no tag waits as `tags/wait.rs` says.
 
 mod wait;
 
@@ -163,7 +163,7 @@ impl TagSet {
         self.depth.store(u32::from(depth), Ordering::SeqCst);
     }
 
-    /// What the owner of queue `owner` uses, and where it lies.
+    /// The words that the owner of queue `owner` uses, with their addresses.
     pub(crate) fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
         for word in &self.words {
             fields.push(HotField::of("tags", Writer::Owner(owner), &**word));
@@ -296,7 +296,7 @@ impl TagSet {
         assert!(before & bits == 0, "tags {:#x} of word {word} were put twice", before & bits);
     }
 
-    /// `count` tags were put: those who wait for them are told. One load when nobody waits.
+    /// `count` tags were put: those that wait for them are notified. One load when nobody waits.
     #[inline]
     fn freed(&self, count: u32) {
         seq_cst_for_loom();

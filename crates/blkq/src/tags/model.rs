@@ -1,4 +1,4 @@
-//! What the checkers prove of the tag set, in every order of a few threads (loom) and in
+//! The properties of the tag set that the model checkers prove, in every order of a few threads (loom) and in
 //! random orders of more (shuttle).
 
 use std::sync::Arc;
@@ -103,7 +103,7 @@ fn no_tag_twice(depth: u16, threads: usize, rounds: usize, want: usize) {
     }
 }
 
-/// Every thread gets its tag, whoever else waits: the checker sees a lost wake-up as a
+/// Every thread gets its tag, however many others wait: the checker sees a lost wake-up as a
 /// deadlock. `hold` tags are taken first and come back in two batches.
 fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize) {
     let checked = Checked::new(depth);

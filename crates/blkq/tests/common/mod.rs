@@ -1,5 +1,5 @@
 //! A device for tests: it checks every request against its declared limits, ends requests
-//! when and in the order that it is told, refuses and fails at will, and has a volatile
+//! when and in the order that a test asks, refuses and fails at will, and has a volatile
 //! cache, so that a loss of power can be played.
 #![allow(dead_code, clippy::unwrap_used, reason = "shared by tests of which none uses all of it")]
 
@@ -66,7 +66,7 @@ impl Seen {
     }
 }
 
-/// What all queues of the device share.
+/// The state that all queues of the device share.
 pub struct State {
     pub limits: QueueLimits,
     pub behaviour: Behaviour,
@@ -77,7 +77,7 @@ pub struct State {
     current_change: Vec<u64>,
     durable_change: Vec<u64>,
     changes: u64,
-    /// What stands for registered buffers of the kernel's, by their index.
+    /// Stand-ins for registered buffers of the kernel's, by their index.
     pub kernel_buffers: Vec<Vec<u8>>,
     /// Sectors that fail.
     pub bad: Vec<(Range<u64>, Status)>,
@@ -334,7 +334,7 @@ impl DeviceQueue {
         } else {
             rule(bytes > 0 && limits.check_range(offset, bytes).is_ok(), "range");
             let no_unmap = flags.contains(BioFlags::NO_UNMAP);
-            // What was on its way when the device found out is forgiven.
+            // Requests in flight when the device found out are forgiven.
             let revoked = matches!(operation, Operation::Discard | Operation::WriteZeroes) && state_revoked;
             let fits = bytes <= limits.max_bytes_at(operation, no_unmap, offset);
             rule(fits || revoked, "size, chunk or support");

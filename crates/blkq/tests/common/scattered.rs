@@ -54,7 +54,7 @@ impl Scattered {
             // SAFETY: as above.
             unsafe { ptr.copy_from_nonoverlapping(bytes[done..].as_ptr(), data) };
             segments.push(Segment::new(ptr, len as u32));
-            // What is not of the bio may not be touched either.
+            // Bytes outside of the bio may not be touched either.
             gaps.push((ptr.wrapping_add(data).cast_const(), len - data + gap));
             done += data;
             at += len + gap;

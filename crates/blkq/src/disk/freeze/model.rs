@@ -1,4 +1,4 @@
-//! What the checkers prove of freeze and quiesce.
+//! The properties of freeze and quiesce that the model checkers prove.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32 as Plain, AtomicU64 as Plain64, Ordering::SeqCst};

@@ -96,7 +96,7 @@ impl Driver for Fault {
             return self.shared.inner.set(key, value);
         }
         let rules = Rules::new(value.parse()?);
-        // Before there are queues whoever opens the first one does: an engine may be confined.
+        // Without queues the thread that opens the first one does it: an engine may be confined.
         if !lock(&self.shared.wakes).is_empty() {
             rules.watch()?;
         }

@@ -43,7 +43,7 @@ pub(super) struct FaultQueue {
     index: u16,
     random: u64,
     limits: QueueLimits,
-    /// What the wrapped queue is given: one request per tag, with one bio.
+    /// The requests of the wrapped queue: one request per tag, with one bio.
     requests: Box<[Request]>,
     bios: BioSlab,
     completed: Vec<(Tag, IoResult)>,
@@ -55,11 +55,11 @@ pub(super) struct FaultQueue {
     again_ns: u64,
 }
 
-/// What is to become of a request.
+/// The effects planned for a request.
 #[derive(Default)]
 struct Plan {
     effect: Option<Effect>,
-    /// What the wrapped queue is to do of it, in bytes from its beginning.
+    /// The length of the part that the wrapped queue does, in bytes from the request's start.
     bytes: u64,
     /// The altered copy of what is written.
     altered: Option<IoBuffer>,

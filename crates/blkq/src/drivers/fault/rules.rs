@@ -17,7 +17,7 @@ use super::spec::{FaultSpec, Rule};
 /// How often the trigger files of the rules are looked for.
 const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What the queues and the device share.
+/// The state that the queues and the device share.
 pub(super) struct Shared {
     pub inner: Box<dyn Driver>,
     pub rules: Mutex<Arc<Rules>>,
@@ -83,7 +83,7 @@ impl Rules {
         }
     }
 
-    /// What the thread does, as often as it does it.
+    /// The work of the thread, as often as the thread does it.
     #[cfg(simulation)]
     pub fn look_in_time(&self) {
         let now_ns = crate::clock::monotonic_ns();

@@ -1,4 +1,4 @@
-//! What goes wrong, as it is written: `error=EIO,op=write,rate=1%;delay=2ms,p99=20ms`.
+//! The syntax of faults: `error=EIO,op=write,rate=1%;delay=2ms,p99=20ms`.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +15,7 @@ const STUCK_NS: u64 = 30_000_000_000;
 /// A p99 that a log-normal distribution of that mean can have is at most so many times the mean.
 const P99_BY_MEAN_MAX: u64 = 14;
 
-/// What goes wrong with a request.
+/// The effect of a fault on a request.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Effect {
     /// It ends with this status, and nothing was done.
@@ -71,7 +71,7 @@ impl Effect {
     }
 }
 
-/// What goes wrong, and to which requests.
+/// A fault, and the requests that it hits.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Rule {
     /// What.

@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind};
 /// `TMPFS_MAGIC` of the kernel's uapi/linux/magic.h.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// What direct I/O demands of a request.
+/// The alignment that direct I/O demands of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct DirectAlign {
     /// Of addresses in memory, in bytes.
@@ -31,7 +31,7 @@ pub(super) struct Backing {
     /// The numbers of its file system's device and of its inode.
     pub identity: (u64, u64),
     pub block_device: bool,
-    /// What direct I/O demands, or why there is none.
+    /// The alignment that direct I/O demands, or the reason why there is no direct I/O.
     pub direct: Result<DirectAlign, String>,
     /// The block device's own logical block; 512 for a file.
     pub logical_block: u32,
@@ -132,7 +132,7 @@ pub(super) fn name_now(file: &File) -> Option<String> {
 pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
     // Says the size of files and of block devices alike.
     seek(file, SeekFrom::End(0))
-        .map_err(|e| Error::system(format!("cannot tell the size of {}", path.display()), e))
+        .map_err(|e| Error::system(format!("cannot find the size of {}", path.display()), e))
 }
 
 /// Makes durable what was written to the file.
@@ -186,7 +186,7 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
     if !block_device && fstatfs(file).is_ok_and(|stat| stat.f_type == TMPFS_MAGIC) {
         return Err("tmpfs keeps files in the page cache, and nowhere else".to_owned());
     }
-    // What the file system says is one thing, whether it lets the flag be set the other.
+    // The file system may declare direct I/O and still refuse the flag.
     let settable = set_flag(file, OFlags::DIRECT, true).and_then(|()| set_flag(file, OFlags::DIRECT, false));
     settable.map_err(|e| format!("its file system refuses O_DIRECT ({e})"))?;
     let told = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)

@@ -84,7 +84,7 @@ impl FileId {
         }
     }
 
-    /// What is behind the kernel's loop device `name`, where this process may ask.
+    /// The file behind the kernel's loop device `name`, where this process may ask.
     fn behind_loop(name: &str) -> Option<FileId> {
         /// `struct loop_info64` and `LOOP_GET_STATUS64` of the kernel's uapi/linux/loop.h.
         const INFO_WORDS: usize = 232 / 8;
@@ -110,7 +110,7 @@ impl FileId {
     }
 }
 
-/// What has claimed the block device, or a partition of it, in words.
+/// The claimant of the block device, or of a partition of it, in words.
 fn user_of(device: u64) -> Option<String> {
     let directory = sysfs(device);
     if let Some(user) = user_of_one(device, &directory) {

@@ -48,7 +48,7 @@ pub(super) struct Image {
     /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
     /// initialised, so that what is never used takes no memory.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
-    /// What [`Image::end_entry`] reads into. Nothing uses it.
+    /// The target of the reads of [`Image::end_entry`]. Nothing uses its content.
     scratch: IoBuffer,
 }
 
@@ -227,7 +227,7 @@ impl Image {
                     skip -= u64::from(segment.len);
                     return;
                 }
-                // What is left may begin in the middle of a segment.
+                // The remainder may begin in the middle of a segment.
                 only = Segment {
                     ptr: segment.ptr.wrapping_add(skip as usize),
                     len: segment.len - skip as u32,

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use crate::error::{Error, ErrorKind};
 
-/// What others may do with the bytes meanwhile.
+/// The access that others keep to the bytes meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum LockKind {
     /// Nothing: a writer's.
@@ -93,7 +93,7 @@ fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
 
 /// Gives up the lock on `range`.
 pub(super) fn release(file: &File, range: &Range<u64>) {
-    // What was locked can be unlocked; and if it cannot, closing the file does it.
+    // A locked range can be unlocked; if not, closing the file does it.
     let _ = set(file, range, libc::F_UNLCK);
 }
 

@@ -63,7 +63,7 @@ pub struct LoopDevice {
     path: PathBuf,
     /// Device and inode of the image, which it keeps under any name.
     identity: (u64, u64),
-    /// What direct I/O demands, or why there is none.
+    /// The alignment that direct I/O demands, or the reason why there is no direct I/O.
     direct: Result<DirectAlign, String>,
     /// Whether the device may end within a sector.
     partial: bool,
@@ -167,7 +167,7 @@ impl LoopDevice {
         })
     }
 
-    /// What the user should know about how the image is opened now; each one line.
+    /// Warnings for the user about how the image is opened now; each one line.
     pub fn warnings(&self) -> Vec<String> {
         let state = locked(&self.shared.state);
         let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
@@ -180,7 +180,7 @@ impl LoopDevice {
         &self.path
     }
 
-    /// What the driver did so far. A clone goes on counting after the device was made a disk.
+    /// The driver's counters. A clone goes on counting after the device was made a disk.
     pub fn counters(&self) -> &Arc<LoopCounters> {
         &self.shared.counters
     }
@@ -190,7 +190,7 @@ impl LoopDevice {
         Window { path: &self.path, offset, sector, partial: self.partial }
     }
 
-    /// Makes durable what was written, without holding up whoever asks for the state. Once that
+    /// Makes all writes durable, without delaying those that ask for the state. Once that
     /// failed through the page cache it fails for good: see `flushed` in `outcome`.
     fn sync(&self) -> Result<(), Error> {
         let (shared, path) = (&self.shared, self.path.display());
@@ -219,7 +219,7 @@ impl LoopDevice {
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
         let mode = self.choose_mode(requested)?;
-        // What the page cache still holds must be in the file before I/O goes around it.
+        // Dirty pages of the page cache must be in the file before I/O bypasses it.
         self.sync()?;
         let mut state = locked(&self.shared.state);
         self.set_direct(&state.file, mode.direct.is_some())?;

@@ -1,4 +1,4 @@
-//! What a user may ask for, and what follows from it for a given image.
+//! The options of a user, and what follows from them for a given image.
 
 use std::path::{Path, PathBuf};
 
@@ -73,7 +73,7 @@ impl std::str::FromStr for Dispatch {
     }
 }
 
-/// What of an image is served, and how.
+/// The part of an image that is served, and how.
 #[derive(Clone, Debug)]
 pub struct LoopOptions {
     /// The image: a regular file or a block device.
@@ -119,7 +119,7 @@ impl LoopOptions {
     }
 }
 
-/// What a live change changes.
+/// A live change.
 pub(super) enum Setting {
     DirectIo(DirectIo),
     Dispatch(Dispatch),
@@ -223,7 +223,7 @@ pub(super) fn choose_mode(
         return Ok(Mode { direct: None, reason: "as asked for".to_owned() });
     }
     let off = || "use --direct-io off or auto".to_owned();
-    // What stands against it, and the cure.
+    // The obstacle, and the cure.
     let obstacle = match possible {
         Err(why) => (why.clone(), off()),
         Ok(align) if align.memory > 4096 || align.offset > SECTOR_MAX_BYTES => {

@@ -1,4 +1,4 @@
-//! What a completion of the ring means for the requests of its call.
+//! The meaning of a ring's completion for the requests of its call.
 
 use crate::bio::{BioFlags, Operation};
 use crate::driver::DriverContext;
@@ -13,7 +13,7 @@ use super::shared::Shared;
 /// Attempts after which an operation fails.
 const ATTEMPTS_MAX: u64 = 64;
 
-/// What a completion of the ring means.
+/// The meaning of a ring's completion.
 pub(super) enum Outcome {
     /// The requests have completed.
     Completed(IoResult),
@@ -52,7 +52,7 @@ pub(super) fn of(
         }
         return Outcome::Completed(Ok(()));
     }
-    // What goes on through the page cache was not asked for at once.
+    // A remainder that continues through the page cache was not asked for at once.
     if !has_tail || reached < image.tail().until(cx.request(tags[0]), progress.done) {
         shared.counters.short_transfers.fetch_add(1, Relaxed);
     }

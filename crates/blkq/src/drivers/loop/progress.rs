@@ -1,6 +1,6 @@
 //! The driver's words of a request: how far the call is that does it.
 
-/// What of a call is done, kept in the own words of its first request.
+/// The progress of a call, kept in the driver's words of its first request.
 #[derive(Clone, Copy)]
 pub(super) struct Progress {
     /// Bytes transferred.

@@ -1,7 +1,7 @@
 //! The data path: one queue of a loop device on one ring.
 //!
-//! What may run at once goes to the ring as it comes. What must not (see [`Turns`]) waits
-//! in a FIFO for its turn; adjacent writes that wait are issued as one. Writes that the
+//! Requests that may run at once go to the ring as they come. Others (see [`Turns`]) wait
+//! in a FIFO for their turn; adjacent writes that wait are issued as one. Writes that the
 //! kernel does one at a time anyway are issued before the ones in front have ended, so that
 //! its worker goes from one to the next without waking this thread in between.
 
@@ -76,7 +76,7 @@ pub(super) struct LoopQueue {
     hold: Hold,
     in_flight: u32,
     reads_in_flight: u32,
-    /// What the counters of that name do not count yet.
+    /// Reads that the counters of that name do not count yet.
     reads: u64,
     reads_in_flight_sum: u64,
 }

@@ -1,4 +1,4 @@
-//! What a loop device and its queues share: the image, how it is used, and the counters.
+//! The state that a loop device and its queues share: the image, how it is used, and the counters.
 
 use std::fs::File;
 use std::sync::{Arc, OnceLock};
@@ -20,7 +20,7 @@ pub(super) const SEGMENTS_MAX: u16 = 128;
 /// queue may have to wait for.
 pub(super) const CALLS_MAX: usize = 32;
 
-/// What takes turns on the file.
+/// The requests that take turns on the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Turns {
     /// Nothing: direct I/O.
@@ -31,7 +31,7 @@ pub(super) enum Turns {
     All,
 }
 
-/// What the driver did, over all queues.
+/// The driver's counters, over all queues.
 #[derive(Debug, Default)]
 pub struct LoopCounters {
     /// Most reads that one queue had in flight.
@@ -68,7 +68,7 @@ impl LoopCounters {
     }
 }
 
-/// What the device and its queues share.
+/// The state that the device and its queues share.
 pub(super) struct Shared {
     /// Where in the file the device begins.
     pub offset: u64,
@@ -76,8 +76,8 @@ pub(super) struct Shared {
     /// In what the page cache reads and writes, in bytes: a power of two.
     pub cache_unit: u64,
     pub block_device: bool,
-    /// The image once more, for syncs alone: what could not be written back is told once to each
-    /// open file, and what a failed FUA write was told must not be missed by a flush.
+    /// The image once more, for syncs alone: a failed write-back is reported once to each
+    /// open file, and an error that a FUA write got must not be missed by a flush.
     pub synced: File,
     pub state: Mutex<State>,
     pub writer: WriterToken,
@@ -87,13 +87,13 @@ pub(super) struct Shared {
     pub discard_by_command: AtomicBool,
     /// A sync of the page cache failed: what was to be durable may not be, for good.
     pub writeback_failed: AtomicBool,
-    /// What the file system turned out not to do becomes false for good.
+    /// Operations that the file system turned out not to do become false for good.
     pub discards: AtomicBool,
     pub zeroes: AtomicBool,
     pub zeroes_no_unmap: AtomicBool,
 }
 
-/// What live changes change.
+/// The state that live changes change.
 pub(super) struct State {
     pub file: Arc<File>,
     /// Whether it is open for writing.
@@ -109,7 +109,7 @@ pub(super) struct State {
     pub tail: Option<Arc<File>>,
 }
 
-/// What a queue needs to know of the state.
+/// The part of the state that a queue needs.
 pub(super) struct QueueSettings {
     pub file: Arc<File>,
     pub align: u64,

@@ -117,7 +117,7 @@ mod model {
     }
 
     impl Shared {
-        /// What a queue does for one write: take the token or wait for the kick.
+        /// One write as a queue does it: take the token or wait for the kick.
         fn write(&self, queue: u16) {
             if !self.token.acquire(queue) {
                 // Loom wakes without a reason, too, and fails the model if none ever comes.

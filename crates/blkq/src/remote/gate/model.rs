@@ -1,4 +1,4 @@
-//! What the checkers prove of the gate.
+//! The properties of the gate that the model checkers prove.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -86,7 +86,7 @@ fn everybody_gets_through(nr: u32, batching: bool, threads: usize, rounds: usize
     assert!(checked.batched.load(SeqCst) <= batches * u64::from(BATCH_REQUESTS), "a batch was too large");
 }
 
-/// Who comes while another waits does not get in before it.
+/// A thread that comes while another waits does not get in before it.
 fn nobody_overtakes(batching: bool, newcomers: usize) {
     let checked = Checked::new(2, batching);
     let mut first = Batcher::default();
@@ -124,7 +124,7 @@ fn nobody_overtakes(batching: bool, newcomers: usize) {
     assert_eq!(checked.gate.in_flight(W), 0);
 }
 
-/// A waiter gets in when the limit is raised, though nothing is given back.
+/// A waiter gets in when the limit is raised, though no request completes.
 fn a_higher_limit_wakes(waiters: u32) {
     let checked = Checked::new(1, false);
     checked.gate.enter(W, &mut Batcher::default(), || 1, || {});
@@ -139,7 +139,7 @@ fn a_higher_limit_wakes(waiters: u32) {
     assert_eq!(checked.gate.in_flight(W), waiters + 1);
 }
 
-/// The last request comes back while the settings change: whoever of the two has the lock
+/// The last request comes back while the settings change: whichever of the two has the lock
 /// wakes for both.
 fn a_change_loses_nobody(waiters: usize) {
     let checked = Checked::new(1, false);

@@ -189,7 +189,7 @@ fn a_submitter_is_told_before_it_sleeps() {
     let mut asked = false;
     gate.enter(W, &mut Batcher::default(), || MS, || asked = true);
     assert!(!asked);
-    // What it has plugged is what it waits for.
+    // It waits for the requests that it has plugged itself.
     gate.enter(W, &mut Batcher::default(), || MS, || gate.leave(W, 1));
     assert_eq!((gate.in_flight(W), gate.counters().waits), (1, 1));
 }

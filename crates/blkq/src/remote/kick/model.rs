@@ -1,4 +1,4 @@
-//! What the checkers prove of the kick: no work stays behind while the owner sleeps.
+//! The properties of the kick that the model checkers prove: no work stays behind while the owner sleeps.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What the checkers prove of the software queues: whatever submitters stage reaches the
+//! The properties of the software queues that the model checkers prove: whatever submitters stage reaches the
 //! owner once, in each submitter's order, and none stays behind while the owner sleeps.
 
 use std::sync::Arc;

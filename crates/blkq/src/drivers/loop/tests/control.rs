@@ -137,7 +137,7 @@ fn the_size_follows_the_file_or_the_file_the_size() {
     assert_eq!(capacity(), 2 * MIB - 4096);
     device.resize(Some(65536)).unwrap();
     assert_eq!((capacity(), std::fs::metadata(&path).unwrap().len()), (65536, 2 * MIB + 100));
-    // What is no longer served is no longer locked.
+    // A part that is no longer served is no longer locked.
     let tail = LoopOptions { offset: 4096 + 65536, size_limit: Some(512), ..LoopOptions::new(&path) };
     let other = LoopDevice::open(&tail).unwrap();
     assert_eq!(device.resize(Some(MIB)).unwrap_err().kind(), ErrorKind::Busy);
@@ -259,7 +259,7 @@ fn a_block_device_is_served_with_its_own_discard() {
         assert!(device.limits().max_write_zeroes_no_unmap_bytes > 0, "all others still work");
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [Extent { length: MIB, hole: false, zero: false }]);
         if direct_io == DirectIo::On {
-            // What no layer above lets through fails, and the device lives on.
+            // A request that no layer above lets through fails, and the device lives on.
             let misaligned = h.read(0, &[4096]);
             h.set_pdu(misaligned, [100, 0]);
             assert_eq!(h.run(misaligned).0, Err(Status::Invalid));
