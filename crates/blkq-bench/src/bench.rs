@@ -14,7 +14,7 @@ use crate::result::{Case, Comparison, Figure};
 pub struct Pace {
     /// Length of a run, in seconds.
     pub seconds: f64,
-    /// What a run takes besides: starting and ending what it needs, in seconds.
+    /// Seconds that a run takes besides: for starting and stopping its processes.
     pub around_seconds: f64,
     /// Runs of each case.
     pub rounds: usize,
@@ -35,7 +35,7 @@ impl Pace {
     }
 }
 
-/// What tables measure with.
+/// The means by which tables measure.
 pub struct Bench {
     /// How long and how often.
     pub pace: Pace,
@@ -60,7 +60,7 @@ impl Bench {
         Ok(self.file.as_ref().expect("it was made above"))
     }
 
-    /// Runs every case once per round, in turn (A B C A B C ...). A case is told how long
+    /// Runs every case once per round, in turn (A B C A B C ...). A case gets the time for
     /// to run.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Bench {
                         None => samples.push((metric, vec![value])),
                     }
                 }
-                // What a case does besides the run is planned, too.
+                // The plan counts the work of a case besides the run, too.
                 self.over_seconds += began.elapsed().as_secs_f64();
                 self.progress.over(self.over_seconds);
             }

@@ -15,7 +15,7 @@ use crate::random::Random;
 /// Bytes written at once while the file is filled.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// What the user wants to be measured on.
+/// The file that the user chose to measure on.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// The file; or else a temporary one in the current directory.
@@ -111,7 +111,7 @@ fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> st
     file.sync_all()
 }
 
-/// What is there already may be taken: a regular file, empty or given up, that nobody uses.
+/// An existing file is accepted if it is regular, empty or abandoned, and not in use.
 fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
     let name = path.display();
     if !metadata.is_file() {
@@ -149,7 +149,7 @@ fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Result {
     Ok(())
 }
 
-/// What is measured is a disk, not memory: the file system does direct I/O.
+/// Measures a disk, not memory: the file system does direct I/O.
 fn check_direct_io(path: &Path) -> Result {
     match LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(path) }) {
         Ok(_) => Ok(()),
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_made_is_full_of_data_and_goes() {
+    fn a_file_that_was_made_is_full_of_data_and_is_removed() {
         let directory = directory("made");
         let path = directory.join("file");
         let file = create(&path, false).unwrap();

@@ -1,11 +1,11 @@
-//! What has to be undone even if the process is told to end while it measures.
+//! Cleanup that happens even if a signal ends the process while it measures.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::Result;
 
-/// What is to be undone, each under a number, the youngest last.
+/// The pending cleanups, each under a number, the youngest last.
 type ToBeUndone = Vec<(u64, Box<dyn FnOnce() + Send>)>;
 
 static TO_BE_UNDONE: Mutex<ToBeUndone> = Mutex::new(Vec::new());
@@ -37,7 +37,7 @@ pub fn watch() -> Result {
     Ok(())
 }
 
-/// Something that is undone when this is dropped, or the process is told to end.
+/// A cleanup that runs when this is dropped, or a signal ends the process.
 #[must_use = "what was made is undone when this is dropped"]
 pub struct Undo(u64);
 

@@ -34,9 +34,9 @@ pub mod tables;
 
 pub use run::run;
 
-/// What went wrong: one line.
+/// A failure: one line.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
-/// What a measurement ends with.
+/// The outcome of a measurement.
 pub type Result<T = ()> = std::result::Result<T, Error>;
 
 /// Options of `bench`.
@@ -92,7 +92,7 @@ pub enum What {
     Clock,
     /// Counters and limits: in shared cache lines against lines of their own
     Layout,
-    /// What one core and several do, against raw io_uring
+    /// The work that one core and several do, against raw io_uring
     Peak,
     /// blkq beside the kernel's loop device, qemu-nbd, qemu-storage-daemon and nbdkit
     Peers,

@@ -5,7 +5,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
 
-/// What a reader needs to know of a machine to place its figures.
+/// The machine, as far as a reader needs it to place its figures.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]

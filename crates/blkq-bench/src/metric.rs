@@ -1,4 +1,4 @@
-//! What is measured: names, units, and how figures are written.
+//! Metrics: names, units, and how figures are written.
 
 use serde::{Deserialize, Serialize};
 
@@ -65,7 +65,7 @@ pub enum Metric {
     CachedMib,
     /// The same, before the run.
     CachedBeforeMib,
-    /// What came into the page cache of the file during the run, per I/O, in KiB.
+    /// Growth of the page cache of the file during the run, per I/O, in KiB.
     CachedKibPerIo,
     /// Resident memory of the process, in MiB.
     ResidentMib,

@@ -1,4 +1,4 @@
-//! What the kernel counts of processes: processor time, context switches, memory.
+//! The kernel's counters of processes: processor time, context switches, memory.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ impl Usage {
         Ok(Usage { cpu: Duration::new(time.tv_sec as u64, time.tv_nsec as u32), context_switches })
     }
 
-    /// What was used since `earlier`.
+    /// The use since `earlier`.
     pub fn since(self, earlier: Usage) -> Usage {
         Usage {
             cpu: self.cpu.saturating_sub(earlier.cpu),

@@ -1,4 +1,4 @@
-//! What is being done, how far it is, and how long it will still take.
+//! Progress: the current step, how far it is, and the time that is left.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -49,7 +49,7 @@ impl Progress {
         done
     }
 
-    /// Begins something new, which is told to files too.
+    /// Begins a new step, which is written to files too.
     pub fn begin(&mut self, what: &str) {
         if self.terminal {
             self.said = None;
@@ -84,7 +84,7 @@ impl Progress {
         }
     }
 
-    /// What is left takes as long in proportion as what is over took.
+    /// The rest takes as long in proportion as the part that is done.
     fn remaining(&self) -> String {
         let left = self.planned_seconds - self.over_seconds;
         let pace = if self.over_seconds > KNOWN_AFTER_SECONDS {

@@ -1,4 +1,4 @@
-//! What `blkq bench` found out, as it is printed, written as JSON and plotted.
+//! The result of `blkq bench`, as it is printed, written as JSON and plotted.
 
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +37,7 @@ pub struct Results {
 pub struct Table {
     /// Which one.
     pub name: What,
-    /// What it shows, in a line.
+    /// Its message, in a line.
     pub title: String,
     /// The figures that the origin of the idea published.
     pub published: Option<Published>,
@@ -49,9 +49,9 @@ pub struct Table {
     pub mechanisms: Vec<Mechanism>,
     /// Figures with a target (design, "Targets").
     pub targets: Vec<Target>,
-    /// What was not measured, and why: `name: reason`.
+    /// Cases that were not measured, and why: `name: reason`.
     pub left_out: Vec<String>,
-    /// What a reader should know.
+    /// Notes for the reader.
     pub notes: Vec<String>,
 }
 
@@ -64,7 +64,7 @@ pub struct Published {
     pub origin: String,
     /// How it was measured there.
     pub setting: String,
-    /// What the figures are.
+    /// The unit of the figures.
     pub unit: String,
     /// The rows.
     pub rows: Vec<PublishedRow>,
@@ -75,7 +75,7 @@ pub struct Published {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct PublishedRow {
-    /// What was done.
+    /// The work that was published.
     pub name: String,
     /// Without the idea.
     pub base: f64,
@@ -95,7 +95,7 @@ impl PublishedRow {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Comparison {
-    /// What was done.
+    /// The work that is compared.
     pub title: String,
     /// How often every case ran.
     pub rounds: usize,
@@ -103,7 +103,7 @@ pub struct Comparison {
     pub seconds: f64,
     /// The cases.
     pub cases: Vec<Case>,
-    /// What the cases mean for each other.
+    /// The effects of the cases on each other.
     pub effects: Vec<Effect>,
 }
 
@@ -112,9 +112,9 @@ pub struct Comparison {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Case {
-    /// What it was.
+    /// Its name.
     pub name: String,
-    /// What was measured of it.
+    /// Its measurements.
     pub figures: Vec<Figure>,
 }
 
@@ -150,7 +150,7 @@ impl Figure {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Effect {
-    /// What the difference is due to.
+    /// The cause of the difference.
     pub name: String,
     /// The case that stands below the line.
     pub base: String,
@@ -188,9 +188,9 @@ pub struct Curve {
     pub plot: String,
     /// Which line.
     pub name: String,
-    /// What changes from point to point.
+    /// The quantity that changes from point to point.
     pub x_label: String,
-    /// What is measured.
+    /// The quantity measured.
     pub metric: Metric,
     /// The points, from left to right.
     pub points: Vec<Point>,
@@ -219,9 +219,9 @@ pub struct Point {
 pub struct Mechanism {
     /// The claim.
     pub claim: String,
-    /// What the counter said.
+    /// The value of the counter.
     pub value: f64,
-    /// What it has to say.
+    /// The value that it must have.
     pub expected: Expected,
     /// Whether it does.
     pub seen: bool,
@@ -234,9 +234,9 @@ pub struct Mechanism {
 pub struct Target {
     /// What.
     pub name: String,
-    /// What was measured.
+    /// The measured value.
     pub value: f64,
-    /// What is wanted.
+    /// The wanted value.
     pub wanted: Expected,
     /// Whether it was reached in this run.
     pub reached: bool,
@@ -329,7 +329,7 @@ impl Comparison {
 }
 
 impl Case {
-    /// What was measured of `metric`; a defect if nothing was.
+    /// The measurements of `metric`; a bug if there are none.
     pub fn figure(&self, metric: Metric) -> &Figure {
         self.figures
             .iter()

@@ -22,7 +22,7 @@ const FILE_BYTES_MIN: u64 = 64 << 20;
 /// Measures, prints each table when it is there, and writes what was asked for.
 ///
 /// # Errors
-/// What could not be measured or written, in one line.
+/// The measurement or file that failed, in one line.
 pub fn run(arguments: &Arguments) -> Result<Results> {
     let bytes = arguments.size.unwrap_or(if arguments.quick { FILE_BYTES_QUICK } else { FILE_BYTES });
     if bytes < FILE_BYTES_MIN || !bytes.is_multiple_of(1 << 20) {

@@ -1,4 +1,4 @@
-//! What the text and the page both read out of a table.
+//! The values that the text and the page both derive from a table.
 
 use crate::metric::{Metric, group_thousands};
 use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};
@@ -99,7 +99,7 @@ pub fn exact(value: f64) -> String {
     group_thousands(&value.to_string())
 }
 
-/// What is wanted: the relation and the bound.
+/// A target: the relation and the bound.
 pub fn bound(expected: Expected) -> (&'static str, f64) {
     match expected {
         Expected::AtLeast(bound) => (">=", bound),

@@ -1,4 +1,4 @@
-//! Who may connect to the unix sockets of `--listen`: `--socket-mode` and `--socket-group`.
+//! Access to the unix sockets of `--listen`: `--socket-mode` and `--socket-group`.
 
 use std::ffi::{CStr, CString};
 use std::os::unix::fs::MetadataExt;
@@ -23,7 +23,7 @@ pub fn parse_mode(text: &str) -> Result<u32, String> {
     mode.ok_or_else(|| "a mode is three octal digits, such as 660".to_owned())
 }
 
-/// What the options ask for; with a group alone its members may connect.
+/// The access that the options ask for; with a group alone its members may connect.
 ///
 /// # Errors
 /// If there is no such group.

@@ -41,7 +41,7 @@ impl Window {
     }
 }
 
-/// What is behind a device.
+/// The file behind a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Backing {
     /// The file.

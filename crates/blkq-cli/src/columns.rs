@@ -10,7 +10,7 @@ use crate::info::DeviceInfo;
 use crate::size::format_size;
 use crate::table::Align;
 
-/// What stands in a column.
+/// The value in a column.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Cell {
     /// Words, to be aligned left.
@@ -64,9 +64,9 @@ fn elapsed(seconds: u64) -> String {
 
 /// A column.
 pub struct Column {
-    /// What stands above it, and how it is asked for.
+    /// Its heading, by which it is also asked for.
     pub name: &'static str,
-    /// What it shows, in few words.
+    /// Its contents, in few words.
     pub about: &'static str,
     /// On which side its cells stand.
     pub align: Align,
@@ -122,7 +122,7 @@ pub static LOSETUP: [Column; 17] = columns! {
     Right "LOG-SEC" "logical sector size in bytes" |info| Cell::Number(info.sector_size.into());
 };
 
-/// What losetup shows if no columns are asked for.
+/// The columns of losetup if none are asked for.
 const LOSETUP_DEFAULT: [&str; 8] =
     ["NAME", "SIZELIMIT", "OFFSET", "AUTOCLEAR", "RO", "BACK-FILE", "DIO", "LOG-SEC"];
 

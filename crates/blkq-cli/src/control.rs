@@ -29,13 +29,13 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a client waits for a change, which waits for the I/O in flight.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What a client asks of a daemon.
+/// A client's request to a daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
     /// Are you there?
     Ping {},
-    /// What the device is and how it is set.
+    /// The device and its settings.
     Show {},
     /// The counters.
     Stat {},
@@ -51,7 +51,7 @@ pub enum Request {
         /// A smaller one too, even if the device is in use.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         force: bool,
-        /// Who uses the block device, if the client saw somebody: a confined daemon sees no other
+        /// The user of the block device, if the client saw one: a confined daemon sees no other
         /// processes.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
@@ -65,7 +65,7 @@ pub enum Request {
     },
 }
 
-/// What a daemon answers.
+/// A daemon's answer.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply<T> {
@@ -75,7 +75,7 @@ pub enum Reply<T> {
     Error(String),
 }
 
-/// An outcome as the line that tells a client of it.
+/// An outcome as a line of the protocol.
 pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
     let reply = match outcome {
         Ok(value) => Reply::Ok(value),
@@ -93,7 +93,7 @@ pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
 /// Reads a request from a line without its newline.
 ///
 /// # Errors
-/// What is wrong with the line.
+/// The mistake in the line.
 pub fn parse_request(line: &[u8]) -> Outcome<Request> {
     serde_json::from_slice(line).map_err(|e| Failure::new(format!("malformed request: {e}")))
 }
@@ -122,7 +122,7 @@ const PATIENCE: Patience = Patience { report_after: Duration::from_secs(2), forc
 /// process is gone.
 ///
 /// # Errors
-/// What the daemon refused, or that it does not answer, or has not ended in time.
+/// The refusal of the daemon, or that it does not answer, or has not stopped in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
     call_with(dir, name, request, PATIENCE, |what| {
         complain(&Failure::new(format!("{name}: waiting for {what}")));
@@ -211,7 +211,7 @@ fn wait_for_end(
     Ok(())
 }
 
-/// What a device that is ending still has to do, as far as its daemon answers.
+/// The work that a stopping device has left, as far as its daemon answers.
 fn what_remains(dir: &StateDir, name: &str) -> String {
     let statistics = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
         send(&stream, &Request::Stat {})?;

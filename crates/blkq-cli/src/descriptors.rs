@@ -22,7 +22,7 @@ pub fn inherit_standard_only(command: &mut Command) -> &mut Command {
 /// Closes all descriptors from `first` on.
 ///
 /// # Errors
-/// What the kernel refuses.
+/// The error of the kernel.
 ///
 /// # Safety
 /// Nothing in this process owns one of them.
@@ -41,7 +41,7 @@ fn close_range(first: libc::c_uint, flags: libc::c_uint) -> io::Result<()> {
 /// Clients that each of `servers` may have, of the `asked` ones; at least one.
 pub fn clients_max(asked: usize, servers: usize) -> usize {
     let limit = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |limit| limit as usize);
-    // What cannot be counted is not there.
+    // Descriptors that cannot be counted are not there.
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
     share(asked, servers, limit.saturating_sub(open))
 }

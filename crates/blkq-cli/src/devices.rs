@@ -1,4 +1,4 @@
-//! The devices that there are, as their daemons tell of them.
+//! The devices that there are, as their daemons describe them.
 
 use std::path::Path;
 
@@ -14,11 +14,11 @@ use crate::state::{Fate, Found, Remains, StateDir, check_name, read_state};
 #[derive(Serialize, Debug)]
 #[serde(untagged)]
 pub enum Entry {
-    /// Its daemon told of it.
+    /// Its daemon described it.
     Device(Box<DeviceInfo>),
     /// Its daemon died.
     Remains(Box<Remains>),
-    /// Its daemon does not tell.
+    /// Its daemon does not answer.
     Silent {
         /// Its name.
         name: String,
@@ -27,7 +27,7 @@ pub enum Entry {
     },
 }
 
-/// All devices, by name. Nothing is changed, and no name taken from whoever wants it meanwhile.
+/// All devices, by name. Nothing is changed, and every name can be taken meanwhile.
 ///
 /// # Errors
 /// If the state directory cannot be read.
@@ -52,7 +52,9 @@ pub fn look(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
     }
     Ok(match dir.inspect(name)? {
         Found::Nothing => None,
-        Found::Busy => Some(Entry::Silent { name: name.to_owned(), error: "starting or ending".to_owned() }),
+        Found::Busy => {
+            Some(Entry::Silent { name: name.to_owned(), error: "starting or stopping".to_owned() })
+        }
         Found::Remains(remains) => Some(Entry::Remains(remains)),
     })
 }

@@ -12,17 +12,17 @@ pub const EXIT_FAILED: u8 = 1;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure(String);
 
-/// What a command ends with.
+/// The outcome of a command.
 pub type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
-    /// A failure told in one line of the form `what: why; cure`. Control characters of
+    /// A failure in one line of the form `what: why; cure`. Control characters of
     /// names that came from outside are replaced, so that it stays one line.
     pub fn new(line: impl AsRef<str>) -> Failure {
         Failure(line.as_ref().chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
     }
 
-    /// The same failure, told as part of doing `what`.
+    /// The same failure, as part of doing `what`.
     pub fn during(self, what: impl fmt::Display) -> Failure {
         Failure::new(format!("{what}: {self}"))
     }

@@ -44,7 +44,7 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// What the thread is told and tells.
+/// The counters and the limit, shared with the thread.
 #[derive(Clone, Default)]
 pub struct HangCounters {
     limit_ns: Arc<AtomicU64>,
@@ -70,7 +70,7 @@ impl HangCounters {
 /// The thread that looks, until this is dropped.
 pub struct HangWatch {
     counters: HangCounters,
-    /// What the thread will have.
+    /// The state that the thread will own.
     watcher: Option<(Watcher, Receiver<()>)>,
     wake: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -107,7 +107,7 @@ impl HangWatch {
         self.counters.limit()
     }
 
-    /// Those that go on to be told when this is not at hand.
+    /// A handle to the counters that outlives this.
     pub fn counters(&self) -> HangCounters {
         self.counters.clone()
     }
@@ -137,7 +137,7 @@ impl Drop for HangWatch {
     }
 }
 
-/// What the thread has.
+/// The state of the thread.
 struct Watcher {
     disk: Arc<Disk>,
     queues: Vec<Watched>,
@@ -148,11 +148,11 @@ struct Watcher {
 struct Watched {
     queue: usize,
     engine: EngineHandle,
-    /// What the kernel says of its thread (proc_pid_status(5)), if it may be asked.
+    /// The kernel's status of its thread (proc_pid_status(5)), if it can be read.
     status: Option<File>,
-    /// What it was asked for and has not answered, and when.
+    /// The scan that it was asked for and has not answered, and when.
     asked: Option<(HangScanReply, u64)>,
-    /// It was told of that it does not answer.
+    /// It was logged that it does not answer.
     stalled: bool,
     /// How much hung when it last answered.
     hung: u64,
@@ -218,7 +218,7 @@ impl Watched {
                 }
                 self.hung = look.hung;
                 self.asked = None;
-                tell(queue, &look, limit_ns, log);
+                log_scan(queue, &look, limit_ns, log);
             }
             Err(TryRecvError::Empty) if age_ns > limit_ns && !self.stalled => {
                 self.stalled = true;
@@ -234,8 +234,8 @@ impl Watched {
 }
 
 /// Logs what an engine found in `queue`.
-fn tell(queue: usize, look: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
-    // First what is over: it was told of before.
+fn log_scan(queue: usize, look: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
+    // First the hangs that are over: they were logged before.
     look.ended.iter().for_each(|end| log(&end_line(end)));
     look.hangs.iter().for_each(|hang| log(&hang_line(hang)));
     if look.more > 0 {
@@ -261,11 +261,11 @@ fn hang_line(hang: &Hang) -> String {
 
 fn end_line(end: &HangCompletion) -> String {
     let how = match end.result {
-        Some(Ok(())) => "well".to_owned(),
-        Some(Err(status)) => format!("with an error: {status}"),
-        None => "without a request".to_owned(),
+        Some(Ok(())) => "completed".to_owned(),
+        Some(Err(status)) => format!("completed with an error: {status},"),
+        None => "is gone".to_owned(),
     };
-    format!("hang over: {}: ended {how} after {}", end.subject, seconds(end.age_ns))
+    format!("hang over: {}: {how} after {}", end.subject, seconds(end.age_ns))
 }
 
 fn seconds(ns: u64) -> String {
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stuck_request_is_told_of_once_and_its_end_too() {
+    fn a_stuck_request_is_logged_once_and_its_completion_too() {
         let (disk, engine, watch, lines) = device("stuck,op=write,count=1", Duration::from_millis(100));
         let writer = std::thread::spawn({
             let mut submitter = disk.submitter();
@@ -356,7 +356,7 @@ mod tests {
         disk.set("fault", "none").unwrap();
         assert!(writer.join().unwrap().is_ok());
         let over = &lines.wait("hang over:", 1)[0];
-        assert!(over.contains("write sector 16 + 8") && over.contains("ended well after 0."), "{over}");
+        assert!(over.contains("write sector 16 + 8") && over.contains("completed after 0."), "{over}");
         assert_eq!((disk.stats().hung, watch.counters().stalls()), (0, 0));
         drop((watch, engine));
     }
@@ -387,7 +387,7 @@ mod tests {
         drop((watch, engine));
     }
 
-    /// Submits a read, and sleeps on the engine's thread for as long as it is told.
+    /// Submits a read, and sleeps on the engine's thread for as long as a message says.
     struct Sleeper;
 
     // SAFETY: it is the only source of its engine.
@@ -410,7 +410,7 @@ mod tests {
 
     // Contract: errors
     #[test]
-    fn an_engine_that_is_held_up_is_told_of() {
+    fn an_engine_that_does_not_answer_is_logged() {
         let (disk, engine, watch, lines) = device("stuck", Duration::from_millis(200));
         let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
         engine.handle().send(source, Box::new(Duration::from_millis(900)));

@@ -1,4 +1,4 @@
-//! What is known about a device: the answer to `show`, and what of it the state file holds.
+//! The description of a device: the answer to `show`, and the state file.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ pub struct DeviceInfo {
     pub log: Option<PathBuf>,
     /// Where clients find it: URIs.
     pub exports: Vec<String>,
-    /// Who is connected now.
+    /// The clients that are connected now.
     pub clients: Vec<ClientInfo>,
     /// The image's path, or `null:SIZE`, `ram:SIZE`.
     pub image: String,
@@ -46,7 +46,7 @@ pub struct DeviceInfo {
     /// Whether the kernel was asked to look for partitions.
     #[serde(default)]
     pub partscan: bool,
-    /// What its daemon has given up.
+    /// The privileges that its daemon has dropped.
     #[serde(default)]
     pub sandbox: Confinement,
     /// How the backing file is read and written.
@@ -54,7 +54,7 @@ pub struct DeviceInfo {
     /// How it was attached. A daemon of an older version does not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attach_options: Option<Record>,
-    /// What the device can do besides reading and writing.
+    /// The operations of the device besides reading and writing.
     pub capabilities: Vec<String>,
     /// How it is set, in order.
     #[serde(with = "typed::settings")]
@@ -62,11 +62,11 @@ pub struct DeviceInfo {
     /// Facts of the driver, in order.
     #[serde(with = "typed::facts")]
     pub driver_facts: Vec<(String, String)>,
-    /// What the user should know.
+    /// Warnings for the user.
     pub warnings: Vec<String>,
 }
 
-/// What of a device is kept, for whoever finds its files without a daemon.
+/// The state file of a device: for a command that finds its files without a daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StateFile {
     /// Its name.
@@ -83,7 +83,7 @@ pub struct StateFile {
     /// The kernel's block device, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
-    /// What was set since it was attached, in order.
+    /// The settings changed since it was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
 }
@@ -112,7 +112,7 @@ impl BlockDevice {
         BlockDevice { id, cookie, words: Vec::new(), directory: PathBuf::new() }
     }
 
-    /// What identifies it.
+    /// Its identity.
     pub fn identity(&self) -> Identity {
         Identity { id: self.id, cookie: self.cookie }
     }

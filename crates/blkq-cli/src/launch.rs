@@ -31,7 +31,7 @@ pub struct Launched {
 /// exits.
 ///
 /// # Errors
-/// What it reports, or that it reported nothing.
+/// The failure that it reports, or that it reported nothing.
 pub fn launch_attach(options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
     let name = options.name.clone().unwrap_or_else(|| options.default_name());
     let input = serde_json::to_vec(&Record::new(options)?).map_err(|e| refuse(e.into()))?;
@@ -42,7 +42,7 @@ pub fn launch_attach(options: &AttachOptions, exit_with_parent: bool) -> Outcome
 /// Has a new daemon serve the orphan `name`, and waits until it is ready.
 ///
 /// # Errors
-/// What it reports, or that it reported nothing.
+/// The failure that it reports, or that it reported nothing.
 pub fn launch_recover(name: &str) -> Outcome<Launched> {
     launch(Some("--recover"), name, &[])
 }
@@ -77,7 +77,7 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
         }
         Err(_) => {
             let status = child.wait().map_err(refuse)?;
-            Err(Failure::new(format!("the daemon ended before it was ready ({status})")))
+            Err(Failure::new(format!("the daemon exited before it was ready ({status})")))
         }
     }
 }

@@ -53,7 +53,7 @@ impl Signals {
     /// on, and send no signal. Called once, before there are other threads.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The error of the kernel.
     pub fn install() -> Outcome<Signals> {
         let refuse = |e: std::io::Error| Failure::new(format!("signals: {e}"));
         let (pipe, sender) =

@@ -32,15 +32,15 @@ pub struct Statistics {
     /// `--hang-warning`, 0 if it is off.
     #[serde(default)]
     pub hang_warning_ns: u64,
-    /// What happened at the request gate, where threads of the daemon wait.
+    /// The counters of the request gate, where threads of the daemon wait.
     #[serde(default)]
     pub gate: Gate,
-    /// What NBD servers counted; `None` if there is none.
+    /// The counters of the NBD servers; `None` if there is none.
     #[serde(default)]
     pub nbd: Option<Nbd>,
 }
 
-/// What happened at the request gate ([`blkq::gate::GateCounters`]), and who waits there.
+/// The counters of the request gate ([`blkq::gate::GateCounters`]), and its waiters.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Gate {
     /// Submitters that wait now: for reads, for all else.
@@ -55,7 +55,7 @@ pub struct Gate {
     pub largest_grant: u32,
 }
 
-/// What all NBD servers of the device counted.
+/// The sum of all NBD servers of the device.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Nbd {
     /// Clients connected now.
@@ -66,7 +66,7 @@ pub struct Nbd {
 }
 
 impl Gate {
-    /// What happened since `earlier`; who waits and the largest grant stay as they are now.
+    /// The difference since `earlier`; the waiters and the largest grant stay as they are now.
     pub fn since(&self, earlier: &Gate) -> Gate {
         Gate {
             waits: self.waits.saturating_sub(earlier.waits),
@@ -78,7 +78,7 @@ impl Gate {
 }
 
 impl Nbd {
-    /// What was counted since `earlier`; who is connected stays as it is now.
+    /// The difference since `earlier`; the connected clients stay as they are now.
     pub fn since(&self, earlier: &Nbd) -> Nbd {
         Nbd { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }
@@ -101,7 +101,7 @@ struct Group {
 }
 
 impl Statistics {
-    /// What a snapshot taken at `time_ns` counted.
+    /// The counters of a snapshot taken at `time_ns`.
     pub fn new(snapshot: &StatsSnapshot, time_ns: u64, uptime_ns: u64) -> Statistics {
         let group = |group: &StatGroup| {
             let group = &snapshot[*group];

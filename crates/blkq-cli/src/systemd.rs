@@ -1,4 +1,4 @@
-//! What a service manager and its service say to each other: sockets handed over at
+//! The protocol between a service manager and its service: sockets handed over at
 //! start (sd_listen_fds(3)) and word of the state (sd_notify(3)).
 
 use std::ffi::OsStr;

@@ -32,7 +32,7 @@ mod tests {
 
     #[test]
     fn times_are_those_of_the_calendar() {
-        // What `date -u -d @SECONDS +%FT%T` prints.
+        // The output of `date -u -d @SECONDS +%FT%T`.
         for (seconds, text) in [
             (0, "1970-01-01T00:00:00.250Z"),
             (951_782_399, "2000-02-28T23:59:59.250Z"),

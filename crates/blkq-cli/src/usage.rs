@@ -79,7 +79,7 @@ mod tests {
         ] {
             assert!(of(words).contains("tip: numbers are 0 or more here"), "{}", of(words));
         }
-        // What means something else there is left alone.
+        // An option that means something else there is not touched.
         assert!(of(&["show", "-r"]).contains("as a value"));
     }
 

@@ -1,4 +1,4 @@
-//! Who may connect to the sockets of a device.
+//! Access to the sockets of a device.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;

@@ -67,7 +67,7 @@ impl Drop for Place {
     }
 }
 
-/// What the schema has against a document.
+/// The errors that the schema finds in a document.
 fn against_schema(document: &Value) -> Result<(), String> {
     let (mut schemas, mut compiler) = (boon::Schemas::new(), boon::Compiler::new());
     compiler.set_default_draft(boon::Draft::V2020_12);
@@ -107,7 +107,7 @@ fn all_seen(document: &Value) {
     assert!(unseen.is_empty(), "mechanisms that were not seen: {unseen:#?}");
 }
 
-/// Who waits for whom, and in which order, is also up to what else the machine does for a moment: a
+/// The order of waiting also depends on the other work of the machine at that moment: a
 /// table that does not show its mechanisms is run again, twice at the most.
 fn all_seen_in_the_end(place: &Place, document: &Value) {
     for table in array(&document["tables"]) {
@@ -185,7 +185,7 @@ fn what_cannot_be_measured_or_written_is_refused_at_once_in_one_line() {
 }
 
 #[test]
-fn an_interrupt_removes_the_file_and_ends_with_130() {
+fn an_interrupt_removes_the_file_and_exits_with_130() {
     let place = Place::new("interrupt");
     let words = ["peak", "--quick", "--size", "64M"];
     let mut child = place.command(&words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -235,7 +235,7 @@ fn every_table_shows_its_mechanism() {
 /// A table, words of its claims, and what the counter must say at least.
 type Named = (&'static str, &'static [&'static str], fn(f64) -> bool);
 
-/// What must be among the claims, whatever bounds the tables set themselves.
+/// The claims that must be there, whatever bounds the tables set themselves.
 const NAMED: &[Named] = &[
     ("dispatch", &["randread, concurrent: reads in flight"], |reads| reads > 1.0),
     ("dispatch", &["writers at once"], |writers| writers == 1.0),

@@ -42,7 +42,7 @@ fn a_device_lives_from_attach_to_detach() {
 }
 
 #[test]
-fn attach_tells_all_in_json() {
+fn attach_prints_all_as_json() {
     let place = Place::new("json");
     let told = place.json(&["attach", "ram:1M", "--json", "--queues", "2", "--depth", "32", "--no-merge"]);
     assert_eq!(
@@ -117,7 +117,7 @@ fn state_of(place: &Place) -> Vec<(String, u64, std::time::SystemTime)> {
 
 // Contract: detach
 #[test]
-fn who_looks_at_a_dead_device_changes_nothing_and_reads_what_happened() {
+fn looking_at_a_dead_device_changes_nothing() {
     let place = Place::new("dead");
     let image = place.image("disk.img", 1 << 20);
     place.done(&["attach", &image, "--name", "d"]);
@@ -170,7 +170,7 @@ fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
 }
 
 #[test]
-fn an_image_that_was_removed_or_replaced_is_said_to_be() {
+fn a_removed_or_replaced_image_is_reported() {
     let place = Place::new("removed");
     let image = place.image("disk.img", 1 << 20);
     place.done(&["attach", &image]);
@@ -179,7 +179,7 @@ fn an_image_that_was_removed_or_replaced_is_said_to_be() {
     for command in [&["list"][..], &["show", "disk.img"]] {
         assert!(place.done(command).contains("disk.img (deleted)"), "{command:?}");
     }
-    // What bears its name now is another file.
+    // The file that has its name now is another one.
     place.done(&["attach", &image, "--name", "new"]);
 }
 
@@ -204,7 +204,7 @@ fn detach_spares_clients_unless_forced() {
 }
 
 #[test]
-fn detach_all_tells_of_each() {
+fn detach_all_reports_each() {
     let place = Place::new("all");
     assert_eq!(place.done(&["detach", "--all"]), "");
     for name in ["a", "b", "c"] {
@@ -235,7 +235,7 @@ fn settings_and_size_change_while_it_is_attached() {
         assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], scheduler);
     }
     place.done(&["set", "d", "read-only=off"]);
-    // What was set is written down for the next daemon of a block device (lab/guest.d/tests/recovery); any
+    // A changed setting is written for the next daemon of a block device (lab/guest.d/tests/recovery); any
     // other daemon may write no file.
     let state = fs::read_to_string(place.state().join("d.json")).unwrap();
     assert!(state.contains(r#""settings":{}"#), "{state}");
@@ -319,7 +319,7 @@ fn one_device_may_have_several_addresses() {
     stream.read_exact(&mut greeting).unwrap();
     assert_eq!(&greeting, b"NBDMAGIC");
     drop(client(uris[1]));
-    // What is in use is refused, and nothing is left of the attempt.
+    // An address in use is refused, and nothing is left of the attempt.
     let before = place.files();
     place.refused(&["attach", "ram:1M", "--listen", &unix, "--name", "two"]);
     place.refused(&["attach", "ram:1M", "--listen", &format!("tcp:{address}"), "--name", "two"]);
@@ -352,7 +352,7 @@ fn only_a_block_device_is_recovered_or_handed_over() {
     assert!(place.refused(&["recover", "ram"]).contains("its daemon lives"));
     assert!(place.refused(&["upgrade", "ram"]).contains("detach it"));
     place.done(&["show", "ram"]);
-    // What is said of a block device that the kernel does not know stops nobody.
+    // A state file with a block device that the kernel does not know stops no attach.
     kill(place.pid("ram"));
     let state = place.state().join("ram.json");
     let mut left: Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
@@ -364,7 +364,7 @@ fn only_a_block_device_is_recovered_or_handed_over() {
 }
 
 #[test]
-fn wrong_usage_is_told_from_refusal() {
+fn wrong_usage_and_refusals_have_exit_codes_of_their_own() {
     let place = Place::new("usage");
     for words in [
         &["attach"][..],
@@ -446,9 +446,29 @@ fn manuals_and_completions_come_from_the_command_line() {
     assert_eq!(completed("blkq show s"), ["second"]);
     assert_eq!(completed("blkq set first dep"), ["depth="]);
     assert_eq!(completed("blkq set first di"), ["direct-io=", "dispatch="]);
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image, "--fault", "none"]);
+    let line = place.refused(&["set", "disk.img", "nonsense=on"]);
+    let (_, listed) = line.split_once("there are ").unwrap();
+    let listed = listed.split(';').next().unwrap().split(", ").map(|key| format!("{key}="));
+    let mut keys = completed("blkq set disk.img ''");
+    keys.retain(|key| key != "--help");
+    keys.sort();
+    assert_eq!(keys, listed.collect::<Vec<_>>());
+    let info = place.json(&["show", "disk.img", "--json"]);
+    for key in keys {
+        let value = match (key.as_str(), &info["settings"][key.trim_end_matches('=')]) {
+            ("direct-io=", _) => "auto".to_owned(),
+            ("fault=", _) => "none".to_owned(),
+            (_, Value::Bool(true)) => "on".to_owned(),
+            (_, Value::String(value)) => value.clone(),
+            (_, Value::Number(value)) => value.to_string(),
+            _ => "off".to_owned(),
+        };
+        place.done(&["set", "disk.img", &format!("{key}{value}")]);
+    }
     assert!(completed("blkq gen").contains(&"generate".to_owned()));
-    assert!(!completed("blkq attach --d").iter().any(|word| word == "--daemon"));
-    assert!(!completed("blkq ''").iter().any(|word| word == "ublk-owner"));
+    assert!(!completed("blkq ''").iter().any(|word| ["ublk-owner", "daemon"].contains(&word.as_str())));
     place.refused(&["generate", "man", "/nonexistent"]);
     assert!(place.done(&["features"]).contains("io_uring"));
     let features = place.json(&["features", "--json"]);

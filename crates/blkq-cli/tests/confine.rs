@@ -1,4 +1,4 @@
-//! What a confined thread is refused, tried. Each case runs in a process of its own: the test
+//! Actions that a confined thread is refused, tried. Each case runs in a process of its own: the test
 //! program again, with the name of the case.
 // Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
@@ -27,7 +27,7 @@ fn run(case: &str) -> ExitStatus {
     command.args(["--exact", "in_a_process_of_its_own", "--nocapture", "--ignored"]).env(CASE, case);
     let mut child = command.spawn().unwrap();
     let status = child.wait().unwrap();
-    // What is confined cannot clean up.
+    // A confined process cannot clean up.
     let _ = fs::remove_dir_all(directory(child.id(), case));
     status
 }
@@ -144,7 +144,7 @@ fn control() {
     let told = confine::control(&needs).unwrap();
     assert!(told.no_new_privileges && told.seccomp);
     assert_eq!((told.capabilities.as_str(), told.landlock_abi), ("none", abi));
-    // What it needs goes on,
+    // Its needs are met,
     File::options().read(true).write(true).open(&files.image).unwrap();
     File::options().write(true).truncate(true).open(&files.image).unwrap();
     fs::remove_file(&needs.removed[0]).unwrap();
@@ -171,7 +171,7 @@ fn the_control_plane_has_the_image_and_what_it_removes() {
 }
 
 #[test]
-fn who_breaks_out_ends_the_process() {
+fn a_deadly_call_kills_the_process() {
     for case in ["execve", "mount", "ring"] {
         assert_eq!(run(case).signal(), Some(libc::SIGSYS), "{case}");
     }

@@ -39,7 +39,7 @@ fn few_open_files_are_enough_and_leave_some_for_commands() {
 
 // Contract: detach
 #[test]
-fn signals_end_a_daemon_in_order() {
+fn signals_stop_a_daemon_in_order() {
     let place = Place::new("signals");
     for end in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let uri = place.done(&["attach", "ram:1M"]);
@@ -88,7 +88,7 @@ fn word(socket: &UnixDatagram) -> String {
 }
 
 #[test]
-fn in_the_foreground_it_tells_the_service_manager() {
+fn in_the_foreground_it_notifies_the_service_manager() {
     let place = Place::new("front");
     let (mut child, manager) = foreground(&place, &["ram:1M"], &place.dir.join("n"));
     assert!(word(&manager).starts_with("READY=1\nSTATUS=Serving ram:1M as nbd+unix"));
@@ -196,7 +196,7 @@ fn a_daemon_has_given_up_what_it_does_not_need() {
 }
 
 #[test]
-fn a_daemon_at_rest_is_small() {
+fn an_idle_daemon_is_small() {
     let place = Place::new("small");
     let image = place.image("disk.img", 1 << 30);
     place.done(&["attach", &image]);

@@ -177,7 +177,7 @@ fn detaching_what_was_killed_succeeds_and_says_so() {
 }
 
 #[test]
-fn a_device_whose_user_cannot_be_told_of_it_is_detached_again() {
+fn a_device_that_cannot_be_reported_is_detached_again() {
     let place = Place::new("untold");
     let image = place.image("disk.img", 1 << 20);
     let full = || Stdio::from(fs::File::options().write(true).open("/dev/full").unwrap());
@@ -227,7 +227,7 @@ fn a_fallback_to_nbd_is_said_with_its_cause() {
 }
 
 #[test]
-fn a_warning_goes_with_its_cause() {
+fn a_warning_disappears_with_its_cause() {
     let place = Place::new("stale");
     let output = place.run(&["attach", "ram:1M", "--fault", "error=EIO"]);
     assert!(String::from_utf8(output.stderr).unwrap().contains("faults are injected"));

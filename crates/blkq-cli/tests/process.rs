@@ -1,4 +1,4 @@
-//! What a daemon is as a process: signals, what it inherits, how it is found.
+//! A daemon as a process: signals, what it inherits, how it is found.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -48,7 +48,7 @@ fn wait_for_exit(child: &mut Child, what: &str) {
 
 // Contract: detach
 #[test]
-fn a_signal_ends_a_daemon_whichever_thread_gets_it() {
+fn a_signal_stops_a_daemon_whichever_thread_gets_it() {
     let place = Place::new("threads");
     let count = || threads(place.pid("d")).len();
     let words = ["attach", "ram:1M", "--name", "d", "--queues", "2"];
@@ -74,7 +74,7 @@ fn a_signal_ends_a_daemon_whichever_thread_gets_it() {
 
 // Contract: detach
 #[test]
-fn a_signal_ends_a_daemon_at_whatever_moment() {
+fn a_signal_stops_a_daemon_at_any_moment() {
     let place = Place::new("moments");
     for round in 0..40 {
         let mut child = foreground(&place, &["--queues", "2"]);
@@ -122,7 +122,7 @@ fn inherited_masks_and_nohup_keep_no_signal_from_a_daemon() {
 }
 
 #[test]
-fn sighup_ends_no_daemon_whichever_thread_gets_it() {
+fn sighup_stops_no_daemon_whichever_thread_gets_it() {
     let place = Place::new("hangup");
     place.done(&["attach", "ram:1M", "--name", "d"]);
     let pid = place.pid("d");
@@ -154,7 +154,7 @@ fn detach_reports_what_it_waits_for() {
 /// The panic of an engine: on the thread that has I/O in flight, inside of the sandbox.
 // Contract: detach
 #[test]
-fn a_panic_ends_the_daemon_at_once_and_is_in_the_log() {
+fn a_panic_aborts_the_daemon_and_is_in_the_log() {
     let place = Place::new("panic");
     let image = place.image("disk.img", 1 << 20);
     let words = ["attach", &image, "--name", "d", "--queues", "2"];
@@ -229,7 +229,7 @@ fn descriptors(pid: i32) -> Vec<String> {
 }
 
 #[test]
-fn a_daemon_has_no_descriptors_of_whoever_starts_it() {
+fn a_daemon_inherits_no_descriptors() {
     let place = Place::new("fds");
     let image = place.image("disk.img", 1 << 20);
     let (reader, writer) = pipe();

@@ -1,4 +1,4 @@
-//! What `blkq list`, `show` and `stat` report, for people and for programs.
+//! The reports of `blkq list`, `show` and `stat`, for people and for programs.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -37,7 +37,7 @@ fn stat_of_one_device_reports_once_or_in_intervals() {
 }
 
 #[test]
-fn a_device_that_is_detached_ends_stat_well() {
+fn stat_exits_well_when_its_device_is_detached() {
     let place = Place::new("stat-end");
     for words in [&["stat", "a", "0.02"][..], &["stat", "a", "b", "0.02"], &["stat", "a", "0.02", "--json"]] {
         for round in 0..5 {

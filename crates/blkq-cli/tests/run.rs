@@ -65,7 +65,7 @@ fn a_command_has_the_device_in_its_environment_and_gives_its_exit_code() {
         let words = [&["attach", "ram:1M", "--run", "true"], words].concat();
         assert_eq!(place.run(&words).status.code(), Some(2), "{words:?}");
     }
-    // What cannot be attached runs nothing.
+    // A device that cannot be attached runs nothing.
     assert!(!place.refused(&["attach", "/nonexistent", "--run", "echo ran"]).contains("ran "));
 }
 
@@ -101,7 +101,7 @@ fn a_signal_is_passed_on_and_the_device_detached_after_the_command() {
 }
 
 #[test]
-fn a_device_that_goes_before_the_command_is_reported() {
+fn a_device_detached_before_the_command_exits_is_reported() {
     let place = Place::new("run-died");
     for (code, expected) in [(0, 1), (5, 5)] {
         let (child, output) = start(&place, &format!("echo ready; read line; exit {code}"));
@@ -236,7 +236,7 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     place.done(&["detach", "front"]);
     assert!(!file.exists());
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    // What cannot be written is refused, and nothing is left.
+    // A pid file that cannot be written is refused, and nothing is left.
     let line = place.refused(&["attach", "ram:1M", "--pid-file", "/nonexistent/pid"]);
     assert!(line.contains("--pid-file /nonexistent/pid"), "{line}");
     assert!(place.files().is_empty());

@@ -24,7 +24,7 @@ fn lines_with(place: &Place, what: &str) -> Vec<String> {
 
 // Contract: errors
 #[test]
-fn what_hangs_is_in_the_log_with_its_client_and_its_end() {
+fn a_hang_is_logged_with_its_client_and_its_completion() {
     let place = Place::new("hang");
     let fault = "stuck,op=write,range=8K-12K";
     let words = ["attach", "ram:1M", "--hang-warning", "0.2", "--depth", "2", "--fault", fault, "--no-merge"];
@@ -60,7 +60,7 @@ fn what_hangs_is_in_the_log_with_its_client_and_its_end() {
     cookies.sort_unstable();
     assert_eq!(cookies, [0xabc, 0xabd, 0xabe]);
     wait_until("three ends", || lines_with(&place, " hang over: ").len() == 3);
-    assert!(lines_with(&place, " hang over: ").iter().all(|line| line.contains("ended well after ")));
+    assert!(lines_with(&place, " hang over: ").iter().all(|line| line.contains("completed after ")));
     assert_eq!(place.json(&["stat", "ram", "--json"])["hangs"]["now"], 0);
 }
 
@@ -129,7 +129,7 @@ fn stat_shows_all_that_is_counted() {
     assert!(values[0] > 0.0 && values.is_sorted(), "{values:?}");
 }
 
-/// What the endpoint at `uri` sends to who sends `request`.
+/// The answer of the endpoint at `uri` to `request`.
 fn answer(uri: &str, request: &[u8]) -> String {
     let mut answer = Vec::new();
     match uri.strip_prefix("http+unix://") {
@@ -222,12 +222,12 @@ fn metrics_are_for_this_machine_unless_said_otherwise() {
     assert_eq!(told.status.code(), Some(0));
     assert!(String::from_utf8(told.stderr).unwrap().contains("can read the metrics"));
     scrape(&metrics_uri(&place, "ram").replace("0.0.0.0", "127.0.0.1"));
-    // Whoever listens already keeps the address, and the device is not attached.
+    // A server that listens already keeps the address, and the device is not attached.
     let taken = metrics_uri(&place, "ram").replace("http://", "tcp:").replace("/metrics", "");
     let other = place.refused(&["attach", "ram:1M", "--export", "nbd", "--metrics", &taken, "--insecure"]);
     assert!(other.contains("--metrics: cannot listen on"), "{other}");
     assert_eq!(place.json(&["list", "--json"]).as_array().unwrap().len(), 1);
-    // What a killed daemon left stops nothing.
+    // The remains of a killed daemon stop nothing.
     let at = format!("unix:{}", place.dir.join("m.sock").display());
     place.done(&["attach", "ram:1M", "--name", "k", "--metrics", &at]);
     kill(place.pid("k"));
@@ -237,7 +237,7 @@ fn metrics_are_for_this_machine_unless_said_otherwise() {
 
 // Contract: bounded-input
 #[test]
-fn who_means_harm_over_http_is_shed_and_the_device_does_not_feel_it() {
+fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
     let place = Place::new("http");
     let uri = place.done(&["attach", "ram:1M", "--metrics", "tcp:127.0.0.1:0"]);
     let metrics = metrics_uri(&place, "ram");
@@ -261,7 +261,7 @@ fn who_means_harm_over_http_is_shed_and_the_device_does_not_feel_it() {
         assert_eq!(reply(&mut client, 4096), (0, 1));
         begin.elapsed()
     };
-    // Who says nothing, or too slowly, keeps nobody out.
+    // A client that sends nothing, or too slowly, keeps no other out.
     let mut slow: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     slow.iter_mut().for_each(|stream| _ = stream.write_all(b"GET /met"));
     assert!(served() < Duration::from_secs(2));
@@ -274,7 +274,7 @@ fn who_means_harm_over_http_is_shed_and_the_device_does_not_feel_it() {
     late.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     assert_eq!(late.read(&mut [0]).unwrap_or(0), 0);
     assert!((4..12).contains(&begin.elapsed().as_secs()), "{:?}", begin.elapsed());
-    // Who asks and does not read holds a place, not a thread.
+    // A client that does not read its answer holds a place, not a thread.
     let greedy: Vec<TcpStream> = (0..16)
         .map(|_| {
             let mut stream = TcpStream::connect(&address).unwrap();

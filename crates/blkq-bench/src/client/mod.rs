@@ -18,7 +18,7 @@ mod tests;
 pub use pages::PAGE_BYTES;
 use pages::Pages;
 
-/// What is contiguous of a file on the device.
+/// An extent: a contiguous part of a file on the device.
 const EXTENT_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 /// Pages read at once when a sequential read begins, and at most (as read_ahead_kb = 128).
 const READ_AHEAD_MIN: u64 = 4;
@@ -81,7 +81,7 @@ pub struct File {
     writes: usize,
     sender: Sender<Ended>,
     ended: Receiver<Ended>,
-    /// The first error of a write, told by the next [`File::sync`].
+    /// The first error of a write, returned by the next [`File::sync`].
     failed: Option<blkq::Status>,
 }
 
@@ -154,7 +154,7 @@ impl File {
     /// If the device failed to do so for an earlier one.
     pub fn write(&mut self, page: u64, bytes: &[u8]) -> Result {
         self.take_ended()?;
-        // What is being read there is older; it must not come after this.
+        // A read of these pages in flight has older data; it must not complete after this.
         while self.is_being_read(page) {
             self.wait()?;
         }

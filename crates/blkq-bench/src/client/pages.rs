@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 /// The cache holds, and the client reads and writes, so many bytes at once.
 pub const PAGE_BYTES: usize = 4096;
 
-/// What is known of a cached page.
+/// The state of a cached page.
 #[derive(Clone, Copy, Default)]
 struct Slot {
     page: u64,
@@ -13,7 +13,7 @@ struct Slot {
     /// Was used since the hand passed.
     referenced: bool,
     dirty: bool,
-    /// What it held is on its way to the device.
+    /// Its data is on the way to the device.
     writing: bool,
 }
 

@@ -20,7 +20,7 @@ pub enum Pattern {
     Sequential,
 }
 
-/// What is asked for, of one thread.
+/// The load of one thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// Where.

@@ -66,7 +66,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         for cqe in ring.completion() {
             if cqe.result() != load.block_bytes as i32 {
                 return Err(format!(
-                    "io_uring: an I/O of {} bytes ended with {}",
+                    "io_uring: an I/O of {} bytes completed with {}",
                     load.block_bytes,
                     cqe.result()
                 )

@@ -18,7 +18,7 @@ use crate::process::Usage;
 /// The part of a run that goes before it and is not counted: until the gate is full.
 pub const WARM_UP: f64 = 0.25;
 
-/// What one submitter has in flight, and what has ended. Its own, so that two submitters
+/// The I/Os of one submitter in flight, and those completed. Its own, so that two submitters
 /// never meet but at the gate.
 struct Window {
     ended: Mutex<Ended>,
@@ -78,7 +78,7 @@ impl Window {
         }
     }
 
-    /// What has ended since this was last asked.
+    /// The completions since the last call.
     fn reap(&self) -> Ended {
         let mut ended = lock(&self.ended);
         let buffers = std::mem::take(&mut ended.buffers);
@@ -125,7 +125,7 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
     })
 }
 
-/// Submits until told to stop.
+/// Submits until it is stopped.
 fn submit(
     disk: &Arc<Disk>,
     window: &Arc<Window>,
@@ -149,10 +149,10 @@ fn submit(
     }
 }
 
-/// What all submitters did together.
+/// The sum of all submitters.
 fn summary(load: &Load, ended: &[Ended], elapsed: Duration, used: Usage) -> Result<Run> {
     if let Some(status) = ended.iter().find_map(|ended| ended.failed) {
-        return Err(format!("an I/O ended with {status:?}").into());
+        return Err(format!("an I/O completed with {status:?}").into());
     }
     let ios = ended.iter().map(|ended| ended.ios).sum();
     let latency_ns: u64 = ended.iter().map(|ended| ended.latency_ns).sum();
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_the_device_is_told() {
+    fn an_error_of_the_device_is_returned() {
         let mut options = NullOptions::new(1 << 30);
         options.limits.read_only = true;
         let disk = Disk::builder(Box::new(Null::new(options).expect("valid limits"))).build();

@@ -28,17 +28,17 @@ pub struct Bar {
     pub range: Option<(f64, f64)>,
     /// How it is drawn.
     pub class: &'static str,
-    /// What it says when asked.
+    /// Its tooltip.
     pub title: String,
 }
 
 /// Bars of one thing.
 pub struct Row {
-    /// What belongs to this row and the next ones, if something new begins.
+    /// The heading above this row, if a group begins with it.
     pub heading: Option<String>,
-    /// What it is.
+    /// Its label.
     pub label: String,
-    /// What was measured.
+    /// Its value as text.
     pub value: String,
     /// From top to bottom.
     pub bars: Vec<Bar>,
@@ -48,15 +48,15 @@ pub struct Row {
 pub struct Plot<'a> {
     /// A name that no other plot of the page has.
     pub id: String,
-    /// What is shown.
+    /// Its title.
     pub title: String,
     /// The axis, over [`AXIS`].
     pub scale: Scale,
     /// Where bars begin.
     pub begin: f64,
-    /// What stands before and after the labels of ticks: a unit.
+    /// The text before and after the labels of ticks: a unit.
     pub tick: fn(f64) -> String,
-    /// What the axis shows.
+    /// The quantity on the axis.
     pub axis: &'a str,
     /// The rows.
     pub rows: Vec<Row>,

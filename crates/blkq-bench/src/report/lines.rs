@@ -1,4 +1,4 @@
-//! Line plots: curves over an axis, told apart by colour, dashes and markers.
+//! Line plots: curves over an axis, distinguished by colour, dashes and markers.
 
 use super::bars::{FONT, LINE, WIDTH, measure, open, text};
 use super::html::escape;

@@ -161,7 +161,7 @@ fn published(table: &Table) -> String {
     )
 }
 
-/// A verdict that is also told by its word, not by colour alone.
+/// A verdict that shows in its word too, not by colour alone.
 fn pill(good: bool, words: [&str; 2]) -> String {
     let (class, word) = if good { ("good", words[0]) } else { ("bad", words[1]) };
     format!("<span class=\"pill {class}\">{word}</span>")

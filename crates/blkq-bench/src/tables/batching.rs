@@ -100,7 +100,7 @@ fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     })
 }
 
-/// What a null device counted; of other devices nothing.
+/// The counters of a null device; of other devices none.
 fn null_counter(disk: &Disk, name: &str) -> Option<u64> {
     let facts = disk.driver().describe();
     facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok())
@@ -226,7 +226,7 @@ fn gate_mechanisms(table: &mut Table, all: &[Devices]) {
     table.mechanism("on: most in flight, by the depth", most(&on), Expected::AtMost(1.5));
 }
 
-/// What was published for one of the four patterns, without batching and with it.
+/// The published figures of one of the four patterns, without batching and with it.
 struct Row {
     name: &'static str,
     pattern: Pattern,

@@ -91,7 +91,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 
 fn notes() -> Vec<String> {
     [
-        "batches of 1 gain nothing: one reading when the I/O comes and one when it ends, cached or not"
+        "batches of 1 gain nothing: one reading when the I/O comes and one when it completes, cached or not"
             .into(),
         format!(
             "age max: the longest time from a cached reading to the next, so for longer none of those was used; \

@@ -17,7 +17,7 @@ use crate::process::resident_bytes;
 use crate::result::{Expected, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// What was measured at the origin: jobs, name, base, feature, context switches feature by base.
+/// The figures of the origin: jobs, name, base, feature, context switches feature by base.
 const PUBLISHED: [(u64, &str, f64, f64, Option<f64>); 8] = [
     (16, "randread", 240.0, 242.0, Some(0.84)),
     (16, "read", 8705.0, 9258.0, Some(0.67)),
@@ -45,7 +45,7 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(WAYS.len() * PUBLISHED.len())
 }
 
-/// What the jobs do.
+/// The operations of the jobs.
 struct Job {
     path: PathBuf,
     /// Size of the file, of which each job has a part that is a file to it.

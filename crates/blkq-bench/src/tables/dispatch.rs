@@ -19,11 +19,11 @@ use crate::{Result, What};
 const DEPTH: usize = 64;
 /// Largest part of the file that random reads read: the file stays cold.
 const READ_SHARE: u64 = 4;
-/// What writes write: the eighth of the file, and at least so many blocks, lest a run is
+/// The range of writes: the eighth of the file, and at least so many blocks, lest a run is
 /// too short to be measured.
 const WRITE_SHARE: u64 = 8;
 const WRITES_MIN: u64 = (64 << 20) / 4096;
-/// What was measured at the origin: name, base, feature.
+/// The figures of the origin: name, base, feature.
 const PUBLISHED: [(&str, f64, f64); 4] = [
     ("randread", 1740.0, 25_318.0),
     ("read", 42_196.0, 51_771.0),

@@ -26,7 +26,7 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(CASES)
 }
 
-/// What one of the threads does.
+/// The work of one of the threads.
 pub struct Work {
     load: Load,
     write_percent: u64,

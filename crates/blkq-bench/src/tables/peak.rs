@@ -1,4 +1,4 @@
-//! What one core does, and several: the block layer alone, and the loop driver against raw
+//! The peak of one core, and of several: the block layer alone, and the loop driver against raw
 //! io_uring.
 
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::{Result, What};
 /// Size of the memory that the ram driver is measured on: larger than caches.
 const RAM_BYTES: u64 = 256 << 20;
 
-/// What stands on the lines of the curves.
+/// The names of the curves.
 const NULL: &str = "null";
 const RAM: &str = "ram";
 const NOP: &str = "io_uring NOP";

@@ -8,7 +8,7 @@ pub type Args = blkq_bench::Arguments;
 /// Measures what was asked for.
 ///
 /// # Errors
-/// What could not be measured.
+/// The measurement that failed.
 pub fn run(args: &Args) -> Outcome {
     blkq_bench::run(args).map(drop).map_err(|e| Failure::new(e.to_string()).during("bench"))
 }

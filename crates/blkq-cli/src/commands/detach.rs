@@ -118,7 +118,7 @@ pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
 /// confined and sees no other processes.
 ///
 /// # Errors
-/// Who has it open.
+/// The processes that have it open.
 pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
         ublk::check_unopened(device, info.pid).map_err(Failure::unless_forced)?;
@@ -139,7 +139,7 @@ pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     Ok(detached)
 }
 
-/// What the user should know: that it was not this command that ended the device.
+/// A note for the user: it was not this command that stopped the device.
 fn remains_removed(name: &str, last_words: &str) -> Failure {
     let last_words = if last_words.is_empty() { String::new() } else { format!(" ({last_words})") };
     Failure::new(format!("{name}: its daemon had died{last_words}; its remains were removed"))

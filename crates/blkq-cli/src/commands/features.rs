@@ -38,11 +38,11 @@ const UBLK_FEATURES: [(ublk::Features, &str, &str); 8] = [
 struct Feature {
     name: &'static str,
     available: bool,
-    /// What it is for; of what is missing, also why.
+    /// Its purpose; if it is missing, also the reason.
     purpose: String,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Features {
     kernel: String,

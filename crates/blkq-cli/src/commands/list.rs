@@ -89,7 +89,7 @@ impl Args {
         match (&self.backing, entry) {
             (None, _) => true,
             (Some(path), Entry::Device(info)) => is_behind(path, info) && begins_at(info, self.offset),
-            // Who does not tell may be the one: it is not left out in silence.
+            // A daemon that does not answer may be the one: it is not omitted in silence.
             (Some(_), Entry::Silent { name, error }) => {
                 complain(&Failure::new(format!("{name}: {error}")));
                 false
@@ -119,7 +119,7 @@ pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
     offset.is_none() || Backing::of(info).map(|backing| backing.window.offset) == offset
 }
 
-/// What is known of a column of an entry whose daemon does not answer; `None` if nothing is.
+/// The value of a column of an entry whose daemon does not answer; `None` if it is unknown.
 fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
     match (entry, column.name) {
         (Entry::Silent { name, .. }, "NAME") => Some(name.clone()),

@@ -33,7 +33,7 @@ Examples:
   blkq attach disk.img                 serve an image; prints /dev/ublkb0, or an NBD URI
   blkq list                            what is attached
   blkq stat disk.img 1                 what it is doing, every second
-  blkq detach disk.img                 flush it and end it
+  blkq detach disk.img                 flush it and detach it
 
 Environment:
   BLKQ_STATE_DIR     the state directory
@@ -51,7 +51,7 @@ Exit status: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong 
 See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]
 pub struct Cli {
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -71,7 +71,7 @@ pub enum Command {
     Set(set::Args),
     /// Change the size of a device, or take over that of its image
     Resize(resize::Args),
-    /// Flush a device and end it
+    /// Flush a device and detach it
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
     Bench(bench::Args),
@@ -81,7 +81,7 @@ pub enum Command {
     Upgrade(upgrade::Args),
     /// The command line of losetup(8), for scripts and habits that have it
     Losetup(Box<losetup::Args>),
-    /// Tell what this kernel offers and what is missing
+    /// Print what this kernel offers and what is missing
     Features(features::Args),
     /// Serve a device, for the command that starts this process
     #[command(hide = true)]
@@ -97,7 +97,7 @@ impl Command {
     /// Does it.
     ///
     /// # Errors
-    /// What was refused or failed.
+    /// The action that was refused or failed.
     pub fn run(self) -> Outcome<ExitCode> {
         let done = |()| ExitCode::SUCCESS;
         match self {

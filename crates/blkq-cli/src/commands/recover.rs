@@ -45,7 +45,7 @@ impl Args {
 /// Starts a new daemon for the orphan `name`, and prints where it is.
 ///
 /// # Errors
-/// What the daemon reports.
+/// The failure that the daemon reports.
 pub fn recover(name: &str) -> Outcome<ExitCode> {
     let Launched { info, .. } = launch_recover(name).map_err(|e| e.during(format_args!("recover {name}")))?;
     report(&info)?;
@@ -157,7 +157,7 @@ mod tests {
             assert!(why.starts_with("its options are not understood any more: "), "{why}");
             assert!(why.len() < 200 && !why.contains("Usage"), "{why}");
         }
-        // What is written anew has no words.
+        // A new state file has no words.
         let mut anew = state(&[]);
         anew.attach_options = Some(Record::new(&options).unwrap());
         assert_eq!(attach_options(&anew), Ok(options));

@@ -35,7 +35,7 @@ pub fn all_writable<'a>(
     let of_path = |path: &Path| accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS);
     let accessible =
         !image.is_some_and(|file| refused(of_file(file))) && !directories.any(|path| refused(of_path(path)));
-    // What is permitted may always become effective again.
+    // A permitted capability may always become effective again.
     let _ = set_capabilities(None, had);
     accessible
 }
@@ -48,7 +48,7 @@ pub fn keep(kept: CapabilitySet) -> Outcome<String> {
     let had = capabilities(None).map_err(failed)?;
     let left = had.permitted & kept;
     if had.effective.contains(CapabilitySet::SETPCAP) {
-        // What no program that this one runs could have again, were there any.
+        // Capabilities that no program run by this one could have again, were there any.
         for number in 0..NUMBERS {
             let one = CapabilitySet::from_bits_retain(1 << number);
             if !left.contains(one) && remove_capability_from_bounding_set(one) == Err(Errno::INVAL) {

@@ -60,7 +60,7 @@ fn install(program: &mut [libc::sock_filter], flags: libc::c_ulong) -> Outcome<b
     }
 }
 
-/// What a refused call seems to be.
+/// The result of a refused call: as if the kernel had none.
 pub(super) const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
 
 fn statement(code: u32, k: u32) -> libc::sock_filter {

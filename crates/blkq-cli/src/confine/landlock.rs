@@ -70,7 +70,7 @@ fn failed(what: impl std::fmt::Display, error: Errno) -> Failure {
 
 /// The version that this kernel has, 0 if none.
 pub fn abi() -> u32 {
-    // SAFETY: without a ruleset the call only tells the version.
+    // SAFETY: without a ruleset the call only returns the version.
     let abi = unsafe {
         libc::syscall(
             libc::SYS_landlock_create_ruleset,
@@ -99,7 +99,7 @@ impl Landlock {
             handled_access_net: if abi >= NET_ABI { NET } else { 0 },
             scoped: if abi >= SCOPE_ABI { SCOPED } else { 0 },
         };
-        // SAFETY: the structure lives through the call, and its size is told.
+        // SAFETY: the structure lives through the call, and the call has its size.
         let fd = unsafe {
             libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), 0u32)
         };

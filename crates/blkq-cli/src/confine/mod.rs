@@ -1,4 +1,4 @@
-//! What a daemon gives up once it is set up: capabilities, new privileges, the file system, and
+//! Privileges that a daemon drops once it is set up: capabilities, new privileges, the file system, and
 //! the system calls that it does not make. docs/security.md says what for, and how to see it.
 //!
 //! Everything here holds for the thread that asks for it and for those that it makes later.
@@ -22,7 +22,7 @@ use crate::failure::{Failure, Outcome};
 use crate::operations::OPERATIONS;
 use landlock::Landlock;
 
-/// What of the system the control plane goes on to use.
+/// The parts of the system that the control plane goes on to use.
 #[derive(Debug, Default)]
 pub struct Needs {
     /// The image, if there is one (`O_PATH`): it is opened anew to be written.
@@ -36,7 +36,7 @@ pub struct Needs {
     pub block_device: Option<(u32, PathBuf)>,
 }
 
-/// What the control plane of a daemon has given up.
+/// The privileges that the control plane of a daemon has dropped.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Confinement {
@@ -72,7 +72,7 @@ impl Confinement {
 /// kernel looks for no partitions on a block device that it serves.
 ///
 /// # Errors
-/// What the kernel has, and refuses.
+/// Confinement that the kernel has, and refuses.
 pub fn engine(partscan: bool) -> Outcome {
     ring::set_policy(Policy { operations: &NUMBERS, sealed: no_more_rings });
     let landlock = Landlock::new()?;
@@ -102,7 +102,7 @@ fn no_more_rings() -> Result<(), blkq::Error> {
 /// Confines this thread, the first, to what the control plane does.
 ///
 /// # Errors
-/// What the kernel has, and refuses.
+/// Confinement that the kernel has, and refuses.
 pub fn control(needs: &Needs) -> Outcome<Confinement> {
     let kept = capabilities_of(needs);
     let mut landlock = Landlock::new()?;
@@ -131,7 +131,7 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
 /// Confines the process that gives commands to ublk's control device to just that.
 ///
 /// # Errors
-/// What the kernel has, and refuses.
+/// Confinement that the kernel has, and refuses.
 pub fn ublk_commands() -> Outcome {
     let mut landlock = Landlock::new()?;
     landlock.allow_device(Path::new(CONTROL_PATH))?;
@@ -142,7 +142,7 @@ pub fn ublk_commands() -> Outcome {
 /// all processes.
 ///
 /// # Errors
-/// What the kernel refuses.
+/// The error of the kernel.
 pub fn watcher() -> Outcome {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
     capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
@@ -155,7 +155,7 @@ pub fn landlock_abi() -> u32 {
     landlock::abi()
 }
 
-/// What may be needed of those that this thread has.
+/// The capabilities of this thread that may be needed.
 fn capabilities_of(needs: &Needs) -> CapabilitySet {
     let mut kept = CapabilitySet::empty();
     // The kernel's ublk wants it for each command about a device that is not of an ordinary user.

@@ -3,7 +3,7 @@
 //! `lab/security` runs daemons through everything that they do, and fails if one makes a call that
 //! is not listed here, or if a listed one is neither made nor marked as seldom.
 //!
-//! What is refused seems not to be there (ENOSYS), as on an older kernel: then a newer C library
+//! A refused call seems not to be there (ENOSYS), as on an older kernel: then a newer C library
 //! falls back to what it called before, and the device lives. What nothing here could have called
 //! ends the process, for somebody else has it in his hands.
 
@@ -57,7 +57,7 @@ const ALL: u32 = u32::MAX;
 const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
 const THREAD: u32 = libc::CLONE_THREAD as u32;
 
-/// What an engine, its worker and a watcher of trigger files do.
+/// The calls of an engine, its worker and a watcher of trigger files.
 pub const ENGINE: &[Call] = &[
     // Filters are added, and take nothing back.
     call!(SYS_seccomp),
@@ -112,7 +112,7 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// What the control plane does beside that: commands, live changes, the end.
+/// The calls of the control plane besides: commands, live changes, shutdown.
 const MORE: &[Call] = &[
     call!(SYS_accept4),
     call!(SYS_recvfrom),
@@ -144,7 +144,7 @@ const MORE: &[Call] = &[
     call!(SYS_renameat).seldom(),
 ];
 
-/// What the first thread, and those that answer commands, do.
+/// The calls of the first thread, and of those that answer commands.
 pub const CONTROL: &[Call] = &{
     let mut calls = [ENGINE[0]; ENGINE.len() + MORE.len()];
     let mut at = 0;
@@ -155,7 +155,7 @@ pub const CONTROL: &[Call] = &{
     calls
 };
 
-/// What the process does that gives commands to ublk's control device: it opens that, and makes a
+/// The calls of the process that gives commands to ublk's control device: it opens that, and makes a
 /// ring for each.
 pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_read),
@@ -185,10 +185,10 @@ pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// What opens nothing to write it, nor makes or empties it.
+/// The flags of an open that neither writes nor creates nor truncates.
 const WRITES: u32 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u32;
 
-/// What the process does that sees who uses a block device: it reads `/proc` and `/dev`.
+/// The calls of the process that sees the users of a block device: it reads `/proc` and `/dev`.
 pub const WATCHER: &[Call] = &[
     call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u32),
     call!(SYS_getdents64),
@@ -225,7 +225,7 @@ pub const WATCHER: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// What nothing here has ever called: new programs, other processes, other privileges, mounts, the
+/// Calls that no code here makes: new programs, other processes, other privileges, mounts, the
 /// kernel itself.
 pub(super) const DEADLY: &[libc::c_long] = &[
     libc::SYS_execve,
@@ -273,7 +273,7 @@ mod tests {
     use super::super::filter::{ARCHITECTURE, REFUSE, but_for, program};
     use super::*;
 
-    /// What the kernel's interpreter would answer.
+    /// The answer of the kernel's interpreter.
     fn run(calls: &[Call], number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
         interpret(&program(calls), number, arguments, arch)
     }
@@ -325,7 +325,7 @@ mod tests {
 
     // Contract: bounded-input
     #[test]
-    fn the_filter_allows_what_is_listed_refuses_the_rest_and_kills_who_breaks_out() {
+    fn the_filter_allows_listed_calls_and_kills_for_deadly_ones() {
         let none = [0; 6];
         let refused = REFUSE;
         for calls in [ENGINE, CONTROL] {

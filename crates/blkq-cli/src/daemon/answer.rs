@@ -52,7 +52,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
         }
         Request::Leave {} => match shared.leave() {
             Ok(()) => {
-                log::line("ending: the device goes to another daemon");
+                log::line("stopping: the device goes to another daemon");
                 answer(&stream, &reply_line(Ok(())));
                 shared.wait_for_answers();
                 // As if killed: the kernel takes back what it has given out when the task ends,
@@ -61,9 +61,9 @@ fn serve(shared: &Shared, stream: UnixStream) {
             }
             Err(failure) => reply_line::<()>(Err(failure)),
         },
-        Request::Detach { force } => match shared.close(Stage::Ending, |device| device.close(force)) {
+        Request::Detach { force } => match shared.close(Stage::Stopping, |device| device.close(force)) {
             Ok(()) => {
-                log::line("ending: detach asked for it");
+                log::line("stopping: detach asked for it");
                 return shared.end(Some(stream));
             }
             Err(failure) => reply_line::<()>(Err(failure)),
@@ -84,7 +84,7 @@ fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
         }
         let read = stream.set_read_timeout(Some(left)).and_then(|()| stream.read(&mut piece));
         match read {
-            Ok(0) => return Err(Failure::new("malformed request: the line has no end")),
+            Ok(0) => return Err(Failure::new("malformed request: the line is not complete")),
             Ok(length) => line.extend_from_slice(&piece[..length]),
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}

@@ -32,7 +32,7 @@ use crate::{log, systemd};
 
 use answer::{accept, answer};
 pub use parent::Parent;
-use shared::{Ended, Shared, Stage};
+use shared::{Shared, Stage, Stopped};
 
 /// How long to wait when a connection cannot be taken, or waited for.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
@@ -42,8 +42,8 @@ pub struct Daemon {
     shared: Arc<Shared>,
     control: UnixListener,
     signals: Signals,
-    ended: Receiver<Ended>,
-    /// A byte when there is something in `ended`.
+    stopped: Receiver<Stopped>,
+    /// A byte when there is something in `stopped`.
     wake: UnixStream,
     pid_file: Option<PidFile>,
     /// Last, so that the name is free after everything else is gone.
@@ -74,14 +74,14 @@ impl Daemon {
     pub fn recover(options: &AttachOptions, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
         let (_, signals) = Daemon::begin()?;
         let Orphan { claim, state } = orphan;
-        for ending in [".control", ".nbd"] {
-            claim.remove_socket(ending)?;
+        for suffix in [".control", ".nbd"] {
+            claim.remove_socket(suffix)?;
         }
         let open = |claim: &Claim| Device::recover(options, claim, state);
         Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
     }
 
-    /// What a daemon does first.
+    /// The first steps of a daemon.
     fn begin() -> Outcome<(StateDir, Signals)> {
         // It is run by way of /proc/self/exe, and would be called `exe`.
         let _ = rustix::thread::set_name(c"blkq");
@@ -96,7 +96,7 @@ impl Daemon {
         Ok((dir, signals))
     }
 
-    /// Listens, opens the device, and tells `parent`.
+    /// Listens, opens the device, and notifies `parent`.
     fn ready(
         mut claim: Claim,
         signals: Signals,
@@ -108,7 +108,7 @@ impl Daemon {
         let control = UnixListener::bind(claim.file(".control")).map_err(system("control socket"))?;
         control.set_nonblocking(true).map_err(system("control socket"))?;
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
-        let (sender, ended) = channel();
+        let (sender, stopped) = channel();
         let owner = geteuid();
         let orphaned = claim.is_kept();
         let mut device = match open(&claim) {
@@ -125,7 +125,7 @@ impl Daemon {
         if device.leaves_block_device() {
             claim.keep(true);
         }
-        let mut tell = || -> Outcome<Option<PidFile>> {
+        let mut announce = || -> Outcome<Option<PidFile>> {
             claim.write_state(&device.state_file()?)?;
             let pid_file = pid_file.map(PidFile::write).transpose()?;
             if parent.waits() {
@@ -136,7 +136,7 @@ impl Daemon {
             // Nothing below opens a file, or needs a privilege that is not kept.
             let removed = pid_file.iter().map(|file| file.path().to_owned());
             device.confine(removed.chain([claim.file(".lock")]))?;
-            device.attend()?;
+            device.start_background()?;
             let info = device.info_at_attach()?;
             let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
             if log::path().is_some() {
@@ -146,7 +146,7 @@ impl Daemon {
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
             Ok(pid_file)
         };
-        let pid_file = match tell() {
+        let pid_file = match announce() {
             Ok(pid_file) => pid_file,
             Err(failure) => {
                 // Nobody knows of it yet; an orphan stays one.
@@ -161,13 +161,13 @@ impl Daemon {
             }
         };
         let shared = Shared::new(owner, device, &claim, sender, waker);
-        Ok(Daemon { shared, control, signals, ended, wake, pid_file, claim })
+        Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 
     /// The device as it is now, with what its user should know first.
     ///
     /// # Errors
-    /// If it has ended.
+    /// If it has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         self.shared.device().info_at_attach()
     }
@@ -187,7 +187,8 @@ impl Daemon {
             if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
             }
-            let [commands, signals, ended, idle, rejections, failed] = fds.map(|fd| !fd.revents().is_empty());
+            let [commands, signals, stopped, idle, rejections, failed] =
+                fds.map(|fd| !fd.revents().is_empty());
             if signals {
                 for signal in self.signals.take() {
                     if self.on_signal(signal) {
@@ -201,8 +202,8 @@ impl Daemon {
                 ));
                 return self.exit_at_once();
             }
-            if ended && let Ok(ended) = self.ended.try_recv() {
-                return self.finish(ended);
+            if stopped && let Ok(stopped) = self.stopped.try_recv() {
+                return self.finish(stopped);
             }
             if rejections {
                 self.shared.device().log_rejections();
@@ -211,7 +212,7 @@ impl Daemon {
                 self.shared.device().autoclear().take_event();
                 self.shared.spawn(|shared| {
                     if shared.close_idle() {
-                        log::line("ending: the last client has gone");
+                        log::line("stopping: the last client has disconnected");
                         shared.end(None);
                     }
                 });
@@ -237,13 +238,13 @@ impl Daemon {
         }
     }
 
-    /// Detaches the device at once, with whoever has connected: its user could not be told of it.
+    /// Detaches the device at once, even with clients: its user could not be notified.
     pub fn give_up(self) {
-        if self.shared.close(Stage::Ending, |device| device.close(true)).is_ok() {
+        if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
             self.shared.end(None);
         }
-        if let Ok(ended) = self.ended.try_recv() {
-            self.finish(ended);
+        if let Ok(stopped) = self.stopped.try_recv() {
+            self.finish(stopped);
         }
     }
 
@@ -263,13 +264,13 @@ impl Daemon {
     }
 
     /// Removes what is left of the device, and then says so to who asked for it.
-    fn finish(self, ended: Ended) -> ExitCode {
+    fn finish(self, stopped: Stopped) -> ExitCode {
         let Daemon { shared, control, pid_file, mut claim, .. } = self;
         drop((control, pid_file));
         claim.keep(shared.device().leaves_block_device());
         drop(claim);
         drop(shared);
-        let outcome = ended.flushed.map_err(|e| e.during("detached, but data may be lost"));
+        let outcome = stopped.flushed.map_err(|e| e.during("detached, but data may be lost"));
         let code = match &outcome {
             Ok(()) => ExitCode::SUCCESS,
             Err(failure) => {
@@ -277,7 +278,7 @@ impl Daemon {
                 ExitCode::from(EXIT_FAILED)
             }
         };
-        if let Some(asker) = ended.asker {
+        if let Some(asker) = stopped.asker {
             answer(&asker, &reply_line(outcome));
         }
         code

@@ -9,7 +9,7 @@ use crate::failure::{Failure, Outcome};
 /// The process that started this daemon and waits for its message on standard output.
 #[derive(Debug)]
 pub struct Parent {
-    /// What standard input and output become when it has been notified; `None` if no process waits.
+    /// The file that standard input and output become when it has been notified; `None` if no process waits.
     null: Option<std::fs::File>,
 }
 

@@ -20,9 +20,9 @@ const LEAVE_WAIT: Duration = Duration::from_millis(100);
 /// Stack of a thread that answers a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
-/// What the threads that answer commands share.
+/// The state that the threads that answer commands share.
 pub(super) struct Shared {
-    /// Who runs it.
+    /// The user that runs it.
     owner: Uid,
     device: Device,
     /// Locked while its change is decided, and while the state file is written, which goes with it.
@@ -32,7 +32,7 @@ pub(super) struct Shared {
     answering: AtomicUsize,
     /// A signal has asked for the end, which is on its way.
     signalled: AtomicBool,
-    ended: Sender<Ended>,
+    stopped: Sender<Stopped>,
     waker: UnixStream,
 }
 
@@ -42,8 +42,8 @@ pub(super) enum Stage {
     Serving,
     /// It is left to the next daemon, which reads what this one has written.
     Leaving,
-    /// It is closed and ends, or has ended.
-    Ending,
+    /// It is closed and ends, or has stopped.
+    Stopping,
 }
 
 impl Stage {
@@ -52,27 +52,27 @@ impl Stage {
         match self {
             Stage::Serving => Ok(()),
             Stage::Leaving => Err(Failure::new("the device is being handed over to a new daemon; try again")),
-            Stage::Ending => Err(Failure::new("the device is ending")),
+            Stage::Stopping => Err(Failure::new("the device is stopping")),
         }
     }
 }
 
-/// The device has ended.
-pub(super) struct Ended {
+/// The device has stopped.
+pub(super) struct Stopped {
     /// How its last flush went.
     pub(super) flushed: Outcome,
-    /// Who asked for it and waits for the answer.
+    /// The client that asked for it and waits for the answer.
     pub(super) asker: Option<UnixStream>,
 }
 
 impl Shared {
-    /// A device that is served, by the user `owner`. When it has ended, `ended` gets that, and `waker`
+    /// A device that is served, by the user `owner`. When it has stopped, `stopped` gets that, and `waker`
     /// a byte.
     pub(super) fn new(
         owner: Uid,
         device: Device,
         claim: &Claim,
-        ended: Sender<Ended>,
+        stopped: Sender<Stopped>,
         waker: UnixStream,
     ) -> Arc<Shared> {
         Arc::new(Shared {
@@ -83,7 +83,7 @@ impl Shared {
             name: claim.name().to_owned(),
             answering: AtomicUsize::new(0),
             signalled: AtomicBool::new(false),
-            ended,
+            stopped,
             waker,
         })
     }
@@ -109,11 +109,11 @@ impl Shared {
     /// Closes the device in the way of `close`, for who then ends it or leaves it, as `next` says.
     ///
     /// # Errors
-    /// If it is in use and that is to be respected, or it is ending already.
+    /// If it is in use and that is to be respected, or it is stopping already.
     pub(super) fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
         let mut stage = self.stage();
         if *stage != Stage::Serving {
-            return Err(Failure::new("it is ending already; blkq list tells when it is gone"));
+            return Err(Failure::new("it is stopping already; blkq list shows when it is gone"));
         }
         close(&self.device)?;
         *stage = next;
@@ -137,15 +137,15 @@ impl Shared {
             true => device.close(false),
             false => Err(Failure::new("it stays")),
         };
-        self.close(Stage::Ending, close).is_ok()
+        self.close(Stage::Stopping, close).is_ok()
     }
 
     /// Ends the device, which is closed.
     pub(super) fn end(&self, asker: Option<UnixStream>) {
-        systemd::notify("STOPPING=1\nSTATUS=Flushing and ending");
+        systemd::notify("STOPPING=1\nSTATUS=Flushing and stopping");
         let flushed = self.device.end();
         // The other ends are in the first thread, which lives longer than any other.
-        let _ = self.ended.send(Ended { flushed, asker });
+        let _ = self.stopped.send(Stopped { flushed, asker });
         let _ = (&self.waker).write_all(&[0]);
     }
 
@@ -175,17 +175,17 @@ impl Shared {
     /// Detaches the device because of a signal; returns whether the process is to exit at once.
     pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> bool {
         if self.signalled.swap(true, Ordering::SeqCst) {
-            log::line("ending at once: another signal asked for it; what was in flight may be lost");
+            log::line("exiting at once: another signal asked for it; what was in flight may be lost");
             return true;
         }
         self.spawn(move |shared| {
-            match shared.close(Stage::Ending, |device| device.close(true)) {
+            match shared.close(Stage::Stopping, |device| device.close(true)) {
                 Ok(()) => {
-                    log::line(&format!("ending: {} asked for it", signal.name()));
+                    log::line(&format!("stopping: {} asked for it", signal.name()));
                     shared.end(None);
                 }
                 Err(failure) => {
-                    log::line(&format!("not ending: {failure}"));
+                    log::line(&format!("not stopping: {failure}"));
                     // The next signal tries again.
                     shared.signalled.store(false, Ordering::SeqCst);
                 }
@@ -208,7 +208,7 @@ impl Shared {
             // The next daemon does not hear of it.
             Stage::Leaving => stage.check(),
             // Nothing of it is to be left.
-            Stage::Ending => changed,
+            Stage::Stopping => changed,
         }
     }
 
@@ -239,7 +239,7 @@ impl Shared {
             "hang-warning" => return self.device.set_hang_warning(value),
             _ => return self.device.set(key, value),
         }
-        // Who is told that it stays can rely on it.
+        // A client that was promised that it stays can rely on it.
         let stage = self.stage();
         stage.check()?;
         self.device.set_autoclear(value)
@@ -257,7 +257,7 @@ mod tests {
     use crate::state::tests::scratch;
 
     #[test]
-    fn what_the_next_daemon_would_not_hear_of_is_not_set_well() {
+    fn a_change_that_the_next_daemon_would_miss_is_refused() {
         let dir = scratch("handover");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
@@ -281,9 +281,9 @@ mod tests {
         // It began to leave while the change was made.
         shared.change(&[("depth".to_owned(), "16".to_owned())]).unwrap();
         assert_eq!(shared.keep(Ok(())), Err(Failure::new(refused)));
-        *shared.stage() = Stage::Ending;
+        *shared.stage() = Stage::Stopping;
         assert_eq!(shared.keep(Ok(())), Ok(()));
-        assert!(set("8").unwrap_err().to_string().contains("ending"));
+        assert!(set("8").unwrap_err().to_string().contains("stopping"));
 
         shared.device.close(true).unwrap();
         shared.device.end().unwrap();

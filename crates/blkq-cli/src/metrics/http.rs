@@ -4,7 +4,7 @@
 /// Longest head of a request, in bytes.
 pub const HEAD_BYTES_MAX: usize = 8 << 10;
 
-/// What is asked for.
+/// A request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Asked {
     /// The metrics, with or without (HEAD) the text itself.
@@ -27,14 +27,14 @@ const TOO_LARGE: Refusal = Refusal(431, "Request Header Fields Too Large", "the 
 const VERSION: Refusal =
     Refusal(505, "HTTP Version Not Supported", "only HTTP/1.0 and HTTP/1.1 are understood");
 /// The device has ended, and the daemon is about to.
-pub const ENDED: Refusal = Refusal(503, "Service Unavailable", "the device is ending");
+pub const STOPPING: Refusal = Refusal(503, "Service Unavailable", "the device is stopping");
 
 /// Looks at what has arrived; `None` if more is needed.
 pub fn parse(input: &[u8]) -> Option<Asked> {
     let head = match end_of_head(input) {
         Some(end) if end <= HEAD_BYTES_MAX => &input[..end],
         Some(_) => return Some(Asked::Refused(TOO_LARGE)),
-        // What is surely no request need not be waited for.
+        // Bytes that cannot become a request are refused at once.
         None if input.iter().any(|byte| !is_text(*byte)) => return Some(Asked::Refused(BAD)),
         None if input.len() >= HEAD_BYTES_MAX => return Some(Asked::Refused(TOO_LARGE)),
         None => return None,
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn answers_have_their_length() {
-        for answer in [metrics("abc\n", true), refusal(NOT_ALLOWED), refusal(ENDED)] {
+        for answer in [metrics("abc\n", true), refusal(NOT_ALLOWED), refusal(STOPPING)] {
             let text = String::from_utf8(answer).unwrap();
             let (head, body) = text.split_once("\r\n\r\n").unwrap();
             assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");

@@ -8,7 +8,7 @@ mod http;
 mod page;
 mod server;
 
-/// What a fuzzer knows of an endpoint's answers.
+/// The parts of an endpoint's answers that a fuzzer knows.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::http::{Asked, HEAD_BYTES_MAX, Refusal, parse};
@@ -32,7 +32,7 @@ const STACK_BYTES: usize = 256 << 10;
 pub struct Endpoint {
     uri: String,
     warning: Option<String>,
-    /// What the thread will have.
+    /// The state that the thread will own.
     listener: Option<Listener>,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -40,7 +40,7 @@ pub struct Endpoint {
 
 impl Endpoint {
     /// Listens; who asks is answered from [`Endpoint::start`] on. An address that other machines
-    /// reach is refused unless that is meant: the text tells how busy the device is.
+    /// reach is refused unless that is meant: the text shows how busy the device is.
     ///
     /// # Errors
     /// If it cannot or must not listen there.
@@ -53,8 +53,9 @@ impl Endpoint {
                 "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or say --insecure"
             ))));
         }
-        let warning =
-            world.map(|address| format!("whoever reaches {address} can read the metrics of the device"));
+        let warning = world.map(|address| {
+            format!("every machine that reaches {address} can read the metrics of the device")
+        });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| during(Failure::new(format!("eventfd: {e}"))))?;
         Ok(Endpoint {
@@ -87,7 +88,7 @@ impl Endpoint {
         &self.uri
     }
 
-    /// What the user should know of it.
+    /// A warning about it.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }

@@ -10,7 +10,7 @@ use crate::statistics::{Nbd, Statistics};
 /// Buckets of latencies end below these powers of two of nanoseconds: 1 us to 34 s.
 const LATENCY_BITS: (u32, u32) = (10, 35);
 
-/// What the endpoint counted of itself.
+/// The endpoint's own counters.
 #[derive(Default)]
 pub struct Served {
     /// Requests answered with metrics.
@@ -21,7 +21,7 @@ pub struct Served {
     pub shed: AtomicU64,
 }
 
-/// What is reported of a device.
+/// The values that are reported of a device.
 pub struct Sample {
     /// Its name.
     pub name: String,
@@ -31,7 +31,7 @@ pub struct Sample {
     pub statistics: Statistics,
 }
 
-/// What is written so far.
+/// The text so far.
 struct Page {
     text: String,
     device: String,
@@ -51,7 +51,7 @@ pub fn render(sample: &Sample, served: &Served) -> String {
     let get = |counter: &AtomicU64| counter.load(Relaxed);
     page.counter("metrics_answered", "Requests for metrics that were answered.", get(&served.answered));
     page.counter("metrics_refused", "HTTP requests that were refused.", get(&served.refused));
-    page.counter("metrics_shed", "HTTP connections ended because they took too long.", get(&served.shed));
+    page.counter("metrics_shed", "HTTP connections closed because they took too long.", get(&served.shed));
     page.text
 }
 
@@ -66,15 +66,15 @@ impl Page {
     fn requests(&mut self, statistics: &Statistics) {
         let snapshot = statistics.snapshot();
         let groups = || StatGroup::ALL.iter().map(|group| (group.name(), &snapshot[*group]));
-        self.family("ios_total", "counter", "Requests ended, well or badly.");
+        self.family("ios_total", "counter", "Requests completed, with or without an error.");
         groups().for_each(|(op, group)| self.sample("ios_total", &[("op", op)], group.ios));
         self.family("merges_total", "counter", "I/Os that became part of another's request.");
         groups().for_each(|(op, group)| self.sample("merges_total", &[("op", op)], group.merges));
-        self.family("transferred_bytes_total", "counter", "Bytes of the requests ended.");
+        self.family("transferred_bytes_total", "counter", "Bytes of the completed requests.");
         groups().filter(|(op, _)| *op != StatGroup::Flush.name()).for_each(|(op, group)| {
             self.sample("transferred_bytes_total", &[("op", op)], u128::from(group.sectors) * 512);
         });
-        self.family("errors_total", "counter", "Requests that ended with an error.");
+        self.family("errors_total", "counter", "Requests that completed with an error.");
         for (op, group) in groups() {
             for status in Status::ALL {
                 let labels = [("op", op), ("status", status.name())];
@@ -88,7 +88,7 @@ impl Page {
                 self.sample("refused_total", &labels, group.refused_with(status));
             }
         }
-        self.family("latency_seconds", "histogram", "Time from submission to end, queueing included.");
+        self.family("latency_seconds", "histogram", "Time from submission to completion, queueing included.");
         let (from, to) = LATENCY_BITS;
         for (op, group) in groups() {
             for (edge_ns, count) in group.latency.below_powers(from, to) {
@@ -132,7 +132,7 @@ impl Page {
             (
                 Counter::NegativeLatencies,
                 "negative_latencies",
-                "Requests that ended before they began, by their time stamps.",
+                "Requests that completed before they began, by their time stamps.",
             ),
         ];
         for (counter, name, help) in counted {
@@ -174,8 +174,12 @@ impl Page {
         for (name, help, value) in [
             ("nbd_connections", "NBD connections let in.", counters.connections),
             ("nbd_refused_connections", "NBD connections turned away.", counters.refused_connections),
-            ("nbd_violations", "NBD connections ended because the protocol was broken.", counters.violations),
-            ("nbd_timeouts", "NBD connections ended because the client was late.", counters.timeouts),
+            (
+                "nbd_violations",
+                "NBD connections closed because the protocol was broken.",
+                counters.violations,
+            ),
+            ("nbd_timeouts", "NBD connections closed because the client was late.", counters.timeouts),
             ("nbd_requests", "NBD requests received.", counters.requests),
             ("nbd_errors", "NBD requests answered with an error.", counters.errors),
             ("nbd_refused_requests", "Those that never reached the block layer.", counters.refused_requests),
@@ -273,23 +277,23 @@ mod tests {
         let latencies = [0, 1023, 1024, 1_000_000, 1_048_575, 1_048_576, 3_000_000_000, u64::MAX];
         latencies.iter().for_each(|ns| read.latency.record(*ns));
         (read.ios, read.nanoseconds) = (8, 1_500_000_000);
-        let told = check(&page("a", &Statistics::new(&snapshot, 1, 1))).unwrap();
-        let bucket = |le: &str| told.value("blkq_latency_seconds_bucket", &[("op", "read"), ("le", le)]);
+        let parsed = check(&page("a", &Statistics::new(&snapshot, 1, 1))).unwrap();
+        let bucket = |le: &str| parsed.value("blkq_latency_seconds_bucket", &[("op", "read"), ("le", le)]);
         assert_eq!(bucket("0.000001023"), Some(2.0));
         assert_eq!(bucket("0.000002047"), Some(3.0));
         assert_eq!(bucket("0.001048575"), Some(5.0));
         assert_eq!(bucket("0.002097151"), Some(6.0));
         assert_eq!((bucket("4.294967295"), bucket("+Inf")), (Some(7.0), Some(8.0)));
-        assert_eq!(told.value("blkq_latency_seconds_sum", &[("op", "read")]), Some(1.5));
-        assert_eq!(told.value("blkq_latency_seconds_count", &[("op", "read")]), Some(8.0));
+        assert_eq!(parsed.value("blkq_latency_seconds_sum", &[("op", "read")]), Some(1.5));
+        assert_eq!(parsed.value("blkq_latency_seconds_count", &[("op", "read")]), Some(8.0));
     }
 
     // Contract: statistics
     #[test]
     fn the_documentation_has_every_metric_as_it_is() {
-        let told = check(&page("a", &Statistics::default())).unwrap();
+        let parsed = check(&page("a", &Statistics::default())).unwrap();
         let documented = include_str!("../../../../docs/watching.md");
-        let Exposition { families, .. } = &told;
+        let Exposition { families, .. } = &parsed;
         for family in families {
             let row = documented.lines().find(|line| line.starts_with(&format!("| `{}` ", family.name)));
             let cells: Vec<&str> = row.map(|row| row.split('|').map(str::trim).collect()).unwrap_or_default();

@@ -18,7 +18,7 @@ use super::page::{self, Sample, Served};
 const CONNECTIONS_MAX: usize = 16;
 /// How long each may take, from its first byte to its last.
 const CONNECTION_TIME: Duration = Duration::from_secs(5);
-/// What of a request that was answered already is thrown away, so that the answer arrives.
+/// Bytes of an answered request that are received and dropped, so that the answer arrives.
 const LATE_BYTES_MAX: usize = 1 << 20;
 /// How long to wait when a connection cannot be taken.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -204,6 +204,6 @@ fn answer(asked: Asked, read: Read<'_>, served: &Served) -> Vec<u8> {
             served.answered.fetch_add(1, Relaxed);
             http::metrics(&page::render(&sample, served), text)
         }
-        None => http::refusal(http::ENDED),
+        None => http::refusal(http::STOPPING),
     }
 }

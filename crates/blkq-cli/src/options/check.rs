@@ -1,4 +1,4 @@
-//! The rules of the options, whoever gives them: the command line, a state file, another command.
+//! The rules of the options, from wherever they come: the command line, a state file, another command.
 //! Options that mean nothing together are refused, not ignored.
 
 use blkq::drivers::DriverSpec;

@@ -43,7 +43,7 @@ pub struct AttachOptions {
     #[arg(value_name = "IMAGE|null:SIZE|ram:SIZE", value_parser = OsStringValueParser::new().try_map(parse_image))]
     #[serde(with = "json")]
     pub image: DriverSpec,
-    /// What to call the device [default: the image's file name, made unique]
+    /// The name of the device [default: the image's file name, made unique]
     #[arg(long)]
     pub name: Option<String>,
     /// How to serve it; may be given several times [default: ublk where the kernel has it and
@@ -54,7 +54,7 @@ pub struct AttachOptions {
     /// [default: a socket in the state directory, or those that systemd hands over]
     #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen)]
     pub listen: Vec<Address>,
-    /// Who may connect to the sockets of --listen unix:PATH, as of chmod: 660 for the members of
+    /// The mode of the sockets of --listen unix:PATH, as of chmod: 660 for the members of
     /// the group, 666 for all users of this machine [default: 600, or 660 with --socket-group]
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     #[serde(with = "json::octal")]
@@ -103,7 +103,7 @@ pub struct AttachOptions {
     /// Requests in flight per queue
     #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH))]
     pub depth: u16,
-    /// Who copies the data of a ublk device between the kernel and the daemon: nobody, which
+    /// The one that copies the data of a ublk device between the kernel and the daemon: none, which
     /// needs Linux 6.16 and an image, or the kernel, or the daemon. auto takes the first that works
     #[arg(long, value_enum, default_value = "auto")]
     pub copy: Copying,
@@ -157,7 +157,7 @@ pub struct AttachOptions {
     #[arg(long, value_name = "DIR")]
     #[serde(with = "json")]
     pub tls_certificates: Option<PathBuf>,
-    /// Let NBD without TLS, and --metrics, listen where other machines reach them: whoever does can
+    /// Let NBD without TLS, and --metrics, listen where other machines reach them: they can then
     /// read and change the device, or read its metrics
     #[arg(long)]
     pub insecure: bool,

@@ -36,7 +36,7 @@ impl Record {
     /// The options, checked.
     ///
     /// # Errors
-    /// What this program does not understand of them.
+    /// The option that this program does not understand.
     pub fn read(&self) -> Outcome<AttachOptions> {
         if self.version != VERSION {
             return Err(Failure::new(format!(

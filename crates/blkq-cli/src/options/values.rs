@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn images_are_told_from_drivers() {
+    fn images_and_drivers_are_distinguished() {
         let parse = |text: &str| parse_image(text.into()).ok();
         assert_eq!(parse("null:1G"), Some(DriverSpec::Null(1 << 30)));
         assert_eq!(parse("./null:1G"), Some(DriverSpec::Image("./null:1G".into())));

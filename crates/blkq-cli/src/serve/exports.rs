@@ -55,7 +55,7 @@ fn check_ublk() -> Outcome {
 }
 
 /// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
-/// by whoever then finds no control device.
+/// by the command that then finds no control device.
 fn load_driver() {
     if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
         let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();

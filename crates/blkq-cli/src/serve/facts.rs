@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkq::QueueLimits;
 use blkq_export::nbd::ConnectionInfo;
 
-use super::{Attendants, Device, PACING, RECEIVE_BACKOFF};
+use super::{BackgroundThreads, Device, PACING, RECEIVE_BACKOFF};
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
@@ -15,7 +15,7 @@ impl Device {
     /// The device as it is now, for who has attached it: with what that one should know.
     ///
     /// # Errors
-    /// If it has ended.
+    /// If it has stopped.
     pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
         let mut info = self.info()?;
         let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
@@ -26,7 +26,7 @@ impl Device {
     /// The device as it is now.
     ///
     /// # Errors
-    /// If it has ended.
+    /// If it has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         let running = self.running()?;
         let disk = &running.disk;
@@ -59,7 +59,7 @@ impl Device {
         ]
         .into_iter()
         .filter(|_| served);
-        let watching = self.attendants().as_ref().map(Attendants::describe).unwrap_or_default();
+        let watching = self.background().as_ref().map(BackgroundThreads::describe).unwrap_or_default();
         let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
         Ok(DeviceInfo {
             name: self.name.clone(),

@@ -1,4 +1,4 @@
-//! What is counted, for who only reads.
+//! The counters of a device, for threads that only read them.
 
 use std::sync::{Arc, Weak};
 
@@ -10,7 +10,7 @@ use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
 use crate::statistics::{Gate, Nbd, Statistics};
 
-/// What reads the counters of a device without keeping it from ending.
+/// Reads the counters of a device without keeping it from stopping.
 #[derive(Clone)]
 pub struct Meter {
     name: String,
@@ -30,7 +30,7 @@ impl Meter {
         monotonic_ns().saturating_sub(self.opened_ns)
     }
 
-    /// The counters, unless the device has ended.
+    /// The counters, unless the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         let running = self.running.upgrade()?;
         let disk = &running.disk;
@@ -53,7 +53,7 @@ impl Meter {
         Some(statistics)
     }
 
-    /// What is reported of the device, unless it has stopped.
+    /// The values that are reported of the device, unless it has stopped.
     pub fn sample(&self) -> Option<Sample> {
         let size_bytes = self.running.upgrade()?.disk.limits().size_bytes();
         Some(Sample { name: self.name.clone(), size_bytes, statistics: self.statistics()? })

@@ -55,8 +55,8 @@ pub struct Device {
     partscan: bool,
     autoclear: Autoclear,
     meter: Meter,
-    attendants: Mutex<Option<Attendants>>,
-    /// What the control plane needs of the system, until it is confined to that.
+    background: Mutex<Option<BackgroundThreads>>,
+    /// The parts of the system that the control plane needs, until it is confined to them.
     needs: Option<Needs>,
     sandbox: Confinement,
     /// How it was attached.
@@ -75,19 +75,19 @@ pub struct Device {
     running: Mutex<Option<Arc<Running>>>,
 }
 
-/// Threads that only look, and end before all else does.
-struct Attendants {
+/// Threads that only watch, and stop before all else does.
+struct BackgroundThreads {
     hangs: HangWatch,
     metrics: Option<Endpoint>,
 }
 
 impl Device {
-    /// Begins to look who uses a block device that is to end with its last user, and confines this
+    /// Starts to watch the users of a block device that is to stop with its last one, and confines this
     /// thread, the first, and those that it makes from now on, unless that was not wanted. Engines are
     /// confined already.
     ///
     /// # Errors
-    /// What the kernel has, and refuses; if users cannot be seen.
+    /// Confinement that the kernel has, and refuses; if users cannot be seen.
     pub fn confine(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
         if self.autoclear.is_on()
             && let Some(ublk) = &self.running()?.ublk
@@ -101,26 +101,26 @@ impl Device {
         Ok(())
     }
 
-    /// Begins to look for what hangs, and to answer who asks for metrics: on threads that have no
+    /// Starts to scan for hung requests, and to answer requests for metrics: on threads that have no
     /// more rights than the one that calls this.
     ///
     /// # Errors
     /// If there can be no more threads.
-    pub fn attend(&self) -> Outcome {
-        let mut attendants = self.attendants();
-        let Some(Attendants { hangs, metrics, .. }) = &mut *attendants else { return Ok(()) };
+    pub fn start_background(&self) -> Outcome {
+        let mut background = self.background();
+        let Some(BackgroundThreads { hangs, metrics, .. }) = &mut *background else { return Ok(()) };
         hangs.start(log::line)?;
         let meter = self.meter.clone();
         metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
     }
 
-    fn attendants(&self) -> MutexGuard<'_, Option<Attendants>> {
-        self.attendants.lock().unwrap_or_else(PoisonError::into_inner)
+    fn background(&self) -> MutexGuard<'_, Option<BackgroundThreads>> {
+        self.background.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn running(&self) -> Outcome<Arc<Running>> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        running.clone().ok_or_else(ending)
+        running.clone().ok_or_else(stopping)
     }
 
     /// Whether it ends with its last client.
@@ -172,7 +172,7 @@ impl Device {
     /// # Errors
     /// If `value` is no such number.
     pub fn set_hang_warning(&self, value: &str) -> Outcome {
-        self.attendants().as_ref().ok_or_else(ending)?.hangs.set(value)?;
+        self.background().as_ref().ok_or_else(stopping)?.hangs.set(value)?;
         keep(&mut self.settings(), HANG_WARNING, value);
         Ok(())
     }
@@ -189,10 +189,10 @@ impl Device {
         }
     }
 
-    /// What is kept in a file.
+    /// The contents of the state file.
     ///
     /// # Errors
-    /// If the device has ended.
+    /// If the device has stopped.
     pub fn state_file(&self) -> Outcome<StateFile> {
         let running = self.running()?;
         let mut block_device = self.block_device.clone();
@@ -217,7 +217,7 @@ impl Device {
     /// If there is no such setting, or it cannot have that value.
     pub fn set(&self, key: &str, value: &str) -> Outcome {
         let running = self.running()?;
-        // What is kept is what was set last, of several at once too.
+        // The value that is kept is the one that was set last, of several at once too.
         let mut settings = self.settings();
         let switch = match key {
             PACING => Some(&self.switches.pacing),
@@ -293,7 +293,7 @@ impl Device {
     /// When it returns well, there are no clients, no sockets and no block device any more.
     ///
     /// # Errors
-    /// Who uses it; the device goes on.
+    /// The clients or processes that use it; the device goes on.
     pub fn close(&self, force: bool) -> Outcome {
         let running = self.running()?;
         if !force {
@@ -344,10 +344,10 @@ impl Device {
     /// Ends a device that is closed: flushes, ends the engines and lets go of the image.
     ///
     /// # Errors
-    /// If the flush failed; the device has ended all the same.
+    /// If the flush failed; the device has stopped all the same.
     pub fn end(&self) -> Outcome {
         // They may use it just now.
-        drop(self.attendants().take());
+        drop(self.background().take());
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(running) = running else { return Ok(()) };
         let flushed = running.flush();
@@ -356,7 +356,7 @@ impl Device {
     }
 }
 
-impl Attendants {
+impl BackgroundThreads {
     /// How they are set.
     fn describe(&self) -> Vec<(&'static str, String)> {
         let limit = ("hang-warning", self.hangs.limit().as_secs_f64().to_string());
@@ -371,6 +371,6 @@ fn keep(settings: &mut Vec<(String, String)>, key: &str, value: &str) {
     settings.push((key.to_owned(), value.to_owned()));
 }
 
-fn ending() -> Failure {
-    Failure::new("the device is ending")
+fn stopping() -> Failure {
+    Failure::new("the device is stopping")
 }

@@ -18,7 +18,8 @@ use super::listen::{
 };
 use super::running::Running;
 use super::{
-    AUTOCLEAR, Attendants, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF, rejections,
+    AUTOCLEAR, BackgroundThreads, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF,
+    rejections,
 };
 use crate::access::socket_access;
 use crate::autoclear::{Autoclear, new_event};
@@ -52,7 +53,7 @@ impl Device {
     pub fn open(options: &AttachOptions, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Device> {
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
-        // What is in memory only is gone with the daemon, and so shall the device be.
+        // Memory is lost with the daemon, and so shall the device be.
         let recoverable = !matches!(options.image, DriverSpec::Ram(_));
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
         let opened =
@@ -70,7 +71,7 @@ impl Device {
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
                 let Some((deputy, users)) = children else { return Ok(None) };
-                // Written down before there is one: whoever kills this daemon meanwhile leaves nothing
+                // Written before there is one: if this daemon is killed meanwhile, there is nothing
                 // that nobody knows of.
                 claim.write_state(&intent)?;
                 let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
@@ -84,7 +85,7 @@ impl Device {
         Ok(device)
     }
 
-    /// As [`Device::open`], for the block device that `state` tells of, with the settings that its
+    /// As [`Device::open`], for the block device of `state`, with the settings that its
     /// last daemon had.
     ///
     /// # Errors
@@ -97,7 +98,7 @@ impl Device {
         state.ublk = Some(BlockDevice::new(identity));
         state.attach_options = Some(Record::new(&absolute(options)?)?);
         let mut options = options.clone();
-        // What it holds by now is what was written to the device.
+        // Its bytes by now are those written to the device.
         options.format = Some(Format::Raw);
         let bytes = identity.size_bytes()?;
         keep_size(&mut options, bytes);
@@ -115,7 +116,7 @@ impl Device {
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
                 let Some((deputy, users)) = children else { return Ok(None) };
-                // The image has grown, and nobody told the kernel so.
+                // The image has grown, and the kernel was not notified.
                 if disk.limits().size_bytes() > bytes {
                     disk.resize(Some(bytes))?;
                 }
@@ -192,7 +193,7 @@ impl Device {
         let engines =
             start_engines(&disk, options.sandbox, block_device.is_some() && !options.partscan.refused)?;
         let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
-        let attendants = Attendants {
+        let background = BackgroundThreads {
             hangs: HangWatch::new(disk.clone(), handles.clone(), options.hang_warning),
             metrics: metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?,
         };
@@ -259,8 +260,8 @@ impl Device {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
         let running = Arc::new(running);
-        let meter = Meter::new(name, &running, &attendants.hangs);
-        if let Some(endpoint) = &attendants.metrics {
+        let meter = Meter::new(name, &running, &background.hangs);
+        if let Some(endpoint) = &background.metrics {
             warnings.extend(endpoint.warning().map(str::to_owned));
         }
         Ok(Device {
@@ -272,7 +273,7 @@ impl Device {
             partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
             autoclear,
             meter,
-            attendants: Mutex::new(Some(attendants)),
+            background: Mutex::new(Some(background)),
             needs: (options.sandbox).then_some(needs),
             sandbox: Confinement::default(),
             attach_options,
@@ -306,7 +307,7 @@ fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec
         .unwrap_or_else(|_| Err(Failure::new("starting the engines failed")))
 }
 
-/// What the control plane needs, of what there is before there is a block device.
+/// The needs of the control plane, as far as there is no block device yet.
 fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
     let mut needs = Needs::default();
     if !options.sandbox {

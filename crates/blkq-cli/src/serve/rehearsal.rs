@@ -16,7 +16,7 @@ use crate::options::{AttachOptions, Format};
 /// device, the image and the certificates. Nothing is changed.
 ///
 /// # Errors
-/// What would keep it from being taken over.
+/// The reason why it cannot be taken over.
 pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
     let bytes = block_device.identity().size_bytes()?;
     check(options, bytes)

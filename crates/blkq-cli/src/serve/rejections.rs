@@ -10,10 +10,10 @@ use super::Device;
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// What becomes readable when there are rejections to be logged.
+/// An eventfd that becomes readable when there are rejections to be logged.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the system.
 pub(super) fn event() -> Outcome<Arc<OwnedFd>> {
     let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
     event.map(Arc::new).map_err(|e| Failure::new(format!("eventfd: {e}")))

@@ -8,7 +8,7 @@ use blkq_export::ublk::{Claimed, UblkDevice};
 
 use crate::failure::{Failure, Outcome};
 
-/// What of a device ends with it, in the order in which it goes.
+/// The running parts of a device, in the order in which they stop.
 pub(super) struct Running {
     pub(super) servers: Vec<NbdServer>,
     pub(super) ublk: Option<UblkDevice>,
@@ -64,7 +64,7 @@ impl Running {
         self.disk.submitter().flush().map_err(|e| Failure::new(format!("flush: {e}")))
     }
 
-    /// Ends all servers, whoever is connected.
+    /// Stops all servers, even with clients.
     pub(super) fn close_servers(&self) {
         for server in &self.servers {
             // Forced, it does not refuse.

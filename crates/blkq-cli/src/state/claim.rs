@@ -11,7 +11,7 @@ use rustix::fs::{FlockOperation, flock};
 use super::dying::DYING_WAIT;
 use super::orphan::{self, orphan};
 use super::remains::last_lines;
-use super::{ENDINGS, OLD_LOG, STATE_DIR_VARIABLE, StateDir, check_name, name_from, read_state, remove};
+use super::{OLD_LOG, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, read_state, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 
@@ -104,7 +104,7 @@ impl StateDir {
     }
 }
 
-/// What [`StateDir::clear_dead`] found.
+/// The result of [`StateDir::clear_dead`].
 #[derive(Debug)]
 pub enum Dead {
     /// A daemon that had died, with this last line in its log; nothing is left of it.
@@ -115,7 +115,7 @@ pub enum Dead {
     No,
 }
 
-/// What [`Claim::take`] found.
+/// The result of [`Claim::take`].
 enum Taken {
     Claim(Claim),
     Orphan(Box<Orphan>),
@@ -128,7 +128,7 @@ enum Taken {
 pub struct Orphan {
     /// Keeps the files.
     pub claim: Claim,
-    /// What the daemon left written.
+    /// Its state file.
     pub state: StateFile,
 }
 
@@ -188,8 +188,8 @@ impl Claim {
                 if create {
                     keep_log(dir, name).map_err(refuse)?;
                 }
-                for ending in ENDINGS.iter().filter(|ending| ![".lock", OLD_LOG].contains(ending)) {
-                    remove(&dir.file(name, ending)).map_err(refuse)?;
+                for suffix in SUFFIXES.iter().filter(|suffix| ![".lock", OLD_LOG].contains(suffix)) {
+                    remove(&dir.file(name, suffix)).map_err(refuse)?;
                 }
             }
             // From here on what is refused leaves nothing behind.
@@ -225,8 +225,8 @@ impl Claim {
     }
 
     /// The path of one of the device's files.
-    pub fn file(&self, ending: &str) -> PathBuf {
-        self.dir.file(&self.name, ending)
+    pub fn file(&self, suffix: &str) -> PathBuf {
+        self.dir.file(&self.name, suffix)
     }
 
     /// Whether the files stay when the name is given up.
@@ -251,8 +251,8 @@ impl Claim {
     ///
     /// # Errors
     /// If the directory cannot be written.
-    pub fn remove_socket(&self, ending: &str) -> Outcome {
-        let path = self.file(ending);
+    pub fn remove_socket(&self, suffix: &str) -> Outcome {
+        let path = self.file(suffix);
         remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
     }
 
@@ -267,10 +267,10 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let stays = |ending: &str| self.kept || self.old_log_kept && ending == OLD_LOG;
-        for ending in ENDINGS.iter().filter(|ending| !stays(ending)) {
-            // What cannot be removed now is cleared by the next one who takes the name.
-            let _ = remove(&self.file(ending));
+        let stays = |suffix: &str| self.kept || self.old_log_kept && suffix == OLD_LOG;
+        for suffix in SUFFIXES.iter().filter(|suffix| !stays(suffix)) {
+            // A file that cannot be removed now is removed by the next daemon that takes the name.
+            let _ = remove(&self.file(suffix));
         }
     }
 }
@@ -345,8 +345,8 @@ mod tests {
     #[test]
     fn leftovers_of_the_dead_are_cleared_under_the_lock() {
         let dir = scratch("dead");
-        for ending in ENDINGS {
-            fs::write(dir.file("a", ending), "first\nlast\n").unwrap();
+        for suffix in SUFFIXES {
+            fs::write(dir.file("a", suffix), "first\nlast\n").unwrap();
         }
         fs::write(dir.file("ab", ".nbd"), "of another").unwrap();
         assert_eq!(dir.names().unwrap(), ["a"]);
@@ -362,8 +362,8 @@ mod tests {
     #[test]
     fn a_log_outlives_attaches_that_fail_and_goes_with_the_device() {
         let dir = scratch("log");
-        for ending in [".lock", ".log"] {
-            fs::write(dir.file("a", ending), "what happened\n").unwrap();
+        for suffix in [".lock", ".log"] {
+            fs::write(dir.file("a", suffix), "what happened\n").unwrap();
         }
         for _ in 0..2 {
             drop(dir.claim("a").unwrap());

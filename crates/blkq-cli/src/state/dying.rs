@@ -55,7 +55,7 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn a_process_that_was_killed_is_told_from_one_that_lives() {
+    fn a_killed_process_is_distinguished_from_a_live_one() {
         let status = |state, threads, own, shared| {
             format!("Name:\tblkq\nState:\t{state}\nThreads:\t{threads}\nSigPnd:\t{own}\nShdPnd:\t{shared}\n")
         };

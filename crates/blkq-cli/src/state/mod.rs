@@ -2,7 +2,7 @@
 //!
 //! A device NAME has up to six files there. `NAME.lock` is locked by its daemon for as
 //! long as that lives, so a daemon that was killed owns nothing any more: its other files
-//! (`.json`, `.control`, `.nbd`, `.log`) are leftovers, and whoever gets the lock next
+//! (`.json`, `.control`, `.nbd`, `.log`) are leftovers, and the process that gets the lock next
 //! removes them before it does anything else; the log becomes `NAME.log.1` when the name is attached
 //! anew, and stays until it is detached. But a kernel's block device outlives its daemon:
 //! then it is an orphan, and its files stay until it is recovered or detached.
@@ -35,10 +35,10 @@ pub use remains::{Fate, Found, Remains};
 pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";
 /// Longest path of a unix socket: `sun_path` of unix(7) without its final NUL.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// The longest of the endings, which a name must leave room for.
-const LONGEST_ENDING: &str = ".control";
+/// The longest of the suffixes, which a name must leave room for.
+const LONGEST_SUFFIX: &str = ".control";
 /// Everything a device may leave behind, the lock last.
-const ENDINGS: [&str; 7] = [".control", ".nbd", ".json", ".json.new", ".log", OLD_LOG, ".lock"];
+const SUFFIXES: [&str; 7] = [".control", ".nbd", ".json", ".json.new", ".log", OLD_LOG, ".lock"];
 /// The log of the daemon before, if that died.
 const OLD_LOG: &str = ".log.1";
 
@@ -112,8 +112,8 @@ impl StateDir {
     }
 
     /// The path of a device's file.
-    pub fn file(&self, name: &str, ending: &str) -> PathBuf {
-        self.0.join(format!("{name}{ending}"))
+    pub fn file(&self, name: &str, suffix: &str) -> PathBuf {
+        self.0.join(format!("{name}{suffix}"))
     }
 
     /// The socket on which a device's daemon takes commands.
@@ -159,7 +159,7 @@ impl StateDir {
 
     /// Bytes that a name may have here, so that its sockets' paths are not too long.
     fn name_bytes_max(&self) -> usize {
-        let room = SOCKET_PATH_BYTES_MAX.saturating_sub(self.0.as_os_str().len() + 1 + LONGEST_ENDING.len());
+        let room = SOCKET_PATH_BYTES_MAX.saturating_sub(self.0.as_os_str().len() + 1 + LONGEST_SUFFIX.len());
         // NAME_MAX is no limit of its own: SOCKET_PATH_BYTES_MAX is smaller.
         room.min(SOCKET_PATH_BYTES_MAX)
     }
@@ -180,14 +180,14 @@ impl StateDir {
     }
 }
 
-/// What a daemon has written of its device, or left written, if it can be read.
+/// Reads a device's state file; `None` if it cannot be read.
 pub fn read_state(path: &Path) -> Option<StateFile> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(1 << 20).read_to_end(&mut text).ok()?;
     parse_state(&text)
 }
 
-/// What a state file says, if it is one.
+/// Parses a state file; `None` if it is none.
 pub fn parse_state(text: &[u8]) -> Option<StateFile> {
     serde_json::from_slice(text).ok()
 }

@@ -11,7 +11,7 @@ pub(super) fn refusal(name: &str, exports: &[String]) -> String {
     )
 }
 
-/// What a daemon left written of a block device that waits for a new one.
+/// The state file of a block device that waits for a new daemon.
 pub(super) fn orphan(state: Option<StateFile>) -> Outcome<Option<StateFile>> {
     let Some(mut state) = state else { return Ok(None) };
     let Some(ublk) = &mut state.ublk else { return Ok(None) };

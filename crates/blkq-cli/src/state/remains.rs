@@ -1,5 +1,5 @@
-//! What can be seen of a device whose daemon does not answer. Nothing is changed, and no lock taken:
-//! whoever only looks keeps a name from nobody.
+//! Inspects a device whose daemon does not answer. Nothing is changed, and no lock taken:
+//! a command that only looks keeps no name from others.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -14,7 +14,7 @@ use crate::failure::{Failure, Outcome};
 const LINES: usize = 10;
 const TAIL_BYTES: u64 = 8 << 10;
 
-/// What [`StateDir::inspect`] found.
+/// The result of [`StateDir::inspect`].
 #[derive(Debug)]
 pub enum Found {
     /// There is no device of that name.
@@ -25,7 +25,7 @@ pub enum Found {
     Remains(Box<Remains>),
 }
 
-/// What is left of a device after its daemon.
+/// The remains of a device after its daemon.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
@@ -50,7 +50,7 @@ impl Fate {
 pub struct Remains {
     /// Its name.
     pub name: String,
-    /// What is left.
+    /// The kind of remains.
     pub state: Fate,
     /// The process that its daemon was.
     pub pid: Option<u32>,

@@ -185,7 +185,7 @@ fn parse(line: &str) -> Option<Sample> {
     }
 }
 
-/// What is before the closing quote, and what is after it.
+/// The text before the closing quote, and the text after it.
 fn quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut chars = text.char_indices();

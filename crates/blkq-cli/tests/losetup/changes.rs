@@ -1,4 +1,4 @@
-//! What is set, for a new device and for one that there is.
+//! Settings, of a new device and of an existing one.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -9,12 +9,12 @@ use super::place::*;
 
 // Contract: detach
 #[test]
-fn autoclear_ends_a_device_with_its_last_client() {
+fn autoclear_detaches_a_device_with_its_last_client() {
     let place = Place::new("l-clear");
     let image = place.image("disk.img", 1 << 20);
     let uri = place.done(&["attach", &image, "--autoclear"]).trim().to_owned();
     let pid = place.pid("disk.img");
-    // Who only looks what there is was no client.
+    // A command that only lists is no client.
     drop(client(&uri));
     wait_until("the visitor has gone", || {
         place.json(&["show", "disk.img", "--json"])["clients"].as_array().unwrap().is_empty()

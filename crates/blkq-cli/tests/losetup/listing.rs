@@ -1,4 +1,4 @@
-//! What is listed, and how a device is found.
+//! Listings, and how a device is found.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -115,7 +115,7 @@ fn a_device_is_found_by_its_file_whatever_that_is_called() {
     fs::rename(&image, &moved).unwrap();
     assert_eq!(names(&["--backing", moved.to_str().unwrap()]), [low.clone(), high]);
     assert_eq!(place.column(&low, "BACK-FILE"), moved.to_str().unwrap());
-    // What now has the old name is another file; and where there is none, the name counts.
+    // The file that now has the old name is another one; where there is none, the name counts.
     let new = place.image("disk.img", 1 << 20);
     assert!(names(&["--backing", &new]).is_empty());
     fs::remove_file(&new).unwrap();

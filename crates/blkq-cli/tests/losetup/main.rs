@@ -18,7 +18,7 @@ use std::process::{Command, Output};
 use place::*;
 
 impl Place {
-    /// What `blkq losetup` prints when it succeeds and says nothing else.
+    /// The output of `blkq losetup` when it succeeds without a warning.
     fn losetup(&self, words: &[&str]) -> String {
         self.done(&[&["losetup"], words].concat())
     }

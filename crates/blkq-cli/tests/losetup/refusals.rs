@@ -1,4 +1,4 @@
-//! What is refused, or does not answer.
+//! Refusals, and daemons that do not answer.
 
 use super::place::*;
 use super::stdout;
@@ -12,7 +12,7 @@ fn what_has_no_meaning_here_is_refused_in_one_line() {
         (&["--remove", "x"], "use -d"),
         (&["/dev/loop0", &image], "or use -f"),
         (&["/dev/ublkb0", &image], "or use -f"),
-        (&["--loop-ref", "a", "b", &image], "leave one of them away"),
+        (&["--loop-ref", "a", "b", &image], "omit one of them"),
         (&["--loop-ref", "a/b", "-f", &image], "a name consists of"),
         (&["/dev/loop0"], "kernel's loop driver"),
         (&["-d", "/dev/loop0"], "kernel's loop driver"),
@@ -62,7 +62,7 @@ fn partition_scan_is_carried_along_and_over_nbd_said_to_be_the_client_s() {
 }
 
 #[test]
-fn a_daemon_that_does_not_answer_is_told_from_a_device_that_is_not_there() {
+fn a_silent_daemon_is_not_a_missing_device() {
     let place = Place::new("l-exit");
     place.done(&["attach", "ram:1M"]);
     assert_eq!(place.losetup(&["ram"]), format!("{}: []: (ram:1M)\n", place.uri("ram")));

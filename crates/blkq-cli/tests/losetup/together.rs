@@ -34,7 +34,7 @@ fn attaching_at_the_same_moment_never_collides() {
         place.losetup(&["-D"]);
         assert!(place.files().is_empty());
     }
-    // One image: one gets it, the others are told so.
+    // One image: one gets it, the others are refused.
     let image = &images[0];
     let outputs = place.at_once(&vec![vec!["losetup", "-f", "--show", image]; 20]);
     let (done, refused): (Vec<_>, Vec<_>) = outputs.iter().partition(|output| output.status.success());
@@ -85,7 +85,7 @@ fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
                         // Somebody else may have done it.
                         let output = place.run(&["losetup", "-d", &device]);
                         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-                        let gone = ["no such device", "ending", "gave no answer"];
+                        let gone = ["no such device", "stopping", "gave no answer"];
                         assert!(
                             output.status.success() || gone.iter().any(|why| text.contains(why)),
                             "{text}"
@@ -113,12 +113,12 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     let beside = place.set_up(&["-L", "-o", "2M", &image]);
     assert_ne!(beside, device);
     place.losetup(&["-D"]);
-    // As the original: whoever wants to write is not given what is read-only.
+    // As the original: a writer does not get a read-only device.
     let device = place.set_up(&["-L", "-r", &image]);
     assert!(place.losetup_refused(&["-L", "-f", &image]).contains("for reading only"));
     assert_eq!(place.set_up(&["-L", "-r", &image]), device);
     assert!(place.losetup_refused(&["-L", "-r", "-b", "4096", "-f", &image]).contains("sectors of 512"));
-    // It stays for those who were told of it.
+    // It stays for the users who know of it.
     place.done(&["set", &device, "autoclear=on"]);
     assert_eq!(place.column(&device, "AUTOCLEAR"), "1");
     assert_eq!(place.done(&["attach", "--nooverlap", "--read-only", &image]), format!("{device}\n"));

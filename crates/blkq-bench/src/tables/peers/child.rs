@@ -50,12 +50,12 @@ impl Child {
         self.pid
     }
 
-    /// What it said last on its standard error.
+    /// The last line of its standard error.
     pub fn complaint(&self) -> String {
         let said = std::fs::read(&self.errors).unwrap_or_default();
         let said = String::from_utf8_lossy(&said);
         let last = said.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("without a word");
-        format!("{} ended: {}", self.program, last.trim())
+        format!("{} exited: {}", self.program, last.trim())
     }
 
     /// Whether it has ended, and if so how.
@@ -81,7 +81,7 @@ impl Child {
     /// Waits until it ends by itself, `limit` at most. What it used in all its life.
     ///
     /// # Errors
-    /// What it complained of, or that it took too long.
+    /// The error that it printed, or that it took too long.
     pub fn wait(mut self, limit: Duration) -> Result<Usage> {
         let until = Instant::now() + limit;
         loop {
@@ -137,18 +137,18 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_says_when_it_fails_is_told() {
+    fn the_error_of_a_failed_process_is_returned() {
         let scratch = std::env::temp_dir();
         let child =
             Child::start(shell("echo first >&2; echo no such disk >&2; exit 3"), Stdio::null(), &scratch)
                 .unwrap();
         let error = child.wait(Duration::from_secs(10)).unwrap_err().to_string();
-        assert_eq!(error, "sh ended: no such disk");
+        assert_eq!(error, "sh exited: no such disk");
         assert!(Child::start(Command::new("/no/such/program"), Stdio::null(), &scratch).is_err());
     }
 
     #[test]
-    fn a_process_that_is_dropped_or_ended_is_gone() {
+    fn a_process_that_is_dropped_or_stopped_has_exited() {
         let scratch = std::env::temp_dir();
         let dropped = Child::start(shell("sleep 1000"), Stdio::null(), &scratch).unwrap();
         let pid = dropped.pid();

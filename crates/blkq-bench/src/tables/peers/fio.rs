@@ -10,10 +10,10 @@ use super::child::Child;
 use crate::Result;
 use crate::process::Usage;
 
-/// What fio does.
+/// A job of fio.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
-    /// What it is called.
+    /// Its name.
     pub title: &'static str,
     /// fio's `--rw`.
     pub rw: &'static str,
@@ -33,7 +33,7 @@ pub enum Target {
     Uri(String),
 }
 
-/// What one run of fio found.
+/// The result of one run of fio.
 pub struct Report {
     /// I/Os done.
     pub ios: u64,
@@ -49,7 +49,7 @@ pub struct Report {
     pub process: Usage,
 }
 
-/// What keeps fio from measuring servers of NBD, if something does.
+/// The reason why fio cannot measure servers of NBD, if it cannot.
 pub fn lacks() -> Option<String> {
     let engines = Command::new("fio").arg("--enghelp").output();
     match engines {
@@ -67,7 +67,7 @@ pub fn lacks() -> Option<String> {
 /// count.
 ///
 /// # Errors
-/// What fio complained of.
+/// The error that fio printed.
 pub fn run(target: &Target, job: &Job, bytes: u64, length: Duration, scratch: &Path) -> Result<Report> {
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");
@@ -106,7 +106,7 @@ fn parse(text: &str, write: bool, process: Usage) -> Result<Report> {
     let side = &job[if write { "write" } else { "read" }];
     let ios = number(&side["total_ios"], "total_ios")?;
     if ios == 0.0 {
-        return Err("no I/O ended".into());
+        return Err("no I/O completed".into());
     }
     let percentile =
         |key: &str| Ok::<_, crate::Error>(number(&side["clat_ns"]["percentile"][key], "percentiles")? / 1e3);

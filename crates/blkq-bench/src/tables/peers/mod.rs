@@ -39,7 +39,7 @@ const JOBS: [Job; 5] = [
     },
 ];
 
-/// What a run takes besides: fio needs most of it to begin and to end.
+/// The time that a run takes besides: fio needs most of it to start and to exit.
 const AROUND_SECONDS: f64 = 0.4;
 
 fn pace(pace: &Pace) -> Pace {
@@ -100,7 +100,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         let mut cases = visits(&over_file, &place, *job);
         if job.depth == 1 {
             let null = over_nothing.iter().find(|peer| peer.name == BLKQ_NULL);
-            // What the way to a server and back takes.
+            // The time of the way to a server and back.
             cases.extend(null.map(|null| case(BLKQ_NULL, |length| null.visit(&place, job, length))));
         }
         comparisons.push(bench.compare_at(pace, job.title, cases)?);
@@ -122,7 +122,7 @@ fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, Ca
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
-/// What is to be said of blkq, of the peers that there are.
+/// The claims about blkq beside the peers that there are.
 fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Comparison) {
     let has = |comparison: &Comparison, name: &str| comparison.cases.iter().any(|case| case.name == name);
     for comparison in comparisons.iter_mut().filter(|comparison| has(comparison, BLKQ)) {
@@ -170,7 +170,7 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
         let job = JOBS.iter().find(|job| job.title == comparison.title).unwrap_or(&RANDOM);
         own(Metric::ResidentMaxMib)(comparison) - (job.depth * job.block_bytes) as f64 / f64::from(1 << 20)
     };
-    table.target("resident at rest, MiB", most(&own(Metric::ResidentMib)), Expected::AtMost(8.0));
+    table.target("resident when idle, MiB", most(&own(Metric::ResidentMib)), Expected::AtMost(8.0));
     let title = "resident under load beyond the buffers in flight, MiB";
     table.target(title, most(&beyond_buffers), Expected::AtMost(8.0));
     table.target(

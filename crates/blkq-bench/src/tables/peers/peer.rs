@@ -1,4 +1,4 @@
-//! Who is measured, and one visit to each: start it, load it, look at it, end it.
+//! The peers, and one visit to each: start it, load it, measure it, stop it.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::os::unix::fs::DirBuilderExt;
@@ -21,12 +21,12 @@ use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_by
 const READY_WAIT: Duration = Duration::from_secs(10);
 /// How long a server rests before its memory is looked at.
 const REST: Duration = Duration::from_millis(20);
-/// What the kernel has if it has ublk.
+/// The control device of a kernel that has ublk.
 const UBLK_CONTROL: &str = "/dev/ublk-control";
-/// What a server of NBD says first (the NBD protocol, "Newstyle negotiation").
+/// The first bytes of a server of NBD (the NBD protocol, "Newstyle negotiation").
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 
-/// What the peers serve, and where they leave their files.
+/// The image that the peers serve, and the directory of their files.
 pub struct Place {
     image: PathBuf,
     bytes: u64,
@@ -69,7 +69,7 @@ enum Way {
 
 /// Somebody to measure.
 pub struct Peer {
-    /// What it is called.
+    /// Its name.
     pub name: &'static str,
     /// The Debian package that has it.
     package: &'static str,
@@ -171,7 +171,7 @@ struct Ready {
 }
 
 impl Peer {
-    /// What keeps it from being measured here, if something does.
+    /// The reason why it cannot be measured here, if it cannot.
     pub fn lacks(&self, place: &Place) -> Option<String> {
         let error = match self.start(place) {
             Ok(ready) => {
@@ -235,7 +235,7 @@ impl Peer {
     /// Starts it afresh, lets fio do `job` for `length`, and ends it.
     ///
     /// # Errors
-    /// What it or fio complained of.
+    /// The error that it or fio printed.
     pub fn visit(&self, place: &Place, job: &Job, length: Duration) -> Result<Run> {
         let image = std::fs::File::open(&place.image)?;
         evict(&image)?;

@@ -8,7 +8,7 @@ use crate::state::StateDir;
 /// A device that is attached.
 #[derive(Debug)]
 pub struct Attached {
-    /// What is known about it.
+    /// Its description.
     pub info: DeviceInfo,
     /// It was not there before.
     pub is_new: bool,

@@ -65,7 +65,7 @@ impl Args {
     /// The options of the device that `words` after `attach` make.
     ///
     /// # Errors
-    /// What is wrong with them, in one line.
+    /// The mistake in them, in one line.
     pub fn options_from_words(words: &[OsString]) -> Outcome<AttachOptions> {
         #[derive(Parser)]
         struct Line {
@@ -109,7 +109,7 @@ impl Args {
             let why = "--run starts a daemon, and the sockets of systemd are served here; omit it";
             return Err(failed(Failure::new(why)));
         }
-        // Who hands over sockets watches the process that it hands them to.
+        // A service manager watches the process that it hands sockets to.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
             return self.serve(&options).map_err(failed);
         }

@@ -18,14 +18,14 @@ use crate::info::DeviceInfo;
 use crate::options::AttachOptions;
 use crate::state::{Fate, StateDir};
 
-/// How long to wait for devices that are just starting or ending.
+/// How long to wait for devices that are just starting or stopping.
 const SETTLE_WAIT: Duration = Duration::from_secs(5);
 
-/// What stands where the new device is to be.
+/// The device that has the bytes of the image already, if one has.
 enum Found {
     Same(Box<DeviceInfo>),
     Nothing,
-    /// Nothing that is known of; somebody is just starting or ending.
+    /// None that is known; a daemon is just starting or stopping.
     Unsettled,
 }
 
@@ -56,7 +56,7 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
     }
 }
 
-/// Makes sure that the device stays for who is told of it now. False if it is just ending.
+/// Makes sure that the device stays for the user who now learns of it. False if it is just stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![("autoclear".to_owned(), "off".to_owned())];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });
@@ -67,7 +67,7 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     let DriverSpec::Image(path) = &options.image else {
         return Err(Failure::new("--nooverlap is for images, and there is none behind the device; omit it"));
     };
-    // What does not exist is refused by who opens it.
+    // The daemon reports an image that does not exist.
     let Some(file) = FileId::of(path) else { return Ok(Found::Nothing) };
     let window = Window { offset: options.offset, size_limit: options.size_limit };
     let mut found = Found::Nothing;

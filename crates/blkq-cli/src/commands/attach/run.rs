@@ -73,7 +73,7 @@ impl Device<'_> {
         complain(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));
     }
 
-    /// Detaches it, whoever uses it still.
+    /// Detaches it, even if it is still in use.
     fn detach(&mut self) {
         let dir = match StateDir::locate() {
             Ok(dir) => dir,

@@ -27,7 +27,7 @@ use crate::{complain, print};
 
 use output::Style;
 
-/// Exit code if the state of a device that was asked for could not be told.
+/// Exit code if the state of a device that was asked for is not known.
 const EXIT_UNKNOWN: u8 = 2;
 
 /// Options of `losetup`, under the names of the original.
@@ -96,7 +96,7 @@ pub struct Args {
     /// Print the device that -f attached
     #[arg(long)]
     show: bool,
-    /// Tell on stderr what was attached or detached
+    /// Print on stderr what was attached or detached
     #[arg(short, long)]
     verbose: bool,
 
@@ -144,7 +144,7 @@ Examples:
     )
 }
 
-/// What the options and words amount to.
+/// The action that the options and arguments ask for.
 enum Action<'a> {
     List,
     ListOf(&'a Path),
@@ -162,7 +162,7 @@ impl Args {
     /// Does it.
     ///
     /// # Errors
-    /// What was refused or failed.
+    /// The action that was refused or failed.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
         let action = action.unwrap_or_else(|message| {
@@ -342,7 +342,7 @@ impl Args {
         }
         if self.loop_ref.is_some() {
             return Err(Failure::new(format!(
-                "--loop-ref: the reference of a device is its name, and {device} is given; leave one of them away"
+                "--loop-ref: the reference of a device is its name, and {device} is given; omit one of them"
             )));
         }
         Ok(Some(device.into_owned()))
@@ -355,7 +355,7 @@ impl Args {
             sector_size(size).map_err(failed)?;
             if size != u64::from(info.sector_size) {
                 return Err(failed(Failure::new(format!(
-                    "the sector size of an attached device stays {}: clients were told; detach it, and attach with -b {size}",
+                    "the sector size of an attached device stays {}: clients rely on it; detach it, and attach with -b {size}",
                     info.sector_size
                 ))));
             }

@@ -1,4 +1,4 @@
-//! What losetup prints, in its formats: those of libsmartcols, and the older lines.
+//! The output of losetup, in its formats: those of libsmartcols, and the older lines.
 
 use crate::backing::{Backing, shown_path};
 use crate::columns::{Cell, Column, device_word};

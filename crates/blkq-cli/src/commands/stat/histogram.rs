@@ -6,7 +6,7 @@ use crate::table::{Align, render};
 
 /// Length of the longest bar.
 const BAR: u64 = 40;
-/// The greatest power of two that a histogram tells of.
+/// The greatest power of two in a histogram.
 const BITS_MAX: u32 = 40;
 
 /// Bars from the shortest latency to the longest: from so many nanoseconds to below so many, and

@@ -78,7 +78,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval is from 0.01 to 86400 seconds".to_owned())
 }
 
-/// What is reported, and when.
+/// The devices that are reported, and when.
 #[derive(PartialEq, Debug)]
 struct Plan {
     /// None: all.
@@ -126,7 +126,7 @@ impl Args {
             command().error(error, format!("stat: {why}")).exit()
         });
         let dir = StateDir::locate()?;
-        // What means no device stays, to be reported as such.
+        // A word that means no device stays, to be reported as such.
         let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
         let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
         let mut devices = Devices { dir, names, failed: BTreeMap::new() };

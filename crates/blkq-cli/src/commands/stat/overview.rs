@@ -3,7 +3,7 @@
 use super::report::{Figures, Group, Report};
 use crate::table::{Align, render};
 
-/// What stands above the columns. MB are 10^6 bytes, await is in milliseconds; those without `/s`
+/// The headings of the columns. MB are 10^6 bytes, await is in milliseconds; those without `/s`
 /// are totals of the time in the second column.
 const HEADS: [&str; 15] = [
     "DEVICE", "seconds", "r/s", "rMB/s", "r_await", "w/s", "wMB/s", "w_await", "d/s", "f/s", "rMB", "wMB",

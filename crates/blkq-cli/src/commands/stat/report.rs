@@ -14,7 +14,7 @@ use crate::timestamp::rfc3339;
 
 /// One report.
 pub struct Report {
-    /// What it shows.
+    /// Its contents.
     pub figures: Figures,
     /// Whether it covers all the time since the device was attached.
     pub is_whole: bool,
@@ -22,7 +22,7 @@ pub struct Report {
     pub during: StatsSnapshot,
 }
 
-/// What a report shows of a device.
+/// The report of a device.
 #[derive(Serialize)]
 pub struct Figures {
     pub name: String,
@@ -204,7 +204,7 @@ impl Report {
         Report { figures, is_whole, during }
     }
 
-    /// What is put into JSON; with `histogram`, also the latencies of each operation.
+    /// The values in JSON; with `histogram`, also the latencies of each operation.
     pub fn json(mut self, histogram: bool) -> impl Serialize {
         let Figures { read, write, discard, flush, .. } = &mut self.figures;
         for (group, figures) in StatGroup::ALL.iter().zip([read, write, discard, flush]) {
