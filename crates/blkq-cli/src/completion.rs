@@ -1,32 +1,15 @@
-//! What a shell completes that is not in the definition of the command line: the devices that there
+//! Completions that are not in the definition of the command line: the devices that there
 //! are, and the keys of `blkq set`. The scripts of `blkq generate completions` run this program for it.
 
 use std::ffi::OsStr;
 
 use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
 
+use crate::settings::{OF_DEVICES, OF_FAULTS, OF_IMAGES};
 use crate::state::StateDir;
 
 /// Set by the scripts to the name of their shell.
 pub const VARIABLE: &str = "COMPLETE";
-/// What `blkq set` changes.
-const KEYS: [&str; 14] = [
-    "autoclear=",
-    "batching=",
-    "clock=",
-    "depth=",
-    "direct-io=",
-    "dispatch=",
-    "fault=",
-    "hang-warning=",
-    "iostats=",
-    "merge=",
-    "pacing=",
-    "read-only=",
-    "receive-backoff=",
-    "scheduler=",
-];
-
 /// Names of devices, without asking their daemons.
 pub fn devices() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
@@ -39,6 +22,7 @@ pub fn devices() -> ArgValueCandidates {
 pub fn settings() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let current = current.to_string_lossy();
-        KEYS.into_iter().filter(|key| key.starts_with(&*current)).map(CompletionCandidate::new).collect()
+        let keys = OF_DEVICES.iter().chain(&OF_IMAGES).chain(&OF_FAULTS).map(|key| format!("{key}="));
+        keys.filter(|key| key.starts_with(&*current)).map(CompletionCandidate::new).collect()
     })
 }

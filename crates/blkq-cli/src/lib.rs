@@ -33,6 +33,7 @@ pub mod options;
 pub mod parent;
 pub mod pid_file;
 pub mod serve;
+pub mod settings;
 pub mod signals;
 pub mod size;
 pub mod state;

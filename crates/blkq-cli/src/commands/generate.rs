@@ -12,7 +12,7 @@ use clap_mangen::Man;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
-/// What stands before the examples of a command's help.
+/// The heading of the examples in a command's help.
 const EXAMPLES: &str = "Examples:\n";
 /// Sections that all pages have.
 const SECTIONS: &str = r".SH ENVIRONMENT
@@ -53,13 +53,13 @@ Examples:
   blkq generate completions .
       blkq.bash _blkq blkq.fish blkq.elv _blkq.ps1")]
 pub struct Args {
-    /// What to write
+    /// The kind of files to write
     kind: Kind,
     /// An existing directory to write into
     dir: PathBuf,
 }
 
-/// What can be generated.
+/// The kinds of files that can be generated.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     /// blkq.1 and one page per subcommand
@@ -93,6 +93,10 @@ fn completions(dir: &Path) -> io::Result<()> {
         };
         let mut script = Vec::new();
         shell.write_registration(VARIABLE, "blkq", "blkq", "blkq", &mut script)?;
+        if shell.name() == "zsh" {
+            // Loaded from $fpath, the file is the function, and completes the first time too.
+            script.extend(b"[[ $funcstack[1] != _blkq ]] || _clap_dynamic_completer_blkq\n");
+        }
         fs::write(dir.join(file), script)
     })
 }
@@ -115,7 +119,7 @@ fn page_name(command: &Command) -> String {
 fn write_page(dir: &Path, command: &Command, see_also: &[String]) -> io::Result<()> {
     let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     let (text, after) = help.split_once(EXAMPLES).unwrap_or((&help, ""));
-    // What follows the examples is in sections of its own.
+    // The text after the examples is in sections of its own.
     let examples = after.split("\n\n").next().unwrap_or_default();
     let man = Man::new(command.clone());
     let mut page = Vec::new();

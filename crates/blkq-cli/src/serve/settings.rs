@@ -1,25 +1,10 @@
-//! What can be set on a device, for who asks for something else.
+//! The settings of a device, for the refusal of others.
 
 use blkq::Driver;
 
 use crate::failure::Failure;
+use crate::settings::{OF_DEVICES, OF_FAULTS, OF_IMAGES};
 
-/// Of every device.
-const ALWAYS: [&str; 11] = [
-    "autoclear",
-    "batching",
-    "clock",
-    "depth",
-    "hang-warning",
-    "iostats",
-    "merge",
-    "pacing",
-    "read-only",
-    "receive-backoff",
-    "scheduler",
-];
-/// Of those with an image.
-const OF_IMAGES: [&str; 2] = ["direct-io", "dispatch"];
 /// Options of `attach` that stay as they are.
 const FIXED: [&str; 18] = [
     "copy",
@@ -46,9 +31,9 @@ const FIXED: [&str; 18] = [
 pub(super) fn no_such_setting(key: &str, driver: &dyn Driver) -> Failure {
     let facts = driver.describe();
     let has = |fact: &str| facts.iter().any(|(name, _)| *name == fact);
-    let mut settings = ALWAYS.to_vec();
+    let mut settings = OF_DEVICES.to_vec();
     settings.extend(OF_IMAGES.iter().filter(|_| has("direct-io")));
-    settings.extend(["fault"].iter().filter(|_| has("fault")));
+    settings.extend(OF_FAULTS.iter().filter(|_| has("fault")));
     settings.sort_unstable();
     let cure = match key {
         "size" | "size-limit" | "capacity" => "the size is changed by blkq resize".to_owned(),
