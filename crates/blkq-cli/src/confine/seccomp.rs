@@ -208,7 +208,7 @@ pub const WATCHER: &[Call] = &[
     call!(SYS_ppoll),
     call!(SYS_inotify_init1),
     call!(SYS_inotify_add_watch),
-    // What was written to a device that is about to go.
+    // The writes to a device that is about to stop are flushed.
     call!(SYS_fsync),
     call!(SYS_sync),
     call!(SYS_mmap).only(2, EXECUTABLE, 0),
