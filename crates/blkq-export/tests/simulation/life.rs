@@ -3,6 +3,10 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -131,7 +135,7 @@ impl Setup {
             ..NbdOptions::default()
         };
         let source = engine.add_source(simulated::source(options)).unwrap();
-        Server { disk, engine, source, clients: Vec::new() }
+        Server { disk, engine, source, clients: Vec::new(), sockets: Vec::new() }
     }
 }
 
@@ -175,6 +179,21 @@ struct Server {
     engine: SimulatedEngine,
     source: SourceId,
     clients: Vec<Client>,
+    /// Of the clients' sockets the server's side: descriptor and inode.
+    sockets: Vec<(RawFd, u64)>,
+}
+
+impl Server {
+    /// Closes what a panic leaks, as the exit of the process would.
+    fn close_sockets(sockets: Vec<(RawFd, u64)>) {
+        for (socket, inode) in sockets {
+            // SAFETY: it is read only, and closed only if it is that socket: then its owner was leaked.
+            let file = ManuallyDrop::new(unsafe { File::from_raw_fd(socket) });
+            if file.metadata().is_ok_and(|metadata| metadata.ino() == inode) {
+                drop(ManuallyDrop::into_inner(file));
+            }
+        }
+    }
 }
 
 /// All that a seed is about, but for the kernel and the file.
@@ -348,12 +367,14 @@ impl World {
     fn step(&mut self) {
         self.toggle_trigger();
         let World { chance, common, server, extra, worlds, .. } = self;
-        let Some(Server { engine, source, clients, .. }) = server else { return };
+        let Some(Server { engine, source, clients, sockets, .. }) = server else { return };
         let source = *source;
         if clients.len() < 3 && chance.one_in(6) || clients.is_empty() {
             let export = if worlds.queues > 1 { EXPORTS[extra.below(2) as usize] } else { "" };
             let (client, socket) = Client::new(chance, export);
-            engine.handle().send(source, simulated::client(socket));
+            let socket = File::from(socket);
+            sockets.push((socket.as_raw_fd(), socket.metadata().unwrap().ino()));
+            engine.handle().send(source, simulated::client(socket.into()));
             clients.push(client);
         }
         let which = chance.below(clients.len() as u64) as usize;
@@ -389,7 +410,7 @@ impl World {
             self.panic();
         }
         let World { chance, common, seen, server, extra, worlds, image, .. } = self;
-        let Server { disk, mut engine, mut clients, .. } = server.take().unwrap();
+        let Server { disk, mut engine, mut clients, sockets, .. } = server.take().unwrap();
         let how = if panicked { PANIC } else { chance.below(4) };
         // In order it ends under the faults, too, which stop nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
@@ -417,6 +438,7 @@ impl World {
                     // The kernel's part of it is over; its memory is taken apart as it is.
                     common.note(simulation::take_noted(), &mut clients);
                     drop((clients, engine));
+                    Server::close_sockets(sockets);
                     seen.panics += 1;
                 } else {
                     simulation::kill();

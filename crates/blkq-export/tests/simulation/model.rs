@@ -154,9 +154,12 @@ impl Model {
             versions[only].content = content;
             return;
         }
-        let Version { request, submitted, .. } = versions[found[0]];
-        found.into_iter().for_each(|index| versions[index].uncertain = true);
-        versions.push(Version { uncertain: true, ..Version::begun(content, request, submitted) });
+        for index in found {
+            versions[index].uncertain = true;
+            let Version { request, submitted, .. } = versions[index];
+            let content = content.clone();
+            versions.push(Version { uncertain: true, ..Version::begun(content, request, submitted) });
+        }
     }
 
     /// A write that was sent to another place goes to `first` and what follows. Its number.
@@ -250,4 +253,21 @@ fn check(
             Err(format!("sector {sector}, byte {at} is {byte:#04x}, of {whose:?}; possible: {possible:?}"))
         }
     }
+}
+
+#[test]
+fn an_altered_write_is_possible_until_all_that_it_may_be_are_refused() {
+    let mut model = Model::new(1);
+    let (zeroes, mut altered) = ([0; SECTOR_BYTES], [0; SECTOR_BYTES]);
+    altered[15] = 8;
+    model.begin(1, 0..1, &Content::Write(1), 1);
+    model.end(1, 0..1, true, true, 2);
+    for request in [3, 4] {
+        model.begin(request, 0..1, &Content::Zero, request);
+    }
+    model.alter(0, &zeroes, &altered);
+    model.refuse(3, 0..1);
+    model.check_read(0, 5, &altered).unwrap();
+    model.refuse(4, 0..1);
+    model.check_read(0, 5, &altered).unwrap_err();
 }
