@@ -13,7 +13,7 @@ use rustix::thread::{CapabilitySet, CpuSet, capabilities};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::abi::{self, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters};
-use super::deputy::{self, Command};
+use super::command::{Command, DELETE, STOP, TRY_STOP};
 
 /// The control device.
 pub const CONTROL_PATH: &str = "/dev/ublk-control";
@@ -295,9 +295,9 @@ impl ControlDevice {
     /// Whatever the kernel says.
     pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
         match what {
-            deputy::STOP => self.stop(id),
-            deputy::TRY_STOP => self.try_stop(id),
-            deputy::DELETE => self.delete(id),
+            STOP => self.stop(id),
+            TRY_STOP => self.try_stop(id),
+            DELETE => self.delete(id),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
     }

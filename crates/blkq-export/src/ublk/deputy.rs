@@ -16,25 +16,13 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use super::abi::DeviceInfo;
 use super::child;
+use super::command::{ADD, Command, DELETE, START};
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
 /// How long an idle deputy may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits than the deputy.
 const SLACK: Duration = Duration::from_secs(2);
-
-/// A command.
-pub(super) type Command = u32;
-/// Makes a device.
-const ADD: Command = 1;
-/// Makes the block device appear.
-const START: Command = 2;
-/// [`ControlDevice::stop`].
-pub(super) const STOP: Command = 3;
-/// [`ControlDevice::try_stop`].
-pub(super) const TRY_STOP: Command = 4;
-/// [`ControlDevice::delete`].
-pub(super) const DELETE: Command = 5;
 
 /// What the deputy is asked to do.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
@@ -228,6 +216,7 @@ fn raw(error: &io::Error) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ublk::command::STOP;
 
     fn deputy_of(socket: UnixStream) -> Deputy {
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();

@@ -7,11 +7,13 @@
 
 pub mod abi;
 mod child;
+mod command;
 mod control;
 mod copy;
 mod deputy;
 mod descriptors;
 mod device;
+mod identity;
 mod idle;
 mod parameters;
 pub mod process;
@@ -31,6 +33,7 @@ pub use abi::Features;
 pub use control::{CONTROL_PATH, ControlDevice, block_path};
 pub use copy::CopyMode;
 pub use deputy::Deputy;
-pub use device::{Claimed, Identity, UblkDevice, UblkOptions};
+pub use device::{Claimed, UblkDevice, UblkOptions};
+pub use identity::Identity;
 pub use idle::IdleWatch;
 pub use usage::check_unopened;

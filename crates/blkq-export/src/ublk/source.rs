@@ -7,6 +7,9 @@
 //! only while the command is in flight; where nobody does, it has put the request's pages into
 //! the ring's table when the request comes, and takes them out as it is committed.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -503,129 +506,5 @@ unsafe impl Source for QueueSource {
 
     fn is_stopped(&self) -> bool {
         self.stopping && self.is_drained()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use blkq::drivers::null::{Null, NullOptions};
-    use blkq::{Disk, EngineThread};
-    use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-
-    use super::*;
-
-    fn descriptor(op_flags: u32, nr_sectors: u32) -> IoDescriptor {
-        IoDescriptor { op_flags, nr_sectors, start_sector: 8, addr: 0 }
-    }
-
-    // Contract: no-unmap
-    #[test]
-    fn flags_are_read_where_the_kernel_puts_them() {
-        let write = bio_of(&descriptor(abi::OP_WRITE | 1 << 13, 8), 4096).unwrap();
-        assert_eq!((write.operation, write.flags), (Operation::Write, BioFlags::FUA));
-        assert_eq!((write.sector, write.sectors), (Sector(8), 8));
-        let zeroes = |flags| bio_of(&descriptor(abi::OP_WRITE_ZEROES | flags, 1 << 21), 4096).unwrap();
-        assert_eq!(zeroes(1 << 15).flags, BioFlags::NO_UNMAP);
-        // Where it would be if the word were shifted, there is another flag.
-        assert_eq!(zeroes(1 << 23).flags, BioFlags::empty());
-        let flush = bio_of(&descriptor(abi::OP_FLUSH | 1 << 13, 0), 4096).unwrap();
-        assert_eq!(
-            (flush.operation, flush.flags, flush.sector),
-            (Operation::Flush, BioFlags::empty(), Sector(0))
-        );
-    }
-
-    #[test]
-    fn a_request_larger_than_the_device_takes_or_of_an_unknown_kind_is_refused() {
-        for sectors in [0, 9, u32::MAX] {
-            assert_eq!(bio_of(&descriptor(abi::OP_READ, sectors), 4096).unwrap_err(), libc::EINVAL);
-        }
-        assert_eq!(bio_of(&descriptor(13, 8), 4096).unwrap_err(), libc::EOPNOTSUPP);
-    }
-
-    // Contract: errors
-    #[test]
-    fn only_a_request_and_an_abort_are_no_lost_tag() {
-        assert_eq!(command_result(0), CommandResult::Request);
-        assert_eq!(command_result(-libc::ENODEV), CommandResult::Aborted);
-        assert_eq!(command_result(-libc::EINVAL), CommandResult::Refused { errno: libc::EINVAL });
-        assert_eq!(command_result(1), CommandResult::Refused { errno: libc::EPROTO });
-    }
-
-    /// A queue on a file whose driver knows no commands.
-    fn engine_and_options() -> (EngineThread, QueueOptions) {
-        let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
-        let engine = EngineThread::spawn("ublk", vec![(disk, 0)]).unwrap();
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let (refused, failure_event) = (OnceLock::new(), Arc::new(event));
-        let options = QueueOptions {
-            shared: Arc::new(Shared { file: File::open("/dev/zero").unwrap(), refused, failure_event }),
-            queue: 0,
-            depth: 2,
-            copy: CopyMode::Kernel,
-            request_max_bytes: 4096,
-            processors: CpuSet::new(),
-        };
-        (engine, options)
-    }
-
-    /// The kernel itself refuses them.
-    // Contract: errors
-    #[test]
-    fn a_refused_command_is_reported() {
-        let (engine, options) = engine_and_options();
-        let shared = options.shared.clone();
-        engine.handle().add_source(move || Box::new(QueueSource::new(options)) as Box<dyn Source>).unwrap();
-        let minute = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
-        let mut fds = [PollFd::new(&shared.failure_event, PollFlags::IN)];
-        assert_eq!(poll(&mut fds, Some(&minute)), Ok(1));
-        let refused = *shared.refused.get().unwrap();
-        assert_eq!((refused.queue, refused.errno), (0, libc::EOPNOTSUPP));
-        assert!(refused.tag < 2);
-    }
-
-    /// A queue with a command that the kernel does not complete.
-    struct Armed(QueueSource);
-
-    // SAFETY: nothing is in flight.
-    unsafe impl Source for Armed {
-        fn start(&mut self, _: &mut SourceContext<'_>) -> Result<(), Error> {
-            self.0.armed = 1;
-            Ok(())
-        }
-
-        fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
-        fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
-        fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
-
-        fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
-            self.0.stop(cx, force);
-        }
-
-        fn is_stopped(&self) -> bool {
-            self.0.is_stopped()
-        }
-    }
-
-    #[test]
-    fn buffers_that_the_kernel_has_live_as_long_as_the_engine() {
-        let (engine, options) = engine_and_options();
-        let handle = engine.handle().clone();
-        let source = handle.add_source(move || Box::new(Armed(QueueSource::new(options)))).unwrap();
-        let stop = std::thread::spawn(move || handle.stop_source(source, true));
-        std::thread::sleep(std::time::Duration::from_millis(100));
-        assert!(!stop.is_finished(), "it was dropped");
-        drop(engine);
-        stop.join().unwrap();
-    }
-
-    #[test]
-    fn pages_that_are_not_registered_are_copied() {
-        let (plain, marked) = (descriptor(abi::OP_READ, 8), descriptor(abi::OP_READ | 1 << 17, 8));
-        assert_eq!(copy_of(&plain, CopyMode::None), CopyMode::None);
-        assert_eq!(copy_of(&marked, CopyMode::None), CopyMode::User);
-        for mode in [CopyMode::Kernel, CopyMode::User] {
-            assert_eq!(copy_of(&marked, mode), mode, "it is for others");
-        }
     }
 }
