@@ -37,9 +37,13 @@ impl Device {
             let at = facts.iter().position(|(key, _)| *key == name)?;
             Some(facts.remove(at).1)
         };
-        let direct_io = match (fact("direct-io-requested"), fact("direct-io")) {
-            (Some(requested), Some(effective)) => direct_io_info(&requested, &effective),
-            _ => direct_io_info("auto", "off (there is no file behind the device)"),
+        let direct_io = match (fact("direct-io-requested"), fact("direct-io"), fact("direct-io-reason")) {
+            (Some(requested), Some(effective), Some(reason)) => DirectIoInfo { requested, effective, reason },
+            _ => DirectIoInfo {
+                requested: "auto".to_owned(),
+                effective: "off".to_owned(),
+                reason: "there is no file behind the device".to_owned(),
+            },
         };
         let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
         let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
@@ -105,14 +109,6 @@ fn client_info(connection: ConnectionInfo) -> ClientInfo {
         written_bytes: connection.written_bytes,
         in_flight: connection.in_flight,
     }
-}
-
-/// Splits what a driver says of direct I/O: `on` or `off`, then more in brackets.
-fn direct_io_info(requested: &str, effective: &str) -> DirectIoInfo {
-    let (effective, reason) = effective.split_once(' ').unwrap_or((effective, ""));
-    let reason = reason.strip_prefix('(').and_then(|reason| reason.strip_suffix(')')).unwrap_or(reason);
-    let [requested, effective, reason] = [requested, effective, reason].map(str::to_owned);
-    DirectIoInfo { requested, effective, reason }
 }
 
 fn capabilities(limits: &QueueLimits) -> Vec<String> {

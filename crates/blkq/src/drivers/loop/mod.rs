@@ -401,9 +401,9 @@ impl Driver for LoopDevice {
     fn describe(&self) -> Vec<(&'static str, String)> {
         let state = locked(&self.shared.state);
         let counters = &self.shared.counters;
-        let effective = match &state.mode.direct {
-            Some(align) => format!("on (offsets by {}, memory by {})", align.offset, align.memory),
-            None => format!("off ({})", state.mode.reason),
+        let (effective, reason) = match &state.mode.direct {
+            Some(align) => ("on", format!("offsets by {}, memory by {}", align.offset, align.memory)),
+            None => ("off", state.mode.reason.to_string()),
         };
         let count = |counter: &AtomicU64| counter.load(Relaxed).to_string();
         vec![
@@ -413,7 +413,8 @@ impl Driver for LoopDevice {
             ("offset", self.shared.offset.to_string()),
             ("size-limit", state.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
             ("direct-io-requested", state.requested.name().to_owned()),
-            ("direct-io", effective),
+            ("direct-io", effective.to_owned()),
+            ("direct-io-reason", reason),
             ("dispatch", state.dispatch.name().to_owned()),
             ("reads-in-flight-max", count(&counters.reads_in_flight_max)),
             ("reads-in-flight-mean", format!("{:.1}", counters.reads_in_flight_mean())),
