@@ -1,5 +1,5 @@
 //! The parts of a driver: a device ([`Driver`], shared by all threads) and its queues
-//! ([`DriverQueue`], each used by one thread only). `drivers/null/mod.rs` is the one to copy.
+//! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
 
 use std::borrow::Cow;
 use std::ops::Range;

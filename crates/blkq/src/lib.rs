@@ -9,7 +9,8 @@
 //! A [`Disk`] is a [`Driver`] with hardware queues. Each queue is owned by one thread, which
 //! drives it without a lock. The drivers at hand are [`loop`](drivers::loop) (a file or block
 //! device through io_uring, around the page cache or through it), [`ram`](drivers::ram) and
-//! [`null`](drivers::null); the last is the one to copy for a driver of your own.
+//! [`null`](drivers::null); the last is the one to copy for a driver of your own. For tests
+//! there are [`model`](drivers::model), slow on purpose, and [`fault`](drivers::fault).
 //!
 //! # Three ways in
 //!

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blkq::drivers::null::{Null, NullCompletion, NullOptions};
+use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq::drivers::ram::Ram;
 use blkq::gate::Direction;
 use blkq::{Bio, BioFlags, Data, Disk, EngineThread, Operation, QueueLimits, Sector, Status};
@@ -94,9 +94,9 @@ fn threads_get_back_what_they_wrote() {
 #[test]
 fn callbacks_come_once_each_through_a_full_device() {
     within(60, || {
-        let mut options = NullOptions::new(1 << 30);
-        options.completion = NullCompletion::Random(0..=50_000, 7);
-        let disk = Disk::builder(Box::new(Null::new(options).unwrap())).depth(4).build().unwrap();
+        let mut options = ModelOptions::new(1 << 30);
+        options.completion = ModelCompletion::Random(0..=50_000, 7);
+        let disk = Disk::builder(Box::new(Model::new(options).unwrap())).depth(4).build().unwrap();
         let engine = engine(&disk);
         let calls: Arc<Vec<AtomicUsize>> = Arc::new((0..8000).map(|_| AtomicUsize::new(0)).collect());
         std::thread::scope(|scope| {
@@ -285,9 +285,9 @@ fn ticks_of(name: &str) -> u64 {
 #[test]
 fn a_queue_that_has_no_request_sleeps_until_another_gives_a_tag_back() {
     within(60, || {
-        let completion = NullCompletion::Timer(500_000_000);
-        let null = Null::new(NullOptions { completion, ..NullOptions::new(1 << 20) }).unwrap();
-        let disk = Disk::builder(Box::new(null)).queues(2).shared_tags(true).depth(1).build().unwrap();
+        let completion = ModelCompletion::Timer(500_000_000);
+        let model = Model::new(ModelOptions { completion, ..ModelOptions::new(1 << 20) }).unwrap();
+        let disk = Disk::builder(Box::new(model)).queues(2).shared_tags(true).depth(1).build().unwrap();
         let _engines: Vec<_> = (0..2)
             .map(|index| EngineThread::spawn("sleeper", vec![(disk.clone(), index)]).unwrap())
             .collect();

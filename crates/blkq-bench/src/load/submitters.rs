@@ -174,7 +174,8 @@ fn summary(load: &Load, ended: &[Ended], elapsed: Duration, used: Usage) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use blkq::drivers::null::{Null, NullCompletion, NullOptions};
+    use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
+    use blkq::drivers::null::{Null, NullOptions};
 
     use super::*;
     use crate::load::Pattern;
@@ -182,9 +183,9 @@ mod tests {
     #[test]
     fn submitters_fill_the_gate_and_are_counted() {
         for batching in [false, true] {
-            let mut options = NullOptions::new(1 << 30);
-            options.completion = NullCompletion::Timer(100_000);
-            let disk = Disk::builder(Box::new(Null::new(options).expect("valid limits")));
+            let mut options = ModelOptions::new(1 << 30);
+            options.completion = ModelCompletion::Timer(100_000);
+            let disk = Disk::builder(Box::new(Model::new(options).expect("valid limits")));
             let disk = disk.depth(8).batching(batching).build().expect("valid settings");
             // Until every submitter has got something, however busy the machine is.
             let done = (0..100).find_map(|_| {

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq::drivers::null::{Null, NullCompletion, NullOptions, SeekModel};
+use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, SeekModel};
+use blkq::drivers::null::{Null, NullOptions};
 use blkq::gate::BATCH_REQUESTS;
 use blkq::{Disk, Driver};
 
@@ -71,12 +72,17 @@ impl Devices {
         Ok(Devices { off: device(false)?, on: device(true)? })
     }
 
-    fn null(merge: bool, completion: &NullCompletion) -> Result<Devices> {
+    fn null() -> Result<Devices> {
+        let options = NullOptions { zero_reads: false, ..NullOptions::new(DEVICE_BYTES) };
+        Devices::new(true, || Ok(Box::new(Null::new(options.clone())?)))
+    }
+
+    fn model(merge: bool) -> Result<Devices> {
         Devices::new(merge, || {
-            let mut options = NullOptions::new(DEVICE_BYTES);
-            options.completion = completion.clone();
+            let mut options = ModelOptions::new(DEVICE_BYTES);
+            options.completion = ModelCompletion::Disk(disk_model());
             options.zero_reads = false;
-            Ok(Box::new(Null::new(options)?))
+            Ok(Box::new(Model::new(options)?))
         })
     }
 
@@ -88,9 +94,9 @@ impl Devices {
 }
 
 fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
-    let before = null_counter(disk, "seeks").zip(null_counter(disk, "requests"));
+    let before = model_counter(disk, "seeks").zip(model_counter(disk, "requests"));
     let run = submitters::run(disk, SUBMITTERS, load, length)?;
-    let after = null_counter(disk, "seeks").zip(null_counter(disk, "requests"));
+    let after = model_counter(disk, "seeks").zip(model_counter(disk, "requests"));
     Ok(match before.zip(after) {
         Some((before, after)) if after.0 > before.0 => {
             let per_request = (after.0 - before.0) as f64 / (after.1 - before.1) as f64;
@@ -100,8 +106,8 @@ fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     })
 }
 
-/// The counters of a null device; of other devices none.
-fn null_counter(disk: &Disk, name: &str) -> Option<u64> {
+/// The counters of a modelled disk; of other devices none.
+fn model_counter(disk: &Disk, name: &str) -> Option<u64> {
     let facts = disk.driver().describe();
     facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok())
 }
@@ -128,7 +134,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let mut all = Vec::new();
     for row in &ROWS {
-        let devices = Devices::null(false, &NullCompletion::Disk(disk_model()))?;
+        let devices = Devices::model(false)?;
         let load = row.load();
         let mut comparison =
             devices.compare(bench, &format!("modelled disk, {}, nothing merged", row.name), &load)?;
@@ -170,7 +176,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
         table.comparisons.push(comparison);
         all.push(devices);
     }
-    let devices = Devices::null(true, &NullCompletion::Disk(disk_model()))?;
+    let devices = Devices::model(true)?;
     let load = Load::write(Pattern::Sequential, WINDOW);
     let mut comparison =
         devices.compare(bench, "modelled disk, sequential write, neighbours merge", &load)?;
@@ -189,7 +195,7 @@ fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     };
     let (read, write) = (Load::read(Pattern::Random, WINDOW), Load::write(Pattern::Random, WINDOW));
     let all = vec![
-        ("null, random write", Devices::null(true, &NullCompletion::Immediate)?, write),
+        ("null, random write", Devices::null()?, write),
         ("loop direct, random read", file()?, read),
         ("loop direct, random write", file()?, write),
     ];

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use blkq::drivers::null::{Null, NullCompletion, NullOptions};
+use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq::drivers::ram::Ram;
 use blkq::{Disk, Driver, EngineThread};
 use blkq_export::nbd::reply::ReplyStyle;
@@ -25,8 +25,8 @@ pub fn ram() -> Box<dyn Driver> {
 
 /// A device whose requests take `range_ns` nanoseconds, and so complete out of order.
 pub fn slow(range_ns: std::ops::RangeInclusive<u64>) -> Box<dyn Driver> {
-    let completion = NullCompletion::Random(range_ns, 1);
-    Box::new(Null::new(NullOptions { completion, ..NullOptions::new(SIZE) }).unwrap())
+    let completion = ModelCompletion::Random(range_ns, 1);
+    Box::new(Model::new(ModelOptions { completion, ..ModelOptions::new(SIZE) }).unwrap())
 }
 
 /// A path that nobody else uses, with characters that a URI cannot have.

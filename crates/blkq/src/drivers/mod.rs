@@ -8,6 +8,7 @@ use crate::error::{Error, ErrorKind};
 
 pub mod fault;
 pub mod r#loop;
+pub mod model;
 pub mod null;
 pub mod ram;
 mod random;

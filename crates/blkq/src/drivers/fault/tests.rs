@@ -5,7 +5,7 @@ use super::*;
 use crate::bio::{BioFlags, Operation};
 use crate::drivers::harness::{CountWakes, Harness, filled, pattern};
 use crate::drivers::r#loop::{LoopDevice, LoopOptions};
-use crate::drivers::null::{Null, NullOptions};
+use crate::drivers::model::{Model, ModelOptions};
 use crate::drivers::ram::Ram;
 use crate::error::Status;
 
@@ -163,14 +163,14 @@ fn corruption_turns_one_bit_and_leaves_the_callers_memory_alone() {
 
 #[test]
 fn lost_writes_and_flushes_end_well() {
-    let null = Null::new(NullOptions::new(SIZE)).unwrap();
-    let device = Fault::new(Box::new(null), "lose,op=flush+discard".parse().unwrap()).unwrap();
+    let model = Model::new(ModelOptions::new(SIZE)).unwrap();
+    let device = Fault::new(Box::new(model), "lose,op=flush+discard".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     assert_eq!(h.run(flush).0, Ok(()));
     let facts = device.describe();
     let fact = |name| facts.iter().find(|(key, _)| *key == name).unwrap().1.as_str();
-    assert_eq!((fact("flushes"), fact("fault-hits"), fact("fault-driver")), ("0", "1", "null"));
+    assert_eq!((fact("flushes"), fact("fault-hits"), fact("fault-driver")), ("0", "1", "model"));
     let (device, mut h) = open("none");
     let expected = fill(&device, &mut h, "lose,op=write");
     assert_eq!(write(&mut h, 0, 0xAA), Ok(()));
@@ -243,9 +243,9 @@ fn a_rule_with_a_file_holds_while_the_file_exists() {
 
 #[test]
 fn what_the_device_below_refuses_is_offered_again() {
-    let mut options = NullOptions::new(SIZE);
+    let mut options = ModelOptions::new(SIZE);
     options.busy_resource_every = 3;
-    let device = Fault::new(Box::new(Null::new(options).unwrap()), "none".parse().unwrap()).unwrap();
+    let device = Fault::new(Box::new(Model::new(options).unwrap()), "none".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tags: Vec<_> = (0..20).map(|n| h.read(n * 4096, &[512])).collect();
     h.start(&tags);

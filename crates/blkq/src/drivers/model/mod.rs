@@ -1,17 +1,8 @@
-//! The null driver: a device that stores nothing, for measuring the block layer itself,
-//! for trying faults out, and as the example that a new driver begins from.
-//!
-//! A driver is two types. The *device* ([`Null`]) is shared by all threads: it says what
-//! it can do ([`Driver::limits`]) and opens queues. A *queue* ([`NullQueue`]) belongs to
-//! one thread, so that its fields need no lock. The block layer offers it requests in
-//! batches and calls it again when time passes; each request that it takes it completes
-//! exactly once. To write a driver of your own: copy this file, take out the delays and
-//! the injections, do your I/O in [`DriverQueue::queue_requests`], and add the driver to
-//! the list in `drivers/mod.rs`.
+//! The model driver: a device that stores nothing and is slow, or refuses requests, on purpose:
+//! timers, random delays, a disk with one arm, blocking. For measuring and testing what the
+//! block layer does above such a device.
 
-mod model;
-
-use std::ops::RangeInclusive;
+mod delays;
 
 use std::sync::Arc;
 
@@ -24,33 +15,20 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock};
 use crate::tags::Tag;
 
-use model::Delays;
-pub use model::{NullBlocking, NullCounters, SeekModel};
+use super::null::NullOptions;
+use delays::Delays;
+pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, SeekModel};
 
-/// When a request completes.
-#[derive(Clone, Debug, Default)]
-pub enum NullCompletion {
-    /// Before [`DriverQueue::queue_requests`] returns.
-    #[default]
-    Immediate,
-    /// That many nanoseconds after it was taken.
-    Timer(u64),
-    /// After a random number of nanoseconds out of a range, the same series for the same seed.
-    Random(RangeInclusive<u64>, u64),
-    /// When a disk with one arm has done it, one request after the other.
-    Disk(SeekModel),
-}
-
-/// What a null device is like.
+/// What a model device is like.
 #[derive(Clone, Debug)]
-pub struct NullOptions {
+pub struct ModelOptions {
     /// Size, logical block, largest request, and whether the device has a write cache,
     /// does FUA, discards and writes zeroes, is read-only: passed on as they are.
     pub limits: QueueLimits,
     /// When requests complete.
-    pub completion: NullCompletion,
+    pub completion: ModelCompletion,
     /// What taking a request costs.
-    pub blocking: NullBlocking,
+    pub blocking: ModelBlocking,
     /// Every so many requests, one is refused with [`Busy::Resource`] and so requeued; 0: never.
     pub busy_resource_every: u32,
     /// The same with [`Busy::UntilCompletion`], if a completion is due; 0: never.
@@ -60,58 +38,50 @@ pub struct NullOptions {
     pub zero_reads: bool,
 }
 
-impl NullOptions {
+impl ModelOptions {
     /// A device of `capacity_bytes` that completes at once, and can do everything.
-    pub fn new(capacity_bytes: u64) -> NullOptions {
-        let limits = QueueLimits {
-            capacity_bytes,
-            max_discard_bytes: 1 << 30,
-            discard_granularity: 512,
-            discard_zeroes: true,
-            max_write_zeroes_bytes: 1 << 30,
-            max_write_zeroes_no_unmap_bytes: 1 << 30,
-            fua: true,
-            ..QueueLimits::default()
-        };
-        NullOptions {
+    pub fn new(capacity_bytes: u64) -> ModelOptions {
+        // It can do all that the null device can.
+        let NullOptions { limits, zero_reads } = NullOptions::new(capacity_bytes);
+        ModelOptions {
             limits,
-            completion: NullCompletion::Immediate,
-            blocking: NullBlocking::Never,
+            completion: ModelCompletion::Immediate,
+            blocking: ModelBlocking::Never,
             busy_resource_every: 0,
             busy_until_completion_every: 0,
-            zero_reads: true,
+            zero_reads,
         }
     }
 }
 
 /// The device.
-pub struct Null {
-    options: NullOptions,
+pub struct Model {
+    options: ModelOptions,
     /// The counters of each queue: written by its thread alone, summed when somebody asks.
-    counters: Mutex<Vec<Arc<NullCounters>>>,
+    counters: Mutex<Vec<Arc<ModelCounters>>>,
 }
 
-impl Null {
-    /// A null device.
+impl Model {
+    /// A model device.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if the limits contradict each other.
-    pub fn new(options: NullOptions) -> Result<Null, Error> {
+    pub fn new(options: ModelOptions) -> Result<Model, Error> {
         options.limits.validate()?;
-        Ok(Null { options, counters: Mutex::new(Vec::new()) })
+        Ok(Model { options, counters: Mutex::new(Vec::new()) })
     }
 
     /// What the queues did so far, added up.
-    pub fn counters(&self) -> NullCounters {
-        let total = NullCounters::default();
+    pub fn counters(&self) -> ModelCounters {
+        let total = ModelCounters::default();
         lock(&self.counters).iter().for_each(|queue| total.add(queue));
         total
     }
 }
 
-impl Driver for Null {
+impl Driver for Model {
     fn name(&self) -> &'static str {
-        "null"
+        "model"
     }
 
     // Asked for once; the block layer then splits, emulates or refuses whatever the
@@ -125,21 +95,21 @@ impl Driver for Null {
     // files with `ring` now.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);
-        if matches!(self.options.completion, NullCompletion::Disk(_))
+        if matches!(self.options.completion, ModelCompletion::Disk(_))
             && queues.iter().any(|queue| Arc::strong_count(queue) > 1)
         {
             let message = "a modelled disk has one arm and so one queue: ask for one queue";
             return Err(Error::new(ErrorKind::Invalid, message));
         }
-        let counters = Arc::new(NullCounters::default());
+        let counters = Arc::new(ModelCounters::default());
         queues.push(Arc::clone(&counters));
         let delays = Delays::new(&self.options.completion, cx.tags, self.options.limits.capacity_bytes);
         let options = self.options.clone();
-        let plain = options.blocking == NullBlocking::Never
+        let plain = options.blocking == ModelBlocking::Never
             && !options.zero_reads
             && options.busy_resource_every == 0
             && options.busy_until_completion_every == 0;
-        Ok(Box::new(NullQueue { options, plain, delays, counters, seen: 0 }))
+        Ok(Box::new(ModelQueue { options, plain, delays, counters, seen: 0 }))
     }
 
     // What `blkq show` prints.
@@ -158,18 +128,18 @@ impl Driver for Null {
 }
 
 /// One queue of it.
-pub struct NullQueue {
-    options: NullOptions,
+pub struct ModelQueue {
+    options: ModelOptions,
     /// None of the options that cost time for each request is in use.
     plain: bool,
     delays: Delays,
-    counters: Arc<NullCounters>,
+    counters: Arc<ModelCounters>,
     /// Requests offered, for the injections.
     seen: u64,
 }
 
 // SAFETY: only this thread uses the memory of a request, and before it completes.
-unsafe impl DriverQueue for NullQueue {
+unsafe impl DriverQueue for ModelQueue {
     // The heart of a driver. What is not taken is offered again, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         if self.plain && self.delays.is_immediate() {
@@ -206,7 +176,7 @@ unsafe impl DriverQueue for NullQueue {
             if self.delays.is_immediate() {
                 cx.complete(tag, Ok(()));
             } else if self.delays.start(cx, tag) {
-                NullCounters::raise(&self.counters.seeks, 1);
+                ModelCounters::raise(&self.counters.seeks, 1);
             }
         }
         self.counters.count_batch(count as u64, bytes, flushes);
@@ -229,7 +199,7 @@ unsafe impl DriverQueue for NullQueue {
     }
 }
 
-impl NullQueue {
+impl ModelQueue {
     /// Whether the next request is one of those to be refused.
     #[inline]
     fn refuses(&mut self) -> Option<Busy> {
@@ -244,7 +214,7 @@ impl NullQueue {
         } else {
             return None;
         };
-        NullCounters::raise(&self.counters.busy, 1);
+        ModelCounters::raise(&self.counters.busy, 1);
         Some(busy)
     }
 }

@@ -2,23 +2,23 @@ use super::*;
 use crate::bio::BioFlags;
 use crate::drivers::harness::{Harness, filled};
 
-fn device(change: impl FnOnce(&mut NullOptions)) -> Null {
-    let mut options = NullOptions::new(1 << 30);
+fn device(change: impl FnOnce(&mut ModelOptions)) -> Model {
+    let mut options = ModelOptions::new(1 << 30);
     change(&mut options);
-    Null::new(options).unwrap()
+    Model::new(options).unwrap()
 }
 
 #[test]
 fn completes_at_once_and_counts() {
-    let null = device(|_| {});
-    let mut h = Harness::open(&null).unwrap();
+    let model = device(|_| {});
+    let mut h = Harness::open(&model).unwrap();
     let tags = [h.read(0, &[4096]), h.write(4096, vec![filled(512, 1), filled(512, 2)])];
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     h.start(&[tags[0], tags[1], flush]);
     assert!(h.ended(tags[0]) && h.ended(tags[1]) && h.ended(flush));
     let (result, bytes) = h.wait(tags[0]);
     assert_eq!((result, bytes), (Ok(()), vec![0; 4096]));
-    let counters = null.counters();
+    let counters = model.counters();
     let all =
         [&counters.batches, &counters.requests, &counters.batch_max, &counters.flushes, &counters.bytes];
     assert_eq!(all.map(|c| c.load(Relaxed)), [1, 3, 3, 1, 5120]);
@@ -32,7 +32,7 @@ fn reads_may_leave_memory_alone() {
 
 #[test]
 fn a_timer_delays() {
-    let mut h = Harness::open(&device(|o| o.completion = NullCompletion::Timer(3_000_000))).unwrap();
+    let mut h = Harness::open(&device(|o| o.completion = ModelCompletion::Timer(3_000_000))).unwrap();
     let tag = h.read(0, &[512]);
     let begin = monotonic_ns();
     h.start(&[tag]);
@@ -48,8 +48,8 @@ fn a_timer_delays() {
 #[test]
 fn random_delays_stay_in_range_and_repeat() {
     let deadlines = || {
-        let null = device(|o| o.completion = NullCompletion::Random(1_000_000..=2_000_000, 9));
-        let mut h = Harness::open(&null).unwrap();
+        let model = device(|o| o.completion = ModelCompletion::Random(1_000_000..=2_000_000, 9));
+        let mut h = Harness::open(&model).unwrap();
         let mut spread = Vec::new();
         for _ in 0..8 {
             let tag = h.read(0, &[512]);
@@ -70,8 +70,8 @@ fn random_delays_stay_in_range_and_repeat() {
 #[test]
 fn a_modelled_disk_does_one_request_at_a_time_and_has_one_queue() {
     let model = SeekModel { command_ns: 500_000, ..SeekModel::default() };
-    let null = device(|o| o.completion = NullCompletion::Disk(model));
-    let mut h = Harness::open(&null).unwrap();
+    let model = device(|o| o.completion = ModelCompletion::Disk(model));
+    let mut h = Harness::open(&model).unwrap();
     let tags = [h.read(0, &[512]), h.read(512, &[512]), h.read(1024, &[512])];
     let begin = monotonic_ns();
     h.start(&tags);
@@ -80,22 +80,22 @@ fn a_modelled_disk_does_one_request_at_a_time_and_has_one_queue() {
     assert!(monotonic_ns() - begin >= 500_000);
     assert_eq!(h.wait(last).0, Ok(()));
     assert!(monotonic_ns() - begin >= 1_500_000);
-    assert_eq!(null.counters().seeks.load(Relaxed), 0, "each begins where the last one ended");
+    assert_eq!(model.counters().seeks.load(Relaxed), 0, "each begins where the last one ended");
     let back = h.read(0, &[512]);
     h.start(&[back]);
     assert_eq!(h.wait(back).0, Ok(()));
-    assert_eq!(null.counters().seeks.load(Relaxed), 1);
-    assert_eq!(Harness::open(&null).err().unwrap().kind(), ErrorKind::Invalid);
+    assert_eq!(model.counters().seeks.load(Relaxed), 1);
+    assert_eq!(Harness::open(&model).err().unwrap().kind(), ErrorKind::Invalid);
 }
 
 #[test]
 fn refusals_are_offered_again_and_complete_once() {
-    let null = device(|o| {
+    let model = device(|o| {
         o.busy_resource_every = 3;
         o.busy_until_completion_every = 2;
-        o.completion = NullCompletion::Timer(1);
+        o.completion = ModelCompletion::Timer(1);
     });
-    let mut h = Harness::open(&null).unwrap();
+    let mut h = Harness::open(&model).unwrap();
     let tags: Vec<Tag> = (0..16).map(|i| h.read(i * 512, &[512])).collect();
     let (mut done, mut kinds) = (0, Vec::new());
     while done < tags.len() {
@@ -114,12 +114,12 @@ fn refusals_are_offered_again_and_complete_once() {
     for tag in tags {
         assert_eq!(h.wait(tag).0, Ok(()));
     }
-    assert_eq!(null.counters().busy.load(Relaxed), kinds.len() as u64);
+    assert_eq!(model.counters().busy.load(Relaxed), kinds.len() as u64);
 }
 
 #[test]
 fn a_blocking_device_holds_up_its_thread() {
-    for blocking in [NullBlocking::Spin(2_000_000), NullBlocking::Sleep(2_000_000)] {
+    for blocking in [ModelBlocking::Spin(2_000_000), ModelBlocking::Sleep(2_000_000)] {
         let mut h = Harness::open(&device(|o| o.blocking = blocking)).unwrap();
         let tag = h.read(0, &[512]);
         let begin = monotonic_ns();
@@ -130,8 +130,8 @@ fn a_blocking_device_holds_up_its_thread() {
 
 #[test]
 fn nonsense_limits_are_refused() {
-    let mut options = NullOptions::new(1000);
-    assert_eq!(Null::new(options.clone()).err().unwrap().kind(), ErrorKind::Invalid);
+    let mut options = ModelOptions::new(1000);
+    assert_eq!(Model::new(options.clone()).err().unwrap().kind(), ErrorKind::Invalid);
     options.limits.capacity_bytes = 1024;
-    assert!(Null::new(options).is_ok());
+    assert!(Model::new(options).is_ok());
 }

@@ -1,7 +1,8 @@
-//! What makes a null device slow on purpose, and what it counts.
+//! What makes a model device slow on purpose, and what it counts.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use crate::bio::Operation;
@@ -12,12 +13,24 @@ use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::tags::Tag;
 
-use super::NullCompletion;
+/// When a request completes.
+#[derive(Clone, Debug, Default)]
+pub enum ModelCompletion {
+    /// Before [`DriverQueue::queue_requests`](crate::DriverQueue::queue_requests) returns.
+    #[default]
+    Immediate,
+    /// That many nanoseconds after it was taken.
+    Timer(u64),
+    /// After a random number of nanoseconds out of a range, the same series for the same seed.
+    Random(RangeInclusive<u64>, u64),
+    /// When a disk with one arm has done it, one request after the other.
+    Disk(SeekModel),
+}
 
 /// What taking a request costs the engine thread: a bad driver, on purpose
 /// (what BLK_MQ_F_BLOCKING announces in the kernel).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum NullBlocking {
+pub enum ModelBlocking {
     /// Nothing.
     #[default]
     Never,
@@ -27,18 +40,18 @@ pub enum NullBlocking {
     Sleep(u64),
 }
 
-impl NullBlocking {
+impl ModelBlocking {
     #[inline]
     pub(super) fn hold_up(self) {
         match self {
-            NullBlocking::Never => {}
-            NullBlocking::Spin(ns) => {
+            ModelBlocking::Never => {}
+            ModelBlocking::Spin(ns) => {
                 let end = monotonic_ns() + ns;
                 while monotonic_ns() < end {
                     std::hint::spin_loop();
                 }
             }
-            NullBlocking::Sleep(ns) => std::thread::sleep(Duration::from_nanos(ns)),
+            ModelBlocking::Sleep(ns) => std::thread::sleep(Duration::from_nanos(ns)),
         }
     }
 }
@@ -104,14 +117,14 @@ pub(super) struct Delays {
 }
 
 impl Delays {
-    pub fn new(completion: &NullCompletion, tags: usize, capacity: u64) -> Delays {
+    pub fn new(completion: &ModelCompletion, tags: usize, capacity: u64) -> Delays {
         let rule = match completion {
-            NullCompletion::Immediate => Rule::Immediate,
-            NullCompletion::Timer(delay_ns) => Rule::Timer(*delay_ns),
-            NullCompletion::Random(range, seed) => {
+            ModelCompletion::Immediate => Rule::Immediate,
+            ModelCompletion::Timer(delay_ns) => Rule::Timer(*delay_ns),
+            ModelCompletion::Random(range, seed) => {
                 Rule::Random { first: *range.start(), last: *range.end(), state: *seed }
             }
-            NullCompletion::Disk(model) => Rule::Disk { model: *model, capacity, head: 0, busy_until_ns: 0 },
+            ModelCompletion::Disk(model) => Rule::Disk { model: *model, capacity, head: 0, busy_until_ns: 0 },
         };
         Delays { rule, waiting: BinaryHeap::with_capacity(tags) }
     }
@@ -169,9 +182,9 @@ impl Delays {
     }
 }
 
-/// What the queues of a null device did. Each queue's thread alone writes its own.
+/// What the queues of a model device did. Each queue's thread alone writes its own.
 #[derive(Debug, Default)]
-pub struct NullCounters {
+pub struct ModelCounters {
     /// Calls of `queue_requests`.
     pub batches: AtomicU64,
     /// Requests taken.
@@ -188,7 +201,7 @@ pub struct NullCounters {
     pub seeks: AtomicU64,
 }
 
-impl NullCounters {
+impl ModelCounters {
     /// Adds to a counter that nobody else writes: no locked instruction.
     #[inline]
     pub(super) fn raise(counter: &AtomicU64, by: u64) {
@@ -204,7 +217,7 @@ impl NullCounters {
         self.batch_max.store(self.batch_max.load(Relaxed).max(requests), Relaxed);
     }
 
-    pub(super) fn add(&self, other: &NullCounters) {
+    pub(super) fn add(&self, other: &ModelCounters) {
         let pairs = [
             (&self.batches, &other.batches),
             (&self.requests, &other.requests),
