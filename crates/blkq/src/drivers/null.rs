@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::tags::Tag;
 
-/// What a null device is like.
+/// The options of a null device.
 #[derive(Clone, Debug)]
 pub struct NullOptions {
     /// Size, logical block, largest request, and whether the device has a write cache,

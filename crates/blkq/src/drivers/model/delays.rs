@@ -1,4 +1,4 @@
-//! What makes a model device slow on purpose, and what it counts.
+//! How a model device is slow on purpose, and its counters.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -27,7 +27,7 @@ pub enum ModelCompletion {
     Disk(SeekModel),
 }
 
-/// What taking a request costs the engine thread: a bad driver, on purpose
+/// The cost of taking a request, for the engine thread: a bad driver, on purpose
 /// (what BLK_MQ_F_BLOCKING announces in the kernel).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ModelBlocking {
@@ -182,7 +182,7 @@ impl Delays {
     }
 }
 
-/// What the queues of a model device did. Each queue's thread alone writes its own.
+/// The counters of the queues of a model device. Each queue's thread alone writes its own.
 #[derive(Debug, Default)]
 pub struct ModelCounters {
     /// Calls of `queue_requests`.

@@ -19,7 +19,7 @@ use super::null::NullOptions;
 use delays::Delays;
 pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, SeekModel};
 
-/// What a model device is like.
+/// The options of a model device.
 #[derive(Clone, Debug)]
 pub struct ModelOptions {
     /// Size, logical block, largest request, and whether the device has a write cache,
@@ -27,7 +27,7 @@ pub struct ModelOptions {
     pub limits: QueueLimits,
     /// When requests complete.
     pub completion: ModelCompletion,
-    /// What taking a request costs.
+    /// The cost of taking a request.
     pub blocking: ModelBlocking,
     /// Every so many requests, one is refused with [`Busy::Resource`] and so requeued; 0: never.
     pub busy_resource_every: u32,
@@ -71,7 +71,7 @@ impl Model {
         Ok(Model { options, counters: Mutex::new(Vec::new()) })
     }
 
-    /// What the queues did so far, added up.
+    /// The counters of all queues, added up.
     pub fn counters(&self) -> ModelCounters {
         let total = ModelCounters::default();
         lock(&self.counters).iter().for_each(|queue| total.add(queue));
@@ -112,7 +112,7 @@ impl Driver for Model {
         Ok(Box::new(ModelQueue { options, plain, delays, counters, seen: 0 }))
     }
 
-    // What `blkq show` prints.
+    // The facts that `blkq show` prints.
     fn describe(&self) -> Vec<(&'static str, String)> {
         let counters = self.counters();
         vec![
