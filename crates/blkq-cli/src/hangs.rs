@@ -236,7 +236,7 @@ impl Watched {
 /// Logs what an engine found in `queue`.
 fn log_scan(queue: usize, look: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
     // First the hangs that are over: they were logged before.
-    look.ended.iter().for_each(|end| log(&end_line(end)));
+    look.completed.iter().for_each(|end| log(&end_line(end)));
     look.hangs.iter().for_each(|hang| log(&hang_line(hang)));
     if look.more > 0 {
         let HangScan { more, hung, .. } = look;

@@ -182,7 +182,7 @@ pub unsafe trait DriverQueue {
         let _ = cx;
     }
 
-    /// A submission of this queue ended.
+    /// A submission of this queue completed.
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         let _ = (cx, cqe);
     }
@@ -264,7 +264,7 @@ impl DriverContext<'_> {
         }
     }
 
-    /// Ends a request that the driver took. It ends for its submitter when the driver
+    /// Completes a request that the driver took. It completes for its submitter when the driver
     /// has returned to the block layer.
     #[inline]
     pub fn complete(&mut self, tag: Tag, result: IoResult) {

@@ -1,9 +1,9 @@
-//! Errors: [`Status`] is how one I/O ended, [`Error`] is why an operation of the
+//! Errors: [`Status`] is how one I/O completed, [`Error`] is why an operation of the
 //! control plane (open, attach, set, resize) was refused.
 
 use std::fmt;
 
-/// How an I/O ended: unit, or the reason that it did not do what was asked.
+/// How an I/O completed: unit, or the reason that it did not do what was asked.
 pub type IoResult = Result<(), Status>;
 
 /// Why an I/O failed: the block layer's own vocabulary, the kernel's `blk_status_t`

@@ -14,7 +14,7 @@
 //!
 //! # Three ways in
 //!
-//! | who submits | with what | waits for room | ends arrive |
+//! | who submits | with what | waits for room | completions arrive |
 //! |---|---|---|---|
 //! | the thread that owns the queue | [`LocalQueue`] | never: the bio is handed back | [`LocalQueue::completions`] |
 //! | any other thread | [`Submitter`] | yes, at the [`gate`] | return value, or callback on the owner's thread |
@@ -33,7 +33,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let disk = Disk::builder(Box::new(Ram::new(64 << 20, 4096, false)?)).depth(32).build()?;
-//! // This thread owns queue 0. Dropped, it ends after its I/O in flight.
+//! // This thread owns queue 0. Dropped, it waits for its I/O in flight.
 //! let engine = EngineThread::spawn("queue-0", vec![(disk.clone(), 0)])?;
 //!
 //! std::thread::scope(|scope| {
@@ -73,7 +73,7 @@
 //!
 //! # Promises
 //!
-//! A bio that was accepted ends exactly once, fully or with an error; one that was refused is
+//! A bio that was accepted completes exactly once, fully or with an error; one that was refused is
 //! handed back and does not end. The contracts in full, each with its tests, are in
 //! docs/contracts.md; what survives which loss is in docs/durability.md.
 

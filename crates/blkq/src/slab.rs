@@ -211,7 +211,7 @@ pub(crate) enum FlushStep {
     DataThenFlush,
     /// Its data is on the way, and nothing follows.
     Data,
-    /// Waits for the flush that ends the sequence.
+    /// Waits for the flush that completes the sequence.
     Postflush,
 }
 

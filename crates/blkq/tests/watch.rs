@@ -54,8 +54,8 @@ fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
     device.release(1);
     drain(&mut queue);
     let look = queue.scan_for_hangs(after(60), LIMIT_NS);
-    assert_eq!((look.hung, look.hangs.len(), look.ended.len()), (0, 0, 1));
-    let end = &look.ended[0];
+    assert_eq!((look.hung, look.hangs.len(), look.completed.len()), (0, 0, 1));
+    let end = &look.completed[0];
     assert_eq!((&end.subject, end.result), (subject, Some(Ok(()))));
     assert!(end.age_ns < 20 * SECOND_NS, "its real age, not that of the pretended look: {}", end.age_ns);
     assert_eq!(
@@ -90,12 +90,12 @@ fn who_waits_for_a_tag_hangs_too_and_is_not_told_of_again_when_it_has_one() {
     }
     queue.poll();
     let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.hangs.len(), look.hung, look.ended.len()), (0, 3, 2));
+    assert_eq!((look.hangs.len(), look.hung, look.completed.len()), (0, 3, 2));
     device.release(3);
     drain(&mut queue);
     let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.hung, look.ended.len()), (0, 3));
-    assert!(look.ended.iter().all(|end| end.subject.tag.is_some()), "they had tags at last");
+    assert_eq!((look.hung, look.completed.len()), (0, 3));
+    assert!(look.completed.iter().all(|end| end.subject.tag.is_some()), "they had tags at last");
     assert_eq!(disk.stats().counter(Counter::Hangs), 5);
 }
 
@@ -125,7 +125,7 @@ fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
     queue.poll();
     // The two that waited are in the next flush now, and have not ended.
     let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.ended.len(), look.ended[0].result), (1, Some(Ok(()))));
+    assert_eq!((look.completed.len(), look.completed[0].result), (1, Some(Ok(()))));
     device.release(1);
     drain(&mut queue);
     let stats = disk.stats();
@@ -145,7 +145,7 @@ fn many_that_hang_are_counted_and_few_told_of() {
     assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS), HangScan { hung: all, ..HangScan::default() });
     device.release(all as usize);
     drain(&mut queue);
-    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS).ended.len(), NAMED_MAX);
+    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS).completed.len(), NAMED_MAX);
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (all, 0));
 }
 
@@ -167,8 +167,8 @@ fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
     device.release(2);
     drain(&mut queue);
     let look = queue.scan_for_hangs(hour_ns + 40 * SECOND_NS, LIMIT_NS);
-    let ends: Vec<_> = look.ended.iter().map(|end| (end.age_ns, end.result)).collect();
-    assert_eq!(ends, [(40 * SECOND_NS, Some(Ok(()))); 2]);
+    let completions: Vec<_> = look.completed.iter().map(|end| (end.age_ns, end.result)).collect();
+    assert_eq!(completions, [(40 * SECOND_NS, Some(Ok(()))); 2]);
     // The next bio in the same slots has no time of its own, and not theirs either.
     queue.submit(read(0, 3)).unwrap();
     queue.poll();

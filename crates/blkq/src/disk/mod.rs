@@ -173,7 +173,7 @@ impl Disk {
         fields
     }
 
-    /// Changes a setting while I/O goes on: I/O in flight ends first, what comes
+    /// Changes a setting while I/O goes on: I/O in flight completes first, what comes
     /// meanwhile waits, nothing is lost. Keys: `scheduler`, `depth`, `merge`, `batching`,
     /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`, `fault`).
     ///

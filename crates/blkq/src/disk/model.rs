@@ -1,6 +1,6 @@
 //! The properties of a whole disk that the model checkers prove: real queues on real engine threads, with their
 //! sleep, mailbox, plug, software queues, tags, gate, freeze and end; only the ring and what
-//! wakes it are twins. The device is a thread that ends requests whenever it runs.
+//! wakes it are twins. The device is a thread that completes requests whenever it runs.
 //!
 //! Whatever is lost, a wake-up, a bio, a tag, an answer, leaves somebody waiting, which the
 //! checkers see as a deadlock; what comes twice is counted.
@@ -39,7 +39,7 @@ struct Device {
 
 /// Ends on their way back to the owner of a queue.
 struct Inbox {
-    ended: Mutex<Vec<Tag>>,
+    completed: Mutex<Vec<Tag>>,
     wake: Arc<dyn Wake>,
 }
 
@@ -53,13 +53,13 @@ impl Device {
                 job.is_some()
             });
             let Some((inbox, tag)) = job else { return };
-            lock(&inbox.ended).push(tag);
+            lock(&inbox.completed).push(tag);
             inbox.wake.wake();
         }
     }
 }
 
-/// The driver: what it takes the device's thread ends, or itself at once.
+/// The driver: the device's thread completes the requests that it takes, or itself at once.
 struct Remote {
     device: Option<Arc<Device>>,
     own: Arc<Device>,
@@ -81,7 +81,7 @@ impl Driver for Remote {
     }
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
-        let inbox = Arc::new(Inbox { ended: Mutex::new(Vec::new()), wake: cx.wake });
+        let inbox = Arc::new(Inbox { completed: Mutex::new(Vec::new()), wake: cx.wake });
         Ok(Box::new(RemoteQueue { device: self.device.clone(), own: self.own.clone(), inbox }))
     }
 }
@@ -106,18 +106,18 @@ unsafe impl DriverQueue for RemoteQueue {
     }
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        let ended = std::mem::take(&mut *lock(&self.inbox.ended));
-        self.own.in_driver.fetch_sub(ended.len() as u32, SeqCst);
-        cx.complete_all(&ended);
+        let completed = std::mem::take(&mut *lock(&self.inbox.completed));
+        self.own.in_driver.fetch_sub(completed.len() as u32, SeqCst);
+        cx.complete_all(&completed);
     }
 }
 
-/// A disk with its engines, and what has ended on it.
+/// A disk with its engines, and the count of completed bios.
 struct World {
     disk: Arc<Disk>,
     device: Arc<Device>,
     engines: Vec<EngineThread>,
-    ended: Arc<Plain>,
+    completed: Arc<Plain>,
 }
 
 #[derive(Clone, Copy)]
@@ -126,7 +126,7 @@ struct Shape {
     depth: u16,
     shared_tags: bool,
     batching: bool,
-    /// The driver ends requests itself.
+    /// The driver completes requests itself.
     at_once: bool,
 }
 
@@ -144,21 +144,21 @@ impl World {
             .expect("a valid disk");
         let engine = |queue| EngineThread::spawn("engine", vec![(disk.clone(), queue)]).expect("an engine");
         let engines = (0..shape.queues).map(engine).collect();
-        World { disk, device, engines, ended: Arc::default() }
+        World { disk, device, engines, completed: Arc::default() }
     }
 
     /// A thread that submits blocks: each submitter's are neighbours in pairs, so that some merge.
     /// Every other one is waited for. Ends with an error are those of a disk that goes.
     fn submitter(&self, number: usize, count: usize, goes: bool) -> thread::JoinHandle<()> {
-        let (mut submitter, ended) = (self.disk.submitter(), self.ended.clone());
+        let (mut submitter, completed) = (self.disk.submitter(), self.completed.clone());
         thread::spawn(move || {
             for round in 0..count {
                 let sector = Sector(((number as u64) << 16) + round as u64 / 2 * 8 + round as u64 % 2);
                 let bio = Bio::write(sector, IoBuffer::zeroed(BLOCK_BYTES), 0);
-                let ended = ended.clone();
+                let completed = completed.clone();
                 let check = move |result| {
                     assert!(result == Ok(()) || goes && result == Err(Status::Offline), "{result:?}");
-                    ended.fetch_add(1, SeqCst);
+                    completed.fetch_add(1, SeqCst);
                 };
                 if round % 2 == 0 && round + 1 < count {
                     submitter.submit(bio, move |result, _| check(result));
@@ -169,7 +169,7 @@ impl World {
         })
     }
 
-    /// The thread of the device, which ends so many requests.
+    /// The thread of the device, which completes so many requests.
     fn device(&self, count: usize) -> thread::JoinHandle<()> {
         let device = self.device.clone();
         thread::spawn(move || device.serve(count))
@@ -190,29 +190,29 @@ impl World {
     }
 
     /// Has engine 0 look for what hangs, which is all that is in flight, and then, when the other
-    /// threads have ended, once more: each hang is reported once, and so is its completion.
+    /// threads have exited, once more: each hang is reported once, and so is its completion.
     fn watcher(&self, rounds: usize) -> thread::JoinHandle<()> {
         let handle = self.engines[0].handle().clone();
-        let look = move |hangs: &mut Vec<u64>, ends: &mut Vec<u64>| {
+        let look = move |hangs: &mut Vec<u64>, completions: &mut Vec<u64>| {
             let look = handle.scan_for_hangs(u64::MAX, 0).recv().expect("the engine lives");
             hangs.extend(look.hangs.iter().map(|hang| hang.subject.number));
-            ends.extend(look.ended.iter().map(|end| end.subject.number));
+            completions.extend(look.completed.iter().map(|end| end.subject.number));
             assert_eq!(look.more, 0);
             look.hung
         };
         thread::spawn(move || {
-            let (mut hangs, mut ends) = (Vec::new(), Vec::new());
+            let (mut hangs, mut completions) = (Vec::new(), Vec::new());
             for _ in 0..rounds {
-                look(&mut hangs, &mut ends);
+                look(&mut hangs, &mut completions);
             }
-            while look(&mut hangs, &mut ends) > 0 {
+            while look(&mut hangs, &mut completions) > 0 {
                 thread::yield_now();
             }
             // Completions during the last scan.
-            look(&mut hangs, &mut ends);
-            ends.sort_unstable();
+            look(&mut hangs, &mut completions);
+            completions.sort_unstable();
             let told: Vec<u64> = (1..=hangs.len() as u64).collect();
-            assert_eq!((&hangs, &ends), (&told, &told), "reported once, and its completion once");
+            assert_eq!((&hangs, &completions), (&told, &told), "reported once, and its completion once");
         })
     }
 
@@ -240,11 +240,11 @@ impl World {
         })
     }
 
-    /// Nothing is left anywhere, and all that was submitted has ended once.
+    /// Nothing is left anywhere, and all that was submitted has completed once.
     fn end(self, submitted: usize) {
-        let World { disk, device, engines, ended } = self;
+        let World { disk, device, engines, completed } = self;
         drop(engines);
-        assert_eq!(ended.load(SeqCst) as usize, submitted, "each bio ends once");
+        assert_eq!(completed.load(SeqCst) as usize, submitted, "each bio completes once");
         assert_eq!(device.in_driver.load(SeqCst), 0);
         for direction in [Direction::Read, Direction::Write] {
             assert_eq!((disk.gate.in_flight(direction), disk.gate.waiting(direction)), (0, 0));
@@ -263,7 +263,7 @@ fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
 }
 
 /// Submitters, and an engine that sleeps in between and merges what it can.
-fn all_end_once(shape: Shape, submitters: usize, count: usize) {
+fn all_complete_once(shape: Shape, submitters: usize, count: usize) {
     let world = World::new(shape);
     let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, false)).collect();
     join(threads);
@@ -272,7 +272,7 @@ fn all_end_once(shape: Shape, submitters: usize, count: usize) {
 
 /// The same over a device on a thread of its own. Nothing merges, so that it is known how many
 /// requests there will be: each submitter's blocks are too far apart.
-fn ends_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usize, quiesces: usize) {
+fn completions_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usize, quiesces: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
     threads.push(world.device(submitters));
@@ -305,8 +305,8 @@ fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
     world.end(submitters * count);
 }
 
-/// The engines end while others submit: what was staged too late ends too.
-fn an_end_leaves_nobody_waiting(shape: Shape, submitters: usize, count: usize) {
+/// The engines exit while others submit: bios staged too late complete too.
+fn an_engine_that_exits_leaves_nobody_waiting(shape: Shape, submitters: usize, count: usize) {
     let mut world = World::new(shape);
     let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, true)).collect();
     world.engines.clear();
@@ -319,7 +319,7 @@ struct Client {
     /// Still to be submitted.
     wanted: u64,
     in_flight: u32,
-    ended: Arc<Plain>,
+    completed: Arc<Plain>,
     stopping: bool,
 }
 
@@ -334,7 +334,7 @@ unsafe impl Source for Client {
     fn on_bio(&mut self, _cx: &mut SourceContext<'_>, completion: Completion) {
         assert_eq!(completion.result, Ok(()));
         self.in_flight -= 1;
-        self.ended.fetch_add(1, SeqCst);
+        self.completed.fetch_add(1, SeqCst);
     }
 
     fn on_message(&mut self, _cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
@@ -361,25 +361,26 @@ unsafe impl Source for Client {
     }
 }
 
-/// Messages to sources, sources that stop while the device still ends their I/O, submitters and a
+/// Messages to sources, sources that stop while the device still completes their I/O, submitters and a
 /// freeze, with the tags of all queues in one set: what one has under its plug another waits for.
 fn plugs_share_tags(shape: Shape, per_client: u64, submitters: usize, freezes: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
     threads.extend((freezes > 0).then(|| world.freezer(freezes)));
     for engine in &world.engines {
-        let (handle, ended) = (engine.handle().clone(), world.ended.clone());
+        let (handle, completed) = (engine.handle().clone(), world.completed.clone());
         threads.push(thread::spawn(move || {
             let own: Arc<Plain> = Arc::default();
             let its = own.clone();
             let client = move || {
-                Box::new(Client { wanted: 0, in_flight: 0, ended: its, stopping: false }) as Box<dyn Source>
+                Box::new(Client { wanted: 0, in_flight: 0, completed: its, stopping: false })
+                    as Box<dyn Source>
             };
             let id = handle.add_source(client).expect("the engine lives");
             handle.send(id, Box::new(per_client));
             handle.stop_source(id, false);
             assert_eq!(u64::from(own.load(SeqCst)), per_client, "stopped with I/O in flight");
-            ended.fetch_add(per_client as u32, SeqCst);
+            completed.fetch_add(per_client as u32, SeqCst);
         }));
     }
     let total = per_client as usize * world.engines.len() + submitters;
@@ -399,25 +400,27 @@ mod loom_disk {
 
     // Contract: accepted-once
     #[test]
-    fn loom_all_end_once() {
-        model("an engine, one submitter, two blocks", 0, || all_end_once(SMALL, 1, 2));
-        model_within(1, "an engine, two submitters", 0, || all_end_once(SMALL, 2, 1));
-        model_within(1, "two engines that share a tag", 0, || all_end_once(SHARED, 2, 1));
+    fn loom_all_complete_once() {
+        model("an engine, one submitter, two blocks", 0, || all_complete_once(SMALL, 1, 2));
+        model_within(1, "an engine, two submitters", 0, || all_complete_once(SMALL, 2, 1));
+        model_within(1, "two engines that share a tag", 0, || all_complete_once(SHARED, 2, 1));
     }
 
     #[test]
-    fn loom_ends_come_from_elsewhere() {
-        model("one submitter", 0, || ends_come_from_elsewhere(REMOTE, 1, 0, 0));
-        model_within(1, "one submitter, a freeze", 0, || ends_come_from_elsewhere(REMOTE, 1, 1, 0));
-        model_within(1, "one submitter, a quiesce", 0, || ends_come_from_elsewhere(REMOTE, 1, 0, 1));
+    fn loom_completions_come_from_elsewhere() {
+        model("one submitter", 0, || completions_come_from_elsewhere(REMOTE, 1, 0, 0));
+        model_within(1, "one submitter, a freeze", 0, || completions_come_from_elsewhere(REMOTE, 1, 1, 0));
+        model_within(1, "one submitter, a quiesce", 0, || completions_come_from_elsewhere(REMOTE, 1, 0, 1));
     }
 
     // Contract: accepted-once
     #[test]
-    fn loom_an_end_leaves_nobody_waiting() {
-        model("an engine that ends, one submitter", 0, || an_end_leaves_nobody_waiting(SMALL, 1, 1));
-        model_within(1, "an engine that ends, two submitters", 0, || {
-            an_end_leaves_nobody_waiting(SMALL, 2, 1)
+    fn loom_an_engine_that_exits_leaves_nobody_waiting() {
+        model("an engine that exits, one submitter", 0, || {
+            an_engine_that_exits_leaves_nobody_waiting(SMALL, 1, 1)
+        });
+        model_within(1, "an engine that exits, two submitters", 0, || {
+            an_engine_that_exits_leaves_nobody_waiting(SMALL, 2, 1)
         });
     }
 
@@ -441,17 +444,21 @@ mod shuttle_disk {
     const SHARED: Shape = Shape { queues: 2, depth: 1, shared_tags: true, ..FEW };
 
     #[test]
-    fn shuttle_all_end_once() {
-        model("one engine, four submitters", 6_000, || all_end_once(FEW, 4, 4));
-        model("two engines that share two tags", 6_000, || all_end_once(Shape { depth: 2, ..SHARED }, 4, 4));
+    fn shuttle_all_complete_once() {
+        model("one engine, four submitters", 6_000, || all_complete_once(FEW, 4, 4));
+        model("two engines that share two tags", 6_000, || {
+            all_complete_once(Shape { depth: 2, ..SHARED }, 4, 4)
+        });
     }
 
     // Contract: accepted-once
     #[test]
-    fn shuttle_ends_come_from_elsewhere() {
-        model("ends against freeze and quiesce", 6_000, || ends_come_from_elsewhere(REMOTE, 4, 2, 2));
+    fn shuttle_completions_come_from_elsewhere() {
+        model("completions against freeze and quiesce", 6_000, || {
+            completions_come_from_elsewhere(REMOTE, 4, 2, 2)
+        });
         model("without batching", 3_000, || {
-            ends_come_from_elsewhere(Shape { batching: false, depth: 1, ..REMOTE }, 4, 2, 0)
+            completions_come_from_elsewhere(Shape { batching: false, depth: 1, ..REMOTE }, 4, 2, 0)
         });
     }
 
@@ -467,15 +474,17 @@ mod shuttle_disk {
     }
 
     #[test]
-    fn shuttle_an_end_leaves_nobody_waiting() {
-        model("an engine ends under load", 6_000, || an_end_leaves_nobody_waiting(FEW, 4, 4));
-        model("two engines end under load", 6_000, || an_end_leaves_nobody_waiting(SHARED, 4, 3));
+    fn shuttle_an_engine_that_exits_leaves_nobody_waiting() {
+        model("an engine exits under load", 6_000, || an_engine_that_exits_leaves_nobody_waiting(FEW, 4, 4));
+        model("two engines end under load", 6_000, || {
+            an_engine_that_exits_leaves_nobody_waiting(SHARED, 4, 3)
+        });
     }
 
     #[test]
     fn shuttle_plugs_share_tags() {
         model("two clients, one tag", 6_000, || plugs_share_tags(SHARED, 3, 2, 0));
-        model("two clients, two tags, ends from elsewhere, freezes", 6_000, || {
+        model("two clients, two tags, completions from elsewhere, freezes", 6_000, || {
             plugs_share_tags(Shape { depth: 2, at_once: false, ..SHARED }, 3, 2, 2)
         });
     }

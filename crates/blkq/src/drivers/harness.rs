@@ -35,8 +35,8 @@ pub(super) struct Harness {
     pub limits_changed: bool,
     /// Completions of the ring still to be dropped.
     pub swallow: usize,
-    /// Results by tag of what has ended and was not yet asked for.
-    ended: Vec<Option<IoResult>>,
+    /// Results by tag of completed requests that were not yet asked for.
+    results: Vec<Option<IoResult>>,
 }
 
 /// Counts how often a queue was woken; the harness polls every millisecond by itself.
@@ -73,7 +73,7 @@ impl Harness {
             queue: Some(queue),
             limits_changed: false,
             swallow: 0,
-            ended: vec![None; TAGS],
+            results: vec![None; TAGS],
         })
     }
 
@@ -93,7 +93,7 @@ impl Harness {
             let request = &mut self.requests[tag.index()];
             assert_eq!(request.state, RequestState::Busy, "{tag:?} completed twice");
             request.state = RequestState::Idle;
-            self.ended[tag.index()] = Some(result);
+            self.results[tag.index()] = Some(result);
         }
         result
     }
@@ -108,7 +108,7 @@ impl Harness {
         buffers: Vec<IoBuffer>,
     ) -> Tag {
         let free = |(index, request): (usize, &Request)| {
-            request.state == RequestState::Idle && request.first_bio == NIL && self.ended[index].is_none()
+            request.state == RequestState::Idle && request.first_bio == NIL && self.results[index].is_none()
         };
         let index = self.requests.iter().enumerate().position(free).expect("a free tag");
         let sector = Sector::from_bytes(offset).unwrap();
@@ -214,22 +214,22 @@ impl Harness {
         self.queue.as_ref().unwrap().state(tag, &self.requests[tag.index()]).into_owned()
     }
 
-    pub fn ended(&self, tag: Tag) -> bool {
-        self.ended[tag.index()].is_some()
+    pub fn has_completed(&self, tag: Tag) -> bool {
+        self.results[tag.index()].is_some()
     }
 
     /// Turns until `tag` has completed; returns its result and its memory, in order.
     pub fn wait(&mut self, tag: Tag) -> (IoResult, Vec<u8>) {
         let begin = Instant::now();
-        while !self.ended(tag) {
-            assert!(begin.elapsed() < Duration::from_secs(20), "{tag:?} never ended");
+        while !self.has_completed(tag) {
+            assert!(begin.elapsed() < Duration::from_secs(20), "{tag:?} never completed");
             self.turn();
         }
-        let result = self.ended[tag.index()].take().unwrap();
+        let result = self.results[tag.index()].take().unwrap();
         (result, self.take_memory(tag))
     }
 
-    /// The memory of a request that has ended, whose slots are free then.
+    /// The memory of a completed request, whose slots are free then.
     fn take_memory(&mut self, tag: Tag) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut bio = self.requests[tag.index()].first_bio;
@@ -278,7 +278,7 @@ impl Drop for Harness {
         if !std::thread::panicking() {
             self.close_queue();
             for index in 0..TAGS {
-                if self.ended[index].is_some() {
+                if self.results[index].is_some() {
                     self.take_memory(Tag(index as u16));
                 }
             }

@@ -108,7 +108,7 @@ mod tests {
         let mut h = Harness::open(&Null::new(NullOptions::new(1 << 30)).unwrap()).unwrap();
         let tag = h.read(0, &[4096]);
         h.start(&[tag]);
-        assert!(h.ended(tag));
+        assert!(h.has_completed(tag));
         assert_eq!(h.wait(tag), (Ok(()), vec![0; 4096]));
     }
 

@@ -78,7 +78,7 @@ impl LocalQueue {
         self.queue.submit(bio, self.ring.as_deref_mut())
     }
 
-    /// Sends everything submitted to the driver and collects what has ended, without
+    /// Sends everything submitted to the driver and collects the completions, without
     /// waiting.
     #[inline]
     pub fn poll(&mut self) {
@@ -123,7 +123,7 @@ impl LocalQueue {
         match &mut self.ring {
             Some(ring) => {
                 if sleeps {
-                    // A merged request ends several bios: one completion of the ring may do.
+                    // A merged request completes several bios: one completion of the ring may do.
                     ring.enter(1, timeout);
                 } else if self.queue.has_started() || ring.has_submissions() {
                     ring.enter(0, None);

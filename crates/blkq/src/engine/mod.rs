@@ -33,7 +33,7 @@ pub use worker::Worker;
 const RING_ENTRIES: u32 = 512;
 /// The engine itself, as an owner on the ring.
 const ENGINE: u16 = u16::MAX;
-/// Times in one turn that sources get what has ended and submit more.
+/// Times in one turn that sources get completions and submit more.
 const TURN_ROUNDS: usize = 16;
 
 /// Aborts the process if a panic unwinds through it: the kernel still reads and writes the memory of
@@ -191,7 +191,7 @@ impl Engine {
         }
     }
 
-    /// Hands ended bios to the sources that submitted them.
+    /// Passes completed bios to the sources that submitted them.
     fn deliver(&mut self) {
         for index in 0..self.queues.len() {
             let mut done = std::mem::take(self.queues[index].completions_mut());
@@ -201,7 +201,7 @@ impl Engine {
                 let source = usize::from(token.owner() - FIRST_SOURCE);
                 self.with_source(source, |source, cx| source.on_bio(cx, completion));
             }
-            // Keep the room that it has grown to, unless bios ended at once meanwhile.
+            // Keep the room that it has grown to, unless bios completed at once meanwhile.
             if self.queues[index].completions().is_empty() {
                 *self.queues[index].completions_mut() = done;
             }
@@ -256,7 +256,7 @@ impl Engine {
 
     fn add(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         if self.exit {
-            return Err(Error::new(ErrorKind::System, "the engine has ended"));
+            return Err(Error::new(ErrorKind::System, "the engine has exited"));
         }
         let index = match self.sources.iter().position(Option::is_none) {
             Some(index) => index,

@@ -27,7 +27,7 @@ pub(super) const FIRST_SOURCE: u16 = 0x100;
 ///
 /// # Safety
 /// Sources free memory by what they are notified of. An implementation therefore has
-/// [`Source::is_stopped`] return true, unless the engine ends too, only when nothing that it pushed
+/// [`Source::is_stopped`] return true, unless the engine exits too, only when nothing that it pushed
 /// or submitted is in flight: its number goes to another source. If it wraps another source, it
 /// passes on what it was passed itself, each completion once, to the source that submitted.
 pub unsafe trait Source {
@@ -37,10 +37,10 @@ pub unsafe trait Source {
     /// Whatever keeps it from working; it is then stopped, without force, and dropped.
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error>;
 
-    /// A submission pushed through [`SourceContext::push`] ended; its payload is in the token.
+    /// A submission pushed through [`SourceContext::push`] completed; its payload is in the token.
     fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe);
 
-    /// A bio submitted through [`SourceContext::submit`] ended.
+    /// A bio submitted through [`SourceContext::submit`] completed.
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion);
 
     /// A message from another thread, sent through [`EngineHandle::send`].
@@ -65,7 +65,7 @@ pub unsafe trait Source {
     }
 
     /// Begin to stop: take nothing new, end what is in flight; with `force`, drop clients.
-    /// Called again, with `force`, if the engine ends meanwhile.
+    /// Called again, with `force`, if the engine exits meanwhile.
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);
 
     /// Whether nothing is left in flight and the source may be dropped.
@@ -225,7 +225,7 @@ pub(super) enum Message {
 }
 
 struct Mailbox {
-    /// None once the engine has ended.
+    /// None once the engine has exited.
     messages: Mutex<Option<Vec<Message>>>,
     kick: Arc<Kick>,
     /// As the ring was made.
@@ -295,7 +295,7 @@ impl EngineHandle {
     ) -> Result<SourceId, Error> {
         let (sender, receiver) = channel();
         self.post(Message::Add(Box::new(make), sender));
-        receiver.recv().map_err(|_| Error::new(ErrorKind::System, "the engine has ended"))?
+        receiver.recv().map_err(|_| Error::new(ErrorKind::System, "the engine has exited"))?
     }
 
     /// Sends `message` to source `id`; to one that is gone it is dropped.
@@ -316,7 +316,7 @@ impl EngineHandle {
     pub fn stop_source(&self, id: SourceId, force: bool) {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
-        // An error says that the engine has ended, and the source with it.
+        // An error says that the engine has exited, and the source with it.
         let _ = receiver.recv();
     }
 }

@@ -12,7 +12,7 @@ use super::Engine;
 use super::source::{EngineHandle, FIRST_SOURCE, Message};
 use super::worker::STACK_BYTES;
 
-/// An engine's thread. Dropping it ends the engine after its I/O in flight has ended.
+/// An engine's thread. Dropping it stops the engine after its I/O in flight has completed.
 ///
 /// A panic on this thread, after the panic hook, aborts the process: I/O in flight owns memory that
 /// must not be freed.
@@ -51,7 +51,7 @@ impl EngineThread {
         };
         let builder = thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
         let thread = builder.spawn(body).map_err(|e| Error::system("cannot start an engine thread", e))?;
-        let ended = || Error::new(ErrorKind::System, "the engine thread ended while it started");
+        let ended = || Error::new(ErrorKind::System, "the engine thread exited while it started");
         receiver.recv().map_err(|_| ended())??;
         Ok(EngineThread { handle, thread: Some(thread) })
     }

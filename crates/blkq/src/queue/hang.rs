@@ -138,7 +138,7 @@ pub struct HangScan {
     /// All that is in flight for too long now.
     pub hung: u64,
     /// Reported before, and completed since.
-    pub ended: Vec<HangCompletion>,
+    pub completed: Vec<HangCompletion>,
 }
 
 impl HangScan {
@@ -147,7 +147,7 @@ impl HangScan {
         self.hangs.extend(other.hangs);
         self.more += other.more;
         self.hung += other.hung;
-        self.ended.extend(other.ended);
+        self.completed.extend(other.completed);
     }
 }
 

@@ -54,7 +54,7 @@ impl Queue {
             self.watch.see(bio, self.in_flight[bio].start_ns);
         }
         let mut found = scan.found;
-        found.ended = self.watch.finish_scan(now_ns);
+        found.completed = self.watch.finish_scan(now_ns);
         self.stats.count(Counter::Hangs, scan.new);
         self.stats.hung(found.hung);
         found

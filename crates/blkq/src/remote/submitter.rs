@@ -237,7 +237,7 @@ unsafe impl SegmentOwner for Borrowed {
 }
 
 /// # Safety
-/// The memory must stay valid, and borrowed as the operation needs, until the bio ended.
+/// The memory must stay valid, and borrowed as the operation needs, until the bio completed.
 unsafe fn borrowed(ptr: *mut u8, len: usize) -> Data {
     let segment = Segment::new(ptr, len as u32);
     Data::Segments(Box::new(Box::new(Borrowed([segment]))))

@@ -326,7 +326,7 @@ impl Ring {
     }
 
     /// Something on registered files that does not end by itself is in flight when the ring is
-    /// dropped: the kernel ends it, and closes the files, some time later.
+    /// dropped: the kernel completes it, and closes the files, some time later.
     pub fn abandon(&mut self) {
         self.abandoned = true;
     }

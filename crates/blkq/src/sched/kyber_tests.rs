@@ -177,8 +177,8 @@ fn a_domain_has_no_more_in_flight_than_tokens_and_holds_up_no_other() {
         assert_eq!(bed.count(domain, Place::Held), 5);
     }
     for operation in ONE_OF_EACH {
-        let ended: Vec<Tag> = bed.all(domain_of(operation), Place::InFlight).take(3).collect();
-        bed.complete(&ended);
+        let completed: Vec<Tag> = bed.all(domain_of(operation), Place::InFlight).take(3).collect();
+        bed.complete(&completed);
         let dispatched: Vec<Operation> = std::iter::from_fn(|| bed.dispatch()).map(|(_, of)| of).collect();
         assert_eq!(dispatched, [operation; 3]);
     }
@@ -258,15 +258,15 @@ fn what_is_known_of_a_domain_limits_it_once() {
 }
 
 #[test]
-fn a_depth_that_shrank_below_what_is_in_flight_lets_it_end_first() {
+fn a_depth_that_shrank_below_what_is_in_flight_lets_it_complete_first() {
     let mut bed = Bed::new();
     let in_flight: Vec<Tag> = (0..4).map(|_| bed.insert(Operation::Write, 0, 8).unwrap()).collect();
     in_flight.iter().for_each(|&tag| assert_eq!(bed.dispatch(), Some((tag, Operation::Write))));
     bed.scheduler.domains[WRITE].depth = 2;
     let next = bed.insert(Operation::Write, 0, 8).unwrap();
-    for ended in in_flight.chunks(1).take(3) {
+    for completed in in_flight.chunks(1).take(3) {
         assert_eq!(bed.dispatch(), None);
-        bed.complete(ended);
+        bed.complete(completed);
     }
     assert_eq!(bed.dispatch(), Some((next, Operation::Write)));
 }
@@ -383,8 +383,8 @@ proptest! {
                 }
                 Step::Complete(count) => {
                     let in_flight = (0..4).flat_map(|domain| bed.all(domain, Place::InFlight));
-                    let ended: Vec<Tag> = in_flight.take(count.into()).collect();
-                    bed.complete(&ended);
+                    let completed: Vec<Tag> = in_flight.take(count.into()).collect();
+                    bed.complete(&completed);
                 }
                 Step::Remove(index) => {
                     let tag = Tag(index);
@@ -393,7 +393,7 @@ proptest! {
                     if held {
                         queued.iter_mut().for_each(|queued| queued.retain(|&other| other != tag));
                         bed.places[tag.index()] = Place::Free;
-                        // It ends all the same, without having been given out.
+                        // It completes all the same, without having been dispatched.
                         bed.scheduler.completed(&[(tag, Ok(()))], bed.now_ns);
                     }
                 }
@@ -405,9 +405,9 @@ proptest! {
         // All leave while those before them end.
         while bed.scheduler.len() > 0 || bed.places.contains(&Place::InFlight) {
             while dispatch(&mut bed, &mut queued) {}
-            let ended: Vec<Tag> = (0..4).flat_map(|domain| bed.all(domain, Place::InFlight)).collect();
-            prop_assert!(!ended.is_empty(), "nothing is in flight and nothing leaves");
-            bed.complete(&ended);
+            let completed: Vec<Tag> = (0..4).flat_map(|domain| bed.all(domain, Place::InFlight)).collect();
+            prop_assert!(!completed.is_empty(), "nothing is in flight and nothing leaves");
+            bed.complete(&completed);
         }
         check(&bed, &queued);
     }

@@ -16,7 +16,7 @@ pub(crate) trait Scheduler: Send {
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
     /// Gives the request that is next to the driver. None if there is none, or if those
-    /// held have to wait until one that was given ends.
+    /// held have to wait until one that was dispatched completes.
     fn dispatch(&mut self, requests: &[Request], now_ns: u64) -> Option<Tag>;
 
     /// A request held that `sectors` from `sector` on would continue without a gap.
@@ -49,6 +49,6 @@ pub(crate) trait Scheduler: Send {
     /// How many requests are held.
     fn len(&self) -> usize;
 
-    /// The driver ended these requests, whether all of them came through here or not.
+    /// The driver completed these requests, whether all of them came through here or not.
     fn completed(&mut self, _completed: &[(Tag, IoResult)], _now_ns: u64) {}
 }

@@ -10,7 +10,7 @@ use crate::error::IoResult;
 /// A request, and what happens to it.
 #[derive(Clone, Debug)]
 pub struct Hit {
-    /// The request's queue and tag, until it has ended.
+    /// The request's queue and tag, until it has completed.
     pub request: (u16, u16),
     /// Of the effects all but delays.
     pub effect: Effect,
@@ -34,7 +34,7 @@ pub struct Hit {
 pub enum Noted {
     /// A request is hit.
     Hit(Hit),
-    /// The request of this queue with this tag has ended in the wrapped driver.
+    /// The request of this queue with this tag has completed in the wrapped driver.
     End((u16, u16), IoResult),
     /// A rule with this trigger file hit a request, at that time.
     Armed(PathBuf, u64),

@@ -42,9 +42,9 @@ pub struct Faults {
 pub enum Defect {
     /// Syncs end well, and nothing is durable.
     LostSync,
-    /// Now and then a write ends well, and was not done.
+    /// Now and then a write completes without an error, and was not done.
     LostWrite,
-    /// Now and then a write ends well, and was done at another place.
+    /// Now and then a write completes without an error, and was done at another place.
     MisplacedWrite,
     /// Now and then a read brings what is durable, not what was written since.
     StaleRead,
@@ -102,7 +102,7 @@ struct Pending {
 
 /// The outcome of trying one.
 enum Tried {
-    Ended(i32, u32),
+    Completed(i32, u32),
     /// It cannot go on now.
     Blocked,
 }
@@ -111,7 +111,7 @@ pub(crate) struct Kernel {
     pub faults: Faults,
     pub defect: Option<Defect>,
     pub file: SimulatedFile,
-    pub ended: Vec<Cqe>,
+    pub completed: Vec<Cqe>,
     pub dead: bool,
     pub faults_seen: u64,
     pub syncs_failed: u64,
@@ -133,7 +133,7 @@ impl Kernel {
             faults,
             defect: None,
             file: SimulatedFile::new(file_bytes),
-            ended: Vec::new(),
+            completed: Vec::new(),
             dead: false,
             faults_seen: 0,
             syncs_failed: 0,
@@ -178,7 +178,7 @@ impl Kernel {
     fn execute(&mut self, index: usize, chance: &mut Chance) {
         let mut pending = self.pending.swap_remove(index);
         match self.try_one(&mut pending, chance) {
-            Tried::Ended(result, flags) => {
+            Tried::Completed(result, flags) => {
                 self.executed += 1;
                 let what = u64::from(pending.sqe.opcode) << 32 | u64::from(result as u32);
                 self.digest =
@@ -204,13 +204,13 @@ impl Kernel {
     }
 
     fn end(&mut self, user_data: u64, result: i32, flags: u32) {
-        self.ended.push(Cqe { token: Token(user_data), result, flags });
+        self.completed.push(Cqe { token: Token(user_data), result, flags });
     }
 
     /// The ring is closed.
     pub fn close(&mut self) {
         self.pending.clear();
-        self.ended.clear();
+        self.completed.clear();
     }
 
     /// See [`super::kill`].
@@ -220,7 +220,7 @@ impl Kernel {
             let mut pending = left.swap_remove(chance.below(left.len() as u64) as usize);
             let result = match is_of_file(pending.sqe.opcode) && chance.one_in(2) {
                 true => match self.try_one(&mut pending, chance) {
-                    Tried::Ended(result, _) => result,
+                    Tried::Completed(result, _) => result,
                     Tried::Blocked => -libc::ECANCELED,
                 },
                 false => -libc::ECANCELED,
@@ -239,26 +239,26 @@ impl Kernel {
     fn try_one(&mut self, pending: &mut Pending, chance: &mut Chance) -> Tried {
         let (sqe, slot) = (pending.sqe, pending.slot);
         if is_of_file(sqe.opcode) && chance.one_in(self.faults.again) {
-            return Tried::Ended(-[libc::EINTR, libc::EAGAIN][chance.below(2) as usize], 0);
+            return Tried::Completed(-[libc::EINTR, libc::EAGAIN][chance.below(2) as usize], 0);
         }
-        let ended = |result| Tried::Ended(result, 0);
+        let completed = |result| Tried::Completed(result, 0);
         match sqe.opcode {
             opcode::Read::CODE | opcode::ReadFixed::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
-                ended(self.read(slot, sqe.off as usize, &[vector], chance))
+                completed(self.read(slot, sqe.off as usize, &[vector], chance))
             }
-            opcode::Readv::CODE => ended(self.read(slot, sqe.off as usize, vectors(&sqe), chance)),
+            opcode::Readv::CODE => completed(self.read(slot, sqe.off as usize, vectors(&sqe), chance)),
             opcode::Write::CODE | opcode::WriteFixed::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
-                ended(self.write(slot, &sqe, &[vector], chance))
+                completed(self.write(slot, &sqe, &[vector], chance))
             }
-            opcode::Writev::CODE => ended(self.write(slot, &sqe, vectors(&sqe), chance)),
+            opcode::Writev::CODE => completed(self.write(slot, &sqe, vectors(&sqe), chance)),
             opcode::Fsync::CODE => {
                 // Writes that arrived while it ran may be durable or not.
                 let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };
-                ended(self.sync(sqe.fd, upto, chance))
+                completed(self.sync(sqe.fd, upto, chance))
             }
-            opcode::Fallocate::CODE => ended(self.allocate(&sqe, chance)),
+            opcode::Fallocate::CODE => completed(self.allocate(&sqe, chance)),
             opcode::PollAdd::CODE => poll(sqe.fd),
             opcode::Recv::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
@@ -297,8 +297,8 @@ impl Kernel {
         // SAFETY: a stat of zeroes is one.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
         // SAFETY: one structure, which is ours.
-        let ended = unsafe { libc::fstat(fd, &raw mut stat) };
-        if ended == 0 && self.defect != Some(Defect::LostSize) {
+        let completed = unsafe { libc::fstat(fd, &raw mut stat) };
+        if completed == 0 && self.defect != Some(Defect::LostSize) {
             self.file.durable_bytes = stat.st_size as u64;
         }
     }
@@ -313,7 +313,7 @@ impl Kernel {
     /// A new process, which has no file open.
     pub fn restart(&mut self) {
         self.dead = false;
-        self.ended.clear();
+        self.completed.clear();
         self.told.clear();
         self.told_before = self.forgotten;
         self.writers.clear();
@@ -448,7 +448,7 @@ fn poll(fd: i32) -> Tried {
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one structure, which is ours.
     match unsafe { libc::poll(&raw mut poll, 1, 0) } {
-        1 => Tried::Ended(i32::from(poll.revents), 0),
+        1 => Tried::Completed(i32::from(poll.revents), 0),
         _ => Tried::Blocked,
     }
 }
@@ -490,10 +490,10 @@ fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Chance) -> Tried {
     let received = unsafe { libc::recvmsg(fd, &raw mut header, libc::MSG_DONTWAIT) };
     match (received, last_errno()) {
         (-1, libc::EAGAIN) => Tried::Blocked,
-        (-1, errno) => Tried::Ended(-errno, 0),
+        (-1, errno) => Tried::Completed(-errno, 0),
         (bytes, _) => {
-            let more = matches!(poll(fd), Tried::Ended(..));
-            Tried::Ended(bytes as i32, if more { SOCK_NONEMPTY } else { 0 })
+            let more = matches!(poll(fd), Tried::Completed(..));
+            Tried::Completed(bytes as i32, if more { SOCK_NONEMPTY } else { 0 })
         }
     }
 }
@@ -508,10 +508,10 @@ fn send(fd: i32, vectors: &[libc::iovec], sent: &mut usize, chance: &mut Chance)
     let now = unsafe { libc::sendmsg(fd, &raw const header, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
     match (now, last_errno()) {
         (-1, libc::EAGAIN) => Tried::Blocked,
-        (-1, errno) => Tried::Ended(-errno, 0),
+        (-1, errno) => Tried::Completed(-errno, 0),
         (bytes, _) => {
             *sent += bytes as usize;
-            if *sent == total { Tried::Ended(total as i32, 0) } else { Tried::Blocked }
+            if *sent == total { Tried::Completed(total as i32, 0) } else { Tried::Blocked }
         }
     }
 }

@@ -180,7 +180,7 @@ pub fn trace() -> (u64, u64) {
 }
 
 /// The process is killed: what the kernel has of it is executed or not, as chance has it,
-/// and nothing it still submits is. It ends with ECANCELED, so that the process' memory can
+/// and nothing it still submits is. It completes with ECANCELED, so that the process' memory can
 /// be taken apart.
 pub fn kill() {
     with(|world| world.kernel.kill(&mut world.chance));

@@ -67,7 +67,7 @@ impl Ring {
         with(|world| {
             world.kernel.submit(self.queued.drain(..), &self.files);
             world.kernel.execute_some(&mut world.chance);
-            if want > 0 && world.kernel.ended.is_empty() {
+            if want > 0 && world.kernel.completed.is_empty() {
                 // Nobody else moves while it sleeps; being woken early is allowed.
                 let most = timeout.map_or(1_000_000, |timeout| timeout.as_nanos() as u64);
                 world.now_ns += world.chance.below(most.min(10_000_000) + 1);
@@ -79,7 +79,7 @@ impl Ring {
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
         super::instant();
         let before = into.len();
-        with(|world| into.append(&mut world.kernel.ended));
+        with(|world| into.append(&mut world.kernel.completed));
         self.counters.completions += (into.len() - before) as u64;
     }
 

@@ -1,7 +1,7 @@
 //! Statistics of a queue: written by the one thread that owns it, read by anybody.
 //!
 //! The counters, and when they count, are those of /sys/block/X/stat (Documentation/block/stat.rst):
-//! an I/O is a request, counted when it ends; a bio that joined a request is a merge; a
+//! an I/O is a request, counted when it completes; a bio that joined a request is a merge; a
 //! request is in flight from when it was built, so its time includes queueing; write
 //! zeroes are writes. With statistics off the owner reports no I/O, and needs no clock.
 
@@ -89,7 +89,7 @@ pub enum Counter {
     ClockReads,
     /// A bio had to wait for a tag.
     TagWaits,
-    /// A request ended before it began, by its time stamps; its latency counts as 0.
+    /// A request completed before it began, by its time stamps; its latency counts as 0.
     NegativeLatencies,
     /// A bio needed a flush: it is one, asks for one before it (PREFLUSH), or for durability
     /// that the driver cannot give it otherwise (FUA). Counted of devices with a write cache.
@@ -214,7 +214,7 @@ impl QueueStats {
         Arc::new(CachePadded::new(QueueStats::new()))
     }
 
-    /// The values now. While I/O ends they may be apart by a batch of completions; at
+    /// The values now. While I/O completes they may be apart by a batch of completions; at
     /// rest they are exact.
     pub fn snapshot(&self) -> StatsSnapshot {
         // The clock comes second, so that it is never before the time in the word.
@@ -306,13 +306,13 @@ impl StatsWriter {
         add(&self.0.in_flight[group.direction()], u64::MAX);
     }
 
-    /// A request of `group` ended with an error. It counts as an I/O all the same.
+    /// A request of `group` completed with an error. It counts as an I/O all the same.
     #[cold]
     pub fn failed(&mut self, group: StatGroup, status: Status) {
         add(&self.0.errors[group as usize][error_index(status)], 1);
     }
 
-    /// A bio of `group` ended with an error and never became a request.
+    /// A bio of `group` completed with an error and never became a request.
     #[cold]
     pub fn refused(&mut self, group: StatGroup, status: Status) {
         add(&self.0.refused[group as usize][error_index(status)], 1);
@@ -363,7 +363,7 @@ pub struct StatsBatch {
 }
 
 impl StatsBatch {
-    /// Requests of `group`, built at `start_ns`, ended at `now_ns`: so many (1 or more),
+    /// Requests of `group`, built at `start_ns`, completed at `now_ns`: so many (1 or more),
     /// with so many sectors together.
     pub fn done(
         &mut self,
@@ -412,39 +412,39 @@ impl StatsBatch {
 /// The counts of one group of operations.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct GroupSnapshot {
-    /// Requests ended, well or badly.
+    /// Requests completed, with or without an error.
     pub ios: u64,
     /// Bios that joined a request, and requests that joined another.
     pub merges: u64,
-    /// 512-byte sectors of the requests ended.
+    /// 512-byte sectors of the completed requests.
     pub sectors: u64,
     /// The sum of their latencies.
     pub nanoseconds: u64,
     /// Their latencies.
     pub latency: Histogram,
-    /// How many ended with each status, in the order of [`Status::ALL`].
+    /// How many completed with each status, in the order of [`Status::ALL`].
     pub errors: [u64; Status::ALL.len()],
-    /// Bios that ended with each status and never became requests: the queue refused them.
+    /// Bios that completed with each status and never became requests: the queue refused them.
     pub refused: [u64; Status::ALL.len()],
 }
 
 impl GroupSnapshot {
-    /// Mean latency in nanoseconds; 0 if nothing ended.
+    /// Mean latency in nanoseconds; 0 if nothing completed.
     pub fn mean_ns(&self) -> u64 {
         self.nanoseconds.checked_div(self.ios).unwrap_or(0)
     }
 
-    /// Requests that ended with an error.
+    /// Requests that completed with an error.
     pub fn failed(&self) -> u64 {
         self.errors.iter().sum()
     }
 
-    /// Requests that ended with `status`.
+    /// Requests that completed with `status`.
     pub fn failed_with(&self, status: Status) -> u64 {
         self.errors[error_index(status)]
     }
 
-    /// Bios that never became requests and ended with `status`.
+    /// Bios that never became requests and completed with `status`.
     pub fn refused_with(&self, status: Status) -> u64 {
         self.refused[error_index(status)]
     }

@@ -38,7 +38,7 @@ struct Model {
     now_ns: u64,
     busy_ns: u64,
     bios: [u64; 4],
-    ended: [Vec<u64>; 4],
+    completed: [Vec<u64>; 4],
     sectors: [u64; 4],
     failed: [u64; 4],
     in_flight: Vec<(StatGroup, u32, u64)>,
@@ -60,13 +60,13 @@ impl Model {
         assert!(told.in_flight_max[0] >= reads);
         for group in StatGroup::ALL {
             let (told, i) = (&told[group], group as usize);
-            assert_eq!(told.ios, self.ended[i].len() as u64);
+            assert_eq!(told.ios, self.completed[i].len() as u64);
             assert_eq!(told.merges, self.merges[i]);
             assert_eq!(told.sectors, self.sectors[i]);
             assert_eq!(told.failed(), self.failed[i]);
-            assert_eq!(told.nanoseconds, self.ended[i].iter().sum::<u64>());
+            assert_eq!(told.nanoseconds, self.completed[i].iter().sum::<u64>());
             let mut latency = Histogram::default();
-            self.ended[i].iter().for_each(|&ns| latency.record(ns));
+            self.completed[i].iter().for_each(|&ns| latency.record(ns));
             assert_eq!(told.latency, latency);
         }
     }
@@ -106,9 +106,9 @@ proptest! {
                         model.merges[group as usize] += 1;
                     }
                 }
-                Step::Done(ends) => {
+                Step::Done(completions) => {
                     let mut batch = StatsBatch::default();
-                    for (at, later_ns, fails) in ends {
+                    for (at, later_ns, fails) in completions {
                         if model.in_flight.is_empty() {
                             break;
                         }
@@ -120,7 +120,7 @@ proptest! {
                             writer.failed(group, Status::Io);
                             model.failed[group as usize] += 1;
                         }
-                        model.ended[group as usize].push(model.now_ns - start_ns);
+                        model.completed[group as usize].push(model.now_ns - start_ns);
                         model.sectors[group as usize] += u64::from(sectors);
                     }
                     batch.finish(&mut writer);
@@ -134,7 +134,7 @@ proptest! {
         let mut batch = StatsBatch::default();
         for (group, sectors, start_ns) in std::mem::take(&mut model.in_flight) {
             batch.done(&mut writer, group, (1, sectors as _), start_ns, model.now_ns);
-            model.ended[group as usize].push(model.now_ns - start_ns);
+            model.completed[group as usize].push(model.now_ns - start_ns);
             model.sectors[group as usize] += u64::from(sectors);
         }
         batch.finish(&mut writer);
@@ -181,7 +181,7 @@ fn fields_are_in_the_order_and_units_of_sysfs() {
 }
 
 #[test]
-fn an_end_before_the_start_counts_as_no_time() {
+fn a_completion_before_the_start_counts_as_no_time() {
     let mut writer = StatsWriter::default();
     writer.start(StatGroup::Write, 1, 1000);
     let mut batch = StatsBatch::default();

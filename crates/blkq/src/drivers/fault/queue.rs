@@ -69,7 +69,7 @@ struct Plan {
 struct Borrowed(Vec<Segment>);
 
 // SAFETY: the segments are those of the outer request, or of the plan's copy, which both
-// stay until the inner request has ended.
+// stay until the inner request has completed.
 unsafe impl SegmentOwner for Borrowed {
     fn segments(&self) -> &[Segment] {
         &self.0
@@ -176,7 +176,7 @@ impl FaultQueue {
         state.hits.fetch_update(Relaxed, Relaxed, |hits| (hits < rule.count).then_some(hits + 1)).is_ok()
     }
 
-    /// Begins requests: ends those that the wrapped queue is not to see, and offers it the others.
+    /// Begins requests: completes those that the wrapped queue is not to see, and offers it the others.
     fn begin(&mut self, cx: &mut DriverContext<'_>, tags: impl IntoIterator<Item = Tag>) {
         for tag in tags {
             let effect = self.plans[tag.index()].effect;
@@ -297,7 +297,7 @@ impl FaultQueue {
         self.end_inner(cx);
     }
 
-    /// Ends the requests whose stand-ins have ended.
+    /// Completes the requests whose stand-ins have completed.
     fn end_inner(&mut self, cx: &mut DriverContext<'_>) {
         let mut completed = std::mem::take(&mut self.completed);
         for (tag, result) in completed.drain(..) {

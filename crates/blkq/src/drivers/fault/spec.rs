@@ -18,17 +18,17 @@ const P99_BY_MEAN_MAX: u64 = 14;
 /// The effect of a fault on a request.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Effect {
-    /// It ends with this status, and nothing was done.
+    /// It completes with this status, and nothing was done.
     Error(Status),
-    /// A part from its beginning is done, then it ends with this status. Reads and writes.
+    /// A part from its beginning is done, then it completes with this status. Reads and writes.
     Short(Status),
-    /// A part from its beginning is done, and it ends well; the rest of a read is zeroes.
+    /// A part from its beginning is done, and it completes without an error; the rest of a read is zeroes.
     Torn,
-    /// It is done at another place, and ends well. Reads and writes.
+    /// It is done at another place, and completes without an error. Reads and writes.
     Misdirect,
-    /// One bit of its data is turned round, and it ends well. Reads and writes.
+    /// One bit of its data is turned round, and it completes without an error. Reads and writes.
     Corrupt,
-    /// Nothing is done, and it ends well. Not reads.
+    /// Nothing is done, and it completes without an error. Not reads.
     Lose,
     /// It begins later: by `mean_ns` always, or log-normally distributed with a mean and
     /// a 99th percentile.
@@ -38,7 +38,7 @@ pub enum Effect {
         /// 99th percentile, in nanoseconds.
         p99_ns: Option<u64>,
     },
-    /// It stays for so many nanoseconds, then ends with [`Status::Timeout`], and nothing
+    /// It stays for so many nanoseconds, then completes with [`Status::Timeout`], and nothing
     /// was done. A change of the rules lets it go on.
     Stuck(u64),
     /// The thread of the queue panics.

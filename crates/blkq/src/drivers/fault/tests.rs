@@ -162,7 +162,7 @@ fn corruption_turns_one_bit_and_leaves_the_callers_memory_alone() {
 }
 
 #[test]
-fn lost_writes_and_flushes_end_well() {
+fn lost_writes_and_flushes_complete_without_error() {
     let model = Model::new(ModelOptions::new(SIZE)).unwrap();
     let device = Fault::new(Box::new(model), "lose,op=flush+discard".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
@@ -183,7 +183,7 @@ fn delays_wait_for_their_time_and_add_up() {
     let begin = Instant::now();
     let tag = h.read(0, &[512]);
     h.start(&[tag]);
-    assert!(!h.ended(tag) && h.deadline_ns().is_some());
+    assert!(!h.has_completed(tag) && h.deadline_ns().is_some());
     assert_eq!(h.wait(tag).0, Ok(()));
     assert!(begin.elapsed() >= Duration::from_millis(5));
     assert_eq!(h.deadline_ns(), None);
@@ -201,7 +201,7 @@ fn delays_have_the_mean_and_the_percentile_asked_for() {
 }
 
 #[test]
-fn stuck_requests_end_in_time_or_go_on_when_the_rules_change() {
+fn stuck_requests_complete_in_time_or_go_on_when_the_rules_change() {
     let device = device("stuck=20ms");
     let wake = Arc::new(CountWakes::default());
     let mut h = Harness::open_waking(&device, 0, wake.clone()).unwrap();
@@ -213,7 +213,7 @@ fn stuck_requests_end_in_time_or_go_on_when_the_rules_change() {
     let tag = h.read(0, &[512]);
     h.start(&[tag]);
     h.turn();
-    assert!(!h.ended(tag));
+    assert!(!h.has_completed(tag));
     let woken = wake.0.load(Ordering::Relaxed);
     device.set("fault", "none").unwrap();
     assert!(wake.0.load(Ordering::Relaxed) > woken);

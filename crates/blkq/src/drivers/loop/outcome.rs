@@ -70,7 +70,7 @@ pub(super) fn of(
     }
 }
 
-/// An attempt that came to nothing: there is another one, or the request ends as `spent`.
+/// An attempt that came to nothing: there is another one, or the request completes as `spent`.
 fn again(
     shared: &Shared,
     cx: &mut DriverContext<'_>,

@@ -2,7 +2,7 @@
 //!
 //! Requests that may run at once go to the ring as they come. Others (see [`Turns`]) wait
 //! in a FIFO for their turn; adjacent writes that wait are issued as one. Writes that the
-//! kernel does one at a time anyway are issued before the ones in front have ended, so that
+//! kernel does one at a time anyway are issued before the ones in front have completed, so that
 //! its worker goes from one to the next without waking this thread in between.
 
 use std::borrow::Cow;

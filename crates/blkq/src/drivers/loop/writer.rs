@@ -1,7 +1,7 @@
 //! The writer's token: of all queues of a device, one at a time writes to the file.
 //!
 //! One word says who: the top bit that the token is held, the others which queues wait
-//! for it. A holder that ends hands the token to the next queue in turn, so that nobody
+//! for it. A holder that has finished passes the token to the next queue in turn, so that nobody
 //! is overtaken twice and there is no moment in which a wake-up can be lost.
 
 use crate::sync::atomic::AtomicU64;
@@ -153,7 +153,7 @@ mod model {
                 .collect();
             shared.write(0);
             threads.into_iter().for_each(|t| t.join().unwrap());
-            // SAFETY: the other threads have ended.
+            // SAFETY: the other threads have exited.
             assert_eq!(shared.file.with(|count| unsafe { *count }), 3);
             assert!(shared.token.acquire(0), "the token is free at the end");
         });

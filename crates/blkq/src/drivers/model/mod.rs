@@ -183,7 +183,7 @@ unsafe impl DriverQueue for ModelQueue {
         taken
     }
 
-    // Called once per turn and at the deadline at the latest: here ends what had to wait.
+    // Called once per turn and at the deadline at the latest: here complete the requests that had to wait.
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         if self.delays.earliest_ns().is_some() {
             // Not the queue's clock: a cached reading would keep what is due waiting.

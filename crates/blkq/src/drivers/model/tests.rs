@@ -15,7 +15,7 @@ fn completes_at_once_and_counts() {
     let tags = [h.read(0, &[4096]), h.write(4096, vec![filled(512, 1), filled(512, 2)])];
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     h.start(&[tags[0], tags[1], flush]);
-    assert!(h.ended(tags[0]) && h.ended(tags[1]) && h.ended(flush));
+    assert!(h.has_completed(tags[0]) && h.has_completed(tags[1]) && h.has_completed(flush));
     let (result, bytes) = h.wait(tags[0]);
     assert_eq!((result, bytes), (Ok(()), vec![0; 4096]));
     let counters = model.counters();
@@ -39,7 +39,7 @@ fn a_timer_delays() {
     let deadline = h.deadline_ns().unwrap();
     assert!(deadline >= begin + 3_000_000);
     h.turn();
-    assert!(h.ended(tag) == (monotonic_ns() >= deadline));
+    assert!(h.has_completed(tag) == (monotonic_ns() >= deadline));
     assert_eq!(h.wait(tag).0, Ok(()));
     assert!(monotonic_ns() >= deadline);
     assert_eq!(h.deadline_ns(), None);
@@ -124,7 +124,7 @@ fn a_blocking_device_holds_up_its_thread() {
         let tag = h.read(0, &[512]);
         let begin = monotonic_ns();
         h.start(&[tag]);
-        assert!(monotonic_ns() - begin >= 2_000_000 && h.ended(tag));
+        assert!(monotonic_ns() - begin >= 2_000_000 && h.has_completed(tag));
     }
 }
 

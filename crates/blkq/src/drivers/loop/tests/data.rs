@@ -367,7 +367,7 @@ fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     assert_eq!(h.run(flush).0, Ok(()));
     run("fallocate", &["-d", store.to_str().unwrap()]);
-    // No room for anything: the ballast itself ends with an error.
+    // No room for anything: the ballast itself completes with an error.
     let full = std::fs::write(low.file("ballast"), vec![1; 80 << 20]);
     assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
     let lost = h.write(4 * MIB, vec![pattern(MIB as usize, 1)]);
@@ -393,7 +393,7 @@ fn interruptions_are_made_again_but_not_for_ever() {
         h.start(&[read]);
         for _ in 0..times {
             h.inject(u64::from(read.0), -errno);
-            assert!(!h.ended(read));
+            assert!(!h.has_completed(read));
         }
         // Each of them was submitted again; the kernel's answers to those before the last
         // one stand for the interruptions.
@@ -404,7 +404,7 @@ fn interruptions_are_made_again_but_not_for_ever() {
     let mut h = Harness::open(&device).unwrap();
     let read = h.read(0, &[4096]);
     h.start(&[read]);
-    while !h.ended(read) {
+    while !h.has_completed(read) {
         h.inject(u64::from(read.0), -libc::EAGAIN);
         h.swallow += 1;
     }
@@ -501,12 +501,12 @@ fn the_writer_hands_over_and_kicks() {
     first.start(&ours);
     second.start(&[theirs]);
     second.turn();
-    assert!(!second.ended(theirs) && kicks.0.load(Relaxed) == 0);
+    assert!(!second.has_completed(theirs) && kicks.0.load(Relaxed) == 0);
     // The first queue has much to write, and yet lets the second one in.
     while kicks.0.load(Relaxed) == 0 {
         first.turn();
     }
-    assert!(!first.ended(ours[39]), "it gave way in between");
+    assert!(!first.has_completed(ours[39]), "it gave way in between");
     assert_eq!(second.wait(theirs).0, Ok(()));
     for tag in ours {
         assert_eq!(first.wait(tag).0, Ok(()));
