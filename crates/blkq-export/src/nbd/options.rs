@@ -64,7 +64,7 @@ pub struct NbdOptions {
     /// An eventfd that does not block, written whenever the last client has gone, once one
     /// has chosen an export: one that only listed exports does not count.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`] has some to
+    /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has some to
     /// report; without one there are none.
     pub rejection_event: Option<Arc<OwnedFd>>,
     /// Mechanisms that can be turned off, also while clients are served.
@@ -76,10 +76,10 @@ pub struct NbdOptions {
 #[derive(Debug)]
 pub struct NbdSwitches {
     /// A device that completes its work in bursts is given half of it at a time
-    /// ([`NbdCounters::paced_requests`]).
+    /// ([`NbdCounters::paced_requests`](super::NbdCounters::paced_requests)).
     pub pacing: AtomicBool,
     /// Requests of a client that is busy reading replies are left to gather for a moment
-    /// ([`NbdCounters::receive_backoffs`]).
+    /// ([`NbdCounters::receive_backoffs`](super::NbdCounters::receive_backoffs)).
     pub receive_backoff: AtomicBool,
 }
 
