@@ -6,6 +6,9 @@ use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
+/// The name of the process that watches who uses a device.
+pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
+
 /// Forks a process called `name` that runs `body` and exits. It keeps the descriptors of `kept` and
 /// ignores the signals that a terminal or a service manager sends to all processes of a server:
 /// `body` returns when the server has exited.

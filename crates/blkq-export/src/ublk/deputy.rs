@@ -2,8 +2,8 @@
 //! inside the process that gives them, which cannot exit before they complete: there are kernels that
 //! never complete making a device; starting one waits for its server, for partitions are read; and
 //! stopping one waits for the requests that the server has, which are aborted only when that exits.
-//! What hangs then is the deputy, which holds nothing, and neither a server with its image nor who
-//! types. It lives as long as the server, and exits with it.
+//! Then only the deputy hangs, which holds nothing, and neither a server with its image nor a command.
+//! It lives as long as the server, and exits with it.
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -24,7 +24,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits than the deputy.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// What the deputy is asked to do.
+/// A request to the deputy.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Request {
@@ -34,7 +34,7 @@ struct Request {
     info: DeviceInfo,
 }
 
-/// What became of it.
+/// The reply to a request.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Reply {
@@ -97,7 +97,7 @@ impl Deputy {
                 self.hangs |= reply.errno == libc::ETIMEDOUT;
                 Err(io::Error::from_raw_os_error(reply.errno))
             }
-            // EAGAIN is how the end of a socket's timeout is told.
+            // A socket's timeout is reported as EAGAIN.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 self.silent = true;
                 Err(io::ErrorKind::TimedOut.into())

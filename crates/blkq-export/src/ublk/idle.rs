@@ -1,7 +1,7 @@
 //! When nobody uses a block device any more: the kernel does not tell its server.
 //!
-//! That its nodes in /dev are opened and closed is told by inotify(7), and then it is looked at.
-//! That a file system is mounted or unmounted is not told: what is claimed is looked at every second.
+//! inotify(7) notifies it when the nodes in /dev are opened and closed, and it scans then. Nothing
+//! notifies it of a mount or an unmount: a claimed device is scanned every second.
 //! A program that only asks what there is (udev, or mount(8) before it mounts) has it open for less
 //! than a second, and is no user.
 //!
@@ -13,7 +13,7 @@
 //! itself could not be killed while its image hangs: its thread would wait for its own I/O, which the
 //! kernel aborts only when the last of its threads has exited.
 
-use std::ffi::{CStr, OsString};
+use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::mem::MaybeUninit;
@@ -35,15 +35,12 @@ use super::usage::{self, Use};
 
 /// How long after an opening or closing is looked.
 const SETTLE: Duration = Duration::from_millis(250);
-/// How long nobody may use it before that is told, and how often what is claimed is looked at.
+/// How long nobody may use it before that is reported, and how often a claimed device is scanned.
 const REST: Duration = Duration::from_secs(1);
 /// How long the process may take to answer, which it does after a scan, to write back, and to exit.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Room for a few events.
 const EVENT_BYTES: usize = 4096;
-
-/// What the process is called.
-pub(super) const NAME: &CStr = c"blkq-idle";
 
 /// Requests to the process.
 const OFF: u32 = 0;
@@ -52,7 +49,7 @@ const PAUSE: u32 = 2;
 const RESUME: u32 = 3;
 const WRITE_BACK: u32 = 4;
 
-/// What the process is asked to do.
+/// A request to the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Request {
@@ -115,7 +112,7 @@ impl IdleWatch {
             Ok(())
         };
         // SAFETY: as the caller says.
-        unsafe { child::fork(NAME, [other.into(), idle.try_clone()?], body) }?;
+        unsafe { child::fork(child::IDLE_NAME, [other.into(), idle.try_clone()?], body) }?;
         Ok(IdleWatch { socket, sequence: 0, on: false })
     }
 
@@ -181,7 +178,7 @@ impl IdleWatch {
 
 fn no_answer(error: io::Error) -> io::Error {
     match error.kind() {
-        // EAGAIN is how the end of a socket's timeout is told.
+        // A socket's timeout is reported as EAGAIN.
         io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
         _ => io::Error::other("the process that looks was killed"),
     }
@@ -191,7 +188,7 @@ impl Drop for IdleWatch {
     fn drop(&mut self) {
         // Without its socket it exits; its side of the socket is the last that it closes.
         let _ = self.socket.shutdown(Shutdown::Write);
-        // What is left of late answers comes first.
+        // Late replies come first.
         while self.socket.read(&mut [0; size_of::<Reply>()]).is_ok_and(|bytes| bytes > 0) {}
     }
 }
@@ -207,7 +204,7 @@ struct Watch<'a> {
     /// Of the device, while it is on.
     nodes: Option<Nodes>,
     paused: bool,
-    /// Who writes has used it; who reads, if a look finds him.
+    /// Set by any writer, and by a reader that a scan finds.
     used: bool,
 }
 
@@ -259,7 +256,7 @@ impl Watch<'_> {
                 }
                 Use::Claimed | Use::Unknown => Some(REST),
                 Use::Open if !self.used => Some(REST),
-                // Its end is told.
+                // inotify(7) reports the close.
                 Use::Open => None,
                 Use::Nobody if !self.used => None,
                 Use::Nobody => {
@@ -408,7 +405,7 @@ impl Nodes {
         Scan { found, undisturbed, written: was_written(&events) }
     }
 
-    /// What has happened to the nodes.
+    /// The events of the nodes so far.
     fn take_events(&self) -> Vec<ReadFlags> {
         let mut memory = [MaybeUninit::uninit(); EVENT_BYTES];
         let mut reader = inotify::Reader::new(self.inotify.as_fd(), &mut memory);
@@ -471,7 +468,7 @@ mod tests {
         let partition = directory.join("ublkb1p1");
         fs::write(directory.join("ublkb10"), "").unwrap();
         fs::write(&partition, "").unwrap();
-        // Whoever makes the node writes it: only from then on it is watched.
+        // The maker of a node writes it: only from then on it is watched.
         let mut child = user(File::open(&partition).unwrap());
         assert!(!told(&idle, REST * 2), "it is in use");
         watch.pause();
@@ -480,7 +477,7 @@ mod tests {
         assert!(!told(&idle, REST * 2), "it is not looked at");
         watch.resume();
         assert!(told(&idle, Duration::from_secs(20)), "nobody uses it any more");
-        assert!(told(&idle, Duration::from_secs(20)), "and that is told again");
+        assert!(told(&idle, Duration::from_secs(20)), "and that is reported again");
         watch.rest();
         while told(&idle, SETTLE) {}
         drop(OpenOptions::new().write(true).open(&path).unwrap());

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use blkq::{Error, ErrorKind};
 
-use super::idle;
+use super::child;
 
 pub(super) fn busy(path: &str, why: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first"))
@@ -100,8 +100,9 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
         {
             let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
             let command = command.strip_suffix('\n').unwrap_or(&command);
-            let is_watch =
-                || command.as_bytes() == idle::NAME.to_bytes() && parent(&process.path()) == Some(server);
+            let is_watch = || {
+                command.as_bytes() == child::IDLE_NAME.to_bytes() && parent(&process.path()) == Some(server)
+            };
             if counts(command) && !is_watch() {
                 return Some(format!("{pid} ({command})"));
             }
