@@ -346,7 +346,7 @@ mod tests {
         });
         let hang = &lines.wait("hang:", 1)[0];
         for part in
-            ["write sector 16 + 8, queue 0, tag ", "stuck by a rule of --fault", "a thread of this process"]
+            ["write sector 16 + 8, queue 0, tag ", "stuck by a fault rule", "a thread of this process"]
         {
             assert!(hang.contains(part), "{hang}");
         }

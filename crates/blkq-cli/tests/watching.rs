@@ -37,8 +37,8 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
     wait_until("three lines", || lines_with(&place, " hang: ").len() == 3);
     let lines = lines_with(&place, " hang: ");
     for (line, parts) in lines.iter().zip([
-        ["#0.1 write sector 16 + 8, queue 0, tag ", "stuck by a rule of --fault", "cookie 0xabc"],
-        ["#0.2 write sector 16 + 1, queue 0, tag ", "stuck by a rule of --fault", "cookie 0xabd"],
+        ["#0.1 write sector 16 + 8, queue 0, tag ", "stuck by a fault rule", "cookie 0xabc"],
+        ["#0.2 write sector 16 + 1, queue 0, tag ", "stuck by a fault rule", "cookie 0xabd"],
         ["#0.3 read sector 0 + 1, queue 0, no tag", "first of those that wait for a tag", "cookie 0xabe"],
     ]) {
         let client = format!("nbd client 1 (pid {}, uid ", std::process::id());

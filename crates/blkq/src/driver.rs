@@ -158,7 +158,7 @@ pub enum Busy {
 pub enum Taken {
     /// All of them.
     All,
-    /// The first so many; the rest are offered again, in order.
+    /// The first so many; the rest are issued again, in order.
     First(usize, Busy),
 }
 

@@ -125,7 +125,7 @@ impl Page {
             (Counter::FlushesCoalesced, "flushes_coalesced", "Flushes served by one that others needed too."),
             (Counter::PlugFlushes, "plug_flushes", "Batches of requests that left the plug."),
             (Counter::DispatchBatches, "dispatch_batches", "Batches of requests given to the driver."),
-            (Counter::Requeues, "requeues", "Requests that the driver refused, and was offered again."),
+            (Counter::Requeues, "requeues", "Requests that the driver refused, and that were requeued."),
             (Counter::Splits, "splits", "Parts of I/Os that were larger than the limits."),
             (Counter::TagWaits, "tag_waits", "I/Os that found no free tag."),
             (Counter::ClockReads, "clock_reads", "Readings of the clock."),

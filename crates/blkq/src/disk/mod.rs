@@ -238,7 +238,7 @@ impl Disk {
             _ => Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "depth {value:?}: give a number from 1 to {most} (more needs a new attach with --depth)"
+                    "depth {value:?}: give a number from 1 to {most}, or attach it anew with a greater one"
                 ),
             )),
         }

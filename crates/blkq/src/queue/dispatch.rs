@@ -90,7 +90,7 @@ impl Dispatch {
         self.started
     }
 
-    /// Whether the driver refused requests that it is to be offered again.
+    /// Whether requests that the driver refused are to be issued again.
     #[inline]
     pub fn has_requeued(&self) -> bool {
         !self.requeued.is_empty()

@@ -53,7 +53,7 @@ impl fmt::Display for Place {
             Place::ForFlush => f.write_str("waiting for a flush to begin"),
             Place::Plug => f.write_str("in the plug"),
             Place::Scheduler => f.write_str("in the scheduler"),
-            Place::Dispatch => f.write_str("refused by the driver, to be offered again"),
+            Place::Dispatch => f.write_str("refused by the driver, to be issued again"),
             Place::Quiesced => f.write_str("waiting until the device is no longer quiesced"),
             Place::Driver(state) => f.write_str(state),
         }

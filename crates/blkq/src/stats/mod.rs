@@ -81,7 +81,7 @@ pub enum Counter {
     PlugFlushes,
     /// Requests were handed to the driver and committed.
     DispatchBatches,
-    /// The driver did not take a request, and it was offered again.
+    /// The driver did not take a request, which was requeued.
     Requeues,
     /// A bio was cut because it broke the limits.
     Splits,

@@ -28,7 +28,7 @@ use super::note;
 use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
 
-/// When requests that the wrapped queue refused are offered again, in nanoseconds
+/// When requests that the wrapped queue refused are issued again, in nanoseconds
 /// (BLK_MQ_RESOURCE_DELAY is 3 ms).
 const AGAIN_NS: u64 = 3_000_000;
 /// The 99th percentile of the normal distribution.
@@ -398,12 +398,12 @@ unsafe impl DriverQueue for FaultQueue {
     fn state(&self, tag: Tag, _request: &Request) -> Cow<'static, str> {
         if self.timers.iter().any(|Reverse((_, held))| *held == tag) {
             return match self.plans[tag.index()].effect {
-                Some(Effect::Stuck(_)) => "in the driver, stuck by a rule of --fault".into(),
-                _ => "in the driver, delayed by a rule of --fault".into(),
+                Some(Effect::Stuck(_)) => "in the driver, stuck by a fault rule".into(),
+                _ => "in the driver, delayed by a fault rule".into(),
             };
         }
         if self.refused.contains(&tag) {
-            return "refused by the driver under --fault, to be offered again".into();
+            return "refused by the driver below the fault rules, to be issued again".into();
         }
         self.inner.state(tag, &self.requests[tag.index()])
     }

@@ -47,7 +47,7 @@ pub(super) fn acquire(
         _ if shared => Ok(Some(format!("{path} cannot be locked ({error}): nothing keeps others from it"))),
         _ => {
             let message = format!(
-                "{path} cannot be locked ({error}), so others could use it; if none does, attach with --shared"
+                "{path} cannot be locked ({error}), so others could use it; if none does, open it shared"
             );
             Err(Error::new(ErrorKind::Unsupported, message))
         }

@@ -222,7 +222,7 @@ pub(super) fn choose_mode(
     if requested == DirectIo::Off {
         return Ok(Mode { direct: None, reason: "as asked for".to_owned() });
     }
-    let off = || "use --direct-io off or auto".to_owned();
+    let off = || "take direct-io off or auto".to_owned();
     // The obstacle, and the cure.
     let obstacle = match possible {
         Err(why) => (why.clone(), off()),
@@ -235,11 +235,11 @@ pub(super) fn choose_mode(
                 "it demands an alignment of {} bytes, and the sector size is {sector}",
                 align.offset.max(align.memory)
             ),
-            format!("attach with --sector-size {SECTOR_MAX_BYTES}, or use --direct-io off"),
+            format!("take sectors of {SECTOR_MAX_BYTES} bytes, or direct-io off"),
         ),
         Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
             format!("it demands an alignment of {} bytes, and the offset is {offset}", align.offset),
-            "choose another offset, or use --direct-io off".to_owned(),
+            "choose another offset, or direct-io off".to_owned(),
         ),
         Ok(align) if align.assumed && requested == DirectIo::Auto => {
             ("its file system does not say what direct I/O demands".to_owned(), off())
