@@ -2,11 +2,13 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
 use crate::Result;
@@ -17,26 +19,30 @@ const END_WAIT: Duration = Duration::from_secs(5);
 /// How often is looked.
 pub const LOOK: Duration = Duration::from_micros(200);
 
+/// As much of its standard error is looked through for the last line.
+const ERRORS_BYTES_MAX: usize = 64 << 10;
+
 /// A process. Dropping it kills it.
 pub struct Child {
     pid: i32,
     program: String,
-    errors: PathBuf,
+    /// Its standard error, which is nobody else's.
+    errors: File,
     /// Its standard output, if it was started with a pipe for it.
     pub stdout: Option<ChildStdout>,
     ended: Option<(i32, Usage)>,
 }
 
 impl Child {
-    /// Starts `command`, whose standard error goes to a file in `scratch`.
+    /// Starts `command`.
     ///
     /// # Errors
     /// If it cannot be started: as the system says it, an [`std::io::Error`].
-    pub fn start(mut command: Command, stdout: Stdio, scratch: &Path) -> Result<Child> {
+    pub fn start(mut command: Command, stdout: Stdio) -> Result<Child> {
         let program = Path::new(command.get_program()).file_name().unwrap_or(OsStr::new("?"));
         let program = program.to_string_lossy().into_owned();
-        let errors = scratch.join(format!("{program}.errors"));
-        command.stdin(Stdio::null()).stdout(stdout).stderr(File::create(&errors)?);
+        let errors = File::from(memfd_create("errors", MemfdFlags::CLOEXEC)?);
+        command.stdin(Stdio::null()).stdout(stdout).stderr(errors.try_clone()?);
         let die_with_parent =
             || set_parent_process_death_signal(Some(Signal::KILL)).map_err(std::io::Error::from);
         // SAFETY: between fork and exec it makes one system call and touches no memory.
@@ -52,8 +58,12 @@ impl Child {
 
     /// The last line of its standard error.
     pub fn complaint(&self) -> String {
-        let said = std::fs::read(&self.errors).unwrap_or_default();
-        let said = String::from_utf8_lossy(&said);
+        // Its own writes move the offset that this process shares.
+        let mut said = vec![0; ERRORS_BYTES_MAX];
+        let from =
+            self.errors.metadata().map_or(0, |file| file.len().saturating_sub(ERRORS_BYTES_MAX as u64));
+        let length = self.errors.read_at(&mut said, from).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said[..length]);
         let last = said.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("without a word");
         format!("{} exited: {}", self.program, last.trim())
     }
@@ -138,23 +148,20 @@ mod tests {
 
     #[test]
     fn the_error_of_a_failed_process_is_returned() {
-        let scratch = std::env::temp_dir();
         let child =
-            Child::start(shell("echo first >&2; echo no such disk >&2; exit 3"), Stdio::null(), &scratch)
-                .unwrap();
+            Child::start(shell("echo first >&2; echo no such disk >&2; exit 3"), Stdio::null()).unwrap();
         let error = child.wait(Duration::from_secs(10)).unwrap_err().to_string();
         assert_eq!(error, "sh exited: no such disk");
-        assert!(Child::start(Command::new("/no/such/program"), Stdio::null(), &scratch).is_err());
+        assert!(Child::start(Command::new("/no/such/program"), Stdio::null()).is_err());
     }
 
     #[test]
     fn a_process_that_is_dropped_or_stopped_has_exited() {
-        let scratch = std::env::temp_dir();
-        let dropped = Child::start(shell("sleep 1000"), Stdio::null(), &scratch).unwrap();
+        let dropped = Child::start(shell("sleep 1000"), Stdio::null()).unwrap();
         let pid = dropped.pid();
         drop(dropped);
         assert!(Usage::of(pid).is_err());
-        let mut ended = Child::start(shell("exec sleep 1000"), Stdio::null(), &scratch).unwrap();
+        let mut ended = Child::start(shell("exec sleep 1000"), Stdio::null()).unwrap();
         assert!(!ended.has_ended());
         let pid = ended.pid();
         assert!(ended.end().cpu > Duration::ZERO);

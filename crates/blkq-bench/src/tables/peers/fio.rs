@@ -87,7 +87,7 @@ pub fn run(target: &Target, job: &Job, bytes: u64, length: Duration, scratch: &P
     command.arg(format!("--runtime={}ms", length.as_millis()));
     command.args(["--output-format=json", &format!("--output={}", output.display())]);
     // Its engine nbd says something on the standard output, which nobody needs.
-    let process = Child::start(command, Stdio::null(), scratch)?.wait(length + Duration::from_secs(30))?;
+    let process = Child::start(command, Stdio::null())?.wait(length + Duration::from_secs(30))?;
     let text = std::fs::read_to_string(&output)?;
     parse(&text, job.rw.ends_with("write"), process).map_err(|e| format!("fio: {e}").into())
 }

@@ -209,7 +209,7 @@ impl Peer {
                 let socket = place.socket();
                 // One that was killed leaves its socket.
                 let _ = std::fs::remove_file(&socket);
-                let mut child = Child::start(command(words, place)?, Stdio::null(), &place.scratch)?;
+                let mut child = Child::start(command(words, place)?, Stdio::null())?;
                 await_greeting(&socket, &mut child)?;
                 let target = Target::Uri(format!("nbd+unix:///disk?socket={}", socket.display()));
                 Ok(Ready { target, child: Some(child), _device: None })
@@ -218,7 +218,7 @@ impl Peer {
                 if !self.may_be_there() {
                     return Err(format!("no {UBLK_CONTROL}; load the module ublk_drv").into());
                 }
-                let mut child = Child::start(command(words, place)?, Stdio::piped(), &place.scratch)?;
+                let mut child = Child::start(command(words, place)?, Stdio::piped())?;
                 let mut line = String::new();
                 if let Some(stdout) = child.stdout.take() {
                     BufReader::new(stdout).read_line(&mut line)?;
