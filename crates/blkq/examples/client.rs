@@ -1,4 +1,5 @@
 //! A client in the same process: reads and writes an image, without a server or a kernel device.
+//! It overwrites bytes 4096 to 24575.
 //! `cargo run -p blkq --example client -- disk.img`
 
 use blkq::drivers::r#loop::{LoopDevice, LoopOptions};

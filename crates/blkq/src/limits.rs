@@ -1,5 +1,5 @@
 //! The operations of a device and how large a request may be: declared once by its driver,
-//! and impossible to exceed (`bio` splits, emulates or refuses).
+//! and impossible to exceed (`queue` splits, emulates or refuses).
 //! Defaults as in the kernel's block/blk-settings.c.
 
 use crate::bio::{BioFlags, Operation};

@@ -143,7 +143,7 @@ impl Disk {
         [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
     }
 
-    /// Whether queue `index` has nothing to look for ([`watch`](crate::queue::hang)): neither
+    /// Whether queue `index` has nothing to look for ([`hang`](crate::queue::hang)): neither
     /// requests, nor bios that a freeze or want of a tag keeps from being requests.
     pub fn is_at_rest(&self, index: usize) -> bool {
         // Bios without a tag wait in a queue without requests only in these two cases.

@@ -26,7 +26,7 @@ pub struct NullOptions {
 }
 
 impl NullOptions {
-    /// A device of `capacity_bytes` that can do everything.
+    /// A device of `capacity_bytes` that does every operation and has no write cache.
     pub fn new(capacity_bytes: u64) -> NullOptions {
         let limits = QueueLimits {
             capacity_bytes,
@@ -35,6 +35,7 @@ impl NullOptions {
             discard_zeroes: true,
             max_write_zeroes_bytes: 1 << 30,
             max_write_zeroes_no_unmap_bytes: 1 << 30,
+            // Only counts for callers that set `write_cache` too.
             fua: true,
             ..QueueLimits::default()
         };
@@ -61,8 +62,8 @@ impl Driver for Null {
         "null"
     }
 
-    // Asked for once; the block layer then splits, emulates or refuses whatever the
-    // device cannot do, so that the queue below need not check anything.
+    // Asked for when the disk is made and after each change, on any thread. The block layer
+    // splits, emulates or refuses whatever the device cannot do: the queue need not check.
     fn limits(&self) -> QueueLimits {
         self.0.limits.clone()
     }

@@ -114,7 +114,7 @@ impl LocalQueue {
     /// Sleeps unless `want` completions are there.
     #[inline]
     fn turn(&mut self, want: usize) {
-        self.queue.flush(self.ring.as_deref_mut());
+        self.queue.dispatch_all(self.ring.as_deref_mut());
         let sleeps = self.queue.completions().len() < want && !self.queue.has_completed();
         let timeout = if sleeps { self.sleep_time() } else { None };
         if sleeps {
@@ -135,8 +135,8 @@ impl LocalQueue {
             }
             None => timeout.into_iter().for_each(std::thread::sleep),
         }
-        self.queue.run(self.ring.as_deref_mut());
-        self.queue.flush(self.ring.as_deref_mut());
+        self.queue.begin_turn(self.ring.as_deref_mut());
+        self.queue.dispatch_all(self.ring.as_deref_mut());
     }
 
     /// The next completion, oldest first. Those behind it move up: where there are many,
@@ -155,7 +155,7 @@ impl LocalQueue {
     }
 
     /// The I/O that has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
-    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see [`watch`](crate::queue::hang).
+    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see [`hang`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut look = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut look.hangs {

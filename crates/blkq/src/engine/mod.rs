@@ -128,16 +128,16 @@ impl Engine {
         self.cqes = cqes;
         self.take_messages();
         for queue in &mut self.queues {
-            queue.run(Some(&mut self.ring));
+            queue.begin_turn(Some(&mut self.ring));
         }
-        // Bounded, so that a source whose bios end at once does not keep the engine from all else.
+        // Bounded, so that a source whose bios complete at once does not keep the engine from all else.
         for _ in 0..TURN_ROUNDS {
             self.deliver();
             for index in 0..self.sources.len() {
                 self.with_source(index, |source, cx| source.on_turn(cx));
             }
             for queue in &mut self.queues {
-                queue.flush(Some(&mut self.ring));
+                queue.dispatch_all(Some(&mut self.ring));
             }
             if self.queues.iter().all(|queue| queue.completions().is_empty()) {
                 break;

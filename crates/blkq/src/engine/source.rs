@@ -146,7 +146,7 @@ impl SourceContext<'_> {
     /// Hands all that was submitted to the drivers and the kernel now, not at the end of the
     /// turn: what takes long begins before the turn goes on.
     pub fn dispatch(&mut self) {
-        self.queues.iter_mut().for_each(|queue| queue.flush(Some(self.ring)));
+        self.queues.iter_mut().for_each(|queue| queue.dispatch_all(Some(self.ring)));
         self.ring.submit();
     }
 
@@ -304,7 +304,7 @@ impl EngineHandle {
     }
 
     /// Has the engine look for what has been in flight in its queues for more than `limit_ns`
-    /// at `now_ns` of the monotonic clock: see [`watch`](crate::queue::hang). Does not wait. An
+    /// at `now_ns` of the monotonic clock: see [`hang`](crate::queue::hang). Does not wait. An
     /// engine that does not answer for long is itself what hangs.
     pub fn scan_for_hangs(&self, now_ns: u64, limit_ns: u64) -> HangScanReply {
         let (found, looked) = channel();

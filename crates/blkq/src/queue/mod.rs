@@ -112,9 +112,9 @@ impl Queue {
         })
     }
 
-    /// The first half of a turn: completes what the driver finished, and takes in what other
+    /// The first part of a turn: completes what the driver finished, and takes in what other
     /// threads submitted.
-    pub fn run(&mut self, mut ring: Option<&mut Ring>) {
+    pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
         self.disk.shared().kick.take_woken();
         self.poll_driver(ring.as_deref_mut());
         if self.completions.has_requests() {
@@ -129,9 +129,9 @@ impl Queue {
         self.completions.notify_remote();
     }
 
-    /// The second half: flushes the plug and dispatches until nothing moves any more.
+    /// The second part, any number of times: flushes the plug and dispatches until nothing moves any more.
     #[inline]
-    pub fn flush(&mut self, mut ring: Option<&mut Ring>) {
+    pub fn dispatch_all(&mut self, mut ring: Option<&mut Ring>) {
         loop {
             self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());

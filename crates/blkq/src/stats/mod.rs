@@ -99,7 +99,7 @@ pub enum Counter {
     /// A flush that was asked for was served by one that others had asked for too.
     FlushesCoalesced,
     /// A request, or a bio without one, was found to be in flight for too long: see
-    /// [`watch`](crate::queue::hang).
+    /// [`hang`](crate::queue::hang).
     Hangs,
 }
 
@@ -468,7 +468,7 @@ pub struct StatsSnapshot {
     /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
     pub clock_age_max_ns: u64,
     /// Requests, and bios without one, that were in flight for too long when that was last
-    /// looked at: see [`watch`](crate::queue::hang).
+    /// looked at: see [`hang`](crate::queue::hang).
     pub hung: u64,
 }
 
