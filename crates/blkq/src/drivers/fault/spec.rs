@@ -86,7 +86,7 @@ pub struct Rule {
     pub after: u64,
     /// At most so often.
     pub count: u64,
-    /// Only while this file exists.
+    /// Only while this file exists; an absolute path.
     pub file: Option<PathBuf>,
 }
 
@@ -237,7 +237,9 @@ impl FromStr for Rule {
                 "rate" => rule.rate = parse_rate(value)?,
                 "after" => rule.after = parse_number(key, value)?,
                 "count" => rule.count = parse_number(key, value)?,
-                "file" if !value.is_empty() => rule.file = Some(value.into()),
+                // A daemon looks for it from a directory of its own.
+                "file" if value.starts_with('/') => rule.file = Some(value.into()),
+                "file" => return Err(invalid(format!("{word:?}: give the file's absolute path"))),
                 "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
                 _ => {
                     let message = "there are op, range, rate, after, count, file, and p99 for delays";
@@ -339,6 +341,7 @@ mod tests {
             "error=EIO,count=x",
             "error=EIO,count=+1",
             "error=EIO,file=",
+            "error=EIO,file=trigger",
             "error=EIO,p99=1s",
             "delay=1ms,p99=1us",
             "delay=1ms,p99=1s",
