@@ -93,7 +93,7 @@ pub fn contended_lines(fields: &[HotField]) -> Vec<Vec<HotField>> {
     lines.into_values().filter(contended).collect()
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
     use crate::Disk;

@@ -17,7 +17,7 @@ pub(crate) use shuttle::{
     thread,
 };
 #[allow(unused_imports, reason = "which ones are used depends on the checker")]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 pub(crate) use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
@@ -25,7 +25,7 @@ pub(crate) use std::{
 
 use std::sync::TryLockError;
 use std::time::Duration;
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 use std::time::Instant;
 
 use atomic::Ordering::SeqCst;
@@ -66,7 +66,7 @@ pub(crate) struct WaitQueue {
     /// Counts the wake-ups: the futex that sleepers compare.
     wakes: atomic::AtomicU32,
     /// The kernel's side of the futex, for the checkers.
-    #[cfg(any(loom, shuttle))]
+    #[cfg(model_check)]
     sleepers: (Mutex<()>, Condvar),
 }
 
@@ -119,14 +119,14 @@ impl WaitQueue {
         let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, timeout.as_ref());
     }
 
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(model_check))]
     fn futex_wake_all(&self) {
         use rustix::thread::futex;
         // The word is ours and mapped: this cannot fail.
         let _ = futex::wake(&self.wakes, futex::Flags::PRIVATE, i32::MAX as u32);
     }
 
-    #[cfg(any(loom, shuttle))]
+    #[cfg(model_check)]
     fn futex_wait(&self, seen: u32, _timeout: Option<Duration>) {
         let mut guard = lock(&self.sleepers.0);
         while self.wakes.load(SeqCst) == seen {
@@ -137,7 +137,7 @@ impl WaitQueue {
         }
     }
 
-    #[cfg(any(loom, shuttle))]
+    #[cfg(model_check)]
     fn futex_wake_all(&self) {
         drop(lock(&self.sleepers.0));
         self.sleepers.1.notify_all();
@@ -151,13 +151,13 @@ const FACTOR_VARIABLE: &str = "BLKQ_MODEL_FACTOR";
 /// Runs `body` in every order that loom finds with at most two forced switches, which is what
 /// most defects need, or in `schedules` random ones under shuttle (BLKQ_MODEL_FACTOR times as
 /// many), and says how many that were.
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
     model_within(2, name, schedules, body);
 }
 
 /// The same with at most so many forced switches, or LOOM_MAX_PREEMPTIONS.
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 pub(crate) fn model_within(
     switches: usize,
     name: &str,

@@ -2,7 +2,7 @@
 //! that somebody keeps alive, [`KernelPages`] names memory that only the kernel reaches,
 //! [`Data`] is what a bio carries.
 
-#[cfg_attr(any(loom, shuttle), allow(dead_code, reason = "the ring of a model registers nothing"))]
+#[cfg_attr(model_check, allow(dead_code, reason = "the ring of a model registers nothing"))]
 pub(crate) mod registration;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -128,20 +128,20 @@ impl IoBuffer {
     /// Whether the buffer is registered with a ring that is still there
     /// ([`Registrar::register_buffer`](crate::Registrar::register_buffer)).
     pub fn is_registered(&self) -> bool {
-        #[cfg(not(any(loom, shuttle)))]
+        #[cfg(not(model_check))]
         return registration::is_open(self.registered);
-        #[cfg(any(loom, shuttle))]
+        #[cfg(model_check)]
         return false;
     }
 
     /// Notes that the buffer's registration is `number`, and no longer what it was.
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(model_check))]
     pub(crate) fn set_registration(&mut self, number: u16) {
         registration::drop_buffer(std::mem::replace(&mut self.registered, number));
     }
 
     /// The ring has taken the buffer out of its table.
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(model_check))]
     pub(crate) fn clear_registration(&mut self) {
         self.registered = Segment::UNREGISTERED;
     }
@@ -167,7 +167,7 @@ impl Drop for IoBuffer {
     // Out of line: code that moves buffers about, and drops none, need not carry it.
     #[cold]
     fn drop(&mut self) {
-        #[cfg(not(any(loom, shuttle)))]
+        #[cfg(not(model_check))]
         registration::drop_buffer(self.registered);
         let layout = Self::layout(self.len);
         if layout.size() < MAPPED_MIN_BYTES {
@@ -335,7 +335,7 @@ impl From<IoBuffer> for Data {
 const _: () = assert!(size_of::<Segment>() == 16);
 const _: () = assert!(size_of::<IoBuffer>() == 16 && size_of::<Data>() == 16);
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

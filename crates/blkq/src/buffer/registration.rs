@@ -56,30 +56,30 @@ impl Entry {
 
 /// By number. Only what was in use takes memory. The model checkers have no statics, and their ring
 /// registers nothing.
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 static ENTRIES: [Entry; UNREGISTERED as usize] = [const { Entry(AtomicU64::new(0)) }; UNREGISTERED as usize];
 
 /// The registration with that number.
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 #[inline]
 pub(crate) fn entry(number: u16) -> Option<&'static Entry> {
     ENTRIES.get(usize::from(number))
 }
 
 /// Takes a free entry for `place` of the table of ring number `ring`. Its number, if there is one.
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 pub(crate) fn claim(ring: u64, place: u16) -> Option<u16> {
     ENTRIES.iter().position(|entry| entry.claim(ring, place)).map(|number| number as u16)
 }
 
 /// Whether the ring of registration `number` is still there.
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 pub(crate) fn is_open(number: u16) -> bool {
     entry(number).is_some_and(|entry| !entry.has_left(CLOSED))
 }
 
 /// The buffer with registration `number` is dropped: its ring takes it out of its table later.
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 pub(crate) fn drop_buffer(number: u16) {
     if let Some(entry) = entry(number) {
         entry.leave(DROPPED);

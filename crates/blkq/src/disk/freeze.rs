@@ -4,9 +4,9 @@
 //! An owner marks its queue before it looks whether it may go on; a control thread says
 //! stop before it looks at the marks. So one of the two always sees the other.
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 mod model;
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests;
 
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! A [`Disk`] is a driver with queues: what control threads hold, what queues and
 //! submitters share. Nothing here is on the data path but what is said to be.
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 mod model;
 
 pub(crate) mod builder;

@@ -15,7 +15,7 @@ mod random;
 mod size;
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod harness;
 
 use fault::{Fault, FaultSpec};
@@ -144,7 +144,7 @@ fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

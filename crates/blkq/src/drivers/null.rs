@@ -99,7 +99,7 @@ unsafe impl DriverQueue for NullQueue {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
     use crate::drivers::harness::Harness;

@@ -281,7 +281,7 @@ impl Drop for Medium {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
     use crate::drivers::harness::{Harness, filled, pattern};

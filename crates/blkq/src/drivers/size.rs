@@ -61,7 +61,7 @@ pub(super) fn check_sector(bytes: u32) -> Result<u32, Error> {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

@@ -6,9 +6,9 @@
 //! [`BATCH_REQUESTS`] within [`BATCH_TIME_NS`] though the queue is full, up to half as many
 //! again as the queue has. All others wait in the order of their coming.
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 mod model;
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests;
 
 use std::collections::VecDeque;

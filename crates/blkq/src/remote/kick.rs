@@ -1,16 +1,16 @@
 //! Waking the owner of a queue, which may sleep in the kernel: an eventfd that is written
 //! only if the owner sleeps.
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 mod model;
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests;
 
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 use io_uring::{opcode, types};
 
 use crate::error::Error;
@@ -107,9 +107,9 @@ impl Kick {
     /// # Safety
     /// The kick lives until that completion, or as long as the ring.
     pub(crate) unsafe fn arm(self: &Arc<Self>, ring: &mut Ring, token: Token) {
-        #[cfg(any(loom, shuttle))]
+        #[cfg(model_check)]
         ring.watch(self.clone(), token);
-        #[cfg(not(any(loom, shuttle)))]
+        #[cfg(not(model_check))]
         {
             let entry = opcode::PollAdd::new(types::Fd(self.fd().as_raw_fd()), libc::POLLIN as u32).build();
             // SAFETY: the caller's promise.
@@ -118,13 +118,13 @@ impl Kick {
     }
 
     /// The descriptor that becomes readable when the sleeping owner is kicked.
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(model_check))]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.event.0.as_fd()
     }
 }
 
-#[cfg(any(loom, shuttle))]
+#[cfg(model_check)]
 impl Kick {
     /// Sleeps until kicked.
     pub(crate) fn wait(&self) {
@@ -146,11 +146,11 @@ impl Wake for Kick {
     }
 }
 
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 #[derive(Debug)]
 struct Event(OwnedFd);
 
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 impl Event {
     fn new() -> Result<Event, Error> {
         use rustix::event::{EventfdFlags, eventfd};
@@ -171,14 +171,14 @@ impl Event {
 }
 
 /// The twin of the eventfd for the checkers.
-#[cfg(any(loom, shuttle))]
+#[cfg(model_check)]
 #[derive(Default, Debug)]
 struct Event {
     count: AtomicU32,
     readable: crate::sync::WaitQueue,
 }
 
-#[cfg(any(loom, shuttle))]
+#[cfg(model_check)]
 impl Event {
     fn new() -> Result<Event, Error> {
         Ok(Event::default())

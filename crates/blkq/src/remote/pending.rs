@@ -51,7 +51,7 @@ impl PendingMap {
     }
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

@@ -1,7 +1,7 @@
 //! Software queues: where threads that do not own a queue leave their bios, so that
 //! neighbours merge before the owner takes them (`struct blk_mq_ctx`).
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(all(test, model_check))]
 mod model;
 
 use std::collections::VecDeque;

@@ -1,12 +1,12 @@
 //! The one io_uring of a thread: set-up with fallbacks, probing, registered files and
 //! buffers, and a submission queue that cannot be full.
 
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 pub(crate) mod buffers;
 mod policy;
 mod registrar;
 pub(crate) mod token;
-#[cfg(any(loom, shuttle))]
+#[cfg(model_check)]
 mod twin;
 #[cfg(not(any(simulation, loom, shuttle)))]
 mod uring;
@@ -21,7 +21,7 @@ pub use policy::Policy;
 pub(crate) use policy::policy;
 pub use registrar::Registrar;
 pub use token::{Cqe, FileSlot, RingCounters, Token};
-#[cfg(any(loom, shuttle))]
+#[cfg(model_check)]
 pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;

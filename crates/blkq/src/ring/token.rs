@@ -59,7 +59,7 @@ pub struct RingCounters {
 }
 
 /// A number that no other ring of the process has had; 0 is none.
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 pub(crate) fn new_ring_id() -> u64 {
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
     static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -76,7 +76,7 @@ pub struct FileSlot {
 }
 
 impl FileSlot {
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(model_check))]
     pub(crate) fn new(ring: u64, index: u32) -> FileSlot {
         FileSlot { ring, index }
     }
@@ -95,7 +95,7 @@ impl FileSlot {
     ///
     /// # Panics
     /// As [`FileSlot::of_ring`].
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(model_check))]
     pub(crate) fn take(&mut self, ring: u64) -> u32 {
         let types::Fixed(index) = self.of_ring(ring);
         self.ring = 0;

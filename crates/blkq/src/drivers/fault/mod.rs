@@ -137,5 +137,5 @@ impl Driver for Fault {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests;

@@ -172,7 +172,7 @@ fn unescaped(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

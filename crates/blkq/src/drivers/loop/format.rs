@@ -54,7 +54,7 @@ fn by_head(head: &[u8]) -> Option<&'static str> {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

@@ -18,7 +18,7 @@ mod queue;
 mod shared;
 mod tail;
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests;
 mod writer;
 

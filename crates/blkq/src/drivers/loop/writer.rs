@@ -74,7 +74,7 @@ impl WriterToken {
     }
 }
 
-#[cfg(all(test, not(any(loom, shuttle))))]
+#[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
 

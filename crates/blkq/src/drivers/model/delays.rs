@@ -233,7 +233,7 @@ impl ModelCounters {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests {
     use super::*;
 

@@ -220,5 +220,5 @@ impl ModelQueue {
 }
 
 #[cfg(test)]
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(model_check))]
 mod tests;
