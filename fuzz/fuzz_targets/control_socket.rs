@@ -18,7 +18,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
-use blkq_cli::control::{LINE_BYTES_MAX, Reply, Request, parse_request};
+use blkq_cli::control::{LINE_BYTES_MAX, REPLY_BYTES_MAX, Reply, Request, parse_request};
 use blkq_cli::daemon::{Daemon, Parent};
 use blkq_cli::info::DeviceInfo;
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
@@ -191,7 +191,7 @@ fn request(request: &[u8], at_once: usize) {
         _ => {}
     }
     let answer = ask(request, at_once);
-    assert!(answer.len() <= LINE_BYTES_MAX);
+    assert!(answer.len() <= REPLY_BYTES_MAX);
     let cut_off = request.len() > LINE_BYTES_MAX || line.len() < request.len();
     assert!(cut_off || answer.ends_with(b"\n"), "{:?}", String::from_utf8_lossy(&answer));
     if !answer.is_empty() {

@@ -18,8 +18,11 @@ use crate::failure::{Failure, Outcome};
 use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
 
-/// Longest line of either side, newline included.
+/// Longest request, newline included.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
+/// Longest reply, newline included: the options of a device, which the kernel limits as a command
+/// line, and a thousand clients.
+pub const REPLY_BYTES_MAX: usize = 8 << 20;
 /// How long a daemon waits for a whole request line, and for the reply to be taken.
 pub const LINE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client waits for what a daemon answers from memory.
@@ -77,17 +80,23 @@ pub enum Reply<T> {
 
 /// An outcome as a line of the protocol.
 pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
-    let reply = match outcome {
-        Ok(value) => Reply::Ok(value),
-        Err(failure) => Reply::Error(failure.to_string()),
-    };
-    match serde_json::to_vec(&reply) {
-        Ok(mut line) if line.len() < LINE_BYTES_MAX => {
-            line.push(b'\n');
-            line
-        }
-        _ => b"{\"error\":\"the answer does not fit the protocol\"}\n".to_vec(),
+    outcome.and_then(|value| line_of(&Reply::Ok(value))).unwrap_or_else(|failure| {
+        let error = Reply::<()>::Error(failure.to_string());
+        line_of(&error).unwrap_or_else(|_| b"{\"error\":\"the error is too long\"}\n".to_vec())
+    })
+}
+
+/// A reply as a line of the protocol.
+///
+/// # Errors
+/// If it is too long.
+pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
+    let mut line = serde_json::to_vec(reply).map_err(|e| Failure::new(format!("the reply: {e}")))?;
+    line.push(b'\n');
+    if line.len() > REPLY_BYTES_MAX {
+        return Err(Failure::new(format!("the reply is longer than {REPLY_BYTES_MAX} bytes")));
     }
+    Ok(line)
 }
 
 /// Reads a request from a line without its newline.
@@ -312,7 +321,7 @@ fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
 fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::Result<Reply<T>> {
     stream.set_read_timeout(Some(timeout))?;
     let mut answer = Vec::new();
-    BufReader::new(stream.take(LINE_BYTES_MAX as u64)).read_until(b'\n', &mut answer)?;
+    BufReader::new(stream.take(REPLY_BYTES_MAX as u64)).read_until(b'\n', &mut answer)?;
     if answer.last() != Some(&b'\n') {
         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
     }
@@ -405,7 +414,7 @@ mod tests {
 
     #[test]
     fn a_reply_is_one_bounded_line() {
-        let long = reply_line(Ok("x".repeat(LINE_BYTES_MAX)));
+        let long = reply_line(Ok("x".repeat(REPLY_BYTES_MAX)));
         assert!(long.len() < 200 && long.ends_with(b"\n"));
         assert!(matches!(serde_json::from_slice(&long).unwrap(), Reply::<String>::Error(_)));
         let lines = reply_line(Ok("two\nlines"));

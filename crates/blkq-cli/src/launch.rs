@@ -5,7 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::control::{LINE_BYTES_MAX, Reply};
+use crate::control::{REPLY_BYTES_MAX, Reply};
 use crate::descriptors::inherit_standard_only;
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
@@ -62,7 +62,7 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
     }
     let mut line = Vec::new();
     if let Some(stdout) = child.stdout.take() {
-        stdout.take(LINE_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
+        stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
     }
     match serde_json::from_slice(&line) {
         Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),

@@ -207,3 +207,16 @@ fn an_idle_daemon_is_small() {
     let most = if cfg!(debug_assertions) { 16 << 10 } else { 8 << 10 };
     assert!(kib <= most, "{kib} KiB");
 }
+
+/// Its description is as long as its options are.
+#[test]
+fn a_device_with_long_options_is_attached_described_and_detached() {
+    let place = Place::new("long");
+    let rules = format!("seed=7;{}", vec!["delay=1ns,op=discard"; 5000].join(";"));
+    let attached = place.run(&["attach", "ram:1M", "--fault", &rules]);
+    assert!(attached.stdout.starts_with(b"nbd+unix:///"));
+    let shown = place.json(&["show", "ram", "--json"]);
+    assert!(shown["attach_options"]["options"]["fault"] == rules.as_str());
+    place.done(&["detach", "ram"]);
+    assert!(place.files().is_empty());
+}

@@ -20,7 +20,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, umask};
 
-use crate::control::reply_line;
+use crate::control::{Reply, line_of, reply_line};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::AttachOptions;
@@ -142,7 +142,7 @@ impl Daemon {
             if log::path().is_some() {
                 log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
             }
-            parent.notify(&reply_line(Ok(&info)))?;
+            parent.notify(&line_of(&Reply::Ok(&info))?)?;
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
             Ok(pid_file)
         };
