@@ -24,9 +24,20 @@ pub(super) unsafe fn fork<const N: usize>(
     kept: [OwnedFd; N],
     body: impl FnOnce([OwnedFd; N]) -> io::Result<()>,
 ) -> io::Result<()> {
+    // A handler of the server, run in the child too, would report one signal to the server twice.
+    let before = signals(libc::SIG_BLOCK, &all_signals())?;
     // SAFETY: there are no other threads, says the caller.
-    match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
+    let forked = unsafe { libc::fork() };
+    let error = io::Error::last_os_error();
+    if forked == 0 {
+        for signal in IGNORED {
+            // SAFETY: no code of this program is run.
+            unsafe { libc::signal(signal, libc::SIG_IGN) };
+        }
+    }
+    signals(libc::SIG_SETMASK, &before)?;
+    match forked {
+        -1 => Err(error),
         0 => {
             let _ = rustix::thread::set_name(name);
             let done = keep_only(kept).and_then(body);
@@ -37,12 +48,32 @@ pub(super) unsafe fn fork<const N: usize>(
     }
 }
 
+/// The signals that a terminal or a service manager sends to all processes of a server.
+const IGNORED: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+fn all_signals() -> libc::sigset_t {
+    // SAFETY: zeroes are a sigset_t, which is written.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        all
+    }
+}
+
+/// Changes the signal mask of this thread; returns the one before.
+fn signals(how: libc::c_int, set: &libc::sigset_t) -> io::Result<libc::sigset_t> {
+    // SAFETY: zeroes are a sigset_t, and both are.
+    unsafe {
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        match libc::pthread_sigmask(how, set, &mut before) {
+            0 => Ok(before),
+            error => Err(io::Error::from_raw_os_error(error)),
+        }
+    }
+}
+
 /// Closes all other descriptors: of the image with its locks first of all.
 fn keep_only<const N: usize>(kept: [OwnedFd; N]) -> io::Result<[OwnedFd; N]> {
-    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
-        // SAFETY: no code of this program is run.
-        unsafe { libc::signal(signal, libc::SIG_IGN) };
-    }
     std::env::set_current_dir("/")?;
     let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdin(&null)?;

@@ -122,15 +122,19 @@ impl IdleWatch {
     /// # Errors
     /// If the process may not see its node, or is gone.
     pub(super) fn look(&mut self, id: u32) -> io::Result<()> {
-        self.ask(ON, id)?;
-        self.on = true;
-        Ok(())
+        let asked = self.ask(ON, id);
+        self.on = asked.is_ok();
+        if asked.is_err() {
+            // One that answers late would look all the same.
+            let _ = self.send(OFF, 0);
+        }
+        asked
     }
 
-    /// Ceases to look: what happens now is no use.
+    /// Stops looking; when it returns no look has the device claimed.
     pub(super) fn rest(&mut self) {
-        // A process that is gone does not look.
-        let _ = self.send(OFF, 0);
+        // A process that has exited does not look.
+        let _ = self.ask(OFF, 0);
         self.on = false;
     }
 
@@ -497,7 +501,7 @@ mod tests {
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let mut watch = IdleWatch { socket, sequence: 0, on: false };
         assert_eq!(watch.look(0).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        for (sequence, errno) in [(1, libc::ENOENT), (2, 0)] {
+        for (sequence, errno) in [(1, libc::ENOENT), (2, 0), (3, 0)] {
             other.write_all(Reply { sequence, errno }.as_bytes()).unwrap();
         }
         watch.look(0).unwrap();

@@ -1,6 +1,7 @@
 //! Users of a block device. The kernel reports claims (mounts, swap, device mapper); processes that
 //! only have it open are found in /proc.
 
+use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -98,10 +99,12 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
             .filter_map(|fd| fs::read_link(fd.path()).ok())
             .any(|target| is_part_of(&target, path))
         {
-            let command = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            let command = command.strip_suffix('\n').unwrap_or(&command);
+            let command = &name_of(pid);
+            // That of a server that was killed may write back still, for the next server.
+            let is_of = |parent| parent == server || name_of(parent) != "blkq";
             let is_watch = || {
-                command.as_bytes() == child::IDLE_NAME.to_bytes() && parent(&process.path()) == Some(server)
+                command.as_bytes() == child::IDLE_NAME.to_bytes()
+                    && parent(&process.path()).is_some_and(is_of)
             };
             if counts(command) && !is_watch() {
                 return Some(format!("{pid} ({command})"));
@@ -109,6 +112,12 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
         }
     }
     None
+}
+
+/// The name of a process, empty if it has exited.
+fn name_of(process: impl Display) -> String {
+    let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
+    name.trim_end_matches('\n').to_owned()
 }
 
 /// The parent of the process at `path` of /proc.
@@ -126,9 +135,15 @@ pub(super) fn is_part_of(target: &Path, path: &str) -> bool {
 /// Has the kernel write back what it holds for the block device `path`, which is about to go: all
 /// file systems if one of them is on it, else what was written to it. Returns when that is done.
 pub(super) fn write_back(path: &str) {
-    match open_exclusively(path) {
-        Ok(device) => drop(device.sync_all()),
-        Err(_) => rustix::fs::sync(),
+    // Claimed for a moment only: a command that stops the device can claim it while this hangs. The last
+    // close writes back too, and would hang with the claim: so the device is open once more.
+    let open = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    match (open, open_exclusively(path)) {
+        (Ok(device), Ok(claimed)) => {
+            drop(claimed);
+            let _ = device.sync_all();
+        }
+        _ => rustix::fs::sync(),
     }
 }
 
