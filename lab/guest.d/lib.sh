@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Shared by the tests in guests: file trees, file systems, devices of the kernel.
 
-# shellcheck source-path=SCRIPTDIR source=../lib.sh
+# As seen from the root: SCRIPTDIR is that of the script which is checked, a test, whose ../lib.sh is this file.
+# shellcheck source=lab/lib.sh
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib.sh"
 
 # The export behind the kernel's block devices here: ublk, or nbd with the kernel's client; and
