@@ -145,11 +145,11 @@ fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
     assert!(!mode(off, &align(512, false), 512, 0).unwrap());
     assert!(mode(on, &align(512, true), 512, 0).unwrap());
     let obstacles = [
-        (align(4096, false), 512, 0, "attach with --sector-size 4096"),
-        (fussy.clone(), 512, 0, "attach with --sector-size 4096"),
+        (align(4096, false), 512, 0, "take sectors of 4096 bytes"),
+        (fussy.clone(), 512, 0, "take sectors of 4096 bytes"),
         (align(4096, false), 4096, 512, "choose another offset"),
-        (align(65536, false), 4096, 0, "use --direct-io off or auto"),
-        (Err("it is encrypted".to_owned()), 512, 0, "it is encrypted; use --direct-io off or auto"),
+        (align(65536, false), 4096, 0, "take direct-io off or auto"),
+        (Err("it is encrypted".to_owned()), 512, 0, "it is encrypted; take direct-io off or auto"),
     ];
     for (possible, sector, offset, says) in obstacles {
         let error = mode(on, &possible, sector, offset).unwrap_err();
