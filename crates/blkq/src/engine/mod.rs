@@ -4,9 +4,11 @@
 //! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
 
 pub(crate) mod local;
+mod rounds;
 #[cfg(simulation)]
 mod simulated;
 mod source;
+mod sources;
 mod thread;
 mod worker;
 
@@ -20,12 +22,12 @@ use crate::queue::hang::HangScan;
 use crate::queue::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::remote::kick::Kick;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
-use crate::sync::mpsc::{Sender, channel};
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
 pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId};
-use source::{FIRST_SOURCE, Message, Placed};
+use source::{FIRST_SOURCE, Message};
+use sources::{Lent, Sources};
 pub use thread::EngineThread;
 pub use worker::Worker;
 
@@ -33,8 +35,6 @@ pub use worker::Worker;
 const RING_ENTRIES: u32 = 512;
 /// The engine itself, as an owner on the ring.
 const ENGINE: u16 = u16::MAX;
-/// Times in one turn that sources get completions and submit more.
-const TURN_ROUNDS: usize = 16;
 
 /// Aborts the process if a panic unwinds through it: the kernel still reads and writes the memory of
 /// the requests in flight, which unwinding would free, and their clients would wait for ever.
@@ -51,15 +51,11 @@ impl Drop for AbortOnUnwind {
 struct Engine {
     ring: Ring,
     queues: Vec<Queue>,
-    sources: Vec<Option<Placed>>,
-    stopping: Vec<(SourceId, Sender<()>)>,
-    /// How many sources there were so far.
-    generation: u64,
+    sources: Sources,
     handle: EngineHandle,
     kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
-    worker: Worker,
     exit: bool,
 }
 
@@ -80,14 +76,11 @@ impl Engine {
         let mut engine = Engine {
             ring,
             queues,
-            sources: Vec::new(),
-            generation: 0,
-            stopping: Vec::new(),
+            sources: Sources::new(),
             handle,
             kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
-            worker: Worker::new("blkq-worker"),
             exit: false,
         };
         (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));
@@ -115,8 +108,7 @@ impl Engine {
     }
 
     fn is_stopped(&self) -> bool {
-        self.sources.iter().flatten().all(|placed| placed.source.is_stopped())
-            && self.queues.iter().all(Queue::is_drained)
+        self.sources.are_stopped() && self.queues.iter().all(Queue::is_drained)
     }
 
     fn turn(&mut self) {
@@ -130,22 +122,8 @@ impl Engine {
         for queue in &mut self.queues {
             queue.begin_turn(Some(&mut self.ring));
         }
-        // Bounded, so that a source whose bios complete at once does not keep the engine from all else.
-        for _ in 0..TURN_ROUNDS {
-            self.deliver();
-            for index in 0..self.sources.len() {
-                self.with_source(index, |source, cx| source.on_turn(cx));
-            }
-            for queue in &mut self.queues {
-                queue.dispatch_all(Some(&mut self.ring));
-            }
-            if self.queues.iter().all(|queue| queue.completions().is_empty()) {
-                break;
-            }
-        }
-        if !self.stopping.is_empty() {
-            self.drop_stopped();
-        }
+        self.run_rounds();
+        self.sources.drop_stopped();
     }
 
     #[inline]
@@ -160,52 +138,17 @@ impl Engine {
                 self.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.ring));
             }
             source => {
-                self.with_source(usize::from(source - FIRST_SOURCE), |source, cx| source.on_cqe(cx, cqe));
+                let (sources, lent) = self.lend();
+                sources.on_cqe(source, cqe, lent);
             }
         }
     }
 
-    /// Lends source `index` the rest of the engine.
+    /// The sources, and what is lent to them.
     #[inline]
-    fn with_source<R>(
-        &mut self,
-        index: usize,
-        call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>) -> R,
-    ) -> Option<R> {
-        let placed = self.sources.get_mut(index)?.as_mut()?;
-        let mut cx = SourceContext {
-            ring: &mut self.ring,
-            queues: &mut self.queues,
-            id: placed.id,
-            handle: &self.handle,
-            worker: &mut self.worker,
-            exits: self.exit,
-        };
-        Some(call(&mut *placed.source, &mut cx))
-    }
-
-    /// Lends source `id`, unless it is gone, the rest of the engine.
-    fn with_named(&mut self, id: SourceId, call: impl FnOnce(&mut dyn Source, &mut SourceContext<'_>)) {
-        if self.sources.get(id.index()).is_some_and(|placed| placed.as_ref().is_some_and(|it| it.id == id)) {
-            self.with_source(id.index(), call);
-        }
-    }
-
-    /// Passes completed bios to the sources that submitted them.
-    fn deliver(&mut self) {
-        for index in 0..self.queues.len() {
-            let mut done = std::mem::take(self.queues[index].completions_mut());
-            for mut completion in done.drain(..) {
-                let token = Token(completion.user_data);
-                completion.user_data = token.payload();
-                let source = usize::from(token.owner() - FIRST_SOURCE);
-                self.with_source(source, |source, cx| source.on_bio(cx, completion));
-            }
-            // Keep the room that it has grown to, unless bios completed at once meanwhile.
-            if self.queues[index].completions().is_empty() {
-                *self.queues[index].completions_mut() = done;
-            }
-        }
+    fn lend(&mut self) -> (&mut Sources, Lent<'_>) {
+        let Engine { ring, queues, sources, handle, exit, .. } = self;
+        (sources, Lent { ring, queues, handle, exits: *exit })
     }
 
     fn take_messages(&mut self) {
@@ -218,11 +161,12 @@ impl Engine {
                     let _ = reply.send(self.add(make()));
                 }
                 Message::To(id, message) => {
-                    self.with_named(id, |source, cx| source.on_message(cx, message));
+                    let (sources, lent) = self.lend();
+                    sources.with_named(id, lent, |source, cx| source.on_message(cx, message));
                 }
                 Message::Stop { id, force, stopped } => {
-                    self.with_named(id, |source, cx| source.stop(cx, force));
-                    self.stopping.push((id, stopped));
+                    let (sources, lent) = self.lend();
+                    sources.stop(id, force, stopped, lent);
                 }
                 Message::ScanForHangs { now_ns, limit_ns, found } => {
                     let _ = found.send(self.scan_for_hangs(now_ns, limit_ns));
@@ -230,9 +174,8 @@ impl Engine {
                 Message::Exit => {
                     self.exit = true;
                     self.queues.iter_mut().for_each(Queue::close_intake);
-                    for index in 0..self.sources.len() {
-                        self.with_source(index, |source, cx| source.stop(cx, true));
-                    }
+                    let (sources, lent) = self.lend();
+                    sources.stop_all(lent);
                 }
             }
         }
@@ -244,10 +187,7 @@ impl Engine {
         for queue in &mut self.queues {
             let mut look = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut look.hangs {
-                let Some(token) = hang.mark.map(Token) else { continue };
-                let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
-                let placed = self.sources.get(index).and_then(Option::as_ref);
-                hang.client = placed.and_then(|placed| placed.source.client_of(token.payload()));
+                hang.client = hang.mark.and_then(|mark| self.sources.client_of(Token(mark)));
             }
             all.add(look);
         }
@@ -258,40 +198,8 @@ impl Engine {
         if self.exit {
             return Err(Error::new(ErrorKind::System, "the engine has exited"));
         }
-        let index = match self.sources.iter().position(Option::is_none) {
-            Some(index) => index,
-            None => {
-                self.sources.push(None);
-                self.sources.len() - 1
-            }
-        };
-        self.generation += 1;
-        let id = SourceId { owner: FIRST_SOURCE + index as u16, generation: self.generation };
-        self.sources[index] = Some(Placed { id, source });
-        let started = self.with_source(index, |source, cx| source.start(cx));
-        if let Some(Err(error)) = started {
-            // It may have pushed something before: it stops as others do.
-            self.with_source(index, |source, cx| source.stop(cx, false));
-            self.stopping.push((id, channel().0));
-            self.drop_stopped();
-            return Err(error);
-        }
-        Ok(id)
-    }
-
-    fn drop_stopped(&mut self) {
-        let sources = &mut self.sources;
-        self.stopping.retain(|(id, stopped)| {
-            let named = |place: &&mut Option<Placed>| place.as_ref().is_some_and(|it| it.id == *id);
-            if let Some(place) = sources.get_mut(id.index()).filter(named) {
-                if place.as_ref().is_some_and(|placed| !placed.source.is_stopped()) {
-                    return true;
-                }
-                *place = None;
-            }
-            let _ = stopped.send(());
-            false
-        });
+        let (sources, lent) = self.lend();
+        sources.add(source, lent)
     }
 
     /// Enters the kernel once: submits, and waits if there is nothing else to do.
@@ -316,17 +224,13 @@ impl Engine {
 
     fn deadline_ns(&self) -> Option<u64> {
         let queues = self.queues.iter().filter_map(Queue::deadline_ns);
-        let sources = self.sources.iter().flatten().filter_map(|placed| placed.source.deadline_ns());
-        queues.chain(sources).min()
+        queues.chain(self.sources.deadline_ns()).min()
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Threads that wait for a reply, to these or to messages posted too late, see it dropped.
+        // Threads that wait for a reply to messages posted too late see it dropped.
         self.handle.close();
-        for waiting in self.stopping.drain(..) {
-            let _ = waiting.1.send(());
-        }
     }
 }

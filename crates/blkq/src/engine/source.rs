@@ -87,12 +87,6 @@ impl SourceId {
     }
 }
 
-/// A source in its place.
-pub(super) struct Placed {
-    pub id: SourceId,
-    pub source: Box<dyn Source>,
-}
-
 /// The engine as a source sees it.
 pub struct SourceContext<'a> {
     pub(super) ring: &'a mut Ring,
