@@ -27,3 +27,4 @@ mod buffers;
 pub mod nbd;
 pub mod peer;
 pub mod ublk;
+pub mod vhost_user;

@@ -6,6 +6,7 @@
 pub(crate) mod registration;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::any::Any;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
@@ -205,11 +206,20 @@ impl fmt::Debug for IoBuffer {
 
 /// The owner of scattered memory: a guest's pages, a caller's slices.
 ///
+/// Its maker gets the concrete type back from a completion by way of [`Any`], and can use it again:
+/// `(owner as &mut dyn Any).downcast_mut()`.
+///
 /// # Safety
-/// The segments must stay valid, and the same, for as long as the value lives, and may be accessed
-/// from any thread. Until a bio with it has completed nobody else may touch memory that a read
-/// fills, nor write what a write reads.
-pub unsafe trait SegmentOwner: Send {
+/// The segments must stay valid, and the same, until the value is dropped, or changed by an exclusive
+/// borrow of it, which nobody has while a bio carries it; and they may be accessed from any thread.
+/// Until a bio with it has completed nothing else in this process may touch memory that a read fills,
+/// nor write what a write reads.
+///
+/// Another process may do both at any time, if it shares the memory: a guest does. The bytes of a
+/// segment can therefore differ from one look to the next, and a driver makes no reference to them: it
+/// passes their address to the kernel, or copies them by raw pointers, and what it checks or computes
+/// with is the copy.
+pub unsafe trait SegmentOwner: Any + Send {
     /// The memory, in the order of the device's bytes.
     fn segments(&self) -> &[Segment];
 }

@@ -1,0 +1,73 @@
+//! The device as a driver reads it: the features that are offered, and `virtio_blk_config` (virtio
+//! 1.2, 5.2.4), from the limits of a disk.
+
+use blkq::QueueLimits;
+
+use super::abi::feature;
+
+/// Most ranges of a discard or write zeroes.
+pub const RANGES_MAX: usize = 32;
+/// Most buffers of data of a request: with header and status they fit a ring of 128 descriptors, the
+/// size that front ends use if nothing else is said.
+pub const SEGMENTS_MAX: u32 = 126;
+/// Bytes of the configuration, up to and with the fields of write zeroes.
+pub const CONFIG_BYTES: usize = 60;
+/// Where the field is that a driver may write: the write cache.
+pub const WRITEBACK_AT: usize = 32;
+/// Largest discard and write zeroes, in bytes: others wait for it.
+const RANGE_MAX_BYTES: u64 = 1 << 30;
+
+/// The features that a device with `limits` and `queues` offers.
+pub fn features(limits: &QueueLimits, queues: u16) -> u64 {
+    let mut features = feature::SEG_MAX
+        | feature::SIZE_MAX
+        | feature::BLK_SIZE
+        | feature::TOPOLOGY
+        | feature::FLUSH
+        | feature::CONFIG_WCE
+        | feature::RING_INDIRECT_DESC
+        | feature::RING_EVENT_IDX
+        | feature::VERSION_1
+        | feature::RING_PACKED;
+    let mut offer = |has: bool, bit: u64| features |= if has { bit } else { 0 };
+    offer(limits.read_only, feature::RO);
+    offer(queues > 1, feature::MQ);
+    offer(discards(limits), feature::DISCARD);
+    offer(!limits.read_only, feature::WRITE_ZEROES);
+    features
+}
+
+fn discards(limits: &QueueLimits) -> bool {
+    limits.max_discard_bytes > 0 && !limits.read_only
+}
+
+/// The configuration of a device with `limits` and `queues`, whose write cache is on or off for the
+/// driver.
+pub fn config(limits: &QueueLimits, queues: u16, write_cache: bool) -> [u8; CONFIG_BYTES] {
+    let block = limits.logical_block_bytes;
+    let blocks = |bytes: u32| bytes / block;
+    let range = |bytes: u64| (bytes.min(RANGE_MAX_BYTES) & !(u64::from(block) - 1)) >> 9;
+    let discard = if discards(limits) { range(limits.max_discard_bytes) as u32 } else { 0 };
+    let zeroes = limits.max_write_zeroes_bytes.max(limits.max_write_zeroes_no_unmap_bytes);
+    // Without the operation the layer writes zeroes itself.
+    let zeroes =
+        if limits.read_only { 0 } else { range(if zeroes == 0 { RANGE_MAX_BYTES } else { zeroes }) as u32 };
+    let mut bytes = [0; CONFIG_BYTES];
+    let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+    put(0, &(limits.whole_bytes() >> 9).to_le_bytes());
+    put(8, &limits.max_segment_bytes.min(1 << 30).to_le_bytes());
+    put(12, &SEGMENTS_MAX.to_le_bytes());
+    put(20, &block.to_le_bytes());
+    put(24, &[blocks(limits.physical_block_bytes).ilog2() as u8, 0]);
+    put(26, &(u16::try_from(blocks(limits.physical_block_bytes)).unwrap_or(u16::MAX)).to_le_bytes());
+    put(28, &blocks(limits.io_opt_bytes).to_le_bytes());
+    put(WRITEBACK_AT, &[write_cache.into()]);
+    put(34, &queues.to_le_bytes());
+    put(36, &discard.to_le_bytes());
+    put(40, &(if discard > 0 { RANGES_MAX as u32 } else { 0 }).to_le_bytes());
+    put(44, &(limits.discard_granularity.max(block) >> 9).to_le_bytes());
+    put(48, &zeroes.to_le_bytes());
+    put(52, &(if zeroes > 0 { RANGES_MAX as u32 } else { 0 }).to_le_bytes());
+    put(56, &[u8::from(limits.max_write_zeroes_bytes > 0)]);
+    bytes
+}

@@ -1,0 +1,115 @@
+//! The common parts of both kinds of ring: descriptors, indirect tables, event indexes.
+
+use std::sync::Arc;
+
+use super::area::Area;
+use super::chain::{
+    Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError,
+};
+use super::memory::{Cursor, GuestMemory};
+
+/// Addresses and size of a ring's parts, and which features it has.
+pub struct Layout {
+    pub size: u16,
+    pub event_idx: bool,
+    pub indirect: bool,
+    pub descriptors: u64,
+    pub driver_area: u64,
+    pub device_area: u64,
+}
+
+/// A part of a ring, or why it cannot be one.
+pub fn area(
+    memory: &Arc<GuestMemory>,
+    part: Part,
+    address: u64,
+    bytes: usize,
+    align: usize,
+) -> Result<Area, RingError> {
+    memory.area(address, bytes, align).ok_or(RingError::Unmapped { part, address })
+}
+
+/// A descriptor, read from 16 bytes: two little-endian words.
+pub struct Descriptor {
+    pub address: u64,
+    pub length: u32,
+    pub flags: u16,
+    pub next: u16,
+}
+
+impl Descriptor {
+    #[inline]
+    pub fn of(low: u64, high: u64) -> Descriptor {
+        let (low, high) = (u64::from_le(low), u64::from_le(high));
+        Descriptor {
+            address: low,
+            length: high as u32,
+            flags: (high >> 32) as u16,
+            next: (high >> 48) as u16,
+        }
+    }
+
+    #[inline]
+    pub fn parse(bytes: [u8; DESCRIPTOR_BYTES]) -> Descriptor {
+        let both = u128::from_ne_bytes(bytes);
+        let (first, second) =
+            if cfg!(target_endian = "little") { (both, both >> 64) } else { (both >> 64, both) };
+        Descriptor::of(first as u64, second as u64)
+    }
+
+    #[inline]
+    pub fn has(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+
+    #[inline]
+    pub fn buffer(&self) -> Buffer {
+        Buffer { address: self.address, length: self.length }
+    }
+}
+
+/// Whether a step from `old` to `new` passes `event` (virtio 1.2, 2.7.7.1).
+#[inline]
+pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+/// Entries of the indirect table that `table` names.
+pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Result<u32, RingError> {
+    if !negotiated {
+        return Err(RingError::IndirectNotNegotiated { head });
+    }
+    if table.has(DESCRIPTOR_NEXT) {
+        return Err(RingError::IndirectNext { head });
+    }
+    let length = table.length;
+    if length == 0 || !length.is_multiple_of(DESCRIPTOR_BYTES as u32) {
+        return Err(RingError::IndirectLength { head, length });
+    }
+    let entries = length / DESCRIPTOR_BYTES as u32;
+    if entries > DESCRIPTORS_MAX as u32 {
+        return Err(RingError::IndirectLength { head, length });
+    }
+    Ok(entries)
+}
+
+/// Entry `index` of the indirect table that `table` names.
+#[inline]
+pub fn indirect_entry(
+    memory: &GuestMemory,
+    cursor: &mut Cursor,
+    head: u16,
+    table: &Descriptor,
+    index: u32,
+) -> Result<Descriptor, RingError> {
+    let (address, length) = (table.address, table.length);
+    let entry = address
+        .checked_add(u64::from(index) * DESCRIPTOR_BYTES as u64)
+        .and_then(|at| memory.load::<DESCRIPTOR_BYTES>(cursor, at))
+        .ok_or(RingError::BufferUnmapped { address, length })?;
+    let descriptor = Descriptor::parse(entry);
+    if descriptor.has(DESCRIPTOR_INDIRECT) {
+        return Err(RingError::IndirectNested { head });
+    }
+    Ok(descriptor)
+}

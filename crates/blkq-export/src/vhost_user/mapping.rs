@@ -1,0 +1,128 @@
+//! One region of a guest's memory, mapped: for as long as anything uses it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+
+use blkq::{Error, ErrorKind};
+use rustix::fs::{FileType, fstat, fstatfs};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::sigbus::Guard;
+
+/// File systems whose pages arrive without a user-space server or a network in between (statfs(2)):
+/// a page fault of an engine's thread waits for a local disk at most. A front end that owned the
+/// server of a FUSE file could stop an engine for ever.
+const LOCAL_FILE_SYSTEMS: [(u64, &str); 6] = [
+    (0x0102_1994, "tmpfs"),
+    (HUGETLBFS, "hugetlbfs"),
+    (0x8584_58f6, "ramfs"),
+    (0xef53, "ext4"),
+    (0x5846_5342, "xfs"),
+    (0x9123_683e, "btrfs"),
+];
+const HUGETLBFS: u64 = 0x9584_58f6;
+/// Smallest page of any supported system: offsets of files are aligned to the page's own size.
+const PAGE_BYTES: u64 = 4096;
+
+/// Bytes `offset..offset + length` of a file, shared with the front end and its guest.
+pub struct Mapping {
+    /// The first mapped byte, at or before that of the region.
+    base: NonNull<u8>,
+    /// Bytes mapped, whole pages.
+    mapped: usize,
+    /// Bytes from `base` to the region.
+    skip: usize,
+    guard: Guard,
+}
+
+// SAFETY: the memory is shared with another process anyway; it is accessed only by raw pointers and
+// atomics, and stays mapped until the value is dropped.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `length` bytes of `file` from `offset` on, and closes the file.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for a file that is too short, or that lies where a page fault may never
+    /// be answered; [`ErrorKind::System`] with the kernel's words.
+    pub fn new(file: OwnedFd, offset: u64, length: u64) -> Result<Mapping, Error> {
+        let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("guest memory: {what}"));
+        let failed = |what: &'static str| move |e| Error::system(format!("guest memory: {what}"), e);
+        let status = fstat(&file).map_err(failed("cannot examine the file"))?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+            return Err(invalid("the descriptor is not of a memory file".into()));
+        }
+        let end = offset.checked_add(length).filter(|_| length > 0);
+        let Some(end) = end.filter(|end| *end <= i64::MAX as u64) else {
+            return Err(invalid(format!("{length} bytes at {offset} of a file are not a region")));
+        };
+        let bytes = u64::try_from(status.st_size).unwrap_or(0);
+        if end > bytes {
+            return Err(invalid(format!("the file has {bytes} bytes, and the region needs {end}")));
+        }
+        let system = fstatfs(&file).map_err(failed("cannot examine the file system"))?;
+        let kind = system.f_type as u64 & 0xffff_ffff;
+        if !LOCAL_FILE_SYSTEMS.iter().any(|(known, _)| *known == kind) {
+            let names: Vec<&str> = LOCAL_FILE_SYSTEMS.iter().map(|(_, name)| *name).collect();
+            return Err(invalid(format!(
+                "the file lies on a file system of type {kind:#x}, not on one of {}",
+                names.join(", ")
+            )));
+        }
+        // Huge pages are mapped, and unmapped, as a whole.
+        let system_page = rustix::param::page_size() as u64;
+        let page = if kind == HUGETLBFS { system.f_bsize as u64 } else { system_page.max(PAGE_BYTES) };
+        if !page.is_power_of_two() {
+            return Err(invalid(format!("a page of {page} bytes")));
+        }
+        let skip = offset & (page - 1);
+        let mapped = (skip + length).checked_next_multiple_of(page).and_then(|b| usize::try_from(b).ok());
+        let Some(mapped) = mapped.filter(|bytes| *bytes <= isize::MAX as usize) else {
+            return Err(invalid(format!("a region of {length} bytes")));
+        };
+        let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+        let base = unsafe { mmap(null, mapped, protection, flags, file.as_fd(), offset - skip) }
+            .map_err(failed("cannot map it"))?;
+        let unmap = |base| {
+            // SAFETY: the mapping just made, which nobody uses.
+            let _ = unsafe { munmap(base, mapped) };
+        };
+        let Some(address) = NonNull::new(base.cast::<u8>()) else {
+            unmap(base);
+            return Err(invalid("mapped at address 0".into()));
+        };
+        match Guard::new(address.as_ptr().addr(), mapped, page as usize) {
+            Ok(guard) => Ok(Mapping { base: address, mapped, skip: skip as usize, guard }),
+            Err(error) => {
+                unmap(base);
+                Err(error)
+            }
+        }
+    }
+
+    /// The first byte of the region.
+    pub fn start(&self) -> NonNull<u8> {
+        // SAFETY: the region begins inside of the mapping.
+        unsafe { self.base.add(self.skip) }
+    }
+
+    /// Whether pages of it vanished, and zeroes of this process's own stand in their place.
+    #[inline]
+    pub fn is_broken(&self) -> bool {
+        self.guard.is_broken()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        self.guard.release();
+        // SAFETY: mapped in `new` with this very size; whatever holds an address of it holds the
+        // mapping too.
+        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.mapped) };
+        debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+    }
+}

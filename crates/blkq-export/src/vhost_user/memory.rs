@@ -1,0 +1,318 @@
+//! A guest's memory: an immutable table of mapped regions. Every address that a guest or its front
+//! end names goes through here, and nothing outside of the regions is ever touched.
+//!
+//! The guest goes on using its memory meanwhile. So nothing here makes a reference to plain bytes of
+//! it: what is looked at is copied out first, once, and then checked.
+
+use std::marker::PhantomData;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use blkq::{Error, ErrorKind};
+
+use super::area::Area;
+use super::mapping::Mapping;
+
+/// Most regions of a table: what GET_MAX_MEM_SLOTS answers.
+pub const REGIONS_MAX: usize = 64;
+
+/// A region as a front end describes it. The file is closed when it has been mapped.
+pub struct RegionSpec {
+    /// Its first address for the guest.
+    pub guest_start: u64,
+    /// Its first address in the front end, by which that names the parts of rings.
+    pub user_start: u64,
+    /// Length in bytes.
+    pub length: u64,
+    /// The file with its bytes.
+    pub file: OwnedFd,
+    /// Where they begin in the file.
+    pub file_offset: u64,
+}
+
+#[derive(Clone)]
+struct Region {
+    guest_start: u64,
+    user_start: u64,
+    length: u64,
+    start: NonNull<u8>,
+    mapping: Arc<Mapping>,
+}
+
+// SAFETY: the pointer is into the mapping, which is both.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    fn map(spec: RegionSpec) -> Result<Region, Error> {
+        let RegionSpec { guest_start, user_start, length, file, file_offset } = spec;
+        for (start, whose) in [(guest_start, "guest"), (user_start, "front end")] {
+            if start.checked_add(length).is_none() {
+                return Err(invalid(format!("{length} bytes at {whose} address {start:#x}")));
+            }
+        }
+        let mapping = Arc::new(Mapping::new(file, file_offset, length)?);
+        Ok(Region { guest_start, user_start, length, start: mapping.start(), mapping })
+    }
+}
+
+fn invalid(what: String) -> Error {
+    Error::new(ErrorKind::Invalid, format!("guest memory: {what}"))
+}
+
+/// Which region the last address was in: the next one mostly is, too. Good for any table.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Cursor(usize);
+
+/// A piece of guest memory that is contiguous here.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    start: NonNull<u8>,
+    bytes: u32,
+    memory: PhantomData<&'a GuestMemory>,
+}
+
+/// The table of a guest's memory. A changed table is a new value; regions that both have are mapped
+/// once, and unmapped when the last of the two is dropped.
+pub struct GuestMemory {
+    /// By address, none overlapping.
+    regions: Box<[Region]>,
+}
+
+impl GuestMemory {
+    /// Maps the regions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for regions that overlap, wrap around or are too many, and whatever
+    /// [`Mapping::new`] refuses.
+    pub fn map(regions: Vec<RegionSpec>) -> Result<GuestMemory, Error> {
+        if regions.len() > REGIONS_MAX {
+            return Err(invalid(format!("{} regions, more than {REGIONS_MAX}", regions.len())));
+        }
+        let regions: Result<Vec<Region>, Error> = regions.into_iter().map(Region::map).collect();
+        GuestMemory::of(regions?)
+    }
+
+    fn of(mut regions: Vec<Region>) -> Result<GuestMemory, Error> {
+        if regions.len() > REGIONS_MAX {
+            return Err(invalid(format!("{} regions, more than {REGIONS_MAX}", regions.len())));
+        }
+        let overlap = |start: fn(&Region) -> u64, regions: &mut Vec<Region>| {
+            regions.sort_by_key(start);
+            let pair = regions.windows(2).find(|pair| start(&pair[1]) - start(&pair[0]) < pair[0].length);
+            pair.map_or(Ok(()), |pair| {
+                Err(invalid(format!(
+                    "the regions at {:#x} and {:#x} overlap",
+                    start(&pair[0]),
+                    start(&pair[1])
+                )))
+            })
+        };
+        overlap(|region| region.user_start, &mut regions)?;
+        overlap(|region| region.guest_start, &mut regions)?;
+        Ok(GuestMemory { regions: regions.into() })
+    }
+
+    /// The table with one more region.
+    ///
+    /// # Errors
+    /// As [`GuestMemory::map`].
+    pub fn with_region(&self, spec: RegionSpec) -> Result<GuestMemory, Error> {
+        if self.regions.len() >= REGIONS_MAX {
+            return Err(invalid(format!("more than {REGIONS_MAX} regions")));
+        }
+        let mut regions = self.regions.to_vec();
+        regions.push(Region::map(spec)?);
+        GuestMemory::of(regions)
+    }
+
+    /// The table without the region that is exactly this.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if there is none.
+    pub fn without_region(
+        &self,
+        guest_start: u64,
+        user_start: u64,
+        length: u64,
+    ) -> Result<GuestMemory, Error> {
+        let mut regions = self.regions.to_vec();
+        let is_it = |region: &Region| {
+            (region.guest_start, region.user_start, region.length) == (guest_start, user_start, length)
+        };
+        match regions.iter().position(is_it) {
+            Some(index) => drop(regions.remove(index)),
+            None => return Err(invalid(format!("no region of {length} bytes at {guest_start:#x}"))),
+        }
+        GuestMemory::of(regions)
+    }
+
+    /// Number of regions.
+    pub fn region_count(&self) -> usize {
+        self.regions.len()
+    }
+
+    /// Bytes of all regions.
+    pub fn bytes(&self) -> u64 {
+        self.regions.iter().map(|region| region.length).sum()
+    }
+
+    /// Whether a page of it vanished: its file was truncated. The rings on it must stop.
+    #[inline]
+    pub fn is_broken(&self) -> bool {
+        self.regions.iter().any(|region| region.mapping.is_broken())
+    }
+
+    /// The region with guest address `address`, and the offset in it.
+    #[inline]
+    fn find(&self, cursor: &mut Cursor, address: u64) -> Option<(&Region, u64)> {
+        if let Some(region) = self.regions.get(cursor.0)
+            && let Some(offset) = address.checked_sub(region.guest_start)
+            && offset < region.length
+        {
+            return Some((region, offset));
+        }
+        let index = self.regions.partition_point(|region| region.guest_start <= address).checked_sub(1)?;
+        let region = &self.regions[index];
+        cursor.0 = index;
+        let offset = address - region.guest_start;
+        (offset < region.length).then_some((region, offset))
+    }
+
+    /// The first piece of the `bytes` (at least one) from guest address `address` on that is
+    /// contiguous here: all of it, up to the end of a region. `None` if not even the first byte is
+    /// memory.
+    #[inline]
+    pub fn span(&self, cursor: &mut Cursor, address: u64, bytes: u32) -> Option<Span<'_>> {
+        let (region, offset) = self.find(cursor, address)?;
+        let bytes = u64::from(bytes).min(region.length - offset) as u32;
+        // SAFETY: inside the region, which is mapped as long as `self`.
+        Some(Span { start: unsafe { region.start.add(offset as usize) }, bytes, memory: PhantomData })
+    }
+
+    /// Copies `N` bytes at guest address `address` out, each of them once.
+    #[inline]
+    pub fn load<const N: usize>(&self, cursor: &mut Cursor, address: u64) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        self.read(cursor, address, &mut bytes).then_some(bytes)
+    }
+
+    /// Fills `bytes` from guest address `address` on; false if a part of that is no memory, and then
+    /// `bytes` is in part as it was.
+    #[inline]
+    pub fn read(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &mut [u8]) -> bool {
+        while !bytes.is_empty() {
+            let Some(span) = self.span(cursor, address, u32::try_from(bytes.len()).unwrap_or(u32::MAX))
+            else {
+                return false;
+            };
+            let (now, rest) = bytes.split_at_mut(span.bytes as usize);
+            span.copy_to(now);
+            // No region reaches the last address.
+            address += u64::from(span.bytes);
+            bytes = rest;
+        }
+        true
+    }
+
+    /// Copies `bytes` to guest address `address` and on; false if a part of that is no memory, and
+    /// then a part may have been copied.
+    #[inline]
+    pub fn write(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &[u8]) -> bool {
+        while !bytes.is_empty() {
+            let Some(span) = self.span(cursor, address, u32::try_from(bytes.len()).unwrap_or(u32::MAX))
+            else {
+                return false;
+            };
+            let (now, rest) = bytes.split_at(span.bytes as usize);
+            span.copy_from(now);
+            // No region reaches the last address.
+            address += u64::from(span.bytes);
+            bytes = rest;
+        }
+        true
+    }
+
+    /// The part of a ring that has `bytes` at front end address `user_address`, aligned to `align`
+    /// bytes. `None` if it is not, or not inside one region.
+    pub fn area(&self, user_address: u64, bytes: usize, align: usize) -> Option<Area> {
+        self.regions.iter().find_map(|region| {
+            let offset = user_address.checked_sub(region.user_start)?;
+            let end = offset.checked_add(bytes as u64)?;
+            if end > region.length {
+                return None;
+            }
+            // SAFETY: inside the region.
+            let start = unsafe { region.start.add(offset as usize) };
+            // SAFETY: the bytes are inside the region, which stays mapped as long as its mapping.
+            start
+                .as_ptr()
+                .addr()
+                .is_multiple_of(align)
+                .then(|| unsafe { Area::new(Arc::clone(&region.mapping), start, bytes) })
+        })
+    }
+}
+
+impl Span<'_> {
+    /// First byte. Anyone may write it at any time.
+    #[inline]
+    pub fn start(self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Length in bytes; at least one.
+    #[inline]
+    #[allow(clippy::len_without_is_empty, reason = "none is empty")]
+    pub fn len(self) -> u32 {
+        self.bytes
+    }
+
+    /// Copies the first bytes of it out. Each byte is read once: what was checked is what is used.
+    #[inline]
+    pub fn copy_to(self, bytes: &mut [u8]) {
+        assert!(bytes.len() <= self.bytes as usize);
+        let start = self.start.as_ptr();
+        let mut words = bytes.chunks_exact_mut(8);
+        let mut at = 0;
+        for word in &mut words {
+            // SAFETY: inside the span.
+            let value = unsafe { start.add(at).cast::<Unaligned>().read_volatile() };
+            word.copy_from_slice(&value.0.to_ne_bytes());
+            at += 8;
+        }
+        for byte in words.into_remainder() {
+            // SAFETY: inside the span.
+            *byte = unsafe { start.add(at).read_volatile() };
+            at += 1;
+        }
+    }
+
+    /// Copies `bytes` to its begin.
+    #[inline]
+    pub fn copy_from(self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.bytes as usize);
+        let start = self.start.as_ptr();
+        let mut words = bytes.chunks_exact(8);
+        let mut at = 0;
+        for word in &mut words {
+            let mut value = [0; 8];
+            value.copy_from_slice(word);
+            // SAFETY: inside the span.
+            unsafe { start.add(at).cast::<Unaligned>().write_volatile(Unaligned(u64::from_ne_bytes(value))) };
+            at += 8;
+        }
+        for byte in words.remainder() {
+            // SAFETY: inside the span.
+            unsafe { start.add(at).write_volatile(*byte) };
+            at += 1;
+        }
+    }
+}
+
+/// A word at any address.
+#[repr(C, packed)]
+#[derive(Clone, Copy)]
+struct Unaligned(u64);

@@ -1,0 +1,276 @@
+//! A chain as a request of a virtio block device (virtio 1.2, 5.2.6). How the driver cut it into
+//! buffers means nothing: the first 16 bytes to read are the header, the last byte to write is the
+//! status, and what is between is data.
+
+use std::sync::Arc;
+
+use blkq::{Data, IoResult, Operation, Sector, Status};
+
+use super::abi::*;
+use super::chain::{Buffer, Chain, RingError};
+use super::config::RANGES_MAX;
+use super::memory::{Cursor, GuestMemory};
+use super::segments::{Gathered, SegmentPool};
+
+/// Largest data of a request in bytes; what is longer fails.
+const DATA_MAX_BYTES: u64 = 1 << 30;
+
+/// A range of a discard or of write zeroes, in sectors of 512 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Range {
+    /// Where it begins.
+    pub sector: Sector,
+    /// How long it is.
+    pub sectors: u64,
+    /// Write zeroes may deallocate.
+    pub unmap: bool,
+}
+
+/// The task of a request.
+#[derive(Debug)]
+pub enum Action {
+    /// Reads or writes: of `bytes`, a multiple of 512, that may be 0 (then `data` is none, and all
+    /// that is left to do is to complete it).
+    Transfer {
+        /// [`Operation::Read`] or [`Operation::Write`].
+        operation: Operation,
+        /// Where.
+        sector: Sector,
+        /// How much.
+        bytes: u64,
+        /// The guest's memory.
+        data: Data,
+        /// All addresses and lengths of its pieces, in one: where this has a bit below the device's
+        /// `memory_align`, the data must be copied.
+        unaligned: usize,
+    },
+    /// Discards or writes zeroes: [`Parser::ranges`] has where, at least one and at most
+    /// [`RANGES_MAX`].
+    Ranges {
+        /// [`Operation::Discard`] or [`Operation::WriteZeroes`].
+        operation: Operation,
+    },
+    /// Flushes.
+    Flush,
+    /// Completes at once, with this status. The serial number was written.
+    Reply(u8),
+}
+
+/// A request.
+#[derive(Debug)]
+pub struct BlockRequest {
+    /// Guest address of the status byte, which is memory.
+    pub status: u64,
+    /// For [`BlockRequest::written`].
+    pub writable: u32,
+    /// The rest.
+    pub action: Action,
+}
+
+impl BlockRequest {
+    /// The bytes that the device has written into the chain, from its first byte to write on.
+    pub fn written(writable: u32, status: u8) -> u32 {
+        // After an error the data may have gaps; the status alone is one byte.
+        if status == S_OK || writable == 1 { writable } else { 0 }
+    }
+}
+
+/// The status byte of a result.
+pub fn status_of(result: IoResult) -> u8 {
+    match result {
+        Ok(()) => S_OK,
+        Err(Status::NotSupported) => S_UNSUPP,
+        Err(_) => S_IOERR,
+    }
+}
+
+/// Parses requests, and keeps the memory of that for the next one.
+pub struct Parser {
+    /// The ranges of the last request that was [`Action::Ranges`].
+    pub ranges: Vec<Range>,
+    segments: SegmentPool,
+    cursor: Cursor,
+    id: [u8; ID_BYTES],
+}
+
+impl Parser {
+    /// For a device with the serial number `id`, of which the first 20 bytes count.
+    pub fn new(id: &str) -> Parser {
+        let mut bytes = [0; ID_BYTES];
+        let length = id.len().min(ID_BYTES);
+        bytes[..length].copy_from_slice(&id.as_bytes()[..length]);
+        Parser {
+            ranges: Vec::with_capacity(RANGES_MAX),
+            segments: SegmentPool::default(),
+            cursor: Cursor::default(),
+            id: bytes,
+        }
+    }
+
+    /// Takes back what a completion returned.
+    #[inline]
+    pub fn recycle(&mut self, data: Data) {
+        self.segments.recycle(data);
+    }
+
+    /// The memory has changed, or there is none any more: keeps none of it mapped.
+    pub fn release_memory(&mut self) {
+        self.segments.release_memory();
+        self.cursor = Cursor::default();
+    }
+
+    /// Writes a status byte.
+    #[inline]
+    pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {
+        memory.write(&mut self.cursor, address, &[status])
+    }
+
+    /// The request that `chain` holds.
+    ///
+    /// # Errors
+    /// No header, no status byte, or a buffer that is no memory: the ring must be stopped.
+    #[inline]
+    pub fn parse(&mut self, chain: &Chain, memory: &Arc<GuestMemory>) -> Result<BlockRequest, RingError> {
+        let header: [u8; HEADER_BYTES] = match chain.readable().first() {
+            Some(first) if first.length as usize >= HEADER_BYTES => {
+                let unmapped = RingError::BufferUnmapped { address: first.address, length: first.length };
+                memory.load(&mut self.cursor, first.address).ok_or(unmapped)?
+            }
+            _ => {
+                let mut header = [0; HEADER_BYTES];
+                let bytes = self.read(chain.readable(), 0, &mut header, memory)?;
+                if bytes < HEADER_BYTES {
+                    return Err(RingError::HeaderShort { bytes: bytes as u64 });
+                }
+                header
+            }
+        };
+        let word =
+            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let sector = Sector(u64::from(word(8)) | u64::from(word(12)) << 32);
+        let Some(&Buffer { address, length }) = chain.writable().last() else {
+            return Err(RingError::NoStatus);
+        };
+        let unmapped = RingError::BufferUnmapped { address, length };
+        let status = address.checked_add(u64::from(length) - 1).ok_or(unmapped)?;
+        memory.span(&mut self.cursor, status, 1).ok_or(unmapped)?;
+        let read_bytes = total(chain.writable()) - 1;
+        let written_bytes = total(chain.readable()) - HEADER_BYTES as u64;
+        let action = match word(0) {
+            T_IN => self.transfer(memory, Operation::Read, sector, chain.writable(), 0, read_bytes)?,
+            T_OUT => {
+                let skip = HEADER_BYTES as u64;
+                self.transfer(memory, Operation::Write, sector, chain.readable(), skip, written_bytes)?
+            }
+            T_FLUSH => Action::Flush,
+            T_GET_ID => self.identify(chain, memory, read_bytes)?,
+            T_DISCARD => self.parse_ranges(Operation::Discard, chain, memory, written_bytes)?,
+            T_WRITE_ZEROES => self.parse_ranges(Operation::WriteZeroes, chain, memory, written_bytes)?,
+            _ => Action::Reply(S_UNSUPP),
+        };
+        let writable = match &action {
+            Action::Transfer { operation: Operation::Read, .. } => read_bytes as u32 + 1,
+            Action::Reply(S_OK) => {
+                (read_bytes.min(ID_BYTES as u64)) as u32 + u32::from(read_bytes <= ID_BYTES as u64)
+            }
+            _ if read_bytes == 0 => 1,
+            // The status is not the first byte.
+            _ => 0,
+        };
+        Ok(BlockRequest { status, writable, action })
+    }
+
+    #[inline]
+    fn transfer(
+        &mut self,
+        memory: &Arc<GuestMemory>,
+        operation: Operation,
+        sector: Sector,
+        buffers: &[Buffer],
+        skip: u64,
+        bytes: u64,
+    ) -> Result<Action, RingError> {
+        if !bytes.is_multiple_of(512) || bytes > DATA_MAX_BYTES {
+            return Ok(Action::Reply(S_IOERR));
+        }
+        if bytes == 0 {
+            return Ok(Action::Transfer { operation, sector, bytes, data: Data::None, unaligned: 0 });
+        }
+        let Gathered { data, unaligned } = self.segments.gather(memory, buffers, skip, bytes)?;
+        Ok(Action::Transfer { operation, sector, bytes, data, unaligned })
+    }
+
+    /// Writes the serial number, as much of it as there is room for.
+    fn identify(&mut self, chain: &Chain, memory: &GuestMemory, room: u64) -> Result<Action, RingError> {
+        let mut id = &self.id[..room.min(ID_BYTES as u64) as usize];
+        for &Buffer { address, length } in chain.writable() {
+            let (now, rest) = id.split_at(id.len().min(length as usize));
+            if !memory.write(&mut self.cursor, address, now) {
+                return Err(RingError::BufferUnmapped { address, length });
+            }
+            id = rest;
+        }
+        Ok(Action::Reply(S_OK))
+    }
+
+    fn parse_ranges(
+        &mut self,
+        operation: Operation,
+        chain: &Chain,
+        memory: &GuestMemory,
+        bytes: u64,
+    ) -> Result<Action, RingError> {
+        self.ranges.clear();
+        let count = bytes / RANGE_BYTES as u64;
+        if count == 0 || !bytes.is_multiple_of(RANGE_BYTES as u64) || count > RANGES_MAX as u64 {
+            return Ok(Action::Reply(S_IOERR));
+        }
+        for index in 0..count as usize {
+            let mut range = [0; RANGE_BYTES];
+            self.read(chain.readable(), HEADER_BYTES + index * RANGE_BYTES, &mut range, memory)?;
+            let word =
+                |at: usize| u32::from_le_bytes([range[at], range[at + 1], range[at + 2], range[at + 3]]);
+            let flags = word(12);
+            let known = if operation == Operation::WriteZeroes { RANGE_UNMAP } else { 0 };
+            if flags & !known != 0 {
+                return Ok(Action::Reply(S_UNSUPP));
+            }
+            let sector = Sector(u64::from(word(0)) | u64::from(word(4)) << 32);
+            self.ranges.push(Range { sector, sectors: word(8).into(), unmap: flags & RANGE_UNMAP != 0 });
+        }
+        Ok(Action::Ranges { operation })
+    }
+
+    /// Fills `bytes` from byte `skip` of `buffers` on; returns how many there were.
+    fn read(
+        &mut self,
+        buffers: &[Buffer],
+        mut skip: usize,
+        bytes: &mut [u8],
+        memory: &GuestMemory,
+    ) -> Result<usize, RingError> {
+        let mut done = 0;
+        for &Buffer { address, length } in buffers {
+            if skip >= length as usize {
+                skip -= length as usize;
+                continue;
+            }
+            let take = (length as usize - skip).min(bytes.len() - done);
+            let at = address.checked_add(skip as u64);
+            let read = |at| memory.read(&mut self.cursor, at, &mut bytes[done..done + take]);
+            if !at.is_some_and(read) {
+                return Err(RingError::BufferUnmapped { address, length });
+            }
+            done += take;
+            skip = 0;
+            if done == bytes.len() {
+                break;
+            }
+        }
+        Ok(done)
+    }
+}
+
+fn total(buffers: &[Buffer]) -> u64 {
+    buffers.iter().map(|buffer| u64::from(buffer.length)).sum()
+}

@@ -1,0 +1,178 @@
+//! A ring of either kind, and what is in flight in it.
+
+use std::sync::Arc;
+
+use super::chain::{Chain, Head, RingError};
+use super::descriptor::Layout;
+use super::memory::GuestMemory;
+use super::packed::PackedRing;
+use super::split::SplitRing;
+
+/// Most descriptors of a ring.
+pub const RING_SIZE_MAX: u16 = 1 << 15;
+
+/// A ring as a front end describes it. Addresses are the front end's own ("user addresses").
+#[derive(Clone, Debug)]
+pub struct RingSpec {
+    /// Descriptors: a power of two for a split ring.
+    pub size: u16,
+    /// Packed, not split: VIRTIO_F_RING_PACKED was negotiated.
+    pub packed: bool,
+    /// VIRTIO_F_RING_EVENT_IDX was negotiated.
+    pub event_idx: bool,
+    /// VIRTIO_F_RING_INDIRECT_DESC was negotiated.
+    pub indirect: bool,
+    /// Address of the descriptors.
+    pub descriptors: u64,
+    /// Address of the available ring, or of the driver's event suppression area.
+    pub driver_area: u64,
+    /// Address of the used ring, or of the device's event suppression area.
+    pub device_area: u64,
+    /// Where to begin, as SET_VRING_BASE has it.
+    pub base: u32,
+}
+
+impl RingSpec {
+    fn layout(&self) -> Layout {
+        Layout {
+            size: self.size,
+            event_idx: self.event_idx,
+            indirect: self.indirect,
+            descriptors: self.descriptors,
+            driver_area: self.driver_area,
+            device_area: self.device_area,
+        }
+    }
+}
+
+enum Kind {
+    Split(SplitRing),
+    Packed(PackedRing),
+}
+
+/// The device's side of a ring. Each head is in flight once at a time.
+pub struct Ring {
+    kind: Kind,
+    layout: Layout,
+    /// By head.
+    in_flight: Box<[bool]>,
+    count: usize,
+}
+
+macro_rules! either {
+    ($self:expr, $ring:ident => $call:expr) => {
+        match &mut $self.kind {
+            Kind::Split($ring) => $call,
+            Kind::Packed($ring) => $call,
+        }
+    };
+}
+
+impl Ring {
+    /// The ring that `spec` describes, in `memory`.
+    ///
+    /// # Errors
+    /// A size or a base that a ring cannot have; a part that is not inside one memory region.
+    pub fn new(memory: Arc<GuestMemory>, spec: &RingSpec) -> Result<Ring, RingError> {
+        if spec.size == 0 || spec.size > RING_SIZE_MAX {
+            return Err(RingError::Size { size: spec.size.into() });
+        }
+        let layout = spec.layout();
+        let kind = if spec.packed {
+            Kind::Packed(PackedRing::new(&memory, &layout, spec.base)?)
+        } else {
+            let base = u16::try_from(spec.base).map_err(|_| RingError::Base { base: spec.base })?;
+            Kind::Split(SplitRing::new(&memory, &layout, base)?)
+        };
+        Ok(Ring { kind, layout, in_flight: vec![false; usize::from(spec.size)].into(), count: 0 })
+    }
+
+    /// Goes on in another table of the memory: the front end plugged or unplugged some.
+    ///
+    /// # Errors
+    /// The ring is not in it any more.
+    pub fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), RingError> {
+        either!(self, ring => ring.set_memory(memory, &self.layout))
+    }
+
+    /// Takes the next chain into `chain`. Returns which, or `None` if none is available.
+    ///
+    /// # Errors
+    /// The rule that the driver broke. The ring is not to be used any more, except for what is in flight.
+    #[inline]
+    pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+        let head = match &mut self.kind {
+            Kind::Split(ring) => {
+                let Some(index) = ring.pop()? else { return Ok(None) };
+                if self.in_flight[usize::from(index)] {
+                    return Err(RingError::HeadInFlight { head: index });
+                }
+                ring.read_chain(index, chain)?;
+                Head { index, slots: 1, record: 0 }
+            }
+            Kind::Packed(ring) => {
+                let Some(head) = ring.pop(chain)? else { return Ok(None) };
+                if self.in_flight[usize::from(head.index)] {
+                    return Err(RingError::HeadInFlight { head: head.index });
+                }
+                head
+            }
+        };
+        self.in_flight[usize::from(head.index)] = true;
+        self.count += 1;
+        Ok(Some(head))
+    }
+
+    /// Enters the chain of `head`, of which the device wrote the first `written` bytes, as used. The
+    /// driver sees it after [`Ring::publish`].
+    ///
+    /// # Panics
+    /// If it is not in flight.
+    #[inline]
+    pub fn push_used(&mut self, head: Head, written: u32) {
+        let was = std::mem::replace(&mut self.in_flight[usize::from(head.index)], false);
+        assert!(was, "a chain completes once");
+        self.count -= 1;
+        match &mut self.kind {
+            Kind::Split(ring) => ring.push_used(head.index, written),
+            Kind::Packed(ring) => ring.push_used(head, written),
+        }
+    }
+
+    /// Shows the driver what was entered. Returns whether it wants to be called.
+    #[inline]
+    pub fn publish(&mut self) -> bool {
+        either!(self, ring => ring.publish())
+    }
+
+    /// Asks the driver for no kicks: the ring is looked at anyway.
+    #[inline]
+    pub fn disable_kicks(&mut self) {
+        either!(self, ring => ring.disable_kicks())
+    }
+
+    /// Asks the driver for a kick at the next chain. Returns whether there is one already: then
+    /// [`Ring::pop`] finds it, and there may be no kick.
+    #[inline]
+    pub fn enable_kicks(&mut self) -> bool {
+        either!(self, ring => ring.enable_kicks())
+    }
+
+    /// Where the ring goes on: what GET_VRING_BASE answers, once nothing is in flight.
+    pub fn base(&self) -> u32 {
+        match &self.kind {
+            Kind::Split(ring) => ring.base().into(),
+            Kind::Packed(ring) => ring.base(),
+        }
+    }
+
+    /// Descriptors of the ring; more than any [`Head::index`].
+    pub fn size(&self) -> u16 {
+        self.layout.size
+    }
+
+    /// Chains that were taken and are not used yet.
+    pub fn in_flight(&self) -> usize {
+        self.count
+    }
+}

@@ -1,0 +1,159 @@
+//! The data of a request as segments of guest memory, without an allocation per request: what a
+//! completion returns is filled again.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use blkq::{Data, Segment, SegmentOwner};
+
+use super::chain::{Buffer, RingError};
+use super::memory::{Cursor, GuestMemory};
+
+/// Most owners that are kept for the next request.
+const IDLE_MAX: usize = 1024;
+
+/// Pieces of guest memory, which stay mapped as long as the value has them.
+#[derive(Default)]
+struct GuestSegments {
+    segments: Vec<Segment>,
+    memory: Option<Arc<GuestMemory>>,
+}
+
+// SAFETY: the segments are spans of `memory`, which keeps them mapped until `clear` or `fill`, by
+// their exclusive borrow, removes both. The guest may access them meanwhile: see `SegmentOwner` on
+// memory that another process shares.
+unsafe impl SegmentOwner for GuestSegments {
+    fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+}
+
+impl GuestSegments {
+    /// Takes the `bytes` of `buffers` that follow the first `skip`.
+    #[inline]
+    fn fill(
+        &mut self,
+        memory: &Arc<GuestMemory>,
+        cursor: &mut Cursor,
+        buffers: &[Buffer],
+        mut skip: u64,
+        mut bytes: u64,
+    ) -> Result<usize, RingError> {
+        self.segments.clear();
+        if !self.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory)) {
+            self.memory = Some(Arc::clone(memory));
+        }
+        let mut unaligned = 0;
+        for &Buffer { address, length } in buffers {
+            if skip >= u64::from(length) {
+                skip -= u64::from(length);
+                continue;
+            }
+            let take = (u64::from(length) - skip).min(bytes) as u32;
+            let mut at = address.checked_add(skip).ok_or(RingError::BufferUnmapped { address, length })?;
+            (skip, bytes) = (0, bytes - u64::from(take));
+            let mut left = take;
+            while left > 0 {
+                let span =
+                    memory.span(cursor, at, left).ok_or(RingError::BufferUnmapped { address, length })?;
+                unaligned |= span.start().as_ptr().addr() | span.len() as usize;
+                self.push(Segment::new(span.start().as_ptr(), span.len()));
+                at += u64::from(span.len());
+                left -= span.len();
+            }
+            if bytes == 0 {
+                break;
+            }
+        }
+        debug_assert_eq!(bytes, 0, "the caller counted them");
+        Ok(unaligned)
+    }
+
+    /// Adds a piece, or makes the last one longer.
+    #[inline]
+    fn push(&mut self, segment: Segment) {
+        if let Some(last) = self.segments.last_mut()
+            && last.ptr.addr().wrapping_add(last.len as usize) == segment.ptr.addr()
+            && let Some(len) = last.len.checked_add(segment.len)
+            && len <= i32::MAX as u32
+        {
+            last.len = len;
+        } else {
+            self.segments.push(segment);
+        }
+    }
+}
+
+/// Owners of segments that no bio has.
+#[derive(Default)]
+pub struct SegmentPool {
+    #[allow(clippy::vec_box, reason = "the boxes that bios carry")]
+    idle: Vec<Box<Box<dyn SegmentOwner>>>,
+    cursor: Cursor,
+}
+
+/// The memory of a request.
+pub struct Gathered {
+    /// For the bio.
+    pub data: Data,
+    /// All addresses and lengths of the pieces, in one: its low zero bits are their alignment.
+    pub unaligned: usize,
+}
+
+impl SegmentPool {
+    /// The memory of the `bytes` (at least one) of `buffers` that follow the first `skip`; `buffers`
+    /// must have as many.
+    ///
+    /// # Errors
+    /// [`RingError::BufferUnmapped`].
+    #[inline]
+    pub fn gather(
+        &mut self,
+        memory: &Arc<GuestMemory>,
+        buffers: &[Buffer],
+        skip: u64,
+        bytes: u64,
+    ) -> Result<Gathered, RingError> {
+        let mut owner = self.idle.pop().unwrap_or_else(fresh);
+        let Some(segments) = segments_of(&mut owner) else {
+            // Only such are kept.
+            return Err(RingError::MemoryLost);
+        };
+        match segments.fill(memory, &mut self.cursor, buffers, skip, bytes) {
+            Ok(unaligned) => Ok(Gathered { data: Data::Segments(owner), unaligned }),
+            Err(error) => {
+                self.idle.push(owner);
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps what a completion returned, if it came from [`SegmentPool::gather`].
+    #[inline]
+    pub fn recycle(&mut self, data: Data) {
+        if let Data::Segments(mut owner) = data
+            && self.idle.len() < IDLE_MAX
+            && segments_of(&mut owner).is_some()
+        {
+            self.idle.push(owner);
+        }
+    }
+
+    /// Lets go of the guest's memory, which has changed: what no bio has would keep it mapped.
+    pub fn release_memory(&mut self) {
+        self.idle.clear();
+        self.cursor = Cursor::default();
+    }
+}
+
+#[cold]
+fn fresh() -> Box<Box<dyn SegmentOwner>> {
+    Box::new(Box::new(GuestSegments::default()))
+}
+
+#[inline]
+#[allow(clippy::borrowed_box, reason = "what a bio carries")]
+fn segments_of(owner: &mut Box<Box<dyn SegmentOwner>>) -> Option<&mut GuestSegments> {
+    let owner: &mut dyn Any = &mut ***owner;
+    owner.downcast_mut()
+}

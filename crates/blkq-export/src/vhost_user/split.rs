@@ -1,0 +1,228 @@
+//! A split ring (virtio 1.2, 2.7): descriptors, what the driver has made available, what the device
+//! has used. Every field is read once, and checked after that.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use super::area::Area;
+use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Part, RingError};
+use super::descriptor::{Descriptor, Layout, area, indirect_entries, indirect_entry, needs_event};
+use super::memory::{Cursor, GuestMemory};
+
+/// In the driver's flags: no calls, please.
+const NO_INTERRUPT: u16 = 1;
+/// In the device's flags: no kicks, please.
+const NO_NOTIFY: u16 = 1;
+/// Flags, index, and at the end an event index: two bytes each.
+const FLAGS: usize = 0;
+const INDEX: usize = 2;
+const ENTRIES: usize = 4;
+
+/// The device's side of a split ring.
+pub struct SplitRing {
+    descriptors: Area,
+    available: Area,
+    used: Area,
+    size: u16,
+    event_idx: bool,
+    indirect: bool,
+    /// Chains taken, as counted by the available index.
+    next: u16,
+    /// The available index as it was read last.
+    seen: u16,
+    /// The used index, including what is not published.
+    used_next: u16,
+    /// The used index that the driver knows.
+    published: u16,
+    /// It is not known whether the driver was ever called: the first time it is.
+    call_first: bool,
+    memory: Arc<GuestMemory>,
+    cursor: Cursor,
+}
+
+impl SplitRing {
+    /// The ring in `memory`, from the available index `next` on.
+    ///
+    /// # Errors
+    /// A size that is no power of two of at most 32768; a part that is not inside one region.
+    pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, next: u16) -> Result<SplitRing, RingError> {
+        let &Layout { size, event_idx, indirect, .. } = layout;
+        if !size.is_power_of_two() {
+            return Err(RingError::Size { size: size.into() });
+        }
+        let (descriptors, available, used) = SplitRing::areas(memory, layout)?;
+        let used_next = u16::from_le(used.u16_at(INDEX).load(Ordering::Acquire));
+        Ok(SplitRing {
+            descriptors,
+            available,
+            used,
+            size,
+            event_idx,
+            indirect,
+            next,
+            seen: next,
+            used_next,
+            published: used_next,
+            call_first: true,
+            memory: Arc::clone(memory),
+            cursor: Cursor::default(),
+        })
+    }
+
+    fn areas(memory: &Arc<GuestMemory>, layout: &Layout) -> Result<(Area, Area, Area), RingError> {
+        let size = usize::from(layout.size);
+        Ok((
+            area(memory, Part::Descriptors, layout.descriptors, size * DESCRIPTOR_BYTES, 16)?,
+            area(memory, Part::Driver, layout.driver_area, ENTRIES + size * 2 + 2, 2)?,
+            area(memory, Part::Device, layout.device_area, ENTRIES + size * 8 + 2, 4)?,
+        ))
+    }
+
+    /// Goes on with the same ring in another table of the memory.
+    pub fn set_memory(&mut self, memory: &Arc<GuestMemory>, layout: &Layout) -> Result<(), RingError> {
+        (self.descriptors, self.available, self.used) = SplitRing::areas(memory, layout)?;
+        (self.memory, self.cursor) = (Arc::clone(memory), Cursor::default());
+        Ok(())
+    }
+
+    fn mask(&self) -> u16 {
+        self.size - 1
+    }
+
+    /// The head of the next chain.
+    #[inline]
+    pub fn pop(&mut self) -> Result<Option<u16>, RingError> {
+        if self.next == self.seen && !self.look() {
+            return Ok(None);
+        }
+        let ahead = self.seen.wrapping_sub(self.next);
+        if ahead > self.size {
+            let (index, expected, size) = (self.seen, self.next, self.size);
+            return Err(RingError::AvailableIndex { index, expected, size });
+        }
+        let entry = ENTRIES + usize::from(self.next & self.mask()) * 2;
+        let head = u16::from_le(self.available.u16_at(entry).load(Ordering::Relaxed));
+        if head >= self.size {
+            return Err(RingError::HeadRange { head, size: self.size });
+        }
+        self.next = self.next.wrapping_add(1);
+        Ok(Some(head))
+    }
+
+    /// Reads the available index; false if nothing is new.
+    fn look(&mut self) -> bool {
+        self.seen = u16::from_le(self.available.u16_at(INDEX).load(Ordering::Acquire));
+        self.seen != self.next
+    }
+
+    /// Reads the chain of `head`, which is less than the ring's size.
+    #[inline]
+    pub fn read_chain(&mut self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
+        chain.clear();
+        let mut index = head;
+        for _ in 0..self.size {
+            let at = usize::from(index) * DESCRIPTOR_BYTES;
+            let low = self.descriptors.u64_at(at).load(Ordering::Relaxed);
+            let high = self.descriptors.u64_at(at + 8).load(Ordering::Relaxed);
+            let descriptor = Descriptor::of(low, high);
+            if descriptor.has(DESCRIPTOR_INDIRECT) {
+                return self.read_indirect(head, &descriptor, chain);
+            }
+            chain.push(head, descriptor.buffer(), descriptor.flags)?;
+            if !descriptor.has(DESCRIPTOR_NEXT) {
+                return Ok(());
+            }
+            index = descriptor.next;
+            if index >= self.size {
+                return Err(RingError::NextRange { head, next: index });
+            }
+        }
+        Err(RingError::ChainLoop { head })
+    }
+
+    fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
+        let entries = indirect_entries(head, table, self.indirect)?;
+        let mut index = 0;
+        for _ in 0..entries {
+            let descriptor = indirect_entry(&self.memory, &mut self.cursor, head, table, index)?;
+            chain.push(head, descriptor.buffer(), descriptor.flags)?;
+            if !descriptor.has(DESCRIPTOR_NEXT) {
+                return Ok(());
+            }
+            index = u32::from(descriptor.next);
+            if index >= entries {
+                return Err(RingError::NextRange { head, next: descriptor.next });
+            }
+        }
+        Err(RingError::ChainLoop { head })
+    }
+
+    /// Enters the chain of `head` as used, with `written` bytes, not yet to be seen by the driver.
+    #[inline]
+    pub fn push_used(&mut self, head: u16, written: u32) {
+        let at = ENTRIES + usize::from(self.used_next & self.mask()) * 8;
+        self.used.u32_at(at).store(u32::from(head).to_le(), Ordering::Relaxed);
+        self.used.u32_at(at + 4).store(written.to_le(), Ordering::Relaxed);
+        self.used_next = self.used_next.wrapping_add(1);
+    }
+
+    /// Shows the driver what was entered. Returns whether it wants to be called.
+    #[inline]
+    pub fn publish(&mut self) -> bool {
+        let (old, new) = (self.published, self.used_next);
+        if old == new {
+            return false;
+        }
+        self.used.u16_at(INDEX).store(new.to_le(), Ordering::Release);
+        self.published = new;
+        // The index must be seen before it is decided that the driver does not wait for it.
+        fence(Ordering::SeqCst);
+        if std::mem::take(&mut self.call_first) {
+            return true;
+        }
+        if self.event_idx {
+            let event = ENTRIES + usize::from(self.size) * 2;
+            let event = u16::from_le(self.available.u16_at(event).load(Ordering::Relaxed));
+            needs_event(event, new, old)
+        } else {
+            u16::from_le(self.available.u16_at(FLAGS).load(Ordering::Relaxed)) & NO_INTERRUPT == 0
+        }
+    }
+
+    /// Asks the driver for no kicks: the ring is looked at anyway.
+    pub fn disable_kicks(&mut self) {
+        // With event indexes the last one is passed, and no other comes.
+        if !self.event_idx {
+            self.used.u16_at(FLAGS).store(NO_NOTIFY.to_le(), Ordering::Relaxed);
+        }
+    }
+
+    /// Asks the driver for a kick at the next chain. Returns whether there is one already.
+    pub fn enable_kicks(&mut self) -> bool {
+        if self.event_idx {
+            let event = ENTRIES + usize::from(self.size) * 8;
+            self.used.u16_at(event).store(self.next.to_le(), Ordering::Relaxed);
+        } else {
+            self.used.u16_at(FLAGS).store(0, Ordering::Relaxed);
+        }
+        // The driver must see the wish, or this side its chain.
+        fence(Ordering::SeqCst);
+        self.seen != self.next || self.look()
+    }
+
+    /// The available index of the next chain: what GET_VRING_BASE answers.
+    pub fn base(&self) -> u16 {
+        self.next
+    }
+
+    /// The used index that the driver knows.
+    pub fn used_index(&self) -> u16 {
+        self.published
+    }
+
+    /// After a crash: `taken` chains behind the used index were taken, and are not used yet.
+    pub fn resume(&mut self, taken: u16) {
+        self.next = self.published.wrapping_add(taken);
+        self.seen = self.next;
+    }
+}
