@@ -1,9 +1,10 @@
 //! The limits as the fast path of a submission checks them.
 
 use crate::bio::{BioFlags, Outline};
-use crate::buffer::Data;
+use crate::buffer::{Data, Segment};
 use crate::limits::QueueLimits;
 use crate::sector::SECTOR_SHIFT;
+use crate::split::check_memory;
 
 /// The limits in the units of the fast path, so that it is a few compares.
 #[derive(Clone, Copy)]
@@ -47,8 +48,18 @@ impl FastLimits {
             && self.capacity_sectors.checked_sub(sector.0).is_some_and(|left| sectors <= left)
             && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
+
     /// Whether this is a legal read or write of kernel pages of `bytes`, in one piece.
     pub fn fits_pages(&self, outline: &Outline, bytes: u32) -> bool {
         self.kernel_pages && self.fits_bytes(outline, u64::from(bytes))
+    }
+
+    /// How many segments a legal read or write of `segments` has, in one piece, without a flush;
+    /// none if it is not one.
+    pub fn fit_segments(&self, outline: &Outline, segments: &[Segment], limits: &QueueLimits) -> Option<u16> {
+        let count = u16::try_from(segments.len()).ok().filter(|count| *count <= limits.max_segments)?;
+        let fits = self.fits_bytes(outline, u64::from(u32::MAX))
+            && check_memory(limits, segments, outline.sectors << SECTOR_SHIFT).is_ok();
+        fits.then_some(count)
     }
 }

@@ -72,14 +72,20 @@ impl Queue {
     }
 
     /// Accepts a bio that is not one legal read or write with a buffer.
-    #[cold]
+    #[inline(never)]
     fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
         if let Data::Kernel(pages) = *bio.data {
             // An operation on the ring names one registered buffer.
             bio.outline.flags.insert(BioFlags::NO_MERGE);
             if self.disk.fast().fits_pages(&bio.outline, pages.len()) {
-                return self.accept_pages(bio, ring);
+                return self.accept_piece(bio, 1, ring);
             }
+        }
+        if let Data::Segments(owner) = &*bio.data
+            && let Some(segments) =
+                self.disk.fast().fit_segments(&bio.outline, owner.segments(), self.disk.limits())
+        {
+            return self.accept_piece(bio, segments, ring);
         }
         let index = self.in_flight.insert(bio);
         self.begin(index);
@@ -88,14 +94,14 @@ impl Queue {
         self.leave_if_idle();
     }
 
-    /// The rest of [`Queue::accept`] for a legal piece with pages of the kernel's.
-    fn accept_pages(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
+    /// The rest of [`Queue::accept`] for a legal piece that is no buffer, in so many segments.
+    fn accept_piece(&mut self, mut bio: NewBio, segments: u16, ring: Option<&mut Ring>) {
         if matches!(*bio.completer, Completer::Owner(_)) {
             bio.marks.insert(SlotMarks::PLAIN);
         }
         let outline = bio.outline;
         let index = self.in_flight.insert(bio);
-        if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
+        if !self.waiting.is_empty() || !self.admit(index, &outline, Some(segments), ring) {
             self.queue_or_refuse(index);
         }
     }
