@@ -8,7 +8,7 @@ import sys
 
 # The C library tries it for each thread, and falls back.
 EXPECTED = {"clone3"}
-# It looks at this when a thread gives memory back, and does without.
+# It reads this when a thread frees memory, and does without.
 EXPECTED_FILE = '"/proc/sys/vm/overcommit_memory"'
 ROW = re.compile(r"^\| `(\w+)`.*\| (engines|control plane) *\| *(seldom)?")
 LINE = re.compile(r"^(\d+) +(<\.\.\. )?(\w+)")

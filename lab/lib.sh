@@ -40,7 +40,7 @@ need_blkq() {
     [[ -x $BLKQ ]] || die "no $BLKQ: run cargo build --release, or set BLKQ"
 }
 
-# A scratch directory that goes away with the script, after its processes and mounts.
+# A scratch directory that is removed with the script, after its processes and mounts.
 scratch() {
     SCRATCH=$(mktemp -d "${LAB_DIR:-/var/tmp}/blkq-lab.XXXXXX")
     export BLKQ_STATE_DIR=$SCRATCH/state

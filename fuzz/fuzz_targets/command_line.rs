@@ -1,9 +1,9 @@
 //! Words of the command line: sizes, addresses, settings, devices, names, and whole
 //! lines. What is understood is understood in the same way when it is written again; what is not is
-//! refused in one line.
+//! rejected in one line.
 //!
 //! Input: what it is, then the text; for a line its words, with NUL in between, or choices from which
-//! a line is made in two spellings: both are understood in the same way, or both are refused.
+//! a line is made in two spellings: both are understood in the same way, or both are rejected.
 // Contract: bounded-input
 
 #![no_main]

@@ -1,10 +1,10 @@
 //! The control socket of a real daemon under arbitrary clients: whatever comes, one line of JSON
-//! answers, the connection ends, and the device is still there.
+//! answers, the connection closes, and the device is still there.
 //!
 //! Input: the number of bytes that are sent at once, then the request: as it is if that number is
 //! even, else settings, one in a line, for a well-formed `set`. If it is 255 choices come after it,
 //! from which requests are made: those that a model of the device knows, and then the device is what
-//! the model says, and those that are well-formed but for what was broken in them. What ends the
+//! as in the model, and those that are well-formed but for what was broken in them. What closes the
 //! daemon is not sent.
 // Contract: bounded-input
 
@@ -61,7 +61,7 @@ fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
     let mut stream = UnixStream::connect(&*SOCKET).expect("the daemon listens");
     stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     for piece in request.chunks(at_once) {
-        // It may have heard enough.
+        // It may have stopped reading.
         if stream.write_all(piece).is_err() {
             break;
         }
@@ -172,7 +172,7 @@ fn made(u: &mut Unstructured<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Sends `request`, unless it would end the daemon, and looks at what comes back.
+/// Sends `request`, unless it would stop the daemon, and checks the reply.
 fn request(request: &[u8], at_once: usize) {
     let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let parsed = parse_request(line);

@@ -1,5 +1,5 @@
 //! Fault specs: what is written is understood, kept, and done; and whatever goes wrong, every bio
-//! ends once, at the latest when the rules are taken away.
+//! completes once, at the latest when the rules are removed.
 //!
 //! Input: one byte of mode, then the text of a spec (even), or choices from which both a spec and
 //! its text are made. What follows the first NUL of a text, or the choices, are bios of four bytes.
@@ -97,7 +97,7 @@ fn rule(u: &mut Unstructured<'_>) -> Result<(String, Rule)> {
     Ok((text, rule))
 }
 
-/// A spec as text, which says `rules` and `seed`.
+/// A spec as text, of `rules` and `seed`.
 fn spec(u: &mut Unstructured<'_>) -> Result<FaultSpec> {
     let seed: Option<u64> = u.arbitrary()?;
     let rules: Vec<(String, Rule)> = (0..u.int_in_range(1..=4)?).map(|_| rule(u)).collect::<Result<_>>()?;
@@ -146,9 +146,9 @@ fn bio(words: &[u8], number: u64) -> Bio {
     bio.with_flags(if fua { BioFlags::FUA } else { BioFlags::empty() })
 }
 
-fn take(queue: &mut LocalQueue, ended: &mut [u32]) {
+fn take(queue: &mut LocalQueue, completed: &mut [u32]) {
     for completion in queue.completions() {
-        ended[completion.user_data as usize] += 1;
+        completed[completion.user_data as usize] += 1;
     }
 }
 
@@ -163,22 +163,22 @@ fn load(spec: FaultSpec, bios: &[u8]) {
     let disk = Disk::builder(Box::new(fault)).depth(4).build().expect("a disk");
     let mut queue = disk.open_queue(0).expect("a queue");
     let count = bios.chunks_exact(4).len().min(16);
-    let mut ended = vec![0; count];
+    let mut completed = vec![0; count];
     for (number, words) in bios.chunks_exact(4).take(count).enumerate() {
         queue.submit(bio(words, number as u64)).expect("room for a few");
         if words[3] & 2 != 0 {
             queue.poll();
-            take(&mut queue, &mut ended);
+            take(&mut queue, &mut completed);
         }
     }
     queue.poll();
     disk.set("fault", "none").expect("no faults any more");
     while queue.in_flight() > 0 {
         queue.poll();
-        take(&mut queue, &mut ended);
+        take(&mut queue, &mut completed);
     }
-    take(&mut queue, &mut ended);
-    assert!(ended.iter().all(|times| *times == 1), "each bio ends once: {ended:?}");
+    take(&mut queue, &mut completed);
+    assert!(completed.iter().all(|times| *times == 1), "each bio completes once: {completed:?}");
     assert_eq!(disk.stats().in_flight, [0, 0]);
 }
 

@@ -1,9 +1,9 @@
 //! The Prometheus endpoint of a real daemon under arbitrary clients: one answer or, to what is no
-//! whole request, none; then the end. Answers are bounded and have the length that they say. What is
+//! whole request, none; then EOF. Answers are bounded and have the length in their head. What is
 //! a request by its making is answered as it must be, and metrics are in the format, and count all
 //! that was asked before.
 //!
-//! Input, as `arbitrary` reads it: how many others hold places, the bytes sent at once, then either
+//! Input, as `arbitrary` reads it: how many others occupy places, the bytes sent at once, then either
 //! a request part by part, or bytes.
 // Contract: bounded-input
 
@@ -143,7 +143,7 @@ fn connect(socket: &Path) -> UnixStream {
 fn ask(pieces: &[&[u8]]) -> Vec<u8> {
     let mut stream = connect(&SOCKET);
     for piece in pieces {
-        // It may have heard enough.
+        // It may have stopped reading.
         if stream.write_all(piece).is_err() {
             break;
         }
@@ -183,8 +183,8 @@ fn check(answer: &[u8], head_only: bool) -> u16 {
     }
     assert_eq!(body.len(), length);
     if status == 200 {
-        let told = exposition::check(body).expect("metrics in the format");
-        let value = |name| told.value(name, &[("device", "fuzz")]).map(|value| value as u64);
+        let page = exposition::check(body).expect("metrics in the format");
+        let value = |name| page.value(name, &[("device", "fuzz")]).map(|value| value as u64);
         assert_eq!(value("blkq_metrics_answered_total"), Some(counted));
         assert_eq!(value("blkq_metrics_refused_total"), Some(ANSWERED[1].load(Relaxed)));
     }

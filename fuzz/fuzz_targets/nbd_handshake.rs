@@ -1,5 +1,5 @@
 //! The NBD handshake under arbitrary clients: answers what was asked, in order, once, in
-//! bounded space, and ends; however the stream is cut.
+//! bounded space, and closes; however the stream is cut.
 //!
 //! Input: one byte of mode, one of cut, then the stream: as it is if the mode is even, else
 //! as a list of options, each `[option, length, choice]` and, by choice, up to `length` bytes.
@@ -146,7 +146,7 @@ fuzz_target!(|data: &[u8]| {
     let mut asked = asked.into_iter();
     let mut rest = &output[..];
     let mut current = None;
-    let (mut answered, mut gone) = (0, false);
+    let (mut answered, mut chosen) = (0, false);
     let mut open = tls != TlsPolicy::Required;
     while rest.len() >= 20 && rest[..8] == OPTION_REPLY_MAGIC.to_be_bytes() {
         let (option, reply, length) = (word(rest, 8), word(rest, 12), word(rest, 16) as usize);
@@ -158,11 +158,11 @@ fuzz_target!(|data: &[u8]| {
             assert!(open || option == option::STARTTLS || option == option::ABORT);
             open |= option == option::STARTTLS;
         }
-        assert!(open || reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP, "told before TLS");
+        assert!(open || reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP, "answered before TLS");
         if reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP {
             current = None;
             answered += 1;
-            gone = option == option::GO && reply == option_reply::ACK;
+            chosen = option == option::GO && reply == option_reply::ACK;
         }
         rest = &rest[20 + length..];
     }
@@ -172,11 +172,11 @@ fuzz_target!(|data: &[u8]| {
     let by_name = match next {
         Next::Transmission(session) => {
             assert!(session.export < exports.len());
-            !gone && asked.next() == Some(option::EXPORT_NAME)
+            !chosen && asked.next() == Some(option::EXPORT_NAME)
         }
         _ => false,
     };
-    assert_eq!(gone || by_name, matches!(next, Next::Transmission(_)));
+    assert_eq!(chosen || by_name, matches!(next, Next::Transmission(_)));
     assert_eq!(by_name, !rest.is_empty());
     assert!(rest.is_empty() || rest.len() == 10 || rest.len() == 134);
 });

@@ -1,6 +1,6 @@
 //! A whole NBD server against a model of its disk: a client that knows the protocol sends commands,
-//! good ones and such as are to be refused, several at a time and in pieces of any size. Every
-//! request is answered once, with what the model says; reads bring the model's bytes.
+//! good ones and such as are to be rejected, several at a time and in pieces of any size. Every
+//! request is answered once, as in the model; reads return the model's bytes.
 //!
 //! Input: the style of replies, then commands as `arbitrary` reads them.
 // Contract: bounded-input
@@ -171,7 +171,7 @@ impl Session {
             (wire_flags, error) = (wire_flags | NO_HOLE, EINVAL);
         }
         let range = offset..offset + length;
-        // Of two that meet and are not answered, who is first is the server's choice.
+        // Of two that meet and are not answered, their order is the server's choice.
         let meets = |sent: &Sent| {
             sent.error == 0
                 && (sent.kind.changes() || kind.changes())
@@ -191,7 +191,7 @@ impl Session {
             match kind {
                 Kind::Read => content = self.model[place].to_vec(),
                 Kind::Write => self.model[place].fill(fill),
-                // The device says that what is discarded reads as zeroes.
+                // The device advertises that discarded ranges read as zeroes.
                 Kind::Trim | Kind::WriteZeroes => self.model[place].fill(0),
                 _ => {}
             }
@@ -207,13 +207,13 @@ impl Session {
         }
     }
 
-    fn end(mut self) {
+    fn finish(mut self) {
         self.send_queued(usize::MAX);
         self.take(0);
         let whole = self.client.read(0, SIZE as usize);
         assert!(whole == self.model, "the disk is not what was written");
         self.client.send(2, 0, 0, 0, 0, &[]);
-        self.client.expect_end();
+        self.client.expect_close();
     }
 }
 
@@ -223,7 +223,7 @@ fn run(data: &[u8]) -> Result<()> {
     let commands: Vec<Command> = u.arbitrary_iter()?.take(COMMANDS_MAX).collect::<Result<_>>()?;
     let mut session = Session::begin(style);
     commands.into_iter().for_each(|command| session.command(command));
-    session.end();
+    session.finish();
     Ok(())
 }
 

@@ -110,7 +110,7 @@ fn run(session: Session, stream: &[u8], cut: usize) -> Vec<Found> {
 }
 
 /// Walks the stream as the specification reads, with none of the checks: cookie, offset
-/// and payload of every request, until the first that ends the session.
+/// and payload of every request, until the first that closes the session.
 fn walk<'a>(session: &Session, stream: &'a [u8]) -> Vec<(u64, u64, &'a [u8])> {
     let extended = session.replies == ReplyStyle::Extended;
     let header = if extended { 32 } else { 28 };
@@ -171,7 +171,7 @@ fn check_allowed(session: &Session, request: &Request) {
     assert!(!flags.contains(CommandFlags::REQ_ONE) || command == Command::BlockStatus);
 }
 
-/// The reply carries the cookie at its place and is as long as it says.
+/// The reply carries the cookie at its place and has the length in its header.
 fn check_reply(style: ReplyStyle, to: ReplyTo, content: usize, reply: &[u8]) {
     assert_eq!(reply[8..16], to.cookie.to_be_bytes());
     match style {

@@ -1,5 +1,5 @@
 //! A state directory with arbitrary files: names are found, the dead are cleared, nothing else is
-//! touched, and what a state file says of a block device is understood or refused in one line.
+//! touched, and what a state file has on a block device is understood or rejected in one line.
 //!
 //! Input: files, each `[kind, length, length, content]`: of a device `a` or `b`, or under a name of
 //! the input's own, not so long that its socket would have no place. By the kind, the content is as

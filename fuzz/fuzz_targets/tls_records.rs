@@ -1,6 +1,6 @@
-//! TLS as a server has it under NBD, with a true client and somebody in between who cuts, changes,
+//! TLS as a server has it under NBD, with a true client and a man in the middle that cuts, changes,
 //! repeats, reorders and makes up what is on its way. The server never panics, holds a bounded
-//! amount of memory, and what comes out of it is what the client said so far: all of it, if nobody
+//! amount of memory, and what comes out of it is what the client sent so far: all of it, if nobody
 //! meddled. Nothing comes out of a client without the certificate that is asked for.
 //!
 //! Input: who meets whom, then acts as `arbitrary` reads them.
@@ -8,7 +8,7 @@
 
 #![no_main]
 
-#[allow(dead_code, clippy::unwrap_used, reason = "a part of it is used, and what fails ends the fuzzer")]
+#[allow(dead_code, clippy::unwrap_used, reason = "a part of it is used, and what fails stops the fuzzer")]
 #[path = "../../crates/blkq-export/tests/nbd/pki.rs"]
 mod pki;
 
@@ -30,7 +30,7 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 const ACTS_MAX: usize = 96;
-/// rustls ends a session in which the other side has asked for new keys more often than that.
+/// rustls closes a session in which the other side has asked for new keys more often than that.
 const REKEYS_MAX: usize = 32;
 /// The longest answers are of more than the server's side may hold.
 const ANSWER_PIECE_BYTES: usize = 16;
@@ -119,8 +119,8 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
 
 #[derive(Arbitrary, Debug)]
 enum Act {
-    /// The client says so many bytes.
-    Say(u16),
+    /// The client sends so many bytes of data.
+    Send(u16),
     /// So many bytes arrive, and are decrypted to pieces of that size.
     Carry(u16, u16),
     /// All that is on its way arrives.
@@ -129,7 +129,7 @@ enum Act {
     Answer(u16),
     /// The client takes new keys.
     Rekey,
-    /// The client says that it is done.
+    /// The client sends close_notify.
     Bye,
     Meddle(Meddle),
 }
@@ -146,7 +146,7 @@ enum Meddle {
     Drop(u8),
     Repeat(u8),
     Swap(u8, u8),
-    /// A record ends before its end.
+    /// A record is truncated.
     Cut {
         record: u8,
         at: u16,
@@ -172,16 +172,16 @@ struct Session {
     /// Records on their way to the server, the first perhaps without its beginning.
     wire: VecDeque<Vec<u8>>,
     meddled: bool,
-    /// Bytes that the client said, and that came out of the server.
-    said: usize,
-    heard: usize,
+    /// Bytes that the client sent, and that the server decrypted.
+    sent: usize,
+    received: usize,
     /// Bytes that the server answered, and that came out of the client.
     answered: usize,
     taken: usize,
     rekeys: usize,
     bye: bool,
     end: Option<TlsEnd>,
-    /// The client has heard enough.
+    /// The client has stopped reading.
     deaf: bool,
 }
 
@@ -198,8 +198,8 @@ impl Session {
             welcome: asks <= known,
             wire: VecDeque::new(),
             meddled: false,
-            said: 0,
-            heard: 0,
+            sent: 0,
+            received: 0,
             answered: 0,
             taken: 0,
             rekeys: 0,
@@ -242,33 +242,33 @@ impl Session {
                 }
             }
             assert_eq!(of_server(|| tls.received(filled)), filled < space);
-            self.hear(piece);
+            self.receive(piece);
         }
         self.send(0);
     }
 
-    fn hear(&mut self, piece: usize) {
+    fn receive(&mut self, piece: usize) {
         let mut plain = vec![0; piece.max(1)];
         while let (Some(tls), None) = (&mut self.tls, self.end) {
             match of_server(|| tls.read(&mut plain)) {
                 Ok(0) => break,
                 Ok(bytes) => {
-                    assert!(self.welcome, "somebody without a certificate was heard");
-                    let all = plain[..bytes].iter().zip(self.heard..).all(|(byte, at)| *byte == pattern(at));
-                    self.heard += bytes;
-                    assert!(all && self.heard <= self.said, "heard what was not said");
+                    assert!(self.welcome, "data of a client without a certificate was received");
+                    let all = plain[..bytes].iter().zip(self.received..).all(|(byte, at)| *byte == pattern(at));
+                    self.received += bytes;
+                    assert!(all && self.received <= self.sent, "received what was not sent");
                 }
                 Err(end) => self.end = Some(end),
             }
         }
-        // Before anything was heard, the end can be made up by anybody.
-        if self.end == Some(TlsEnd::Closed) && self.heard > 0 {
-            assert!(self.bye && self.heard == self.said, "cut off in silence");
+        // Before anything was received, anybody can make up the close.
+        if self.end == Some(TlsEnd::Closed) && self.received > 0 {
+            assert!(self.bye && self.received == self.sent, "cut off in silence");
         }
         assert!(self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken), "broken by nobody");
     }
 
-    /// Sends `bytes` of an answer, and what else the server's side has to say, to the client.
+    /// Sends `bytes` of an answer, and what else the server's side has to send, to the client.
     fn send(&mut self, bytes: usize) {
         let Some(tls) = &mut self.tls else { return };
         let mut answer = Outgoing::new();
@@ -305,15 +305,15 @@ impl Session {
 
     fn act(&mut self, act: Act) {
         match act {
-            Act::Say(bytes) if !self.bye && !self.deaf => {
-                let words: Vec<u8> = (self.said..self.said + usize::from(bytes)).map(pattern).collect();
-                self.said += self.client.writer().write(&words).expect("memory");
+            Act::Send(bytes) if !self.bye && !self.deaf => {
+                let words: Vec<u8> = (self.sent..self.sent + usize::from(bytes)).map(pattern).collect();
+                self.sent += self.client.writer().write(&words).expect("memory");
                 self.collect();
             }
             Act::Carry(bytes, piece) => self.carry(usize::from(bytes), usize::from(piece)),
             Act::CarryAll => self.carry_all(),
-            // Of a server that has heard nothing there are no answers.
-            Act::Answer(pieces) if self.heard > 0 && self.end.is_none() => {
+            // Of a server that has received nothing there are no answers.
+            Act::Answer(pieces) if self.received > 0 && self.end.is_none() => {
                 self.send(usize::from(pieces) * ANSWER_PIECE_BYTES);
             }
             Act::Rekey
@@ -386,7 +386,7 @@ impl Session {
     fn finish(mut self) {
         self.carry_all();
         if !self.meddled && self.welcome {
-            assert!(!self.client.is_handshaking() && self.heard == self.said, "not all was heard");
+            assert!(!self.client.is_handshaking() && self.received == self.sent, "not all was received");
             assert_eq!(self.end, self.bye.then_some(TlsEnd::Closed));
             assert_eq!(self.taken, self.answered, "not all was answered");
         }

@@ -1,5 +1,5 @@
 //! The words between a kernel and a ublk server: any descriptor becomes a bio that the block layer
-//! ends well or refuses, never beyond its buffer; any sensible limits become parameters that a
+//! completes or fails, never beyond its buffer; any sensible limits become parameters that a
 //! kernel takes (`ublk_validate_params`).
 //!
 //! Input: even mode: descriptors of 20 bytes each for one device; odd: the words of limits.
@@ -50,18 +50,18 @@ fn descriptor(words: &[u8; 20], queue: &mut LocalQueue) {
             }
             queue.submit(bio).expect("room");
             queue.wait(1);
-            let end = queue.take_completion().expect("an end");
+            let completion = queue.take_completion().expect("a completion");
             let inside = descriptor
                 .start_sector
                 .checked_add(u64::from(descriptor.nr_sectors))
                 .is_some_and(|end| end <= 2048);
             if operation == Operation::Flush || inside && bytes > 0 {
-                assert_eq!(end.result, Ok(()), "{descriptor:?}");
+                assert_eq!(completion.result, Ok(()), "{descriptor:?}");
             } else if !inside {
-                assert!(end.result.is_err(), "{descriptor:?}");
+                assert!(completion.result.is_err(), "{descriptor:?}");
             }
             if operation.has_data() {
-                assert_eq!(end.data.into_buffer().map(|buffer| buffer.len()), Some(BUFFER_BYTES));
+                assert_eq!(completion.data.into_buffer().map(|buffer| buffer.len()), Some(BUFFER_BYTES));
             }
         }
     }
@@ -96,17 +96,17 @@ fn limits(u: &mut Unstructured<'_>) -> Result<()> {
     if limits.validate().is_err() {
         return Ok(());
     }
-    let Ok(told) = parameters(&limits, copy) else {
+    let Ok(made) = parameters(&limits, copy) else {
         assert!(limits.logical_block_bytes > 4096, "{limits:?}");
         return Ok(());
     };
-    let basic = told.basic;
+    let basic = made.basic;
     assert!((9..=12).contains(&basic.logical_bs_shift) && basic.logical_bs_shift <= basic.physical_bs_shift);
     assert!((8..=REQUEST_MAX_BYTES >> 9).contains(&basic.max_sectors));
     assert!((basic.max_sectors << 9).is_multiple_of(limits.logical_block_bytes));
     assert_eq!(basic.dev_sectors, limits.capacity_bytes >> 9);
     assert!(basic.chunk_sectors == 0 || basic.chunk_sectors.is_power_of_two());
-    let discard = told.discard;
+    let discard = made.discard;
     assert!(discard.discard_granularity > 0 && discard.max_discard_segments == 1);
     assert!(u64::from(discard.max_discard_sectors) << 9 <= limits.max_discard_bytes);
     Ok(())

@@ -1,7 +1,7 @@
 // The faults of a report, as a list of lines: run in the page by lab/report.
 (() => {
   const wrong = [];
-  const say = (line) => { if (wrong.length < 40) wrong.push(line); };
+  const report = (line) => { if (wrong.length < 40) wrong.push(line); };
   const short = (text) => JSON.stringify(text.trim().slice(0, 60));
   const visible = (element) => element.getClientRects().length > 0;
 
@@ -9,15 +9,15 @@
   for (const svg of document.querySelectorAll("svg")) {
     const name = svg.querySelector("title").textContent;
     const box = svg.getBoundingClientRect();
-    if (box.width < 200 || box.height < 40) say(`plot ${short(name)}: ${box.width} x ${box.height}`);
-    if (!svg.querySelector("desc").textContent) say(`plot ${short(name)}: no description`);
-    if (!svg.querySelector("rect, path, circle")) say(`plot ${short(name)}: nothing is drawn`);
+    if (box.width < 200 || box.height < 40) report(`plot ${short(name)}: ${box.width} x ${box.height}`);
+    if (!svg.querySelector("desc").textContent) report(`plot ${short(name)}: no description`);
+    if (!svg.querySelector("rect, path, circle")) report(`plot ${short(name)}: nothing is drawn`);
     const boxes = (selector) => [...svg.querySelectorAll(selector)]
       .filter((element) => element.tagName !== "text" || element.textContent.trim())
       .map((element) => {
         const own = element.getBBox();
         if (element.tagName === "text" && !(own.width > 0 && own.height > 0)) {
-          say(`plot ${short(name)}: empty text`);
+          report(`plot ${short(name)}: empty text`);
         }
         return [element, element.getBoundingClientRect()];
       });
@@ -25,17 +25,17 @@
     const drawn = boxes("rect, .marker, .curve");
     for (const [element, r] of [...texts, ...drawn]) {
       const out = Math.max(box.left - r.left, r.right - box.right, box.top - r.top, r.bottom - box.bottom);
-      if (!(out <= 1.5)) say(`plot ${short(name)}: ${short(element.textContent || element.tagName)} leaves it by ${out.toFixed(1)}`);
+      if (!(out <= 1.5)) report(`plot ${short(name)}: ${short(element.textContent || element.tagName)} leaves it by ${out.toFixed(1)}`);
     }
     const overlap = (a, b) => Math.min(
       Math.min(a.right, b.right) - Math.max(a.left, b.left),
       Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top));
     texts.forEach(([one, a], index) => {
       for (const [other, b] of texts.slice(index + 1)) {
-        if (overlap(a, b) > 3) say(`plot ${short(name)}: ${short(one.textContent)} over ${short(other.textContent)}`);
+        if (overlap(a, b) > 3) report(`plot ${short(name)}: ${short(one.textContent)} over ${short(other.textContent)}`);
       }
       for (const [bar, b] of drawn.filter(([element]) => element.tagName === "rect")) {
-        if (overlap(a, b) > 3) say(`plot ${short(name)}: ${short(one.textContent)} over a ${bar.tagName}`);
+        if (overlap(a, b) > 3) report(`plot ${short(name)}: ${short(one.textContent)} over a ${bar.tagName}`);
       }
     });
   }
@@ -45,11 +45,11 @@
   if (page.scrollWidth > page.clientWidth) {
     const wide = [...document.querySelectorAll("body *")]
       .filter((element) => element.getBoundingClientRect().right > page.clientWidth + 1 && !element.closest(".scroll"));
-    say(`the page is ${page.scrollWidth} wide, the window ${page.clientWidth}: ${wide.map((element) => element.tagName + "." + element.className).slice(0, 3)}`);
+    report(`the page is ${page.scrollWidth} wide, the window ${page.clientWidth}: ${wide.map((element) => element.tagName + "." + element.className).slice(0, 3)}`);
   }
 
   for (const cell of document.querySelectorAll("th, td, .card, figcaption, dd, li")) {
-    if (cell.scrollWidth > cell.clientWidth + 1) say(`${cell.tagName} ${short(cell.textContent)} is wider than its place`);
+    if (cell.scrollWidth > cell.clientWidth + 1) report(`${cell.tagName} ${short(cell.textContent)} is wider than its place`);
   }
 
   // WCAG 2.2, 1.4.3: text against what is painted below it; 1.4.11: what is drawn.
@@ -83,20 +83,20 @@
     const style = getComputedStyle(element);
     const ratio = contrast(colour(inSvg ? style.fill : style.color), ground(element));
     judged += 1;
-    if (!(ratio >= 4.5)) say(`contrast ${ratio.toFixed(2)} of ${element.tagName} ${short(element.textContent)}`);
+    if (!(ratio >= 4.5)) report(`contrast ${ratio.toFixed(2)} of ${element.tagName} ${short(element.textContent)}`);
   }
-  if (judged < 20) say(`only ${judged} texts were found`);
+  if (judged < 20) report(`only ${judged} texts were found`);
   for (const element of document.querySelectorAll("svg .curve, svg .measured, svg .published")) {
     const style = getComputedStyle(element);
     const ratio = contrast(colour(style.stroke !== "none" ? style.stroke : style.fill), ground(element));
-    if (!(ratio >= 3)) say(`contrast ${ratio.toFixed(2)} of ${element.getAttribute("class")}`);
+    if (!(ratio >= 3)) report(`contrast ${ratio.toFixed(2)} of ${element.getAttribute("class")}`);
   }
 
   // Names are unique; links within the page lead somewhere.
   const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-  if (new Set(ids).size !== ids.length) say("an id is there twice");
+  if (new Set(ids).size !== ids.length) report("an id is there twice");
   for (const link of document.querySelectorAll("a[href^='#']")) {
-    if (!document.getElementById(link.hash.slice(1))) say(`${link.hash} leads nowhere`);
+    if (!document.getElementById(link.hash.slice(1))) report(`${link.hash} leads nowhere`);
   }
   return wrong;
 })()

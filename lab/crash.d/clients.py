@@ -29,7 +29,7 @@ ANON_GROWN_MAX_KIB = 2048
 
 
 def handshake():
-    """All that a client says until it is in transmission."""
+    """All that a client sends until it is in transmission."""
     option = struct.Struct(">QII")
     query = b"base:allocation"
     meta = struct.pack(">III", 0, 1, len(query)) + query
@@ -64,7 +64,7 @@ MIXED = b"".join([
 
 
 def steps(chance):
-    """What is said before the client goes: each position of the handshake, each of a request's
+    """The bytes before the client disconnects: each position of the handshake, each of a request's
     header, and some of a payload, of requests in flight and of replies not taken."""
     hello = handshake()
     for end in range(len(hello) + 1):
@@ -92,8 +92,8 @@ def connect(address):
     return client
 
 
-def say(client, words):
-    """Sends what the server takes; it may close, or take no more, before all is said."""
+def send_words(client, words):
+    """Sends what the server takes; it may close, or take no more, before all is sent."""
     client.setblocking(False)
     deadline = time.monotonic() + 0.02
     try:
@@ -119,7 +119,7 @@ def reset(client):
 
 
 def half_close(client):
-    """Says that nothing more comes, and takes all that the server has to say: it must end."""
+    """Shuts down writing, and reads all that the server sends: it must close."""
     try:
         client.shutdown(socket.SHUT_WR)
         while client.recv(1 << 20):
@@ -131,7 +131,7 @@ def half_close(client):
 
 
 def deafen(client):
-    """Takes nothing more, and goes a little later."""
+    """Takes nothing more, and disconnects a little later."""
     try:
         client.shutdown(socket.SHUT_RD)
     except OSError:
@@ -166,7 +166,7 @@ class Steady:
         """How many answers it has."""
         return sum(self.load.answered.values())
 
-    def end(self):
+    def finish(self):
         """Stops it; raises what went wrong."""
         self.stop = True
         self.thread.join(20)
@@ -178,14 +178,14 @@ class Steady:
 
 
 def at_rest(server, clients):
-    """Waits until only so many clients are left, with nothing in flight; what the process holds then."""
+    """Waits until only so many clients are left, with nothing in flight; what the process has then."""
     deadline = time.monotonic() + 20
     while True:
-        told = server.show()["clients"]
-        if len(told) == clients and not any(client["in_flight"] for client in told):
+        connected = server.show()["clients"]
+        if len(connected) == clients and not any(client["in_flight"] for client in connected):
             break
         if time.monotonic() > deadline:
-            raise AssertionError(f"20 s after the last client left: {told}")
+            raise AssertionError(f"20 s after the last client left: {connected}")
         time.sleep(0.02)
     time.sleep(2.2)  # unused buffers are freed after a second, maps a little later
     with open(f"/proc/{server.pid}/status", encoding="ascii") as file:
@@ -199,7 +199,7 @@ def round_of(addresses, chance):
     for _, words in steps(chance):
         address = chance.choice(addresses)
         client = connect(address)
-        say(client, words)
+        send_words(client, words)
         if chance.random() < 0.3:
             time.sleep(0.0005)
         way = chance.choice(WAYS)
@@ -228,7 +228,7 @@ def main(image, rounds, seed="1"):
         time.sleep(0.2)
         if steady.done() == done:
             raise AssertionError(f"round {number}: the steady client has come to a halt: {steady.failure!r}")
-        steady.end()
+        steady.finish()
     after = at_rest(server, 0)
     in_flight = blkq("stat", server.name, "--json")
     if '"in_flight":0' not in in_flight:

@@ -17,7 +17,7 @@ LINGERS_S = 2
 
 
 def linger(name):
-    """What such a daemon looks like: a zombie with a thread."""
+    """The state of such a daemon: a zombie with a thread."""
     state = pathlib.Path(os.environ["BLKQ_STATE_DIR"])
     lock = open(state / f"{name}.lock", "w", encoding="ascii")
     lock.write(f"{os.getpid()}\n")

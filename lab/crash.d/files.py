@@ -49,7 +49,7 @@ class Disk:
         self.close()
 
     def close(self):
-        """Takes both away, also from a server that has exited."""
+        """Removes both, also from a server that has exited."""
         if self.device:
             run("losetup", "-d", self.device)
         subprocess.run(["umount", "-l", self.directory], check=False, stderr=subprocess.DEVNULL)
@@ -108,9 +108,9 @@ class Books:
     def wrong(self, directory):
         """What a directory has that it must not, as lines."""
         found = {path.name: digest(path.read_bytes()) for path in directory.iterdir() if path.is_file()}
-        told = [f"{name} {'is missing' if name not in found else 'has other content'}"
+        wrong = [f"{name} {'is missing' if name not in found else 'has other content'}"
                 for name, may in self.names.items() if ANY not in may and found.get(name) not in may]
-        return told + [f"{name}: nobody made it" for name in found.keys() - self.names.keys()]
+        return wrong + [f"{name}: nobody made it" for name in found.keys() - self.names.keys()]
 
 
 class User:

@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 # Contract: complete, errors
 """A file system that runs full under random load, over and over: ENOSPC reaches the client, the
-device lives on, what was answered stays, and when there is room again everything goes on.
+device lives on, what was answered stays, and when there is room again I/O continues.
 full.py IMAGE BALLAST ROUNDS [ATTACH-OPTION...]: BALLAST is a file beside the sparse IMAGE; while
 it is there the image cannot have all of its blocks."""
 
@@ -20,7 +20,7 @@ KINDS = {"write": 60, "fua": 15, "flush": 8, "trim": 3, "zeroes": 4, "read": 10}
 REFUSALS = 50
 
 
-def look(server, model):
+def verify(server, model):
     """What the device holds is what the model allows."""
     wrong = model.check(read_all(server.socket, len(model.may_hold)), settle=True)
     if wrong:
@@ -39,7 +39,7 @@ def main(image, ballast, rounds, *options):
             load.connect(server.socket, 2)
             load.run(16, lambda: load.refused >= before + REFUSALS)
             load.drain()
-            look(server, model)
+            verify(server, model)
             os.unlink(ballast)
             os.sync()
             # With room every request succeeds, also on the connections that were refused.
@@ -47,12 +47,12 @@ def main(image, ballast, rounds, *options):
             load.run(16, lambda: load.answered["write"] > answered["write"] + 300)
             load.drain()
             load.close()
-            look(server, model)
+            verify(server, model)
             load.errors = (wire.ENOSPC,)
             if number % 2:
                 server.kill()
                 server = Server(image, *options)
-                look(server, model)
+                verify(server, model)
             # Full again, and empty where the image had its data.
             with wire.Wire(server.socket) as client:
                 client.ready(structured=False)

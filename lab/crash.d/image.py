@@ -35,7 +35,7 @@ def loaded(image, options, seed, errors=()):
     return server, model, load
 
 
-def look(model, held, upto=SECTORS):
+def verify(model, held, upto=SECTORS):
     """The bytes are what the model allows, as far as that sector."""
     wrong = model.check(held, only=range(upto))
     if wrong:
@@ -73,11 +73,11 @@ def truncated(image, options, chance):
     error, data = read(server, 0, end)
     if error:
         raise AssertionError(f"a read before the end: error {error}")
-    look(model, data, end)
+    verify(model, data, end)
     # It grows by what is written, and by itself: what comes back is zeroes.
     os.truncate(image, BYTES)
     held = read_all(server.socket, SECTORS)
-    look(model, held, end)
+    verify(model, held, end)
     if any(held[end * SECTOR:]):
         raise AssertionError("bytes that were cut off came back")
     server.detach()
@@ -85,14 +85,14 @@ def truncated(image, options, chance):
 
 
 def deleted(image, options, chance):
-    """Removed under load: it goes on until the detach, list and show say so, and the name is free."""
+    """Removed under load: it keeps running until the detach, list and show report it, and the name is free."""
     server, model, load = loaded(fresh(image), options, chance.random())
     keep = os.open(image, os.O_RDONLY)
     os.unlink(image)
     goes_on(load)
-    told_of(server, "(deleted)")
-    look(model, read_all(server.socket, SECTORS))
-    look(model, os.pread(keep, BYTES, 0))
+    check_reported(server, "(deleted)")
+    verify(model, read_all(server.socket, SECTORS))
+    verify(model, os.pread(keep, BYTES, 0))
     server.detach()
     os.close(keep)
     try:
@@ -105,7 +105,7 @@ def deleted(image, options, chance):
 
 
 def replaced(image, options, chance):
-    """Another file renamed over it under load: the old one goes on, the other stays untouched, and
+    """Another file renamed over it under load: the old one stays in use, the other stays untouched, and
     is what the next attach serves, also beside the old one."""
     server, model, load = loaded(fresh(image), options, chance.random())
     keep = os.open(image, os.O_RDONLY)
@@ -114,9 +114,9 @@ def replaced(image, options, chance):
     other.write_bytes(noise)
     other.rename(image)
     goes_on(load)
-    told_of(server, "(deleted)")
-    look(model, read_all(server.socket, SECTORS))
-    look(model, os.pread(keep, BYTES, 0))
+    check_reported(server, "(deleted)")
+    verify(model, read_all(server.socket, SECTORS))
+    verify(model, os.pread(keep, BYTES, 0))
     # Nobody has the new file: it can be served at once, under another name.
     second = Server(image, *options, name="second")
     if read_all(second.socket, SECTORS) != noise:
@@ -137,11 +137,11 @@ def goes_on(load):
     load.close()
 
 
-def told_of(server, words):
-    """list and show say what became of the image."""
-    for told in (blkq("list"), blkq("show", server.name), server.facts()["backing-file"]):
-        if words not in told:
-            raise AssertionError(f"nothing of {words!r} in: {told}")
+def check_reported(server, words):
+    """list and show report what became of the image."""
+    for text in (blkq("list"), blkq("show", server.name), server.facts()["backing-file"]):
+        if words not in text:
+            raise AssertionError(f"nothing of {words!r} in: {text}")
 
 
 def main(scratch, rounds):

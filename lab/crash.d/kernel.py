@@ -1,6 +1,6 @@
 #!/usr/bin/python3
 """The loss of the kernel: a user-mode Linux runs the daemon, on an image in an ext4 of its own, and
-a client with exact books; killed, it takes with it what its page cache held. The image is then
+a client with exact books; killed, it loses its page cache. The image is then
 found on the disk that it leaves, and must hold what docs/durability.md promises.
 kernel.py SCRATCH CRASHES [SEED]"""
 
@@ -15,7 +15,7 @@ import time
 from files import Mounted, run
 from model import SECTOR, Model, Operation
 
-# For who wants to see it fail: more options of attach.
+# To see it fail: more options of attach.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 SECTORS = 4096
 DISK_BYTES, BOOKS_BYTES = 96 << 20, 32 << 20
@@ -48,8 +48,8 @@ class Machine:
                 raise AssertionError("the machine's processes have not exited")
             time.sleep(0.01)
 
-    def said(self):
-        """The end of what it said on its console."""
+    def console_tail(self):
+        """The last lines of its console."""
         self.console.seek(0)
         return self.console.read().decode(errors="replace")[-1500:]
 
@@ -87,13 +87,13 @@ def replay(model, books):
             first, count, stamp, fua = map(int, rest)
             operations[number] = Operation(first, count, stamp, bool(fua))
             model.begin(operations[number])
-        elif kind == "end":
+        elif kind == "complete":
             promises += operations[number].fua
-            model.end(operations[number])
+            model.complete(operations[number])
         elif kind == "flush":
             flushes[number] = model.flush_began()
         else:
-            model.flush_ended(flushes[number])
+            model.flush_completed(flushes[number])
             promises += 1
     return len(operations), promises
 
@@ -114,20 +114,20 @@ def main(scratch, crashes, seed="1"):
                 deadline = time.monotonic() + BOOT_S
                 while not books.read_bytes()[:1].strip(b"\0"):
                     if time.monotonic() > deadline or machine.process.poll() is not None:
-                        raise AssertionError(f"the machine does nothing; it said: {machine.said()}")
+                        raise AssertionError(f"the machine does nothing; its console: {machine.console_tail()}")
                     time.sleep(0.02)
                 time.sleep(0.1 + min(chance.expovariate(1 / 0.5), 3))
             finally:
                 machine.kill()
-            told = replay(model, books.read_bytes())
-            begun, promises = begun + told[0], promises + told[1]
+            replayed = replay(model, books.read_bytes())
+            begun, promises = begun + replayed[0], promises + replayed[1]
             with Mounted(scratch, disk, "-o", "loop") as directory:
                 held = (directory / "image").read_bytes()
             run("e2fsck", "-fn", disk)
             wrong = model.check(held, settle=True)
             if wrong:
                 raise SystemExit(f"{name}, crash {crash + 1}: {len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}; "
-                                 f"it said: {machine.said()}")
+                                 f"its console: {machine.console_tail()}")
         if share and not promises:
             raise SystemExit(f"{name}: nothing was promised: this tested nothing")
         print(f"    {name}: {share} kernels lost, {begun} requests, {promises} promises kept", flush=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The client inside of the machine that kernel.py kills: its books are on a disk before what they tell
+"""The client inside of the machine that kernel.py kills: its books are on a disk before what they record
 of can reach the server. kernel_client.py SOCKET BOOKS SECTORS SEED"""
 
 import mmap
@@ -29,8 +29,8 @@ class Books:
         if not isinstance(subject, Operation):
             return self.lines.append(f"{what} {subject}")
         number = self.numbers.setdefault(subject, len(self.numbers))
-        told = f" {subject.first} {subject.count} {subject.stamp} {int(subject.fua)}" if what == "begin" else ""
-        return self.lines.append(f"{what} {number}{told}")
+        place = f" {subject.first} {subject.count} {subject.stamp} {int(subject.fua)}" if what == "begin" else ""
+        return self.lines.append(f"{what} {number}{place}")
 
     def write(self):
         """What was noted is on the disk."""

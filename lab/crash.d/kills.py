@@ -16,7 +16,7 @@ from load import Load, read_all
 from model import SECTOR, Model
 from server import Server
 
-# For who wants to see it fail: more options of attach.
+# To see it fail: more options of attach.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 SECTORS = 16384
 # Name, attach options, connections, depth of each, sectors of a request's unit.
@@ -55,8 +55,8 @@ class Mode:
         self.load = Load(self.model, self.random.random(), largest=256 // unit, unit=unit)
         self.kills = self.unanswered = 0
 
-    def look(self, server):
-        """What the device and the image hold must be what the model allows."""
+    def verify(self, server):
+        """The content of the device and the image must be what the model allows."""
         held = read_all(server.socket, SECTORS)
         wrong = self.model.check(held, settle=True)
         if wrong:
@@ -72,7 +72,7 @@ class Mode:
         """One daemon from attach, where it must serve what the last one left, to its kill."""
         server = Server(self.image, *self.options, *MORE)
         try:
-            self.look(server)
+            self.verify(server)
             self.load.connect(server.socket, self.connections)
             # Often in the first moments, sometimes after many requests.
             end = time.monotonic() + min(self.random.expovariate(1 / 0.06), 0.5)
@@ -86,10 +86,10 @@ class Mode:
             server.kill()
             raise
 
-    def end(self):
+    def finish(self):
         """The last daemon detaches in order; the image stays as it was."""
         server = Server(self.image, *self.options, *MORE)
-        self.look(server)
+        self.verify(server)
         server.detach()
         self.image.unlink()
 
@@ -103,10 +103,10 @@ def main(scratch, kills, seed="1"):
         except Exception as error:
             raise SystemExit(f"{mode.name}, after {mode.kills} kills (seed {seed}): {error!r}") from error
     for mode in modes:
-        mode.end()
+        mode.finish()
         answered = mode.load.answered
-        told = " ".join(f"{kind} {count}" for kind, count in answered.items())
-        print(f"    {mode.name:26} {mode.kills:4} kills, answered: {told}; unanswered {mode.unanswered}")
+        counts = " ".join(f"{kind} {count}" for kind, count in answered.items())
+        print(f"    {mode.name:26} {mode.kills:4} kills, answered: {counts}; unanswered {mode.unanswered}")
     total = sum(sum(mode.load.answered.values()) for mode in modes)
     lost = sum(mode.unanswered for mode in modes)
     print(f"    {int(kills)} kills survived in {len(modes)} modes: {total} answers kept, {lost} requests cut off")

@@ -153,7 +153,7 @@ class Load:
             return connection.send(request, wire.CMD_WRITE_ZEROES, flags)
         return connection.send(request, wire.CMD_WRITE, flags, operation.data())
 
-    def _end(self, request, error, data):
+    def _complete(self, request, error, data):
         if request.kind == "read":
             self.reads.remove(request)
         if error:
@@ -163,13 +163,13 @@ class Load:
             return
         self.answered[request.kind] += 1
         if request.kind == "flush":
-            self.model.flush_ended(request.began)
+            self.model.flush_completed(request.began)
             self.on_event("flushed", request.began)
         elif request.kind == "read":
             self._check_read(request, data)
         else:
-            self.model.end(request.operation)
-            self.on_event("end", request.operation)
+            self.model.complete(request.operation)
+            self.on_event("complete", request.operation)
 
     def _check_read(self, request, data):
         for index, before in enumerate(request.allowed):
@@ -206,7 +206,7 @@ class Load:
         """Takes the answers that have come."""
         for connection in self.connections:
             for answer in connection.pull():
-                self._end(*answer)
+                self._complete(*answer)
 
     def take_all_that_was_sent(self):
         """After the server died: every answer that it had given to the kernel."""
@@ -215,7 +215,7 @@ class Load:
             while not connection.closed:
                 select.select([connection.socket], [], [], 5)
                 for answer in connection.pull():
-                    self._end(*answer)
+                    self._complete(*answer)
 
     def _wait(self):
         alive = [c for c in self.connections if not c.closed]

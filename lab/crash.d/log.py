@@ -14,7 +14,7 @@ class Entry:
     """One event at the file. `number` is the mark's own; of a write whether it is durable when it
     is answered; of a completion the completed one."""
 
-    MARK, WRITE, ZEROES, SYNC, ENDED = range(5)
+    MARK, WRITE, ZEROES, SYNC, COMPLETED = range(5)
 
     __slots__ = ("kind", "number", "offset", "length", "data")
 
@@ -72,11 +72,11 @@ class Replay:
         elif entry.kind == Entry.SYNC:
             # It covers what had been answered when it arrived.
             self.syncs[index] = set(self.answered)
-        elif entry.kind == Entry.ENDED:
-            return self._ended(entry.number)
+        elif entry.kind == Entry.COMPLETED:
+            return self._completed(entry.number)
         return False
 
-    def _ended(self, index):
+    def _completed(self, index):
         if index in self.syncs:
             covered = self.syncs.pop(index)
             self.boundaries += 1
@@ -106,7 +106,7 @@ class Replay:
         return bool(touched)
 
     def image(self, chance=None):
-        """The file after a loss of power now: what is durable, and of the rest nothing, or what
+        """The file after a power loss now: what is durable, and of the rest nothing, or what
         `chance` (a random.Random) chooses, sector by sector."""
         held = bytearray(self.durable)
         if chance:

@@ -40,12 +40,12 @@ class Model:
     """Of each sector the operations whose content it may hold.
 
     One is out of the question as soon as another began after it had completed, and is safe. When
-    only the process dies, what was answered is safe; when the power fails (`power`), what was
+    only the process dies, what was answered is safe; at a power loss (`power`), what was
     answered with FUA, or before a flush began that was answered too."""
 
     def __init__(self, sectors, power=False):
         self.power, self.now, self.unsafe = power, 0, {}
-        # Sectors of which something has changed; for who looks only at those.
+        # Sectors of which something has changed, for checks of only those.
         self.touched = set()
         self.may_hold = [[] for _ in range(sectors)]
         for sector in range(sectors):
@@ -65,7 +65,7 @@ class Model:
         for sector in operation.sectors():
             self.may_hold[sector].append(operation)
 
-    def end(self, operation):
+    def complete(self, operation):
         """It was answered without an error."""
         self.now += 1
         operation.completed = self.now
@@ -79,7 +79,7 @@ class Model:
         self.now += 1
         return self.now
 
-    def flush_ended(self, began):
+    def flush_completed(self, began):
         """The flush of that time was answered without an error."""
         for operation in [each for each in self.unsafe if each.completed < began]:
             del self.unsafe[operation]
@@ -100,7 +100,7 @@ class Model:
 
     def check(self, image, settle=False, also=(), only=None):
         """Compares all sectors, or `only` those, with `image`; what it finds wrong, as lines. `also`
-        are operations that may have begun; with `settle` the model goes on from what it found."""
+        are operations that may have begun; with `settle` the model continues from what it found."""
         wrong = []
         further = {}
         for operation in also:
@@ -111,8 +111,8 @@ class Model:
             held = image[sector * SECTOR:(sector + 1) * SECTOR]
             stamp = stamp_of(sector, held)
             if not any(each.stamp == stamp for each in may) and stamp not in further.get(sector, ()):
-                told = f"stamp {stamp}" if stamp is not None else f"foreign bytes {held[:16].hex()}"
-                wrong.append(f"sector {sector} holds {told}, want one of "
+                found = f"stamp {stamp}" if stamp is not None else f"foreign bytes {held[:16].hex()}"
+                wrong.append(f"sector {sector} holds {found}, want one of "
                              f"{[(each.stamp, each.begun, each.completed, each.safe) for each in may]}")
             elif settle and (len(may) > 1 or not may[0].safe):
                 self.settle(sector, stamp)

@@ -19,7 +19,7 @@ from files import CHECK, MKFS, Books, Disk, Mounted, User, run, sync
 from recording import Recording
 from server import Server
 
-# For who wants to see it fail: more options of attach.
+# To see it fail: more options of attach.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 IMAGE_BYTES = 48 << 20
 XFS_BYTES = 320 << 20
@@ -32,7 +32,7 @@ def make(scratch, server, kind="ext4"):
         run(*MKFS[kind], disk.device)
 
 
-def look(scratch, device, books, *options, kind="ext4"):
+def verify(scratch, device, books, *options, kind="ext4"):
     """Mounts it, which replays its journal; compares, unmounts, and has it checked. What it holds."""
     held = Books()
     with Mounted(scratch, device, *options) as directory:
@@ -45,7 +45,7 @@ def look(scratch, device, books, *options, kind="ext4"):
 
 
 def killed_under_writers(scratch, disk, server, user, chance):
-    """The end of a daemon while files are written: after some changes, and a moment more."""
+    """The exit of a daemon while files are written: after some changes, and a moment more."""
     killer = threading.Timer(min(chance.expovariate(1 / 0.05), 0.5), server.kill)
     with Mounted(scratch, disk.device) as directory:
         try:
@@ -74,7 +74,7 @@ def kills(scratch, count, seed="1"):
             server = Server(image, *options, *MORE)
             with Disk(scratch, server.socket) as disk:
                 # Changes under way at the kill are known by now.
-                user.books = look(scratch, disk.device, user.books, kind=kind)
+                user.books = verify(scratch, disk.device, user.books, kind=kind)
         server.detach()
         print(f"    {kind}, {name}: {share} kills, {user.steps} changes made durable and kept, fsck clean", flush=True)
         image.unlink()
@@ -110,7 +110,7 @@ def check(scratch, must, may, entries, most, chance):
     first = next(i for i, entry in enumerate(entries) if entry.kind == log.Entry.MARK)
     syncs = {i for i, entry in enumerate(entries) if entry.kind == log.Entry.SYNC}
     at = [i for i, entry in enumerate(entries) if i > first
-          and (entry.kind == log.Entry.MARK or entry.kind == log.Entry.ENDED and entry.number in syncs)]
+          and (entry.kind == log.Entry.MARK or entry.kind == log.Entry.COMPLETED and entry.number in syncs)]
     chosen = set(at if not most or most >= len(at) else chance.sample(at, most))
     replay, reached, images = log.Replay(IMAGE_BYTES), 0, 0
     image = pathlib.Path(scratch, "replayed.img")
@@ -124,7 +124,7 @@ def check(scratch, must, may, entries, most, chance):
         for held in (replay.image(), replay.image(chance)):
             image.write_bytes(held)
             try:
-                look(scratch, image, books, "-o", "loop")
+                verify(scratch, image, books, "-o", "loop")
             except AssertionError as error:
                 raise AssertionError(f"at entry {index} of the log, after mark {reached}: {error}") from error
             images += 1

@@ -18,7 +18,7 @@ from model import SECTOR, Model, Operation
 from recording import Recording
 from server import Server
 
-# For who wants to see it fail: more options of attach.
+# To see it fail: more options of attach.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 SECTORS = 4096
 MODES = [
@@ -41,7 +41,7 @@ class History:
         if isinstance(subject, Operation):
             copy = Operation(subject.first, subject.count, subject.stamp, subject.fua)
             subject = (id(subject), copy)
-            promises = what == "end" and copy.fua
+            promises = what == "complete" and copy.fua
         else:
             promises = what == "flushed"
         self.events.append((what, subject))
@@ -80,19 +80,19 @@ def check(events, entries, chance, name):
             if what == "begin":
                 began[subject[0]] = subject[1]
                 model.begin(subject[1])
-            elif what == "end":
-                model.end(began.pop(subject[0]))
+            elif what == "complete":
+                model.complete(began.pop(subject[0]))
             elif what == "flush":
                 model.now += 1
             else:
-                model.flush_ended(subject)
+                model.flush_completed(subject)
         done = upto
 
-    def look(image):
+    def verify(image):
         # By the next mark the client may have sent all that it had sent by then.
         upto = marks[next_mark][1] if next_mark < len(marks) else len(events)
         also = [subject[1] for what, subject in events[done:upto] if what == "begin"]
-        # All of it now and then; else what differs from what was looked at before.
+        # All of it now and then; else what differs from the last check.
         only = replay.touched | replay.volatile.keys() | model.touched if images % 200 else None
         wrong = model.check(image, also=also, only=only)
         if wrong:
@@ -106,7 +106,7 @@ def check(events, entries, chance, name):
             advance(entry.number)
         if entry.kind == log.Entry.MARK or became_durable:
             for image in (replay.image(), replay.image(chance)):
-                look(image)
+                verify(image)
                 images += 1
             replay.touched.clear()
             model.touched.clear()

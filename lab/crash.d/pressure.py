@@ -36,7 +36,7 @@ def fresh(scratch):
     return image
 
 
-def look(server, model):
+def verify(server, model):
     """The device holds what the model allows."""
     wrong = model.check(read_all(server.socket, len(model.may_hold)))
     if wrong:
@@ -72,7 +72,7 @@ class Group:
             raise SystemExit(0) from error
 
     def close(self):
-        """After the end of the process."""
+        """After the exit of the process."""
         for _ in range(100):
             try:
                 return self.path.rmdir()
@@ -94,9 +94,9 @@ def memory(scratch):
             work(load, 1500)
             load.drain()
             load.close()
-            look(server, model)
-            told = group.hits.read_text().split()
-            hits = told[0] if len(told) == 1 else told[told.index("max") + 1]
+            verify(server, model)
+            words = group.hits.read_text().split()
+            hits = words[0] if len(words) == 1 else words[words.index("max") + 1]
             server.detach()
         finally:
             if is_alive(server.pid):
@@ -108,7 +108,7 @@ def memory(scratch):
 
 
 def address_space(scratch):
-    """Large requests for which there is no memory are refused with ENOMEM; the rest goes on."""
+    """Large requests for which there is no memory fail with ENOMEM; others succeed."""
     image = fresh(scratch)
     server, model = Server(image), Model(BYTES // SECTOR)
     with open(f"/proc/{server.pid}/status", encoding="ascii") as file:
@@ -126,14 +126,14 @@ def address_space(scratch):
             client.request(wire.CMD_READ, 0, 4096, cookie=2)
             errors = [client.simple_reply(32 * MIB)[0], client.simple_reply()[0], client.simple_reply(4096)[0]]
             if errors != [wire.ENOMEM, wire.ENOMEM, 0]:
-                raise AssertionError(f"errors {errors}, want ENOMEM twice, and then a read that goes well")
+                raise AssertionError(f"errors {errors}, want ENOMEM twice, and then a read without one")
             refused += 2
         work(load, 20)
     load.drain()
     load.close()
-    look(server, model)
+    verify(server, model)
     server.detach()
-    print(f"    {refused} requests of 32 MiB refused with ENOMEM, {sum(load.answered.values())} others answered")
+    print(f"    {refused} requests of 32 MiB failed with ENOMEM, {sum(load.answered.values())} others answered")
 
 
 def processor_seconds(pid):
@@ -169,7 +169,7 @@ def crowd(server, count):
 
 def descriptors(scratch):
     """Few descriptors: clients are turned away while some are left for commands. And none at all:
-    commands wait without making the daemon spin, and who is there goes on."""
+    commands wait without making the daemon spin, and connected clients are served."""
     image = fresh(scratch)
     server, model = limited(image, 192), Model(BYTES // SECTOR)
     load = Load(model, 1)
@@ -197,11 +197,11 @@ def descriptors(scratch):
     load.close()
     time.sleep(0.5)
     server.show()
-    look(server, model)
+    verify(server, model)
     server.detach()
     if spent > 0.05:
         raise AssertionError(f"{100 * spent:.1f} % of a processor")
-    print(f"    none left: {100 * spent:.1f} % of a processor while commands wait; who was there went on")
+    print(f"    none left: {100 * spent:.1f} % of a processor while commands wait; connected clients were served")
 
 
 def stopped(scratch):
@@ -225,13 +225,13 @@ def stopped(scratch):
         work(load, 200)
         load.drain()
         load.close()
-        look(server, model)
+        verify(server, model)
         server.detach()
     print(f"    stopped and continued {4 * len(MODES)} times under load")
 
 
 def state_directory(scratch):
-    """A state directory without room: a device that is there goes on, and new ones are refused in
+    """A state directory without room: a running device keeps running, and new ones fail in
     one line and leave nothing."""
     place = pathlib.Path(scratch, "tiny")
     place.mkdir()
@@ -271,13 +271,13 @@ def state_directory(scratch):
         work(load, 100)
         load.drain()
         load.close()
-        look(server, model)
+        verify(server, model)
         server.detach()
         if os.listdir(place) != ["ballast"]:
             raise AssertionError(f"left behind: {os.listdir(place)}")
     finally:
         subprocess.run(["umount", "-l", place], check=True)
-    print("    full state directory: attach refused, the device that was there went on and was detached")
+    print("    full state directory: attach failed, the running device kept running and was detached")
 
 
 if __name__ == "__main__":

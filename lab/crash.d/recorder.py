@@ -3,8 +3,8 @@
 device's server, seen from outside of it. recorder.py MOUNTPOINT BACKING LOG [direct]
 
 MOUNTPOINT/image has the content of BACKING. LOG gets one entry when a write, fallocate or sync
-of it arrives, and one when it is answered; MOUNTPOINT/mark takes marks of those who know what
-should be durable by then. Answers come late and out of order, so that who does not wait for
+of it arrives, and one when it is answered; MOUNTPOINT/mark takes marks of clients that know what
+should be durable by then. Answers come late and out of order, so that a server that does not wait for
 them is found out. It speaks the kernel's FUSE protocol (include/uapi/linux/fuse.h)."""
 
 import errno
@@ -83,7 +83,7 @@ class Recorder:
                 code, answer = -error.errno, b""
             if entry and not code:
                 # Before the answer: what follows from it arrives later.
-                self.log.add(Entry(Entry.ENDED, number))
+                self.log.add(Entry(Entry.COMPLETED, number))
             try:
                 os.write(self.device, OUT_HEADER.pack(OUT_HEADER.size + len(answer), code, unique) + answer)
             except OSError as error:

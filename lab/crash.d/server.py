@@ -10,7 +10,7 @@ BLKQ = os.environ.get("BLKQ", "blkq")
 
 
 class Refused(Exception):
-    """The command failed; its one line says why."""
+    """The command failed; its one line has the reason."""
 
 
 def blkq(*arguments, timeout_s=60):
@@ -29,16 +29,16 @@ class Server:
         self.take(json.loads(blkq("attach", image, "--name", name, "--export", "nbd", "--json", *options)))
 
     @classmethod
-    def attached(cls, told):
-        """The daemon of which `attach --json` told this."""
+    def attached(cls, info):
+        """The daemon of this output of `attach --json`."""
         server = cls.__new__(cls)
-        server.take(told)
+        server.take(info)
         return server
 
-    def take(self, told):
-        """Notes what `attach --json` told."""
-        self.name, self.pid = told["name"], told["pid"]
-        self.socket = told["exports"][0].partition("socket=")[2]
+    def take(self, info):
+        """Notes the output of `attach --json`."""
+        self.name, self.pid = info["name"], info["pid"]
+        self.socket = info["exports"][0].partition("socket=")[2]
 
     def kill(self):
         """kill -9, and waits until the process has exited."""
@@ -50,15 +50,15 @@ class Server:
             time.sleep(0.0005)
 
     def detach(self, *options):
-        """The orderly end."""
+        """The orderly stop."""
         blkq("detach", self.name, *options)
 
     def show(self):
-        """What `blkq show` tells."""
+        """The output of `blkq show`."""
         return json.loads(blkq("show", self.name, "--json"))
 
     def facts(self):
-        """What the driver tells."""
+        """The driver's facts."""
         return self.show()["driver_facts"]
 
 

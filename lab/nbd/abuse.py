@@ -93,7 +93,7 @@ def check_option_of_four_gibibytes(target):
     abuse(target, [guarded], must_close=False)
 
 
-def check_transmission_before_the_handshake_ends(target):
+def check_transmission_before_the_handshake_is_done(target):
     abuse(target, [lambda client: (client.greet(), client.request(wire.CMD_READ, length=4096),
                                    client.send(bytes(64)))])
 
@@ -119,7 +119,7 @@ def check_options_in_transmission(target):
 
 
 def check_half_open_connections(target):
-    """Clients that stop at every stage and stay: they hold nobody up."""
+    """Clients that stop at every stage and stay: they block no others."""
     stages = [
         lambda client: None,
         lambda client: client.receive(18),
@@ -184,7 +184,7 @@ def check_write_cut_off(target):
 
 
 def check_hundreds_of_connections(target):
-    """More connections than anyone needs: served or turned away, the steady client goes on."""
+    """More connections than anyone needs: served or turned away, the steady client is served."""
     with Steady(target):
         clients = []
         try:
@@ -234,7 +234,7 @@ def check_memory_is_given_back(target):
     while resident_kib() > 32 * KIB and time.monotonic() < deadline:
         time.sleep(0.1)
     left = resident_kib()
-    true(left <= 32 * KIB, f"{left} KiB are held 5 s after the last client left")
+    true(left <= 32 * KIB, f"{left} KiB are in use 5 s after the last client left")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ MIB = 1024 * KIB
 
 
 class LeftOut(Exception):
-    """A check that does not apply to this target; the message says why."""
+    """A check that does not apply to this target; the message has the reason."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ def refused(names, call, *arguments, **named):
 
 
 def parse_target(description):
-    """The target as told on the command line."""
+    """The target of the command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("uri")
     parser.add_argument("--size", type=int, required=True)
@@ -125,7 +125,7 @@ def parse_target(description):
     parser.add_argument("--read-only", action="store_true")
     parser.add_argument("--no-trim", dest="trim", action="store_false")
     parser.add_argument("--no-sparse", dest="sparse", action="store_false",
-                        help="block status does not tell holes")
+                        help="block status does not report holes")
     parser.add_argument("--no-extended", dest="extended", action="store_false",
                         help="extended headers are not promised")
     parser.add_argument("--lenient", dest="strict", action="store_false",

@@ -36,7 +36,7 @@ def extents(handle, offset, length, flags=0):
 def allocated(target):
     """Bytes that the image file holds on disk."""
     if not target.image or not os.path.isfile(target.image):
-        raise LeftOut("no image file to look at")
+        raise LeftOut("no image file to check")
     os.sync()
     return os.stat(target.image).st_blocks * 512
 
@@ -182,7 +182,7 @@ def check_zero_every_flag(target):
         try:
             handle.zero(128 * KIB, 64 * KIB, bits)
             content[64 * KIB:192 * KIB] = bytes(128 * KIB)
-        except nbd.Error as error:  # fast zero may refuse, and then nothing has changed
+        except nbd.Error as error:  # fast zero may fail, and then nothing has changed
             true(flags & 4 and error.errno in ("ENOTSUP", "EOPNOTSUPP"),
                  f"flags {bits:#x}: {error.string}")
         equal(bytes(handle.pread(512 * KIB, 0)), bytes(content), f"flags {bits:#x}")
@@ -218,7 +218,7 @@ def check_no_hole_keeps_the_space(target):
     before = allocated(target)
     handle.zero(2 * MIB, MIB, nbd.CMD_FLAG_NO_HOLE)
     handle.flush()
-    true(allocated(target) >= before, "write zeroes with NO_HOLE gave space back")
+    true(allocated(target) >= before, "write zeroes with NO_HOLE freed space")
 
 
 def check_cache(target):

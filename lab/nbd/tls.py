@@ -31,13 +31,13 @@ class Servers:
         self.require, self.offer, self.off = require, offer, off
         self.certificates = Path(certificates)
 
-    def context(self, who="client"):
-        """A client's side, with the certificate of `who`, or none."""
+    def context(self, role="client"):
+        """A client's side, with the certificate of `role`, or none."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.load_verify_locations(self.certificates / "ca-cert.pem")
-        if who:
-            context.load_cert_chain(self.certificates / f"{who}-cert.pem", self.certificates / f"{who}-key.pem")
+        if role:
+            context.load_cert_chain(self.certificates / f"{role}-cert.pem", self.certificates / f"{role}-key.pem")
         return context
 
 
@@ -117,7 +117,7 @@ def check_certificate_of_a_server(servers):
     refused(servers, servers.context("server"))
 
 
-def check_nothing_is_told_in_clear(servers):
+def check_nothing_is_answered_in_clear(servers):
     with wire.Wire(servers.require) as client:
         client.greet()
         for option in (wire.OPT_LIST, wire.OPT_INFO, wire.OPT_GO, wire.OPT_STRUCTURED_REPLY,
@@ -136,11 +136,11 @@ def check_tls_that_is_off(servers):
     with wire.Wire(servers.off) as client:
         client.greet()
         true(client.option(wire.OPT_STARTTLS)[-1][0] == wire.REP_ERR_POLICY, "STARTTLS")
-        true(client.go()[-1][0] == wire.REP_ACK, "plain NBD goes on")
+        true(client.go()[-1][0] == wire.REP_ACK, "plain NBD continues")
 
 
 def check_what_was_chosen_in_clear_is_forgotten(servers):
-    """CVE-2021-3716: somebody in between chose something before the client said STARTTLS."""
+    """CVE-2021-3716: a man in the middle chose something before the client sent STARTTLS."""
     with wire.Wire(servers.offer) as client:
         client.greet()
         true(client.option(wire.OPT_STRUCTURED_REPLY)[-1][0] == wire.REP_ACK, "structured in clear")
@@ -166,14 +166,14 @@ def check_injected_after_starttls(servers):
                     if not bytes_after:
                         true(client.receive_option(wire.OPT_STARTTLS)[0] == wire.REP_ACK, "no acknowledgement")
                         continue
-                    true(client.closed(), f"{len(bytes_after)} bytes in clear: it goes on")
+                    true(client.closed(), f"{len(bytes_after)} bytes in clear: it continues")
                 except wire.Closed:
                     pass
     works(servers.require, servers.context())
 
 
 def check_clear_bytes_after_the_acknowledgement(servers):
-    """Commands in clear where TLS should begin, and garbage: the end, at once."""
+    """Commands in clear where TLS should begin, and garbage: the server closes at once."""
     go = struct.pack(">QIIIH", wire.IHAVEOPT, wire.OPT_GO, 6, 0, 0)
     hello = b"\x16\x03\x01"
     for garbage in (go, b"GET / HTTP/1.0\r\n\r\n", bytes(64), b"\xff" * 70000, hello + b"\xff\xff" + bytes(70000),
@@ -186,7 +186,7 @@ def check_clear_bytes_after_the_acknowledgement(servers):
             try:
                 client.send(garbage)
                 client.socket.shutdown(socket.SHUT_WR)
-                true(client.closed(), f"{garbage[:20]}: it goes on")
+                true(client.closed(), f"{garbage[:20]}: it continues")
             except (wire.Closed, OSError):
                 pass
             true(time.monotonic() - begin < TIMEOUT_S / 2, f"{garbage[:20]}: only its time limit closes it")
@@ -194,7 +194,7 @@ def check_clear_bytes_after_the_acknowledgement(servers):
 
 
 def check_time_of_the_handshake(servers):
-    """Who says nothing, or says it a byte at a time, goes; and so does who stops half-way."""
+    """A silent client, or one that sends a byte at a time, is dropped; and so is one that stops half-way."""
     def silent(_):
         time.sleep(0.05)
 
@@ -246,7 +246,7 @@ def check_strangers_do_not_add_up(servers):
 
 
 def check_cut_off(servers):
-    """A client that goes without a word, in the middle of a record or a payload."""
+    """A client that disconnects without close_notify, in the middle of a record or a payload."""
     for payload in (0, 100, 4096, 1 << 20):
         with wire.Wire(servers.require) as client:
             client.greet()
@@ -276,7 +276,7 @@ def check_changed_on_the_way(servers):
         record = bytearray(outgoing.read())
         record[-1] ^= 1
         client.send(record)
-        true(client.closed(), "it goes on")
+        true(client.closed(), "it continues")
     works(servers.require, servers.context())
 
 
@@ -319,7 +319,7 @@ def main():
             try:
                 check(servers)
                 result = "ok"
-            except Exception as error:  # told, and counted
+            except Exception as error:  # reported, and counted
                 failed += 1
                 result = f"FAIL {type(error).__name__}: {error}"
             print(f"  {name[6:].replace('_', ' '):<46} {time.monotonic() - begin:5.1f} s  {result}", flush=True)

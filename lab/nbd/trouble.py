@@ -5,7 +5,7 @@ full URI           writes until the disk is full: ENOSPC, everything before it i
                    again after a trim
 truncated URI IMAGE  cuts the image in half: EIO beyond, data before it
 acknowledged URI IMAGE LOG  writes numbered blocks, a flush now and then, until the server
-                   ends; then every acknowledged block must be in IMAGE. Creates LOG when busy.
+                   exits; then every acknowledged block must be in IMAGE. Creates LOG when busy.
 """
 
 import os
@@ -95,7 +95,7 @@ def acknowledged(uri, image, log):
                 file.seek(slot * block)
                 equal(file.read(block), data(64, wrote) * (block // 64), f"block {slot}")
                 count += 1
-    true(count > 50, f"only {count} acknowledged blocks to look at")
+    true(count > 50, f"only {count} acknowledged blocks to check")
     print(f"{number} writes, {count} acknowledged blocks verified")
 
 

@@ -64,7 +64,7 @@ class Wire:
         self.socket.close()
 
     def send(self, message):
-        """Sends all of the bytes, or says that the server closed."""
+        """Sends all of the bytes, or raises that the server closed."""
         try:
             self.socket.sendall(message)
         except (BrokenPipeError, ConnectionResetError) as error:

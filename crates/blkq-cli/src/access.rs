@@ -52,7 +52,7 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
         let mut group = std::mem::MaybeUninit::<libc::group>::uninit();
         let mut found = std::ptr::null_mut();
         // SAFETY: the name ends with a NUL, `group` and `found` have room for what is written, and
-        // the buffer for as many bytes as its length says.
+        // the buffer is as long as the length that is passed.
         let error = unsafe {
             libc::getgrnam_r(
                 name.as_ptr(),
@@ -65,7 +65,7 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
         match error {
             // SAFETY: `found` points to `group`, which was written then.
             0 if !found.is_null() => return Ok(Some(unsafe { (*found).gr_gid })),
-            // getgrnam(3) lists these as other ways to say that there is none.
+            // getgrnam(3) lists these as other errors for a group that does not exist.
             0 | libc::ENOENT | libc::ESRCH | libc::EBADF | libc::EPERM => return Ok(None),
             libc::EINTR => {}
             libc::ERANGE if buffer.len() < GROUP_BYTES_MAX => buffer.resize(buffer.len() * 2, 0),
@@ -74,7 +74,7 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
     }
 }
 
-/// A directory above the socket `path` that does not let those in to whom the socket is open.
+/// A directory above the socket `path` that keeps out users to whom the socket is open.
 pub fn closed_directory(path: &Path, access: SocketAccess) -> Option<PathBuf> {
     let (group, to_all) = (access.group, access.mode & 0o002 != 0);
     if !to_all && access.mode & 0o020 == 0 {

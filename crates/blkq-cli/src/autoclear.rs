@@ -1,4 +1,4 @@
-//! Ending a device with its last client: the `autoclear` of a loop device.
+//! Detaching a device with its last client: the `autoclear` of a loop device.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::failure::{Failure, Outcome};
 
-/// Whether the device is to end, and how its daemon hears that clients are gone.
+/// Whether the device is to detach, and the event by which its daemon learns that it has no clients.
 pub struct Autoclear {
     on: AtomicBool,
     idle: Arc<OwnedFd>,
@@ -23,7 +23,7 @@ impl Autoclear {
         Ok(Autoclear { on: AtomicBool::new(on), idle: new_event()? })
     }
 
-    /// Readable when the last client has gone; for the exports to write, whether it is on
+    /// Readable when the last client has disconnected; for the exports to write, whether it is on
     /// or not.
     pub fn idle_event(&self) -> &Arc<OwnedFd> {
         &self.idle
@@ -31,11 +31,11 @@ impl Autoclear {
 
     /// Makes the event ready for the next time.
     pub fn take_event(&self) {
-        // Empty, somebody was quicker.
+        // Empty: another thread has read it.
         let _ = rustix::io::read(&self.idle, &mut [0; 8]);
     }
 
-    /// Whether the device ends with its last client.
+    /// Whether the device detaches with its last client.
     pub fn is_on(&self) -> bool {
         self.on.load(Ordering::SeqCst)
     }

@@ -16,7 +16,7 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// That of the file at `path`, if there is one.
+    /// The identity of the file at `path`, if there is one.
     pub fn of(path: impl AsRef<Path>) -> Option<FileId> {
         let metadata = fs::metadata(path).ok()?;
         let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
@@ -51,7 +51,7 @@ pub struct Backing {
 }
 
 impl Backing {
-    /// That of `info`, if it is an image.
+    /// The window of `info`, if it is an image.
     pub fn of(info: &DeviceInfo) -> Option<Backing> {
         let fact = |name: &str| fact(info, name);
         let (major, minor) = fact("backing-device")?.split_once(':')?;

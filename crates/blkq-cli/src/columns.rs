@@ -131,7 +131,7 @@ pub fn losetup_default() -> Vec<&'static Column> {
     LOSETUP_DEFAULT.iter().flat_map(|name| LOSETUP.iter().find(|column| column.name == *name)).collect()
 }
 
-/// The columns that `text` lists, with commas in between: first looked for in `first`, then
+/// The columns that `text` lists, with commas in between: first searched in `first`, then
 /// in `then`. With a `+` in front they follow `default`.
 ///
 /// # Errors

@@ -59,9 +59,9 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
     },
-    /// End the daemon, and leave the kernel's block device to the next one.
+    /// Stop the daemon, and leave the kernel's block device to the next one.
     Leave {},
-    /// End the device.
+    /// Detach the device.
     Detach {
         /// Even if clients are connected.
         force: bool,
@@ -112,23 +112,23 @@ pub fn parse_request(line: &[u8]) -> Outcome<Request> {
 pub enum Called<T> {
     /// It answered.
     Answered(T),
-    /// Nobody listens under this name.
+    /// No daemon listens under this name.
     Nobody,
 }
 
-/// How long a client waits for the end of a device.
+/// How long a client waits until a device has stopped.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
     /// Before it reports what it waits for.
     report_after: Duration,
-    /// At all, of a forced end: without force it lasts as long as the I/O in flight and a flush.
+    /// At all, of a forced stop: without force it lasts as long as the I/O in flight and a flush.
     forced: Duration,
 }
 
 const PATIENCE: Patience = Patience { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
 
-/// Asks the daemon of `name` and waits for its answer; when it is to end also until its
-/// process is gone.
+/// Asks the daemon of `name` and waits for its answer; when it is to stop, also until its
+/// process has exited.
 ///
 /// # Errors
 /// The refusal of the daemon, or that it does not answer, or has not stopped in time.
@@ -149,7 +149,7 @@ fn call_with<T: DeserializeOwned>(
     let log = dir.file(name, ".log");
     let hangs = |pid: Option<Pid>, why: &str| {
         let of = pid.map(|pid| format!(" (process {})", pid.as_raw_nonzero())).unwrap_or_default();
-        Failure::new(format!("{name}: its daemon{of} {why}; look into its log {}", log.display()))
+        Failure::new(format!("{name}: its daemon{of} {why}; see its log {}", log.display()))
     };
     let stream = match dir.connect(name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
@@ -159,38 +159,38 @@ fn call_with<T: DeserializeOwned>(
         Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
         Err(e) => return Err(Failure::new(format!("control socket of {name}: {e}"))),
     };
-    // The kernel's record of who listens there: it shows when that process is gone.
+    // The kernel's record of the listening process, by which its exit is seen.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let asks = matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {});
-    let ends = matches!(request, Request::Detach { .. } | Request::Leave {});
+    let stops = matches!(request, Request::Detach { .. } | Request::Leave {});
     let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + patience.forced);
     let reply = send(&stream, request).and_then(|()| {
-        if ends {
-            wait_for_end(dir, name, &stream, patience.report_after, until, report)?;
+        if stops {
+            wait_for_stop(dir, name, &stream, patience.report_after, until, report)?;
         }
-        receive(&stream, if asks || ends { ANSWER_TIMEOUT } else { CHANGE_TIMEOUT })
+        receive(&stream, if asks || stops { ANSWER_TIMEOUT } else { CHANGE_TIMEOUT })
     });
     let reply = match reply {
-        // It was killed, and its threads go one after the other. Of a change nobody knows whether it
-        // was made.
+        // It was killed, and its threads exit one after the other. Whether a change was made is
+        // unknown.
         Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(exits) => {
             return Ok(Called::Nobody);
         }
         reply => reply,
     };
     let reply = reply.map_err(|e| match e.kind() {
-        io::ErrorKind::TimedOut if ends => not_ended(dir, name, pid, patience.forced),
+        io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, patience.forced),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
         _ => hangs(pid, &format!("gave no answer ({e})")),
     })?;
     match reply {
         Reply::Ok(value) => {
-            // Its exit, not its answer, is when everything that it held is free.
-            if let Some(daemon) = daemon.filter(|_| ends)
+            // Its exit, not its answer, releases everything that it had.
+            if let Some(daemon) = daemon.filter(|_| stops)
                 && !is_readable(&daemon, until)
             {
-                return Err(not_ended(dir, name, pid, patience.forced));
+                return Err(not_stopped(dir, name, pid, patience.forced));
             }
             Ok(Called::Answered(value))
         }
@@ -198,12 +198,12 @@ fn call_with<T: DeserializeOwned>(
     }
 }
 
-/// Waits until a daemon that is to end answers on `stream`, and reports what it waits for if that
+/// Waits until a daemon that is to stop answers on `stream`, and reports what it waits for if that
 /// takes long.
 ///
 /// # Errors
 /// [`io::ErrorKind::TimedOut`] at `until`.
-fn wait_for_end(
+fn wait_for_stop(
     dir: &StateDir,
     name: &str,
     stream: &UnixStream,
@@ -236,12 +236,12 @@ fn what_remains(dir: &StateDir, name: &str) -> String {
     }
 }
 
-/// A device that was to end by force has not.
-fn not_ended(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
+/// The failure of a forced stop that is not done in time.
+fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
     let kill = pid.map(|pid| format!(", or kill -9 {}", pid.as_raw_nonzero())).unwrap_or_default();
     Failure::new(format!(
-        "{name}: still waiting for {} after {} s: the image's disk does not answer (dmesg may say why); it ends \
-         by itself when that answers{kill} to give up what is in flight",
+        "{name}: still waiting for {} after {} s: the image's disk does not answer (dmesg may have the reason); it stops \
+         by itself when that answers{kill} to abort the I/O in flight",
         what_remains(dir, name),
         waited.as_secs()
     ))
@@ -264,12 +264,12 @@ fn is_cut_off(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// Whether the process exits in the time that one takes which was killed.
+/// Whether the process exits in the time that a killed one takes.
 fn exits(process: &OwnedFd) -> bool {
     is_readable(process, Some(Instant::now() + DYING_WAIT))
 }
 
-/// Asks the daemon of `name`, of which the user says that it is there.
+/// Asks the daemon of `name`, which the user named.
 ///
 /// # Errors
 /// As [`call`], and if there is no such device or its daemon died.
@@ -360,9 +360,9 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn a_forced_end_reports_what_it_waits_for_and_is_bounded() {
+    fn a_forced_stop_reports_what_it_waits_for_and_is_bounded() {
         let dir = crate::state::tests::scratch("bounded");
-        // A daemon whose disk does not answer: it takes the command, and says how it is doing.
+        // A daemon whose disk does not answer: it takes the command, and reports its statistics.
         let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
         let serve = std::thread::spawn(move || {
             let mut kept = Vec::new();
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_request_is_refused() {
+    fn what_is_not_a_request_is_rejected() {
         for line in [
             "",
             "null",

@@ -34,7 +34,7 @@ pub enum Entry {
 pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     let mut entries = Vec::new();
     for name in dir.names()? {
-        match look(dir, &name) {
+        match inspect(dir, &name) {
             Ok(entry) => entries.extend(entry),
             Err(failure) => entries.push(Entry::Silent { name, error: failure.to_string() }),
         }
@@ -46,7 +46,7 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
 ///
 /// # Errors
 /// If its daemon does not answer.
-pub fn look(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
+pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
     if let Called::Answered(info) = call(dir, name, &Request::Show {})? {
         return Ok(Some(Entry::Device(info)));
     }
@@ -77,7 +77,7 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
     let mut names = dir.names()?;
     names.retain(|name| match call::<DeviceInfo>(dir, name, &Request::Show {}) {
         Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(path, &info),
-        // It is dead, or does not answer: then what it wrote counts.
+        // It is dead, or does not answer: then its state file counts.
         _ => read_state(&dir.file(name, ".json"))
             .is_some_and(|state| is_at(&state.exports) || file.is_some() && FileId::of(&state.image) == file),
     });
@@ -109,7 +109,7 @@ pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
 /// As there, and if its daemon does not answer, or died.
 pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     let Some(name) = name_of(dir, word)? else { return Ok(None) };
-    match look(dir, &name)? {
+    match inspect(dir, &name)? {
         Some(Entry::Device(info)) => Ok(Some(*info)),
         Some(Entry::Remains(remains)) => Err(remains.failure()),
         Some(Entry::Silent { .. }) | None => Ok(None),

@@ -1,5 +1,5 @@
 //! `--hang-warning`: requests that are in flight for too long, and engines that do not answer,
-//! go to the daemon's log once, and their end too.
+//! are logged once, and their completion too.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -18,13 +18,13 @@ use blkq::{Disk, EngineHandle};
 
 use crate::failure::{Failure, Outcome};
 
-/// `--hang-warning`, unless said otherwise.
+/// The default of `--hang-warning`.
 pub const DEFAULT: &str = "30";
 /// The longest and the shortest times, in seconds.
 const SECONDS_MAX: f64 = 86_400.0;
 const SECONDS_MIN: f64 = 0.1;
-/// Looks in the time that a request may take, and how far they are apart.
-const LOOKS: u32 = 8;
+/// Scans in the time that a request may take, and how far they are apart.
+const SCANS: u32 = 8;
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
 const INTERVAL_MAX: Duration = Duration::from_secs(5);
 /// How long an engine's answer is waited for before another one is asked.
@@ -52,7 +52,7 @@ pub struct HangCounters {
 }
 
 impl HangCounters {
-    /// How long a request may take; zero if nobody looks.
+    /// How long a request may take; zero for no scans.
     pub fn limit(&self) -> Duration {
         Duration::from_nanos(self.limit_ns.load(Ordering::Relaxed))
     }
@@ -67,7 +67,7 @@ impl HangCounters {
     }
 }
 
-/// The thread that looks, until this is dropped.
+/// The thread that scans, until this is dropped.
 pub struct HangWatch {
     counters: HangCounters,
     /// The state that the thread will own.
@@ -87,7 +87,7 @@ impl HangWatch {
         HangWatch { counters, watcher: Some((watcher, woken)), wake: Some(wake), thread: None }
     }
 
-    /// Begins to look, and gives lines to `log`.
+    /// Begins to scan, and passes lines to `log`.
     ///
     /// # Errors
     /// If there can be no more threads.
@@ -102,7 +102,7 @@ impl HangWatch {
         Ok(())
     }
 
-    /// How long a request may take; zero if nobody looks.
+    /// How long a request may take; zero for no scans.
     pub fn limit(&self) -> Duration {
         self.counters.limit()
     }
@@ -112,7 +112,7 @@ impl HangWatch {
         self.counters.clone()
     }
 
-    /// Changes that, from the next look on.
+    /// Changes that, from the next scan on.
     ///
     /// # Errors
     /// If `value` is no such time.
@@ -162,7 +162,7 @@ impl Watcher {
     fn run(mut self, woken: &Receiver<()>, log: &dyn Fn(&str)) {
         loop {
             let limit = self.counters.limit();
-            let interval = (limit / LOOKS).clamp(INTERVAL_MIN, INTERVAL_MAX);
+            let interval = (limit / SCANS).clamp(INTERVAL_MIN, INTERVAL_MAX);
             let woke = match limit.is_zero() {
                 true => woken.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 false => woken.recv_timeout(interval),
@@ -170,14 +170,14 @@ impl Watcher {
             match woke {
                 Err(RecvTimeoutError::Disconnected) => return,
                 // Nothing is too long now: what was counted as hanging no longer is.
-                Ok(()) if self.counters.limit().is_zero() => self.look(u64::MAX, log),
+                Ok(()) if self.counters.limit().is_zero() => self.scan(u64::MAX, log),
                 Ok(()) => {}
-                Err(RecvTimeoutError::Timeout) => self.look(limit.as_nanos() as u64, log),
+                Err(RecvTimeoutError::Timeout) => self.scan(limit.as_nanos() as u64, log),
             }
         }
     }
 
-    fn look(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
+    fn scan(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
         let Watcher { disk, queues, counters } = self;
         for watched in queues.iter_mut() {
             if watched.asked.is_none() {
@@ -187,7 +187,7 @@ impl Watcher {
                 let now_ns = monotonic_ns();
                 watched.asked = Some((watched.engine.scan_for_hangs(now_ns, limit_ns), now_ns));
             }
-            watched.hear(limit_ns, &counters.stalls, log);
+            watched.take_reply(limit_ns, &counters.stalls, log);
         }
     }
 }
@@ -199,12 +199,12 @@ impl Watched {
     }
 
     /// Takes the answer of the engine, if there is one by now.
-    fn hear(&mut self, limit_ns: u64, stalls: &AtomicU64, log: &dyn Fn(&str)) {
-        let Some((looked, asked_ns)) = &self.asked else { return };
+    fn take_reply(&mut self, limit_ns: u64, stalls: &AtomicU64, log: &dyn Fn(&str)) {
+        let Some((reply, asked_ns)) = &self.asked else { return };
         let answer = match self.stalled {
             // It has been waited for.
-            true => looked.try_recv(),
-            false => looked.recv_timeout(ANSWER_WAIT).map_err(|e| match e {
+            true => reply.try_recv(),
+            false => reply.recv_timeout(ANSWER_WAIT).map_err(|e| match e {
                 RecvTimeoutError::Timeout => TryRecvError::Empty,
                 RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
             }),
@@ -212,13 +212,13 @@ impl Watched {
         let age_ns = monotonic_ns().saturating_sub(*asked_ns);
         let (queue, age) = (self.queue, seconds(age_ns));
         match answer {
-            Ok(look) => {
+            Ok(scan) => {
                 if std::mem::take(&mut self.stalled) {
                     log(&format!("hang over: queue {queue}: its thread answers again, after {age}"));
                 }
-                self.hung = look.hung;
+                self.hung = scan.hung;
                 self.asked = None;
-                log_scan(queue, &look, limit_ns, log);
+                log_scan(queue, &scan, limit_ns, log);
             }
             Err(TryRecvError::Empty) if age_ns > limit_ns && !self.stalled => {
                 self.stalled = true;
@@ -234,12 +234,12 @@ impl Watched {
 }
 
 /// Logs what an engine found in `queue`.
-fn log_scan(queue: usize, look: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
+fn log_scan(queue: usize, scan: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
     // First the hangs that are over: they were logged before.
-    look.completed.iter().for_each(|end| log(&end_line(end)));
-    look.hangs.iter().for_each(|hang| log(&hang_line(hang)));
-    if look.more > 0 {
-        let HangScan { more, hung, .. } = look;
+    scan.completed.iter().for_each(|completion| log(&completion_line(completion)));
+    scan.hangs.iter().for_each(|hang| log(&hang_line(hang)));
+    if scan.more > 0 {
+        let HangScan { more, hung, .. } = scan;
         log(&format!(
             "hang: and {more} more; queue {queue} has {hung} in flight for more than {}",
             seconds(limit_ns)
@@ -259,21 +259,21 @@ fn hang_line(hang: &Hang) -> String {
     line
 }
 
-fn end_line(end: &HangCompletion) -> String {
-    let how = match end.result {
+fn completion_line(completion: &HangCompletion) -> String {
+    let how = match completion.result {
         Some(Ok(())) => "completed".to_owned(),
         Some(Err(status)) => format!("completed with an error: {status},"),
         None => "is gone".to_owned(),
     };
-    format!("hang over: {}: {how} after {}", end.subject, seconds(end.age_ns))
+    format!("hang over: {}: {how} after {}", completion.subject, seconds(completion.age_ns))
 }
 
 fn seconds(ns: u64) -> String {
     format!("{:.1} s", ns as f64 / 1e9)
 }
 
-/// The file with what the kernel says of the thread of that name. It is opened before the daemon
-/// gives up opening files.
+/// The file with the kernel's stack of the thread of that name. It is opened before the daemon
+/// may no longer open files.
 fn thread_status(name: &str) -> Option<File> {
     let mut tasks = std::fs::read_dir("/proc/self/task").ok()?.flatten().map(|task| task.path());
     let of_name =
@@ -324,7 +324,7 @@ mod tests {
         }
     }
 
-    /// A watched device, on which nothing ends while `fault` is in force.
+    /// A watched device, on which nothing completes while `fault` is in force.
     fn device(fault: &str, limit: Duration) -> (Arc<Disk>, EngineThread, HangWatch, Lines) {
         let options = DriverOptions { fault: Some(fault.parse().unwrap()), ..DriverOptions::default() };
         let opened = open(&DriverSpec::Ram(1 << 20), &options).unwrap();
@@ -376,7 +376,7 @@ mod tests {
         watch.set("0").unwrap();
         let until = Instant::now() + Duration::from_secs(10);
         while disk.stats().hung != 0 {
-            assert!(Instant::now() < until, "what nobody looks for does not count as hanging");
+            assert!(Instant::now() < until, "nothing counts as hung without scans");
             std::thread::sleep(Duration::from_millis(5));
         }
         for bad in ["", "-1", "x", "0.01", "inf", "NaN", "1e9"] {
@@ -387,7 +387,7 @@ mod tests {
         drop((watch, engine));
     }
 
-    /// Submits a read, and sleeps on the engine's thread for as long as a message says.
+    /// Submits a read, and sleeps on the engine's thread for the time that a message has.
     struct Sleeper;
 
     // SAFETY: it is the only source of its engine.

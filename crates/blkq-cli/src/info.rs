@@ -40,10 +40,10 @@ pub struct DeviceInfo {
     pub physical_sector_size: u32,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// Whether it ends with its last client.
+    /// Whether it detaches with its last client.
     #[serde(default)]
     pub autoclear: bool,
-    /// Whether the kernel was asked to look for partitions.
+    /// Whether the kernel was asked to scan for partitions.
     #[serde(default)]
     pub partscan: bool,
     /// The privileges that its daemon has dropped.

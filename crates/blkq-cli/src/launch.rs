@@ -12,9 +12,9 @@ use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Record};
 use crate::print;
 
-/// How long a daemon that did not come up may take to end.
-const END_TIMEOUT: Duration = Duration::from_secs(10);
-const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// How long a daemon that did not come up may take to exit.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The hidden subcommand that is the daemon.
 const SUBCOMMAND: &str = "daemon";
@@ -47,7 +47,7 @@ pub fn launch_recover(name: &str) -> Outcome<Launched> {
     launch(Some("--recover"), name, &[])
 }
 
-/// Runs this program as a daemon. Its arguments are for those who list processes.
+/// Runs this program as a daemon. Its arguments are to be seen in lists of processes.
 fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("blkq").arg(SUBCOMMAND).args(flag).arg("--").arg(name);
@@ -68,10 +68,10 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
         Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
         Ok(Reply::Error(message)) => {
             // It has reported all; nothing of it may be left when this command returns, unless a
-            // defect of the kernel keeps it, which nobody can do anything about.
-            let until = Instant::now() + END_TIMEOUT;
+            // bug of the kernel keeps it.
+            let until = Instant::now() + EXIT_TIMEOUT;
             while child.try_wait().map_err(refuse)?.is_none() && Instant::now() < until {
-                std::thread::sleep(END_POLL_INTERVAL);
+                std::thread::sleep(EXIT_POLL_INTERVAL);
             }
             Err(Failure::new(message))
         }

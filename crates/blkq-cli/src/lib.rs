@@ -1,4 +1,4 @@
-//! The `blkq` command: attaches images as block devices and looks after them.
+//! The `blkq` command: attaches images as block devices and manages them.
 //!
 //! `attach` turns into one daemon per device ([`daemon`]); the other commands find it by
 //! its name in the state directory ([`state`]) and talk to it over its control socket
@@ -47,7 +47,7 @@ use commands::Cli;
 use failure::{EXIT_FAILED, Failure, Outcome};
 
 /// Runs the command line of this process: 0 if it was done, 1 if it was refused or
-/// failed (one line on stderr says why), 2 if it was not understood.
+/// failed (one line on stderr has the reason), 2 if it was not understood.
 pub fn main() -> ExitCode {
     parent::note();
     complete();
@@ -78,8 +78,8 @@ pub fn complain(failure: &Failure) {
 /// Puts `text` on stdout, at once.
 ///
 /// # Errors
-/// If it cannot be written. That the reader has gone away is the reader's business and
-/// ends the process quietly.
+/// If it cannot be written. A reader that has closed its end makes the
+/// process exit quietly.
 pub fn print(text: &str) -> Outcome {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

@@ -50,7 +50,7 @@ pub fn line(text: &str) {
     write(text);
 }
 
-/// Has each panic of this process leave its message in the log and end the process at once, without
+/// Has each panic of this process leave its message in the log and exit the process at once, without
 /// unwinding: the kernel may still write to memory that unwinding would free.
 pub fn abort_on_panic() {
     std::panic::set_hook(Box::new(|panic| {

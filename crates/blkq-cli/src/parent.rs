@@ -9,7 +9,7 @@ use crate::failure::{Failure, Outcome};
 /// The process that started this one, as this one began.
 static STARTED_BY: OnceLock<Option<Pid>> = OnceLock::new();
 
-/// Notes who started this process: the first thing that it does.
+/// Notes the parent of this process: the first thing that it does.
 pub fn note() {
     STARTED_BY.get_or_init(getppid);
 }
@@ -30,8 +30,8 @@ pub fn exit_with_it() -> Outcome {
     Ok(())
 }
 
-/// Whether this process lost its parent before it began: it has the session of who started it, unless
-/// it leads one, and so who adopted it is of another one.
+/// Whether this process lost its parent before it began: it has its parent's session, unless
+/// it leads one, and so a process that adopted it is of another one.
 fn was_adopted(parent: Option<Pid>) -> bool {
     let session = session_of(0);
     let (Some(parent), true) = (parent, session != Some(getpid().as_raw_pid())) else { return false };

@@ -58,7 +58,7 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
 }
 
 fn is_open(fd: RawFd) -> bool {
-    // SAFETY: F_GETFD looks at the descriptor table only.
+    // SAFETY: F_GETFD reads the descriptor table only.
     unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
 }
 

@@ -9,7 +9,7 @@ const OTHERS: [(&[&str], &str); 19] = [
     (&["-o"], "where the device begins: --offset BYTES"),
     (&["--sizelimit"], "the device's size at most: --size-limit BYTES"),
     (&["-b", "--sectorsize", "--block-size"], "the logical block: --sector-size BYTES"),
-    (&["-P"], "to have the kernel look for partitions: --partscan"),
+    (&["-P"], "to have the kernel scan for partitions: --partscan"),
     (&["-f", "--find"], "a free device is found without an option; the format is --format raw"),
     (&["-L"], "to reuse the device of these bytes: --nooverlap"),
     (&["-n", "--nocache", "--cache", "--direct"], "to bypass the page cache: --direct-io on"),
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn options_of_others_are_answered_with_ours() {
-        for (word, says) in [
+        for (word, tip) in [
             ("-r", "--read-only"),
             ("-o", "--offset BYTES"),
             ("-v", "blkq show"),
@@ -70,7 +70,7 @@ mod tests {
             ("--offset=1 -1", ""),
         ] {
             let text = of(&[&["attach", "x.img"], &word.split(' ').collect::<Vec<_>>()[..]].concat());
-            assert!(text.contains(says) && text.contains("tip: ") && !text.contains("as a value"), "{text}");
+            assert!(text.contains(tip) && text.contains("tip: ") && !text.contains("as a value"), "{text}");
         }
         for words in [
             &["attach", "x.img", "--offset", "-1"][..],

@@ -43,7 +43,7 @@ impl Place {
         output
     }
 
-    /// The one line with which it was refused, before anything was measured.
+    /// The one line with which it failed, before anything was measured.
     fn refused(&self, words: &[&str]) -> String {
         let output = self.run(words);
         let line = String::from_utf8(output.stderr).unwrap();
@@ -78,7 +78,7 @@ fn against_schema(document: &Value) -> Result<(), String> {
 fn parse(text: impl AsRef<[u8]>) -> Value {
     let document = serde_json::from_slice(text.as_ref()).unwrap();
     if let Err(e) = against_schema(&document) {
-        panic!("not what schema.json says: {e}");
+        panic!("not as in schema.json: {e}");
     }
     document
 }
@@ -87,15 +87,15 @@ fn array(value: &Value) -> &[Value] {
     value.as_array().unwrap()
 }
 
-/// All mechanisms of all tables: what is claimed, and what the counter said.
+/// All mechanisms of all tables: what is claimed, and the counter.
 fn mechanisms(document: &Value) -> Vec<(String, f64, bool)> {
     let of = |table: &Value| array(&table["mechanisms"]).to_vec();
     let mechanisms = array(&document["tables"]).iter().flat_map(of);
-    let told = |table: &Value| {
+    let read = |table: &Value| {
         let claim = table["claim"].as_str().unwrap().to_owned();
         (claim, table["value"].as_f64().unwrap(), table["seen"].as_bool().unwrap())
     };
-    mechanisms.map(|mechanism| told(&mechanism)).collect()
+    mechanisms.map(|mechanism| read(&mechanism)).collect()
 }
 
 fn unseen(document: &Value) -> Vec<(String, f64, bool)> {
@@ -128,7 +128,7 @@ fn all_seen_in_the_end(place: &Place, document: &Value) {
 fn the_schema_takes_what_it_should_and_nothing_else() {
     let mut document = parse(fs::read(format!("{BENCH}/tests/hostile.json")).unwrap());
     document["tables"][0]["mechanisms"][0]["value"] = Value::Null;
-    assert!(against_schema(&document).is_err(), "a counter that says nothing");
+    assert!(against_schema(&document).is_err(), "a counter without a value");
     document["tables"][0]["mechanisms"][0]["value"] = 1.0.into();
     against_schema(&document).unwrap();
     document["tables"][0]["more"] = 1.into();
@@ -164,7 +164,7 @@ fn a_report_has_the_figures_beside_it_and_takes_no_other_page_s_place() {
 }
 
 #[test]
-fn what_cannot_be_measured_or_written_is_refused_at_once_in_one_line() {
+fn what_cannot_be_measured_or_written_fails_at_once_in_one_line() {
     let place = Place::new("refused");
     fs::write(place.0.join("dear"), "content").unwrap();
     for (words, why) in [
@@ -197,9 +197,9 @@ fn an_interrupt_removes_the_file_and_exits_with_130() {
     // SAFETY: the process is a child that was not waited for.
     assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    let mut said = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert!(!said.contains("blkq: "), "{said}");
+    let mut printed = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut printed).unwrap();
+    assert!(!printed.contains("blkq: "), "{printed}");
     assert_eq!(place.files(), [""; 0]);
 }
 
@@ -217,12 +217,12 @@ fn every_table_shows_its_mechanism() {
         array(&document["tables"]).iter().map(|table| table["name"].as_str().unwrap()).collect();
     let claims = mechanisms(&document);
     assert_eq!(tables.len(), 7, "{tables:?}");
-    for (table, words, holds) in NAMED {
+    for (table, words, is_true) in NAMED {
         let named: Vec<_> =
             claims.iter().filter(|(claim, ..)| words.iter().all(|w| claim.contains(w))).collect();
         assert!(!named.is_empty(), "{table} claims nothing of {words:?}");
         for (claim, value, _) in named {
-            assert!(holds(*value), "{claim}: {value}");
+            assert!(is_true(*value), "{claim}: {value}");
         }
     }
     let file_system = document["machine"]["file_system"].as_str().unwrap();
@@ -232,7 +232,7 @@ fn every_table_shows_its_mechanism() {
     assert_eq!(left, [""; 0]);
 }
 
-/// A table, words of its claims, and what the counter must say at least.
+/// A table, words of its claims, and the least that the counter must be.
 type Named = (&'static str, &'static [&'static str], fn(f64) -> bool);
 
 /// The claims that must be there, whatever bounds the tables set themselves.

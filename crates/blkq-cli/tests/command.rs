@@ -31,7 +31,7 @@ fn a_device_lives_from_attach_to_detach() {
     assert!(table.lines().count() == 2 && table.contains(uri.trim()), "{table}");
     let pid = place.pid("disk.img");
     assert_eq!(place.done(&["detach", "disk.img"]), "");
-    assert!(is_gone(pid));
+    assert!(has_exited(pid));
     assert!(place.files().is_empty());
     assert_eq!(place.json(&["list", "--json"]), Value::Array(Vec::new()));
     // Nothing stands against the next one: not the name, not the locks on the image.
@@ -44,30 +44,30 @@ fn a_device_lives_from_attach_to_detach() {
 #[test]
 fn attach_prints_all_as_json() {
     let place = Place::new("json");
-    let told = place.json(&["attach", "ram:1M", "--json", "--queues", "2", "--depth", "32", "--no-merge"]);
+    let shown = place.json(&["attach", "ram:1M", "--json", "--queues", "2", "--depth", "32", "--no-merge"]);
     assert_eq!(
-        (&told["name"], &told["size"], &told["sector_size"]),
+        (&shown["name"], &shown["size"], &shown["sector_size"]),
         (&"ram".into(), &(1 << 20).into(), &512.into())
     );
-    assert_eq!(told["exports"].as_array().unwrap().len(), 1);
-    let settings = &told["settings"];
+    assert_eq!(shown["exports"].as_array().unwrap().len(), 1);
+    let settings = &shown["settings"];
     assert_eq!(
         (&settings["queues"], &settings["depth"], &settings["merge"]),
         (&2.into(), &32.into(), &false.into())
     );
     assert_eq!(
-        (&told["direct_io"]["requested"], &told["direct_io"]["effective"]),
+        (&shown["direct_io"]["requested"], &shown["direct_io"]["effective"]),
         (&"auto".into(), &"off".into())
     );
-    assert_eq!(told["clients"], Value::Array(Vec::new()));
+    assert_eq!(shown["clients"], Value::Array(Vec::new()));
 }
 
 #[test]
 fn names_are_unique_checked_and_bounded() {
     let place = Place::new("names");
     place.done(&["attach", "ram:1M"]);
-    let told = place.json(&["attach", "ram:1M", "--json"]);
-    assert_eq!(told["name"], "ram-2");
+    let shown = place.json(&["attach", "ram:1M", "--json"]);
+    assert_eq!(shown["name"], "ram-2");
     assert!(place.refused(&["attach", "ram:1M", "--name", "ram"]).contains("taken"));
     for name in ["", ".", "..", "a/b", "../a", "a\nb", "-x", &"x".repeat(300)] {
         place.refused(&["attach", "ram:1M", &format!("--name={name}")]);
@@ -91,14 +91,14 @@ fn a_killed_daemon_stops_nothing() {
     // An attach takes over what it left,
     place.done(&["attach", &image, "--name", "disk.img", "--listen", &listen]);
     drop(client(&format!("nbd+unix:///?socket={}", custom.display())));
-    // a list that is to clean removes it and says so.
+    // a list that is to clean removes it and reports that.
     kill(place.pid("disk.img"));
     let listed = place.run(&["list", "--json", "--clean"]);
     assert!(String::from_utf8(listed.stderr).unwrap().starts_with("blkq: disk.img: its daemon died"));
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
     assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
-    // A command that is for the dead one is refused, and a detach removes it.
+    // A command that is for the dead one fails, and a detach removes it.
     kill(place.pid("other"));
     assert!(place.refused(&["set", "other", "depth=1"]).contains("its daemon (process "));
     let _ = place.run(&["detach", "other"]);
@@ -195,7 +195,7 @@ fn detach_spares_clients_unless_forced() {
     assert!(place.refused(&["detach", "ram"]).contains("1 client is connected"));
     let refused = place.run(&["detach", "--all"]);
     assert_eq!(refused.status.code(), Some(1));
-    // The refusal left everything as it was.
+    // The failure left everything as it was.
     drop(client(&uri));
     place.done(&["show", "ram"]);
     place.done(&["detach", "ram", "--force"]);
@@ -319,7 +319,7 @@ fn one_device_may_have_several_addresses() {
     stream.read_exact(&mut greeting).unwrap();
     assert_eq!(&greeting, b"NBDMAGIC");
     drop(client(uris[1]));
-    // An address in use is refused, and nothing is left of the attempt.
+    // An address in use fails, and nothing is left of the attempt.
     let before = place.files();
     place.refused(&["attach", "ram:1M", "--listen", &unix, "--name", "two"]);
     place.refused(&["attach", "ram:1M", "--listen", &format!("tcp:{address}"), "--name", "two"]);

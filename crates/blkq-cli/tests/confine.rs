@@ -1,4 +1,4 @@
-//! Actions that a confined thread is refused, tried. Each case runs in a process of its own: the test
+//! Actions that a confined thread may not take, tried. Each case runs in a process of its own: the test
 //! program again, with the name of the case.
 // Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
@@ -141,9 +141,9 @@ fn control() {
     let needs = files.needs();
     let abi = landlock_abi();
     assert!(abi > 0, "this kernel has no Landlock");
-    let told = confine::control(&needs).unwrap();
-    assert!(told.no_new_privileges && told.seccomp);
-    assert_eq!((told.capabilities.as_str(), told.landlock_abi), ("none", abi));
+    let state = confine::control(&needs).unwrap();
+    assert!(state.no_new_privileges && state.seccomp);
+    assert_eq!((state.capabilities.as_str(), state.landlock_abi), ("none", abi));
     // Its needs are met,
     File::options().read(true).write(true).open(&files.image).unwrap();
     File::options().write(true).truncate(true).open(&files.image).unwrap();

@@ -41,12 +41,12 @@ fn few_open_files_are_enough_and_leave_some_for_commands() {
 #[test]
 fn signals_stop_a_daemon_in_order() {
     let place = Place::new("signals");
-    for end in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+    for stop in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let uri = place.done(&["attach", "ram:1M"]);
         let mut connected = client(&uri);
         let pid = place.pid("ram");
-        signal(pid, end);
-        wait_until("the daemon ends", || is_gone(pid));
+        signal(pid, stop);
+        wait_until("the daemon exits", || has_exited(pid));
         assert_eq!(connected.read(&mut [0]).unwrap_or(0), 0);
         assert!(place.files().is_empty());
     }
@@ -63,7 +63,7 @@ fn a_signal_during_a_detach_loses_nothing() {
         let mut detach = place.command(&["detach", "d"]).stderr(Stdio::null()).spawn().unwrap();
         signal(pid, rustix::process::Signal::TERM);
         detach.wait().unwrap();
-        wait_until("the daemon ends", || is_gone(pid));
+        wait_until("the daemon exits", || has_exited(pid));
         assert!(place.files().is_empty());
     }
 }
@@ -125,7 +125,7 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let mut printed = String::new();
     child.stdout.unwrap().read_to_string(&mut printed).unwrap();
-    assert_eq!(printed, "", "standard output is that of the client who made the socket");
+    assert_eq!(printed, "", "standard output is that of the client that made the socket");
     assert!(path.exists());
 }
 
@@ -141,7 +141,7 @@ fn the_control_socket_survives_garbage() {
         let answer = place.ask("ram", line);
         assert!(answer.starts_with("{\"error\":\"malformed request") || answer.is_empty(), "{answer}");
     }
-    // Clients that say nothing hold nobody up, however many there are.
+    // Silent clients block no others, however many there are.
     let idle: Vec<UnixStream> =
         (0..8).map(|_| UnixStream::connect(place.state().join("ram.control")).unwrap()).collect();
     assert_eq!(place.ask("ram", b"{\"command\":\"ping\"}\n"), "{\"ok\":null}\n");

@@ -15,7 +15,7 @@ fn run(program: &str, words: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
-/// A loop device of the kernel's, gone with this.
+/// A loop device of the kernel's, detached when this is dropped.
 struct KernelLoop(String);
 
 impl Drop for KernelLoop {
@@ -25,7 +25,7 @@ impl Drop for KernelLoop {
 }
 
 #[test]
-fn an_image_in_another_format_is_refused_with_the_cure() {
+fn an_image_in_another_format_is_rejected_with_the_cure() {
     let place = Place::new("format");
     let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
     for (format, kind) in
@@ -60,8 +60,9 @@ fn what_the_kernel_has_is_refused_unless_shared() {
     run("mkfs.ext4", &["-q", "-F", &image]);
     let device = KernelLoop(run("losetup", &["-f", "--show", &image]));
     let line = place.refused(&["attach", &image]);
-    let says = format!("is in use: {} of the kernel's loop driver has it; release it there first", device.0);
-    assert!(line.contains(&says) && line.contains("--shared"), "{line}");
+    let reason =
+        format!("is in use: {} of the kernel's loop driver has it; release it there first", device.0);
+    assert!(line.contains(&reason) && line.contains("--shared"), "{line}");
     assert!(place.refused(&["losetup", "-f", &image]).contains("loop driver has it"));
     place.done(&["attach", "--shared", &image]);
     place.done(&["detach", "disk.img"]);
@@ -178,7 +179,7 @@ fn detaching_what_was_killed_succeeds_and_says_so() {
 
 #[test]
 fn a_device_that_cannot_be_reported_is_detached_again() {
-    let place = Place::new("untold");
+    let place = Place::new("silent");
     let image = place.image("disk.img", 1 << 20);
     let full = || Stdio::from(fs::File::options().write(true).open("/dev/full").unwrap());
     for words in [
@@ -237,9 +238,9 @@ fn a_warning_disappears_with_its_cause() {
 }
 
 #[test]
-fn options_that_mean_nothing_are_refused() {
+fn options_that_mean_nothing_are_rejected() {
     let place = Place::new("nothing");
-    for (words, says) in [
+    for (words, reason) in [
         (&["--export", "nbd", "--copy", "user"][..], "--copy is for ublk"),
         (&["--listen", "tcp:127.0.0.1:0", "--copy", "user"], "--copy is for ublk"),
         (&["--export", "ublk", "--max-connections", "3"], "--max-connections is for NBD"),
@@ -255,7 +256,7 @@ fn options_that_mean_nothing_are_refused() {
         (&["--nooverlap"], "--nooverlap is for images"),
     ] {
         let line = place.refused(&[&["attach", "ram:1M"], words].concat());
-        assert!(line.contains(says) && line.contains("omit it"), "{words:?}: {line}");
+        assert!(line.contains(reason) && line.contains("omit it"), "{words:?}: {line}");
     }
     let usage = |words: &[&str]| {
         let output = place.run(&[&["attach", "ram:1M"], words].concat());
@@ -301,13 +302,13 @@ fn a_setting_that_there_is_not_says_which_there_are() {
 }
 
 #[test]
-fn refusals_say_what_why_and_the_cure_in_this_order_and_once() {
+fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
     let place = Place::new("words");
     let image = place.image("disk.img", 1 << 20);
     let tiny = place.image("tiny.img", 1);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = format!("tcp:{}", taken.local_addr().unwrap());
-    for (words, says) in [
+    for (words, reason) in [
         (
             &["attach", "/nowhere/x"][..],
             "cannot find the image /nowhere/x: No such file or directory (os error 2); create it",
@@ -339,7 +340,7 @@ fn refusals_say_what_why_and_the_cure_in_this_order_and_once() {
         (&["recover", "x"], "blkq: x: no such device;"),
     ] {
         let line = place.refused(words);
-        assert!(line.contains(says), "{words:?}: {line}");
+        assert!(line.contains(reason), "{words:?}: {line}");
     }
     assert!(place.files().is_empty());
 }

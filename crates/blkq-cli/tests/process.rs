@@ -56,15 +56,15 @@ fn a_signal_stops_a_daemon_whichever_thread_gets_it() {
     let names: Vec<String> = threads(place.pid("d")).into_iter().map(|(_, name)| name).collect();
     assert!(names.iter().filter(|name| name.starts_with("blkq-queue-")).count() == 2, "{names:?}");
     let mut at = 0;
-    for end in [Signal::TERM, Signal::INT] {
+    for stop in [Signal::TERM, Signal::INT] {
         for index in 0..count() {
             at += 1;
             let pid = place.pid("d");
             // Threads that answer commands come and go.
             if let Some((thread, name)) = threads(pid).get(index) {
-                signal_thread(pid, *thread, end);
-                wait_until(&format!("{end:?} to {name} ends the daemon"), || is_gone(pid));
-                assert!(place.files().is_empty(), "{end:?} to {name}: {:?}", place.files());
+                signal_thread(pid, *thread, stop);
+                wait_until(&format!("{stop:?} to {name} stops the daemon"), || has_exited(pid));
+                assert!(place.files().is_empty(), "{stop:?} to {name}: {:?}", place.files());
                 place.done(&words);
             }
         }
@@ -85,7 +85,7 @@ fn a_signal_stops_a_daemon_at_any_moment() {
         if let Some((thread, _)) = threads.iter().rev().nth(round as usize % threads.len().max(1)) {
             signal_thread(pid, *thread, [Signal::TERM, Signal::INT][round as usize % 2]);
         }
-        wait_for_exit(&mut child, &format!("the daemon of round {round} ends: signalled {threads:?}"));
+        wait_for_exit(&mut child, &format!("the daemon of round {round} exits: signalled {threads:?}"));
         assert!(place.files().is_empty(), "round {round}: {:?}", place.files());
     }
 }
@@ -111,13 +111,13 @@ fn deaf(command: &mut Command) {
 #[test]
 fn inherited_masks_and_nohup_keep_no_signal_from_a_daemon() {
     let place = Place::new("deaf");
-    for end in [Signal::TERM, Signal::INT] {
+    for stop in [Signal::TERM, Signal::INT] {
         let mut command = place.command(&["attach", "ram:1M"]);
         deaf(&mut command);
         assert!(command.stdout(Stdio::null()).status().unwrap().success());
         let pid = place.pid("ram");
-        signal(pid, end);
-        wait_until(&format!("{end:?} ends the daemon"), || is_gone(pid));
+        signal(pid, stop);
+        wait_until(&format!("{stop:?} stops the daemon"), || has_exited(pid));
     }
 }
 
@@ -167,11 +167,13 @@ fn a_panic_aborts_the_daemon_and_is_in_the_log() {
         request(client, 0, number as u64, 0, 4096);
     }
     request(&mut clients[0], 1, 9, 4096, 4096);
-    wait_until("the daemon is gone", || is_gone(pid));
+    wait_until("the daemon has exited", || has_exited(pid));
     for client in &mut clients {
         client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        let end = client.read(&mut [0; 1]);
-        assert!(matches!(&end, Ok(0)) || end.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionReset));
+        let closed = client.read(&mut [0; 1]);
+        assert!(
+            matches!(&closed, Ok(0)) || closed.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionReset)
+        );
     }
     let log = fs::read_to_string(place.state().join("d.log")).unwrap();
     let line = log.lines().last().unwrap();
@@ -197,7 +199,7 @@ fn a_daemon_is_found_by_its_name() {
     assert_eq!(process("cmdline"), "blkq\0daemon\0--\0disk.img\0");
 }
 
-/// Has `command` inherit the pipe's end `end` as descriptor 9.
+/// Has `command` inherit the pipe's `end` as descriptor 9.
 fn inherit(command: &mut Command, end: &OwnedFd) {
     let raw = end.as_raw_fd();
     let inherit = move || {
@@ -211,9 +213,9 @@ fn inherit(command: &mut Command, end: &OwnedFd) {
     unsafe { command.pre_exec(inherit) };
 }
 
-/// Nobody has the writing end any more.
-fn assert_closed(reader: &OwnedFd, who: &str) {
-    assert_eq!(rustix::io::read(reader, &mut [0; 1]), Ok(0), "{who} has the pipe open");
+/// No process has the writing end any more.
+fn assert_closed(reader: &OwnedFd, process: &str) {
+    assert_eq!(rustix::io::read(reader, &mut [0; 1]), Ok(0), "{process} has the pipe open");
 }
 
 fn pipe() -> (OwnedFd, OwnedFd) {
@@ -266,7 +268,7 @@ fn a_server_of_an_inherited_socket_has_no_other_descriptors() {
     drop(client(&format!("nbd+unix:///?socket={}", path.display())));
     assert_closed(&reader, "the server");
     signal(child.id().try_into().unwrap(), Signal::TERM);
-    wait_for_exit(&mut child, "SIGTERM ends it");
+    wait_for_exit(&mut child, "SIGTERM stops it");
 }
 
 #[test]
@@ -284,7 +286,7 @@ fn a_log_that_nobody_reads_holds_nobody_up() {
     // Each writes a line.
     signal(pid, Signal::HUP);
     signal(pid, Signal::TERM);
-    wait_for_exit(&mut child, "SIGTERM ends it");
+    wait_for_exit(&mut child, "SIGTERM stops it");
     assert!(place.files().is_empty(), "{:?}", place.files());
 }
 

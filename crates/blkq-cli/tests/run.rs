@@ -83,13 +83,13 @@ fn a_command_begins_with_signals_and_descriptors_as_from_a_shell() {
 #[test]
 fn a_signal_is_passed_on_and_the_device_detached_after_the_command() {
     let place = Place::new("run-signal");
-    for (end, name) in
+    for (stop, name) in
         [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP"), (Signal::QUIT, "QUIT")]
     {
         let script =
             format!("trap 'echo got {name}; exit 3' {name}; echo ready; while :; do sleep 0.05; done");
         let (child, output) = start(&place, &script);
-        signal(child.id().try_into().unwrap(), end);
+        signal(child.id().try_into().unwrap(), stop);
         assert_eq!(finish(child, output), (Some(3), format!("got {name}\n"), String::new()));
         assert!(place.files().is_empty());
     }
@@ -114,7 +114,7 @@ fn a_device_detached_before_the_command_exits_is_reported() {
     // Detached on purpose, that is all the same to the command.
     let (child, output) = start(&place, "echo ready; read line");
     place.done(&["detach", "ram"]);
-    // Another one of that name is somebody else's.
+    // Another one of that name is not ours.
     place.done(&["attach", "ram:2M", "--name", "ram"]);
     let (exited, _, errors) = finish(child, output);
     assert!(errors.contains("ram: it was detached before"), "{errors}");
@@ -157,7 +157,7 @@ fn a_killed_command_line_leaves_no_device() {
     let pid = place.pid("ram");
     child.kill().unwrap();
     child.wait().unwrap();
-    wait_until("the daemon exits", || is_gone(pid) && place.files().is_empty());
+    wait_until("the daemon exits", || has_exited(pid) && place.files().is_empty());
 }
 
 fn shell(place: &Place, script: &str) -> Command {
@@ -177,7 +177,7 @@ fn a_device_exits_with_the_process_that_started_it() {
     assert!(lines.next().unwrap().unwrap().starts_with("nbd+unix:///"));
     let pid = place.pid("ram");
     signal(parent, Signal::KILL);
-    wait_until("the device is detached", || is_gone(pid) && place.files().is_empty());
+    wait_until("the device is detached", || has_exited(pid) && place.files().is_empty());
     drop(child.stdin.take());
     child.wait().unwrap();
 }
@@ -193,7 +193,7 @@ fn a_parent_that_exits_early_leaves_no_device() {
         );
         let output = shell(&place, &script).output().unwrap();
         let pid: i32 = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
-        wait_until("the device is detached", || is_gone(pid));
+        wait_until("the device is detached", || has_exited(pid));
     }
     assert!(place.files().is_empty());
 }
@@ -235,7 +235,7 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     place.done(&["detach", "front"]);
     assert!(!file.exists());
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    // A pid file that cannot be written is refused, and nothing is left.
+    // A pid file that cannot be written fails, and nothing is left.
     let line = place.refused(&["attach", "ram:1M", "--pid-file", "/nonexistent/pid"]);
     assert!(line.contains("--pid-file /nonexistent/pid"), "{line}");
     assert!(place.files().is_empty());

@@ -30,7 +30,7 @@ fn quick_start(port: u16) -> String {
     commands.replace("10809", &port.to_string())
 }
 
-/// A client that prints whose certificate the server at a port has.
+/// A client that prints the subject of the certificate of the server at a port.
 const SUBJECT: &str = r#"
 import socket, ssl, struct, sys
 plain = socket.create_connection(("localhost", int(sys.argv[1])))
@@ -102,7 +102,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
     let hangup = |expected: &str| {
         let before = place.log().len();
         signal(pid, Signal::HUP);
-        wait_until(&format!("the log says {expected}"), || place.log()[before..].contains(expected));
+        wait_until(&format!("the log has {expected}"), || place.log()[before..].contains(expected));
     };
     // A key that does not fit: all stays as it was.
     place.shell_done("cp server/server-key.pem keep; cp client/client-key.pem server/server-key.pem");
@@ -150,7 +150,7 @@ fn the_log_says_why_a_client_was_turned_away() {
     let logged = |commands: &str, expected: &str| {
         let before = place.log().len();
         place.shell(commands);
-        wait_until(&format!("the log says {expected}: {}", place.log()), || {
+        wait_until(&format!("the log has {expected}: {}", place.log()), || {
             place.log()[before..].contains(expected)
         });
     };
@@ -208,7 +208,7 @@ fn the_log_names_clients_beyond_the_limit_and_those_that_break_the_protocol() {
     );
     first.write_all(b"garbage instead of a request").unwrap();
     assert_eq!(first.read(&mut [0; 8]).unwrap_or(0), 0);
-    wait_until("the log says so", || place.log().contains("broke the protocol with a request"));
+    wait_until("the log has it", || place.log().contains("broke the protocol with a request"));
 }
 
 #[test]
@@ -217,7 +217,7 @@ fn the_handshake_of_tls_is_no_work_of_an_engine() {
     let (_, port) = place.quick_start();
     let pid = place.pid("disk.img");
     place.done(&["detach", "disk.img"]);
-    assert!(is_gone(pid));
+    assert!(has_exited(pid));
     let listen = format!("tcp:127.0.0.1:{port}");
     let certificates = place.dir.join("server");
     let words = ["attach", "ram:1M", "--name", "d", "--listen", &listen, "--tls-certificates"];

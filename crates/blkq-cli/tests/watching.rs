@@ -59,7 +59,7 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
         .into();
     cookies.sort_unstable();
     assert_eq!(cookies, [0xabc, 0xabd, 0xabe]);
-    wait_until("three ends", || lines_with(&place, " hang over: ").len() == 3);
+    wait_until("three completions", || lines_with(&place, " hang over: ").len() == 3);
     assert!(lines_with(&place, " hang over: ").iter().all(|line| line.contains("completed after ")));
     assert_eq!(place.json(&["stat", "ram", "--json"])["hangs"]["now"], 0);
 }
@@ -86,7 +86,7 @@ fn the_warning_is_a_live_setting_and_works_without_statistics() {
     assert_eq!((&stat["counters"]["clock-reads"], &stat["hangs"]["found"]), (&0.into(), &1.into()));
     place.done(&["set", "ram", "fault=none"]);
     assert_eq!(reply(&mut client, 512), (0, 5));
-    wait_until("its end", || lines_with(&place, " hang over: ").len() == 1);
+    wait_until("its completion", || lines_with(&place, " hang over: ").len() == 1);
     for bad in [["--hang-warning", "-1"], ["--hang-warning", "nan"], ["--metrics", "http://a"]] {
         let output = place.run(&[&["attach", "ram:1M"], &bad[..]].concat());
         assert_eq!(output.status.code(), Some(2), "{bad:?}");
@@ -198,7 +198,7 @@ fn metrics_are_well_formed_and_count_what_happens() {
     );
     assert_eq!(after.value("blkq_hang_warning_seconds", &[]), Some(30.0));
     assert_eq!(after.value("blkq_metrics_answered_total", &[]), Some(2.0));
-    // Nothing ever goes back.
+    // No counter ever decreases.
     for family in after.families.iter().filter(|family| family.kind != "gauge") {
         for sample in &family.samples {
             let labels: Vec<(&str, &str)> =
@@ -218,9 +218,9 @@ fn metrics_are_for_this_machine_unless_said_otherwise() {
     let refused = place.refused(&["attach", "ram:1M", "--export", "nbd", "--metrics", "tcp:0.0.0.0:0"]);
     assert!(refused.contains("other machines can read") && refused.contains("--insecure"), "{refused}");
     assert!(place.files().is_empty(), "nothing is left of it");
-    let told = place.run(&["attach", "ram:1M", "--metrics", "tcp:0.0.0.0:0", "--insecure"]);
-    assert_eq!(told.status.code(), Some(0));
-    assert!(String::from_utf8(told.stderr).unwrap().contains("can read the metrics"));
+    let output = place.run(&["attach", "ram:1M", "--metrics", "tcp:0.0.0.0:0", "--insecure"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("can read the metrics"));
     scrape(&metrics_uri(&place, "ram").replace("0.0.0.0", "127.0.0.1"));
     // A server that listens already keeps the address, and the device is not attached.
     let taken = metrics_uri(&place, "ram").replace("http://", "tcp:").replace("/metrics", "");
@@ -250,8 +250,8 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
         (&[b'x'; 1 << 20], "431 "),
         (&[0; 100_000], "400 "),
     ] {
-        let told = answer(&metrics, request);
-        assert!(told.starts_with(&format!("HTTP/1.1 {status}")), "{told}");
+        let answered = answer(&metrics, request);
+        assert!(answered.starts_with(&format!("HTTP/1.1 {status}")), "{answered}");
     }
     let served = || {
         let begin = Instant::now();
@@ -265,16 +265,16 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
     let mut slow: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     slow.iter_mut().for_each(|stream| _ = stream.write_all(b"GET /met"));
     assert!(served() < Duration::from_secs(2));
-    let told = scrape(&metrics);
-    assert!(told.value("blkq_metrics_shed_total", &[]).unwrap() >= 80.0, "84 had no place");
-    assert_eq!(told.value("blkq_metrics_refused_total", &[]), Some(6.0));
+    let page = scrape(&metrics);
+    assert!(page.value("blkq_metrics_shed_total", &[]).unwrap() >= 80.0, "84 had no place");
+    assert_eq!(page.value("blkq_metrics_refused_total", &[]), Some(6.0));
     // The ones that still have a place have five seconds.
     let mut late = TcpStream::connect(&address).unwrap();
     let begin = Instant::now();
     late.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     assert_eq!(late.read(&mut [0]).unwrap_or(0), 0);
     assert!((4..12).contains(&begin.elapsed().as_secs()), "{:?}", begin.elapsed());
-    // A client that does not read its answer holds a place, not a thread.
+    // A client that does not read its answer occupies a place, not a thread.
     let greedy: Vec<TcpStream> = (0..16)
         .map(|_| {
             let mut stream = TcpStream::connect(&address).unwrap();
@@ -291,5 +291,5 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
     let begin = Instant::now();
     let _held = TcpStream::connect(&address).unwrap();
     place.done(&["detach", "ram"]);
-    assert!(begin.elapsed() < Duration::from_secs(2), "a scraper does not hold up the end");
+    assert!(begin.elapsed() < Duration::from_secs(2), "a scraper does not delay the exit");
 }

@@ -87,7 +87,7 @@ impl Client {
         self.send(&option_bytes(option, data))
     }
 
-    /// Sends an option and expects to be refused with `reply`, and to go on.
+    /// Sends an option and expects the error `reply`, and the handshake to continue.
     fn refused(&mut self, option: u32, data: &[u8], reply: u32) {
         let (output, next) = self.option(option, data);
         assert_eq!(next, Next::Receive);
@@ -250,7 +250,7 @@ fn unknown_and_malformed_options_are_refused_one_by_one() {
 }
 
 #[test]
-fn long_options_are_skipped_and_longer_ones_end_the_session() {
+fn long_options_are_skipped_and_longer_ones_close_the_session() {
     let mut client = Client::new(3);
     client.refused(99, &vec![0; OPTION_MAX_BYTES], option_reply::ERR_UNSUP);
     client.refused(99, &vec![0; OPTION_MAX_BYTES + 1], option_reply::ERR_TOO_BIG);
@@ -268,7 +268,7 @@ fn an_option_that_cannot_be_answered_closes_the_session() {
     assert_eq!(handshake.receive(&[0, 0, 0, 4], &exports(), &mut output), (4, Next::Close));
     // Not an option.
     assert_eq!(Client::new(3).send(b"IHAVEOPS\0\0\0\x03\0\0\0\0"), (vec![], Next::Close));
-    // An export that does not exist, by the option that cannot say so.
+    // An export that does not exist, by the option that has no error reply.
     assert_eq!(Client::new(3).option(option::EXPORT_NAME, b"nobody"), (vec![], Next::Close));
     let header = &option_bytes(option::EXPORT_NAME, &[b'x'; 4097])[..16];
     assert_eq!(Client::new(3).send(header), (vec![], Next::Close));
@@ -346,7 +346,7 @@ fn before_required_tls_nothing_is_revealed_or_chosen() {
     assert_eq!(client.option(option::ABORT, &[]).1, Next::Close);
 }
 
-/// Somebody between the two can say things before the client asks for TLS (CVE-2021-3716), and
+/// A man in the middle can send options before the client asks for TLS (CVE-2021-3716), and
 /// after it in the same packet.
 // Contract: bounded-input
 #[test]

@@ -18,7 +18,7 @@ fn assert_serves(served: &Served) {
 }
 
 #[test]
-fn garbage_ends_its_own_connection_only() {
+fn garbage_closes_its_own_connection_only() {
     let served = serve(ram(), 1, options());
     let long = |option: u32, length: u32| {
         let mut bytes = b"\0\0\0\x03IHAVEOPT".to_vec();
@@ -45,14 +45,14 @@ fn garbage_ends_its_own_connection_only() {
     for style in [ReplyStyle::Simple, ReplyStyle::Extended] {
         let mut client = served.client(style);
         client.stream.write_all(&[0x55; 1000]).unwrap();
-        client.expect_end();
+        client.expect_close();
         // A payload beyond what was announced.
         let mut client = served.client(style);
         let header = client.bytes(1, 0x20, 0, 0, (32 << 20) + 1, &[]);
         client.stream.write_all(&header).unwrap();
-        client.expect_end();
+        client.expect_close();
     }
-    wait_until("all are gone", || served.server.connection_count() == 0);
+    wait_until("all have disconnected", || served.server.connection_count() == 0);
     let counters = served.server.counters();
     assert_eq!((counters.connections, counters.violations, counters.timeouts), (10, 10, 0));
     // A client that disconnects as the protocol has it has broken nothing.
@@ -60,9 +60,9 @@ fn garbage_ends_its_own_connection_only() {
     client.take(18);
     client.stream.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(2, &[])].concat()).unwrap();
     client.take(20);
-    client.expect_end();
+    client.expect_close();
     assert_serves(&served);
-    wait_until("all are gone", || served.server.connection_count() == 0);
+    wait_until("all have disconnected", || served.server.connection_count() == 0);
     let after = served.server.counters();
     assert_eq!((after.connections, after.violations, after.requests), (12, 10, counters.requests + 2));
     assert_eq!((after.read_bytes, after.written_bytes), (4096, 4096));
@@ -96,7 +96,7 @@ fn a_client_that_does_not_finish_the_handshake_is_dropped() {
     for stream in [silent, halfway] {
         let mut client = Client { stream, style: ReplyStyle::Simple, flags: 0, size: 0 };
         client.take(18);
-        client.expect_end();
+        client.expect_close();
     }
     assert!(begin.elapsed() >= Duration::from_millis(900));
     wait_until("both are counted", || served.server.counters().timeouts == 2);
@@ -112,7 +112,7 @@ fn too_many_connections_are_closed_at_once() {
     let mut first = served.client(ReplyStyle::Simple);
     let second = served.client(ReplyStyle::Simple);
     let mut third = Client { stream: served.raw(), style: ReplyStyle::Simple, flags: 0, size: 0 };
-    third.expect_end();
+    third.expect_close();
     assert_eq!(served.server.refused_connections(), 1);
     assert_eq!(served.server.counters().refused_connections, 1);
     assert_eq!(first.read(0, 512), [0; 512]);
@@ -134,7 +134,7 @@ fn a_client_that_does_not_read_is_dropped_and_slows_no_other() {
     while sent < 20_000 && stuck.stream.write_all(&request).is_ok() {
         sent += 1;
     }
-    assert!(sent < 20_000, "nobody holds it back");
+    assert!(sent < 20_000, "it is not throttled");
     let info = &served.server.connections()[0];
     // Two with buffers, one that waits for room.
     assert!(info.in_flight <= 3, "{info:?}");
@@ -182,7 +182,7 @@ fn the_largest_requests_of_many_clients_share_the_memory_of_one() {
     });
 }
 
-/// A client that dies at any byte of its conversation, with I/O in flight, leaves nothing.
+/// A client that disconnects at any byte of its stream, with I/O in flight, leaves nothing.
 #[test]
 fn a_client_may_vanish_at_any_step() {
     let served = serve(slow(100_000..=2_000_000), 2, options());
@@ -216,8 +216,8 @@ fn a_client_may_vanish_at_any_step() {
         }
         drop(stream);
     }
-    wait_until("all are gone", || served.server.connection_count() == 0);
-    wait_until("all I/O has ended", || served.disk.stats().in_flight == [0, 0]);
+    wait_until("all have disconnected", || served.server.connection_count() == 0);
+    wait_until("all I/O has completed", || served.disk.stats().in_flight == [0, 0]);
     assert_serves(&served);
 }
 
@@ -225,7 +225,7 @@ fn a_client_may_vanish_at_any_step() {
 fn strangers_in_the_handshake_leave_connections_to_others() {
     let served = serve(ram(), 2, NbdOptions { connections_max: 8, ..options() });
     let strangers: Vec<_> = (0..8).map(|_| served.raw()).collect();
-    // It waits for those before it, who have a second each, two at a time.
+    // It waits for those before it, which have a second each, two at a time.
     let mut client = served.client(ReplyStyle::Structured);
     assert_eq!(client.read(0, 512), [0; 512]);
     assert!(served.server.connection_count() <= 3, "{}", served.server.connection_count());

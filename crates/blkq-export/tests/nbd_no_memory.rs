@@ -46,7 +46,7 @@ unsafe impl GlobalAlloc for Limited {
 static ALLOCATOR: Limited = Limited;
 
 /// Clients come while there are only so many pieces of large memory. The first `needed` - 1 times
-/// that is too few: each is turned away, and who is there is served.
+/// that is too few: each is turned away, and connected clients are served.
 fn come(options: NbdOptions, needed: i64) {
     let served = serve(ram(), 1, options);
     let mut there = served.client(ReplyStyle::Simple);
@@ -68,7 +68,7 @@ fn come(options: NbdOptions, needed: i64) {
     assert_eq!(client.read(0, 4096), [needed as u8; 4096]);
     assert_eq!(LARGE_LEFT.load(Ordering::Relaxed), 0, "it needed less");
     let mut asks = served.raw();
-    assert_eq!(asks.read(&mut [0]).unwrap(), 0, "one that was let in used up the rest");
+    assert_eq!(asks.read(&mut [0]).unwrap(), 0, "an admitted client used up the rest");
     LARGE_LEFT.store(i64::MAX, Ordering::Relaxed);
 }
 

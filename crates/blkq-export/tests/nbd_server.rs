@@ -62,7 +62,7 @@ fn every_command_in_every_style() {
         assert_eq!(client.call(4, 1, base + (4 << 20), 32 << 20, &[]), (0, vec![]), "trim with FUA");
         assert_eq!(client.read(base + (5 << 20), 4096), vec![0; 4096]);
         client.send(2, 0, 0, 0, 0, &[]);
-        client.expect_end();
+        client.expect_close();
     }
 }
 
@@ -93,7 +93,7 @@ fn block_status_reports_data_and_holes() {
 
 // Contract: errors
 #[test]
-fn a_refused_request_is_answered_and_the_connection_goes_on() {
+fn a_rejected_request_is_answered_and_the_connection_stays() {
     let read_only = Disk::builder(ram()).read_only(true).build().unwrap();
     let path = socket_path();
     let engine = engines(&read_only);
@@ -166,7 +166,7 @@ fn many_clients_at_once_get_their_own_data() {
             });
         }
     });
-    wait_until("all connections gone", || served.server.connection_count() == 0);
+    wait_until("all connections closed", || served.server.connection_count() == 0);
 }
 
 #[test]
@@ -178,14 +178,14 @@ fn replies_come_in_any_order_and_disconnect_waits_for_all() {
     }
     client.send(2, 0, 0, 0, 0, &[]);
     let mut order: Vec<u64> = (0..200).map(|_| client.reply(|_| 4096).cookie).collect();
-    client.expect_end();
+    client.expect_close();
     assert!(!order.is_sorted());
     order.sort();
     assert!(order.into_iter().eq(0..200));
 }
 
 #[test]
-fn a_device_that_ends_all_at_once_loses_nothing() {
+fn a_device_that_completes_all_at_once_loses_nothing() {
     const DEPTH: u64 = 64;
     let served = serve(slow(1_000_000..=1_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Simple);
@@ -204,7 +204,7 @@ fn a_device_that_ends_all_at_once_loses_nothing() {
     // A client that disconnects in any state leaves nothing behind.
     ask(&mut client, 30);
     drop(client);
-    wait_until("the connection ends", || served.server.connection_count() == 0);
+    wait_until("the connection closes", || served.server.connection_count() == 0);
     assert!(served.server.connections().is_empty());
 }
 
@@ -215,7 +215,7 @@ fn a_half_closed_connection_is_answered() {
     client.send(0, 0, 5, 0, 4096, &[]);
     client.stream.shutdown(std::net::Shutdown::Write).unwrap();
     assert_eq!(client.reply(|_| 4096), Reply { cookie: 5, error: 0, payload: vec![0; 4096] });
-    client.expect_end();
+    client.expect_close();
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn the_socket_is_its_owners_and_goes_with_the_server() {
     let served = serve(ram(), 1, options());
     let mode = std::fs::metadata(&served.path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    // Somebody answers there.
+    // A server answers there.
     let start = |path: &std::path::Path| {
         let disk = Disk::builder(ram()).build().unwrap();
         let engine = engines(&disk).remove(0);
@@ -269,13 +269,13 @@ fn the_socket_is_its_owners_and_goes_with_the_server() {
     let (_engine, server) = start(&stale).unwrap();
     let mut client = Client::begin(UnixStream::connect(&stale).unwrap(), ReplyStyle::Simple);
     assert_eq!(client.read(0, 512), [0; 512]);
-    // With a client it stays, unless forced; without one it goes.
+    // With a client it keeps running, unless forced; without one it stops.
     let refused = server.stop(false).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Busy);
     assert_eq!(client.read(0, 512), [0; 512]);
     drop(Client::begin(UnixStream::connect(&stale).unwrap(), ReplyStyle::Simple));
     drop(client);
-    wait_until("the clients are gone", || server.connection_count() == 0);
+    wait_until("the clients have disconnected", || server.connection_count() == 0);
     server.stop(false).unwrap();
     assert!(!stale.exists());
 }
@@ -293,7 +293,7 @@ fn force_answers_what_is_in_flight_and_drops_the_client() {
     for _ in 0..20 {
         assert_eq!(client.reply(|_| 4096).error, 0);
     }
-    client.expect_end();
+    client.expect_close();
     assert!(UnixStream::connect(&served.path).is_err());
 }
 
@@ -315,7 +315,7 @@ fn tcp_and_inherited_sockets() {
     let busy = NbdServer::start(Listen::Tcp("127.0.0.1".into(), port), options(), &handles);
     assert_eq!(busy.err().unwrap().kind(), ErrorKind::Busy);
     tcp.stop(true).unwrap();
-    client.expect_end();
+    client.expect_close();
 
     let path = socket_path();
     let listener = UnixListener::bind(&path).unwrap();
@@ -332,14 +332,14 @@ fn tcp_and_inherited_sockets() {
     let mut client = Client::begin(ours, ReplyStyle::Extended);
     assert!(client.read(0, 1 << 20) == data);
     drop(client);
-    wait_until("the client is gone", || one.connection_count() == 0);
+    wait_until("the client has disconnected", || one.connection_count() == 0);
     one.stop(false).unwrap();
 
     let file = std::fs::File::open("/dev/null").unwrap();
     assert!(NbdServer::start(Listen::Inherited(file.into()), options(), &handles).is_err());
 }
 
-/// Guests and who not may reach such a socket, and there is no telling.
+/// Guests and others may reach such a socket, and the server cannot know.
 // Contract: bounded-input
 #[test]
 fn an_inherited_socket_of_another_family_is_refused() {
@@ -476,7 +476,7 @@ fn a_trim_that_turns_out_to_be_impossible_is_no_error() {
     let served = serve(Box::new(NoDiscard(Arc::new(AtomicBool::new(true)))), 1, options());
     let mut client = served.client(ReplyStyle::Structured);
     assert_ne!(client.flags & SEND_TRIM, 0);
-    // Trims are advice. The first finds it out; the others the block layer refuses itself.
+    // Trims are advice. The first one reaches the driver; the block layer rejects the others itself.
     for flags in [0, 0, 1] {
         assert_eq!(client.call(4, flags, 0, 8 << 20, &[]), (0, vec![]));
     }
@@ -513,13 +513,13 @@ fn a_silent_tcp_client_is_probed_within_half_a_minute() {
     let stream = TcpStream::connect(server.uri().strip_prefix("nbd://").unwrap()).unwrap();
     let (ours, theirs) = (stream.local_addr().unwrap().port(), stream.peer_addr().unwrap().port());
     let _client = Client::begin(stream, ReplyStyle::Simple);
-    // The server's end: "sl local remote st queues tr:when ...", a timer of kind 2 is keepalive's.
-    let ends = [format!("0100007F:{theirs:04X}"), format!("0100007F:{ours:04X}")];
+    // The server's side: "sl local remote st queues tr:when ...", a timer of kind 2 is keepalive's.
+    let sides = [format!("0100007F:{theirs:04X}"), format!("0100007F:{ours:04X}")];
     let timer = || {
         let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
         let line = table.lines().find(|line| {
             let words: Vec<&str> = line.split_whitespace().collect();
-            words[1] == ends[0] && words[2] == ends[1]
+            words[1] == sides[0] && words[2] == sides[1]
         });
         line.unwrap().split_whitespace().nth(5).unwrap().to_owned()
     };

@@ -60,7 +60,7 @@ fn a_list_of_revoked_certificates_of_another_authority_is_refused() {
     let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
     std::fs::write(directory.join("ca-crl.pem"), read("ca-crl.pem") + &read("other-crl.pem")).unwrap();
     assert_eq!(refusal(&directory), why);
-    // The cure that it names.
+    // The fix that it names.
     std::fs::write(directory.join("ca-cert.pem"), read("ca-cert.pem") + &read("other-cert.pem")).unwrap();
     assert!(TlsCertificates::load(&directory).unwrap().verifies_clients());
 }
@@ -197,7 +197,7 @@ fn a_slow_block_status_delays_no_handshake() {
         .with_no_client_auth();
     let mut tls = ClientConnection::new(Arc::new(config), "localhost".try_into().unwrap()).unwrap();
     while tls.is_handshaking() {
-        tls.complete_io(&mut stream).expect("the handshake goes on");
+        tls.complete_io(&mut stream).expect("the handshake continues");
     }
     let mut secure = StreamOwned::new(tls, stream);
     secure.write_all(&option_bytes(7, b"\0\0\0\0\0\0")).unwrap();

@@ -121,7 +121,7 @@ fn every_command_takes_the_flags_that_the_specification_gives_it() {
 }
 
 #[test]
-fn requests_that_were_not_advertised_are_refused() {
+fn requests_that_were_not_advertised_are_rejected() {
     let bare =
         |replies| Session { flags: TransmissionFlags::HAS_FLAGS, base_allocation: false, ..session(replies) };
     for (command, flags) in [(0, 1), (0, 4), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)] {
@@ -129,7 +129,7 @@ fn requests_that_were_not_advertised_are_refused() {
         let bytes = encode(ReplyStyle::Structured, command, flags, 0, length);
         assert_eq!(one(bare(ReplyStyle::Structured), &bytes), refused(0, NbdError::Invalid), "{command}");
     }
-    // Fast zeroes only where write zeroes says so.
+    // Fast zeroes only with write zeroes' flag.
     let slow = Session {
         flags: TransmissionFlags::all() - TransmissionFlags::READ_ONLY - TransmissionFlags::SEND_FAST_ZERO,
         ..session(ReplyStyle::Simple)
@@ -175,10 +175,10 @@ fn a_read_only_export_refuses_every_write() {
 }
 
 #[test]
-fn the_payload_of_a_refused_write_is_dropped() {
+fn the_payload_of_a_rejected_write_is_dropped() {
     let style = ReplyStyle::Simple;
     let mut bytes = encode(style, 1, 0, SIZE, 1024);
-    // Payload that looks like requests.
+    // A payload that resembles requests.
     bytes.extend(encode(style, 2, 0, 0, 0).iter().cycle().take(1024));
     bytes.extend(encode(style, 3, 0, 0, 0));
     let mut transmission = Transmission::new(session(style));
@@ -198,7 +198,7 @@ fn extended_payloads_are_consumed_whatever_the_command() {
     let mut transmission = Transmission::new(session(style));
     let mut bytes = encode(style, 7, 0x20, 0, 12);
     bytes.extend([0xee; 12]);
-    // A write has a payload even if its client forgets to say so.
+    // A write has a payload even if its client omits the flag.
     for flags in [0, 0x20] {
         bytes.extend(encode(style, 1, flags, 0, 512));
         bytes.extend([0xee; 512]);

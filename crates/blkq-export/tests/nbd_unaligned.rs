@@ -36,7 +36,7 @@ fn faulty(bytes: u64, block: u32, spec: &str) -> Box<dyn Driver> {
     Box::new(Fault::new(ram_of(bytes, block), spec.parse::<FaultSpec>().unwrap()).unwrap())
 }
 
-/// A file of `bytes` bytes, all of them served; gone when this is dropped.
+/// A file of `bytes` bytes, all of them served; removed when this is dropped.
 struct Image(PathBuf);
 
 impl Image {
@@ -353,7 +353,7 @@ fn a_write_that_was_first_is_waited_for() {
     }
 }
 
-/// Live changes wait for the I/O in flight, and that for nothing that they hold up.
+/// Live changes wait for the I/O in flight, and that waits for nothing that they block.
 #[test]
 fn live_changes_pass_under_unaligned_writes() {
     let served = serve(faulty(1 << 20, 512, "seed=5;delay=100us"), 2, bytes());

@@ -13,9 +13,9 @@ use crate::parent;
 /// Options of `daemon`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// The name of the device, or the one that is made unique: for those who list processes
+    /// The name of the device, or the one that is made unique: to be seen in lists of processes
     name: OsString,
-    /// Take over the block device of that name, whose daemon died; else the options of the device are
+    /// Take over the block device of that name, after its daemon died; else the options of the device are
     /// read from standard input
     #[arg(long)]
     recover: bool,

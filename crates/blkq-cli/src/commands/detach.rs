@@ -1,8 +1,8 @@
-//! `blkq detach`: ends devices, and is done when they are gone.
+//! `blkq detach`: detaches devices, and returns when their daemons have exited.
 
 use std::process::ExitCode;
 
-use blkq_export::ublk::{self, Deputy};
+use blkq_export::ublk::{self, SetupProcess};
 
 use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
@@ -15,11 +15,11 @@ use crate::{complain, print};
 /// Options of `detach`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Returns when the data is flushed, the daemon is gone, and its sockets and files are
+Returns when the data is flushed, the daemon has exited, and its sockets and files are
 removed. With clients connected, or the block device mounted or open, it refuses, unless
---force ends their connections and makes their I/O fail. It reports what it waits for
+--force closes their connections and makes their I/O fail. It reports what it waits for
 when that takes more than 2 seconds; with --force it gives up waiting after a minute, and
-the device ends by itself when its disk answers. The device of a daemon that died (an
+the device detaches by itself when its disk answers. The device of a daemon that died (an
 orphan), or what else was left of one, is removed too.
 
 Examples:
@@ -48,13 +48,13 @@ impl Args {
         let dir = StateDir::locate()?;
         if self.all {
             return for_each(&dir.names()?, |name| {
-                end(&dir, name, self.force)?;
+                detach(&dir, name, self.force)?;
                 print(&format!("{name}: detached\n"))
             });
         }
         for_each(&self.devices, |device| {
             let name = named(&dir, device)?;
-            match end(&dir, &name, self.force)? {
+            match detach(&dir, &name, self.force)? {
                 Detached::Done | Detached::Died(_) => Ok(()),
                 Detached::NotThere => Err(no_such_device(device)),
             }
@@ -66,13 +66,13 @@ impl Args {
 pub enum Detached {
     /// With a daemon, or as an orphan.
     Done,
-    /// Its daemon had died before, with these last words.
+    /// Its daemon had died before; the last line of its log.
     Died(String),
     /// It was not.
     NotThere,
 }
 
-fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
+fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     // Only what could be a device's name becomes part of a path.
     if check_name(name).is_err() {
         return Ok(Detached::NotThere);
@@ -90,14 +90,14 @@ fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
 /// Removes what a daemon that died has left.
 fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     match dir.clear_dead(name)? {
-        Dead::Cleared(last_words) => Ok(Detached::Died(last_words)),
+        Dead::Cleared(last_line) => Ok(Detached::Died(last_line)),
         Dead::No => Ok(Detached::NotThere),
         Dead::Orphan(orphan) => {
             let Orphan { mut claim, state } = *orphan;
             if let Some(ublk) = state.ublk {
                 // SAFETY: this command has no threads.
-                let deputy = unsafe { Deputy::fork(|| true) }?;
-                ublk.identity().remove(force, deputy).map_err(Failure::unless_forced)?;
+                let setup = unsafe { SetupProcess::fork(|| true) }?;
+                ublk.identity().remove(force, setup).map_err(Failure::unless_forced)?;
             }
             claim.keep(false);
             Ok(Detached::Done)
@@ -114,7 +114,7 @@ pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
     clear(dir, name, true).map(|_| ()).map_err(|e| during(e, name))
 }
 
-/// Refuses if somebody has the block device open: the daemon, which looks whether it is mounted, is
+/// Refuses if a process has the block device open: the daemon, which checks whether it is mounted, is
 /// confined and sees no other processes.
 ///
 /// # Errors
@@ -126,23 +126,23 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     Ok(())
 }
 
-/// Detaches one device and reports if its daemon had died. One that somebody else has just detached is
-/// detached as well. Returns how it was found.
+/// Detaches one device and reports if its daemon had died. One that another command has just detached
+/// counts as detached. Returns how it was found.
 ///
 /// # Errors
 /// If it was refused, or its last flush failed.
-pub fn end(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
-    let detached = detach(dir, name, force).map_err(|e| during(e, name))?;
-    if let Detached::Died(last_words) = &detached {
-        complain(&remains_removed(name, last_words));
+pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
+    let detached = stop_or_clear(dir, name, force).map_err(|e| during(e, name))?;
+    if let Detached::Died(last_line) = &detached {
+        complain(&remains_removed(name, last_line));
     }
     Ok(detached)
 }
 
 /// A note for the user: it was not this command that stopped the device.
-fn remains_removed(name: &str, last_words: &str) -> Failure {
-    let last_words = if last_words.is_empty() { String::new() } else { format!(" ({last_words})") };
-    Failure::new(format!("{name}: its daemon had died{last_words}; its remains were removed"))
+fn remains_removed(name: &str, last_line: &str) -> Failure {
+    let last_line = if last_line.is_empty() { String::new() } else { format!(" ({last_line})") };
+    Failure::new(format!("{name}: its daemon had died{last_line}; its remains were removed"))
 }
 
 fn during(failure: Failure, name: &str) -> Failure {

@@ -39,7 +39,7 @@ NAME.nbd and NAME.control (sockets) and NAME.lock.
 Done.
 .TP
 1
-Refused or failed; one line on standard error says what, why, and the cure.
+Refused or failed; one line on standard error has what, why, and the cure.
 .TP
 2
 Wrong usage.

@@ -30,7 +30,7 @@ pub struct Args {
     /// Leave out the line above the columns
     #[arg(long)]
     no_headings: bool,
-    /// First remove what daemons that died left, but for orphans, and say so on stderr
+    /// First remove what daemons that died left, but for orphans, and report that on stderr
     #[arg(long)]
     clean: bool,
     /// Only devices of this image, whatever it is called: the same file on the same file system
@@ -44,7 +44,7 @@ pub struct Args {
 fn after_help() -> String {
     format!(
         "\
-A device whose daemon died is listed with the mode `dead`; `blkq show` says what happened, and the
+A device whose daemon died is listed with the mode `dead`; `blkq show` reports what happened, and the
 next `blkq attach` of the name, `blkq detach` or --clean removes what it left. A kernel's block
 device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`.
 

@@ -42,11 +42,11 @@ Environment:
 Files, in the state directory (/run/blkq for root), which `blkq show NAME` names:
   NAME.log           the daemon's log; NAME.log.1 the one before
   NAME.json          what is kept for `blkq recover`
-  NAME.nbd           the NBD socket, unless --listen says where it is
+  NAME.nbd           the NBD socket, unless --listen gives its place
   NAME.control       the socket on which the daemon takes commands
   NAME.lock          locked as long as the daemon lives
 
-Exit status: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage.
+Exit status: 0 done, 1 refused or failed (one line on stderr has the reason), 2 wrong usage.
 
 See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]
@@ -75,7 +75,7 @@ pub enum Command {
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
     Bench(bench::Args),
-    /// Serve a block device again whose daemon died
+    /// Serve a block device again after its daemon died
     Recover(recover::Args),
     /// Hand a block device in use to a new daemon, of this program
     Upgrade(upgrade::Args),
@@ -86,7 +86,7 @@ pub enum Command {
     /// Serve a device, for the command that starts this process
     #[command(hide = true)]
     Daemon(daemon::Args),
-    /// Print who made a ublk device, for udev
+    /// Print the user that made a ublk device, for udev
     #[command(hide = true)]
     UblkOwner(ublk_owner::Args),
     /// Write manual pages or shell completions into a directory

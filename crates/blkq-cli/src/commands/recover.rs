@@ -1,4 +1,4 @@
-//! `blkq recover`: a new daemon for a block device whose own died.
+//! `blkq recover`: a new daemon for a block device after its own died.
 
 use std::ffi::OsString;
 use std::process::ExitCode;

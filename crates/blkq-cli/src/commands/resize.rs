@@ -14,7 +14,7 @@ use crate::state::StateDir;
 /// Options of `resize`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Prints the new size. NBD clients that are connected keep the size that they were told;
+Prints the new size. NBD clients that are connected keep the size that they received;
 those that connect later see the new one. With clients connected, or the block device
 mounted or open, it refuses to shrink the device, unless --force is given: then I/O beyond
 the new end fails. Growing is always possible.

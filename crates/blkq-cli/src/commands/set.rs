@@ -9,7 +9,7 @@ use crate::state::StateDir;
 /// Options of `set`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-The device holds new I/O back while a change is made; nothing in flight is lost.
+New I/O waits while a change is made; nothing in flight is lost.
 `blkq show NAME` lists the settings.
 
 Examples:

@@ -6,7 +6,7 @@ use crate::backing::shown_path;
 use crate::columns::Cell;
 use crate::completion;
 use crate::control::no_such_device;
-use crate::devices::{Entry, look, named};
+use crate::devices::{Entry, inspect, named};
 use crate::failure::{Failure, Outcome, for_each};
 use crate::info::{ClientInfo, DeviceInfo};
 use crate::size::format_size;
@@ -41,7 +41,7 @@ impl Args {
         let mut pages = 0;
         for_each(&self.devices, |device| {
             let name = named(&dir, device)?;
-            let entry = look(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
+            let entry = inspect(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
             // Pages that follow each other are parted by an empty line.
             let gap = if pages > 0 { "\n" } else { "" };
             pages += 1;

@@ -1,4 +1,4 @@
-//! `blkq ublk-owner`: who made a ublk device, for udev rules.
+//! `blkq ublk-owner`: the user that made a ublk device, for udev rules.
 
 use blkq_export::ublk::{ControlDevice, Features};
 
@@ -8,7 +8,7 @@ use crate::print;
 /// Options of `ublk-owner`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Prints the user's and the group's number of who made a device as another user than root, and
+Prints the user's and the group's number of the maker of a device, if that is not root, and
 nothing for a device of root. packaging/udev/60-blkq-ublk.rules uses it.
 
 Example:
@@ -22,7 +22,7 @@ pub struct Args {
 
 fn parse_kernel_name(name: &str) -> Result<u32, &'static str> {
     let number = name.strip_prefix("ublkc").or_else(|| name.strip_prefix("ublkb"));
-    // A partition belongs to who made the device.
+    // A partition belongs to the maker of the device.
     let number = number.map(|number| number.split_once('p').map_or(number, |(number, _)| number));
     number.and_then(|number| number.parse().ok()).ok_or("a device is ublkcN or ublkbN, such as ublkb0")
 }

@@ -13,10 +13,10 @@ use crate::state::{StateDir, read_state};
 /// Options of `upgrade`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Install the new blkq, and run it: the daemon that serves the device ends, and a new one of the
+Install the new blkq, and run it: the daemon that serves the device exits, and a new one of the
 program that you run takes over. I/O in flight is issued again; what comes meanwhile waits, and
 nothing fails. Options, image and certificates are checked first: if the new program could not
-serve them, the old one goes on. The options are those of `blkq attach`, the settings and the size those of the old
+serve them, the old one keeps running. The options are those of `blkq attach`, the settings and the size those of the old
 daemon.
 
 Example:
@@ -29,10 +29,10 @@ pub struct Args {
 }
 
 impl Args {
-    /// Ends the old daemon and starts a new one.
+    /// Stops the old daemon and starts a new one.
     ///
     /// # Errors
-    /// Why a new one could not serve the device, or the old one does not let go of it: that goes on
+    /// Why a new one could not serve the device, or the old one does not release it: that keeps running
     /// then. Or, the device being an orphan, why the new one cannot take it over.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: crate::failure::Failure| e.during(format_args!("upgrade {}", self.name));

@@ -14,7 +14,7 @@ pub(super) const ARCHITECTURE: u32 = 0xc000_00b7;
 /// Whether this kernel has filters.
 pub fn is_there() -> bool {
     let action = libc::SECCOMP_RET_ALLOW;
-    // SAFETY: the kernel reads one word, and only tells.
+    // SAFETY: the kernel reads one word, and only returns whether it knows the action.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0u32, &raw const action) };
     result == 0
@@ -75,7 +75,7 @@ fn answer(action: u32) -> libc::sock_filter {
     statement(libc::BPF_RET | libc::BPF_K, action)
 }
 
-/// Goes on if what was loaded is `k`, else behind the next `skip`.
+/// Continues if what was loaded is `k`, else behind the next `skip`.
 fn unless(k: u32, skip: u8) -> libc::sock_filter {
     libc::sock_filter { jf: skip, ..statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) }
 }

@@ -1,4 +1,4 @@
-//! Landlock (landlock(7)): which files this thread may open, and with whom it may talk. A small
+//! Landlock (landlock(7)): which files this thread may open, and with which processes it may communicate. A small
 //! part of linux/landlock.h, called directly.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -52,7 +52,7 @@ struct PathBeneathAttr {
 }
 const _: () = assert!(size_of::<PathBeneathAttr>() == 12);
 
-/// Rules that are gathered, and then hold for good.
+/// Rules that are gathered, and then enforced for good.
 pub struct Landlock {
     /// `None` where the kernel has no Landlock.
     ruleset: Option<OwnedFd>,
@@ -174,7 +174,7 @@ impl Landlock {
         if result == 0 { Ok(()) } else { Err(last_error()) }
     }
 
-    /// Has the rules hold for this thread, and those that it makes, for good. Returns the version
+    /// Enforces the rules on this thread, and those that it makes, for good. Returns the version
     /// of Landlock, 0 where the kernel has none.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Privileges that a daemon drops once it is set up: capabilities, new privileges, the file system, and
-//! the system calls that it does not make. docs/security.md says what for, and how to see it.
+//! the system calls that it does not make. docs/security.md has the reasons, and how to see it.
 //!
-//! Everything here holds for the thread that asks for it and for those that it makes later.
+//! Everything here applies to the thread that asks for it and to those that it makes later.
 //! Engines are made by a thread that is confined more than the rest: they read what clients send,
 //! and open nothing.
 
@@ -22,7 +22,7 @@ use crate::failure::{Failure, Outcome};
 use crate::operations::OPERATIONS;
 use landlock::Landlock;
 
-/// The parts of the system that the control plane goes on to use.
+/// The parts of the system that the control plane needs later.
 #[derive(Debug, Default)]
 pub struct Needs {
     /// The image, if there is one (`O_PATH`): it is opened anew to be written.
@@ -69,7 +69,7 @@ impl Confinement {
 
 /// Confines this thread to what an engine, its worker and a watcher of trigger files do: nothing
 /// is opened, nobody is connected to. With `partscan` it keeps the capability without which the
-/// kernel looks for no partitions on a block device that it serves.
+/// kernel scans for no partitions on a block device that it serves.
 ///
 /// # Errors
 /// Confinement that the kernel has, and refuses.
@@ -138,7 +138,7 @@ pub fn ublk_commands() -> Outcome {
     enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
 }
 
-/// Confines the process that sees who uses a block device to just that: it reads the open files of
+/// Confines the process that watches the users of a block device to just that: it reads the open files of
 /// all processes.
 ///
 /// # Errors
@@ -160,7 +160,7 @@ fn capabilities_of(needs: &Needs) -> CapabilitySet {
     let mut kept = CapabilitySet::empty();
     // The kernel's ublk wants it for each command about a device that is not of an ordinary user.
     kept.set(CapabilitySet::SYS_ADMIN, needs.block_device.is_some());
-    // The node may be given to somebody else, who lets nobody open it.
+    // The node may be given to another user, who lets nobody open it.
     kept.set(CapabilitySet::DAC_READ_SEARCH, needs.block_device.is_some());
     // Without it root is but another user where the files of others are.
     let writable =

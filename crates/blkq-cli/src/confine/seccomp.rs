@@ -5,7 +5,7 @@
 //!
 //! A refused call seems not to be there (ENOSYS), as on an older kernel: then a newer C library
 //! falls back to what it called before, and the device lives. What nothing here could have called
-//! ends the process, for somebody else has it in his hands.
+//! kills the process, for an attacker controls it.
 
 /// A system call that is allowed.
 #[derive(Clone, Copy, Debug)]
@@ -125,7 +125,7 @@ const MORE: &[Call] = &[
     call!(SYS_fdatasync),
     // The thread of the metrics steps back.
     call!(SYS_setpriority),
-    // Standard output, once the command that waits there has been told.
+    // Standard output, once the command that waits there has its reply.
     #[cfg(target_arch = "x86_64")]
     call!(SYS_dup2),
     #[cfg(target_arch = "x86_64")]
@@ -169,7 +169,7 @@ pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_io_uring_enter),
     call!(SYS_io_uring_register),
     call!(SYS_capget),
-    // It dies with its server while it starts a device.
+    // It is killed with its server while it starts a device.
     call!(SYS_prctl).only(0, ALL, libc::PR_SET_PDEATHSIG as u32),
     call!(SYS_getppid),
     call!(SYS_mmap).only(2, EXECUTABLE, 0),

@@ -19,7 +19,7 @@ const ANSWERING_MAX: usize = 16;
 /// Checks the user of a connection, and has a thread serve it.
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     let turn_away = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
-    // As the socket's mode does; this holds wherever the socket is moved.
+    // As the socket's mode does; this applies wherever the socket is moved.
     match Peer::of(&stream) {
         Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => {}
         _ => return turn_away("only the owner of the daemon may talk to it"),
@@ -52,11 +52,11 @@ fn serve(shared: &Shared, stream: UnixStream) {
         }
         Request::Leave {} => match shared.leave() {
             Ok(()) => {
-                log::line("stopping: the device goes to another daemon");
+                log::line("stopping: another daemon takes over the device");
                 answer(&stream, &reply_line(Ok(())));
                 shared.wait_for_answers();
-                // As if killed: the kernel takes back what it has given out when the task ends,
-                // and may wait for it for ever when only the ring goes.
+                // As if killed: the kernel aborts the requests that it passed out when the task exits,
+                // and may wait for them for ever when only the ring closes.
                 std::process::exit(0);
             }
             Err(failure) => reply_line::<()>(Err(failure)),
@@ -64,7 +64,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
         Request::Detach { force } => match shared.close(Stage::Stopping, |device| device.close(force)) {
             Ok(()) => {
                 log::line("stopping: detach asked for it");
-                return shared.end(Some(stream));
+                return shared.stop(Some(stream));
             }
             Err(failure) => reply_line::<()>(Err(failure)),
         },
@@ -99,7 +99,7 @@ fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
     }
 }
 
-/// Sends the reply; a client that does not take it goes without.
+/// Sends the reply; a client that does not read it gets none.
 pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
     let _ = stream.set_write_timeout(Some(LINE_TIMEOUT));
     let _ = stream.write_all(reply);

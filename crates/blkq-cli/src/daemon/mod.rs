@@ -1,4 +1,4 @@
-//! The daemon of one device: its life from start to end, and its control socket.
+//! The daemon of one device: its life from start to exit, and its control socket.
 //!
 //! The first thread waits for commands and signals. Each command is answered on a
 //! short-lived thread of its own, because a change may have to wait for I/O; the
@@ -46,7 +46,7 @@ pub struct Daemon {
     /// A byte when there is something in `stopped`.
     wake: UnixStream,
     pid_file: Option<PidFile>,
-    /// Last, so that the name is free after everything else is gone.
+    /// Last, so that the name is free after everything else is released.
     claim: Claim,
 }
 
@@ -67,7 +67,7 @@ impl Daemon {
         Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
     }
 
-    /// As [`Daemon::start`], for the block device of a daemon that is gone.
+    /// As [`Daemon::start`], for the block device of a daemon that has exited.
     ///
     /// # Errors
     /// Whatever keeps the device from being taken over; it stays an orphan then.
@@ -172,7 +172,7 @@ impl Daemon {
         self.shared.device().info_at_attach()
     }
 
-    /// Serves until the device is detached or a signal ends it.
+    /// Serves until the device is detached or a signal stops it.
     pub fn run(mut self) -> ExitCode {
         loop {
             let mut fds = [
@@ -183,7 +183,7 @@ impl Daemon {
                 PollFd::new(self.shared.device().rejection_event(), PollFlags::IN),
                 PollFd::new(self.shared.device().failure_event(), PollFlags::IN),
             ];
-            // Interrupted, or out of memory: look again. The signal is in its pipe.
+            // Interrupted, or out of memory: poll again. The signal is in its pipe.
             if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
             }
@@ -213,14 +213,14 @@ impl Daemon {
                 self.shared.spawn(|shared| {
                     if shared.close_idle() {
                         log::line("stopping: the last client has disconnected");
-                        shared.end(None);
+                        shared.stop(None);
                     }
                 });
             }
             if commands {
                 match self.control.accept() {
                     Ok((stream, _)) => accept(&self.shared, stream),
-                    // Out of descriptors, say: others may give some back.
+                    // Out of descriptors, for one: others may be closed.
                     Err(_) => std::thread::sleep(ACCEPT_PAUSE),
                 }
             }
@@ -241,7 +241,7 @@ impl Daemon {
     /// Detaches the device at once, even with clients: its user could not be notified.
     pub fn give_up(self) {
         if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
-            self.shared.end(None);
+            self.shared.stop(None);
         }
         if let Ok(stopped) = self.stopped.try_recv() {
             self.finish(stopped);
@@ -256,14 +256,14 @@ impl Daemon {
         // The engines may have I/O that never completes.
         std::mem::forget(shared);
         match claim.is_kept() {
-            // Locked until the process, which the kernel still takes for its server, is gone.
+            // Locked until the process, which the kernel still takes for its server, has exited.
             true => std::mem::forget(claim),
             false => drop(claim),
         }
         ExitCode::from(EXIT_FAILED)
     }
 
-    /// Removes what is left of the device, and then says so to who asked for it.
+    /// Removes what is left of the device, and then replies to the client that asked for it.
     fn finish(self, stopped: Stopped) -> ExitCode {
         let Daemon { shared, control, pid_file, mut claim, .. } = self;
         drop((control, pid_file));
@@ -286,7 +286,7 @@ impl Daemon {
 }
 
 /// Takes what the user is allowed: descriptors for connections, locked memory for
-/// registered buffers. What is refused is missed where it is needed, not here.
+/// registered buffers. A limit that cannot be raised fails where it is needed, not here.
 fn raise_limits() {
     for resource in [Resource::Nofile, Resource::Memlock] {
         let maximum = getrlimit(resource).maximum;

@@ -37,7 +37,7 @@ impl Parent {
     /// Sends the parent its one message, and releases standard input and output.
     ///
     /// # Errors
-    /// If the parent is gone.
+    /// If the parent has exited.
     pub fn notify(&mut self, reply: &[u8]) -> Outcome {
         let Some(null) = self.null.take() else { return Ok(()) };
         let mut stdout = std::io::stdout().lock();
@@ -45,6 +45,6 @@ impl Parent {
         written
             .and_then(|()| Ok(rustix::stdio::dup2_stdin(&null)?))
             .and_then(|()| Ok(rustix::stdio::dup2_stdout(null)?))
-            .map_err(|e| Failure::new(format!("the command that started the daemon is gone: {e}")))
+            .map_err(|e| Failure::new(format!("the command that started the daemon has exited: {e}")))
     }
 }

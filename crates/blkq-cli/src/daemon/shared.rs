@@ -25,12 +25,12 @@ pub(super) struct Shared {
     /// The user that runs it.
     owner: Uid,
     device: Device,
-    /// Locked while its change is decided, and while the state file is written, which goes with it.
+    /// Locked while its change is decided, and while the state file is written along with it.
     stage: Mutex<Stage>,
     dir: StateDir,
     name: String,
     answering: AtomicUsize,
-    /// A signal has asked for the end, which is on its way.
+    /// A signal has asked to stop, which is on its way.
     signalled: AtomicBool,
     stopped: Sender<Stopped>,
     waker: UnixStream,
@@ -42,7 +42,7 @@ pub(super) enum Stage {
     Serving,
     /// It is left to the next daemon, which reads what this one has written.
     Leaving,
-    /// It is closed and ends, or has stopped.
+    /// It is closed and stops, or has stopped.
     Stopping,
 }
 
@@ -106,14 +106,14 @@ impl Shared {
         self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the device in the way of `close`, for who then ends it or leaves it, as `next` says.
+    /// Closes the device by `close`, for a caller that then stops or leaves it, depending on `next`.
     ///
     /// # Errors
     /// If it is in use and that is to be respected, or it is stopping already.
     pub(super) fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
         let mut stage = self.stage();
         if *stage != Stage::Serving {
-            return Err(Failure::new("it is stopping already; blkq list shows when it is gone"));
+            return Err(Failure::new("it is stopping already; blkq list shows when it is detached"));
         }
         close(&self.device)?;
         *stage = next;
@@ -121,17 +121,17 @@ impl Shared {
     }
 
     /// Closes the device for the next daemon. Not if writes could not be made durable: that one
-    /// would know nothing of it, and answer flushes well.
+    /// would not know, and answer flushes without an error.
     ///
     /// # Errors
     /// As [`Shared::close`], and that.
     pub(super) fn leave(&self) -> Outcome {
-        // Not under the lock: a flush may take long, or hang, and a forced end does not wait for it.
+        // Not under the lock: a flush may take long, or hang, and a forced stop does not wait for it.
         self.device.flush()?;
         self.close(Stage::Leaving, Device::leave)
     }
 
-    /// Closes a device that is to end with its last client, if that has gone.
+    /// Closes a device that is to detach with its last client, if that has disconnected.
     pub(super) fn close_idle(&self) -> bool {
         let close = |device: &Device| match device.autoclear().is_on() {
             true => device.close(false),
@@ -140,16 +140,16 @@ impl Shared {
         self.close(Stage::Stopping, close).is_ok()
     }
 
-    /// Ends the device, which is closed.
-    pub(super) fn end(&self, asker: Option<UnixStream>) {
+    /// Stops the device, which is closed.
+    pub(super) fn stop(&self, asker: Option<UnixStream>) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and stopping");
-        let flushed = self.device.end();
-        // The other ends are in the first thread, which lives longer than any other.
+        let flushed = self.device.stop();
+        // The receivers are in the first thread, which outlives all others.
         let _ = self.stopped.send(Stopped { flushed, asker });
         let _ = (&self.waker).write_all(&[0]);
     }
 
-    /// Gives other commands a moment to be answered: one that is lost is refused, and says so.
+    /// Gives other commands a moment to be answered: one without an answer reports that.
     pub(super) fn wait_for_answers(&self) {
         let until = Instant::now() + LEAVE_WAIT;
         while self.answering.load(Ordering::Relaxed) > 1 && Instant::now() < until {
@@ -182,7 +182,7 @@ impl Shared {
             match shared.close(Stage::Stopping, |device| device.close(true)) {
                 Ok(()) => {
                     log::line(&format!("stopping: {} asked for it", signal.name()));
-                    shared.end(None);
+                    shared.stop(None);
                 }
                 Err(failure) => {
                     log::line(&format!("not stopping: {failure}"));
@@ -205,7 +205,7 @@ impl Shared {
         match *stage {
             // Of several that were set, those before the one that was refused are kept too.
             Stage::Serving => changed.and(self.write_settings()),
-            // The next daemon does not hear of it.
+            // The next daemon does not learn of it.
             Stage::Leaving => stage.check(),
             // Nothing of it is to be left.
             Stage::Stopping => changed,
@@ -262,7 +262,7 @@ mod tests {
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, &claim, Vec::new()).unwrap();
-        let ((_wake, waker), (sender, _ended)) = (UnixStream::pair().unwrap(), channel());
+        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
         let shared = Shared::new(geteuid(), device, &claim, sender, waker);
         let depth = || {
             let settings = shared.device.info().unwrap().settings;
@@ -270,7 +270,7 @@ mod tests {
         };
         let set = |value: &str| shared.set(&[("depth".to_owned(), value.to_owned())]);
         set("64").unwrap();
-        // There is no block device to leave: it goes on.
+        // There is no block device to leave: it keeps running.
         assert!(shared.close(Stage::Leaving, Device::leave).is_err());
         set("32").unwrap();
 
@@ -286,7 +286,7 @@ mod tests {
         assert!(set("8").unwrap_err().to_string().contains("stopping"));
 
         shared.device.close(true).unwrap();
-        shared.device.end().unwrap();
+        shared.device.stop().unwrap();
         drop((shared, claim));
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

@@ -12,7 +12,7 @@ pub enum Asked {
         /// Whether the text is sent.
         text: bool,
     },
-    /// Something that is refused, and how.
+    /// A request that is rejected, and how.
     Refused(Refusal),
 }
 
@@ -26,15 +26,15 @@ const NOT_ALLOWED: Refusal = Refusal(405, "Method Not Allowed", "only GET and HE
 const TOO_LARGE: Refusal = Refusal(431, "Request Header Fields Too Large", "the request is too long");
 const VERSION: Refusal =
     Refusal(505, "HTTP Version Not Supported", "only HTTP/1.0 and HTTP/1.1 are understood");
-/// The device has ended, and the daemon is about to.
+/// The device has stopped, and the daemon is about to exit.
 pub const STOPPING: Refusal = Refusal(503, "Service Unavailable", "the device is stopping");
 
-/// Looks at what has arrived; `None` if more is needed.
+/// Parses what has arrived; `None` if more is needed.
 pub fn parse(input: &[u8]) -> Option<Asked> {
     let head = match end_of_head(input) {
         Some(end) if end <= HEAD_BYTES_MAX => &input[..end],
         Some(_) => return Some(Asked::Refused(TOO_LARGE)),
-        // Bytes that cannot become a request are refused at once.
+        // Bytes that cannot become a request are rejected at once.
         None if input.iter().any(|byte| !is_text(*byte)) => return Some(Asked::Refused(BAD)),
         None if input.len() >= HEAD_BYTES_MAX => return Some(Asked::Refused(TOO_LARGE)),
         None => return None,
@@ -42,7 +42,7 @@ pub fn parse(input: &[u8]) -> Option<Asked> {
     Some(understand(head).unwrap_or_else(Asked::Refused))
 }
 
-/// Where the empty line ends that ends the head.
+/// The end of the empty line after the head.
 fn end_of_head(input: &[u8]) -> Option<usize> {
     input.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
 }
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn all_else_is_refused_as_the_standard_says() {
+    fn all_else_is_rejected_as_the_standard_requires() {
         for (request, expected) in [
             ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", 404),
             ("GET /metrics/ HTTP/1.1\r\nHost: a\r\n\r\n", 404),

@@ -1,6 +1,6 @@
 //! `--metrics`: the counters of a device for Prometheus, over HTTP.
 //!
-//! One thread of low priority serves all who ask; it shares nothing with the engines but the
+//! One thread of low priority serves all clients; it shares nothing with the engines but the
 //! counters that these publish anyway. `http` is the protocol and `page` the text, both over
 //! bytes in memory; `server` puts them on sockets.
 
@@ -39,8 +39,8 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Listens; who asks is answered from [`Endpoint::start`] on. An address that other machines
-    /// reach is refused unless that is meant: the text shows how busy the device is.
+    /// Listens; requests are answered from [`Endpoint::start`] on. An address that other machines
+    /// reach is refused without `insecure`: the text shows how busy the device is.
     ///
     /// # Errors
     /// If it cannot or must not listen there.
@@ -50,7 +50,7 @@ impl Endpoint {
         let world = listener.tcp_address().filter(|address| !address.ip().is_loopback());
         if let (Some(address), false) = (world, insecure) {
             return Err(during(Failure::new(format!(
-                "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or say --insecure"
+                "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or give --insecure"
             ))));
         }
         let warning = world.map(|address| {

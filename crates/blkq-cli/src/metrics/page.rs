@@ -15,7 +15,7 @@ const LATENCY_BITS: (u32, u32) = (10, 35);
 pub struct Served {
     /// Requests answered with metrics.
     pub answered: AtomicU64,
-    /// Requests refused.
+    /// Requests rejected.
     pub refused: AtomicU64,
     /// Connections closed because they took too long, or because others wanted their places.
     pub shed: AtomicU64,
@@ -50,14 +50,14 @@ pub fn render(sample: &Sample, served: &Served) -> String {
     }
     let get = |counter: &AtomicU64| counter.load(Relaxed);
     page.counter("metrics_answered", "Requests for metrics that were answered.", get(&served.answered));
-    page.counter("metrics_refused", "HTTP requests that were refused.", get(&served.refused));
+    page.counter("metrics_refused", "HTTP requests that were rejected.", get(&served.refused));
     page.counter("metrics_shed", "HTTP connections closed because they took too long.", get(&served.shed));
     page.text
 }
 
 impl Page {
     fn device(&mut self, size_bytes: u64, statistics: &Statistics) {
-        self.family("info", "gauge", "Always 1; the label says which version serves the device.");
+        self.family("info", "gauge", "Always 1; the label has the version that serves the device.");
         self.sample("info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
         self.gauge("size_bytes", "Size of the device.", size_bytes);
         self.gauge("uptime_seconds", "Time since the device was attached.", seconds(statistics.uptime_ns));
@@ -81,7 +81,7 @@ impl Page {
                 self.sample("errors_total", &labels, group.failed_with(status));
             }
         }
-        self.family("refused_total", "counter", "I/Os refused before they were requests.");
+        self.family("refused_total", "counter", "I/Os rejected before they were requests.");
         for (op, group) in groups() {
             for status in Status::ALL {
                 let labels = [("op", op), ("status", status.name())];
@@ -125,7 +125,7 @@ impl Page {
             (Counter::FlushesCoalesced, "flushes_coalesced", "Flushes served by one that others needed too."),
             (Counter::PlugFlushes, "plug_flushes", "Batches of requests that left the plug."),
             (Counter::DispatchBatches, "dispatch_batches", "Batches of requests given to the driver."),
-            (Counter::Requeues, "requeues", "Requests that the driver refused, and that were requeued."),
+            (Counter::Requeues, "requeues", "Requests that found the driver busy, and were requeued."),
             (Counter::Splits, "splits", "Parts of I/Os that were larger than the limits."),
             (Counter::TagWaits, "tag_waits", "I/Os that found no free tag."),
             (Counter::ClockReads, "clock_reads", "Readings of the clock."),
@@ -156,11 +156,11 @@ impl Page {
         let limit = seconds(statistics.hang_warning_ns);
         self.gauge(
             "hang_warning_seconds",
-            "How long a request may take before it hangs; 0: nobody looks.",
+            "How long a request may take before it counts as hung; 0: hangs are not watched for.",
             limit,
         );
         self.counter("hangs", "Requests found to hang.", snapshot.counter(Counter::Hangs));
-        self.gauge("hung", "Requests that hung when last looked.", snapshot.hung);
+        self.gauge("hung", "Requests that hung in the last scan.", snapshot.hung);
         self.counter(
             "stalls",
             "How often the thread of a queue did not answer for as long.",
@@ -187,7 +187,7 @@ impl Page {
             ("nbd_written_bytes", "Content received from NBD clients.", counters.written_bytes),
             (
                 "nbd_paced_requests",
-                "NBD requests held back from a device that completes its work in bursts.",
+                "NBD requests delayed, for a device that completes its work in bursts.",
                 counters.paced_requests,
             ),
             (

@@ -1,6 +1,6 @@
 //! The endpoint's thread: a few connections at a time, each of which has so many bytes and so
-//! much time. Who comes when all places are taken gets that of the one that has been there
-//! longest: a scraper asks at once, who holds places does not.
+//! much time. When all places are taken, a new client gets that of the oldest
+//! one: a scraper asks at once, a client that only occupies a place does not.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
@@ -90,7 +90,7 @@ impl Server<'_> {
         // A little later than due, so that it is due then.
         let left = until.map(|until| until.saturating_duration_since(now) + Duration::from_millis(1));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
-        // Interrupted, or out of memory: look again.
+        // Interrupted, or out of memory: poll again.
         if poll(&mut fds, left.as_ref()).is_err_and(|e| e != Errno::INTR) {
             std::thread::sleep(ACCEPT_PAUSE);
         }
@@ -101,7 +101,7 @@ impl Server<'_> {
         self.accept();
         let now = Instant::now();
         for connection in &mut self.connections {
-            connection.go_on(self.read, &self.served);
+            connection.advance(self.read, &self.served);
             if now >= connection.until && !matches!(connection.state, State::Over) {
                 self.served.shed.fetch_add(1, Relaxed);
                 connection.state = State::Over;
@@ -110,7 +110,7 @@ impl Server<'_> {
         self.connections.retain(|connection| !matches!(connection.state, State::Over));
     }
 
-    /// Lets in who waits, as many at once as there are places.
+    /// Accepts waiting clients, as many at once as there are places.
     fn accept(&mut self) {
         for _ in 0..CONNECTIONS_MAX {
             if Instant::now() < self.accept_at {
@@ -127,7 +127,7 @@ impl Server<'_> {
                 }
                 Err(Errno::AGAIN) => return,
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
-                // Out of descriptors, say: others may give some back.
+                // Out of descriptors, for one: others may be closed.
                 Err(_) => self.accept_at = Instant::now() + ACCEPT_PAUSE,
             }
         }
@@ -136,7 +136,7 @@ impl Server<'_> {
 
 impl Connection {
     /// Does all that can be done now.
-    fn go_on(&mut self, read: Read<'_>, served: &Served) {
+    fn advance(&mut self, read: Read<'_>, served: &Served) {
         loop {
             let next = match &mut self.state {
                 State::Asking(input) => {
@@ -162,7 +162,7 @@ impl Connection {
                             continue;
                         }
                         Ok(_) => {
-                            // The end is seen at once, and what is still coming does not reset
+                            // The client sees EOF at once, and what is still coming does not reset
                             // the connection before the answer has arrived.
                             let _ = shutdown(&self.socket, Shutdown::Write);
                             State::Closing(0)

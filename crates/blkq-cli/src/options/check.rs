@@ -1,5 +1,5 @@
 //! The rules of the options, from wherever they come: the command line, a state file, another command.
-//! Options that mean nothing together are refused, not ignored.
+//! Options that mean nothing together are rejected, not ignored.
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
@@ -35,7 +35,7 @@ impl AttachOptions {
         }
         if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
             return Err(Failure::new(
-                "--tls: there are no certificates; say where they are with --tls-certificates DIR (docs/nbd.md)",
+                "--tls: there are no certificates; give their directory with --tls-certificates DIR (docs/nbd.md)",
             ));
         }
         Ok(())
@@ -61,7 +61,7 @@ impl AttachOptions {
         }
     }
 
-    /// Refuses what means nothing for the exports that were asked for or chosen.
+    /// Rejects what means nothing for the exports that were asked for or chosen.
     ///
     /// # Errors
     /// The option, why, and the cure.
@@ -88,7 +88,7 @@ impl AttachOptions {
         }
     }
 
-    /// Refuses what is for images only, where there is none.
+    /// Rejects what is for images only, where there is none.
     fn check_image(&self) -> Outcome {
         match &self.image {
             DriverSpec::Image(path) if path.as_os_str().is_empty() => {

@@ -65,19 +65,19 @@ pub struct AttachOptions {
     /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
-    /// Let others attach the same bytes who say so too, and attach what the kernel's loop driver has
+    /// Share the bytes with others that have this option too, and attach what the kernel's loop driver has
     /// or what is mounted; file systems that do not know of each other destroy the data
     #[arg(long)]
     pub shared: bool,
     /// Serve the image's bytes as they are: without it, one that has the magic of qcow2, VMDK, VHD,
-    /// VHDX, VDI, QED, Parallels or LUKS is refused
+    /// VHDX, VDI, QED, Parallels or LUKS is rejected
     #[arg(long, value_enum)]
     pub format: Option<Format>,
-    /// Detach when the last client has gone, after the first one came. A block device's are those
-    /// who mount it, write to it, or have it open for a while
+    /// Detach when the last client has disconnected. A block device's clients are mounts, and
+    /// processes that write to it or have it open for a while
     #[arg(long)]
     pub autoclear: bool,
-    /// Whether the kernel looks for partitions.
+    /// Whether the kernel scans for partitions.
     #[command(flatten)]
     pub partscan: PartitionScan,
     /// Where in the image the device begins
@@ -145,7 +145,7 @@ pub struct AttachOptions {
     /// NBD connections at a time [default: 64]
     #[arg(long, value_name = "N", value_parser = in_range(CONNECTIONS))]
     pub max_connections: Option<u16>,
-    /// How long an NBD client may take to say what it wants [default: 10]
+    /// How long the handshake of an NBD client may take [default: 10]
     #[arg(long, value_name = "SECONDS", value_parser = in_range(HANDSHAKE_TIMEOUT_S))]
     pub handshake_timeout: Option<u16>,
     /// TLS for NBD: clients may use it, or must; a directory of certificates is needed [default:

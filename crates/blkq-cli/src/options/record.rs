@@ -1,7 +1,7 @@
 //! [`AttachOptions`] as they go to a daemon, into the state file and into `show --json`.
 //!
 //! All options are written, so that a device keeps what it has when a default changes. A program
-//! refuses a record of a later format, and one with an option that it does not know: what it would
+//! rejects a record of a later format, and one with an option that it does not know: what it would
 //! serve were another device. An option that a later program adds is `#[serde(default)]`, and left
 //! out where it has that default (`skip_serializing_if`), so that the program before reads what it
 //! can serve. [`VERSION`] is raised if an option changes its meaning. Nothing secret is an option:
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_refused_in_one_short_line() {
+    fn an_unknown_record_is_rejected_in_one_short_line() {
         let whole = Record::new(&options(&["d.img"])).unwrap();
         let why = |change: &dyn Fn(&mut Record)| {
             let mut record = whole.clone();

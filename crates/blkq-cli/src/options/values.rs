@@ -38,15 +38,15 @@ impl Copying {
     }
 }
 
-/// `--partscan` and `--no-partscan`; without one, the kernel looks for partitions as it does anyhow.
+/// `--partscan` and `--no-partscan`; without one, the kernel scans for partitions by its default.
 #[derive(clap::Args, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(from = "Option<bool>", into = "Option<bool>")]
 pub struct PartitionScan {
-    /// Have the kernel look for partitions on the device's node in /dev, as it does anyhow for
+    /// Have the kernel scan for partitions on the device's node in /dev, which is the default for
     /// ublk devices of root; over NBD the client's kernel does
     #[arg(long = "partscan")]
     pub wanted: bool,
-    /// Keep the kernel from looking for partitions, now and later
+    /// Keep the kernel from scanning for partitions, now and later
     #[arg(long = "no-partscan", conflicts_with = "wanted")]
     pub refused: bool,
 }
@@ -86,11 +86,11 @@ pub enum Export {
     VhostUserBlk,
 }
 
-/// `--format`: without it, an image that has the magic of another format is refused.
+/// `--format`: without it, an image that has the magic of another format is rejected.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// The bytes as they are, whatever they look like
+    /// The bytes as they are, whatever their magic
     Raw,
 }
 

@@ -54,7 +54,7 @@ fn check_ublk() -> Outcome {
         .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
 }
 
-/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is said
+/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is reported
 /// by the command that then finds no control device.
 fn load_driver() {
     if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
@@ -65,7 +65,7 @@ fn load_driver() {
     }
 }
 
-/// Why there is no block device, with the cure. Data was to be copied as `copy` says.
+/// Why there is no block device, with the cure. The requested copy mode is `copy`.
 pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Failure {
     let cure = match (error.kind(), copy) {
         (ErrorKind::Unsupported, Some(CopyMode::User | CopyMode::None)) => {

@@ -12,7 +12,7 @@ use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
 
 impl Device {
-    /// The device as it is now, for who has attached it: with what that one should know.
+    /// The device as it is now, with notes for the user that attached it.
     ///
     /// # Errors
     /// If it has stopped.

@@ -11,7 +11,7 @@ use crate::options::{AttachOptions, Export, Format, image_text};
 use crate::state::Claim;
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
-/// files of a daemon that was killed only some time after the process is gone.
+/// files of a daemon that was killed only some time after the process has exited.
 pub(super) fn open_driver(
     options: &AttachOptions,
     ublk: bool,
@@ -20,7 +20,7 @@ pub(super) fn open_driver(
     let until = Instant::now() + wait;
     loop {
         match drivers::open(&options.image, &driver_options(options, ublk)) {
-            // Also what others do with a block device for a moment to learn who uses it.
+            // Others also open a block device for a moment to learn whether it is in use.
             Err(error)
                 if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
             {

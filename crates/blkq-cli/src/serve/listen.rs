@@ -1,4 +1,4 @@
-//! The addresses that a device is served at, TLS, and warnings about who reaches them.
+//! The addresses that a device is served at, TLS, and warnings about their reach.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};

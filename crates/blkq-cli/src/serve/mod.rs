@@ -44,7 +44,7 @@ const PACING: &str = "pacing";
 const RECEIVE_BACKOFF: &str = "receive-backoff";
 const NOT_OF_DISK: [&str; 4] = [AUTOCLEAR, HANG_WARNING, PACING, RECEIVE_BACKOFF];
 
-/// A device being served, until it is ended.
+/// A device being served, until it is stopped.
 pub struct Device {
     name: String,
     image: String,
@@ -64,8 +64,8 @@ pub struct Device {
     /// The kernel's block device, which the next daemon takes over.
     block_device: Option<BlockDevice>,
     /// It was removed.
-    block_device_gone: AtomicBool,
-    /// Readable when the kernel refused a command of its queues.
+    block_device_stopped: AtomicBool,
+    /// Readable when the kernel rejected a command of its queues.
     failure_event: Arc<OwnedFd>,
     /// And what was changed since, by its last value.
     settings: Mutex<Vec<(String, String)>>,
@@ -123,14 +123,14 @@ impl Device {
         running.clone().ok_or_else(stopping)
     }
 
-    /// Whether it ends with its last client.
+    /// Whether it detaches with its last client.
     pub fn autoclear(&self) -> &Autoclear {
         &self.autoclear
     }
 
     /// Whether the kernel's block device outlives this process, as far as that is known.
     pub fn leaves_block_device(&self) -> bool {
-        self.block_device.is_some() && !self.block_device_gone.load(SeqCst)
+        self.block_device.is_some() && !self.block_device_stopped.load(SeqCst)
     }
 
     /// Readable when [`Device::take_failure`] has something.
@@ -144,7 +144,7 @@ impl Device {
         Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
     }
 
-    /// Changes whether it ends with its last client.
+    /// Changes whether it detaches with its last client.
     ///
     /// # Errors
     /// If it cannot, or `value` is neither `on` nor `off`.
@@ -244,7 +244,7 @@ impl Device {
         if let Some(ublk) = running.ublk.as_ref().filter(|_| key == "read-only") {
             let read_only = value == "on";
             ublk.set_read_only(read_only).inspect_err(|_| {
-                // As it was; what is said is why.
+                // Undone; the error is the reason.
                 let _ = running.disk.set(key, if read_only { "off" } else { "on" });
             })?;
         }
@@ -257,7 +257,7 @@ impl Device {
     /// by `user`.
     ///
     /// # Errors
-    /// If the device cannot have that size; who uses it.
+    /// If the device cannot have that size, or is in use: by which process.
     pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
         // One change at a time: what is larger than the size of now stays so.
@@ -267,9 +267,9 @@ impl Device {
         }
         let before = running.disk.limits().size_bytes();
         let after = running.disk.prepare_resize(bytes)?;
-        // Nobody begins to use it with the old size meanwhile.
+        // No client begins to use it with the old size meanwhile.
         let _unused = if after < before && !force {
-            let unused = running.hold_unused(user).map_err(|failure| {
+            let unused = running.claim_unused(user).map_err(|failure| {
                 failure.during(format_args!("shrink from {} to {}", format_size(before), format_size(after)))
             })?;
             Some(unused)
@@ -282,18 +282,18 @@ impl Device {
         };
         if let Some(ublk) = &running.ublk {
             ublk.resize(bytes).inspect_err(|_| {
-                // As it was; what is said is why.
+                // Undone; the error is the reason.
                 let _ = running.disk.resize(Some(before));
             })?;
         }
         Ok(bytes)
     }
 
-    /// Refuses to end a device that is in use, unless its clients are to be dropped by `force`.
-    /// When it returns well, there are no clients, no sockets and no block device any more.
+    /// Refuses to close a device that is in use, unless its clients are to be dropped by `force`.
+    /// When it returns `Ok`, there are no clients, no sockets and no block device any more.
     ///
     /// # Errors
-    /// The clients or processes that use it; the device goes on.
+    /// The clients or processes that use it; the device keeps running.
     pub fn close(&self, force: bool) -> Outcome {
         let running = self.running()?;
         if !force {
@@ -301,10 +301,10 @@ impl Device {
         }
         if let Some(ublk) = &running.ublk {
             ublk.stop(force).map_err(Failure::unless_forced)?;
-            self.block_device_gone.store(true, SeqCst);
+            self.block_device_stopped.store(true, SeqCst);
         }
-        // The first one that refuses goes on, unless something has gone already: then a client
-        // that came in between is dropped.
+        // The first one that refuses keeps running, unless another has stopped already: then a
+        // client that connected in between is dropped.
         for (stopped, server) in running.servers.iter().enumerate() {
             if server.stop(force || running.ublk.is_some() || stopped > 0).is_err() {
                 return Err(busy(server.connection_count().max(1)));
@@ -313,11 +313,11 @@ impl Device {
         Ok(())
     }
 
-    /// Closes all but the block device, which waits for the next daemon when this one ends. What
-    /// it then has in flight is issued again.
+    /// Closes all but the block device, which waits for the next daemon when this one exits. I/O
+    /// in flight is reissued.
     ///
     /// # Errors
-    /// If there is none that could be left; the device goes on.
+    /// If there is none that could be left; the device keeps running.
     pub fn leave(&self) -> Outcome {
         let running = self.running()?;
         if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
@@ -336,16 +336,16 @@ impl Device {
     /// Makes what was written durable.
     ///
     /// # Errors
-    /// That it cannot be, or earlier writes could not; if the device has ended.
+    /// That it cannot be, or earlier writes could not; if the device has stopped.
     pub fn flush(&self) -> Outcome {
         self.running()?.flush()
     }
 
-    /// Ends a device that is closed: flushes, ends the engines and lets go of the image.
+    /// Stops a device that is closed: flushes, stops the engines and closes the image.
     ///
     /// # Errors
     /// If the flush failed; the device has stopped all the same.
-    pub fn end(&self) -> Outcome {
+    pub fn stop(&self) -> Outcome {
         // They may use it just now.
         drop(self.background().take());
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blkq::drivers::DriverSpec;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
-use blkq_export::ublk::{Deputy, Identity, IdleWatch, UblkDevice, UblkOptions, process};
+use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::exports::{choose_exports, no_block_device};
@@ -70,13 +70,13 @@ impl Device {
         };
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
-                let Some((deputy, users)) = children else { return Ok(None) };
+                let Some((setup, users)) = children else { return Ok(None) };
                 // Written before there is one: if this daemon is killed meanwhile, there is nothing
-                // that nobody knows of.
+                // that no state file has.
                 claim.write_state(&intent)?;
                 let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
                 let options =
-                    UblkOptions { identity, recoverable, partscan, copy, deputy, users, failure_event };
+                    UblkOptions { identity, recoverable, partscan, copy, setup, users, failure_event };
                 let started = UblkDevice::start(disk, engines, options);
                 Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
             };
@@ -115,12 +115,12 @@ impl Device {
         let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
-                let Some((deputy, users)) = children else { return Ok(None) };
+                let Some((setup, users)) = children else { return Ok(None) };
                 // The image has grown, and the kernel was not notified.
                 if disk.limits().size_bytes() > bytes {
                     disk.resize(Some(bytes))?;
                 }
-                Ok(Some(UblkDevice::take_over(identity, disk, engines, deputy, users, failure_event)?))
+                Ok(Some(UblkDevice::take_over(identity, disk, engines, setup, users, failure_event)?))
             };
         let opened =
             open_driver(&options, true, DYING_WAIT).map_err(|error| refusal(error, &options, claim))?;
@@ -182,13 +182,13 @@ impl Device {
             // Before there are other threads.
             process::prepare(&kept)?;
             let sandbox = options.sandbox;
-            // SAFETY: as said; and with that it holds no mounts.
-            let deputy = unsafe { Deputy::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?;
+            // SAFETY: as above; and with that it has no mounts.
+            let setup = unsafe { SetupProcess::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?;
             // It cannot be made later, when there are threads and no privileges.
             let confine = move || !sandbox || confine::watcher().is_ok();
-            // SAFETY: as said.
+            // SAFETY: as above.
             let users = unsafe { IdleWatch::fork(autoclear.idle_event(), confine) }?;
-            children = Some((deputy, users));
+            children = Some((setup, users));
         }
         let engines =
             start_engines(&disk, options.sandbox, block_device.is_some() && !options.partscan.refused)?;
@@ -226,7 +226,7 @@ impl Device {
             switches: switches.clone(),
             ..NbdOptions::default()
         };
-        // Made before the servers, so that these end first if one of them does not start.
+        // Made before the servers, so that these stop first if one of them does not start.
         let unaligned = nbd_options.unaligned.clone();
         let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk, unaligned };
         for listen in listen {
@@ -278,7 +278,7 @@ impl Device {
             sandbox: Confinement::default(),
             attach_options,
             block_device,
-            block_device_gone: AtomicBool::new(false),
+            block_device_stopped: AtomicBool::new(false),
             failure_event,
             settings: Mutex::new(settings),
             certificates,
@@ -290,10 +290,10 @@ impl Device {
 }
 
 /// The processes of a block device.
-type Children = (Deputy, IdleWatch);
+type Children = (SetupProcess, IdleWatch);
 
 /// Starts one engine per queue, on threads that are confined from their beginning if `sandbox`;
-/// such that the kernel looks for partitions on a block device of theirs if `partscan`.
+/// such that the kernel scans for partitions on a block device of theirs if `partscan`.
 fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec<EngineThread>> {
     let start = || -> Outcome<Vec<EngineThread>> {
         if sandbox {
@@ -302,7 +302,7 @@ fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec
         let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
         Ok((0..disk.queue_count()).map(spawn).collect::<Result<_, _>>()?)
     };
-    // Threads have what the one that makes them has: this one gives it up, and goes.
+    // Threads inherit privileges from the one that makes them: this one drops them, and exits.
     std::thread::scope(|scope| scope.spawn(start).join())
         .unwrap_or_else(|_| Err(Failure::new("starting the engines failed")))
 }

@@ -37,7 +37,7 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     }
 }
 
-/// Refuses an image that is smaller than its device. (A block device has no length here.)
+/// Rejects an image that is smaller than its device. (A block device has no length here.)
 fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_file() && metadata.len() < offset.saturating_add(bytes) => {
@@ -56,7 +56,7 @@ mod tests {
     use crate::options::tests::options;
 
     #[test]
-    fn an_image_that_cannot_be_taken_over_is_refused_beforehand() {
+    fn an_image_that_cannot_be_taken_over_is_rejected_beforehand() {
         let dir = std::env::temp_dir().join(format!("blkq-rehearsal-{}", std::process::id()));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir(&dir).unwrap();

@@ -12,7 +12,7 @@ use crate::failure::{Failure, Outcome};
 pub(super) struct Running {
     pub(super) servers: Vec<NbdServer>,
     pub(super) ublk: Option<UblkDevice>,
-    /// One per hardware queue. They end with the last use of this, before the disk.
+    /// One per hardware queue. They stop with the last use of this, before the disk.
     pub(super) _engines: Vec<EngineThread>,
     pub(super) disk: Arc<Disk>,
     /// The lock of its servers, if they serve parts of blocks.
@@ -41,7 +41,7 @@ impl Running {
     ///
     /// # Errors
     /// If there are some, or `user` is one.
-    pub(super) fn hold_unused(
+    pub(super) fn claim_unused(
         &self,
         user: Option<String>,
     ) -> Outcome<(Vec<Paused<'_>>, Option<Claimed<'_>>)> {
@@ -67,7 +67,7 @@ impl Running {
     /// Stops all servers, even with clients.
     pub(super) fn close_servers(&self) {
         for server in &self.servers {
-            // Forced, it does not refuse.
+            // Forced, it does not fail.
             let _ = server.stop(true);
         }
     }

@@ -1,4 +1,4 @@
-//! Ownership of a name, and who gets it after a daemon that died.
+//! Ownership of a name, and its next owner after a daemon that died.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,7 +15,7 @@ use super::{OLD_LOG, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_fr
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 
-/// How long an attach waits for a name whose owner is just going away.
+/// How long an attach waits for a name whose owner is just exiting.
 const CLAIM_WAIT: Duration = Duration::from_millis(200);
 /// How long a daemon may take to accept a connection before it counts as hung.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
@@ -43,7 +43,7 @@ impl StateDir {
                 Taken::Orphan(orphan) => return Err(orphan.refusal()),
                 Taken::Held => {}
             }
-            // The lock may be held for a moment by one who clears up after a dead daemon. While a
+            // The lock may be held for a moment by a command that clears up after a dead daemon. While a
             // daemon dies its socket still takes connections.
             let dying = self.holder_is_dying(name);
             // One that hangs lives, and takes no connection.
@@ -82,7 +82,7 @@ impl StateDir {
                 Taken::Claim(claim) => return Ok(claim),
                 // Most likely of the same image, which must not be attached twice.
                 Taken::Orphan(orphan) => return Err(orphan.refusal()),
-                // Nor while the one before it is not quite gone.
+                // Nor while the one before it has not exited yet.
                 Taken::Held if self.holder_is_dying(&name) => return self.claim(&name),
                 Taken::Held => {}
             }
@@ -123,7 +123,7 @@ enum Taken {
     Held,
 }
 
-/// A kernel's block device whose daemon is gone, and its name.
+/// A kernel's block device whose daemon has exited, and its name.
 #[derive(Debug)]
 pub struct Orphan {
     /// Keeps the files.
@@ -150,7 +150,7 @@ pub struct Claim {
     old_log_kept: bool,
     /// The image of the daemon that had the name and died.
     after: Option<String>,
-    /// Locked; the kernel unlocks it when this process ends, however it ends.
+    /// Locked; the kernel unlocks it when this process exits, in any way.
     lock: File,
 }
 
@@ -192,7 +192,7 @@ impl Claim {
                     remove(&dir.file(name, suffix)).map_err(refuse)?;
                 }
             }
-            // From here on what is refused leaves nothing behind.
+            // From here on a failure leaves nothing behind.
             let kept = orphan.is_some();
             let claim =
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, after, lock };
@@ -234,8 +234,8 @@ impl Claim {
         self.kept
     }
 
-    /// Says whether the files stay when the name is given up: for the next daemon of the device. The
-    /// log of the daemon before goes with the others; until this is called it stays, for an attach
+    /// Sets whether the files stay when the name is released: for the next daemon of the device. The
+    /// log of the daemon before is removed with the others; until this is called it stays, for an attach
     /// that fails must not remove it.
     pub fn keep(&mut self, kept: bool) {
         (self.kept, self.old_log_kept) = (kept, kept);
@@ -275,7 +275,7 @@ impl Drop for Claim {
     }
 }
 
-/// Keeps the log of a daemon that died, if it has one that says something.
+/// Keeps the log of a daemon that died, if it has one that is not empty.
 fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
     let log = dir.file(name, ".log");
     match fs::symlink_metadata(&log) {
@@ -380,7 +380,7 @@ mod tests {
 
     #[test]
     fn looking_at_a_dead_device_hides_its_name_from_nobody() {
-        let dir = scratch("looking");
+        let dir = scratch("inspecting");
         let stop = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_do_not_fit_a_socket_path_are_refused() {
+    fn names_that_do_not_fit_a_socket_path_are_rejected() {
         let dir = scratch("long");
         let max = dir.name_bytes_max();
         let fits = "n".repeat(max);

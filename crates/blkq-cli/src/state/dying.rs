@@ -1,4 +1,4 @@
-//! Daemons that were killed, or exit, and still hold their device: they have I/O in flight.
+//! Daemons that were killed, or exit, and still have their device: they have I/O in flight.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use super::StateDir;
 pub const DYING_WAIT: Duration = Duration::from_secs(30);
 
 impl StateDir {
-    /// Whether the daemon of that name was killed, or exits, and is not gone yet: it has I/O in flight.
+    /// Whether the daemon of that name was killed, or exits, and has not exited yet: it has I/O in flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
         let pid = fs::read_to_string(self.file(name, ".lock")).ok();
         let Some(pid) = pid.and_then(|pid| pid.trim().parse::<u32>().ok()) else { return false };
@@ -18,7 +18,7 @@ impl StateDir {
         is_dying(&of_process("status"), &of_process("stat"))
     }
 
-    /// Waits until the daemon of that name, if it was killed, is really gone; for a bounded time.
+    /// Waits until the daemon of that name, if it was killed, has exited; for a bounded time.
     pub fn wait_for_dying(&self, name: &str) {
         let begin = Instant::now();
         while self.holder_is_dying(name) && begin.elapsed() < DYING_WAIT {
@@ -28,7 +28,7 @@ impl StateDir {
 }
 
 /// Whether proc_pid_status(5) and proc_pid_stat(5) describe a process of which a part has exited or is
-/// to be killed, and a part is there. A zombie without other threads holds nothing any more, however
+/// to be killed, and a part is there. A zombie without other threads has nothing open any more, however
 /// long its parent takes to wait for it.
 fn is_dying(status: &str, stat: &str) -> bool {
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
@@ -43,7 +43,7 @@ fn is_dying(status: &str, stat: &str) -> bool {
 fn is_exiting(stat: &str) -> bool {
     /// `PF_EXITING` of linux/sched.h.
     const EXITING: u32 = 4;
-    // Behind the name, which may hold anything: state and five numbers, then the flags.
+    // Behind the name, which may contain anything: state and five numbers, then the flags.
     let flags = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(6)?.parse::<u32>().ok());
     flags.is_some_and(|flags| flags & EXITING != 0)
 }

@@ -1,4 +1,4 @@
-//! The state directory: which devices there are, and who owns which name.
+//! The state directory: which devices there are, and their names' owners.
 //!
 //! A device NAME has up to six files there. `NAME.lock` is locked by its daemon for as
 //! long as that lives, so a daemon that was killed owns nothing any more: its other files
@@ -48,7 +48,7 @@ pub struct StateDir(PathBuf);
 
 impl StateDir {
     /// The place for this user, whether it exists or not: `/run/blkq` for root,
-    /// `$XDG_RUNTIME_DIR/blkq` for others. (Root's own XDG_RUNTIME_DIR goes away with
+    /// `$XDG_RUNTIME_DIR/blkq` for others. (Root's own XDG_RUNTIME_DIR is removed with
     /// the session; root's devices do not.)
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl StateDir {
     /// Makes the directory, for its owner alone, if it is not there yet.
     ///
     /// # Errors
-    /// If it cannot be made, belongs to somebody else, or others may write to it.
+    /// If it cannot be made, belongs to another user, or others may write to it.
     pub fn create(&self) -> Outcome {
         let refuse = |why: String| {
             Failure::new(format!(
@@ -99,7 +99,7 @@ impl StateDir {
         &self.0
     }
 
-    /// Waits for a lock on the directory, for who must do several things as one; it ends
+    /// Waits for a lock on the directory, to do several things as one; it is released
     /// with the file that is returned.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl StateDir {
     /// Connects to the control socket of `name`, within `timeout` (not 0).
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if nobody listens,
+    /// [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if no daemon listens,
     /// [`io::ErrorKind::TimedOut`] if a daemon does and has taken no connection for so long that no
     /// more can wait.
     pub fn connect(&self, name: &str, timeout: Duration) -> io::Result<UnixStream> {

@@ -7,7 +7,7 @@ use crate::info::StateFile;
 pub(super) fn refusal(name: &str, exports: &[String]) -> String {
     let exports = exports.join(" ");
     format!(
-        "{name}: its daemon is gone, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
+        "{name}: its daemon has exited, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
     )
 }
 
@@ -17,7 +17,7 @@ pub(super) fn orphan(state: Option<StateFile>) -> Outcome<Option<StateFile>> {
     let Some(ublk) = &mut state.ublk else { return Ok(None) };
     let Some(survivor) = ublk.identity().survivor()? else { return Ok(None) };
     if ublk.id != survivor.id {
-        // Its daemon died before it heard of the number.
+        // Its daemon died before it got the number.
         ublk.id = survivor.id;
         state.exports = vec![survivor.path()];
     }

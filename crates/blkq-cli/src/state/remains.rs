@@ -1,5 +1,5 @@
 //! Inspects a device whose daemon does not answer. Nothing is changed, and no lock taken:
-//! a command that only looks keeps no name from others.
+//! a command that only inspects keeps no name from others.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::{StateDir, read_state};
 use crate::failure::{Failure, Outcome};
 
-/// Lines of a log that are shown, and bytes in which they are looked for.
+/// Lines of a log that are shown, and bytes in which they are searched.
 const LINES: usize = 10;
 const TAIL_BYTES: u64 = 8 << 10;
 
@@ -74,10 +74,10 @@ impl Remains {
 }
 
 impl StateDir {
-    /// Looks at the device `name`, whose daemon does not answer.
+    /// Inspects the device `name`, whose daemon does not answer.
     ///
     /// # Errors
-    /// If the kernel does not say whether there is a block device.
+    /// If the kernel does not report whether there is a block device.
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
         let lock = self.file(name, ".lock");
         let owner = match fs::read(&lock) {
@@ -99,7 +99,7 @@ impl StateDir {
             let block_device = state.ublk.map(|ublk| ublk.identity().waiting()).transpose()?.flatten();
             if let Some(block_device) = block_device {
                 fate = Fate::Orphan;
-                // Its daemon may have died before it heard of the number.
+                // Its daemon may have died before it got the number.
                 let paths = exports.get_or_insert_default();
                 if !paths.contains(&block_device.path()) {
                     *paths = vec![block_device.path()];
@@ -135,7 +135,7 @@ fn died(name: &str, pid: Option<u32>, last_line: Option<&str>) -> String {
     )
 }
 
-/// Whether the process lives and has `path` open; a process that cannot be looked at may.
+/// Whether the process lives and has `path` open; a process that cannot be inspected may.
 fn has_open(process: u32, path: &std::path::Path) -> bool {
     match fs::read_dir(format!("/proc/{process}/fd")) {
         Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),

@@ -49,12 +49,12 @@ impl Exposition {
     }
 }
 
-/// Reads `text`, or says what is wrong with it.
+/// Reads `text`, or returns what is wrong with it.
 pub fn check(text: &str) -> Result<Exposition, String> {
     if !text.ends_with('\n') {
-        return Err("the last line has no end".into());
+        return Err("the last line has no newline".into());
     }
-    let mut told = Exposition::default();
+    let mut exposition = Exposition::default();
     let mut series = BTreeSet::new();
     let mut lines = text[..text.len() - 1].split('\n').peekable();
     while let Some(line) = lines.next() {
@@ -65,7 +65,7 @@ pub fn check(text: &str) -> Result<Exposition, String> {
         let Some(kind) = lines.next().and_then(|line| line.strip_prefix(&format!("# TYPE {name} "))) else {
             return wrong("no TYPE after HELP");
         };
-        if !is_name(name, ":") || told.families.iter().any(|family| family.name == name) {
+        if !is_name(name, ":") || exposition.families.iter().any(|family| family.name == name) {
             return wrong("no name, or not the first of it");
         }
         if help.is_empty() || help.contains('\\') || help.trim() != help {
@@ -97,17 +97,17 @@ pub fn check(text: &str) -> Result<Exposition, String> {
             return wrong("samples with different labels");
         }
         let (name, help, kind) = (name.to_owned(), help.to_owned(), kind.to_owned());
-        told.families.push(Family { name, help, kind, samples });
+        exposition.families.push(Family { name, help, kind, samples });
     }
-    Ok(told)
+    Ok(exposition)
 }
 
 /// The conventions of names.
 fn check_name(name: &str, kind: &str) -> Result<(), String> {
-    let ends = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
+    let has_suffix = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
     let fits = match kind {
         "counter" => name.ends_with("_total"),
-        "gauge" | "histogram" => !ends(&["_total", "_count", "_sum", "_bucket"]),
+        "gauge" | "histogram" => !has_suffix(&["_total", "_count", "_sum", "_bucket"]),
         _ => false,
     };
     let unit = ["ns", "us", "ms", "ms_total", "ns_total", "us_total", "kb", "mb", "sectors", "sectors_total"];

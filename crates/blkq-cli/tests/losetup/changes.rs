@@ -46,7 +46,7 @@ fn direct_io_is_switched_on_a_live_device() {
         assert_eq!(place.column(&device, "DIO"), *on);
         assert!(io(&uri, &format!("read -P {} 0 64k", number + 1)), "{option}");
     }
-    // From the start, and what has no file refuses it.
+    // From the start; a device without a file rejects it.
     let other = place.image("other.img", 1 << 20);
     let device = place.set_up(&["--direct-io=on", &other]);
     assert_eq!(place.column(&device, "DIO"), "1");
@@ -66,8 +66,8 @@ fn sector_sizes_are_powers_of_two_up_to_a_page() {
             let uri = place.uri(&device);
             let block = bytes.replace("4K", "4096");
             assert_eq!(place.column(&device, "LOG-SEC"), block);
-            let told: Value = serde_json::from_str(&info(&["--json", &uri])).unwrap();
-            assert_eq!(told["exports"][0]["block_size_minimum"].to_string(), block);
+            let json: Value = serde_json::from_str(&info(&["--json", &uri])).unwrap();
+            assert_eq!(json["exports"][0]["block_size_minimum"].to_string(), block);
             assert!(io(&uri, "write -P 5 8k 64k") && io(&uri, "read -P 5 8k 64k"), "{bytes} {direct_io}");
             place.losetup(&["-d", &device]);
         }

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod changes;
-mod endings;
+mod detaching;
 mod listing;
 #[path = "../place/mod.rs"]
 mod place;
@@ -23,7 +23,7 @@ impl Place {
         self.done(&[&["losetup"], words].concat())
     }
 
-    /// Its one line when it refuses.
+    /// Its one line when it fails.
     fn losetup_refused(&self, words: &[&str]) -> String {
         self.refused(&[&["losetup"], words].concat())
     }

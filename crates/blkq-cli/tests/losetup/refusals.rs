@@ -1,13 +1,13 @@
-//! Refusals, and daemons that do not answer.
+//! Options that mean nothing here, and daemons that do not answer.
 
 use super::place::*;
 use super::stdout;
 
 #[test]
-fn what_has_no_meaning_here_is_refused_in_one_line() {
+fn what_has_no_meaning_here_is_rejected_in_one_line() {
     let place = Place::new("l-refused");
     let image = place.image("disk.img", 1 << 20);
-    for (words, says) in [
+    for (words, reason) in [
         (&["-f"][..], "give the file as well: -f --show FILE"),
         (&["--remove", "x"], "use -d"),
         (&["/dev/loop0", &image], "or use -f"),
@@ -22,7 +22,7 @@ fn what_has_no_meaning_here_is_refused_in_one_line() {
         (&["-f", "-o", "100", &image], "multiple of the sector size"),
     ] {
         let line = place.losetup_refused(words);
-        assert!(line.starts_with("blkq: losetup: ") && line.contains(says), "{words:?}: {line}");
+        assert!(line.starts_with("blkq: losetup: ") && line.contains(reason), "{words:?}: {line}");
     }
     for words in [
         &["a", "b", "c"][..],

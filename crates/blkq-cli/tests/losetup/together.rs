@@ -82,12 +82,12 @@ fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
                 scope.spawn(|| {
                     for _ in 0..8 {
                         let device = place.set_up(&["-L", access, &image]);
-                        // Somebody else may have done it.
+                        // Another process may have done it.
                         let output = place.run(&["losetup", "-d", &device]);
                         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-                        let gone = ["no such device", "stopping", "gave no answer"];
+                        let detached = ["no such device", "stopping", "gave no answer"];
                         assert!(
-                            output.status.success() || gone.iter().any(|why| text.contains(why)),
+                            output.status.success() || detached.iter().any(|why| text.contains(why)),
                             "{text}"
                         );
                     }
@@ -95,7 +95,7 @@ fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
             }
         });
     }
-    wait_until("all are gone", || place.files().is_empty());
+    wait_until("all are detached", || place.files().is_empty());
 }
 
 // Contract: exclusive
@@ -118,7 +118,7 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     assert!(place.losetup_refused(&["-L", "-f", &image]).contains("for reading only"));
     assert_eq!(place.set_up(&["-L", "-r", &image]), device);
     assert!(place.losetup_refused(&["-L", "-r", "-b", "4096", "-f", &image]).contains("sectors of 512"));
-    // It stays for the users who know of it.
+    // It stays for the users that know of it.
     place.done(&["set", &device, "autoclear=on"]);
     assert_eq!(place.column(&device, "AUTOCLEAR"), "1");
     assert_eq!(place.done(&["attach", "--nooverlap", "--read-only", &image]), format!("{device}\n"));

@@ -17,7 +17,7 @@ fn without_waiting(stderr: Vec<u8>) -> String {
     text.split_inclusive('\n').filter(|line| !line.contains(": waiting for ")).collect()
 }
 
-/// A directory with images and a state directory of its own; its devices end with it.
+/// A directory with images and a state directory of its own; its devices are detached with it.
 pub struct Place {
     pub dir: PathBuf,
 }
@@ -60,18 +60,18 @@ impl Place {
         self.command(words).output().unwrap()
     }
 
-    /// Standard output of a command that must succeed and say nothing else.
+    /// Standard output of a command that must succeed and print nothing else.
     pub fn done(&self, words: &[&str]) -> String {
         let output = self.run(words);
         let errors = without_waiting(output.stderr);
-        // losetup has no option to choose NBD, and says what this machine's kernel lacks.
+        // losetup has no option to choose NBD, and reports what this machine's kernel lacks.
         let is_said = |line: &&str| words[0] == "losetup" && line.contains("served over NBD, without a node");
         let errors: String = errors.lines().filter(|line| !is_said(line)).collect();
         assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?}");
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The one line of a command that must be refused.
+    /// The one line of a command that must fail.
     pub fn refused(&self, words: &[&str]) -> String {
         let output = self.run(words);
         let line = without_waiting(output.stderr);
@@ -126,16 +126,16 @@ pub fn wait_until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Whether a process has ended; what it held is free then, though its parent may not
+/// Whether a process has exited; what it had is free then, though its parent may not
 /// have taken note of it yet.
-pub fn is_gone(pid: i32) -> bool {
+pub fn has_exited(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     !status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
 }
 
 pub fn kill(pid: i32) {
     signal(pid, rustix::process::Signal::KILL);
-    wait_until("the killed daemon goes away", || is_gone(pid));
+    wait_until("the killed daemon exits", || has_exited(pid));
 }
 
 /// A client of the device `name` that may send requests.

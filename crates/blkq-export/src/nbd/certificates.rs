@@ -62,7 +62,7 @@ impl TlsCertificates {
     }
 
     /// Reads the directory again. Connections that start from now on, of all clones, get what it
-    /// holds now; the others keep what they have.
+    /// contains now; the others keep theirs.
     ///
     /// # Errors
     /// As [`TlsCertificates::load`]; if clients needed certificates and no longer would. All stays
@@ -190,7 +190,7 @@ fn verifier(
     Ok(Some(verifier))
 }
 
-/// Whether `list` is of one of `roots`, by its name. One that cannot be read is refused elsewhere.
+/// Whether `list` is of one of `roots`, by its name. An unreadable one is rejected elsewhere.
 fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
     let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
     let list = CertRevocationList::from(list);
@@ -200,7 +200,9 @@ fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
 fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
     let text = read_file(path)?;
     match T::pem_slice_iter(&text).collect::<Result<Vec<T>, _>>() {
-        Ok(items) if items.is_empty() => Err(invalid(path, &"it does not hold in PEM what its name says")),
+        Ok(items) if items.is_empty() => {
+            Err(invalid(path, &"it contains no PEM of the kind that its name names"))
+        }
         Ok(items) => Ok(items),
         Err(error) => Err(malformed(path, &error)),
     }

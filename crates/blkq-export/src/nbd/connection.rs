@@ -116,7 +116,7 @@ impl Connection {
         until_ns.min(self.send_until_ns)
     }
 
-    /// Leaves its client no more than `timeout_ns` for the handshake, if that goes on.
+    /// Leaves its client no more than `timeout_ns` for the handshake, unless that is done.
     pub fn hurry(&mut self, timeout_ns: u64) {
         self.handshake_until_ns = self.handshake_until_ns.min(self.handshake_since_ns + timeout_ns);
     }
@@ -166,7 +166,7 @@ impl Connection {
             Phase::Transmission(requests) if !force => requests.shut_down(),
             Phase::Handshake(handshake, _) => {
                 handshake.shut_down();
-                // Options that have arrived are answered, then the end of the stream closes the connection.
+                // Options that have arrived are answered; end of stream then closes the connection.
                 self.stream.shutdown(Shutdown::Read);
             }
             _ if self.closing == Closing::No => {
@@ -348,7 +348,7 @@ impl Connection {
         }
     }
 
-    /// Sends all that was gathered, if there is anything, and what TLS has to send by itself.
+    /// Sends what was gathered, if anything, and what TLS sends by itself.
     fn send(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         if self.closing == Closing::Drain && self.is_idle() && self.stream.replies().is_empty() {
             self.stream.close_tls();

@@ -11,7 +11,7 @@ use super::reply::ReplyStyle;
 
 /// Options of one handshake; a client needs about ten.
 pub const OPTIONS_MAX: u32 = 128;
-/// Longest option that is looked at, in bytes. Room for the longest name and a dozen
+/// Longest option that is parsed, in bytes. Room for the longest name and a dozen
 /// queries of the longest kind.
 pub const OPTION_MAX_BYTES: usize = 64 << 10;
 /// Longest option that is answered with an error, in bytes; longer ones close the session.
@@ -55,7 +55,7 @@ pub struct Session {
     pub flags: TransmissionFlags,
     /// Smallest request and alignment of all, in bytes.
     pub block_min_bytes: u32,
-    /// How replies look.
+    /// The format of replies.
     pub replies: ReplyStyle,
     /// Whether `base:allocation` was chosen.
     pub base_allocation: bool,
@@ -73,13 +73,13 @@ pub enum TlsPolicy {
     Required,
 }
 
-/// How the handshake goes on.
+/// The next step of the handshake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
     /// With more bytes.
     Receive,
     /// With more bytes, under TLS: send what was written in clear, then encrypt both ways. Bytes
-    /// that were received and not consumed came from nobody who may be trusted: if there are any,
+    /// that were received and not consumed cannot be trusted: if there are any,
     /// close.
     StartTls,
     /// Not at all: the requests begin.
@@ -115,7 +115,7 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// A new handshake; what the server says first is appended to `output`.
+    /// A new handshake; the server's greeting is appended to `output`.
     pub fn new(tls: TlsPolicy, output: &mut Vec<u8>) -> Handshake {
         let flags = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
         let greeting =
@@ -292,7 +292,7 @@ impl Handshake {
             }
             option::STARTTLS => {
                 reply.send(option_reply::ACK, &[]);
-                // Somebody in between may have said all that came before (CVE-2021-3716).
+                // A man in the middle may have sent all that came before (CVE-2021-3716).
                 self.replies = ReplyStyle::Simple;
                 self.base_allocation = None;
                 self.block_sizes = None;

@@ -18,11 +18,11 @@ use crate::peer::Peer;
 
 /// Clients that the kernel lets wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Bytes of replies that the kernel may hold in a unix socket: one deep queue of small
+/// Bytes of replies that the kernel may buffer in a unix socket: one deep queue of small
 /// reads. Without the privilege net.core.wmem_max is the limit.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
-/// A TCP client that does not answer for a minute is gone, and its connection is dropped: it is
+/// A TCP client that does not answer for a minute is considered dead, and its connection is dropped: it is
 /// asked when it has been silent for so long, so often, at this interval.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -48,7 +48,7 @@ impl Default for SocketAccess {
 /// Where clients come from.
 #[derive(Debug)]
 pub enum Listen {
-    /// A unix socket, made at this path: for its owner only, unless [`SocketAccess`] says otherwise.
+    /// A unix socket, made at this path: for its owner only, unless [`SocketAccess`] opens it to others.
     /// One that nobody answers on is replaced.
     Unix(PathBuf),
     /// TCP: a host (or address) and a port, 0 for any free one.
@@ -94,8 +94,8 @@ impl Listen {
     /// Listens, for another server than NBD's: accepting does not block.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if somebody listens there already, [`ErrorKind::Invalid`] for a socket
-    /// that is connected, and what the system says.
+    /// [`ErrorKind::Busy`] if another process listens there already, [`ErrorKind::Invalid`] for a socket
+    /// that is connected, and the system's error.
     pub fn listen(self) -> Result<Listener, Error> {
         let Opened { socket: Socket::Listening(socket), place } = self.open(SocketAccess::default())? else {
             return Err(Error::new(
@@ -176,7 +176,7 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
     // The socket that was made is changed, whatever is at the path by now.
     let socket = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
         .map_err(what("find the socket again".to_owned()))?;
-    let found = rustix::fs::fstat(&socket).map_err(what("look at the socket".to_owned()))?;
+    let found = rustix::fs::fstat(&socket).map_err(what("inspect the socket".to_owned()))?;
     if (found.st_dev, found.st_ino) != made {
         return Err(Error::new(ErrorKind::Busy, format!("{}: the socket was replaced", path.display())));
     }
@@ -356,7 +356,7 @@ fn is_loopback(address: &SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// Sets a client's socket up. What the kernel refuses here only costs speed.
+/// Sets up a client's socket. An option that the kernel refuses here only costs speed.
 pub(super) fn tune(socket: BorrowedFd<'_>) {
     if is_unix(socket) {
         if sockopt::set_socket_send_buffer_size_force(socket, SEND_BUFFER_BYTES).is_err() {
@@ -395,7 +395,7 @@ mod tests {
 
     use super::*;
 
-    /// Another thread looks all the time: it never sees a mode beyond the owner's with another group
+    /// Another thread checks all the time: it never sees a mode beyond the owner's with another group
     /// than the one that it is for.
     #[test]
     fn a_socket_is_never_more_open_than_asked() {
@@ -405,7 +405,7 @@ mod tests {
         let access = SocketAccess { mode: 0o660, group: Some(group) };
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let looking = scope.spawn(|| {
+            let checking = scope.spawn(|| {
                 let mut seen = 0;
                 while !done.load(Ordering::Relaxed) {
                     let Ok(found) = std::fs::symlink_metadata(&path) else { continue };
@@ -426,7 +426,7 @@ mod tests {
                 drop(opened);
             }
             done.store(true, Ordering::Relaxed);
-            assert!(looking.join().unwrap() > 0);
+            assert!(checking.join().unwrap() > 0);
         });
         assert!(!path.exists());
     }

@@ -18,7 +18,7 @@ const REQUESTS_MAX: usize = 500;
 /// A disk under a name.
 #[derive(Clone, Debug)]
 pub struct NbdExport {
-    /// The name that clients ask for, at most 4096 bytes. The first export also goes by the empty name.
+    /// The name that clients ask for, at most 4096 bytes. The empty name also means the first export.
     pub name: String,
     /// A line for people, at most 4096 bytes.
     pub description: String,
@@ -41,7 +41,7 @@ pub struct NbdOptions {
     pub buffered_bytes_max: usize,
     /// Bytes in buffers of all connections together, beyond 256 KiB each; divided among the
     /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. A connection
-    /// that finds none left waits in line, and its requests in the socket.
+    /// that finds none left waits its turn, and its requests stay in the socket.
     pub buffered_bytes_total: usize,
     /// Whether the URI names the first export; clients that name none get it too.
     pub named_in_uri: bool,
@@ -61,7 +61,7 @@ pub struct NbdOptions {
     pub tls: Option<TlsOptions>,
     /// Whether clients of other machines may come without TLS.
     pub insecure: bool,
-    /// An eventfd that does not block, written whenever the last client has gone, once one
+    /// An eventfd that does not block, written whenever the last client has disconnected, once one
     /// has chosen an export: one that only listed exports does not count.
     pub idle_event: Option<Arc<OwnedFd>>,
     /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has some to
@@ -93,7 +93,7 @@ impl Default for NbdSwitches {
 impl Default for NbdOptions {
     /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
     /// begin, 30 s to take a reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let in without TLS;
-    /// no event when clients are gone.
+    /// no event when clients have disconnected.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),

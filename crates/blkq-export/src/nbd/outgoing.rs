@@ -1,5 +1,5 @@
 //! The replies that one vectored send takes: headers, and between them content that
-//! goes out from where it lies.
+//! is sent from where it lies.
 
 use std::ops::Range;
 

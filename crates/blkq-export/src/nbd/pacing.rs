@@ -9,7 +9,7 @@ const LOAD_MIN: usize = 16;
 const WAIT_MIN_NS: u64 = 50_000;
 /// Completions that are no further apart than a part of the wait before them belong together.
 const APART_PART: u64 = 4;
-/// Times that the device completed nearly all at once (each other time takes one away) after
+/// Times that the device completed nearly all at once (each other time subtracts one) after
 /// which it is paced, and how many are remembered.
 const BURSTS: u32 = 4;
 const BURSTS_MAX: u32 = 8;
@@ -35,7 +35,7 @@ pub(super) struct Pacing {
     burst_of: usize,
     burst_counts: bool,
     bursts: u32,
-    /// The most that was in flight or waited, over a window, and in the one that goes on.
+    /// The most that was in flight or waited, over a window, and in the current one.
     load: usize,
     load_now: usize,
     updates: u32,
@@ -64,10 +64,10 @@ impl Pacing {
         self.completed > 0
     }
 
-    /// Takes in the completions until `now_ns`, while `held` bios wait for room.
-    pub fn update(&mut self, held: usize, now_ns: u64) {
+    /// Takes in the completions until `now_ns`, while `waiting` bios wait for room.
+    pub fn update(&mut self, waiting: usize, now_ns: u64) {
         let before = self.in_flight + self.completed;
-        self.load_now = self.load_now.max(before + held);
+        self.load_now = self.load_now.max(before + waiting);
         // One that never runs idle does not complete all at once either.
         if now_ns >= self.end_ns + self.apart_ns || self.burst > 2 * self.burst_of {
             self.judge();
@@ -109,32 +109,32 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// Lets a client that always wants `depth` use a device that completes `at_once` bios together,
-    /// `wait_ns` after the last submission, and no more than that before it is looked at.
+    /// `wait_ns` after the last submission, and no more than that before it is polled.
     /// Returns the most that the device had once the first rounds were over.
     fn most_in_flight(depth: usize, at_once: usize, wait_ns: u64) -> usize {
         let mut pacing = Pacing::default();
-        let (mut now_ns, mut held, mut most) = (MS, depth, 0);
+        let (mut now_ns, mut waiting, mut most) = (MS, depth, 0);
         for round in 0..200 {
-            while held > 0 && pacing.has_room() {
+            while waiting > 0 && pacing.has_room() {
                 pacing.submit();
-                held -= 1;
+                waiting -= 1;
             }
             if round > 100 {
                 most = most.max(pacing.in_flight);
             }
             pacing.turn(|| now_ns);
             now_ns += wait_ns;
-            let ended = at_once.min(pacing.in_flight);
-            (0..ended).for_each(|_| pacing.complete());
+            let completed = at_once.min(pacing.in_flight);
+            (0..completed).for_each(|_| pacing.complete());
             assert!(pacing.has_news());
-            pacing.update(held, now_ns);
-            held += ended;
+            pacing.update(waiting, now_ns);
+            waiting += completed;
         }
         most
     }
 
     #[test]
-    fn a_device_that_ends_all_at_once_gets_half() {
+    fn a_device_that_completes_all_at_once_gets_half() {
         assert_eq!(most_in_flight(64, 64, MS), 32);
         assert_eq!(most_in_flight(128, 128, MS), 64);
     }

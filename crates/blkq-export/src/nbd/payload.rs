@@ -20,7 +20,7 @@ impl Payload {
         Payload { missing: from..from + request.length as usize, request, buffer }
     }
 
-    /// Where the rest goes.
+    /// The place for the rest.
     pub fn missing(&mut self) -> &mut [u8] {
         &mut self.buffer[self.missing.clone()]
     }

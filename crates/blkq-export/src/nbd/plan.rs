@@ -50,7 +50,7 @@ impl Blocks {
 pub(super) enum Plan {
     /// It is answered with that at once.
     Answer(Result<(), NbdError>),
-    /// These blocks are read, or its payload goes to its place in a buffer for them.
+    /// These blocks are read, or its payload is received into its place in a buffer for them.
     Transfer(Range<u64>),
     /// It is ordered: zeroes to be written.
     Order,

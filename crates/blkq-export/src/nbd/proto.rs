@@ -171,7 +171,7 @@ pub mod option_reply {
 pub mod info {
     /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
-    /// The name it goes by.
+    /// Its name.
     pub const NAME: u16 = 1;
     /// A line for people.
     pub const DESCRIPTION: u16 = 2;
@@ -370,7 +370,7 @@ wire! {
         cookie: U64,
         /// Where, in bytes.
         offset: U64,
-        /// How much, in bytes: payload or effect, as [`CommandFlags::PAYLOAD_LEN`] says.
+        /// How much, in bytes: payload or effect, depending on [`CommandFlags::PAYLOAD_LEN`].
         length: U64,
     }
 

@@ -4,11 +4,11 @@
 //! that block may run meanwhile, or it would be undone. So such a write takes its blocks
 //! exclusively: first come, first served among those that overlap. Writes of whole blocks take
 //! nothing. While no range is taken they see that from one load ([`RangeLock::is_taken`]); else
-//! they look into the table, and wait if they overlap with what is there.
+//! they search the table, and wait if they overlap with an entry.
 //!
 //! The table maps every byte to the newest entry that has it, as disjoint ranges ordered by offset.
 //! A new entry waits for the entries that it covers there, and takes their place: those waited for
-//! the ones before them. So an entry costs a search, and no look at others that wait elsewhere.
+//! the ones before them. So an entry costs a search, and no scan of others that wait elsewhere.
 //!
 //! The writes of whole blocks that were submitted before a range was taken are in no table. So a
 //! range is granted only when every member (the server's part on one engine) has found none in
@@ -200,7 +200,7 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// Looks at the table, unless another thread just does: then call again soon.
+    /// Scans the table, unless another thread does at the moment: then call again soon.
     pub fn try_enter(&mut self) -> Option<Session<'_>> {
         let table = match self.lock.table.try_lock() {
             Ok(table) => table,
@@ -305,7 +305,7 @@ impl Session<'_> {
     /// Releases the range of `ticket`, or stops waiting for it.
     pub fn release(&mut self, ticket: u64) {
         let mut next = Some(ticket);
-        // Those that nobody wants any more, whose turn has come.
+        // Abandoned entries whose turn has come.
         let mut abandoned = Vec::new();
         while let Some(ticket) = next.take().or_else(|| abandoned.pop()) {
             let table = self.table();

@@ -48,7 +48,7 @@ const KINDS: usize = 7;
 /// A client that was turned away, or dropped.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rejection {
-    /// Who: `pid 123, uid 0`, or an address and port.
+    /// The client: `pid 123, uid 0`, or an address and port.
     pub peer: String,
     /// Why.
     pub reason: Reason,

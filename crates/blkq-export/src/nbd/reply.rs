@@ -1,4 +1,4 @@
-//! Replies: everything but the content of a read, which goes out from where it lies.
+//! Replies: everything but the content of a read, which is sent from where it lies.
 
 use blkq::Extent;
 use zerocopy::IntoBytes;
@@ -9,12 +9,12 @@ use super::proto::*;
 /// Most extents of one reply; the specification's bound is 2^20.
 pub const EXTENTS_MAX: usize = 4096;
 
-/// How replies look, as negotiated.
+/// The format of replies, as negotiated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplyStyle {
     /// One header; the content of a read follows.
     Simple,
-    /// Chunks that say what they hold.
+    /// Typed chunks.
     Structured,
     /// The same with 64-bit headers.
     Extended,

@@ -101,12 +101,12 @@ impl Requests {
         self.payload_until_ns
     }
 
-    /// Whether the stream goes on with a payload.
+    /// Whether a payload follows in the stream.
     pub fn expects_payload(&self) -> bool {
         self.incoming.is_some()
     }
 
-    /// Memory for the rest of the payload that the stream goes on with.
+    /// Memory for the rest of the payload that follows in the stream.
     pub fn missing_payload(&mut self) -> Option<&mut [u8]> {
         self.incoming.as_mut().map(Payload::missing)
     }
@@ -425,13 +425,13 @@ impl Requests {
         replies.extents_bytes += EXTENTS_MAX_BYTES;
         let Some(mut extents) = extents else { return self.error(request.to, NbdError::Io, replies) };
         let mut left = request.length;
-        // Exactly what was asked for, whatever the driver says.
+        // Exactly the requested range, whatever the driver returned.
         extents.retain_mut(|extent| {
             extent.length = extent.length.min(left);
             left -= extent.length;
             extent.length > 0
         });
-        // All of it lies beyond the end of a device that became smaller.
+        // All of it lies beyond the end of a device that shrank.
         if extents.is_empty() {
             return self.error(request.to, NbdError::Invalid, replies);
         }

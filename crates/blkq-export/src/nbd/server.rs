@@ -35,11 +35,11 @@ pub mod simulated {
     }
 }
 
-/// A running server. Stop it before its engines; dropped, it goes on until they exit, but its
+/// A running server. Stop it before its engines; dropped, it keeps running until they exit, but its
 /// unix socket is removed.
 pub struct NbdServer {
     address: String,
-    /// Kept here, as no engine shall touch the file system. Gone once stopped.
+    /// Kept here, as no engine shall touch the file system. `None` once stopped.
     place: Mutex<Option<Place>>,
     registry: Arc<Registry>,
     /// The source that accepts is the first. Empty once stopped: its numbers may then be
@@ -151,11 +151,11 @@ impl NbdServer {
         self.registry.pause_if_empty()
     }
 
-    /// Stops the server: no more clients are let in, and its socket is gone when this returns.
+    /// Stops the server: no more clients are let in, and its socket is removed when this returns.
     /// With `force` clients are dropped when their I/O in flight has completed.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server goes on.
+    /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server keeps running.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         if force {
             self.registry.close();

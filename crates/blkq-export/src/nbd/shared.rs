@@ -39,9 +39,9 @@ pub(super) enum Message {
     Client(OwnedFd),
     /// Too many clients are in their handshake.
     Crowded,
-    /// TLS of a connection, whose handshake went on.
+    /// TLS of a connection, after a step of its handshake.
     Handshake(u32, Box<Tls>),
-    /// The extents that a request asked for, `None` if they could not be found out.
+    /// The extents that a request asked for, `None` if the query failed.
     Extents(u32, Option<Vec<Extent>>),
 }
 
@@ -55,10 +55,10 @@ pub(super) struct EngineShared {
     /// The results of ordering.
     ready: Ready,
     /// Bios for which the queue had no room, with the queue.
-    refused: VecDeque<(usize, Bio)>,
+    requeued: VecDeque<(usize, Bio)>,
     pacing: Pacing,
     /// Bios that wait for room in the pacing, with the queue.
-    held: VecDeque<(usize, Bio)>,
+    waiting: VecDeque<(usize, Bio)>,
     /// Bios that had to wait there, and times that a connection received later, which the
     /// registry does not count yet.
     paced: u64,
@@ -80,9 +80,9 @@ impl EngineShared {
             unaligned: Unaligned::new(options.unaligned.clone()),
             ready: Ready::default(),
             options,
-            refused: VecDeque::new(),
+            requeued: VecDeque::new(),
             pacing: Pacing::default(),
-            held: VecDeque::new(),
+            waiting: VecDeque::new(),
             paced: 0,
             receive_backoffs: 0,
             deadline_ns: u64::MAX,
@@ -99,7 +99,7 @@ impl EngineShared {
 
     /// Whether the block layer wants nothing more for now.
     pub fn is_full(&self) -> bool {
-        !self.refused.is_empty()
+        !self.requeued.is_empty()
     }
 
     /// Whether nothing is left to be done for a connection that has closed.
@@ -163,11 +163,11 @@ impl EngineShared {
 
     /// Submits `bio`, which has its mark, now or as soon as there is room.
     fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        if self.held.is_empty() && self.has_room() {
+        if self.waiting.is_empty() && self.has_room() {
             self.submit_now(queue, bio, cx);
         } else {
             self.paced += 1;
-            self.held.push_back((queue, bio));
+            self.waiting.push_back((queue, bio));
         }
     }
 
@@ -179,18 +179,18 @@ impl EngineShared {
     fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
         self.pacing.submit();
         if let Err(bio) = cx.submit(queue, bio) {
-            self.refused.push_back((queue, bio));
+            self.requeued.push_back((queue, bio));
         }
     }
 
     /// Submits the bios that the queues had no room for. True if there were some and none is left.
-    pub fn retry_refused(&mut self, cx: &mut SourceContext<'_>) -> bool {
-        if self.refused.is_empty() {
+    pub fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) -> bool {
+        if self.requeued.is_empty() {
             return false;
         }
-        while let Some((queue, bio)) = self.refused.pop_front() {
+        while let Some((queue, bio)) = self.requeued.pop_front() {
             if let Err(bio) = cx.submit(queue, bio) {
-                self.refused.push_front((queue, bio));
+                self.requeued.push_front((queue, bio));
                 return false;
             }
         }
@@ -199,18 +199,18 @@ impl EngineShared {
 
     /// Submits the bios that waited for others to complete, and lets the device begin with them before
     /// the data of reads is copied to their clients.
-    pub fn release_held(&mut self, cx: &mut SourceContext<'_>) {
+    pub fn submit_waiting(&mut self, cx: &mut SourceContext<'_>) {
         if !self.pacing.has_news() {
             return;
         }
-        self.pacing.update(self.held.len(), cx.now_ns());
-        let held = self.held.len();
+        self.pacing.update(self.waiting.len(), cx.now_ns());
+        let before = self.waiting.len();
         while self.has_room()
-            && let Some((queue, bio)) = self.held.pop_front()
+            && let Some((queue, bio)) = self.waiting.pop_front()
         {
             self.submit_now(queue, bio, cx);
         }
-        if self.held.len() < held {
+        if self.waiting.len() < before {
             cx.dispatch();
         }
     }
@@ -258,7 +258,7 @@ impl EngineShared {
         }
     }
 
-    /// Has a worker go on with the handshake of TLS: a signature takes up to some milliseconds, in
+    /// Has a worker continue the handshake of TLS: a signature takes up to some milliseconds, in
     /// which the engine serves others. The engine's worker may be busy with extents for much longer.
     pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &SourceContext<'_>) {
         cx.offload_to(&mut self.handshakes, move || {
@@ -267,7 +267,7 @@ impl EngineShared {
         });
     }
 
-    /// Finds out the extents that a request asks for.
+    /// Queries the extents that a request asks for.
     pub fn query_extents(&mut self, asks: InFlight, queue: usize, max: usize, cx: &mut SourceContext<'_>) {
         let range = asks.to.offset..asks.to.offset + asks.length;
         let index = self.in_flight.remember(asks);
@@ -277,13 +277,13 @@ impl EngineShared {
         cx.offload(move || Box::new(Message::Extents(index, catch_unwind(extents).unwrap_or(None))));
     }
 
-    /// The request whose extents were found out.
+    /// The request whose extents were queried.
     pub fn recall(&mut self, index: u32) -> InFlight {
         self.in_flight.recall(index)
     }
 
-    /// Ends a turn: takes stock of the device's pace, and has `registry` count what waited.
-    pub fn end_turn(&mut self, registry: &Registry, cx: &SourceContext<'_>) {
+    /// Finishes a turn: updates the pacing, and has `registry` count what waited.
+    pub fn finish_turn(&mut self, registry: &Registry, cx: &SourceContext<'_>) {
         self.pacing.turn(|| cx.now_ns());
         registry.count_waits(&mut self.paced, &mut self.receive_backoffs);
     }

@@ -99,8 +99,8 @@ impl NbdSource {
         unsafe { cx.push(entry, token(ACCEPTED, 0)) }
     }
 
-    /// Accepts the next client, when it is time. Those who have not finished their handshake leave
-    /// most connections to others, who wait in the listener's backlog meanwhile.
+    /// Accepts the next client, when it is time. Clients that have not finished their handshake leave
+    /// most connections to others, which wait in the listener's backlog meanwhile.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
         let Arrivals::Listener(_, others) = &self.arrivals else { return };
         let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
@@ -169,7 +169,7 @@ impl NbdSource {
             return self.registry.turn_away();
         };
         tune(socket.as_fd());
-        let status = self.registry.begin(peer_name(socket.as_fd()));
+        let status = self.registry.register(peer_name(socket.as_fd()));
         let unaligned = self.shared.options.unaligned.is_some();
         let exports = self.shared.options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
@@ -212,7 +212,7 @@ impl NbdSource {
         (0..self.connections.len() as u32).for_each(|slot| self.make_ready(slot));
     }
 
-    /// Looks at the clock when a deadline may have passed.
+    /// Reads the clock when a deadline may have passed.
     fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
         let Some(deadline_ns) = self.deadline_ns() else { return };
         let now_ns = cx.now_ns();
@@ -254,13 +254,13 @@ impl NbdSource {
             if let Some(reason) = connection.take_rejection() {
                 self.registry.rejections.push(reason, || connection.status().id_and_peer().1.to_owned());
             }
-            self.registry.end(connection.status());
+            self.registry.unregister(connection.status());
             self.loads[self.engine].fetch_sub(1, Relaxed);
         }
     }
 }
 
-// SAFETY: it is stopped when it has no connection, and a connection goes after all that it submitted.
+// SAFETY: it is stopped when it has no connection, and a connection is dropped after all that it submitted.
 unsafe impl Source for NbdSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[
@@ -343,10 +343,10 @@ unsafe impl Source for NbdSource {
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
         self.check_deadlines(cx);
-        if self.shared.retry_refused(cx) {
+        if self.shared.resubmit_requeued(cx) {
             self.make_all_ready();
         }
-        self.shared.release_held(cx);
+        self.shared.submit_waiting(cx);
         self.order_writes(cx);
         while !self.ready.is_empty() {
             let mut ready = std::mem::take(&mut self.ready);
@@ -364,7 +364,7 @@ unsafe impl Source for NbdSource {
                 self.make_ready(slot);
             }
         }
-        self.shared.end_turn(&self.registry, cx);
+        self.shared.finish_turn(&self.registry, cx);
         match (self.shared.buffers.is_idle(), self.idle_since_ns) {
             (true, None) => self.idle_since_ns = Some(cx.now_ns()),
             (false, Some(_)) => self.idle_since_ns = None,

@@ -185,7 +185,7 @@ pub(super) struct Registry {
     /// Held for a push, a removal or a copy of pointers, never across anything that waits;
     /// engines take it when a connection opens and closes, not on the data path.
     connections: Mutex<Connections>,
-    /// Connections that were let in and are not gone.
+    /// Connections that were let in and have not closed.
     open: AtomicUsize,
     /// No more are let in.
     closed: AtomicBool,
@@ -195,12 +195,12 @@ pub(super) struct Registry {
     refused: AtomicU64,
     paced_requests: AtomicU64,
     receive_backoffs: AtomicU64,
-    /// Somebody chose an export and is gone.
+    /// A client chose an export and has disconnected.
     served: AtomicBool,
     /// Connections that have chosen an export.
     established: Arc<AtomicUsize>,
     pub rejections: Rejections,
-    /// An eventfd to be written when nobody is left of those who were served.
+    /// An eventfd to be written when the last client that was served disconnects.
     idle_event: Option<Arc<OwnedFd>>,
 }
 
@@ -235,7 +235,7 @@ impl Registry {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether one more connection is let in; it then counts until [`Registry::end`]
+    /// Whether one more connection is let in; it then counts until [`Registry::unregister`]
     /// or [`Registry::turn_away`].
     pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
         let before = self.open.fetch_add(1, Ordering::SeqCst);
@@ -258,7 +258,7 @@ impl Registry {
         self.leave();
     }
 
-    /// A connection that was admitted is gone.
+    /// A connection that was admitted has closed.
     fn leave(&self) {
         let last = self.open.fetch_sub(1, Ordering::SeqCst) == 1;
         if last
@@ -270,7 +270,7 @@ impl Registry {
         }
     }
 
-    pub fn begin(&self, peer: String) -> Arc<ConnectionStatus> {
+    pub fn register(&self, peer: String) -> Arc<ConnectionStatus> {
         let id = self.accepted.fetch_add(1, Ordering::Relaxed) + 1;
         let status = Arc::new(ConnectionStatus {
             id,
@@ -291,7 +291,7 @@ impl Registry {
         status
     }
 
-    pub fn end(&self, status: &Arc<ConnectionStatus>) {
+    pub fn unregister(&self, status: &Arc<ConnectionStatus>) {
         let mut connections = self.connections();
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
         connections.closed.add(status);
@@ -303,7 +303,7 @@ impl Registry {
         self.leave();
     }
 
-    /// Lets nobody in any more; false, and all as before, if somebody is there.
+    /// Lets no more clients in; false, and nothing changes, if one is connected.
     pub fn close_if_empty(&self) -> bool {
         self.closed.store(true, Ordering::SeqCst);
         let empty = self.open() == 0;
@@ -311,11 +311,11 @@ impl Registry {
         empty
     }
 
-    /// Lets nobody in until what this returns is dropped; `None`, and all as before, if somebody is
-    /// there.
+    /// Lets no clients in until the returned guard is dropped; `None`, and nothing changes, if one is
+    /// connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.paused.fetch_add(1, Ordering::SeqCst);
-        // Dropped, it is undone.
+        // Its drop undoes it.
         let paused = Paused(self);
         (self.open() == 0).then_some(paused)
     }

@@ -68,7 +68,7 @@ pub(super) struct Stream {
     tls_offered: Option<Box<Tls>>,
     /// Replies gathered before TLS started have not left yet: they are sent in clear.
     clear: bool,
-    /// A worker goes on with the handshake of TLS, and has its records.
+    /// A worker continues the handshake of TLS, and has its records.
     handshake_offloaded: bool,
     receive_armed: bool,
     /// The last receive emptied the socket.
@@ -159,7 +159,7 @@ impl Stream {
         self.drained = false;
     }
 
-    /// Completes what is in flight. The peer may be gone already, which is no error here.
+    /// Completes what is in flight. The peer may have closed already, which is no error here.
     pub fn shutdown(&self, how: Shutdown) {
         let _ = shutdown(&self.socket, how);
     }
@@ -178,7 +178,7 @@ impl Stream {
         self.tls_offered = None;
     }
 
-    /// Sends the alert that nothing follows, if TLS is in use.
+    /// Sends close_notify, if TLS is in use.
     pub fn close_tls(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.close();
@@ -219,7 +219,7 @@ impl Stream {
         self.tls = Some(tls);
     }
 
-    /// Whether a worker goes on with the handshake of TLS.
+    /// Whether a worker continues the handshake of TLS.
     pub fn is_handshake_offloaded(&self) -> bool {
         self.handshake_offloaded
     }
@@ -300,7 +300,7 @@ impl Stream {
         // Trying a socket that was just emptied would be in vain.
         let ioprio = if self.drained { IORING_RECVSEND_POLL_FIRST } else { 0 };
         let (room, payload) = match &mut self.tls {
-            // It goes to the payload when it is decrypted.
+            // Decryption puts it into the payload.
             Some(tls) => (tls.room(), None),
             None => (&mut self.input[self.end..], payload),
         };

@@ -16,7 +16,7 @@ use super::outgoing::Outgoing;
 const INCOMING_BYTES: usize = 128 << 10;
 /// Bytes that are encrypted before they are sent.
 const OUTGOING_BYTES: usize = 128 << 10;
-/// Most that a record holds, in bytes.
+/// Largest record, in bytes.
 const RECORD_BYTES: usize = 16 << 10;
 /// Most that a whole record takes, in bytes.
 const RECORD_SEALED_MAX_BYTES: usize = 5 + RECORD_BYTES + 256;
@@ -33,7 +33,7 @@ pub struct TlsOptions {
 /// Why nothing more can be received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TlsEnd {
-    /// The client said that it is done.
+    /// The client sent close_notify.
     Closed,
     /// The client broke the protocol of TLS.
     Broken,
@@ -128,8 +128,8 @@ impl Tls {
         self.connection.is_handshaking() && self.start < self.end && !self.broken
     }
 
-    /// Goes on with the handshake as far as what was received goes. How it failed,
-    /// [`Tls::read`] says.
+    /// Continues the handshake as far as the received records allow. [`Tls::read`] returns
+    /// how it failed.
     pub fn shake_hands(&mut self) {
         while self.connection.is_handshaking() && self.process() == Ok(true) {}
     }
@@ -201,7 +201,7 @@ impl Tls {
         text.to_owned()
     }
 
-    /// Says that nothing follows, once.
+    /// Sends close_notify, once.
     pub fn close(&mut self) {
         if !std::mem::replace(&mut self.closed, true) {
             self.connection.send_close_notify();

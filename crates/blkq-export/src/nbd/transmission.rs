@@ -89,7 +89,7 @@ impl Transmission {
     }
 
     /// Bytes of the write just found that were not yet taken. The caller takes them from the
-    /// stream and says so with [`Transmission::took_payload`] before it looks for the next request.
+    /// stream and calls [`Transmission::took_payload`] before it parses the next request.
     pub fn payload_bytes(&self) -> u32 {
         if self.drop_payload { 0 } else { self.payload }
     }
@@ -108,7 +108,7 @@ impl Transmission {
         self.payload -= bytes;
     }
 
-    /// Looks for the next request at the beginning of `input`, and moves that to behind it.
+    /// Parses the next request at the beginning of `input`, and advances `input` past it.
     ///
     /// # Panics
     /// If the payload of the write before was not taken.
@@ -136,7 +136,7 @@ impl Transmission {
             return self.close(Step::Disconnect);
         }
         let flags = CommandFlags::from_bits(header.flags);
-        // With extended headers a write has to say that its length is that of a payload. QEMU 10
+        // With extended headers a write has to flag that its length is that of a payload. QEMU 10
         // does not, and means it all the same.
         let has_payload = command == Some(Command::Write)
             || self.session.replies == ReplyStyle::Extended
@@ -209,7 +209,7 @@ impl Transmission {
             Command::Write if session.replies == ReplyStyle::Extended => (true, CommandFlags::PAYLOAD_LEN),
             Command::Write => (true, CommandFlags::empty()),
             Command::Flush => (advertised(TransmissionFlags::SEND_FLUSH), CommandFlags::empty()),
-            // A read-only export has neither of the two; what it says is read-only, not unknown.
+            // A read-only export advertises neither of the two; its error is read-only, not unknown.
             Command::Trim => (
                 advertised(TransmissionFlags::SEND_TRIM) || advertised(TransmissionFlags::READ_ONLY),
                 CommandFlags::empty(),
@@ -227,7 +227,7 @@ impl Transmission {
             Command::BlockStatus => (session.base_allocation, CommandFlags::REQ_ONE),
             Command::Disconnect => (false, CommandFlags::empty()),
         };
-        // The specification: FUA goes with every command once it is advertised.
+        // The specification: FUA is valid on every command once it is advertised.
         allowed.set(CommandFlags::FUA, advertised(TransmissionFlags::SEND_FUA));
         if !known || !allowed.contains(flags) {
             return Err(NbdError::Invalid);

@@ -46,7 +46,7 @@ bitflags! {
         const INTEGRITY = 1 << 16;
         /// A device is stopped only if nobody has it open (7.0).
         const SAFE_STOP_DEV = 1 << 17;
-        /// No partitions are looked for (7.0).
+        /// The kernel does not scan for partitions (7.0).
         const NO_AUTO_PART_SCAN = 1 << 18;
         /// Data in memory that is shared with the user of the device (7.1).
         const SHMEM_ZC = 1 << 19;
@@ -99,7 +99,7 @@ pub enum Control {
     UpdateSize = control_write(0x15),
     /// Takes a device away from its server, which answers what it has in flight.
     QuiesceDev = control_write(0x16),
-    /// Stops a device unless somebody has it open.
+    /// Stops a device unless it is open.
     TryStopDev = control_write(0x17),
 }
 

@@ -6,7 +6,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-/// The name of the process that watches who uses a device.
+/// The name of the process that watches the users of a device.
 pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 
 /// Forks a process called `name` that runs `body` and exits. It keeps the descriptors of `kept` and
@@ -17,7 +17,7 @@ pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 /// If there can be no more processes.
 ///
 /// # Safety
-/// This process must have one thread only: the new one has but that, and whatever others held
+/// This process must have one thread only: the new one has but that, and what others had
 /// locked would stay so in it.
 pub(super) unsafe fn fork<const N: usize>(
     name: &CStr,
@@ -26,7 +26,7 @@ pub(super) unsafe fn fork<const N: usize>(
 ) -> io::Result<()> {
     // A handler of the server, run in the child too, would report one signal to the server twice.
     let before = signals(libc::SIG_BLOCK, &all_signals())?;
-    // SAFETY: there are no other threads, says the caller.
+    // SAFETY: the caller guarantees that there are no other threads.
     let forked = unsafe { libc::fork() };
     let error = io::Error::last_os_error();
     if forked == 0 {

@@ -1,4 +1,4 @@
-//! The commands of a device's life, as a server, its deputy and the control device name them.
+//! The commands of a device's life, as a server, its setup process and the control device name them.
 
 /// A command.
 pub(super) type Command = u32;

@@ -23,7 +23,7 @@ const CLASS_PATH: &str = "/sys/class/ublk-char";
 /// How long the kernel may take for what it does from memory.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long making and starting a device may take: the kernel looks for partitions. Some
-/// kernels never end it (Linux 6.18.4, for one, which then has lost the driver).
+/// kernels never complete it (Linux 6.18.4, for one, which then has lost the driver).
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the kernel waits for each queue to have an idle command.
 const QUIESCE_WAIT: Duration = Duration::from_secs(1);
@@ -102,8 +102,8 @@ impl ControlDevice {
             std::mem::forget(std::mem::replace(&mut self.ring, ring));
             self.pending = false;
         }
-        // Others than root say by its path which device they mean, for its permissions to be
-        // looked at; nothing needs a device to exist to make one or to ask for features.
+        // Others than root name the device by its path, for its permissions to be
+        // checked; nothing needs a device to exist to make one or to ask for features.
         let names_device = command == abi::Control::GetDevInfo2
             || !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
         let path = if names_device { format!("{}\0", character_path(id)) } else { String::new() };
@@ -143,14 +143,14 @@ impl ControlDevice {
     /// Waits once more for a command without a buffer that did not complete in time.
     ///
     /// # Errors
-    /// Whatever the kernel says, and that it still did not answer.
+    /// The kernel's error; [`io::ErrorKind::TimedOut`] if it still did not reply.
     pub(super) fn wait_again(&mut self) -> io::Result<()> {
         let result = self.wait(STOP_TIMEOUT)?;
         self.pending = false;
         if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
     }
 
-    /// Waits for the end of the one command that is in flight.
+    /// Waits until the one command in flight completes.
     fn wait(&mut self, timeout: Duration) -> io::Result<i32> {
         let timespec = types::Timespec::from(timeout);
         let args = types::SubmitArgs::new().timespec(&timespec);
@@ -172,7 +172,7 @@ impl ControlDevice {
     /// Features of the kernel.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] before Linux 6.5, which cannot tell.
+    /// [`ErrorKind::Unsupported`] before Linux 6.5, which does not report them.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
         let (command, buffer) = (abi::Control::GetFeatures, features.as_mut_bytes());
@@ -190,7 +190,7 @@ impl ControlDevice {
     /// Makes a device. The kernel changes `info` to what it became.
     ///
     /// # Errors
-    /// Whatever the kernel says, and that it did not answer in time.
+    /// The kernel's error, or that it did not reply in time.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
         let id = info.dev_id;
         let command = abi::Control::AddDev;
@@ -214,7 +214,7 @@ impl ControlDevice {
     /// Information about device `id`; `None` if there is none.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
         let mut info = DeviceInfo::new_zeroed();
         let mut ask = |command| {
@@ -236,7 +236,7 @@ impl ControlDevice {
     /// The processors whose I/O comes through queue `queue` of device `id`.
     ///
     /// # Errors
-    /// Whatever the kernel says; one is that it has more processors than fit.
+    /// The kernel's error; one is that it has more processors than fit.
     pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
         let mut mask = [0u8; MASK_BYTES];
         let (command, data) = (abi::Control::GetQueueAffinity, u64::from(queue));
@@ -254,7 +254,7 @@ impl ControlDevice {
     /// Sets the parameters of device `id`, which is not started.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn set_parameters(&mut self, id: u32, parameters: &Parameters) -> Result<(), Error> {
         let mut parameters = *parameters;
         let (command, buffer) = (abi::Control::SetParams, parameters.as_mut_bytes());
@@ -265,7 +265,7 @@ impl ControlDevice {
     /// The parameters of device `id`.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn parameters(&mut self, id: u32) -> Result<Parameters, Error> {
         let mut buffer = [0u8; size_of::<Parameters>()];
         buffer[..4].copy_from_slice((size_of::<Parameters>() as u32).as_bytes());
@@ -284,7 +284,7 @@ impl ControlDevice {
     /// Makes the block device of `id` appear, served by the process `pid`.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub(super) fn start(&mut self, id: u32, pid: u32) -> io::Result<()> {
         self.plain(abi::Control::StartDev, id, u64::from(pid), START_TIMEOUT)
     }
@@ -292,7 +292,7 @@ impl ControlDevice {
     /// Gives a command that needs the number of a device only.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
         match what {
             STOP => self.stop(id),
@@ -313,8 +313,8 @@ impl ControlDevice {
         self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// Removes device `id`; that there is no such device is no error. One that somebody still has
-    /// open goes when it is closed: then this returns after a moment all the same.
+    /// Removes device `id`; that there is no such device is no error. One that is still
+    /// open is removed when it is closed: then this returns after a moment all the same.
     fn delete(&mut self, id: u32) -> io::Result<()> {
         match self.plain(abi::Control::DelDev, id, 0, DELETE_TIMEOUT) {
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
@@ -323,10 +323,10 @@ impl ControlDevice {
         }
     }
 
-    /// This process becomes the server of device `id`, whose own is gone.
+    /// This process becomes the server of device `id`, whose own has exited.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while the old one is still going, and whatever the kernel says.
+    /// [`ErrorKind::Busy`] while the old one has not exited, and the kernel's error.
     pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
         self.plain(abi::Control::StartUserRecovery, id, 0, ANSWER_TIMEOUT)
             .map_err(|e| failed("taking over a device", e))
@@ -335,7 +335,7 @@ impl ControlDevice {
     /// This process serves device `id` from now on.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
         let pid = u64::from(std::process::id());
         self.plain(abi::Control::EndUserRecovery, id, pid, START_TIMEOUT)
@@ -346,7 +346,7 @@ impl ControlDevice {
     /// commands of this one back ([`Features::QUIESCE`]).
     ///
     /// # Errors
-    /// That it has no idle one for a second, and whatever the kernel says.
+    /// That it has no idle one for a second, and the kernel's error.
     pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
         let wait_ms = QUIESCE_WAIT.as_millis() as u64;
         self.plain(abi::Control::QuiesceDev, id, wait_ms, ANSWER_TIMEOUT)
@@ -356,7 +356,7 @@ impl ControlDevice {
     /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]).
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
         self.plain(abi::Control::UpdateSize, id, sectors, ANSWER_TIMEOUT)
             .map_err(|e| failed("changing the size of a device", e))
@@ -377,7 +377,7 @@ pub(super) fn not_added(error: io::Error) -> Error {
 
 pub(super) fn failed(what: &str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::TimedOut {
-        let message = format!("ublk: {what}: the kernel does not answer; look into its log (dmesg)");
+        let message = format!("ublk: {what}: the kernel does not answer; see its log (dmesg)");
         return Error::new(ErrorKind::System, message);
     }
     Error::system(format!("ublk: {what}"), error)

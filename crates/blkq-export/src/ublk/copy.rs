@@ -65,7 +65,7 @@ impl CopyMode {
         } else if self == CopyMode::None && !kernel.contains(Features::AUTO_BUF_REG) {
             Some("this kernel's ublk cannot register the pages of requests (Linux 6.16 and newer can)")
         } else if self == CopyMode::None && !limits.kernel_pages {
-            Some("the driver looks at the data, or has no file that it could go to")
+            Some("the driver reads the data, or has no file to write it to")
         } else if self == CopyMode::None && !buffers {
             Some(
                 "the ring got no table of registered buffers, for lack of memory or by the limit of locked memory",

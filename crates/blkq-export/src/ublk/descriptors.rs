@@ -24,7 +24,7 @@ impl Descriptors {
     /// Maps those of `queue`, of `depth` tags, from the character device.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn map(file: &File, queue: u16, depth: u16) -> Result<Descriptors, Error> {
         // UBLKSRV_CMD_BUF_OFFSET is 0, and every queue has room for the largest depth.
         let offset = usize::from(queue) * Self::bytes(QUEUE_DEPTH_MAX);

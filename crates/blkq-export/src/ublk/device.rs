@@ -14,10 +14,10 @@ use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX};
 use super::command::{Command, DELETE, STOP};
 use super::control::{ControlDevice, character_path};
 use super::copy::CopyMode;
-use super::deputy::Deputy;
-use super::identity::{Identity, end, stop};
+use super::identity::{Identity, give_commands, stop};
 use super::idle::IdleWatch;
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
+use super::setup::SetupProcess;
 use super::source::{QueueOptions, QueueSource, RefusedCommand, Shared};
 use super::usage;
 
@@ -26,7 +26,7 @@ use super::usage;
 const NODE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the old server of a device may take to exit: its I/O in flight completes first.
 const TAKE_OVER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a server that leaves may take to answer what it has.
+/// How long a server that leaves may take to complete its requests.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -36,13 +36,13 @@ pub struct UblkOptions {
     pub identity: Identity,
     /// Whether it outlives this process, where the kernel and the user's rights allow it.
     pub recoverable: bool,
-    /// Whether the kernel looks for partitions, which it does for root only.
+    /// Whether the kernel scans for partitions, which it does for root only.
     pub partscan: bool,
     /// How data moves; `None` for the best way.
     pub copy: Option<CopyMode>,
     /// Makes it, and makes it appear.
-    pub deputy: Deputy,
-    /// Sees who uses it, and writes back what they wrote.
+    pub setup: SetupProcess,
+    /// Watches its users, and writes back what they wrote.
     pub users: IdleWatch,
     /// An eventfd that does not block, written when [`UblkDevice::failure`] has something.
     pub failure_event: Arc<OwnedFd>,
@@ -58,12 +58,12 @@ pub struct UblkDevice {
     copied_because: Option<&'static str>,
     serving: Mutex<Option<Serving>>,
     /// Stops and removes it.
-    deputy: Mutex<Deputy>,
-    /// Locked by who claims the device, which one cannot while another does.
+    setup: Mutex<SetupProcess>,
+    /// Locked while the device is claimed: two cannot claim it at once.
     users: Mutex<IdleWatch>,
 }
 
-/// While this is there, nobody looks at the users of the device.
+/// While this exists, the users of the device are not scanned.
 #[derive(Debug)]
 struct Paused<'a>(MutexGuard<'a, IdleWatch>);
 
@@ -76,7 +76,7 @@ impl Drop for Paused<'_> {
 /// A block device that nobody uses, nor can mount until this is dropped.
 #[derive(Debug)]
 pub struct Claimed<'a> {
-    _held: File,
+    _claim: File,
     _paused: Paused<'a>,
 }
 
@@ -101,7 +101,7 @@ impl UblkDevice {
         engines: &[EngineHandle],
         options: UblkOptions,
     ) -> Result<UblkDevice, Error> {
-        let UblkOptions { identity, recoverable, partscan, copy, mut deputy, users, failure_event } = options;
+        let UblkOptions { identity, recoverable, partscan, copy, mut setup, users, failure_event } = options;
         let limits = disk.limits();
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
@@ -124,36 +124,36 @@ impl UblkDevice {
             ublksrv_flags: identity.cookie,
             ..DeviceInfo::default()
         };
-        deputy.add(&mut info)?;
-        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info, deputy, users) };
+        setup.add(&mut info)?;
+        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info, setup, users) };
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
             .and_then(|file| device.serve(&mut control, file, engines, partscan, failure_event))
-            .and_then(|()| device.deputy().start(&info).map_err(|e| device.explain(e)))
+            .and_then(|()| device.setup().start(&info).map_err(|e| device.explain(e)))
             .and_then(|()| device.wait_for_node());
         match started {
             Ok(()) => Ok(device),
             Err(error) => {
                 // The error reports why it did not start.
                 let mut give = |command| control.give(command, info.dev_id);
-                let _ = end(&mut give, &[STOP]).and_then(|()| device.delete(give));
+                let _ = give_commands(&mut give, &[STOP]).and_then(|()| device.delete(give));
                 Err(error)
             }
         }
     }
 
-    /// Takes over the device `identity`, whose server is gone or going: what it had in flight is
+    /// Takes over the device `identity`, whose server has exited or is exiting: its I/O in flight is
     /// reissued to this process.
     ///
     /// # Errors
-    /// If the disk is not what the device was made of, the server does not go within 30 seconds,
-    /// and whatever the kernel says. The device stays as it was.
+    /// If the disk is not what the device was made of, the server does not exit within 30 seconds,
+    /// and the kernel's error. The device stays as it was.
     pub fn take_over(
         identity: Identity,
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
-        deputy: Deputy,
+        setup: SetupProcess,
         users: IdleWatch,
         failure_event: Arc<OwnedFd>,
     ) -> Result<UblkDevice, Error> {
@@ -161,7 +161,7 @@ impl UblkDevice {
         let kernel = control.features()?;
         let path = identity.path();
         let refuse = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
-        let Some(info) = identity.info(&mut control)? else { return Err(identity.gone()) };
+        let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
             return refuse(ErrorKind::Unsupported, "the device was made without recovery; detach it");
         }
@@ -200,17 +200,17 @@ impl UblkDevice {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        let device = UblkDevice::new(kernel, info, deputy, users);
+        let device = UblkDevice::new(kernel, info, setup, users);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
 
-    fn new(kernel: Features, info: DeviceInfo, deputy: Deputy, users: IdleWatch) -> UblkDevice {
+    fn new(kernel: Features, info: DeviceInfo, setup: SetupProcess, users: IdleWatch) -> UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
-        let (deputy, users) = (Mutex::new(deputy), Mutex::new(users));
-        UblkDevice { identity, kernel, info, copied_because: None, serving: Mutex::new(None), deputy, users }
+        let (setup, users) = (Mutex::new(setup), Mutex::new(users));
+        UblkDevice { identity, kernel, info, copied_because: None, serving: Mutex::new(None), setup, users }
     }
 
     fn users(&self) -> MutexGuard<'_, IdleWatch> {
@@ -223,8 +223,8 @@ impl UblkDevice {
         Paused(users)
     }
 
-    fn deputy(&self) -> MutexGuard<'_, Deputy> {
-        self.deputy.lock().unwrap_or_else(PoisonError::into_inner)
+    fn setup(&self) -> MutexGuard<'_, SetupProcess> {
+        self.setup.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets the engines fetch from the queues of the character device.
@@ -313,19 +313,19 @@ impl UblkDevice {
         format!("{nr_hw_queues} {queues} of {queue_depth}, data {}{because}, {recovery}", self.copy())
     }
 
-    /// Stops and removes the device: it is gone when this returns. Without `force` not if it is in use; with it,
+    /// Stops and removes the device: it is removed when this returns. Without `force` not if it is in use; with it,
     /// what is written so far is written back if that takes a moment only, and later I/O fails.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if it is in use; the device goes on. Whatever the kernel says.
+    /// [`ErrorKind::Busy`] if it is in use; the device keeps running. The kernel's error.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         let mut paused = self.pause_watch();
         // Neither by this process: the kernel would wait for its I/O, and its exit for the kernel.
         if force {
             paused.0.write_back(self.identity.id);
         }
-        let mut deputy = self.deputy();
-        let mut give = |command| deputy.give(command, self.identity.id);
+        let mut setup = self.setup();
+        let mut give = |command| setup.give(command, self.identity.id);
         stop(&mut give, self.identity.id, self.kernel, force)?;
         self.delete(give)
     }
@@ -338,11 +338,11 @@ impl UblkDevice {
     pub fn watch_users(&self, on: bool) -> Result<(), Error> {
         let mut users = self.users();
         if !on {
-            users.rest();
+            users.stop();
             return Ok(());
         }
         let path = self.identity.path();
-        users.look(self.identity.id).map_err(|e| Error::system(format!("cannot see who uses {path}"), e))
+        users.start(self.identity.id).map_err(|e| Error::system(format!("cannot see who uses {path}"), e))
     }
 
     /// Before this process exits and leaves the device to the next server: has new requests wait,
@@ -365,7 +365,7 @@ impl UblkDevice {
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
-        end(give, &[DELETE])
+        give_commands(give, &[DELETE])
     }
 
     /// # Errors
@@ -387,13 +387,13 @@ impl UblkDevice {
     /// [`ErrorKind::Busy`] if it is in use, as far as this process sees.
     pub fn claim(&self) -> Result<Claimed<'_>, Error> {
         let paused = self.pause_watch();
-        Ok(Claimed { _held: usage::claim(&self.identity.path())?, _paused: paused })
+        Ok(Claimed { _claim: usage::claim(&self.identity.path())?, _paused: paused })
     }
 
     /// Passes a new size in bytes to the kernel.
     ///
     /// # Errors
-    /// As [`UblkDevice::check_resizable`], and whatever the kernel says.
+    /// As [`UblkDevice::check_resizable`], and the kernel's error.
     pub fn resize(&self, bytes: u64) -> Result<(), Error> {
         self.check_resizable()?;
         ControlDevice::open()?.update_size(self.identity.id, bytes >> 9)
@@ -402,7 +402,7 @@ impl UblkDevice {
     /// Makes the kernel refuse writes, or take them again.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     pub fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let path = self.identity.path();
         let set = || {
@@ -431,14 +431,14 @@ impl UblkDevice {
     }
 }
 
-/// The kernel looks for partitions, now or when it is asked to, on devices only that threads with
+/// The kernel scans for partitions, now or when it is asked to, on devices only that threads with
 /// CAP_SYS_ADMIN serve (`GD_SUPPRESS_PART_SCAN`). Serving needs none of it.
 fn distrust_this_thread() {
     if let Ok(mut sets) = capabilities(None)
         && sets.effective.contains(CapabilitySet::SYS_ADMIN)
     {
         sets.effective.remove(CapabilitySet::SYS_ADMIN);
-        // Of who has it, all may be less.
+        // Of the capabilities it has, any may be absent.
         let _ = set_capabilities(None, sets);
     }
 }

@@ -9,7 +9,7 @@ use blkq::{Error, ErrorKind};
 use super::abi::{ANY_ID, DeviceInfo, Features, STATE_DEAD};
 use super::command::{Command, DELETE, STOP, TRY_STOP};
 use super::control::{ControlDevice, block_path, failed};
-use super::deputy::Deputy;
+use super::setup::SetupProcess;
 use super::usage;
 
 /// Which device it is, for longer than its server lives.
@@ -24,7 +24,7 @@ pub struct Identity {
 
 impl Identity {
     /// Of a device that is about to be made: written down before, so that it is found if its server
-    /// dies meanwhile.
+    /// is killed meanwhile.
     pub fn of_new() -> Identity {
         // Differs between any two devices that live between two boots.
         Identity { id: ANY_ID, cookie: monotonic_ns() }
@@ -35,12 +35,12 @@ impl Identity {
         block_path(self.id)
     }
 
-    /// The kernel's information about the device; `None` if it is gone.
+    /// The kernel's information about the device; `None` if there is no such device.
     pub(super) fn info(&self, control: &mut ControlDevice) -> Result<Option<DeviceInfo>, Error> {
         let ids = if self.id == ANY_ID { control.devices()? } else { vec![self.id] };
         for id in ids {
             let info = match control.info(id) {
-                // One of somebody else is none of ours.
+                // The device of another user is none of ours.
                 Err(e) if self.id == ANY_ID && e.kind() == ErrorKind::Denied => continue,
                 info => info?,
             };
@@ -51,8 +51,8 @@ impl Identity {
         Ok(None)
     }
 
-    /// The device with its number, if it waits for a new server, its own being gone. What is left of
-    /// a device that does not is removed.
+    /// The device with its number, if it waits for a new server. A device whose server has exited and
+    /// that waits for none is removed.
     ///
     /// # Errors
     /// If the kernel cannot be asked, or does not remove it.
@@ -71,7 +71,7 @@ impl Identity {
         // It was never started; or the kernel has stopped the block device, and leaves the character
         // device.
         let give = |command| control.give(command, id);
-        end(give, &[STOP, DELETE]).map(|()| None)
+        give_commands(give, &[STOP, DELETE]).map(|()| None)
     }
 
     /// As [`Identity::survivor`], but a device that no server can take over stays.
@@ -91,34 +91,34 @@ impl Identity {
     /// The size of the device in bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if it is gone, and whatever the kernel says.
+    /// [`ErrorKind::NotFound`] if there is no such device, and the kernel's error.
     pub fn size_bytes(&self) -> Result<u64, Error> {
         let mut control = ControlDevice::open()?;
         match self.info(&mut control)? {
             Some(info) => Ok(control.parameters(info.dev_id)?.basic.dev_sectors << 9),
-            None => Err(self.gone()),
+            None => Err(self.not_found()),
         }
     }
 
-    pub(super) fn gone(&self) -> Error {
-        let message = format!("{}: the device is gone; attach the image again", self.path());
+    pub(super) fn not_found(&self) -> Error {
+        let message = format!("{}: the device no longer exists; attach the image again", self.path());
         Error::new(ErrorKind::NotFound, message)
     }
 
-    /// Removes a device whose server is gone, by way of `deputy`. Without `force` not if it is in
+    /// Removes a device whose server has exited, by way of `setup`. Without `force` not if it is in
     /// use; with it, I/O that waits for a new server fails.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if it is in use, and whatever the kernel says.
-    pub fn remove(&self, force: bool, mut deputy: Deputy) -> Result<(), Error> {
+    /// [`ErrorKind::Busy`] if it is in use, and the kernel's error.
+    pub fn remove(&self, force: bool, mut setup: SetupProcess) -> Result<(), Error> {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
         if self.info(&mut control)?.is_none() {
             return Ok(());
         }
-        let mut give = |command| deputy.give(command, self.id);
+        let mut give = |command| setup.give(command, self.id);
         stop(&mut give, self.id, kernel, force)?;
-        end(give, &[DELETE])
+        give_commands(give, &[DELETE])
     }
 }
 
@@ -128,7 +128,7 @@ fn is_recoverable(info: &DeviceInfo) -> bool {
 }
 
 /// Gives the commands that stop or remove a device.
-pub(super) fn end(
+pub(super) fn give_commands(
     mut give: impl FnMut(Command) -> io::Result<()>,
     commands: &[Command],
 ) -> Result<(), Error> {
@@ -152,19 +152,19 @@ pub(super) fn stop(
     kernel: Features,
     force: bool,
 ) -> Result<(), Error> {
-    // A stop that was given up may have completed since: then there is nobody to ask.
+    // A stop that timed out may have completed since: then there is no device to check.
     if force || !Path::new(&block_path(id)).exists() {
-        return end(give, &[STOP]);
+        return give_commands(give, &[STOP]);
     }
-    // Held until it is gone, so that nobody begins to use it meanwhile.
-    let held = usage::claim(&block_path(id))?;
+    // Claimed until it is stopped, so that nobody opens it meanwhile.
+    let claim = usage::claim(&block_path(id))?;
     if kernel.contains(Features::SAFE_STOP_DEV) {
-        // The kernel looks itself, and no moment lies in between.
-        drop(held);
-        return end(give, &[TRY_STOP]).map_err(|e| match e.kind() {
-            ErrorKind::Busy => usage::busy(&block_path(id), "somebody has it open"),
+        // The kernel checks itself, atomically.
+        drop(claim);
+        return give_commands(give, &[TRY_STOP]).map_err(|e| match e.kind() {
+            ErrorKind::Busy => usage::busy(&block_path(id), "another process has it open"),
             _ => e,
         });
     }
-    end(give, &[STOP])
+    give_commands(give, &[STOP])
 }

@@ -1,4 +1,4 @@
-//! When nobody uses a block device any more: the kernel does not tell its server.
+//! Detects that a block device has no users any more, which the kernel does not report to its server.
 //!
 //! inotify(7) notifies it when the nodes in /dev are opened and closed, and it scans then. Nothing
 //! notifies it of a mount or an unmount: a claimed device is scanned every second.
@@ -6,10 +6,10 @@
 //! than a second, and is no user.
 //!
 //! Seeing the open files of all processes takes privileges that the server, which reads what clients
-//! send, does not keep. So a process of its own looks: it takes the number of a device and whether to
-//! look, and returns nothing but that the device is idle.
+//! send, does not keep. So a process of its own scans: it takes the number of a device and whether to
+//! scan, and returns nothing but that the device is idle.
 //!
-//! It also writes back what the kernel holds for the device before a forced end. A server that did so
+//! It also has the kernel write back cached data of the device before a forced stop. A server that did so
 //! itself could not be killed while its image hangs: its thread would wait for its own I/O, which the
 //! kernel aborts only when the last of its threads has exited.
 
@@ -33,10 +33,10 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 use super::child;
 use super::usage::{self, Use};
 
-/// How long after an opening or closing is looked.
+/// How long after an open or close the device is scanned.
 const SETTLE: Duration = Duration::from_millis(250);
 /// How long nobody may use it before that is reported, and how often a claimed device is scanned.
-const REST: Duration = Duration::from_secs(1);
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the process may take to answer, which it does after a scan, to write back, and to exit.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Room for a few events.
@@ -68,7 +68,7 @@ struct Reply {
     errno: i32,
 }
 
-/// A process that reports, while that is on, when the users of a block device have gone, and writes
+/// A process that reports, while that is on, when the last user of a block device has closed it, and writes
 /// back what they wrote. It exits when this is dropped, or its server exits.
 #[derive(Debug)]
 pub struct IdleWatch {
@@ -78,19 +78,20 @@ pub struct IdleWatch {
 }
 
 impl IdleWatch {
-    /// Forks the process. In it `confine` gives up all but reading of `/proc` and `/dev`, and returns
+    /// Forks the process. In it `confine` drops all but reading of `/proc` and `/dev`, and returns
     /// whether that was possible. It writes the event `idle`.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     ///
     /// # Safety
-    /// This process must have one thread only: the new one has but that, and whatever others held
+    /// This process must have one thread only: the new one has but that, and what others had
     /// locked would stay so in it.
     pub unsafe fn fork(idle: &OwnedFd, confine: impl FnOnce() -> bool) -> Result<IdleWatch, Error> {
-        // SAFETY: as the caller says.
-        unsafe { IdleWatch::fork_in(Path::new("/dev"), idle, confine) }
-            .map_err(|e| Error::system("cannot start the process that sees who uses a block device", e))
+        // SAFETY: as the caller guarantees.
+        unsafe { IdleWatch::fork_in(Path::new("/dev"), idle, confine) }.map_err(|e| {
+            Error::system("cannot start the process that watches the users of a block device", e)
+        })
     }
 
     /// # Safety
@@ -104,41 +105,41 @@ impl IdleWatch {
         socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
         let server = std::process::id();
         let body = |[socket, idle]: [OwnedFd; 2]| {
-            // It may have died already.
+            // It may have exited already.
             let orphaned = getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server);
             if !orphaned && confine() {
                 Watch::new(directory, server, socket.into(), idle).run()?;
             }
             Ok(())
         };
-        // SAFETY: as the caller says.
+        // SAFETY: as the caller guarantees.
         unsafe { child::fork(child::IDLE_NAME, [other.into(), idle.try_clone()?], body) }?;
         Ok(IdleWatch { socket, sequence: 0, on: false })
     }
 
-    /// Begins to look at the block device `id`. When somebody has used it, from now on or already, and
-    /// nobody does any more, the event is written, again every second for as long as that is so.
+    /// Begins to watch the block device `id`. When it has been used, from now on or already, and
+    /// is not in use any more, the event is written, again every second for as long as that is so.
     ///
     /// # Errors
-    /// If the process may not see its node, or is gone.
-    pub(super) fn look(&mut self, id: u32) -> io::Result<()> {
+    /// If the process may not see its node, or has exited.
+    pub(super) fn start(&mut self, id: u32) -> io::Result<()> {
         let asked = self.ask(ON, id);
         self.on = asked.is_ok();
         if asked.is_err() {
-            // One that answers late would look all the same.
+            // A process that replies late would scan all the same.
             let _ = self.send(OFF, 0);
         }
         asked
     }
 
-    /// Stops looking; when it returns no look has the device claimed.
-    pub(super) fn rest(&mut self) {
-        // A process that has exited does not look.
+    /// Stops watching; when it returns no scan has the device claimed.
+    pub(super) fn stop(&mut self) {
+        // A process that has exited does not scan.
         let _ = self.ask(OFF, 0);
         self.on = false;
     }
 
-    /// Does not claim the device for a look until [`IdleWatch::resume`].
+    /// Does not claim the device for a scan until [`IdleWatch::resume`].
     pub(super) fn pause(&mut self) {
         if self.on {
             let _ = self.ask(PAUSE, 0);
@@ -152,7 +153,7 @@ impl IdleWatch {
         }
     }
 
-    /// Has the kernel write back what it holds for the block device `id`, as far as a moment allows.
+    /// Has the kernel write back cached data of the block device `id`, as far as a moment allows.
     pub(super) fn write_back(&mut self, id: u32) {
         let _ = self.ask(WRITE_BACK, id);
     }
@@ -184,7 +185,7 @@ fn no_answer(error: io::Error) -> io::Error {
     match error.kind() {
         // A socket's timeout is reported as EAGAIN.
         io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
-        _ => io::Error::other("the process that looks was killed"),
+        _ => io::Error::other("the process that watches its users was killed"),
     }
 }
 
@@ -212,11 +213,11 @@ struct Watch<'a> {
     used: bool,
 }
 
-/// Why it no longer waits.
-enum Told {
+/// Why the process woke.
+enum Wake {
     Request,
     Nodes,
-    Nothing,
+    Timeout,
 }
 
 impl Watch<'_> {
@@ -224,7 +225,7 @@ impl Watch<'_> {
         Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }
     }
 
-    /// Runs until the server is gone.
+    /// Runs until the server exits.
     fn run(mut self) -> io::Result<()> {
         // Since when each scan has found it open.
         let mut open_since: Option<Instant> = None;
@@ -232,17 +233,17 @@ impl Watch<'_> {
         let mut wait = None;
         loop {
             match self.wait(wait) {
-                Told::Request => {
+                Wake::Request => {
                     self.serve()?;
                     (last_event, wait) = (Instant::now(), Some(SETTLE));
                     continue;
                 }
-                Told::Nodes => {
+                Wake::Nodes => {
                     self.used |= self.nodes().is_some_and(|nodes| was_written(&nodes.take_events()));
                     (last_event, wait) = (Instant::now(), Some(SETTLE));
                     continue;
                 }
-                Told::Nothing => {}
+                Wake::Timeout => {}
             }
             let Some(nodes) = self.nodes() else {
                 wait = None;
@@ -252,23 +253,23 @@ impl Watch<'_> {
             self.used |= written || matches!(found, Use::Claimed);
             // On a slow machine a moment may be longer than SETTLE.
             open_since = matches!(found, Use::Open).then(|| open_since.unwrap_or_else(Instant::now));
-            self.used |= open_since.is_some_and(|since| since.elapsed() >= REST);
+            self.used |= open_since.is_some_and(|since| since.elapsed() >= IDLE_INTERVAL);
             wait = match found {
-                Use::Gone => {
+                Use::Removed => {
                     self.nodes = None;
                     None
                 }
-                Use::Claimed | Use::Unknown => Some(REST),
-                Use::Open if !self.used => Some(REST),
+                Use::Claimed | Use::Unknown => Some(IDLE_INTERVAL),
+                Use::Open if !self.used => Some(IDLE_INTERVAL),
                 // inotify(7) reports the close.
                 Use::Open => None,
                 Use::Nobody if !self.used => None,
                 Use::Nobody => {
-                    let rest = REST.saturating_sub(last_event.elapsed());
+                    let rest = IDLE_INTERVAL.saturating_sub(last_event.elapsed());
                     if rest.is_zero() {
                         let _ = rustix::io::write(&self.idle, &1u64.to_ne_bytes());
                     }
-                    Some(if rest.is_zero() { REST } else { rest })
+                    Some(if rest.is_zero() { IDLE_INTERVAL } else { rest })
                 }
             };
             if !undisturbed {
@@ -277,13 +278,13 @@ impl Watch<'_> {
         }
     }
 
-    /// Those that are to be looked at now.
+    /// The nodes to watch now.
     fn nodes(&self) -> Option<&Nodes> {
         self.nodes.as_ref().filter(|_| !self.paused)
     }
 
     /// Waits for a request and for events of the nodes, for `time` at most.
-    fn wait(&self, time: Option<Duration>) -> Told {
+    fn wait(&self, time: Option<Duration>) -> Wake {
         let time = time.map(|time| rustix::event::Timespec {
             tv_sec: time.as_secs() as i64,
             tv_nsec: i64::from(time.subsec_nanos()),
@@ -300,17 +301,17 @@ impl Watch<'_> {
             }
         };
         match ready {
-            Ok(0) => Told::Nothing,
-            Ok(_) if !request.is_empty() => Told::Request,
-            // Interrupted: looks for events, of which there may be none.
-            _ => Told::Nodes,
+            Ok(0) => Wake::Timeout,
+            Ok(_) if !request.is_empty() => Wake::Request,
+            // Interrupted: checks for events, of which there may be none.
+            _ => Wake::Nodes,
         }
     }
 
-    /// Does what is asked next.
+    /// Carries out the next request.
     ///
     /// # Errors
-    /// If the server is gone.
+    /// If the server has exited.
     fn serve(&mut self) -> io::Result<()> {
         let mut request = Request::new_zeroed();
         self.socket.read_exact(request.as_mut_bytes())?;
@@ -385,15 +386,15 @@ impl Nodes {
 
     fn add_partition(&self, path: &Path) {
         if path != Path::new(&self.path) && usage::is_part_of(path, &self.path) {
-            // Gone again, it is not used.
+            // Removed again, it is not used.
             let _ = self.add(path);
         }
     }
 
     /// Scans for users other than `server`.
     fn scan(&self, server: u32) -> Scan {
-        // First the scan, which takes its time and opens nothing: the kernel merges equal events, so
-        // that the opening of the probe would hide another that comes meanwhile.
+        // First the scan, which takes long and opens nothing: the kernel merges equal events, so
+        // that the open of the probe would hide another at that time.
         let open = usage::is_open(&self.path, server);
         let mut events = self.take_events();
         let undisturbed = events.is_empty();
@@ -440,7 +441,7 @@ mod tests {
         Command::new("sleep").arg("60").stdin(Stdio::from(file)).spawn().unwrap()
     }
 
-    fn told(idle: &OwnedFd, within: Duration) -> bool {
+    fn notified(idle: &OwnedFd, within: Duration) -> bool {
         let until = Instant::now() + within;
         while Instant::now() < until {
             if rustix::io::read(idle, &mut [0; 8]).is_ok() {
@@ -457,7 +458,7 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn the_end_of_the_last_user_is_told_and_a_look_at_it_is_no_use() {
+    fn the_last_close_is_reported_and_a_probe_is_no_use() {
         let directory = std::env::temp_dir().join(format!("blkq-idle-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
         let path = directory.join("ublkb1");
@@ -465,48 +466,48 @@ mod tests {
         let idle = event();
         // SAFETY: the copy runs the code of the watch only, which takes no lock of another thread.
         let mut watch = unsafe { IdleWatch::fork_in(&directory, &idle, || true) }.unwrap();
-        assert_eq!(watch.look(2).unwrap_err().kind(), io::ErrorKind::NotFound);
-        watch.look(1).unwrap();
+        assert_eq!(watch.start(2).unwrap_err().kind(), io::ErrorKind::NotFound);
+        watch.start(1).unwrap();
         drop(File::open(&path).unwrap());
-        assert!(!told(&idle, REST * 2), "somebody only asked what there is");
+        assert!(!notified(&idle, IDLE_INTERVAL * 2), "a probe is no use");
         let partition = directory.join("ublkb1p1");
         fs::write(directory.join("ublkb10"), "").unwrap();
         fs::write(&partition, "").unwrap();
         // The maker of a node writes it: only from then on it is watched.
         let mut child = user(File::open(&partition).unwrap());
-        assert!(!told(&idle, REST * 2), "it is in use");
+        assert!(!notified(&idle, IDLE_INTERVAL * 2), "it is in use");
         watch.pause();
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!told(&idle, REST * 2), "it is not looked at");
+        assert!(!notified(&idle, IDLE_INTERVAL * 2), "it is paused");
         watch.resume();
-        assert!(told(&idle, Duration::from_secs(20)), "nobody uses it any more");
-        assert!(told(&idle, Duration::from_secs(20)), "and that is reported again");
-        watch.rest();
-        while told(&idle, SETTLE) {}
+        assert!(notified(&idle, Duration::from_secs(20)), "nobody uses it any more");
+        assert!(notified(&idle, Duration::from_secs(20)), "and that is reported again");
+        watch.stop();
+        while notified(&idle, SETTLE) {}
         drop(OpenOptions::new().write(true).open(&path).unwrap());
-        assert!(!told(&idle, REST * 2), "nobody looks");
-        watch.look(1).unwrap();
-        assert!(!told(&idle, REST * 2), "who has used it before does not count");
+        assert!(!notified(&idle, IDLE_INTERVAL * 2), "it is not watched");
+        watch.start(1).unwrap();
+        assert!(!notified(&idle, IDLE_INTERVAL * 2), "earlier users do not count");
         drop(OpenOptions::new().write(true).open(&path).unwrap());
-        assert!(told(&idle, Duration::from_secs(20)), "who writes for a moment does");
+        assert!(notified(&idle, Duration::from_secs(20)), "a short write does");
         drop(watch);
         fs::remove_dir_all(&directory).unwrap();
     }
 
     // Contract: detach
     #[test]
-    fn late_answers_and_a_dead_process_are_known_as_such() {
+    fn late_replies_and_a_dead_process_are_recognized() {
         let (socket, mut other) = UnixStream::pair().unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let mut watch = IdleWatch { socket, sequence: 0, on: false };
-        assert_eq!(watch.look(0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(watch.start(0).unwrap_err().kind(), io::ErrorKind::TimedOut);
         for (sequence, errno) in [(1, libc::ENOENT), (2, 0), (3, 0)] {
             other.write_all(Reply { sequence, errno }.as_bytes()).unwrap();
         }
-        watch.look(0).unwrap();
+        watch.start(0).unwrap();
         drop(other);
-        assert!(watch.look(0).unwrap_err().to_string().contains("killed"));
-        watch.rest();
+        assert!(watch.start(0).unwrap_err().to_string().contains("killed"));
+        watch.stop();
     }
 }

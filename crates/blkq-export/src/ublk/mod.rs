@@ -2,21 +2,21 @@
 //!
 //! `abi` is the kernel's interface, `control` its control device, `parameters` the limits of a
 //! disk in its words, `copy` how data moves, `source` a queue on its engine with its `descriptors`,
-//! `device` the life of a device, `deputy` a process that makes it, `usage` who uses it and `idle` a
-//! process that sees when nobody does any more, `child` what both are, [`process`] what a process that serves one must be.
+//! `device` the life of a device, `setup` a process that makes it, `usage` its users and `idle` a
+//! process that sees when it has none any more, `child` what both are, [`process`] what a process that serves one must be.
 
 pub mod abi;
 mod child;
 mod command;
 mod control;
 mod copy;
-mod deputy;
 mod descriptors;
 mod device;
 mod identity;
 mod idle;
 mod parameters;
 pub mod process;
+mod setup;
 mod source;
 mod usage;
 
@@ -32,8 +32,8 @@ pub mod fuzzing {
 pub use abi::Features;
 pub use control::{CONTROL_PATH, ControlDevice, block_path};
 pub use copy::CopyMode;
-pub use deputy::Deputy;
 pub use device::{Claimed, UblkDevice, UblkOptions};
 pub use identity::Identity;
 pub use idle::IdleWatch;
+pub use setup::SetupProcess;
 pub use usage::check_unopened;

@@ -5,7 +5,7 @@ use blkq::{Error, ErrorKind, QueueLimits};
 use super::abi::{self, AlignParameters, BasicParameters, DiscardParameters, Parameters};
 use super::copy::CopyMode;
 
-/// Largest request: what the buffer of one tag holds.
+/// Largest request: the size of the buffer of one tag.
 pub const REQUEST_MAX_BYTES: u32 = 512 << 10;
 /// Largest discard and write zeroes. The kernel counts both in 32 bits of bytes, and the whole of
 /// it is one request, which others wait for.
@@ -22,7 +22,7 @@ fn sectors(bytes: u64, block: u32) -> u32 {
     ((bytes.min(DISCARD_MAX_BYTES) & !(u64::from(block) - 1)) >> 9) as u32
 }
 
-/// The parameters of a device with `limits`, whose data moves as `copy` says.
+/// The parameters of a device with `limits`, whose data moves by `copy`.
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`] for blocks that are larger than a page.

@@ -13,7 +13,7 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// Never killed for memory (`OOM_SCORE_ADJ_MIN`).
 const OOM_SCORE_ADJ: &str = "-1000";
-/// Mounts of the system that the process goes on to use.
+/// Mounts of the system that the process needs later.
 const SYSTEM: [&str; 2] = ["/dev", "/proc"];
 
 /// Makes this process, which must have no other thread yet, fit to serve a block device; threads
@@ -38,8 +38,8 @@ pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
 }
 
 /// Gives this process mounts of its own. In those of others it could be the last one, and then
-/// would, as it ends, unmount a file system on its own device and wait for itself for ever. And of
-/// these copies it keeps only what it needs, so that nobody who unmounts one is held up.
+/// would, as it exits, unmount a file system on its own device and wait for itself for ever. And of
+/// these copies it keeps only what it needs, so that unmounting one never blocks.
 fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
     let failed = |e| Error::system("cannot serve a block device: a mount namespace of its own", e);
     // SAFETY: without other threads there is none that would be surprised by other mounts; files
@@ -56,7 +56,7 @@ fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
     };
     let kept: Vec<PathBuf> = kept.iter().map(real).collect();
     for point in unneeded(&mounts, &kept) {
-        // One that is not reachable, for another lies on it, holds nobody up by its path.
+        // A mount below another one is not reachable, and its path blocks nothing.
         let _ = unmount(&point, UnmountFlags::DETACH);
     }
     Ok(())

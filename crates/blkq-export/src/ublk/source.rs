@@ -129,7 +129,7 @@ pub(super) struct QueueSource {
     /// Tags whose request has arrived.
     arrived: Vec<u16>,
     /// Bios for which the queue had no room.
-    refused: VecDeque<Bio>,
+    requeued: VecDeque<Bio>,
     /// Commands that the kernel has.
     armed: usize,
     /// Requests that have begun and are not committed.
@@ -162,7 +162,7 @@ impl QueueSource {
             slots: Vec::with_capacity(depth),
             pool: BufferPool::new(),
             arrived: Vec::with_capacity(depth),
-            refused: VecDeque::new(),
+            requeued: VecDeque::new(),
             armed: 0,
             in_flight: 0,
             used: false,
@@ -207,7 +207,7 @@ impl QueueSource {
             _ => entry.build(),
         };
         self.armed += 1;
-        // SAFETY: the file and the buffers stay until all commands are back, or the ring is gone.
+        // SAFETY: the file and the buffers stay until all commands are back, or the ring is closed.
         unsafe { cx.push(entry, u64::from(tag)) }
     }
 
@@ -282,7 +282,7 @@ impl QueueSource {
         };
         slot.copying = Some(copying);
         // SAFETY: the buffer is at least as long (see `BufferPool::take`), and stays in the slot
-        // until this has completed, or the ring is gone.
+        // until this has completed, or the ring is closed.
         unsafe { cx.push(entry, COPY | u64::from(tag)) }
     }
 
@@ -309,16 +309,16 @@ impl QueueSource {
 
     fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
         // Those that wait go first.
-        let refused = if self.refused.is_empty() { cx.submit(ENGINE_QUEUE, bio) } else { Err(bio) };
-        if let Err(bio) = refused {
-            self.refused.push_back(bio);
+        let result = if self.requeued.is_empty() { cx.submit(ENGINE_QUEUE, bio) } else { Err(bio) };
+        if let Err(bio) = result {
+            self.requeued.push_back(bio);
         }
     }
 
-    fn retry_refused(&mut self, cx: &mut SourceContext<'_>) {
-        while let Some(bio) = self.refused.pop_front() {
+    fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) {
+        while let Some(bio) = self.requeued.pop_front() {
             if let Err(bio) = cx.submit(ENGINE_QUEUE, bio) {
-                return self.refused.push_front(bio);
+                return self.requeued.push_front(bio);
             }
         }
     }
@@ -356,7 +356,7 @@ impl QueueSource {
         self.used = false;
     }
 
-    /// The kernel refused the command of `tag`, which it will never hear of again: reports that.
+    /// The kernel refused the command of `tag`, which never completes again: reports that.
     fn lose(&mut self, tag: u16, errno: i32) {
         let QueueOptions { shared, queue, .. } = &self.options;
         if shared.refused.set(RefusedCommand { queue: *queue, tag, errno }).is_ok() {
@@ -370,7 +370,7 @@ impl QueueSource {
 
     /// Lets go of the device when all is done.
     fn release(&mut self, cx: &mut SourceContext<'_>) {
-        // Forced, the ring goes soon, and the kernel may still be in the buffers until then.
+        // Forced, the ring closes soon, and the kernel may still be in the buffers until then.
         if self.stopping && !self.forced && self.is_drained() {
             if let Some(mut file) = self.file.take() {
                 cx.registrar().unregister_file(&mut file);
@@ -408,7 +408,7 @@ pub fn bio_of(descriptor: &IoDescriptor, request_max_bytes: u32) -> Result<Bio, 
     Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
 }
 
-/// How the data of `descriptor` moves on a queue where it does so as `copy` says: pages that the
+/// How the data of `descriptor` moves on a queue with this `copy` mode: pages that the
 /// kernel could not register this process copies.
 fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
     match copy {
@@ -455,7 +455,7 @@ unsafe impl Source for QueueSource {
         let tag = cqe.token.payload() as u16;
         match command_result(cqe.result) {
             CommandResult::Request => return self.arrived.push(tag),
-            // Of a device that is gone, or left to another server, nothing is lost.
+            // A device that was removed, or left to another server, loses nothing.
             CommandResult::Refused { errno } if !self.stopping => self.lose(tag, errno),
             CommandResult::Refused { .. } | CommandResult::Aborted => {}
         }
@@ -476,9 +476,9 @@ unsafe impl Source for QueueSource {
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
-        // A server that goes leaves the rest to the next one.
+        // A server that exits leaves the rest to the next one.
         if !self.forced {
-            self.retry_refused(cx);
+            self.resubmit_requeued(cx);
             let mut arrived = std::mem::take(&mut self.arrived);
             arrived.drain(..).for_each(|tag| self.begin(cx, tag));
             self.arrived = arrived;
@@ -497,9 +497,9 @@ unsafe impl Source for QueueSource {
         if cx.engine_exits() && !self.forced {
             self.forced = true;
             cx.registrar().abandon();
-            // They are not in flight, and go to the next server with the rest. The kernel may
+            // They are not in flight, and the next server gets them with the rest. The kernel may
             // still be in their buffers.
-            self.in_flight -= self.refused.len();
+            self.in_flight -= self.requeued.len();
         }
         self.release(cx);
     }

@@ -24,8 +24,8 @@ pub(super) enum Use {
     /// Nobody.
     Nobody,
     /// There is no such device any more.
-    Gone,
-    /// It cannot be said now.
+    Removed,
+    /// It cannot be found out now.
     Unknown,
 }
 
@@ -41,7 +41,7 @@ fn open_exclusively(path: &str) -> io::Result<File> {
 }
 
 /// Whether a process other than this one and `server` has the block device `path` open, but for udev,
-/// which looks at every device that appears.
+/// which probes every device that appears.
 pub(super) fn is_open(path: &str, server: u32) -> bool {
     opener(path, server, |command| !is_udev(command)).is_some()
 }
@@ -52,7 +52,7 @@ pub(super) fn probe(path: &str) -> Use {
     match open_exclusively(path) {
         Ok(_) => Use::Nobody,
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Use::Claimed,
-        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => Use::Gone,
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => Use::Removed,
         Err(_) => Use::Unknown,
     }
 }
@@ -60,13 +60,13 @@ pub(super) fn probe(path: &str) -> Use {
 /// Claims the block device `path`, so that nobody mounts it meanwhile.
 ///
 /// # Errors
-/// [`ErrorKind::Busy`] if somebody uses it, as far as this process sees.
+/// [`ErrorKind::Busy`] if it is in use, as far as this process sees.
 pub(super) fn claim(path: &str) -> Result<File, Error> {
-    let held = open_exclusively(path).map_err(|e| match e.raw_os_error() {
+    let claimed = open_exclusively(path).map_err(|e| match e.raw_os_error() {
         Some(libc::EBUSY) => busy(path, "it, or a partition of it, is mounted or claimed"),
         _ => Error::system(format!("cannot open {path}"), e),
     })?;
-    check_unopened(path, std::process::id()).map(|()| held)
+    check_unopened(path, std::process::id()).map(|()| claimed)
 }
 
 /// Checks that no process other than this one and `server` has the block device `path` open, as far
@@ -77,7 +77,7 @@ pub(super) fn claim(path: &str) -> Result<File, Error> {
 /// [`ErrorKind::Busy`] if there is one.
 pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
     match opener(path, server, |_| true) {
-        Some(who) => Err(busy(path, &format!("process {who} has it open"))),
+        Some(process) => Err(busy(path, &format!("process {process} has it open"))),
         None => Ok(()),
     }
 }
@@ -92,7 +92,7 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
         let pid = name
             .to_str()
             .filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && !known.iter().any(|pid| pid == name));
-        // Others' processes, or one that has just ended.
+        // Others' processes, or one that has just exited.
         let (Some(pid), Ok(fds)) = (pid, fs::read_dir(process.path().join("fd"))) else { continue };
         if fds
             .flatten()
@@ -132,7 +132,7 @@ pub(super) fn is_part_of(target: &Path, path: &str) -> bool {
     rest.is_empty() || rest.strip_prefix('p').is_some_and(|part| part.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Has the kernel write back what it holds for the block device `path`, which is about to go: all
+/// Has the kernel write back cached data of the block device `path`, which is about to be removed: all
 /// file systems if one of them is on it, else what was written to it. Returns when that is done.
 pub(super) fn write_back(path: &str) {
     // Claimed for a moment only: a command that stops the device can claim it while this hangs. The last

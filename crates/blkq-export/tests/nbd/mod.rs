@@ -1,4 +1,4 @@
-//! A server to test, and a small client that says exactly what a test wants it to say.
+//! A server to test, and a small client that sends exactly what a test wants it to send.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
@@ -118,12 +118,12 @@ pub struct Client<S> {
     pub stream: S,
     pub style: ReplyStyle,
     pub flags: u16,
-    /// In bytes, as the server says.
+    /// In bytes, as the server reports.
     pub size: u64,
 }
 
 impl<S: Read + Write> Client<S> {
-    /// Greets and goes into transmission.
+    /// Completes the handshake and enters transmission.
     pub fn begin(stream: S, style: ReplyStyle) -> Client<S> {
         let mut client = Client { stream, style, flags: 0, size: 0 };
         assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\0\x03");
@@ -253,9 +253,9 @@ impl<S: Read + Write> Client<S> {
     }
 
     /// Expects that the server sends nothing more.
-    pub fn expect_end(&mut self) {
+    pub fn expect_close(&mut self) {
         let mut rest = Vec::new();
-        // A reset is an end too: the server closed before it had read all.
+        // A reset is a close too: the server closed before it had read all.
         if let Err(error) = self.stream.read_to_end(&mut rest) {
             assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
         }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A directory of them: of an authority, NAME-cert.pem and NAME-key.pem. It goes with this.
+/// A directory of them: of an authority, NAME-cert.pem and NAME-key.pem. It is removed when this is dropped.
 pub struct Pki {
     directory: PathBuf,
 }

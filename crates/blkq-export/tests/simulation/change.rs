@@ -45,7 +45,7 @@ impl Change {
     }
 }
 
-/// Makes a change, during which the world goes on.
+/// Makes a change, during which the world keeps running.
 pub fn make_one(world: &Rc<RefCell<World>>) {
     let change = {
         let World { chance, common, sectors_max, .. } = &mut *world.borrow_mut();

@@ -26,9 +26,9 @@ struct Outstanding {
     submitted: u64,
     fua: bool,
     fast_zero: bool,
-    /// It must be refused: it is wrong.
+    /// It must be rejected: it is invalid.
     wrong: bool,
-    /// It writes to what the client was told is read-only.
+    /// It writes to an export that was advertised as read-only.
     denied: bool,
     /// Hits that it may have had.
     hits: Vec<Rc<Noticed>>,
@@ -39,7 +39,7 @@ impl Outstanding {
         self.command == Command::Flush || self.fua && self.command != Command::Write
     }
 
-    /// Whether it rests on a flush that was none.
+    /// Whether it relies on a flush that was none.
     fn rests_on_lost_flush(&self) -> bool {
         let lost = |noticed: &Rc<Noticed>| noticed.hit.operation == Operation::Flush;
         self.is_flushed() && self.hits.iter().any(lost)
@@ -81,7 +81,7 @@ impl<T: Copy> History<T> {
         self.0.push((now, [self.now(), value]));
     }
 
-    /// No change goes on, and this is what came of it.
+    /// No change is in progress, and this is its result.
     pub fn end(&mut self, now: u64, value: T) {
         self.0.push((now, [value; 2]));
     }
@@ -111,7 +111,7 @@ pub struct Common {
     pub ruled: bool,
     /// Reads of clients that have disconnected.
     pub ghosts: Vec<Range<u64>>,
-    /// Requests of which a part was refused by the fault driver.
+    /// Requests of which the fault driver failed a part.
     pub must_fail: BTreeSet<u64>,
     /// Misdirected writes on their way, by their queues and tags: number, place, whether for good.
     pub astray: BTreeMap<(u16, u16), (u64, Range<u64>, bool)>,
@@ -169,7 +169,7 @@ fn named(export: &str) -> Vec<u8> {
 }
 
 impl Client {
-    /// A client of the export named so, and the server's end of its socket.
+    /// A client of the export named so, and the server's side of its socket.
     pub fn new(chance: &mut Chance, export: &str) -> (Client, OwnedFd) {
         let (stream, server) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
@@ -188,7 +188,7 @@ impl Client {
             data.extend(b"base:allocation");
             option(option::SET_META_CONTEXT, &data, &mut output);
         }
-        // A device whose blocks are large serves only those who ask for them.
+        // A device whose blocks are large serves only clients that ask for them.
         let infos = [1u16.to_be_bytes(), info::BLOCK_SIZE.to_be_bytes()].concat();
         option(option::GO, &[named(export), infos].concat(), &mut output);
         let client = Client {
@@ -394,7 +394,7 @@ impl Client {
                     assert_eq!(word32(bytes), SIMPLE_REPLY_MAGIC);
                     bytes[16..].to_vec()
                 });
-                reply.map(|content| self.ended(cookie, error, &content, common)).is_some()
+                reply.map(|content| self.finished(cookie, error, &content, common)).is_some()
             }
             Replies::Structured => {
                 let Some(length) = self.field::<4>(16).map(u32::from_be_bytes) else { return false };
@@ -428,11 +428,11 @@ impl Client {
             reply_type::NONE => (0, &[][..]),
             other => panic!("a chunk of kind {other}"),
         };
-        self.ended(cookie, error, content, common);
+        self.finished(cookie, error, content, common);
         true
     }
 
-    fn ended(&mut self, cookie: u64, error: u32, content: &[u8], common: &mut Common) {
+    fn finished(&mut self, cookie: u64, error: u32, content: &[u8], common: &mut Common) {
         let asked = self.outstanding.remove(&cookie).expect("every request is answered once");
         let now = common.tick();
         common.replies += 1;
@@ -469,7 +469,7 @@ impl Client {
         assert!(!ok || !must_fail, "done in spite of an error: {asked:?}");
         if must_deny || must_be_beyond {
             assert!(refused, "error {error}, not refused as it must be: {asked:?}");
-            return common.model.refuse(cookie, asked.sectors);
+            return common.model.reject(cookie, asked.sectors);
         }
         match asked.command {
             Command::Read if ok => {
@@ -482,10 +482,10 @@ impl Client {
             }
             Command::Write | Command::WriteZeroes => {
                 let promised = ok && asked.fua && !asked.rests_on_lost_flush();
-                common.model.end(cookie, asked.sectors, ok, promised, now);
+                common.model.complete(cookie, asked.sectors, ok, promised, now);
             }
             // A hint: the old content may stay.
-            Command::Trim => common.model.end(cookie, asked.sectors, false, false, now),
+            Command::Trim => common.model.complete(cookie, asked.sectors, false, false, now),
             Command::Flush if ok && !asked.rests_on_lost_flush() => common.model.flushed(asked.submitted),
             _ => {}
         }

@@ -11,7 +11,7 @@ use blkq_export::nbd::proto::NbdError;
 use super::client::{Client, Common};
 use super::model::Model;
 
-/// How much later than at once the fault driver may see that a trigger file is gone.
+/// How much later than at once the fault driver may see that a trigger file was removed.
 const FILES_INTERVAL_NS: u64 = 20_000_000;
 
 /// Kinds of effects that are noted, in the order of [`kind`].
@@ -97,7 +97,7 @@ impl Common {
                     let now = self.tick();
                     if let Some((stray, sectors, fua)) = self.astray.remove(&request) {
                         let done = result.is_ok();
-                        self.model.end(stray, sectors, done, done && fua, now);
+                        self.model.complete(stray, sectors, done, done && fua, now);
                     }
                 }
             }
@@ -153,7 +153,7 @@ impl Common {
         for index in undone {
             let request = self.model.undo(first + index, content(index));
             let fails = match hit.effect {
-                // That of a trim is not told.
+                // That of a trim is unknown.
                 Effect::Error(blkq::Status::NotSupported) => hit.operation == Operation::Write,
                 Effect::Error(_) | Effect::Short(_) | Effect::Stuck(_) => true,
                 _ => false,

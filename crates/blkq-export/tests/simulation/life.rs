@@ -1,5 +1,5 @@
 //! The lives of a device's servers, one after the other: what one of them is like, what goes
-//! wrong in it, how it ends, and what is left then.
+//! wrong in it, how it stops, and what is left then.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ use super::client::{Client, Common, History};
 use super::hits::KINDS;
 use super::model::Model;
 
-/// How a life comes to its end, beside the four ways that chance has.
+/// How a life stops, beside the four random ways.
 const PANIC: u64 = 4;
 /// Turns within which everything must be answered once nothing goes wrong any more.
 const TURNS_MAX: u64 = 200_000;
@@ -39,18 +39,18 @@ pub struct Worlds {
     queues: usize,
     /// They have one set of tags.
     shared_tags: bool,
-    /// One life in so many ends by a panic of the engine; 0: none.
+    /// One life in so many stops by a panic of the engine; 0: none.
     panics: u64,
     /// With the power the file loses a size that was not synced.
     loses_size: bool,
-    /// Rules of the fault driver have a trigger file, which comes and goes.
+    /// Rules of the fault driver have a trigger file, which is made and removed.
     triggers: bool,
 }
 
 impl Worlds {
     pub const NONE: Worlds =
         Worlds { queues: 1, shared_tags: false, panics: 0, loses_size: false, triggers: false };
-    /// Every life ends by a panic.
+    /// Every life stops by a panic.
     pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
     pub const TWO_QUEUES: Worlds = Worlds { queues: 2, ..Worlds::NONE };
     pub const TRIGGERS: Worlds = Worlds { triggers: true, ..Worlds::NONE };
@@ -220,7 +220,7 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
         std::thread::current().id()
     ));
     let setup = Setup::new(image.clone(), &mut chance);
-    // Data everywhere, so that what block status says of it is right.
+    // Data everywhere, so that block status is right.
     std::fs::write(&image, vec![1; setup.sectors as usize * 512]).unwrap();
     simulation::begin(chance.word(), setup.sectors_max << 9, Faults::default());
     simulation::set_defect(defect);
@@ -281,7 +281,7 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
     }
 }
 
-/// One life of the server: from its start to its end, be that orderly or not.
+/// One life of the server: from its start until it stops, orderly or not.
 fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
     let syncs_failed = simulation::syncs_failed();
     let (changing, faulty) = world.borrow_mut().begin(setup);
@@ -300,7 +300,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
     if grows(&mut world.borrow_mut()) {
         change::grow(world);
     }
-    world.borrow_mut().end(syncs_failed);
+    world.borrow_mut().stop(syncs_failed);
 }
 
 impl World {
@@ -334,7 +334,7 @@ impl World {
         simulation::set_faults(faults);
     }
 
-    /// I/O goes through the page cache from now on, or around it.
+    /// I/O uses the page cache from now on, or bypasses it.
     pub fn set_buffered(&mut self, buffered: bool) {
         let calm = !self.common.errors_allowed;
         self.set_faults(Faults { failed_sync_forgets: !calm && buffered, ..self.faults });
@@ -401,9 +401,9 @@ impl World {
         }
     }
 
-    /// The server ends, one way or another, and what is left is looked at. So many syncs had
+    /// The server stops, one way or another, and what is left is checked. So many syncs had
     /// failed before it began.
-    fn end(&mut self, syncs_failed: u64) {
+    fn stop(&mut self, syncs_failed: u64) {
         self.common.check_read_only();
         let panicked = self.extra.one_in(self.worlds.panics);
         if panicked {
@@ -412,7 +412,7 @@ impl World {
         let World { chance, common, seen, server, extra, worlds, image, .. } = self;
         let Server { disk, mut engine, mut clients, sockets, .. } = server.take().unwrap();
         let how = if panicked { PANIC } else { chance.below(4) };
-        // In order it ends under the faults, too, which stop nothing for ever.
+        // An orderly stop works under the faults, too, which block nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
             disk.set("fault", "none").unwrap();
             common.ruled = false;
@@ -477,7 +477,7 @@ impl World {
 }
 
 impl World {
-    /// Goes on until the engine panics, at some instant of a turn.
+    /// Runs until the engine panics, at some instant of a turn.
     fn panic(&mut self) {
         simulation::panic_after(self.extra.below(400));
         loop {

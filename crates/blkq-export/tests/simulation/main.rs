@@ -3,7 +3,7 @@
 //! fail, lose power and take their time as a seed wants it, with clients that check every
 //! read and every promise of docs/durability.md.
 //!
-//! Built with `--cfg simulation`; `lab/simulate` runs it. `BLKQ_SEED` runs one seed and says
+//! Built with `--cfg simulation`; `lab/simulate` runs it. `BLKQ_SEED` runs one seed and prints
 //! what happens, `BLKQ_SEEDS` and `BLKQ_FIRST_SEED` run many.
 #![cfg(simulation)]
 #![allow(clippy::unwrap_used, reason = "a test")]
@@ -84,7 +84,7 @@ fn seeds() {
 /// - 164, 240, 606: the same after `read-only` or `direct-io` was set at the second try.
 /// - 11820: the same after a FUA write had failed, and got the report of the loss in place of that change.
 /// - 841: a failed FUA write took the news of other lost writes away from the next flush.
-/// - 10, 47: the fault driver sent transfers beyond the end of a device that had become smaller.
+/// - 10, 47: the fault driver sent transfers beyond the end of a device that had shrunk.
 const FOUND: [u64; 8] = [10, 47, 137, 164, 240, 606, 841, 11820];
 
 #[test]
@@ -108,7 +108,11 @@ const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::LostSize, &["the file holds what cannot be"], 128),
     (Defect::IgnoredDsync, &["the file holds what cannot be"], 64),
     (Defect::EndedTwice, &["twice"], 32),
-    (Defect::NeverEnded, &["requests are not answered", "the engine does not end", "did not end within"], 32),
+    (
+        Defect::NeverEnded,
+        &["requests are not answered", "the engine does not end", "did not complete within"],
+        32,
+    ),
 ];
 
 /// Those that only one world can show.
@@ -119,7 +123,7 @@ const NOTICED_IN: [(Defect, &[&str], Worlds); 2] = [
 /// Within how many seeds one of it does, and none without it.
 const NOTICED_IN_WITHIN: u64 = 32;
 
-/// The first of `seeds` that fails with this defect, and what it says.
+/// The first of `seeds` that fails with this defect, and its message.
 fn first_that_fails(
     defect: Defect,
     seeds: Range<u64>,
@@ -129,12 +133,12 @@ fn first_that_fails(
         let thread = std::thread::Builder::new().name(QUIET.to_owned());
         let worlds = worlds(seed);
         let failed = thread.spawn(move || live(seed, Some(defect), worlds)).unwrap().join().err()?;
-        let said = failed.downcast_ref::<String>().cloned();
-        Some((seed, said.or_else(|| failed.downcast_ref::<&str>().map(|said| (*said).to_owned()))?))
+        let message = failed.downcast_ref::<String>().cloned();
+        Some((seed, message.or_else(|| failed.downcast_ref::<&str>().map(|message| (*message).to_owned()))?))
     })
 }
 
-/// Threads of this name fail on purpose, and are not to be heard.
+/// Threads of this name fail on purpose, and print nothing.
 const QUIET: &str = "has a defect";
 
 /// Has them fail in silence.
@@ -151,10 +155,10 @@ fn quiet() {
 }
 
 fn check_noticed(defect: Defect, expected: &[&str], within: u64, worlds: impl Fn(u64) -> Worlds) {
-    let (seed, said) = first_that_fails(defect, 0..within, worlds)
+    let (seed, message) = first_that_fails(defect, 0..within, worlds)
         .unwrap_or_else(|| panic!("{defect:?} is not noticed in {within} seeds"));
-    assert!(expected.iter().any(|expected| said.contains(expected)), "{defect:?}, seed {seed}: {said}");
-    println!("{defect:?} is noticed by seed {seed}: {}", said.split(';').next().unwrap_or(&said));
+    assert!(expected.iter().any(|expected| message.contains(expected)), "{defect:?}, seed {seed}: {message}");
+    println!("{defect:?} is noticed by seed {seed}: {}", message.split(';').next().unwrap_or(&message));
 }
 
 // Contract: durability

@@ -1,5 +1,5 @@
 //! The contents that the device may have: for every sector the versions that it may read as, and those
-//! that it may hold after the power failed. Times are those of the clients, so that
+//! that it may hold after a power loss. Times are those of the clients, so that
 //! whatever they could have seen is allowed, and nothing else.
 
 use std::ops::Range;
@@ -38,7 +38,7 @@ impl Content {
     }
 }
 
-/// Eight bytes that say which write put them where.
+/// Eight bytes that identify the write and the place.
 fn stamp(number: u64, sector: u64) -> [u8; 8] {
     let word = (number << 20 | sector).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (word ^ word >> 29 | 1).to_le_bytes()
@@ -60,22 +60,22 @@ struct Version {
     request: u64,
     submitted: u64,
     /// `u64::MAX` while it may still happen.
-    ended: u64,
-    /// It has surely happened: what was there before is gone.
+    completed: u64,
+    /// It has surely happened: the data before it is overwritten.
     done: bool,
     /// It survives a loss of power.
     promised: bool,
     /// A sync failed in the life of the server that did it: no later one makes it durable.
     doubtful: bool,
-    /// It may not have been done, even if it ended well: it was that, or another one like it.
+    /// It may not have been done, even if it completed without error: it was that, or another one like it.
     uncertain: bool,
 }
 
 impl Version {
     fn begun(content: Content, request: u64, now: u64) -> Version {
-        let (submitted, ended) = (now, u64::MAX);
+        let (submitted, completed) = (now, u64::MAX);
         let (done, promised, doubtful, uncertain) = (false, false, false, false);
-        Version { content, request, submitted, ended, done, promised, doubtful, uncertain }
+        Version { content, request, submitted, completed, done, promised, doubtful, uncertain }
     }
 }
 
@@ -105,11 +105,11 @@ impl Model {
         }
     }
 
-    /// It ended: `done` if it surely changed all of them, `promised` if for good.
-    pub fn end(&mut self, request: u64, sectors: Range<u64>, done: bool, promised: bool, now: u64) {
+    /// It completed: `done` if it surely changed all of them, `promised` if for good.
+    pub fn complete(&mut self, request: u64, sectors: Range<u64>, done: bool, promised: bool, now: u64) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
             for version in versions.iter_mut().filter(|version| version.request == request) {
-                version.ended = now;
+                version.completed = now;
                 (version.done, version.promised) =
                     (done && !version.uncertain, promised && !version.uncertain);
             }
@@ -117,7 +117,7 @@ impl Model {
     }
 
     /// It changed nothing, and will not.
-    pub fn refuse(&mut self, request: u64, sectors: Range<u64>) {
+    pub fn reject(&mut self, request: u64, sectors: Range<u64>) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
             versions.retain(|version| version.request != request);
         }
@@ -127,7 +127,7 @@ impl Model {
     fn on_their_way(&self, sector: u64, bytes: &[u8]) -> Vec<usize> {
         let versions = self.sectors[sector as usize].iter().enumerate();
         let found = versions.filter(|(_, version)| {
-            version.ended == u64::MAX && version.request < STRAY && version.content.is(sector, bytes)
+            version.completed == u64::MAX && version.request < STRAY && version.content.is(sector, bytes)
         });
         let found: Vec<usize> = found.map(|(index, _)| index).collect();
         assert!(!found.is_empty(), "the driver has a write to sector {sector} that nobody sent");
@@ -162,7 +162,7 @@ impl Model {
         }
     }
 
-    /// A write that was sent to another place goes to `first` and what follows. Its number.
+    /// A write that was misdirected is at `first` and what follows. Its number.
     pub fn stray(&mut self, first: u64, bytes: &[u8], now: u64) -> u64 {
         let request = STRAY + now;
         for (versions, bytes) in self.sectors[first as usize..].iter_mut().zip(bytes.chunks(SECTOR_BYTES)) {
@@ -171,26 +171,26 @@ impl Model {
         request
     }
 
-    /// A flush that was sent at `submitted` ended well.
+    /// A flush that was sent at `submitted` completed without error.
     pub fn flushed(&mut self, submitted: u64) {
         for versions in &mut self.sectors {
             for version in versions.iter_mut() {
-                version.promised |= version.done && !version.doubtful && version.ended < submitted;
+                version.promised |= version.done && !version.doubtful && version.completed < submitted;
             }
         }
     }
 
-    /// Nothing is on its way any more: what did not end either happened by now or will not.
+    /// Nothing is on its way any more: what did not complete either happened by now or will not.
     pub fn settle(&mut self, now: u64) {
         for versions in &mut self.sectors {
-            for version in versions.iter_mut().filter(|version| version.ended == u64::MAX) {
-                version.ended = now;
+            for version in versions.iter_mut().filter(|version| version.completed == u64::MAX) {
+                version.completed = now;
             }
             forget(versions);
         }
     }
 
-    /// A server in whose life a sync failed is gone, and its memory of that with it.
+    /// A server in whose life a sync failed has exited, and its memory of that is lost.
     pub fn doubt(&mut self) {
         self.sectors.iter_mut().flatten().for_each(|version| version.doubtful = true);
     }
@@ -198,13 +198,13 @@ impl Model {
     /// Checks what a read that was sent at `submitted` brought of `sector`.
     pub fn check_read(&self, sector: u64, submitted: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &self.sectors[sector as usize];
-        let gone = |old: &Version| {
-            versions.iter().any(|new| new.done && new.submitted > old.ended && new.ended < submitted)
+        let overwritten = |old: &Version| {
+            versions.iter().any(|new| new.done && new.submitted > old.completed && new.completed < submitted)
         };
-        check(versions, gone, sector, bytes)
+        check(versions, overwritten, sector, bytes)
     }
 
-    /// Checks what is there after the power failed, and goes on from that.
+    /// Checks the data after a power loss, and continues from that.
     pub fn check_after_power_cut(&mut self, sector: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &mut self.sectors[sector as usize];
         check(versions, |old| is_lost(versions, old), sector, bytes)?;
@@ -214,12 +214,12 @@ impl Model {
 }
 
 fn first(content: Content) -> Version {
-    Version { ended: 0, done: true, promised: true, ..Version::begun(content, 0, 0) }
+    Version { completed: 0, done: true, promised: true, ..Version::begun(content, 0, 0) }
 }
 
 /// Whether `old` cannot come back: something after it is durable.
 fn is_lost(versions: &[Version], old: &Version) -> bool {
-    versions.iter().any(|new| new.promised && new.submitted > old.ended)
+    versions.iter().any(|new| new.promised && new.submitted > old.completed)
 }
 
 /// Drops the versions that can never be seen again.
@@ -229,19 +229,19 @@ fn forget(versions: &mut Vec<Version>) {
     versions.retain(|_| !lost.next().unwrap_or(false));
 }
 
-/// Every byte is that of a version which is not gone. While several are possible a sector
+/// Every byte is that of a version which is not overwritten. While several are possible a sector
 /// may be a mixture: it is read or lost while it is written.
 fn check(
     versions: &[Version],
-    gone: impl Fn(&Version) -> bool,
+    overwritten: impl Fn(&Version) -> bool,
     sector: u64,
     bytes: &[u8],
 ) -> Result<(), String> {
     // Nearly always it is one of them.
-    if versions.iter().any(|version| version.content.is(sector, bytes) && !gone(version)) {
+    if versions.iter().any(|version| version.content.is(sector, bytes) && !overwritten(version)) {
         return Ok(());
     }
-    let possible: Vec<&Version> = versions.iter().filter(|version| !gone(version)).collect();
+    let possible: Vec<&Version> = versions.iter().filter(|version| !overwritten(version)).collect();
     let wrong = bytes
         .iter()
         .enumerate()
@@ -256,18 +256,18 @@ fn check(
 }
 
 #[test]
-fn an_altered_write_is_possible_until_all_that_it_may_be_are_refused() {
+fn an_altered_write_is_possible_until_all_that_it_may_be_are_rejected() {
     let mut model = Model::new(1);
     let (zeroes, mut altered) = ([0; SECTOR_BYTES], [0; SECTOR_BYTES]);
     altered[15] = 8;
     model.begin(1, 0..1, &Content::Write(1), 1);
-    model.end(1, 0..1, true, true, 2);
+    model.complete(1, 0..1, true, true, 2);
     for request in [3, 4] {
         model.begin(request, 0..1, &Content::Zero, request);
     }
     model.alter(0, &zeroes, &altered);
-    model.refuse(3, 0..1);
+    model.reject(3, 0..1);
     model.check_read(0, 5, &altered).unwrap();
-    model.refuse(4, 0..1);
+    model.reject(4, 0..1);
     model.check_read(0, 5, &altered).unwrap_err();
 }

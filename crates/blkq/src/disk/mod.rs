@@ -266,7 +266,7 @@ impl Disk {
     fn frozen(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         if !self.control.freeze_timeout(FREEZE_TIMEOUT, |queue| self.queues[queue].kick.kick()) {
             let message = format!(
-                "{}: I/O in flight did not end within {} s; try again when the backing store answers",
+                "{}: I/O in flight did not complete within {} s; try again when the backing store answers",
                 self.name,
                 FREEZE_TIMEOUT.as_secs()
             );

@@ -15,7 +15,7 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Reports it to the user by `print`. A new one that nobody hears of is detached again.
+    /// Reports it to the user by `print`. A new one that cannot be reported is detached again.
     ///
     /// # Errors
     /// If it cannot be printed.
@@ -24,7 +24,7 @@ impl Attached {
             if !self.is_new {
                 return failure;
             }
-            match StateDir::locate().and_then(|dir| detach::end(&dir, &self.info.name, true)) {
+            match StateDir::locate().and_then(|dir| detach::detach(&dir, &self.info.name, true)) {
                 Ok(_) => not_reported(failure),
                 Err(stays) => Failure::new(format!("{failure}; and {stays}")),
             }

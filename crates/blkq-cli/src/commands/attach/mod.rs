@@ -36,7 +36,7 @@ Examples:
   blkq attach disk.img --direct-io on --queues 4 --name data
   blkq attach ram:1G --name scratch
   blkq attach disk.img --run 'nbdcopy $uri copy.img'
-  blkq attach null:1T --foreground      ends with Ctrl-C")]
+  blkq attach null:1T --foreground      stops with Ctrl-C")]
 pub struct Args {
     /// How the device is attached.
     #[command(flatten)]

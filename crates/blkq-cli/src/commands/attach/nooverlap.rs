@@ -1,8 +1,8 @@
 //! `attach --nooverlap`: finding the device that has an image already, or attaching it, as
 //! one step.
 //!
-//! Those who ask for it take turns by a lock on the state directory. Whoever does not ask
-//! may still attach the image in between; the lock on its bytes then refuses the attach
+//! Commands with this option take turns by a lock on the state directory. Others may
+//! still attach the image in between; the lock on its bytes then refuses the attach
 //! here, and the device is there to be found.
 
 use std::time::{Duration, Instant};

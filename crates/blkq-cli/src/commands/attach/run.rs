@@ -82,7 +82,7 @@ impl Device<'_> {
         // A daemon that is being killed is no child to be waited for yet.
         dir.wait_for_dying(self.name);
         self.check();
-        // Gone meanwhile; the name may be another device's by now.
+        // It has exited meanwhile; the name may be another device's by now.
         if let Some(status) = self.exited {
             if !status.success()
                 && let Err(failure) = detach::clear_dead(&dir, self.name)
@@ -93,11 +93,11 @@ impl Device<'_> {
         }
         let until = Instant::now() + HANG_UP_WAIT;
         let detached = loop {
-            match detach::end(&dir, self.name, false) {
+            match detach::detach(&dir, self.name, false) {
                 Err(_) if Instant::now() < until => std::thread::sleep(HANG_UP_POLL_INTERVAL),
                 Err(busy) => {
                     complain(&Failure::new(format!("{busy}; --run detaches it all the same")));
-                    break detach::end(&dir, self.name, true);
+                    break detach::detach(&dir, self.name, true);
                 }
                 detached => break detached,
             }
@@ -115,8 +115,8 @@ impl Device<'_> {
     }
 }
 
-/// Runs the command. Signals that other processes send here are passed on to it; those of the
-/// terminal it has got itself. Either way this process stays until it has exited.
+/// Runs the command. Signals that other processes send here are forwarded to it; it gets
+/// those of the terminal itself. Either way this process stays until it has exited.
 fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus> {
     let signals = Signals::block()?;
     let before = signals.before;
@@ -137,7 +137,7 @@ fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus
     }
 }
 
-/// Signals that wait for [`Signals::wait`] instead of ending this process.
+/// Signals that wait for [`Signals::wait`] instead of killing this process.
 struct Signals {
     blocked: libc::sigset_t,
     before: libc::sigset_t,
@@ -146,7 +146,7 @@ struct Signals {
 impl Signals {
     fn block() -> io::Result<Signals> {
         // SAFETY: zeroes are a sigset_t; the calls write to it and change the mask of this thread,
-        // the only one. A SIGCHLD that is ignored would take the exit status away.
+        // the only one. A SIGCHLD that is ignored would discard the exit status.
         unsafe {
             let (mut blocked, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
             libc::signal(libc::SIGCHLD, libc::SIG_DFL);

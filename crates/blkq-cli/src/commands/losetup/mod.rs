@@ -50,7 +50,7 @@ pub struct Args {
     /// List all devices, one in a line
     #[arg(short, long, group = "action")]
     all: bool,
-    /// Detach devices; one with clients is refused, for it cannot be ended later
+    /// Detach devices; one with clients is refused, for it cannot be detached later
     #[arg(short, long, value_name = "DEVICE...", group = "action")]
     detach: Option<OsString>,
     /// Detach all devices
@@ -81,7 +81,7 @@ pub struct Args {
     /// The logical block: 512, 1024, 2048 or 4096
     #[arg(short = 'b', long, value_name = "SIZE", value_parser = parse_bytes)]
     sector_size: Option<u64>,
-    /// Have the kernel look for partitions; over NBD the client's kernel does
+    /// Have the kernel scan for partitions; over NBD the client's kernel does
     #[arg(short = 'P', long)]
     partscan: bool,
     /// Refuse writes
@@ -239,16 +239,18 @@ impl Args {
             }
             Action::Detach(devices) => self.detach(devices, |device| {
                 let name = name_of(&dir, &device.to_string_lossy())?;
-                detach::end(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
+                detach::detach(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
             }),
-            Action::DetachAll => self.detach(dir.names()?, |name| detach::end(&dir, name, false).map(drop)),
+            Action::DetachAll => {
+                self.detach(dir.names()?, |name| detach::detach(&dir, name, false).map(drop))
+            }
             Action::Remove => Err(Failure::new(
                 "--remove: a device that is detached leaves nothing that could be removed; use -d",
             )),
         }
     }
 
-    /// Prints those devices that `is_asked_for`: as a table, or, if only -a or -j says so, in
+    /// Prints those devices that `is_asked_for`: as a table, or, with only -a or -j, in
     /// lines of text.
     fn list(&self, dir: &StateDir, is_asked_for: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
         let mut devices = Vec::new();
@@ -276,7 +278,7 @@ impl Args {
         }
     }
 
-    /// As a table if that is asked for, or `table` says so.
+    /// As a table if that is asked for, or `table` is set.
     fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
         let style = match (self.json, self.raw) {
             (true, _) => Style::Json,
@@ -367,11 +369,11 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Ends one after the other, whatever became of those before.
-    fn detach<T: AsRef<OsStr>>(&self, devices: Vec<T>, end: impl Fn(&T) -> Outcome) -> Outcome<ExitCode> {
+    /// Detaches one after the other, also after failures.
+    fn detach<T: AsRef<OsStr>>(&self, devices: Vec<T>, detach: impl Fn(&T) -> Outcome) -> Outcome<ExitCode> {
         let mut code = ExitCode::SUCCESS;
         for device in &devices {
-            match end(device) {
+            match detach(device) {
                 Ok(()) if self.verbose => note(format_args!("{}: detached", device.as_ref().display())),
                 Ok(()) => {}
                 Err(failure) => {

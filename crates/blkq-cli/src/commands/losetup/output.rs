@@ -73,7 +73,7 @@ fn escaped(text: &str, special: impl Fn(char) -> bool) -> String {
     escaped
 }
 
-/// Laid out as libsmartcols does it, for those who compare texts.
+/// Laid out as libsmartcols does it, so that texts can be compared.
 fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
     let member = |(column, cell): (&&Column, &Cell)| {
         format!("         \"{}\": {}", column.name.to_lowercase(), cell.json())

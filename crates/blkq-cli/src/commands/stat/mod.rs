@@ -106,7 +106,7 @@ impl Args {
             return Err("--count: without an interval there is one report; give INTERVAL too".to_owned());
         }
         if self.all && !names.is_empty() {
-            return Err("--all is for all devices; leave out their names".to_owned());
+            return Err("--all is for all devices; omit their names".to_owned());
         }
         if self.histogram && names.len() != 1 && !self.json {
             return Err("--histogram is for one device, or --json; name the device".to_owned());
@@ -145,7 +145,7 @@ impl Args {
         for _ in 0..plan.count.unwrap_or(u64::MAX) {
             std::thread::sleep(interval);
             let now = devices.sample()?;
-            // Detached: that is as good an end as any.
+            // All are detached: no more reports.
             if now.is_empty() && !devices.are_all() {
                 break;
             }

@@ -153,7 +153,7 @@ impl Figures {
                 format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once"),
             );
             let NbdCounters { paced_requests, receive_backoffs, .. } = counters;
-            row("", format!("{paced_requests} held back by pacing, {receive_backoffs} receive back-offs"));
+            row("", format!("{paced_requests} delayed by pacing, {receive_backoffs} receive back-offs"));
         }
         for (name, group) in self.groups().filter(|(_, group)| !group.refused.is_empty()) {
             row("refused", format!("{name} {}", by_status(&group.refused)));

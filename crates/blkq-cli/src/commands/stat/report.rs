@@ -76,7 +76,7 @@ pub struct Group {
     pub latency_max_us: f64,
     /// Requests failed in the time that the report covers, by the name of the status.
     pub errors: Map<String, Value>,
-    /// The same of I/Os that were refused before they were requests.
+    /// The same of I/Os that were rejected before they were requests.
     pub refused: Map<String, Value>,
     /// From the shortest latency on, if it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -120,12 +120,12 @@ pub struct Clock {
 
 #[derive(Serialize)]
 pub struct Hangs {
-    /// Hung when last looked.
+    /// Hung in the last scan.
     pub now: u64,
     pub found: u64,
     /// How often the thread of a queue did not answer.
     pub stalls: u64,
-    /// 0 if nobody looks.
+    /// 0 without a hang warning.
     pub warning_seconds: f64,
 }
 

@@ -91,7 +91,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// Grants what no older entry keeps back, and drops those of them whose member has left.
+/// Grants the entries that no older one blocks, and drops those of them whose member has left.
 fn grant(entries: &mut Vec<Modelled>, left: usize, keys: &mut [Vec<u32>; 2]) {
     loop {
         let blocked = |at: usize| entries[..at].iter().any(|e| overlap(&e.range, &entries[at].range));
@@ -192,11 +192,11 @@ fn no_update_is_lost_among_threads() {
     let lock = Arc::new(RangeLock::default());
     let blocks: Vec<AtomicU64> = (0..4).map(|_| AtomicU64::new(0)).collect();
     let writers: Vec<AtomicU64> = (0..4).map(|_| AtomicU64::new(0)).collect();
-    let gone = AtomicUsize::new(0);
+    let done = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let (mut member, woken) = member(&lock);
-            let (lock, blocks, writers, gone) = (&lock, &blocks, &writers, &gone);
+            let (lock, blocks, writers, done) = (&lock, &blocks, &writers, &done);
             scope.spawn(move || {
                 let mut seen = 0;
                 let mut keys = Vec::new();
@@ -244,8 +244,8 @@ fn no_update_is_lost_among_threads() {
                     }
                 }
                 // Others may still wait for this member.
-                gone.fetch_add(1, Relaxed);
-                while gone.load(Relaxed) < THREADS {
+                done.fetch_add(1, Relaxed);
+                while done.load(Relaxed) < THREADS {
                     if let Some(mut session) = member.try_enter() {
                         session.check(|_| false);
                     }

@@ -26,7 +26,7 @@ fn flags_are_read_where_the_kernel_puts_them() {
 }
 
 #[test]
-fn a_request_larger_than_the_device_takes_or_of_an_unknown_kind_is_refused() {
+fn a_request_too_large_or_of_an_unknown_kind_is_rejected() {
     for sectors in [0, 9, u32::MAX] {
         assert_eq!(bio_of(&descriptor(abi::OP_READ, sectors), 4096).unwrap_err(), libc::EINVAL);
     }
@@ -59,7 +59,7 @@ fn engine_and_options() -> (EngineThread, QueueOptions) {
     (engine, options)
 }
 
-/// The kernel itself refuses them.
+/// The kernel itself rejects them.
 // Contract: errors
 #[test]
 fn a_refused_command_is_reported() {

@@ -2,7 +2,7 @@
 //! inside the process that gives them, which cannot exit before they complete: there are kernels that
 //! never complete making a device; starting one waits for its server, for partitions are read; and
 //! stopping one waits for the requests that the server has, which are aborted only when that exits.
-//! Then only the deputy hangs, which holds nothing, and neither a server with its image nor a command.
+//! Then only this process hangs, which holds nothing, and neither a server with its image nor a command.
 //! It lives as long as the server, and exits with it.
 
 use std::io::{self, Read, Write};
@@ -19,12 +19,12 @@ use super::child;
 use super::command::{ADD, Command, DELETE, START};
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
-/// How long an idle deputy may take to exit.
+/// How long the idle process may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How much longer the server waits than the deputy.
+/// How much longer the server waits than the process.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// A request to the deputy.
+/// A request to the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Request {
@@ -46,7 +46,7 @@ struct Reply {
 
 /// The process, which exits when this is dropped.
 #[derive(Debug)]
-pub struct Deputy {
+pub struct SetupProcess {
     socket: UnixStream,
     /// It did not reply: the next reply would be that to an earlier request.
     silent: bool,
@@ -54,17 +54,17 @@ pub struct Deputy {
     hangs: bool,
 }
 
-impl Deputy {
-    /// Makes the process. In it `confine` gives up all but `/dev/ublk-control`, and returns whether
+impl SetupProcess {
+    /// Makes the process. In it `confine` drops all but `/dev/ublk-control`, and returns whether
     /// that was possible.
     ///
     /// # Errors
-    /// Whatever the kernel says.
+    /// The kernel's error.
     ///
     /// # Safety
-    /// This process must have one thread only: the new one has but that, and whatever others held
+    /// This process must have one thread only: the new one has but that, and what others had
     /// locked would stay so in it.
-    pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<Deputy, Error> {
+    pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
         let refuse = |e| Error::system("cannot start the process that gives ublk's commands", e);
         let (socket, other) = UnixStream::pair().map_err(refuse)?;
         let answer_timeout = Some(START_TIMEOUT + SLACK);
@@ -77,9 +77,9 @@ impl Deputy {
             }
             Ok(())
         };
-        // SAFETY: there are no other threads, says the caller.
-        unsafe { child::fork(c"blkq-deputy", [other.into()], body) }.map_err(refuse)?;
-        Ok(Deputy { socket, silent: false, hangs: false })
+        // SAFETY: the caller guarantees that there are no other threads.
+        unsafe { child::fork(c"blkq-setup", [other.into()], body) }.map_err(refuse)?;
+        Ok(SetupProcess { socket, silent: false, hangs: false })
     }
 
     fn ask(&mut self, request: Request) -> io::Result<DeviceInfo> {
@@ -109,7 +109,7 @@ impl Deputy {
     /// Makes a device. The kernel changes `info` to what it became.
     ///
     /// # Errors
-    /// Whatever the kernel says, and that it did not answer in time.
+    /// The kernel's error, or that it did not reply in time.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
         *info = self.ask(Request { what: ADD, pid: 0, info: *info }).map_err(not_added)?;
         Ok(())
@@ -118,7 +118,7 @@ impl Deputy {
     /// Makes the block device of `info` appear, served by this process.
     ///
     /// # Errors
-    /// As [`Deputy::add`].
+    /// As [`SetupProcess::add`].
     pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
         let request = Request { what: START, pid: std::process::id(), info: *info };
         self.ask(request).map(|_| ()).map_err(|e| failed("starting a device", e))
@@ -127,14 +127,14 @@ impl Deputy {
     /// Gives one of the commands that need the number of a device only.
     ///
     /// # Errors
-    /// Whatever the kernel says, and that it did not answer in time.
+    /// The kernel's error, or that it did not reply in time.
     pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
         self.ask(Request { what, pid: 0, info }).map(|_| ())
     }
 }
 
-impl Drop for Deputy {
+impl Drop for SetupProcess {
     fn drop(&mut self) {
         // Without its socket it exits; its side of the socket is the last that it closes.
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
@@ -151,11 +151,11 @@ struct Unfinished {
     control: ControlDevice,
 }
 
-/// Does what is asked next. A command that is given again while the kernel still has it is waited for:
+/// Carries out the next request. A command that is given again while the kernel still has it is waited for:
 /// another one would only wait for that.
 ///
 /// # Errors
-/// If the server is gone.
+/// If the server has exited.
 fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
     let mut request = Request::new_zeroed();
     socket.read_exact(request.as_mut_bytes())?;
@@ -166,7 +166,7 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
         None => ControlDevice::open().map(|mut control| {
             let done = match what {
                 ADD => control.add(&mut info),
-                START => while_it_lives(request.pid, || control.start(id, request.pid)),
+                START => while_server_runs(request.pid, || control.start(id, request.pid)),
                 _ => control.give(what, id),
             };
             (done, control)
@@ -180,27 +180,27 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
             }
             done
         }
-        // The server has opened it before: why it could not be now, it will not hear more exactly.
+        // The server opened it before; EIO has to do for why it cannot be opened now.
         Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
     };
     let result =
         result.map_err(|e| if e.kind() == io::ErrorKind::TimedOut { libc::ETIMEDOUT } else { raw(&e) });
     let reply = Reply { errno: result.err().unwrap_or(0), pad: 0, info };
-    let told = socket.write_all(reply.as_bytes());
-    if told.is_err() && request.what == ADD && reply.errno == 0 {
-        // Nobody is left who would know of it.
+    let sent = socket.write_all(reply.as_bytes());
+    if sent.is_err() && request.what == ADD && reply.errno == 0 {
+        // No process is left that knows of the device.
         if let Ok(mut control) = ControlDevice::open() {
             let _ = control.give(DELETE, info.dev_id);
         }
     }
-    told
+    sent
 }
 
-/// Does `start`, and dies with the server: without that, the kernel waits for the queues of the
-/// device for as long as it may, and the deputy with it.
-fn while_it_lives(server: u32, start: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+/// Runs `start`, and is killed if the server exits: without that, the kernel waits for the queues of the
+/// device for as long as it may, and this process with it.
+fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::KILL))?;
-    // It may be dead already.
+    // It may have exited already.
     if getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server) {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
@@ -218,59 +218,59 @@ mod tests {
     use super::*;
     use crate::ublk::command::STOP;
 
-    fn deputy_of(socket: UnixStream) -> Deputy {
+    fn setup_process_of(socket: UnixStream) -> SetupProcess {
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-        Deputy { socket, silent: false, hangs: false }
+        SetupProcess { socket, silent: false, hangs: false }
     }
 
     #[test]
-    fn a_dead_deputy_is_not_a_kernel_that_does_not_answer() {
+    fn a_dead_setup_process_is_not_a_hung_kernel() {
         let (socket, other) = UnixStream::pair().unwrap();
-        let mut deputy = deputy_of(socket);
+        let mut setup = setup_process_of(socket);
         drop(other);
-        let error = deputy.give(STOP, 0).unwrap_err();
+        let error = setup.give(STOP, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
-        assert!(!deputy.silent && !deputy.hangs, "it is to be waited for");
+        assert!(!setup.silent && !setup.hangs, "its exit is waited for");
     }
 
     // Contract: detach
     #[test]
-    fn a_deputy_that_does_not_answer_is_not_waited_for() {
+    fn a_setup_process_without_a_reply_is_not_waited_for() {
         let (socket, mut other) = UnixStream::pair().unwrap();
-        let mut deputy = deputy_of(socket);
-        assert_eq!(deputy.give(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        // Its late answer is taken for no other.
+        let mut setup = setup_process_of(socket);
+        assert_eq!(setup.give(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        // Its late reply is not taken for that to another command.
         other.write_all(Reply::new_zeroed().as_bytes()).unwrap();
-        assert_eq!(deputy.give(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(setup.give(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
     fn a_command_that_did_not_complete_can_be_given_again() {
         let (socket, mut other) = UnixStream::pair().unwrap();
-        let mut deputy = deputy_of(socket);
+        let mut setup = setup_process_of(socket);
         for errno in [libc::ETIMEDOUT, 0] {
             other.write_all(Reply { errno, ..Reply::new_zeroed() }.as_bytes()).unwrap();
         }
-        assert_eq!(deputy.give(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
-        deputy.give(STOP, 0).unwrap();
-        assert!(deputy.hangs, "it is not waited for");
+        assert_eq!(setup.give(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        setup.give(STOP, 0).unwrap();
+        assert!(setup.hangs, "its exit is not waited for");
     }
 
     // Contract: detach
     #[test]
-    fn a_deputy_exits_with_its_server() {
-        // SAFETY: the copy runs the deputy's code only, which takes no lock of another thread.
-        let deputy = unsafe { Deputy::fork(|| true) }.unwrap();
+    fn the_setup_process_exits_with_its_server() {
+        // SAFETY: the copy runs the setup process's code only, which takes no lock of another thread.
+        let setup = unsafe { SetupProcess::fork(|| true) }.unwrap();
         let begin = std::time::Instant::now();
-        drop(deputy);
+        drop(setup);
         assert!(begin.elapsed() < EXIT_TIMEOUT, "it was waited for in vain");
     }
 
     #[test]
-    fn nothing_is_started_for_a_server_that_is_gone() {
+    fn nothing_is_started_for_a_server_that_has_exited() {
         let never = || -> io::Result<()> { panic!("started") };
         let not_the_parent = std::process::id();
-        assert_eq!(while_it_lives(not_the_parent, never).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(while_server_runs(not_the_parent, never).unwrap_err().raw_os_error(), Some(libc::ESRCH));
         set_parent_process_death_signal(None).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Detaching, and who ends a device.
+//! Detaching, and autoclear.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -16,12 +16,12 @@ fn autoclear_detaches_a_device_with_its_last_client() {
     let pid = place.pid("disk.img");
     // A command that only lists is no client.
     drop(client(&uri));
-    wait_until("the visitor has gone", || {
+    wait_until("the visitor has disconnected", || {
         place.json(&["show", "disk.img", "--json"])["clients"].as_array().unwrap().is_empty()
     });
     assert_eq!(place.column("disk.img", "AUTOCLEAR"), "1");
     assert!(io(&uri, "write -P 3 0 64k"));
-    wait_until("the device ends", || is_gone(pid) && place.files().is_empty());
+    wait_until("the device detaches", || has_exited(pid) && place.files().is_empty());
     let mut written = [0; 512];
     fs::File::open(&image).unwrap().read_exact_at(&mut written, 0).unwrap();
     assert_eq!(written, [3; 512]);
@@ -46,7 +46,7 @@ fn autoclear_detaches_a_device_with_its_last_client() {
     assert!(place.refused(&["set", "disk.img", "autoclear=maybe"]).contains("on or off"));
     drop(client.stdin.take());
     client.wait().unwrap();
-    wait_until("the device ends", || is_gone(pid) && place.files().is_empty());
+    wait_until("the device detaches", || has_exited(pid) && place.files().is_empty());
     // Without it a device outlives its clients.
     let uri = place.done(&["attach", &image]).trim().to_owned();
     assert!(io(&uri, "read -P 3 0 64k"));
@@ -55,7 +55,7 @@ fn autoclear_detaches_a_device_with_its_last_client() {
 
 // Contract: detach
 #[test]
-fn detach_is_not_lazy_and_goes_on_after_a_refusal() {
+fn detach_is_not_lazy_and_continues_after_a_refusal() {
     let place = Place::new("l-detach");
     let names: Vec<String> =
         ["a", "b", "c"].iter().map(|name| place.set_up(&[&place.image(name, 1 << 20)])).collect();
@@ -71,7 +71,7 @@ fn detach_is_not_lazy_and_goes_on_after_a_refusal() {
     assert_eq!(place.losetup(&["-n", "-O", "REF"]), "b\n");
     assert_eq!(place.run(&["losetup", "-D"]).status.code(), Some(1));
     drop(connected);
-    wait_until("the client has gone", || place.run(&["losetup", "-D"]).status.success());
+    wait_until("the client has disconnected", || place.run(&["losetup", "-D"]).status.success());
     assert!(place.files().is_empty());
     assert_eq!(names.len(), 3);
 }
