@@ -43,7 +43,7 @@ pub struct Bench {
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
     pub(crate) file_wanted: Wanted,
-    /// Planned seconds that are over: those of the tables that ended, and within this one.
+    /// Planned seconds that are over: those of the finished tables, and within this one.
     pub(crate) over_seconds: f64,
 }
 
@@ -64,7 +64,7 @@ impl Bench {
     /// to run.
     ///
     /// # Errors
-    /// That of the first case that failed.
+    /// The error of the first case that failed.
     pub fn compare(&mut self, title: &str, cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
         self.compare_at(self.pace, title, cases)
     }
@@ -72,7 +72,7 @@ impl Bench {
     /// The same at another pace.
     ///
     /// # Errors
-    /// That of the first case that failed.
+    /// The error of the first case that failed.
     pub fn compare_at(
         &mut self,
         pace: Pace,
@@ -84,7 +84,7 @@ impl Bench {
         let mut samples: Vec<Vec<(Metric, Vec<f64>)>> = vec![Vec::new(); cases.len()];
         for round in 1..=rounds {
             for ((name, run), samples) in cases.iter_mut().zip(&mut samples) {
-                self.progress.say(&format!("{title}: round {round} of {rounds}, {name}"));
+                self.progress.show(&format!("{title}: round {round} of {rounds}, {name}"));
                 let began = Instant::now();
                 let run =
                     run(Duration::from_secs_f64(seconds)).map_err(|e| format!("{title}, {name}: {e}"))?;

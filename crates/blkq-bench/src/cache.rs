@@ -69,7 +69,7 @@ pub fn cached_bytes(file: &File) -> Result<u64> {
 /// Writes back and drops all of `file` that is in the page cache, and proves it.
 ///
 /// # Errors
-/// If more than a hundredth of it stays: somebody else holds it.
+/// If more than a hundredth of it stays: another process uses it.
 pub fn evict(file: &File) -> Result {
     let length = file.metadata()?.len();
     file.sync_data()?;
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_eviction_is_proven_or_refused() {
+    fn an_eviction_is_proven_or_fails() {
         let path = std::env::temp_dir().join(format!("blkq-bench-evict-{}", std::process::id()));
         let bytes = 4 << 20;
         std::fs::write(&path, vec![1; bytes]).unwrap();

@@ -26,7 +26,7 @@ pub struct Wanted {
     pub overwrite: bool,
 }
 
-/// A file filled with data. If it was made for the measurement it goes with this.
+/// A file filled with data. If it was made for the measurement it is removed with this.
 pub struct TestFile {
     path: PathBuf,
     bytes: u64,
@@ -38,7 +38,7 @@ impl TestFile {
     /// leave out.
     ///
     /// # Errors
-    /// If there is something else, content that must not be lost, or somebody who uses it;
+    /// If there is something else, content that must not be lost, or a process that uses it;
     /// if there is no room; if there is no direct I/O; if it cannot be written.
     pub fn create(wanted: &Wanted, progress: &mut Progress) -> Result<TestFile> {
         let path = match &wanted.path {
@@ -67,7 +67,7 @@ impl TestFile {
                 Undo::after(|| options.create_new(true).open(&path), remove).map_err(elsewhere)?;
             (file, Some(undo))
         };
-        // From here on the file goes with this, also if filling it fails.
+        // From here on the file is removed with this, also if filling it fails.
         let test_file = TestFile { path: path.clone(), bytes: wanted.bytes, _made: made };
         file.set_len(wanted.bytes).map_err(elsewhere)?;
         check_direct_io(&path)?;
@@ -86,10 +86,10 @@ impl TestFile {
         self.bytes
     }
 
-    /// Opens it to look at its page cache.
+    /// Opens it to inspect its page cache.
     ///
     /// # Errors
-    /// If somebody removed it.
+    /// If it was removed.
     pub fn open(&self) -> Result<File> {
         Ok(File::open(&self.path)?)
     }
@@ -106,7 +106,7 @@ fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> st
         let now = left.min(CHUNK_BYTES as u64);
         file.write_all(&chunk[..now as usize])?;
         left -= now;
-        progress.say(&format!("filling {} ({} MiB left)", path.display(), left >> 20));
+        progress.show(&format!("filling {} ({} MiB left)", path.display(), left >> 20));
     }
     file.sync_all()
 }
@@ -181,8 +181,8 @@ mod tests {
         TestFile::create(&wanted, &mut Progress::new(1.0))
     }
 
-    fn refused(path: &Path, overwrite: bool) -> String {
-        create(path, overwrite).err().expect("it is refused").to_string()
+    fn failure(path: &Path, overwrite: bool) -> String {
+        create(path, overwrite).err().expect("it fails").to_string()
     }
 
     #[test]
@@ -203,7 +203,7 @@ mod tests {
         let directory = directory("content");
         let path = directory.join("file");
         std::fs::write(&path, "dear").unwrap();
-        assert!(refused(&path, false).contains("--overwrite"));
+        assert!(failure(&path, false).contains("--overwrite"));
         assert_eq!(std::fs::read(&path).unwrap(), b"dear");
         drop(create(&path, true).unwrap());
         assert_eq!(path.metadata().unwrap().len(), BYTES);
@@ -211,23 +211,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_attached_is_refused_and_left_alone() {
+    fn what_is_attached_fails_and_is_left_alone() {
         let directory = directory("attached");
         let path = directory.join("file");
         std::fs::write(&path, [7; 4096]).unwrap();
         let device = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
-        assert!(refused(&path, true).contains("in use"));
+        assert!(failure(&path, true).contains("in use"));
         drop(device);
         assert_eq!(std::fs::read(&path).unwrap(), [7; 4096]);
         std::fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
-    fn what_is_no_file_or_has_no_room_is_refused() {
-        let directory = directory("refused");
-        assert!(refused(&directory, true).contains("not a regular file"));
-        assert!(refused(Path::new("/dev/null"), true).contains("not a regular file"));
-        assert!(refused(&directory.join("none/file"), false).contains("No such file"));
+    fn what_is_no_file_or_has_no_room_fails() {
+        let directory = directory("unusable");
+        assert!(failure(&directory, true).contains("not a regular file"));
+        assert!(failure(Path::new("/dev/null"), true).contains("not a regular file"));
+        assert!(failure(&directory.join("none/file"), false).contains("No such file"));
         let wanted = Wanted { path: Some(directory.join("file")), bytes: 1 << 60, overwrite: false };
         let error = TestFile::create(&wanted, &mut Progress::new(1.0)).err().unwrap().to_string();
         assert!(error.contains("MiB are free") && !error.contains('\n'), "{error}");

@@ -1,4 +1,4 @@
-//! Cleanup that happens even if a signal ends the process while it measures.
+//! Cleanup that happens even if a signal kills the process while it measures.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ fn to_be_undone() -> MutexGuard<'static, ToBeUndone> {
 }
 
 /// From now on SIGINT, SIGTERM and SIGHUP undo what is to be undone, clear the line of the
-/// progress, and end the process with 128 + the signal's number.
+/// progress, and exit with 128 + the signal's number.
 ///
 /// # Errors
 /// If the signals cannot be watched.
@@ -23,7 +23,7 @@ pub fn watch() -> Result {
     let mut signals = signal_hook::iterator::Signals::new([libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
     std::thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            // Held to the end of the process: nothing is made any more.
+            // Locked until the process exits: nothing is made any more.
             let mut to_be_undone = to_be_undone();
             while let Some((_, undo)) = to_be_undone.pop() {
                 undo();
@@ -37,12 +37,12 @@ pub fn watch() -> Result {
     Ok(())
 }
 
-/// A cleanup that runs when this is dropped, or a signal ends the process.
+/// A cleanup that runs when this is dropped, or a signal kills the process.
 #[must_use = "what was made is undone when this is dropped"]
 pub struct Undo(u64);
 
 impl Undo {
-    /// Makes something that `undo` undoes. No signal ends the process in between.
+    /// Makes something that `undo` undoes. No signal kills the process in between.
     ///
     /// # Errors
     /// Those of `make`: then there is nothing to undo.

@@ -51,7 +51,7 @@ Examples:
   blkq bench clock                   what reading the clock once per batch is worth
   blkq bench peers --file /data/x    beside qemu-nbd, nbdkit, the kernel, on that file system
   blkq bench all --report out        out/index.html: a page with plots, and the raw figures
-  blkq bench clock --json - | jq .   the figures of every round, as schema.json of blkq-bench says")]
+  blkq bench clock --json - | jq .   the figures of every round, as in schema.json of blkq-bench")]
 pub struct Arguments {
     /// Which table
     #[arg(value_enum)]

@@ -18,7 +18,7 @@ pub struct Machine {
     pub memory_bytes: u64,
     /// Release of the kernel.
     pub kernel: String,
-    /// Whether the processor says that there is a hypervisor.
+    /// Whether the processor reports a hypervisor.
     pub virtual_machine: bool,
     /// Type and source of the file system of the measured file, as in
     /// /proc/self/mountinfo; `null` if no file was measured on.

@@ -10,7 +10,7 @@ const FIRST: usize = 36;
 /// Characters of any other cell at most.
 const CELL: usize = 40;
 
-/// How to read all that follows; said once.
+/// How to read all that follows; printed once.
 pub const LEGEND: &str = "\
 Figures are medians of several rounds, in which the cases take turns. spread: the largest round less the
 smallest, by the median. x: a ratio, the median of those of each round; +-: how far these lie apart;
@@ -197,7 +197,7 @@ fn paragraph(head: &str, text: &str) -> String {
 }
 
 /// Rows whose columns line up, the first to the left and the others to the right. What is
-/// too long in the first goes on in the next line; columns for which there is no room
+/// too long in the first continues in the next line; columns for which there is no room
 /// follow below, beside the first one again.
 fn columns(rows: &[Vec<String>]) -> String {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);

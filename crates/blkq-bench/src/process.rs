@@ -42,7 +42,7 @@ impl Usage {
         }
         let mut context_switches = 0;
         for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-            // One that has ended meanwhile has no file any more.
+            // One that has exited meanwhile has no file any more.
             let status = std::fs::read_to_string(thread?.path().join("status")).unwrap_or_default();
             let counts = status.lines().filter(|line| line.contains("ctxt_switches:"));
             context_switches +=
@@ -89,7 +89,7 @@ pub fn resident_max_bytes(pid: &str) -> Result<u64> {
 /// Lets [`resident_max_bytes`] begin anew.
 ///
 /// # Errors
-/// If there is no such process, or it is somebody else's.
+/// If there is no such process, or it is another user's.
 pub fn forget_resident_max(pid: &str) -> Result {
     Ok(std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }

@@ -16,7 +16,7 @@ pub struct Progress {
     began: Instant,
     /// Time that was spent on other things than the planned runs.
     aside: Duration,
-    said: Option<Instant>,
+    shown: Option<Instant>,
     /// Seconds of measuring that are planned, and those of them that are over.
     planned_seconds: f64,
     over_seconds: f64,
@@ -30,7 +30,7 @@ impl Progress {
             terminal,
             began: Instant::now(),
             aside: Duration::ZERO,
-            said: None,
+            shown: None,
             planned_seconds,
             over_seconds: 0.0,
         }
@@ -41,7 +41,7 @@ impl Progress {
         self.over_seconds = seconds.min(self.planned_seconds);
     }
 
-    /// Does something that is done once and says nothing about how long the rest will take.
+    /// Runs something that is done once and does not count for the estimate of the rest.
     pub fn aside<T>(&mut self, work: impl FnOnce(&mut Progress) -> T) -> T {
         let began = Instant::now();
         let done = work(self);
@@ -52,19 +52,19 @@ impl Progress {
     /// Begins a new step, which is written to files too.
     pub fn begin(&mut self, what: &str) {
         if self.terminal {
-            self.said = None;
-            self.say(what);
+            self.shown = None;
+            self.show(what);
         } else {
             let _ = writeln!(std::io::stderr(), "{what}{}", self.remaining());
         }
     }
 
-    /// Tells a terminal what is being done.
-    pub fn say(&mut self, what: &str) {
-        if !self.terminal || self.said.is_some_and(|said| said.elapsed() < INTERVAL) {
+    /// Shows on a terminal what is being done.
+    pub fn show(&mut self, what: &str) {
+        if !self.terminal || self.shown.is_some_and(|shown| shown.elapsed() < INTERVAL) {
             return;
         }
-        self.said = Some(Instant::now());
+        self.shown = Some(Instant::now());
         let percent = 100.0 * self.over_seconds / self.planned_seconds.max(f64::MIN_POSITIVE);
         let (percent, remaining) = (format!("[{percent:3.0} %] "), self.remaining());
         // A line that is wider than the terminal could not be written over.

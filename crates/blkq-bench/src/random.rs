@@ -12,7 +12,7 @@ impl Random {
     }
 }
 
-/// All numbers below a limit, each once, in an order that looks like none: what was read
+/// All numbers below a limit, each once, in random order: what was read
 /// once is in the page cache, and would be no cold read a second time.
 pub struct Shuffle {
     limit: u64,

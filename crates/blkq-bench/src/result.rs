@@ -6,7 +6,7 @@ use crate::What;
 use crate::machine::Machine;
 use crate::metric::Metric;
 
-/// Version of the JSON document. Raised when a field changes its meaning or goes.
+/// Version of the JSON document. Raised when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
 
 /// Everything that one `blkq bench` measured.
@@ -60,7 +60,7 @@ pub struct Table {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Published {
-    /// Who, when, what: one line.
+    /// Machine, time, what: one line.
     pub origin: String,
     /// How it was measured there.
     pub setting: String,

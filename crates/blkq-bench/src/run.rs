@@ -52,19 +52,19 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         machine: Machine::describe(),
         tables: Vec::new(),
     };
-    // Made before anything is measured, so that a refusal does not come after minutes.
+    // Made before anything is measured, so that a failure does not come after minutes.
     if arguments.what.needs_file() {
         bench.file()?;
     }
     let mut planned_so_far = 0.0;
-    outputs.say(print::LEGEND)?;
+    outputs.print(print::LEGEND)?;
     for table in chosen {
         let measured = (table.run)(&mut bench)?;
         planned_so_far += (table.planned_seconds)(&pace);
         bench.over_seconds = planned_so_far;
         bench.progress.over(planned_so_far);
         bench.progress.clear();
-        outputs.say(&format!("\n{}", print::table(&measured)))?;
+        outputs.print(&format!("\n{}", print::table(&measured)))?;
         results.tables.push(measured);
     }
     results.machine.file_system =
@@ -98,7 +98,7 @@ impl Outputs<'_> {
     }
 
     /// Prints text, unless it would be mixed with JSON.
-    fn say(&self, text: &str) -> Result {
+    fn print(&self, text: &str) -> Result {
         if self.json_to_stdout() { Ok(()) } else { print_out(text) }
     }
 
@@ -113,7 +113,7 @@ impl Outputs<'_> {
         }
         if let Some(directory) = self.report {
             report::write(results, directory)?;
-            self.say(&format!("\nreport: {}\n", directory.join(report::PAGE).display()))?;
+            self.print(&format!("\nreport: {}\n", directory.join(report::PAGE).display()))?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! `schema.json` is made from the types of [`crate::result`], and says what they say.
+//! `schema.json` is made from the types of [`crate::result`], docs included.
 
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};

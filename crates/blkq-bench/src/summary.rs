@@ -72,7 +72,7 @@ pub fn places(curves: &[&Curve]) -> Vec<f64> {
     places
 }
 
-/// How far the ratio may lie from what is said, in percent: `2 %`.
+/// How far the true ratio may lie from this one, in percent: `2 %`.
 pub fn spread(effect: &Effect) -> String {
     match 100.0 * (effect.spread - 1.0) {
         percent if !percent.is_finite() => "?".to_owned(),

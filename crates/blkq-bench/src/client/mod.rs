@@ -37,7 +37,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The page of the device that holds `page` of the file.
+    /// The page of the device with `page` of the file.
     fn device_page(self, page: u64) -> u64 {
         (page / EXTENT_PAGES * self.files + self.file) * EXTENT_PAGES + page % EXTENT_PAGES
     }
@@ -53,8 +53,8 @@ impl Layout {
     }
 }
 
-/// I/O that has ended: its pages, how, and its memory.
-struct Ended {
+/// A completed I/O: its pages, its result, and its memory.
+struct Completed {
     first: u64,
     write: bool,
     result: IoResult,
@@ -79,8 +79,8 @@ pub struct File {
     /// Dirty pages still to be written in this pass, in order, and writes in flight.
     pass: VecDeque<u64>,
     writes: usize,
-    sender: Sender<Ended>,
-    ended: Receiver<Ended>,
+    sender: Sender<Completed>,
+    completed: Receiver<Completed>,
     /// The first error of a write, returned by the next [`File::sync`].
     failed: Option<blkq::Status>,
 }
@@ -88,7 +88,7 @@ pub struct File {
 impl File {
     /// The file of `layout` on `disk`, with a cache of `cache_bytes`, in which nothing is.
     pub fn open(disk: &Arc<Disk>, layout: Layout, cache_bytes: usize) -> File {
-        let (sender, ended) = channel();
+        let (sender, completed) = channel();
         File {
             submitter: disk.submitter(),
             layout,
@@ -102,7 +102,7 @@ impl File {
             pass: VecDeque::new(),
             writes: 0,
             sender,
-            ended,
+            completed,
             failed: None,
         }
     }
@@ -120,9 +120,9 @@ impl File {
     /// Reads `page`.
     ///
     /// # Errors
-    /// If the device says so.
+    /// If the device fails.
     pub fn read(&mut self, page: u64, into: &mut [u8]) -> Result {
-        self.take_ended()?;
+        self.reap()?;
         let sequential = self.previous.map_or(page == 0, |previous| page == previous + 1);
         self.previous = Some(page);
         if self.marker == Some(page) {
@@ -153,7 +153,7 @@ impl File {
     /// # Errors
     /// If the device failed to do so for an earlier one.
     pub fn write(&mut self, page: u64, bytes: &[u8]) -> Result {
-        self.take_ended()?;
+        self.reap()?;
         // A read of these pages in flight has older data; it must not complete after this.
         while self.is_being_read(page) {
             self.wait()?;
@@ -241,33 +241,33 @@ impl File {
     fn submit(&mut self, first: u64, bio: Bio) {
         let (sender, write) = (self.sender.clone(), bio.operation.is_write());
         self.submitter.submit(bio, move |result, data| {
-            // The file is gone, and with it who wants to know.
-            let _ = sender.send(Ended { first, write, result, data });
+            // The file was dropped, and with it the receiver.
+            let _ = sender.send(Completed { first, write, result, data });
         });
     }
 
-    /// Takes what has ended, without waiting.
-    fn take_ended(&mut self) -> Result {
-        while let Ok(ended) = self.ended.try_recv() {
-            self.end(ended)?;
+    /// Takes completed I/Os, without waiting.
+    fn reap(&mut self) -> Result {
+        while let Ok(completed) = self.completed.try_recv() {
+            self.complete(completed)?;
         }
         Ok(())
     }
 
-    /// Waits for the end of an I/O, if one is in flight.
+    /// Waits until an I/O completes, if one is in flight.
     fn wait(&mut self) -> Result {
         if self.reading.is_empty() && self.writes == 0 {
             return Ok(());
         }
-        let ended = self.ended.recv()?;
-        self.end(ended)
+        let completed = self.completed.recv()?;
+        self.complete(completed)
     }
 
-    fn end(&mut self, Ended { first, write, result, data }: Ended) -> Result {
+    fn complete(&mut self, Completed { first, write, result, data }: Completed) -> Result {
         let buffer = data.into_buffer().ok_or("an I/O lost its buffer")?;
         let pages = (first..).zip(buffer.chunks_exact(PAGE_BYTES));
         if write {
-            pages.for_each(|(page, _)| self.cache.end_writing(page));
+            pages.for_each(|(page, _)| self.cache.complete_write(page));
             self.writes -= 1;
             self.failed = self.failed.or(result.err());
             if !self.pass.is_empty() {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-/// The cache holds, and the client reads and writes, so many bytes at once.
+/// The cache stores, and the client reads and writes, so many bytes at once.
 pub const PAGE_BYTES: usize = 4096;
 
 /// The state of a cached page.
@@ -42,12 +42,12 @@ impl Pages {
         }
     }
 
-    /// Most pages that it holds.
+    /// Most pages in it.
     pub fn capacity(&self) -> usize {
         self.slots.len()
     }
 
-    /// Pages that it holds.
+    /// Pages in it.
     pub fn len(&self) -> usize {
         self.index.len()
     }
@@ -106,7 +106,7 @@ impl Pages {
     }
 
     /// `page` has been written.
-    pub fn end_writing(&mut self, page: u64) {
+    pub fn complete_write(&mut self, page: u64) {
         let slot = self.index[&page];
         self.slots[slot].writing = false;
         self.writing -= 1;

@@ -85,7 +85,7 @@ fn a_sequential_read_asks_for_large_pieces_and_a_random_one_for_its_page() {
         file.read(page, &mut bytes).unwrap();
     }
     assert_eq!(reads(), 4);
-    // Two windows are in flight at most, which is what the cache must hold.
+    // Two windows are in flight at most, for which the cache must have room.
     let mut file = File::open(&disk, Layout { file: 0, files: 1 }, 256 * PAGE_BYTES);
     for page in 0..1024 {
         file.read(page, &mut bytes).unwrap();

@@ -48,7 +48,7 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
     run
 }
 
-/// Submits all that is free if that is a batch, and takes what has ended: 0 when all has.
+/// Submits all that is free if that is a batch, and takes what has completed: 0 when all has.
 #[inline]
 pub fn turn(
     queue: &mut LocalQueue,

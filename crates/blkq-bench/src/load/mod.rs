@@ -11,7 +11,7 @@ pub mod raw;
 pub mod submitters;
 pub mod workers;
 
-/// Where the next I/O goes.
+/// The place of the next I/O.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
     /// Anywhere.
@@ -37,12 +37,12 @@ pub struct Load {
     pub registered: bool,
     /// A call for each I/O; else one for all that are submitted at once.
     pub one_by_one: bool,
-    /// It ends after so many I/Os, no two of which go to the same place.
+    /// It stops after so many I/Os, no two of which are at the same place.
     pub ios_max: Option<u64>,
 }
 
 impl Load {
-    /// Reads of 4 KiB, `depth` in flight, submitted as they end.
+    /// Reads of 4 KiB, `depth` in flight, resubmitted as they complete.
     pub fn read(pattern: Pattern, depth: usize) -> Load {
         Load {
             pattern,
@@ -139,7 +139,7 @@ impl Offsets {
         block * self.block_bytes
     }
 
-    /// The one with that number, from 0, in bytes; none after the end. Only of a load that
+    /// The one with that number, from 0, in bytes; none after the last. Only of a load that
     /// has one.
     pub fn nth_bytes(&self, index: u64) -> Option<u64> {
         let block = self.shuffle.as_ref().map_or(index, |shuffle| shuffle.at(index.min(self.blocks - 1)));

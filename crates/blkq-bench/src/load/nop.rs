@@ -10,7 +10,7 @@ use crate::load::raw;
 use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
-/// Submits `batch` operations at once and takes their ends, for `length`.
+/// Submits `batch` operations at once and takes their completions, for `length`.
 ///
 /// # Errors
 /// If the kernel gives no ring.

@@ -38,7 +38,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
             .iter_mut()
             .map(|buffer| libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() })
             .collect();
-        // SAFETY: the buffers outlive the ring's use of them: all I/O ends below.
+        // SAFETY: the buffers outlive the ring's use of them: all I/O completes below.
         unsafe { ring.submitter().register_buffers(&iovecs)? };
     }
     let mut free: Vec<usize> = (0..load.depth).collect();
@@ -62,7 +62,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         }
         ring.submit_and_wait(1)?;
         enters += 1;
-        let mut ended = 0;
+        let mut completed = 0;
         for cqe in ring.completion() {
             if cqe.result() != load.block_bytes as i32 {
                 return Err(format!(
@@ -73,9 +73,9 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
                 .into());
             }
             free.push(cqe.user_data() as usize);
-            ended += 1;
+            completed += 1;
         }
-        Ok(ended)
+        Ok(completed)
     });
     // Also after an error: the buffers must not go before the I/O on them.
     let mut in_flight = load.depth - free.len();

@@ -1,5 +1,5 @@
 //! Many threads that own no queue, each with more to do than the device takes: as writers
-//! behind a page cache are, each goes on until the request gate stops it.
+//! behind a page cache are, each submits until the request gate stops it.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,20 +15,20 @@ use crate::measurement::{Run, rate};
 use crate::metric::Metric;
 use crate::process::Usage;
 
-/// The part of a run that goes before it and is not counted: until the gate is full.
+/// The part of a run that is not counted, at its beginning: until the gate is full.
 pub const WARM_UP: f64 = 0.25;
 
 /// The I/Os of one submitter in flight, and those completed. Its own, so that two submitters
 /// never meet but at the gate.
 struct Window {
-    ended: Mutex<Ended>,
+    completed: Mutex<Completed>,
     /// The submitter waits for buffers, and enough of them are back.
     refilled: Condvar,
     size: usize,
 }
 
 #[derive(Default)]
-struct Ended {
+struct Completed {
     buffers: Vec<IoBuffer>,
     waits: bool,
     ios: u64,
@@ -37,53 +37,53 @@ struct Ended {
     failed: Option<Status>,
 }
 
-fn lock(ended: &Mutex<Ended>) -> MutexGuard<'_, Ended> {
-    ended.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(completed: &Mutex<Completed>) -> MutexGuard<'_, Completed> {
+    completed.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Window {
     fn new(load: &Load) -> Window {
         let buffers = (0..load.depth).map(|_| IoBuffer::zeroed(load.block_bytes as usize)).collect();
-        let ended = Mutex::new(Ended { buffers, ..Ended::default() });
-        Window { ended, refilled: Condvar::new(), size: load.depth }
+        let completed = Mutex::new(Completed { buffers, ..Completed::default() });
+        Window { completed, refilled: Condvar::new(), size: load.depth }
     }
 
     /// Buffers to use; waits until half of the window is back if there are none, so that
     /// one wake-up serves many.
     fn take(&self) -> Vec<IoBuffer> {
-        let mut ended = lock(&self.ended);
-        if ended.buffers.is_empty() {
-            ended.waits = true;
-            while ended.waits {
-                ended = self.refilled.wait(ended).unwrap_or_else(PoisonError::into_inner);
+        let mut completed = lock(&self.completed);
+        if completed.buffers.is_empty() {
+            completed.waits = true;
+            while completed.waits {
+                completed = self.refilled.wait(completed).unwrap_or_else(PoisonError::into_inner);
             }
         }
-        std::mem::take(&mut ended.buffers)
+        std::mem::take(&mut completed.buffers)
     }
 
-    /// An I/O that was asked for at `asked_ns` ended; on the engine's thread.
-    fn end(&self, result: IoResult, data: Data, asked_ns: u64) {
+    /// An I/O that was asked for at `asked_ns` completed; on the engine's thread.
+    fn complete(&self, result: IoResult, data: Data, asked_ns: u64) {
         let latency_ns = monotonic_ns().saturating_sub(asked_ns);
-        let mut ended = lock(&self.ended);
+        let mut completed = lock(&self.completed);
         match result {
-            Ok(()) => ended.ios += 1,
-            Err(status) => ended.failed = Some(status),
+            Ok(()) => completed.ios += 1,
+            Err(status) => completed.failed = Some(status),
         }
-        ended.latency_ns += latency_ns;
-        ended.latencies.record(latency_ns);
-        ended.buffers.extend(data.into_buffer());
-        if ended.waits && ended.buffers.len() >= self.size / 2 {
-            ended.waits = false;
+        completed.latency_ns += latency_ns;
+        completed.latencies.record(latency_ns);
+        completed.buffers.extend(data.into_buffer());
+        if completed.waits && completed.buffers.len() >= self.size / 2 {
+            completed.waits = false;
             self.refilled.notify_one();
         }
     }
 
     /// The completions since the last call.
-    fn reap(&self) -> Ended {
-        let mut ended = lock(&self.ended);
-        let buffers = std::mem::take(&mut ended.buffers);
-        let waits = ended.waits;
-        std::mem::replace(&mut *ended, Ended { buffers, waits, ..Ended::default() })
+    fn reap(&self) -> Completed {
+        let mut completed = lock(&self.completed);
+        let buffers = std::mem::take(&mut completed.buffers);
+        let waits = completed.waits;
+        std::mem::replace(&mut *completed, Completed { buffers, waits, ..Completed::default() })
     }
 }
 
@@ -112,14 +112,14 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
         let (began, used, statistics, gate) =
             (Instant::now(), Usage::of_self(), disk.stats(), disk.gate_counters());
         std::thread::sleep(length);
-        let ended: Vec<Ended> = windows.iter().map(|window| window.reap()).collect();
+        let completed: Vec<Completed> = windows.iter().map(|window| window.reap()).collect();
         let (elapsed, used) = (began.elapsed(), Usage::of_self().since(used));
         let statistics = disk.stats().delta(&statistics);
         let wakeups = disk.gate_counters().wakeups - gate.wakeups;
         stop.store(true, Relaxed);
         let requests = &statistics.groups[usize::from(load.write)];
         let request_kib = requests.sectors as f64 / 2.0 / requests.ios as f64;
-        Ok(summary(load, &ended, elapsed, used)?
+        Ok(summary(load, &completed, elapsed, used)?
             .per_io(Metric::WakeupsPerIo, wakeups)
             .with(Metric::RequestKib, request_kib))
     })
@@ -145,25 +145,25 @@ fn submit(
         let sector = Sector((region + offsets.next_bytes()) >> 9);
         let bio = if load.write { Bio::write(sector, buffer, 0) } else { Bio::read(sector, buffer, 0) };
         let (window, asked_ns) = (window.clone(), monotonic_ns());
-        submitter.submit(bio, move |result, data| window.end(result, data, asked_ns));
+        submitter.submit(bio, move |result, data| window.complete(result, data, asked_ns));
     }
 }
 
 /// The sum of all submitters.
-fn summary(load: &Load, ended: &[Ended], elapsed: Duration, used: Usage) -> Result<Run> {
-    if let Some(status) = ended.iter().find_map(|ended| ended.failed) {
+fn summary(load: &Load, completed: &[Completed], elapsed: Duration, used: Usage) -> Result<Run> {
+    if let Some(status) = completed.iter().find_map(|completed| completed.failed) {
         return Err(format!("an I/O completed with {status:?}").into());
     }
-    let ios = ended.iter().map(|ended| ended.ios).sum();
-    let latency_ns: u64 = ended.iter().map(|ended| ended.latency_ns).sum();
-    let latencies = ended.iter().fold(Histogram::default(), |mut all, ended| {
-        all.add(&ended.latencies);
+    let ios = completed.iter().map(|completed| completed.ios).sum();
+    let latency_ns: u64 = completed.iter().map(|completed| completed.latency_ns).sum();
+    let latencies = completed.iter().fold(Histogram::default(), |mut all, completed| {
+        all.add(&completed.latencies);
         all
     });
     let run = rate(ios, elapsed, used)?;
     let mib = (ios * u64::from(load.block_bytes)) as f64 / f64::from(1 << 20);
-    let least = ended.iter().map(|ended| ended.ios).min().unwrap_or(0);
-    let most = ended.iter().map(|ended| ended.ios).max().unwrap_or(0);
+    let least = completed.iter().map(|completed| completed.ios).min().unwrap_or(0);
+    let most = completed.iter().map(|completed| completed.ios).max().unwrap_or(0);
     Ok(run
         .with(Metric::MibPerSecond, mib / elapsed.as_secs_f64())
         .with(Metric::LatencyMeanUs, latency_ns as f64 / ios as f64 / 1e3)
@@ -202,7 +202,7 @@ mod tests {
             assert_eq!(gate.grants > 0, batching, "{gate:?}");
             assert!(gate.largest_in_flight[1] <= if batching { 12 } else { 8 }, "{gate:?}");
             assert!(gate.largest_grant <= 32 && gate.waits == gate.wakeups, "{gate:?}");
-            assert_eq!(disk.stats().in_flight, [0, 0], "all of it ended");
+            assert_eq!(disk.stats().in_flight, [0, 0], "all of it completed");
         }
     }
 

@@ -15,7 +15,7 @@ use crate::load::Load;
 use crate::measurement::{Run, rate};
 use crate::process::Usage;
 
-/// Runs `load`, which must have an end, through the page cache with as many threads as it
+/// Runs `load`, which must be finite, through the page cache with as many threads as it
 /// is deep: whichever is free takes the next I/O.
 ///
 /// # Errors
@@ -43,8 +43,8 @@ pub fn run(path: &Path, load: &Load, length: Duration) -> Result<Run> {
     together((0..load.depth).map(|_| worker).collect())
 }
 
-/// Runs each of `jobs`, which say how many I/Os they did, on a thread of its own until all
-/// have ended.
+/// Runs each of `jobs`, which return how many I/Os they did, on a thread of its own until all
+/// have returned.
 ///
 /// # Errors
 /// The first error of a job.
@@ -65,11 +65,11 @@ pub fn together<J: FnOnce() -> Result<u64> + Send>(jobs: Vec<J>) -> Result<Run> 
         start.wait();
         let (began, before) = (Instant::now(), Usage::of_self());
         start.wait();
-        let ended: Vec<Result<u64>> = threads
+        let counts: Vec<Result<u64>> = threads
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|_| Err("a measuring thread panicked".into())))
             .collect();
         let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
-        rate(ended.into_iter().sum::<Result<u64>>()?, elapsed, used)
+        rate(counts.into_iter().sum::<Result<u64>>()?, elapsed, used)
     })
 }

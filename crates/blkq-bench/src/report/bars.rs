@@ -22,7 +22,7 @@ const BELOW: f64 = 10.0;
 
 /// A bar from where the plot's bars begin to `value`.
 pub struct Bar {
-    /// Its end.
+    /// The last value on it.
     pub value: f64,
     /// Least and most: the whisker.
     pub range: Option<(f64, f64)>,
@@ -70,7 +70,7 @@ pub fn measure(text: &str) -> f64 {
     FONT * width_em(text)
 }
 
-/// The beginning of a picture: its size, its name, and its figures for those who do not see it.
+/// The beginning of a picture: its size, its name, and its figures for screen readers.
 pub fn open(id: &str, title: &str, description: &str, height: f64) -> String {
     format!(
         "<svg role=\"img\" viewBox=\"0 0 {WIDTH} {height:.0}\" aria-labelledby=\"{id}-t {id}-d\">\n\

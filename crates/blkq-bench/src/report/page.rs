@@ -16,7 +16,7 @@ pub(super) const CSV: &str = "results.csv";
 /// The mark by which a page is known as one of ours, which may be replaced.
 pub(super) const GENERATOR: &str = "<meta name=\"generator\" content=\"blkq bench\">";
 
-/// How it looks. Colours of light and dark stand at its top.
+/// The style sheet. Colours of light and dark stand at its top.
 const STYLE: &str = include_str!("style.css");
 
 /// Nothing is fetched, nothing is run.
@@ -273,8 +273,8 @@ const READING: &str = "\
 <h2>How to read this</h2>
 <p>The cases of a comparison take turns (A B A B ...), so that what disturbs the machine disturbs all of them. \
 Figures are medians of the rounds, with the least and the most; so are the whiskers in the plots. \
-A ratio is the median of the ratios of each round. \u{b1} says how far the rounds lie apart: the root of the largest \
-ratio by the smallest. A ratio marked with ~ is no larger than that, and says nothing: measure longer, or on \
+A ratio is the median of the ratios of each round. \u{b1} is how far the rounds lie apart: the root of the largest \
+ratio by the smallest. A ratio marked with ~ is no larger than that, and shows nothing: measure longer, or on \
 a quieter machine.</p>
 <p>A mechanism is a counter, which does not depend on how fast the machine is: it shows why a figure is what it is. \
 A target is a figure that blkq wants to reach. Published figures belong to the machines of their origins; \

@@ -65,7 +65,7 @@ impl Scale {
         Scale { kind, min, max, from, to, ticks }
     }
 
-    /// Where `value` lies. What is beyond an end lies there.
+    /// Where `value` lies. A value beyond a limit lies at the limit.
     pub fn at(&self, value: f64) -> f64 {
         let part = match self.kind {
             Kind::Linear => (value - self.min) / (self.max - self.min),

@@ -298,7 +298,7 @@ fn published() -> Published {
     Published {
         origin: "request batching, Nick Piggin, 2003".into(),
         setting: "tiobench, one disk; context switches with 64 threads on an 8-way machine".into(),
-        unit: "as each row says".into(),
+        unit: "as in each row".into(),
         rows,
     }
 }
@@ -307,7 +307,7 @@ fn notes() -> Vec<String> {
     [
         format!(
             "{SUBMITTERS} threads, each in a region of its own, 4 KiB at a time, up to {WINDOW} in flight, on a \
-             device of {DEPTH} requests; off: whoever is woken gets one request, in the order of waiting"
+             device of {DEPTH} requests; off: a woken submitter gets one request, in the order of waiting"
         ),
         format!(
             "the modelled disk has one arm: a seek that grows with the distance, half a rotation, the \

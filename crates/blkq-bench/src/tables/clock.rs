@@ -95,9 +95,9 @@ fn notes() -> Vec<String> {
             .into(),
         format!(
             "age max: the longest time from a cached reading to the next, so for longer none of those was used; \
-             one after which the queue rested or its thread slept is not measured, because nothing reads the \
-             clock then. A reading ends with its plug, with its batch of completions and after \
-             {CLOCK_USES_MAX} uses, but no hook tells that the thread was preempted: ages of milliseconds are \
+             one after which the queue was idle or its thread slept is not measured, because nothing reads the \
+             clock then. A reading is dropped with its plug, with its batch of completions and after \
+             {CLOCK_USES_MAX} uses, but no hook reports that the thread was preempted: ages of milliseconds are \
              time slices of other threads"
         ),
         "without statistics no time stamp is taken, precise or cached: one case stands for both".into(),

@@ -70,7 +70,7 @@ impl Job {
         Ok(run.with(Metric::ResidentMib, resident))
     }
 
-    /// One job: one I/O at a time, no page twice, and in the end what was written is durable.
+    /// One job: one I/O at a time, no page twice, and a flush after the last.
     fn one(&self, file: &mut File, length: Duration) -> Result<u64> {
         let share = match (self.write, self.pattern) {
             (true, _) => WRITE_SHARE,
@@ -192,7 +192,7 @@ fn notes(bytes: u64) -> Vec<String> {
             bytes >> 20
         ),
         "each job has a file of its own and one blocking I/O at a time, as psync has; no page is used twice in a run, \
-         as with fio's random map; writes are counted when a flush at the end, which is timed, has made them durable"
+         as with fio's random map; writes are counted when a last flush, which is timed, has made them durable"
             .into(),
         "the main pair is buffered (concurrent dispatch) against direct; the base of the origin did one buffered \
          request at a time, which is serial buffered; the file here is on a solid disk, not on an HDD"

@@ -57,7 +57,7 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     Ok(run)
 }
 
-/// A cold run, without the columns that say nothing here.
+/// A cold run, without the columns that have no meaning here.
 fn cold_run(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     let mut run = cold(path, measure)?;
     run.values.retain(|(metric, _)| {
@@ -223,15 +223,15 @@ fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point
 }
 
 const NOTES: [&str; 7] = [
-    "cold: before every run the file is written back, evicted, and seen to be gone; no block is used twice in a run, \
-     which ends at the latest when a quarter of the file (random reads), all of it (sequential reads), or an eighth and at least 64 MiB (writes) was",
+    "cold: before every run the file is written back, evicted, and verified as evicted; no block is used twice in a run, \
+     which stops at the latest when a quarter of the file (random reads), all of it (sequential reads), or an eighth and at least 64 MiB (writes) was",
     "writes go to the page cache, as they did at the origin: a cold write is one into pages that are not there; what \
      it leaves to be written is written after the run, untimed",
     "serial, unmerged is the base of the origin: one executor, which takes one bio after the other; serial differs \
      from concurrent by --dispatch alone, and merges under the plug as that does",
     "writes are done one at a time by both: serial waits for each before it submits the next, concurrent has up to 32 \
      queued where the kernel does one after the other, which saves waking this thread for each",
-    "raw io_uring submits what has ended with one call, as the block layer does; one by one with a call for each, \
+    "raw io_uring resubmits what has completed with one call, as the block layer does; one by one with a call for each, \
      and then no read waits for the pages of those behind it, which can be faster",
     "one thread is pread or pwrite in a loop: an executor without a block layer",
     "threads do what the workers of the kernel's loop did: whichever is free takes the next block; concurrent has as \

@@ -215,7 +215,7 @@ fn on_threads(count: usize, run: impl Fn(usize) -> Result<Run> + Sync) -> Result
         let threads: Vec<_> = (0..count).map(|index| scope.spawn(move || run(index))).collect();
         let joined = threads
             .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|_| Err("a thread ended in a panic".into())));
+            .map(|thread| thread.join().unwrap_or_else(|_| Err("a thread panicked".into())));
         joined.collect()
     });
     let runs = runs?;

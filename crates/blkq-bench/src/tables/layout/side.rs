@@ -50,20 +50,20 @@ pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length:
         let mut submitter = disk.submitter();
         let mut stream = Stream::new(work, number);
         let mut free = buffers();
-        let (ended, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (completed, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (give, back) = std::sync::mpsc::channel();
         running.wait();
         while running.goes_on() {
             let Some(buffer) = free.pop().or_else(|| back.recv().ok()) else { break };
-            let (ended, failed, give) = (ended.clone(), failed.clone(), give.clone());
+            let (completed, failed, give) = (completed.clone(), failed.clone(), give.clone());
             submitter.submit(stream.next(buffer), move |result, data| {
-                ended.fetch_add(1, Relaxed);
+                completed.fetch_add(1, Relaxed);
                 failed.fetch_or(result.is_err(), Relaxed);
-                // The submitter may have gone.
+                // The submitter may have exited.
                 let _ = data.into_buffer().map(|buffer| give.send(buffer));
             });
         }
-        if failed.load(Relaxed) { Err("an I/O failed".into()) } else { Ok(ended.load(Relaxed)) }
+        if failed.load(Relaxed) { Err("an I/O failed".into()) } else { Ok(completed.load(Relaxed)) }
     })
 }
 
@@ -98,7 +98,7 @@ impl Stream {
     }
 }
 
-/// Submits all that is free, and takes what has ended.
+/// Submits all that is free, and takes what has completed.
 #[inline]
 fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -> Result<u64> {
     for buffer in free.drain(..) {
@@ -114,7 +114,7 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
     Ok(free.len() as u64)
 }
 
-/// When the threads of a run begin and end.
+/// When the threads of a run begin and stop.
 struct Running {
     ready: Barrier,
     over: AtomicBool,

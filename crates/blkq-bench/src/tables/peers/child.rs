@@ -1,4 +1,4 @@
-//! Processes that are started, watched and ended: none of them outlives this one.
+//! Processes that are started, watched and stopped: none of them outlives this one.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,12 +14,12 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use crate::Result;
 use crate::process::Usage;
 
-/// How long a process may take to end when it is asked to.
-const END_WAIT: Duration = Duration::from_secs(5);
-/// How often is looked.
-pub const LOOK: Duration = Duration::from_micros(200);
+/// How long a process may take to exit when it is asked to.
+const EXIT_WAIT: Duration = Duration::from_secs(5);
+/// How often it is polled.
+pub const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// As much of its standard error is looked through for the last line.
+/// So much of its standard error is searched for the last line.
 const ERRORS_BYTES_MAX: usize = 64 << 10;
 
 /// A process. Dropping it kills it.
@@ -30,14 +30,14 @@ pub struct Child {
     errors: File,
     /// Its standard output, if it was started with a pipe for it.
     pub stdout: Option<ChildStdout>,
-    ended: Option<(i32, Usage)>,
+    exited: Option<(i32, Usage)>,
 }
 
 impl Child {
     /// Starts `command`.
     ///
     /// # Errors
-    /// If it cannot be started: as the system says it, an [`std::io::Error`].
+    /// If it cannot be started: the system's error, an [`std::io::Error`].
     pub fn start(mut command: Command, stdout: Stdio) -> Result<Child> {
         let program = Path::new(command.get_program()).file_name().unwrap_or(OsStr::new("?"));
         let program = program.to_string_lossy().into_owned();
@@ -48,7 +48,7 @@ impl Child {
         // SAFETY: between fork and exec it makes one system call and touches no memory.
         unsafe { command.pre_exec(die_with_parent) };
         let mut child = command.spawn()?;
-        Ok(Child { pid: child.id() as i32, program, errors, stdout: child.stdout.take(), ended: None })
+        Ok(Child { pid: child.id() as i32, program, errors, stdout: child.stdout.take(), exited: None })
     }
 
     /// Its number.
@@ -59,36 +59,36 @@ impl Child {
     /// The last line of its standard error.
     pub fn complaint(&self) -> String {
         // Its own writes move the offset that this process shares.
-        let mut said = vec![0; ERRORS_BYTES_MAX];
+        let mut text = vec![0; ERRORS_BYTES_MAX];
         let from =
             self.errors.metadata().map_or(0, |file| file.len().saturating_sub(ERRORS_BYTES_MAX as u64));
-        let length = self.errors.read_at(&mut said, from).unwrap_or_default();
-        let said = String::from_utf8_lossy(&said[..length]);
-        let last = said.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("without a word");
+        let length = self.errors.read_at(&mut text, from).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text[..length]);
+        let last = text.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("without a word");
         format!("{} exited: {}", self.program, last.trim())
     }
 
-    /// Whether it has ended, and if so how.
+    /// Whether it has exited, and if so how.
     fn poll(&mut self, block: bool) -> Option<(i32, Usage)> {
-        if self.ended.is_none() {
+        if self.exited.is_none() {
             let mut status = 0;
             // SAFETY: the kernel fills both in; the process is ours and nobody else waits for it.
-            let (ended, usage) = unsafe {
+            let (exited, usage) = unsafe {
                 let mut usage: libc::rusage = std::mem::zeroed();
                 let flags = if block { 0 } else { libc::WNOHANG };
                 (libc::wait4(self.pid, &raw mut status, flags, &raw mut usage) == self.pid, usage)
             };
-            self.ended = ended.then(|| (status, usage.into()));
+            self.exited = exited.then(|| (status, usage.into()));
         }
-        self.ended
+        self.exited
     }
 
-    /// Whether it has ended.
-    pub fn has_ended(&mut self) -> bool {
+    /// Whether it has exited.
+    pub fn has_exited(&mut self) -> bool {
         self.poll(false).is_some()
     }
 
-    /// Waits until it ends by itself, `limit` at most. What it used in all its life.
+    /// Waits until it exits by itself, `limit` at most. Returns its total usage.
     ///
     /// # Errors
     /// The error that it printed, or that it took too long.
@@ -106,18 +106,18 @@ impl Child {
         }
     }
 
-    /// Asks it to end, and makes it if it does not. What it used in all its life, with the
-    /// threads that ended before.
-    pub fn end(mut self) -> Usage {
+    /// Asks it to exit, and kills it if it does not. Returns its total usage, with the
+    /// threads that exited before.
+    pub fn stop(mut self) -> Usage {
         self.signal(libc::SIGTERM);
-        let until = Instant::now() + END_WAIT;
+        let until = Instant::now() + EXIT_WAIT;
         loop {
             match self.poll(false) {
                 Some((_, usage)) => return usage,
                 None if Instant::now() > until => self.signal(libc::SIGKILL),
                 None => {}
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -129,7 +129,7 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        if self.ended.is_none() {
+        if self.exited.is_none() {
             self.signal(libc::SIGKILL);
             self.poll(true);
         }
@@ -161,10 +161,10 @@ mod tests {
         let pid = dropped.pid();
         drop(dropped);
         assert!(Usage::of(pid).is_err());
-        let mut ended = Child::start(shell("exec sleep 1000"), Stdio::null()).unwrap();
-        assert!(!ended.has_ended());
-        let pid = ended.pid();
-        assert!(ended.end().cpu > Duration::ZERO);
+        let mut child = Child::start(shell("exec sleep 1000"), Stdio::null()).unwrap();
+        assert!(!child.has_exited());
+        let pid = child.pid();
+        assert!(child.stop().cpu > Duration::ZERO);
         assert!(Usage::of(pid).is_err());
     }
 }

@@ -39,7 +39,7 @@ pub struct Report {
     pub ios: u64,
     /// I/Os per second.
     pub iops: f64,
-    /// Mean latency from submission to end, in microseconds.
+    /// Mean latency from submission to completion, in microseconds.
     pub mean_us: f64,
     /// Percentiles of it: 50, 99, 99.9.
     pub percentiles_us: [f64; 3],
@@ -86,7 +86,7 @@ pub fn run(target: &Target, job: &Job, bytes: u64, length: Duration, scratch: &P
     command.args([format!("--iodepth={}", job.depth), format!("--size={bytes}")]);
     command.arg(format!("--runtime={}ms", length.as_millis()));
     command.args(["--output-format=json", &format!("--output={}", output.display())]);
-    // Its engine nbd says something on the standard output, which nobody needs.
+    // Its engine nbd prints something on the standard output, which is not needed.
     let process = Child::start(command, Stdio::null())?.wait(length + Duration::from_secs(30))?;
     let text = std::fs::read_to_string(&output)?;
     parse(&text, job.rw.ends_with("write"), process).map_err(|e| format!("fio: {e}").into())

@@ -1,4 +1,4 @@
-//! The kernel's loop device over a file, for as long as this process holds it.
+//! The kernel's loop device over a file, for as long as this process has it open.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -35,10 +35,10 @@ struct LoopConfig {
 
 const _: () = assert!(size_of::<LoopConfig>() == 304);
 
-/// Times to try again when somebody else takes the device that was free.
+/// Times to try again when another process takes the device that was free.
 const TRIES: usize = 16;
 
-/// A loop device. It goes with its last user, whatever becomes of this process.
+/// A loop device. It detaches with its last user, also if this process is killed.
 pub struct KernelLoop {
     path: PathBuf,
     _device: File,
@@ -82,7 +82,7 @@ impl KernelLoop {
             }
             return Ok(KernelLoop { path, _device: device });
         }
-        unreachable!("the loop above ends by returning")
+        unreachable!("the loop above returns")
     }
 
     /// Where the device is.

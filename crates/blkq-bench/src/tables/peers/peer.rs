@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::child::{Child, LOOK};
+use super::child::{Child, POLL_INTERVAL};
 use super::fio::{self, Job, Target};
 use super::kernel_loop::KernelLoop;
 use crate::Result;
@@ -19,8 +19,8 @@ use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_by
 
 /// How long a server may take until it is ready.
 const READY_WAIT: Duration = Duration::from_secs(10);
-/// How long a server rests before its memory is looked at.
-const REST: Duration = Duration::from_millis(20);
+/// How long a server idles before its memory is measured.
+const IDLE_TIME: Duration = Duration::from_millis(20);
 /// The control device of a kernel that has ublk.
 const UBLK_CONTROL: &str = "/dev/ublk-control";
 /// The first bytes of a server of NBD (the NBD protocol, "Newstyle negotiation").
@@ -67,7 +67,7 @@ enum Way {
     Device(&'static str),
 }
 
-/// Somebody to measure.
+/// A peer to measure.
 pub struct Peer {
     /// Its name.
     pub name: &'static str,
@@ -166,7 +166,7 @@ pub const OVER_NOTHING: [Peer; 3] = [
 struct Ready {
     target: Target,
     child: Option<Child>,
-    /// Held for as long as it is used.
+    /// Kept for as long as it is used.
     _device: Option<KernelLoop>,
 }
 
@@ -176,7 +176,7 @@ impl Peer {
         let error = match self.start(place) {
             Ok(ready) => {
                 if let Some(child) = ready.child {
-                    child.end();
+                    child.stop();
                 }
                 return None;
             }
@@ -232,7 +232,7 @@ impl Peer {
         }
     }
 
-    /// Starts it afresh, lets fio do `job` for `length`, and ends it.
+    /// Starts it afresh, lets fio do `job` for `length`, and stops it.
     ///
     /// # Errors
     /// The error that it or fio printed.
@@ -247,7 +247,7 @@ impl Peer {
         let mut before = Usage::default();
         let mut resident = 0;
         if let Some(pid) = pid {
-            std::thread::sleep(REST);
+            std::thread::sleep(IDLE_TIME);
             resident = resident_bytes(&pid.to_string())?;
             forget_resident_max(&pid.to_string())?;
             before = Usage::of(pid)?;
@@ -265,7 +265,7 @@ impl Peer {
         if let (Some(child), Some(pid)) = (child, pid) {
             let resident_max = resident_max_bytes(&pid.to_string())?;
             let cpu = Usage::of(pid)?.since(before).cpu;
-            let switches = child.end().since(before).context_switches;
+            let switches = child.stop().since(before).context_switches;
             run = run
                 .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
                 .per_io(Metric::ServerSwitchesPerIo, switches)
@@ -305,7 +305,7 @@ fn command(words: &str, place: &Place) -> Result<Command> {
 fn await_greeting(socket: &Path, child: &mut Child) -> Result {
     let until = Instant::now() + READY_WAIT;
     while Instant::now() < until {
-        if child.has_ended() {
+        if child.has_exited() {
             return Err(child.complaint().into());
         }
         let mut greeting = [0; GREETING.len()];
@@ -315,7 +315,7 @@ fn await_greeting(socket: &Path, child: &mut Child) -> Result {
                 return Ok(());
             }
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Err(format!("not ready after {READY_WAIT:?}").into())
 }
