@@ -291,5 +291,4 @@ impl Scheduler for Kyber {
 }
 
 #[cfg(test)]
-#[path = "kyber_tests.rs"]
 mod tests;

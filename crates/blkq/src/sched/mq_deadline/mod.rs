@@ -285,5 +285,4 @@ impl Scheduler for MqDeadline {
 }
 
 #[cfg(test)]
-#[path = "mq_deadline_tests.rs"]
 mod tests;
