@@ -18,6 +18,7 @@ use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
 
+use blkq::random::mix;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::nbd::fuzzing::{Outgoing, Tls, TlsEnd};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Result, Unstructured};
@@ -161,7 +162,7 @@ enum Meddle {
 
 /// The request, and the answer, at a place of the stream.
 fn pattern(at: usize) -> u8 {
-    (at ^ at >> 8 ^ at >> 16) as u8
+    mix(at as u64) as u8
 }
 
 struct Session {

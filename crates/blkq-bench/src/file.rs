@@ -6,11 +6,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq::random::Random;
 
 use crate::Result;
 use crate::interrupt::Undo;
 use crate::progress::Progress;
-use crate::random::Random;
 
 /// Bytes written at once while the file is filled.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -96,13 +96,11 @@ impl TestFile {
 }
 
 fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> std::io::Result<()> {
-    let mut random = Random(bytes);
+    let mut random = Random::new(bytes);
     let mut chunk = vec![0u8; CHUNK_BYTES];
     let mut left = bytes;
     while left > 0 {
-        for word in chunk.chunks_exact_mut(8) {
-            word.copy_from_slice(&random.below(u64::MAX).to_le_bytes());
-        }
+        random.fill(&mut chunk);
         let now = left.min(CHUNK_BYTES as u64);
         file.write_all(&chunk[..now as usize])?;
         left -= now;

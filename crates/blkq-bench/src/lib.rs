@@ -23,12 +23,12 @@ pub mod metric;
 pub mod print;
 pub mod process;
 pub mod progress;
-pub mod random;
 pub mod report;
 pub mod result;
 pub mod run;
 #[cfg(test)]
 mod schema;
+mod shuffle;
 pub mod summary;
 pub mod tables;
 

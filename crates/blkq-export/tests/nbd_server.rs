@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
+use blkq::random::Random;
 use blkq::{
     Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Status,
     Tag, Taken,
@@ -28,14 +29,9 @@ use rustix::net::{AddressFamily, SocketType};
 const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];
 
 fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state as u8
-    };
-    std::iter::repeat_with(next).take(bytes).collect()
+    let mut pattern = vec![0; bytes];
+    Random::new(seed).fill(&mut pattern);
+    pattern
 }
 
 #[test]

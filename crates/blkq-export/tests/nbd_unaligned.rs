@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
+use blkq::random::Random;
 use blkq::{Driver, StatGroup};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, RangeLock};
@@ -388,7 +389,9 @@ fn the_largest_requests_fit() {
     let served = serve(ram(), 1, bytes());
     for (style, offset) in STYLES.into_iter().zip([1, 511, 4095]) {
         let mut client = served.client(style);
-        let data: Vec<u8> = (0..LARGE).map(|at| ((at as u64 * 0x9e37_79b9) >> 13) as u8 | 1).collect();
+        let mut data = vec![0; LARGE];
+        Random::new(offset).fill(&mut data);
+        data.iter_mut().for_each(|byte| *byte |= 1);
         assert_eq!(client.write(offset, &data), 0);
         assert!(client.read(offset, LARGE) == data, "{style:?}");
         assert_eq!(client.read(0, offset as usize), vec![0; offset as usize]);

@@ -89,6 +89,7 @@ pub mod error;
 pub mod layout;
 pub mod limits;
 mod queue;
+pub mod random;
 mod remote;
 pub mod request;
 pub mod ring;

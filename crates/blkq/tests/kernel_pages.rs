@@ -4,6 +4,7 @@
 
 mod common;
 
+use blkq::random::Random;
 use blkq::{Bio, BioFlags, Data, KernelPages, Operation, QueueLimits, SchedulerKind, Sector, Status};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
@@ -26,8 +27,10 @@ fn bio(operation: Operation, sector: u64, sectors: u64, index: u16) -> Bio {
 }
 
 /// Bytes that differ between any two places.
-fn pattern(length: usize, seed: usize) -> Vec<u8> {
-    (0..length).map(|at| (at * 7 + (at >> 9) * 31 + seed * 101) as u8).collect()
+fn pattern(length: usize, seed: u64) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    Random::new(seed).fill(&mut bytes);
+    bytes
 }
 
 // Contract: declared

@@ -2,10 +2,10 @@
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
+use blkq::random::Random;
 use blkq::{Driver, EngineThread};
 
 use super::*;
-use crate::random::Random;
 
 const CACHE_PAGES: usize = 64;
 
@@ -24,7 +24,7 @@ fn check(driver: Box<dyn Driver>) {
             scope.spawn(move || {
                 let layout = Layout { file: number, files: 2 };
                 let mut file = File::open(disk, layout, CACHE_PAGES * PAGE_BYTES);
-                let (pages, mut random) = (file.pages(), Random(number));
+                let (pages, mut random) = (file.pages(), Random::new(number));
                 let mut model = vec![0; pages as usize];
                 let mut bytes = vec![0; PAGE_BYTES];
                 for step in 1..3000_u64 {

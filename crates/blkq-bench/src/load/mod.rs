@@ -3,7 +3,9 @@
 //! ([`local`]), many threads that own none ([`submitters`]), and io_uring that does nothing
 //! ([`nop`]).
 
-use crate::random::{Random, Shuffle};
+use blkq::random::Random;
+
+use crate::shuffle::Shuffle;
 
 pub mod local;
 pub mod nop;
@@ -100,7 +102,7 @@ impl Load {
             block_bytes: u64::from(self.block_bytes),
             next: 0,
             left: ios_max,
-            random: Random(seed),
+            random: Random::new(seed),
             shuffle,
         }
     }

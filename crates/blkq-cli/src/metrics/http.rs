@@ -120,6 +120,8 @@ fn head(status: u16, reason: &str, kind: &str, length: usize, more: &str) -> Str
 
 #[cfg(test)]
 mod tests {
+    use blkq::random::Random;
+
     use super::*;
 
     fn status(request: &str) -> Option<u16> {
@@ -178,15 +180,14 @@ mod tests {
 
     #[test]
     fn no_bytes_do_harm() {
-        let mut random = 1u64;
+        let mut random = Random::new(1);
         for _ in 0..100_000 {
             let mut bytes = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n".to_vec();
             for _ in 0..3 {
-                random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                let at = (random >> 33) as usize % bytes.len();
-                bytes[at] = (random >> 20) as u8;
+                let at = random.below(bytes.len() as u64) as usize;
+                bytes[at] = random.word() as u8;
             }
-            bytes.truncate((random >> 40) as usize % 64);
+            bytes.truncate(random.below(64) as usize);
             let _ = parse(&bytes);
         }
     }

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use blkq::random::mix;
 use blkq::simulation::SECTOR_BYTES;
 
 /// The content of a version of a sector.
@@ -40,8 +41,7 @@ impl Content {
 
 /// Eight bytes that identify the write and the place.
 fn stamp(number: u64, sector: u64) -> [u8; 8] {
-    let word = (number << 20 | sector).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (word ^ word >> 29 | 1).to_le_bytes()
+    (mix(number << 20 | sector) | 1).to_le_bytes()
 }
 
 /// The data of write `number` to `sectors`.

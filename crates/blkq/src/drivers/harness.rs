@@ -13,6 +13,7 @@ use crate::clock::{Clock, ClockMode};
 use crate::completer::Completer;
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
 use crate::error::{Error, IoResult};
+use crate::random::Random;
 use crate::remote::kick::Wake;
 use crate::request::NIL;
 use crate::request::{Request, RequestState};
@@ -292,12 +293,9 @@ pub(super) fn filled(length: usize, value: u8) -> IoBuffer {
     buffer
 }
 
-/// Bytes that tell their own position apart.
+/// Bytes that differ between any two places.
 pub(super) fn pattern(length: usize, seed: u64) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
-    for (index, byte) in buffer.iter_mut().enumerate() {
-        *byte =
-            ((index as u64 / 8).wrapping_mul(0x9e37_79b9).wrapping_add(seed * 77 + index as u64) >> 3) as u8;
-    }
+    Random::new(seed).fill(&mut buffer);
     buffer
 }

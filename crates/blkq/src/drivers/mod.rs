@@ -11,7 +11,6 @@ pub mod r#loop;
 pub mod model;
 pub mod null;
 pub mod ram;
-mod random;
 mod size;
 
 #[cfg(test)]

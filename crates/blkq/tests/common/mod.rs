@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
+use blkq::random::{Random, mix};
 use blkq::{
     BioFlags, Busy, Change, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
     KernelPages, LocalQueue, OpenContext, Operation, QueueLimits, Status, Tag, Taken,
@@ -219,8 +220,7 @@ impl Driver for Device {
     }
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
-        let random =
-            self.state().behaviour.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(cx.index) | 1;
+        let random = Random::new(mix(self.state().behaviour.seed) ^ u64::from(cx.index));
         let device = self.clone();
         let on_open = self.state().on_open.take();
         if let Some(on_open) = on_open {
@@ -291,17 +291,14 @@ struct Pending {
 
 struct DeviceQueue {
     device: Device,
-    random: u64,
+    random: Random,
     own_flush: Tag,
     pending: Vec<Pending>,
 }
 
 impl DeviceQueue {
     fn random(&mut self, below: u64) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random >> 11) % below.max(1)
+        self.random.below(below)
     }
 
     /// The rules of contract 3, and what else must hold of every request.
@@ -550,7 +547,7 @@ pub fn content(sector: u64, version: u64) -> [u8; 512] {
     let mut bytes = [0; 512];
     if version > 0 {
         for (index, word) in bytes.chunks_exact_mut(8).enumerate() {
-            let value = (sector << 40 ^ version << 8 ^ index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let value = mix(sector << 40 ^ version << 8 ^ index as u64);
             word.copy_from_slice(&(value | 1).to_ne_bytes());
         }
     }

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+use blkq::random::Random;
+
 use super::super::{DEPTH, Processors, REGION_BYTES, SUBMITTERS, Work};
 use super::library::drivers::null::{Null, NullOptions};
 use super::library::layout::contended_lines;
@@ -13,7 +15,6 @@ use crate::Result;
 use crate::load::Offsets;
 use crate::measurement::{Run, rate};
 use crate::process::Usage;
-use crate::random::Random;
 
 /// A null device of so many queues.
 pub fn disk(queues: usize) -> Result<Arc<Disk>> {
@@ -83,7 +84,7 @@ impl Stream {
     fn new(work: &Work, number: usize) -> Stream {
         let offsets = work.load.offsets(REGION_BYTES);
         let region = number as u64 * REGION_BYTES;
-        Stream { offsets, region, write_percent: work.write_percent, random: Random(region + 1) }
+        Stream { offsets, region, write_percent: work.write_percent, random: Random::new(region + 1) }
     }
 
     #[inline]

@@ -13,9 +13,9 @@ use crate::buffer::{Data, IoBuffer, Segment, SegmentOwner};
 use crate::clock::monotonic_ns;
 use crate::completer::Completer;
 use crate::driver::{DriverContext, DriverQueue, Taken};
-use crate::drivers::random::next_random;
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
+use crate::random::Random;
 use crate::request::NIL;
 use crate::request::{Request, RequestState};
 use crate::ring::Cqe;
@@ -41,7 +41,7 @@ pub(super) struct FaultQueue {
     rules: Arc<Rules>,
     generation: u64,
     index: u16,
-    random: u64,
+    random: Random,
     limits: QueueLimits,
     /// The requests of the wrapped queue: one request per tag, with one bio.
     requests: Box<[Request]>,
@@ -99,7 +99,7 @@ impl FaultQueue {
         let rules = shared.rules();
         FaultQueue {
             inner,
-            random: seed_of(&rules, index),
+            random: Random::new(seed_of(&rules, index)),
             rules,
             limits: shared.inner.limits(),
             shared,
@@ -123,7 +123,7 @@ impl FaultQueue {
         }
         self.generation = generation;
         self.rules = self.shared.rules();
-        self.random = seed_of(&self.rules, self.index);
+        self.random = Random::new(seed_of(&self.rules, self.index));
         let waiting: Vec<Tag> = self.timers.drain().map(|Reverse((_, tag))| tag).collect();
         for tag in &waiting {
             self.plans[tag.index()].effect = None;
@@ -170,7 +170,7 @@ impl FaultQueue {
         if !about || state.matched.fetch_add(1, Relaxed) < rule.after {
             return false;
         }
-        if rule.rate < 1.0 && unit(&mut self.random) >= rule.rate {
+        if rule.rate < 1.0 && self.random.unit() >= rule.rate {
             return false;
         }
         state.hits.fetch_update(Relaxed, Relaxed, |hits| (hits < rule.count).then_some(hits + 1)).is_ok()
@@ -208,7 +208,7 @@ impl FaultQueue {
         match effect {
             Some(effect @ (Effect::Short(_) | Effect::Torn)) => {
                 let block = u64::from(self.limits.logical_block_bytes);
-                bytes = below(&mut self.random, bytes / block) * block;
+                bytes = self.random.below(bytes / block) * block;
                 self.plans[tag.index()].bytes = bytes;
                 note::hit(cx, tag, effect, bytes);
                 if bytes == 0 {
@@ -262,7 +262,7 @@ impl FaultQueue {
         let within = sector.bytes() % unit;
         let units = self.limits.capacity_bytes.saturating_sub(within + bytes) / unit + 1;
         let own = sector.bytes() / unit;
-        let other = if units > 1 { (own + 1 + below(&mut self.random, units - 1)) % units } else { own };
+        let other = if units > 1 { (own + 1 + self.random.below(units - 1)) % units } else { own };
         Sector((other * unit + within) >> SECTOR_SHIFT)
     }
 
@@ -279,7 +279,7 @@ impl FaultQueue {
             *segment = Segment::new(base.wrapping_add(at), segment.len);
             at += segment.len as usize;
         }
-        let bit = below(&mut self.random, length as u64 * 8);
+        let bit = self.random.below(length as u64 * 8);
         copy[(bit / 8) as usize] ^= 1 << (bit % 8);
         self.plans[tag.index()].altered = Some(copy);
         bit
@@ -326,7 +326,7 @@ impl FaultQueue {
                 Ok(())
             }
             (Ok(()), Some(Effect::Corrupt)) if read => {
-                let bit = below(&mut self.random, bytes * 8);
+                let bit = self.random.below(bytes * 8);
                 note::hit(cx, tag, Effect::Corrupt, bit);
                 alter_read(cx, tag, bit / 8, bit / 8 + 1, |byte| *byte ^= 1 << (bit % 8));
                 Ok(())
@@ -439,25 +439,15 @@ fn seed_of(rules: &Rules, index: u16) -> u64 {
     rules.seed.wrapping_add(u64::from(index) << 32)
 }
 
-/// A number from 0 up to 1.
-fn unit(random: &mut u64) -> f64 {
-    (next_random(random) >> 11) as f64 / (1u64 << 53) as f64
-}
-
-/// A number below `limit`, or 0.
-fn below(random: &mut u64, limit: u64) -> u64 {
-    ((u128::from(next_random(random)) * u128::from(limit)) >> 64) as u64
-}
-
 /// The mean, or a number of the log-normal distribution of that mean and 99th percentile.
-pub(super) fn delay_ns(mean_ns: u64, p99_ns: Option<u64>, random: &mut u64) -> u64 {
+pub(super) fn delay_ns(mean_ns: u64, p99_ns: Option<u64>, random: &mut Random) -> u64 {
     let Some(p99_ns) = p99_ns else { return mean_ns };
     // p99 = exp(mu + Z99 sigma) and mean = exp(mu + sigma^2 / 2), solved for sigma.
     let by_mean = (p99_ns as f64 / mean_ns as f64).ln();
     let sigma = Z99 - (Z99 * Z99 - 2.0 * by_mean).max(0.0).sqrt();
     let mu = (mean_ns as f64).ln() - sigma * sigma / 2.0;
     // Box and Muller.
-    let (radius, angle) = (unit(random), unit(random));
+    let (radius, angle) = (random.unit(), random.unit());
     let normal = (-2.0 * (1.0 - radius).ln()).sqrt() * (std::f64::consts::TAU * angle).cos();
     (mu + sigma * normal).exp() as u64
 }

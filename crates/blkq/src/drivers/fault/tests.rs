@@ -8,6 +8,7 @@ use crate::drivers::r#loop::{LoopDevice, LoopOptions};
 use crate::drivers::model::{Model, ModelOptions};
 use crate::drivers::ram::Ram;
 use crate::error::Status;
+use crate::random::Random;
 
 const SIZE: u64 = 1 << 20;
 
@@ -191,7 +192,7 @@ fn delays_wait_for_their_time_and_add_up() {
 
 #[test]
 fn delays_have_the_mean_and_the_percentile_asked_for() {
-    let mut random = 1;
+    let mut random = Random::new(1);
     let mut delays: Vec<u64> =
         (0..100_000).map(|_| super::queue::delay_ns(1_000_000, Some(5_000_000), &mut random)).collect();
     delays.sort_unstable();

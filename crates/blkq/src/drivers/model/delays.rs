@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::driver::DriverContext;
-use crate::drivers::random::next_random;
+use crate::random::Random;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::tags::Tag;
@@ -106,7 +106,7 @@ impl SeekModel {
 enum Rule {
     Immediate,
     Timer(u64),
-    Random { first: u64, last: u64, state: u64 },
+    Random { first: u64, span: u64, random: Random },
     Disk { model: SeekModel, capacity: u64, head: u64, busy_until_ns: u64 },
 }
 
@@ -122,7 +122,8 @@ impl Delays {
             ModelCompletion::Immediate => Rule::Immediate,
             ModelCompletion::Timer(delay_ns) => Rule::Timer(*delay_ns),
             ModelCompletion::Random(range, seed) => {
-                Rule::Random { first: *range.start(), last: *range.end(), state: *seed }
+                let span = range.end().saturating_sub(*range.start()).saturating_add(1);
+                Rule::Random { first: *range.start(), span, random: Random::new(*seed) }
             }
             ModelCompletion::Disk(model) => Rule::Disk { model: *model, capacity, head: 0, busy_until_ns: 0 },
         };
@@ -141,10 +142,7 @@ impl Delays {
         let due = match &mut self.rule {
             Rule::Immediate => now,
             Rule::Timer(delay_ns) => now + *delay_ns,
-            Rule::Random { first, last, state } => {
-                let span = last.saturating_sub(*first).saturating_add(1);
-                now + *first + next_random(state) % span
-            }
+            Rule::Random { first, span, random } => now + *first + random.below(*span),
             Rule::Disk { model, capacity, head, busy_until_ns } => {
                 let request = cx.request(tag);
                 let begin = now.max(*busy_until_ns);
