@@ -22,8 +22,8 @@ fn exports(mode: u8) -> Vec<Export> {
         description: description.into(),
         size_bytes: 1 << 30,
         flags: TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH,
-        block_min_bytes: 512,
-        block_preferred_bytes: 4096,
+        minimum_block_bytes: 512,
+        preferred_block_bytes: 4096,
     };
     vec![export("disk", "a disk"), export("b", "")].into_iter().take(usize::from(mode >> 1) % 3).collect()
 }

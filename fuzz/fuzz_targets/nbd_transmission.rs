@@ -23,7 +23,7 @@ fn session(choice: &[u8; 4]) -> Session {
         export: 0,
         size_bytes: [0, 512, 1 << 20, 1 << 26, 1 << 40, u64::MAX - 511][usize::from(choice[0] / 3) % 6],
         flags: TransmissionFlags::from_bits_truncate(flags),
-        block_min_bytes: [1, 512, 4096, 65536][usize::from(choice[3] >> 2) % 4],
+        minimum_block_bytes: [1, 512, 4096, 65536][usize::from(choice[3] >> 2) % 4],
         replies,
         base_allocation: choice[3] & 2 != 0 && replies != ReplyStyle::Simple,
     }
@@ -35,7 +35,7 @@ fn expand(program: &[u8], session: &Session) -> Vec<u8> {
     let mut stream = Vec::new();
     for step in program.chunks_exact(8) {
         let [command, flags, block, end, length, shift, skew, cookie] = *step else { return stream };
-        let unit = u64::from(session.block_min_bytes);
+        let unit = u64::from(session.minimum_block_bytes);
         let mut offset = u64::from(block) * unit + u64::from(skew & 1);
         if end & 1 != 0 {
             offset = session.size_bytes.wrapping_sub(offset);
@@ -147,7 +147,7 @@ fn check_allowed(session: &Session, request: &Request) {
         return;
     }
     assert!(length > 0 && offset.checked_add(length).unwrap() <= session.size_bytes);
-    let block = u64::from(session.block_min_bytes);
+    let block = u64::from(session.minimum_block_bytes);
     assert!(offset.is_multiple_of(block) && length.is_multiple_of(block));
     if matches!(command, Command::Write | Command::Trim | Command::WriteZeroes) {
         assert!(!session.flags.contains(TransmissionFlags::READ_ONLY));

@@ -14,8 +14,8 @@ fn exports() -> Vec<Export> {
         description: description.into(),
         size_bytes,
         flags: TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH,
-        block_min_bytes: 512,
-        block_preferred_bytes: 4096,
+        minimum_block_bytes: 512,
+        preferred_block_bytes: 4096,
     };
     vec![export("disk", "a disk", 0x1234_0000), export("other", "", 1 << 20)]
 }
@@ -372,7 +372,7 @@ fn nothing_that_was_said_in_clear_counts_under_tls() {
 fn a_large_minimum_block_must_have_been_asked_for() {
     let large = || {
         let mut client = Client::new(3);
-        client.exports[1].block_min_bytes = 4096;
+        client.exports[1].minimum_block_bytes = 4096;
         client
     };
     // The sizes come before the error, and spare the client a question.

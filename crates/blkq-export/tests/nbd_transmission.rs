@@ -18,7 +18,7 @@ fn session(replies: ReplyStyle) -> Session {
         export: 0,
         size_bytes: SIZE,
         flags,
-        block_min_bytes: 512,
+        minimum_block_bytes: 512,
         replies,
         base_allocation: replies != ReplyStyle::Simple,
     }

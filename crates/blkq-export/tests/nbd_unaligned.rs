@@ -49,7 +49,7 @@ impl Image {
 
     fn driver(&self, sector: u32, direct_io: DirectIo) -> Box<dyn Driver> {
         let options = LoopOptions {
-            sector_size: Some(sector),
+            logical_block_bytes: Some(sector),
             partial_block: true,
             direct_io,
             ..LoopOptions::new(&self.0)

@@ -67,7 +67,7 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
     DriverOptions {
         offset: options.offset,
         size_limit: options.size_limit,
-        sector_size: options.sector_size.bytes(),
+        logical_block_bytes: options.sector_size.bytes(),
         partial_block: serves_bytes(options, ublk),
         direct_io: options.direct_io,
         dispatch: options.dispatch,

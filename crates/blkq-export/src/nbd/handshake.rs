@@ -37,11 +37,12 @@ pub struct Export {
     pub size_bytes: u64,
     /// Its capabilities. [`TransmissionFlags::SEND_DF`] comes by itself with structured replies.
     pub flags: TransmissionFlags,
-    /// Smallest request and alignment of all, in bytes: a power of two from 1 to 65536.
-    pub block_min_bytes: u32,
+    /// NBD's minimum block size, the smallest request and the alignment of all, in bytes: a power
+    /// of two from 1 to 65536. The disk's logical block, or 1 if parts of blocks are served.
+    pub minimum_block_bytes: u32,
     /// Smallest request that is efficient, in bytes: a power of two from 512 (and the
     /// minimum) to [`PAYLOAD_MAX_BYTES`].
-    pub block_preferred_bytes: u32,
+    pub preferred_block_bytes: u32,
 }
 
 /// The outcome of a handshake.
@@ -54,7 +55,7 @@ pub struct Session {
     /// Its capabilities.
     pub flags: TransmissionFlags,
     /// Smallest request and alignment of all, in bytes.
-    pub block_min_bytes: u32,
+    pub minimum_block_bytes: u32,
     /// The format of replies.
     pub replies: ReplyStyle,
     /// Whether `base:allocation` was chosen.
@@ -245,12 +246,12 @@ impl Handshake {
             option::GO | option::INFO => match self.info(data, exports, &mut reply) {
                 Ok(session)
                     if option == option::GO
-                        && session.block_min_bytes > BLOCK_MIN_USUAL_BYTES
+                        && session.minimum_block_bytes > BLOCK_MIN_USUAL_BYTES
                         && self.block_sizes != Some(session.export) =>
                 {
                     let text = format!(
                         "requests must be whole blocks of {} bytes, and this client does not ask for block sizes",
-                        session.block_min_bytes
+                        session.minimum_block_bytes
                     );
                     reply.error(option_reply::ERR_BLOCK_SIZE_REQD, &text);
                 }
@@ -358,11 +359,11 @@ impl Handshake {
         if asked(info::BLOCK_SIZE) {
             self.block_sizes = Some(index);
         }
-        if asked(info::BLOCK_SIZE) || export.block_min_bytes > BLOCK_MIN_USUAL_BYTES {
+        if asked(info::BLOCK_SIZE) || export.minimum_block_bytes > BLOCK_MIN_USUAL_BYTES {
             let fact = InfoBlockSize {
                 info: info::BLOCK_SIZE.into(),
-                minimum_bytes: export.block_min_bytes.into(),
-                preferred_bytes: export.block_preferred_bytes.into(),
+                minimum_bytes: export.minimum_block_bytes.into(),
+                preferred_bytes: export.preferred_block_bytes.into(),
                 payload_max_bytes: PAYLOAD_MAX_BYTES.into(),
             };
             reply.send(option_reply::INFO, &[fact.as_bytes()]);
@@ -416,7 +417,7 @@ impl Handshake {
             export: index,
             size_bytes: export.size_bytes,
             flags,
-            block_min_bytes: export.block_min_bytes,
+            minimum_block_bytes: export.minimum_block_bytes,
             replies: self.replies,
             base_allocation: self.base_allocation == Some(index),
         }

@@ -178,8 +178,8 @@ impl NbdSource {
                 description: export.description.clone(),
                 size_bytes: if unaligned { limits.size_bytes() } else { limits.whole_bytes() },
                 flags: transmission_flags(limits),
-                block_min_bytes: if unaligned { 1 } else { limits.logical_block_bytes },
-                block_preferred_bytes: limits.physical_block_bytes.max(4096),
+                minimum_block_bytes: if unaligned { 1 } else { limits.logical_block_bytes },
+                preferred_block_bytes: limits.physical_block_bytes.max(4096),
             }
         });
         let exports: Vec<Export> = exports.collect();

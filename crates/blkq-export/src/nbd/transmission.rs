@@ -241,7 +241,7 @@ impl Transmission {
         if command == Command::Flush {
             return if offset == 0 && length == 0 { Ok(request) } else { Err(NbdError::Invalid) };
         }
-        if length == 0 || (offset | length) & (u64::from(session.block_min_bytes) - 1) != 0 {
+        if length == 0 || (offset | length) & (u64::from(session.minimum_block_bytes) - 1) != 0 {
             return Err(NbdError::Invalid);
         }
         if offset.checked_add(length).is_none_or(|end| end > session.size_bytes) {

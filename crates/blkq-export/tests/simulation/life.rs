@@ -91,7 +91,7 @@ impl Setup {
         let mut options = LoopOptions::new(image);
         options.direct_io = if direct { DirectIo::On } else { DirectIo::Off };
         options.dispatch = if chance.one_in(4) { Dispatch::Serial } else { Dispatch::Concurrent };
-        options.sector_size = Some([512, 512, 4096][chance.below(3) as usize]);
+        options.logical_block_bytes = Some([512, 512, 4096][chance.below(3) as usize]);
         Setup {
             sectors,
             sectors_max: sectors * 2,
@@ -231,7 +231,7 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
         common: Common {
             model: Model::new(setup.sectors_max as usize),
             now: 1,
-            block_sectors: u64::from(setup.options.sector_size.unwrap_or(512)) / 512,
+            block_sectors: u64::from(setup.options.logical_block_bytes.unwrap_or(512)) / 512,
             errors_allowed: false,
             read_only: History::new(0, false),
             sectors: History::new(0, setup.sectors),

@@ -21,8 +21,8 @@ use fault::{Fault, FaultSpec};
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use null::{Null, NullOptions};
 use ram::Ram;
-use size::check_sector;
-pub use size::{SECTOR_SIZES, parse_bytes};
+use size::check_logical_block;
+pub use size::{LOGICAL_BLOCK_SIZES, parse_bytes};
 
 /// The device to attach, as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -55,8 +55,8 @@ pub struct DriverOptions {
     pub offset: u64,
     /// Size of the device in bytes; `None`: up to the end of the image.
     pub size_limit: Option<u64>,
-    /// Logical block in bytes, one of [`SECTOR_SIZES`]; `None`: chosen by the driver.
-    pub sector_size: Option<u32>,
+    /// Logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`]; `None`: chosen by the driver.
+    pub logical_block_bytes: Option<u32>,
     /// Serve the end of an image that does not fill a logical block
     /// ([`LoopOptions::partial_block`]).
     pub partial_block: bool,
@@ -89,23 +89,23 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver
 fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
     match spec {
         DriverSpec::Null(bytes) => {
-            let sector = memory_sector("null", options)?;
-            let mut null = NullOptions::new(whole_sectors("null", *bytes, sector)?);
-            null.limits.logical_block_bytes = sector;
-            null.limits.physical_block_bytes = sector;
-            null.limits.discard_granularity = sector;
+            let logical_block_bytes = memory_block("null", options)?;
+            let mut null = NullOptions::new(whole_blocks("null", *bytes, logical_block_bytes)?);
+            null.limits.logical_block_bytes = logical_block_bytes;
+            null.limits.physical_block_bytes = logical_block_bytes;
+            null.limits.discard_granularity = logical_block_bytes;
             Ok(Box::new(Null::new(null)?))
         }
         DriverSpec::Ram(bytes) => {
-            let sector = memory_sector("ram", options)?;
-            let bytes = whole_sectors("ram", *bytes, sector)?;
-            Ok(Box::new(Ram::new(bytes, sector, false)?))
+            let logical_block_bytes = memory_block("ram", options)?;
+            let bytes = whole_blocks("ram", *bytes, logical_block_bytes)?;
+            Ok(Box::new(Ram::new(bytes, logical_block_bytes, false)?))
         }
         DriverSpec::Image(path) => Ok(Box::new(LoopDevice::open(&LoopOptions {
             path: path.clone(),
             offset: options.offset,
             size_limit: options.size_limit,
-            sector_size: options.sector_size,
+            logical_block_bytes: options.logical_block_bytes,
             partial_block: options.partial_block,
             direct_io: options.direct_io,
             dispatch: options.dispatch,
@@ -117,7 +117,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
 }
 
 /// The sector size for a driver without an image, which has no use for most options.
-fn memory_sector(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
+fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
     let refused = [
         ("an offset", options.offset != 0),
         ("a size limit", options.size_limit.is_some()),
@@ -128,16 +128,16 @@ fn memory_sector(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
         let message = format!("{option} is for images, and {driver} has none; omit it");
         return Err(Error::new(ErrorKind::Invalid, message));
     }
-    check_sector(options.sector_size.unwrap_or(SECTOR_SIZES[0]))
+    check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
 }
 
-fn whole_sectors(driver: &str, bytes: u64, sector: u32) -> Result<u64, Error> {
-    if bytes != 0 && bytes.is_multiple_of(u64::from(sector)) {
+fn whole_blocks(driver: &str, bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
+    if bytes != 0 && bytes.is_multiple_of(u64::from(logical_block_bytes)) {
         return Ok(bytes);
     }
-    let below = (bytes - bytes % u64::from(sector)).max(u64::from(sector));
+    let below = (bytes - bytes % u64::from(logical_block_bytes)).max(u64::from(logical_block_bytes));
     let message = format!(
-        "{driver} has whole sectors, and {bytes} is not a multiple of {sector} above 0; choose one that is, such as {below}"
+        "{driver} has whole sectors, and {bytes} is not a multiple of {logical_block_bytes} above 0; choose one that is, such as {below}"
     );
     Err(Error::new(ErrorKind::Invalid, message))
 }
@@ -160,7 +160,8 @@ mod tests {
 
     #[test]
     fn opens_each_driver_and_refuses_what_does_not_fit() {
-        let options = DriverOptions { sector_size: Some(4096), read_only: true, ..Default::default() };
+        let options =
+            DriverOptions { logical_block_bytes: Some(4096), read_only: true, ..Default::default() };
         for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {
             let opened = open(&spec, &options).unwrap();
             let limits = opened.limits();
@@ -171,7 +172,7 @@ mod tests {
                 DriverOptions { size_limit: Some(512), ..Default::default() },
                 DriverOptions { direct_io: DirectIo::On, ..Default::default() },
                 DriverOptions { dispatch: Dispatch::Serial, ..Default::default() },
-                DriverOptions { sector_size: Some(1000), ..Default::default() },
+                DriverOptions { logical_block_bytes: Some(1000), ..Default::default() },
             ] {
                 assert_eq!(open(&spec, &options).err().unwrap().kind(), ErrorKind::Invalid);
             }

@@ -1,4 +1,4 @@
-//! Sizes in bytes, as people write them, and those of sectors.
+//! Sizes in bytes, as people write them, and those of logical blocks.
 
 use crate::error::{Error, ErrorKind};
 
@@ -47,13 +47,13 @@ fn unit_bytes(unit: &str) -> Option<u128> {
     }
 }
 
-/// The sector sizes that a device may have, in bytes: those of the kernel's loop device on
+/// The logical block sizes that a device may have, in bytes: those of the kernel's loop device on
 /// pages of 4096 bytes.
-pub const SECTOR_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
+pub const LOGICAL_BLOCK_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
 
-/// The size, if a sector may have it.
-pub(super) fn check_sector(bytes: u32) -> Result<u32, Error> {
-    if SECTOR_SIZES.contains(&bytes) {
+/// The size, if a logical block may have it.
+pub(super) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
+    if LOGICAL_BLOCK_SIZES.contains(&bytes) {
         return Ok(bytes);
     }
     let message = format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}");

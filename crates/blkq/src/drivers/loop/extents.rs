@@ -14,7 +14,7 @@ use crate::driver::Extent;
 pub(super) fn of_file(
     file: &File,
     offset: u64,
-    sector: u64,
+    logical_block_bytes: u64,
     range: Range<u64>,
     max: usize,
 ) -> io::Result<Vec<Extent>> {
@@ -40,8 +40,8 @@ pub(super) fn of_file(
         }
     };
     // Whole sectors of the device, rounded down and up.
-    let down = |position: u64| offset + (position - offset) / sector * sector;
-    let up = |position: u64| offset + (position - offset).div_ceil(sector) * sector;
+    let down = |position: u64| offset + (position - offset) / logical_block_bytes * logical_block_bytes;
+    let up = |position: u64| offset + (position - offset).div_ceil(logical_block_bytes) * logical_block_bytes;
     while at < end {
         let data = match seek(file, SeekFrom::Data(at)) {
             Ok(data) => down(data).clamp(at, end),

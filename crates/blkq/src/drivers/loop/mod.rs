@@ -39,7 +39,7 @@ use crate::sync::{Mutex, lock as locked};
 use backing::{Backing, DirectAlign};
 use lock::LockKind;
 pub use options::{DirectIo, Dispatch, LoopOptions};
-use options::{Mode, Setting, Window, choose_mode, choose_sector, invalid};
+use options::{Mode, Setting, Window, choose_logical_block, choose_mode, invalid};
 use queue::LoopQueue;
 pub use shared::LoopCounters;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
@@ -84,14 +84,20 @@ impl LoopDevice {
     pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
         let backing = Backing::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
-        let sector = choose_sector(options, &backing)?;
-        if !options.offset.is_multiple_of(u64::from(sector)) {
+        let logical_block_bytes = choose_logical_block(options, &backing)?;
+        if !options.offset.is_multiple_of(u64::from(logical_block_bytes)) {
             return Err(invalid(format!(
-                "the offset {} is not a multiple of the sector size {sector}; choose one that is",
+                "the offset {} is not a multiple of the sector size {logical_block_bytes}; choose one that is",
                 options.offset
             )));
         }
-        let mode = choose_mode(options.direct_io, &backing.direct, &backing.path, sector, options.offset)?;
+        let mode = choose_mode(
+            options.direct_io,
+            &backing.direct,
+            &backing.path,
+            logical_block_bytes,
+            options.offset,
+        )?;
         if options.direct_io == DirectIo::On && mode.direct.is_some_and(|align| align.assumed) {
             warnings.push(format!(
                 "the file system of {} does not say what direct I/O demands: 512 bytes are assumed",
@@ -101,11 +107,11 @@ impl LoopDevice {
         let file_size = backing::size(&backing.file, &backing.path)?;
         // The end of a block device is whole blocks.
         let partial = options.partial_block && !backing.block_device;
-        let window = Window { path: &backing.path, offset: options.offset, sector, partial };
+        let window = Window { path: &backing.path, offset: options.offset, logical_block_bytes, partial };
         let (size, left_out) = window.capacity(file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
-                "the last {left_out} bytes of {} do not fill a sector of {sector} and are left out",
+                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} and are left out",
                 backing.path.display()
             ));
         }
@@ -123,13 +129,13 @@ impl LoopDevice {
             return Err(Error::new(ErrorKind::Format, message));
         }
         // A block device whose block is larger than the sector does neither on odd blocks.
-        let able = !backing.block_device || backing.logical_block <= sector;
+        let able = !backing.block_device || backing.logical_block <= logical_block_bytes;
         let synced = backing::reopen(&backing.file, &backing.path, false)?;
         let tail =
             partial.then(|| tail_file(&backing.file, &backing.path, !options.read_only)).transpose()?;
         let shared = Shared {
             offset: options.offset,
-            sector,
+            logical_block_bytes,
             cache_unit: u64::from(backing.physical_block).max(rustix::param::page_size() as u64),
             block_device: backing.block_device,
             synced,
@@ -186,8 +192,8 @@ impl LoopDevice {
     }
 
     fn window(&self) -> Window<'_> {
-        let Shared { offset, sector, .. } = *self.shared;
-        Window { path: &self.path, offset, sector, partial: self.partial }
+        let Shared { offset, logical_block_bytes, .. } = *self.shared;
+        Window { path: &self.path, offset, logical_block_bytes, partial: self.partial }
     }
 
     /// Makes all writes durable, without delaying those that ask for the state. Once that
@@ -214,7 +220,7 @@ impl LoopDevice {
     }
 
     fn choose_mode(&self, requested: DirectIo) -> Result<Mode, Error> {
-        choose_mode(requested, &self.direct, &self.path, self.shared.sector, self.shared.offset)
+        choose_mode(requested, &self.direct, &self.path, self.shared.logical_block_bytes, self.shared.offset)
     }
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
@@ -293,19 +299,19 @@ impl Driver for LoopDevice {
         };
         // Kernels before 6.18 demand of each segment's length what they demand of the offset.
         let memory_align = state.mode.direct.map_or(1, |align| align.memory.max(align.offset));
-        let capacity_bytes = state.size.next_multiple_of(u64::from(self.shared.sector));
+        let capacity_bytes = state.size.next_multiple_of(u64::from(self.shared.logical_block_bytes));
         QueueLimits {
             capacity_bytes,
             padding_bytes: (capacity_bytes - state.size) as u32,
-            logical_block_bytes: self.shared.sector,
-            physical_block_bytes: self.physical_block.max(self.shared.sector),
+            logical_block_bytes: self.shared.logical_block_bytes,
+            physical_block_bytes: self.physical_block.max(self.shared.logical_block_bytes),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align,
             // Padding is zeroed by this thread.
             kernel_pages: !self.partial,
             max_discard_bytes: most(&self.shared.discards),
-            discard_granularity: self.discard_granularity.max(self.shared.sector),
+            discard_granularity: self.discard_granularity.max(self.shared.logical_block_bytes),
             discard_zeroes: !self.shared.block_device,
             max_write_zeroes_bytes: most(&self.shared.zeroes),
             max_write_zeroes_no_unmap_bytes: most(&self.shared.zeroes_no_unmap),
@@ -334,7 +340,7 @@ impl Driver for LoopDevice {
         if self.shared.block_device {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
-        extents::of_file(&file, self.shared.offset, u64::from(self.shared.sector), range, max)
+        extents::of_file(&file, self.shared.offset, u64::from(self.shared.logical_block_bytes), range, max)
             .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
     }
 

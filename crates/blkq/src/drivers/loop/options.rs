@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::drivers::size::{SECTOR_SIZES, check_sector};
+use crate::drivers::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 use crate::error::{Error, ErrorKind};
 
 use super::backing::{Backing, DirectAlign};
 
 /// Largest sector that clients are offered.
-const SECTOR_MAX_BYTES: u32 = 4096;
+const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
 
 /// Whether I/O goes around the page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -82,9 +82,9 @@ pub struct LoopOptions {
     pub offset: u64,
     /// How much of it is served, in bytes; `None`: up to the end.
     pub size_limit: Option<u64>,
-    /// The logical block in bytes, one of [`SECTOR_SIZES`](crate::drivers::SECTOR_SIZES);
+    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::drivers::LOGICAL_BLOCK_SIZES);
     /// `None`: 512, the block of a block device, or what [`DirectIo::On`] demands.
-    pub sector_size: Option<u32>,
+    pub logical_block_bytes: Option<u32>,
     /// Serve the bytes at the end of a regular file, or of the window, that do not fill a logical
     /// block: the device has [`QueueLimits::padding_bytes`](crate::QueueLimits::padding_bytes).
     /// Else they are left out.
@@ -108,7 +108,7 @@ impl LoopOptions {
             path: path.into(),
             offset: 0,
             size_limit: None,
-            sector_size: None,
+            logical_block_bytes: None,
             partial_block: false,
             direct_io: DirectIo::Auto,
             dispatch: Dispatch::Concurrent,
@@ -147,7 +147,7 @@ impl Setting {
 pub(super) struct Window<'a> {
     pub path: &'a Path,
     pub offset: u64,
-    pub sector: u32,
+    pub logical_block_bytes: u32,
     /// Whether a part of a sector counts.
     pub partial: bool,
 }
@@ -156,7 +156,8 @@ impl Window<'_> {
     /// The size of the device in an image of `file_size` bytes, and how many bytes after it
     /// do not fill a sector.
     pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
-        let (path, offset, sector) = (self.path.display(), self.offset, u64::from(self.sector));
+        let (path, offset, logical_block_bytes) =
+            (self.path.display(), self.offset, u64::from(self.logical_block_bytes));
         if file_size == 0 {
             return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {path}`")));
         }
@@ -168,39 +169,44 @@ impl Window<'_> {
         }
         match limit {
             Some(0) => Err(invalid("a device has a size above 0; choose another size limit".to_owned())),
-            Some(limit) if !self.partial && !limit.is_multiple_of(sector) => Err(invalid(format!(
-                "the size {limit} is not a multiple of the sector size {sector}; choose one that is, such as {}",
-                (limit - limit % sector).max(sector)
-            ))),
+            Some(limit) if !self.partial && !limit.is_multiple_of(logical_block_bytes) => {
+                Err(invalid(format!(
+                    "the size {limit} is not a multiple of the sector size {logical_block_bytes}; choose one that is, such as {}",
+                    (limit - limit % logical_block_bytes).max(logical_block_bytes)
+                )))
+            }
             Some(limit) if limit > there => Err(invalid(format!(
                 "{limit} bytes from offset {offset} on end beyond the end of {path} ({file_size} bytes); \
                  choose less, or extend the image"
             ))),
             Some(limit) => Ok((limit, 0)),
             None if self.partial => Ok((there, 0)),
-            None if there < sector => {
+            None if there < logical_block_bytes => {
                 let plural = if there == 1 { "" } else { "s" };
-                let smaller =
-                    if sector > SECTOR_SIZES[0] as u64 { ", or use a smaller sector size" } else { "" };
+                let smaller = if logical_block_bytes > LOGICAL_BLOCK_SIZES[0] as u64 {
+                    ", or use a smaller sector size"
+                } else {
+                    ""
+                };
                 Err(invalid(format!(
-                    "{path} has {there} byte{plural} there, less than a sector of {sector}; extend it{smaller}"
+                    "{path} has {there} byte{plural} there, less than a sector of {logical_block_bytes}; extend it{smaller}"
                 )))
             }
-            None => Ok((there - there % sector, there % sector)),
+            None => Ok((there - there % logical_block_bytes, there % logical_block_bytes)),
         }
     }
 }
 
 /// The logical block to serve.
-pub(super) fn choose_sector(options: &LoopOptions, backing: &Backing) -> Result<u32, Error> {
-    if let Some(sector) = options.sector_size {
-        return check_sector(sector);
+pub(super) fn choose_logical_block(options: &LoopOptions, backing: &Backing) -> Result<u32, Error> {
+    if let Some(logical_block_bytes) = options.logical_block_bytes {
+        return check_logical_block(logical_block_bytes);
     }
     let demanded = match &backing.direct {
         Ok(align) if options.direct_io == DirectIo::On => align.offset.max(align.memory),
         _ => 512,
     };
-    Ok(demanded.max(backing.logical_block).clamp(512, SECTOR_MAX_BYTES).next_power_of_two())
+    Ok(demanded.max(backing.logical_block).clamp(512, LOGICAL_BLOCK_MAX_BYTES).next_power_of_two())
 }
 
 /// How I/O is done in effect.
@@ -216,7 +222,7 @@ pub(super) fn choose_mode(
     requested: DirectIo,
     possible: &Result<DirectAlign, String>,
     path: &Path,
-    sector: u32,
+    logical_block_bytes: u32,
     offset: u64,
 ) -> Result<Mode, Error> {
     if requested == DirectIo::Off {
@@ -226,16 +232,16 @@ pub(super) fn choose_mode(
     // The obstacle, and the cure.
     let obstacle = match possible {
         Err(why) => (why.clone(), off()),
-        Ok(align) if align.memory > 4096 || align.offset > SECTOR_MAX_BYTES => {
+        Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
             (format!("it demands an alignment of {} bytes", align.memory.max(align.offset)), off())
         }
         // Each piece of memory must be a multiple of the alignment, and may be one sector long.
-        Ok(align) if sector < align.offset.max(align.memory) => (
+        Ok(align) if logical_block_bytes < align.offset.max(align.memory) => (
             format!(
-                "it demands an alignment of {} bytes, and the sector size is {sector}",
+                "it demands an alignment of {} bytes, and the sector size is {logical_block_bytes}",
                 align.offset.max(align.memory)
             ),
-            format!("take sectors of {SECTOR_MAX_BYTES} bytes, or direct-io off"),
+            format!("take sectors of {LOGICAL_BLOCK_MAX_BYTES} bytes, or direct-io off"),
         ),
         Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
             format!("it demands an alignment of {} bytes, and the offset is {offset}", align.offset),

@@ -72,7 +72,7 @@ impl LoopCounters {
 pub(super) struct Shared {
     /// Where in the file the device begins.
     pub offset: u64,
-    pub sector: u32,
+    pub logical_block_bytes: u32,
     /// In what the page cache reads and writes, in bytes: a power of two.
     pub cache_unit: u64,
     pub block_device: bool,
@@ -132,10 +132,16 @@ impl Shared {
         // kernel, which does one after the other: they may be queued there. Else they are here.
         let queued_in_kernel = turns == Turns::Writes && !self.block_device;
         let direct_unit = state.mode.direct.is_some().then_some(self.cache_unit);
-        let sector = u64::from(self.sector);
+        let logical_block_bytes = u64::from(self.logical_block_bytes);
         QueueSettings {
             direct: state.mode.direct.is_some(),
-            tail: TailSettings::new(state.size, sector, self.offset, direct_unit, state.tail.as_ref()),
+            tail: TailSettings::new(
+                state.size,
+                logical_block_bytes,
+                self.offset,
+                direct_unit,
+                state.tail.as_ref(),
+            ),
             calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
             file: Arc::clone(&state.file),
             align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),

@@ -34,15 +34,15 @@ impl TailSettings {
     /// page cache is `direct_unit` bytes, a power of two.
     pub fn new(
         size: u64,
-        sector: u64,
+        logical_block_bytes: u64,
         offset: u64,
         direct_unit: Option<u64>,
         file: Option<&Arc<File>>,
     ) -> Self {
         let begin = match direct_unit {
-            _ if size.is_multiple_of(sector) => u64::MAX,
+            _ if size.is_multiple_of(logical_block_bytes) => u64::MAX,
             Some(unit) => ((offset + size) & !(unit - 1)).saturating_sub(offset),
-            None => size - size % sector,
+            None => size - size % logical_block_bytes,
         };
         TailSettings { begin, size, file: file.cloned() }
     }

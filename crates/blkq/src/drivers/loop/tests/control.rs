@@ -301,7 +301,7 @@ fn the_sector_follows_the_block_of_a_block_device() {
     assert_eq!(device.limits().logical_block_bytes, 4096);
     assert!(fact(&device, "direct-io").starts_with("on"));
     drop(device);
-    let small = LoopOptions { sector_size: Some(512), ..options(&block.node, DirectIo::On) };
+    let small = LoopOptions { logical_block_bytes: Some(512), ..options(&block.node, DirectIo::On) };
     assert!(refusal(&small).contains("sectors of 4096 bytes"));
     let small = LoopOptions { direct_io: DirectIo::Auto, ..small };
     let device = LoopDevice::open(&small).unwrap();

@@ -25,15 +25,15 @@ fn each_refusal_says_what_why_and_the_cure() {
         ),
         (LoopOptions { offset: 1 << 63, ..given.clone() }, "is beyond the end of"),
         (
-            LoopOptions { sector_size: Some(1234), ..given.clone() },
+            LoopOptions { logical_block_bytes: Some(1234), ..given.clone() },
             "a sector has 512, 1024, 2048 or 4096 bytes, not 1234",
         ),
         (
-            LoopOptions { sector_size: Some(4096), offset: 8192, ..given.clone() },
+            LoopOptions { logical_block_bytes: Some(4096), offset: 8192, ..given.clone() },
             "less than a sector of 4096",
         ),
         (
-            LoopOptions { sector_size: Some(4096), offset: 512, ..given.clone() },
+            LoopOptions { logical_block_bytes: Some(4096), offset: 512, ..given.clone() },
             "not a multiple of the sector size 4096",
         ),
     ];
@@ -121,8 +121,11 @@ fn the_tail_that_fills_no_sector_is_left_out_and_named() {
     assert_eq!(device.limits().capacity_bytes, 9728);
     assert!(device.warnings().iter().any(|w| w.contains("the last 272 bytes of")), "{:?}", device.warnings());
     drop(device);
-    let whole =
-        LoopOptions { sector_size: Some(4096), size_limit: Some(8192), ..options(&path, DirectIo::Off) };
+    let whole = LoopOptions {
+        logical_block_bytes: Some(4096),
+        size_limit: Some(8192),
+        ..options(&path, DirectIo::Off)
+    };
     let device = LoopDevice::open(&whole).unwrap();
     assert_eq!(device.warnings(), Vec::<String>::new());
     assert_eq!(device.limits().logical_block_bytes, 4096);
@@ -172,7 +175,7 @@ fn direct_io_on_raises_the_sector_to_what_is_demanded() {
     backing.direct = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
     assert_eq!(choose_sector(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
     assert_eq!(choose_sector(&options(&path, DirectIo::Auto), &backing).unwrap(), 512);
-    let asked = LoopOptions { sector_size: Some(512), ..options(&path, DirectIo::On) };
+    let asked = LoopOptions { logical_block_bytes: Some(512), ..options(&path, DirectIo::On) };
     assert_eq!(choose_sector(&asked, &backing).unwrap(), 512);
 }
 

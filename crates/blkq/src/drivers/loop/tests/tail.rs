@@ -6,7 +6,7 @@ use crate::buffer::IoBuffer;
 use crate::error::Status;
 
 fn partial(path: &Path, direct_io: DirectIo, sector: u32) -> LoopOptions {
-    LoopOptions { partial_block: true, sector_size: Some(sector), ..options(path, direct_io) }
+    LoopOptions { partial_block: true, logical_block_bytes: Some(sector), ..options(path, direct_io) }
 }
 
 /// A request of `operation` of so many bytes, in pieces of memory of `sector` bytes or more.
