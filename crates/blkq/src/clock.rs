@@ -144,7 +144,7 @@ pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
 #[inline]
 pub fn monotonic_ns() -> u64 {
     #[cfg(simulation)]
-    return crate::simulation::now_ns();
+    return crate::simulation::world().now_ns();
     #[cfg(not(simulation))]
     read_monotonic_ns()
 }

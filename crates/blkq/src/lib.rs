@@ -112,8 +112,6 @@ pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Settings};
 pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
-#[cfg(simulation)]
-pub use engine::SimulatedEngine;
 pub use engine::local::LocalQueue;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};

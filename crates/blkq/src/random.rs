@@ -4,7 +4,7 @@
 //! The one generator of the drivers that are slow or fail on purpose, of `blkq bench`, and of the
 //! tests. It is fast and small; nobody must rely on its numbers being hard to guess.
 
-/// What SplitMix64 adds to its state: 2^64 divided by the golden ratio, made odd.
+/// The increment of the state: 2^64 divided by the golden ratio, made odd.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A series of numbers.

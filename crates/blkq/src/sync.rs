@@ -107,7 +107,7 @@ impl WaitQueue {
     /// The simulated world has one thread: while it waits the world goes on.
     #[cfg(simulation)]
     fn futex_wait(&self, _seen: u32, _timeout: Option<Duration>) {
-        crate::simulation::go_on();
+        crate::simulation::world().step();
     }
 
     /// Sleeps unless more wake-ups than `seen` were counted.

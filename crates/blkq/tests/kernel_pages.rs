@@ -73,7 +73,7 @@ fn neighbours_never_merge_with_one_or_with_each_other() {
         drain(&mut queue);
         assert_eq!((device.log().len(), disk.stats().groups[1].merges), (10, 0), "{scheduler}");
         for sector in [4, 5, 6, 3, 2, 8, 10] {
-            assert_eq!(device.state().current[sector << 9..(sector + 1) << 9], pattern(512, sector));
+            assert_eq!(device.state().current[sector << 9..(sector + 1) << 9], pattern(512, sector as u64));
         }
         device.assert_legal();
     }

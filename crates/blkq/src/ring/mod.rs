@@ -5,6 +5,8 @@
 pub(crate) mod buffers;
 mod policy;
 mod registrar;
+#[cfg(simulation)]
+mod simulated;
 pub(crate) mod token;
 #[cfg(model_check)]
 mod twin;
@@ -15,11 +17,11 @@ use io_uring::opcode;
 
 use crate::error::Error;
 
-#[cfg(simulation)]
-pub(crate) use crate::simulation::Ring;
 pub use policy::Policy;
 pub(crate) use policy::policy;
 pub use registrar::Registrar;
+#[cfg(simulation)]
+pub(crate) use simulated::Ring;
 pub use token::{Cqe, FileSlot, RingCounters, Token};
 #[cfg(model_check)]
 pub(crate) use twin::Ring;

@@ -10,7 +10,7 @@ use crate::tags::Tag;
 #[cfg(simulation)]
 pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     use crate::bio::{BioFlags, Operation};
-    use crate::simulation::{Hit, Noted};
+    use crate::simulation::{Hit, Noted, world};
 
     let request = cx.request(tag);
     let mut data = Vec::new();
@@ -21,7 +21,7 @@ pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
             data.extend_from_slice(bytes);
         });
     }
-    crate::simulation::note(Noted::Hit(Hit {
+    world().note(Noted::Hit(Hit {
         request: (cx.owner, tag.0),
         effect,
         at,
@@ -37,7 +37,8 @@ pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
 #[cfg(simulation)]
 pub fn end(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
-        crate::simulation::note(crate::simulation::Noted::End((cx.owner, tag.0), result));
+        use crate::simulation::{Noted, world};
+        world().note(Noted::End((cx.owner, tag.0), result));
     }
 }
 
@@ -46,7 +47,7 @@ pub fn end(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoR
 pub fn armed(rule: &Rule) {
     if let Some(file) = &rule.file {
         let at_ns = crate::clock::monotonic_ns();
-        crate::simulation::note(crate::simulation::Noted::Armed(file.clone(), at_ns));
+        crate::simulation::world().note(crate::simulation::Noted::Armed(file.clone(), at_ns));
     }
 }
 

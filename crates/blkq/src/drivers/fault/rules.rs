@@ -112,7 +112,7 @@ impl Rules {
 
 fn exists(file: &Path) -> bool {
     #[cfg(simulation)]
-    return crate::simulation::exists(file);
+    return crate::simulation::world().exists(file);
     #[cfg(not(simulation))]
     file.exists()
 }

@@ -138,7 +138,7 @@ pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
 /// Makes durable what was written to the file.
 pub(super) fn sync(file: &File) -> std::io::Result<()> {
     #[cfg(simulation)]
-    return crate::simulation::sync(file.as_raw_fd());
+    return crate::simulation::world().sync(file.as_raw_fd());
     #[cfg(not(simulation))]
     file.sync_data()
 }

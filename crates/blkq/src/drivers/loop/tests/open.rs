@@ -171,12 +171,12 @@ fn direct_io_on_raises_the_sector_to_what_is_demanded() {
     let path = directory.image(MIB);
     let mut backing = Backing::open(&path, false).unwrap();
     backing.direct = Ok(DirectAlign { memory: 512, offset: 4096, assumed: false });
-    assert_eq!(choose_sector(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
+    assert_eq!(choose_logical_block(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
     backing.direct = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
-    assert_eq!(choose_sector(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
-    assert_eq!(choose_sector(&options(&path, DirectIo::Auto), &backing).unwrap(), 512);
+    assert_eq!(choose_logical_block(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
+    assert_eq!(choose_logical_block(&options(&path, DirectIo::Auto), &backing).unwrap(), 512);
     let asked = LoopOptions { logical_block_bytes: Some(512), ..options(&path, DirectIo::On) };
-    assert_eq!(choose_sector(&asked, &backing).unwrap(), 512);
+    assert_eq!(choose_logical_block(&asked, &backing).unwrap(), 512);
 }
 
 // Contract: direct-io

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::Once;
 use std::time::Instant;
 
-use blkq::simulation::Defect;
+use blkq_simulation::Defect;
 
 use life::{Seen, Worlds, live};
 

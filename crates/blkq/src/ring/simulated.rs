@@ -5,12 +5,11 @@ use std::time::Duration;
 
 use io_uring::{squeue, types};
 
-use super::with;
+use super::buffers::BufferTable;
+use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
-use crate::ring::buffers::BufferTable;
-use crate::ring::token::new_ring_id;
-use crate::ring::{Cqe, FileSlot, RingCounters, Token};
+use crate::simulation::world;
 
 /// Buffers that can be registered.
 const BUFFER_SLOTS: u16 = 64;
@@ -48,7 +47,7 @@ impl Ring {
     /// # Safety
     /// As of the real one.
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
-        super::instant();
+        world().instant();
         self.counters.submissions += 1;
         self.queued.push(entry.user_data(token.0));
     }
@@ -63,23 +62,16 @@ impl Ring {
 
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
-        super::instant();
-        with(|world| {
-            world.kernel.submit(self.queued.drain(..), &self.files);
-            world.kernel.execute_some(&mut world.chance);
-            if want > 0 && world.kernel.completed.is_empty() {
-                // Nobody else moves while it sleeps; being woken early is allowed.
-                let most = timeout.map_or(1_000_000, |timeout| timeout.as_nanos() as u64);
-                world.now_ns += world.chance.below(most.min(10_000_000) + 1);
-            }
-            world.now_ns += world.chance.below(20_000);
-        });
+        world().instant();
+        world().enter(&mut self.queued, &self.files, want, timeout);
     }
 
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
-        super::instant();
+        world().instant();
         let before = into.len();
-        with(|world| into.append(&mut world.kernel.completed));
+        world().reap(&mut |user_data, result, flags| {
+            into.push(Cqe { token: Token(user_data), result, flags });
+        });
         self.counters.completions += (into.len() - before) as u64;
     }
 
@@ -132,6 +124,6 @@ impl Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         // An operation that still waits, for a kick, waits in vain; its descriptor may soon be another's.
-        with(|world| world.kernel.close());
+        world().close_ring();
     }
 }

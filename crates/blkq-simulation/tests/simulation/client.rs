@@ -9,8 +9,10 @@ use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 
 use blkq::Operation;
-use blkq::simulation::{self, Chance, SECTOR_BYTES};
+use blkq::random::Random;
 use blkq_export::nbd::proto::*;
+use blkq_simulation as simulation;
+use blkq_simulation::SECTOR_BYTES;
 
 use super::hits::{KINDS, Noticed};
 use super::model::{Content, Model, payload};
@@ -170,7 +172,7 @@ fn named(export: &str) -> Vec<u8> {
 
 impl Client {
     /// A client of the export named so, and the server's side of its socket.
-    pub fn new(chance: &mut Chance, export: &str) -> (Client, OwnedFd) {
+    pub fn new(chance: &mut Random, export: &str) -> (Client, OwnedFd) {
         let (stream, server) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
         let replies = [Replies::Simple, Replies::Structured, Replies::Extended][chance.below(3) as usize];
@@ -236,7 +238,7 @@ impl Client {
     }
 
     /// Does some of what it can do.
-    pub fn act(&mut self, chance: &mut Chance, common: &mut Common) {
+    pub fn act(&mut self, chance: &mut Random, common: &mut Common) {
         if self.ready && !chance.one_in(3) {
             for _ in 0..chance.below(6) {
                 if self.outstanding.len() < OUTSTANDING_MAX {
@@ -248,7 +250,7 @@ impl Client {
     }
 
     /// Sends and receives, without asking for more.
-    pub fn transfer(&mut self, chance: &mut Chance, common: &mut Common) {
+    pub fn transfer(&mut self, chance: &mut Random, common: &mut Common) {
         let most = if chance.one_in(2) { self.output.len() } else { chance.below(600) as usize };
         let now = most.min(self.output.len());
         if now > 0 {
@@ -268,7 +270,7 @@ impl Client {
         while self.parse(common) {}
     }
 
-    fn ask(&mut self, chance: &mut Chance, common: &mut Common) {
+    fn ask(&mut self, chance: &mut Random, common: &mut Common) {
         let commands = [
             (30, Command::Read),
             (32, Command::Write),

@@ -14,9 +14,12 @@ use std::sync::Arc;
 
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
-use blkq::simulation::{self, Chance, Defect, Faults, Panicked};
-use blkq::{ClockMode, Disk, Driver, SchedulerKind, SimulatedEngine, SourceId};
+use blkq::random::Random;
+use blkq::simulation::SimulatedEngine;
+use blkq::{ClockMode, Disk, Driver, SchedulerKind, SourceId};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
+use blkq_simulation as simulation;
+use blkq_simulation::{Defect, Faults, Panicked};
 
 use super::change;
 use super::client::{Client, Common, History};
@@ -57,7 +60,7 @@ impl Worlds {
 
     /// Those of a seed.
     pub fn of(seed: u64) -> Worlds {
-        let mut chance = Chance(!seed);
+        let mut chance = Random::new(!seed);
         Worlds {
             queues: 1 + chance.below(2) as usize,
             shared_tags: chance.one_in(2),
@@ -85,7 +88,7 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(image: PathBuf, chance: &mut Chance) -> Setup {
+    fn new(image: PathBuf, chance: &mut Random) -> Setup {
         let sectors = [64, 256, 1024][chance.below(3) as usize];
         let direct = chance.one_in(2);
         let mut options = LoopOptions::new(image);
@@ -139,7 +142,7 @@ impl Setup {
     }
 }
 
-fn faults(chance: &mut Chance) -> Faults {
+fn faults(chance: &mut Random) -> Faults {
     let mut rate = |one_in: u64| if chance.one_in(2) { one_in } else { 0 };
     Faults {
         short: rate(4),
@@ -198,14 +201,14 @@ impl Server {
 
 /// All that a seed is about, but for the kernel and the file.
 pub struct World {
-    pub chance: Chance,
+    pub chance: Random,
     pub common: Common,
     pub sectors_max: u64,
     pub seen: Seen,
     faults: Faults,
     worlds: Worlds,
     /// The choice of worlds, apart from all else.
-    pub extra: Chance,
+    pub extra: Random,
     image: PathBuf,
     /// None between two lives.
     server: Option<Server>,
@@ -213,7 +216,7 @@ pub struct World {
 
 /// Lives through the fate of `seed`, over a kernel that may have a defect.
 pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
-    let mut chance = Chance(seed);
+    let mut chance = Random::new(seed);
     let image = std::env::temp_dir().join(format!(
         "blkq-simulation-{}-{:?}",
         std::process::id(),
@@ -251,7 +254,7 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
         seen: Seen::default(),
         faults: Faults::default(),
         worlds,
-        extra: Chance(seed.rotate_left(32)),
+        extra: Random::new(seed.rotate_left(32)),
         image: image.clone(),
         server: None,
     }));
@@ -493,7 +496,7 @@ impl World {
 }
 
 /// Nothing goes wrong any more: every request is answered.
-fn drain(engine: &mut SimulatedEngine, clients: &mut [Client], chance: &mut Chance, common: &mut Common) {
+fn drain(engine: &mut SimulatedEngine, clients: &mut [Client], chance: &mut Random, common: &mut Common) {
     simulation::set_faults(Faults::default());
     for _ in 0..TURNS_MAX {
         if clients.iter().all(Client::is_idle) {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::Chance;
+use blkq::random::Random;
 
 /// The unit in which the power's failure leaves writes done or undone.
 pub const SECTOR_BYTES: usize = 512;
@@ -88,7 +88,7 @@ impl SimulatedFile {
     }
 
     /// Those of these bytes that are not synced never will be; some of it may be durable by accident.
-    pub(super) fn forget(&mut self, bytes: Range<usize>, chance: &mut Chance) {
+    pub(super) fn forget(&mut self, bytes: Range<usize>, chance: &mut Random) {
         let sectors = bytes.start / SECTOR_BYTES..bytes.end.div_ceil(SECTOR_BYTES);
         for (durable, unsynced) in self.durable[sectors.clone()].iter_mut().zip(&mut self.unsynced[sectors]) {
             let left = chance.below(unsynced.len() as u64 + 1) as usize;
@@ -100,7 +100,7 @@ impl SimulatedFile {
     }
 
     /// See [`super::cut_size`].
-    pub(super) fn cut_size(&mut self, bytes: u64, chance: &mut Chance) -> u64 {
+    pub(super) fn cut_size(&mut self, bytes: u64, chance: &mut Random) -> u64 {
         let left = if chance.one_in(2) { bytes } else { bytes.min(self.durable_bytes) };
         self.durable_bytes = left;
         let beyond = left as usize / SECTOR_BYTES..self.current.len();
@@ -110,7 +110,7 @@ impl SimulatedFile {
         left
     }
 
-    pub(super) fn cut_power(&mut self, chance: &mut Chance) {
+    pub(super) fn cut_power(&mut self, chance: &mut Random) {
         // Now and then all of it is lost, or nothing.
         let rule = chance.below(4);
         for (sector, unsynced) in self.unsynced.iter_mut().enumerate() {

@@ -4,8 +4,9 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use blkq::simulation::{self, Chance};
+use blkq::random::Random;
 use blkq::{ErrorKind, SchedulerKind};
+use blkq_simulation as simulation;
 
 use super::life::World;
 
@@ -21,7 +22,7 @@ enum Change {
 }
 
 impl Change {
-    fn by_chance(chance: &mut Chance, block_sectors: u64, sectors_max: u64) -> Change {
+    fn by_chance(chance: &mut Random, block_sectors: u64, sectors_max: u64) -> Change {
         let mut one_of = |values: &[&'static str]| values[chance.below(values.len() as u64) as usize];
         let on_off = |word| if word == "on" { Change::ReadOnly(true) } else { Change::ReadOnly(false) };
         match one_of(&["depth", "scheduler", "dispatch", "switch", "direct-io", "read-only", "size"]) {
@@ -134,7 +135,7 @@ pub fn make_faults(world: &Rc<RefCell<World>>) {
 }
 
 /// Rules for the fault driver, as docs/fault.md has them.
-fn faults(chance: &mut Chance, sectors_max: u64) -> String {
+fn faults(chance: &mut Random, sectors_max: u64) -> String {
     let mut spec = format!("seed={}", chance.word());
     for _ in 0..1 + chance.below(3) {
         let mut number = |from: u64, to: u64| from + chance.below(to - from);

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use blkq::random::mix;
-use blkq::simulation::SECTOR_BYTES;
+use blkq_simulation::SECTOR_BYTES;
 
 /// The content of a version of a sector.
 #[derive(Clone, Debug)]

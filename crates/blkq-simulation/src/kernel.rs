@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use io_uring::{opcode, squeue};
 
-use super::Chance;
-use super::file::{SECTOR_BYTES, SimulatedFile};
-use crate::ring::{Cqe, Token};
+use blkq::random::{Random, mix};
+
+use crate::file::{SECTOR_BYTES, SimulatedFile};
 
 /// How often things go wrong: once in so many operations, 0 for never.
 #[derive(Clone, Copy, Default, Debug)]
@@ -107,6 +107,13 @@ enum Tried {
     Blocked,
 }
 
+/// struct io_uring_cqe.
+pub(crate) struct Cqe {
+    pub user_data: u64,
+    pub result: i32,
+    pub flags: u32,
+}
+
 pub(crate) struct Kernel {
     pub faults: Faults,
     pub defect: Option<Defect>,
@@ -165,7 +172,7 @@ impl Kernel {
     }
 
     /// Executes some of what can be executed.
-    pub fn execute_some(&mut self, chance: &mut Chance) {
+    pub fn execute_some(&mut self, chance: &mut Random) {
         for _ in 0..chance.below(8) {
             if self.pending.is_empty() {
                 return;
@@ -175,14 +182,13 @@ impl Kernel {
         }
     }
 
-    fn execute(&mut self, index: usize, chance: &mut Chance) {
+    fn execute(&mut self, index: usize, chance: &mut Random) {
         let mut pending = self.pending.swap_remove(index);
         match self.try_one(&mut pending, chance) {
             Tried::Completed(result, flags) => {
                 self.executed += 1;
                 let what = u64::from(pending.sqe.opcode) << 32 | u64::from(result as u32);
-                self.digest =
-                    (self.digest.rotate_left(5) ^ what ^ pending.sqe.off).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                self.digest = mix(self.digest.rotate_left(5) ^ what ^ pending.sqe.off);
                 let of_file = is_of_file(pending.sqe.opcode);
                 if of_file && self.has_defect(Defect::NeverEnded, chance) {
                     return;
@@ -199,12 +205,12 @@ impl Kernel {
     }
 
     /// Whether `defect` is there, and shows this time.
-    fn has_defect(&self, defect: Defect, chance: &mut Chance) -> bool {
+    fn has_defect(&self, defect: Defect, chance: &mut Random) -> bool {
         self.defect == Some(defect) && chance.one_in(DEFECT_ONE_IN)
     }
 
     fn end(&mut self, user_data: u64, result: i32, flags: u32) {
-        self.completed.push(Cqe { token: Token(user_data), result, flags });
+        self.completed.push(Cqe { user_data, result, flags });
     }
 
     /// The ring is closed.
@@ -213,8 +219,8 @@ impl Kernel {
         self.completed.clear();
     }
 
-    /// See [`super::kill`].
-    pub fn kill(&mut self, chance: &mut Chance) {
+    /// See [`crate::kill`].
+    pub fn kill(&mut self, chance: &mut Random) {
         let mut left = std::mem::take(&mut self.pending);
         while !left.is_empty() {
             let mut pending = left.swap_remove(chance.below(left.len() as u64) as usize);
@@ -230,13 +236,13 @@ impl Kernel {
         self.dead = true;
     }
 
-    fn fails(&mut self, chance: &mut Chance, one_in: u64) -> bool {
+    fn fails(&mut self, chance: &mut Random, one_in: u64) -> bool {
         let fails = chance.one_in(one_in);
         self.faults_seen += u64::from(fails);
         fails
     }
 
-    fn try_one(&mut self, pending: &mut Pending, chance: &mut Chance) -> Tried {
+    fn try_one(&mut self, pending: &mut Pending, chance: &mut Random) -> Tried {
         let (sqe, slot) = (pending.sqe, pending.slot);
         if is_of_file(sqe.opcode) && chance.one_in(self.faults.again) {
             return Tried::Completed(-[libc::EINTR, libc::EAGAIN][chance.below(2) as usize], 0);
@@ -271,11 +277,11 @@ impl Kernel {
     }
 
     /// A sync of all there is, outside of the ring.
-    pub fn sync_now(&mut self, fd: i32, chance: &mut Chance) -> i32 {
+    pub fn sync_now(&mut self, fd: i32, chance: &mut Random) -> i32 {
         self.sync(fd, self.file.writes(), chance)
     }
 
-    fn sync(&mut self, fd: i32, upto: u64, chance: &mut Chance) -> i32 {
+    fn sync(&mut self, fd: i32, upto: u64, chance: &mut Random) -> i32 {
         if self.fails(chance, self.faults.sync_error) {
             self.syncs_failed += 1;
             if self.faults.failed_sync_forgets {
@@ -304,7 +310,7 @@ impl Kernel {
     }
 
     /// Pages could not be written, and `fd` reports it.
-    fn forget(&mut self, fd: i32, bytes: Range<usize>, chance: &mut Chance) {
+    fn forget(&mut self, fd: i32, bytes: Range<usize>, chance: &mut Random) {
         self.file.forget(bytes, chance);
         self.forgotten += 1;
         self.told.insert(fd, self.forgotten);
@@ -320,7 +326,7 @@ impl Kernel {
     }
 
     /// How much of `bytes` is transferred this time.
-    fn portion(&mut self, bytes: usize, chance: &mut Chance) -> usize {
+    fn portion(&mut self, bytes: usize, chance: &mut Random) -> usize {
         if bytes > 1 && chance.one_in(self.faults.short) {
             // On a sector's boundary, as direct I/O ends, or anywhere.
             let part = 1 + chance.below(bytes as u64 - 1) as usize;
@@ -330,7 +336,7 @@ impl Kernel {
         bytes
     }
 
-    fn read(&mut self, slot: i32, offset: usize, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
+    fn read(&mut self, slot: i32, offset: usize, vectors: &[libc::iovec], chance: &mut Random) -> i32 {
         if self.fails(chance, self.faults.read_error) {
             return -libc::EIO;
         }
@@ -356,7 +362,7 @@ impl Kernel {
         total as i32
     }
 
-    fn write(&mut self, slot: i32, sqe: &Sqe, vectors: &[libc::iovec], chance: &mut Chance) -> i32 {
+    fn write(&mut self, slot: i32, sqe: &Sqe, vectors: &[libc::iovec], chance: &mut Random) -> i32 {
         let mut bytes = Vec::new();
         for vector in vectors {
             // SAFETY: as in `read`.
@@ -398,7 +404,7 @@ impl Kernel {
     }
 
     /// fallocate: `len` is the mode, `addr` the length.
-    fn allocate(&mut self, sqe: &Sqe, chance: &mut Chance) -> i32 {
+    fn allocate(&mut self, sqe: &Sqe, chance: &mut Random) -> i32 {
         let mode = sqe.len as i32;
         let lacking = if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 {
             self.faults.no_holes
@@ -481,7 +487,7 @@ fn last_errno() -> i32 {
     std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
 }
 
-fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Chance) -> Tried {
+fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     let room: usize = vectors.iter().map(|vector| vector.iov_len).sum();
     let most = if chance.one_in(2) { room } else { 1 + chance.below(room as u64) as usize };
     let mut parts = cut(vectors, 0, most);
@@ -499,7 +505,7 @@ fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Chance) -> Tried {
 }
 
 /// With MSG_WAITALL the kernel goes on until all is sent.
-fn send(fd: i32, vectors: &[libc::iovec], sent: &mut usize, chance: &mut Chance) -> Tried {
+fn send(fd: i32, vectors: &[libc::iovec], sent: &mut usize, chance: &mut Random) -> Tried {
     let total: usize = vectors.iter().map(|vector| vector.iov_len).sum();
     let most = if chance.one_in(2) { total } else { 1 + chance.below(total as u64) as usize };
     let mut parts = cut(vectors, *sent, most);

@@ -5,8 +5,9 @@ use std::rc::Rc;
 
 use blkq::Operation;
 use blkq::drivers::fault::Effect;
-use blkq::simulation::{Hit, Noted, SECTOR_BYTES};
+use blkq::simulation::{Hit, Noted};
 use blkq_export::nbd::proto::NbdError;
+use blkq_simulation::SECTOR_BYTES;
 
 use super::client::{Client, Common};
 use super::model::Model;
