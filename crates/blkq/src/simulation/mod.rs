@@ -17,7 +17,7 @@ thread_local! {
     static WORLD: Cell<Option<&'static dyn World>> = const { Cell::new(None) };
 }
 
-/// What is exchanged. Each thread has a world of its own.
+/// The parts of the system that a simulation exchanges. Each thread has a world of its own.
 pub trait World {
     /// An instant at which an engine uses its ring or reads its clock: it may panic here.
     fn instant(&self);
