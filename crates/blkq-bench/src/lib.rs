@@ -31,6 +31,7 @@ mod schema;
 mod shuffle;
 pub mod summary;
 pub mod tables;
+pub mod vhost;
 
 pub use run::run;
 

@@ -35,6 +35,10 @@ pub enum Metric {
     ServerSwitchesPerIo,
     /// Those of the client alone.
     ClientSwitchesPerIo,
+    /// Kicks of a vhost-user-blk server per I/O: eventfd writes of the front end.
+    KicksPerIo,
+    /// Its calls per I/O: those for which the front end slept.
+    CallsPerIo,
     /// Calls of io_uring_enter per I/O.
     EntersPerIo,
     /// Submissions to the ring per I/O.
@@ -95,6 +99,8 @@ impl Metric {
             Metric::ContextSwitchesPerIo => "switches/IO",
             Metric::ServerSwitchesPerIo => "server sw/IO",
             Metric::ClientSwitchesPerIo => "client sw/IO",
+            Metric::KicksPerIo => "kicks/IO",
+            Metric::CallsPerIo => "calls/IO",
             Metric::EntersPerIo => "enters/IO",
             Metric::SubmissionsPerIo => "sqes/IO",
             Metric::ClockReadsPerIo => "clock/IO",

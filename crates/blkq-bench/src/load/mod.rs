@@ -1,7 +1,7 @@
 //! The same load on different sides: raw io_uring on the file ([`raw`]), blocking calls of
 //! threads on it ([`workers`]), a queue of the block layer that the measuring thread owns
 //! ([`local`]), many threads that own none ([`submitters`]), and io_uring that does nothing
-//! ([`nop`]).
+//! ([`nop`]); and requests to a vhost-user-blk server ([`mod@vhost`]).
 
 use blkq::random::Random;
 
@@ -11,6 +11,7 @@ pub mod local;
 pub mod nop;
 pub mod raw;
 pub mod submitters;
+pub mod vhost;
 pub mod workers;
 
 /// The place of the next I/O.

@@ -9,6 +9,7 @@ mod child;
 mod fio;
 mod kernel_loop;
 mod peer;
+mod vhost;
 
 use fio::Job;
 use peer::{BLKQ, BLKQ_NULL, LOOP_DIRECT, OVER_FILE, OVER_NOTHING, Peer, Place, QEMU_NBD, RAW};
@@ -60,7 +61,8 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     let pace = self::pace(pace);
     let jobs = chosen(&JOBS, pace.quick, |job| job.quick).count();
     let peers = chosen(&OVER_FILE, pace.quick, |peer| peer.quick).filter(|peer| peer.may_be_there()).count();
-    pace.cost(jobs * peers + 1 + chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count())
+    let nbd = pace.cost(jobs * peers + 1 + chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count());
+    nbd + vhost::planned_seconds(&pace)
 }
 
 /// Measures it.
@@ -109,6 +111,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let null = bench.compare_at(pace, &title, visits(&over_nothing, &place, RANDOM))?;
     state_targets(&mut table, &mut comparisons, &null);
     comparisons.push(null);
+    comparisons.extend(vhost::run(bench, pace, &place, &mut table)?);
     table.comparisons = vec![memory(&mut comparisons)];
     table.comparisons.splice(0..0, comparisons);
     table.notes.push(

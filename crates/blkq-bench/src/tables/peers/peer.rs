@@ -18,7 +18,7 @@ use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
 
 /// How long a server may take until it is ready.
-const READY_WAIT: Duration = Duration::from_secs(10);
+pub(super) const READY_WAIT: Duration = Duration::from_secs(10);
 /// How long a server idles before its memory is measured.
 const IDLE_TIME: Duration = Duration::from_millis(20);
 /// The control device of a kernel that has ublk.
@@ -48,8 +48,18 @@ impl Place {
         Ok(Place { image: image.to_owned(), bytes, scratch, _made: made })
     }
 
+    /// The image.
+    pub(super) fn image(&self) -> &Path {
+        &self.image
+    }
+
+    /// The path of a file of the peers.
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.scratch.join(name)
+    }
+
     fn socket(&self) -> PathBuf {
-        self.scratch.join("socket")
+        self.file("socket")
     }
 }
 
@@ -182,14 +192,7 @@ impl Peer {
             }
             Err(error) => error,
         };
-        let not_there =
-            error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::NotFound);
-        Some(match self.package {
-            package if not_there && !package.is_empty() => {
-                format!("{}: not there; install the package {package}", self.name)
-            }
-            _ => format!("{}: {error}", self.name),
-        })
+        Some(not_there(self.name, self.package, &error))
     }
 
     /// Whether there is at least what it cannot do without.
@@ -286,7 +289,18 @@ impl Peer {
     }
 }
 
-fn command(words: &str, place: &Place) -> Result<Command> {
+/// The line about a peer that did not start, with the package that has it if that is why.
+pub(super) fn not_there(name: &str, package: &str, error: &crate::Error) -> String {
+    let missing = error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::NotFound);
+    if missing && !package.is_empty() {
+        format!("{name}: not there; install the package {package}")
+    } else {
+        format!("{name}: {error}")
+    }
+}
+
+/// The command of a peer's words.
+pub(super) fn command(words: &str, place: &Place) -> Result<Command> {
     let fill = |word: &str| {
         word.replace("{image}", &place.image.to_string_lossy())
             .replace("{bytes}", &place.bytes.to_string())

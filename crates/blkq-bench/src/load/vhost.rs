@@ -1,0 +1,136 @@
+//! The load of a virtual machine: requests to a vhost-user-blk server, one thread for each queue, which
+//! sleeps until the server signals a completion.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::load::{Load, Offsets};
+use crate::measurement::{Run, rate};
+use crate::metric::Metric;
+use crate::process::Usage;
+use crate::vhost::{FrontEnd, Operation, Options, Queue, Request};
+
+/// Entries of a ring, as QEMU has them.
+const RING_SIZE: u16 = 128;
+/// The longest that a request may take.
+const COMPLETION_WAIT: Duration = Duration::from_secs(30);
+
+/// A connected front end with memory for a load.
+pub struct Client {
+    front_end: FrontEnd,
+    bytes: u64,
+}
+
+/// What one queue did.
+struct Done {
+    latencies_ns: Vec<u32>,
+    kicks: u64,
+    waits: u64,
+}
+
+impl Client {
+    /// Connects to `socket`, with `queues` that have memory for `load`.
+    ///
+    /// # Errors
+    /// If there is no server, or it does not offer so many queues.
+    pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<Client> {
+        let data_bytes = load.block_bytes as usize;
+        let options =
+            Options { queues, ring_size: RING_SIZE, slots: load.depth, data_bytes, ..Options::default() };
+        let mut front_end = FrontEnd::connect(socket, &options)?;
+        let config = front_end.config()?;
+        if queues > 1 && usize::from(config.queues) < queues {
+            return Err(format!("the server has {} queues", config.queues).into());
+        }
+        Ok(Client { front_end, bytes: config.capacity_sectors * 512 })
+    }
+
+    /// Memory of the client that the server maps, in bytes.
+    pub fn memory_bytes(&self) -> usize {
+        self.front_end.memory_bytes()
+    }
+
+    /// Runs `load` on each queue for `length`, and waits for all of it.
+    ///
+    /// # Errors
+    /// If a request fails, or the server stops.
+    pub fn run(&mut self, load: &Load, length: Duration) -> Result<Run> {
+        let bytes = self.bytes;
+        let (began, before) = (Instant::now(), Usage::of_self());
+        let run_queue = |queue| run_queue(queue, load, load.offsets(bytes), length);
+        let done: Vec<Done> = match &mut self.front_end.queues[..] {
+            [queue] => vec![run_queue(queue)?],
+            queues => std::thread::scope(|scope| {
+                let threads: Vec<_> =
+                    queues.iter_mut().map(|queue| scope.spawn(|| run_queue(queue))).collect();
+                threads
+                    .into_iter()
+                    .map(|thread| thread.join().map_err(|_| "a queue's thread panicked")?)
+                    .collect::<Result<_>>()
+            })?,
+        };
+        let (elapsed, used) = (began.elapsed(), Usage::of_self().since(before));
+        report(done, elapsed, used)
+    }
+}
+
+/// The figures of all queues together, named as a client's beside a server.
+fn report(done: Vec<Done>, elapsed: Duration, used: Usage) -> Result<Run> {
+    let (kicks, waits) = done.iter().fold((0, 0), |(kicks, waits), of| (kicks + of.kicks, waits + of.waits));
+    let mut latencies_ns: Vec<u32> = done.into_iter().flat_map(|of| of.latencies_ns).collect();
+    let ios = latencies_ns.len() as u64;
+    let iops = rate(ios, elapsed, used)?.values[0].1;
+    let mean_us = latencies_ns.iter().map(|ns| u64::from(*ns)).sum::<u64>() as f64 / ios as f64 / 1e3;
+    latencies_ns.sort_unstable();
+    let percentile = |share: f64| {
+        f64::from(latencies_ns[((ios as f64 * share) as usize).min(latencies_ns.len() - 1)]) / 1e3
+    };
+    Ok(Run { ios, values: Vec::new() }
+        .with(Metric::Iops, iops)
+        .with(Metric::LatencyMeanUs, mean_us)
+        .with(Metric::LatencyP50Us, percentile(0.5))
+        .with(Metric::LatencyP99Us, percentile(0.99))
+        .with(Metric::LatencyP999Us, percentile(0.999))
+        .per_io(Metric::ClientCpuNsPerIo, used.cpu.as_nanos() as u64)
+        .per_io(Metric::ClientSwitchesPerIo, used.context_switches)
+        .per_io(Metric::KicksPerIo, kicks)
+        .per_io(Metric::CallsPerIo, waits))
+}
+
+/// One reading of the clock per turn: what completed in it completed now, and what is submitted in it
+/// begins now.
+fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Duration) -> Result<Done> {
+    let operation = if load.write { Operation::Write } else { Operation::Read };
+    let began = Instant::now();
+    let mut now = began;
+    let mut begun = vec![began; load.depth];
+    let mut free: Vec<usize> = (0..load.depth).collect();
+    let mut done = Done { latencies_ns: Vec::with_capacity(1 << 20), kicks: 0, waits: 0 };
+    loop {
+        if now - began < length {
+            let count = offsets.left().min(free.len() as u64) as usize;
+            for slot in free.drain(..count) {
+                let sector = offsets.next_bytes() / 512;
+                queue.submit(slot, &Request { operation, sector, bytes: load.block_bytes as usize });
+                begun[slot] = now;
+            }
+            done.kicks += u64::from(queue.publish()?);
+        }
+        if free.len() == load.depth {
+            return Ok(done);
+        }
+        done.waits += u64::from(queue.wait(COMPLETION_WAIT)?);
+        now = Instant::now();
+        let mut failed = None;
+        queue.reap(|slot, status, _| {
+            failed = failed.or((status != 0).then_some(status));
+            let latency_ns = (now - begun[slot]).as_nanos();
+            done.latencies_ns.push(u32::try_from(latency_ns).unwrap_or(u32::MAX));
+            free.push(slot);
+        })?;
+        if let Some(status) = failed {
+            return Err(format!("vhost-user-blk: a request completed with status {status}").into());
+        }
+    }
+}

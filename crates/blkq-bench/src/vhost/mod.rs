@@ -1,0 +1,237 @@
+//! A front end of vhost-user-blk: what a virtual machine's disk is to its server, without the
+//! virtual machine. Its memory is one memfd, its rings are split, and a queue belongs to one thread, which
+//! sleeps on the call eventfd and polls nothing.
+//!
+//! Written from the protocol (docs/interop/vhost-user.rst of QEMU) and virtio 1.2, without a
+//! crate that a server might use as well: an error on one side is not made on the other.
+//!
+//! ```no_run
+//! # fn main() -> blkq_bench::Result {
+//! use blkq_bench::vhost::{FrontEnd, Options, Request};
+//! let mut disk = FrontEnd::connect("/run/blkq/disk.img.vhost".as_ref(), &Options::default())?;
+//! let queue = &mut disk.queues[0];
+//! queue.submit(0, &Request::read(0, 4096));
+//! queue.publish()?;
+//! queue.wait(std::time::Duration::from_secs(1))?;
+//! queue.reap(|slot, status, _written| println!("{slot}: {status}"))?;
+//! # Ok(())
+//! # }
+//! ```
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::Result;
+
+mod memory;
+mod messages;
+mod queue;
+#[cfg(test)]
+mod tests;
+
+pub use memory::SharedMemory;
+pub use messages::{Connection, Message};
+pub use queue::{Operation, Queue, Request};
+
+/// Where the memory begins in the guest's address space: not where it is in this process, so that a
+/// server that takes one for the other is noticed.
+pub const GUEST_START: u64 = 1 << 32;
+
+/// Bits of the device's features (virtio 1.2, 5.2.3 and 6; the vhost-user protocol).
+pub mod feature {
+    /// Reads only.
+    pub const RO: u64 = 1 << 5;
+    /// The block size is in the configuration.
+    pub const BLK_SIZE: u64 = 1 << 6;
+    /// Flushes.
+    pub const FLUSH: u64 = 1 << 9;
+    /// Several queues.
+    pub const MQ: u64 = 1 << 12;
+    /// Discards.
+    pub const DISCARD: u64 = 1 << 13;
+    /// Writing zeroes.
+    pub const WRITE_ZEROES: u64 = 1 << 14;
+    /// Descriptors in tables of their own.
+    pub const INDIRECT: u64 = 1 << 28;
+    /// Notifications by index.
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// The protocol has features of its own.
+    pub const PROTOCOL: u64 = 1 << 30;
+    /// Not a legacy device.
+    pub const VERSION_1: u64 = 1 << 32;
+}
+
+/// Bits of the protocol's features.
+pub mod protocol {
+    /// Several queues.
+    pub const MQ: u64 = 1 << 0;
+    /// Messages are acknowledged if they ask for it.
+    pub const REPLY_ACK: u64 = 1 << 3;
+    /// The configuration can be read.
+    pub const CONFIG: u64 = 1 << 9;
+}
+
+/// What a front end asks for.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Queues.
+    pub queues: usize,
+    /// Entries of each ring, a power of two.
+    pub ring_size: u16,
+    /// Requests in flight on each queue at most.
+    pub slots: usize,
+    /// Bytes of data of each.
+    pub data_bytes: usize,
+    /// Bits of [`feature`] that are accepted if they are offered, besides those that it cannot do without.
+    pub features: u64,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        let features = feature::RO
+            | feature::BLK_SIZE
+            | feature::FLUSH
+            | feature::MQ
+            | feature::DISCARD
+            | feature::WRITE_ZEROES
+            | feature::INDIRECT
+            | feature::EVENT_IDX;
+        Options { queues: 1, ring_size: 128, slots: 32, data_bytes: 4096, features }
+    }
+}
+
+/// What the device says of itself (virtio 1.2, 5.2.4); a field whose feature was not offered is 0.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Config {
+    /// Its size, in sectors of 512 bytes.
+    pub capacity_sectors: u64,
+    /// Segments of a request at most.
+    pub segments_max: u32,
+    /// Logical block size, in bytes.
+    pub block_bytes: u32,
+    /// Whether completed writes may be lost until a flush.
+    pub write_back: bool,
+    /// Queues at most.
+    pub queues: u16,
+    /// Sectors of a discard at most.
+    pub discard_sectors_max: u32,
+    /// Sectors of a write of zeroes at most.
+    pub zeroes_sectors_max: u32,
+}
+
+/// Bytes of the configuration that are read.
+const CONFIG_BYTES: u32 = 60;
+
+impl Config {
+    fn parse(bytes: &[u8]) -> Config {
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        Config {
+            capacity_sectors: u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32,
+            segments_max: u32_at(12),
+            block_bytes: u32_at(20),
+            write_back: bytes[32] != 0,
+            queues: u16::from_le_bytes([bytes[34], bytes[35]]),
+            discard_sectors_max: u32_at(36),
+            zeroes_sectors_max: u32_at(48),
+        }
+    }
+}
+
+/// A connected front end. Dropping it closes the connection, which stops its queues.
+pub struct FrontEnd {
+    /// Its queues, started.
+    pub queues: Vec<Queue>,
+    /// The connection, for further messages.
+    pub connection: Connection,
+    /// The features that both sides have.
+    pub features: u64,
+    memory: Arc<SharedMemory>,
+}
+
+impl FrontEnd {
+    /// Connects to the server at `path`, negotiates, hands over its memory and starts all queues.
+    ///
+    /// # Errors
+    /// If there is no server, it lacks what this front end cannot do without, or it rejects a message.
+    pub fn connect(path: &Path, options: &Options) -> Result<FrontEnd> {
+        FrontEnd::start(Connection::new(UnixStream::connect(path)?), options)
+    }
+
+    /// The same, over a connection that there is already.
+    ///
+    /// # Errors
+    /// As those of [`connect`](FrontEnd::connect).
+    pub fn start(mut connection: Connection, options: &Options) -> Result<FrontEnd> {
+        connection.send(&Message::new(messages::SET_OWNER))?;
+        let offered = connection.ask_u64(messages::GET_FEATURES)?;
+        let needed = feature::PROTOCOL | feature::VERSION_1;
+        if offered & needed != needed {
+            return Err(format!("the server offers the features {offered:#x}, without {needed:#x}").into());
+        }
+        let protocol_offered = connection.ask_u64(messages::GET_PROTOCOL_FEATURES)?;
+        let protocol_needed = protocol::CONFIG;
+        if protocol_offered & protocol_needed != protocol_needed {
+            return Err(format!("the server's protocol has {protocol_offered:#x}, no configuration").into());
+        }
+        let accepted = protocol_offered & (protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG);
+        connection.send(&Message::u64(messages::SET_PROTOCOL_FEATURES, accepted))?;
+        connection.acknowledged = accepted & protocol::REPLY_ACK != 0;
+        let features = offered & (needed | options.features);
+        connection.set(Message::u64(messages::SET_FEATURES, features))?;
+        let (memory, layouts) = queue::lay_out(options)?;
+        let memory = Arc::new(memory);
+        connection.set(Message::memory_table(&memory))?;
+        let mut queues = Vec::with_capacity(options.queues);
+        for (index, layout) in layouts.into_iter().enumerate() {
+            let queue = Queue::new(&memory, layout, options, features)?;
+            queue.hand_over(index as u32, &mut connection)?;
+            queues.push(queue);
+        }
+        for index in 0..options.queues {
+            connection.set(Message::vring_state(messages::SET_VRING_ENABLE, index as u32, 1))?;
+        }
+        Ok(FrontEnd { queues, connection, features, memory })
+    }
+
+    /// Reads the device's configuration.
+    ///
+    /// # Errors
+    /// If the server does not answer so.
+    pub fn config(&mut self) -> Result<Config> {
+        let mut message = Message::new(messages::GET_CONFIG);
+        for word in [0, CONFIG_BYTES, 0] {
+            message.push_u32(word);
+        }
+        message.push_bytes(&[0; CONFIG_BYTES as usize]);
+        let reply = self.connection.ask(&message)?;
+        match reply.get(12..12 + CONFIG_BYTES as usize) {
+            Some(bytes) => Ok(Config::parse(bytes)),
+            None => Err(format!("a configuration of {} bytes", reply.len()).into()),
+        }
+    }
+
+    /// Stops queue `index`, after its requests in flight have completed. Returns its base, from which the
+    /// server would go on.
+    ///
+    /// # Errors
+    /// If the server does not answer so.
+    pub fn stop_queue(&mut self, index: u32) -> Result<u32> {
+        let reply = self.connection.ask(&Message::vring_state(messages::GET_VRING_BASE, index, 0))?;
+        match reply.get(4..8) {
+            Some(base) => Ok(u32::from_le_bytes([base[0], base[1], base[2], base[3]])),
+            None => Err(format!("a base of {} bytes", reply.len()).into()),
+        }
+    }
+
+    /// The memory that the server maps, in bytes.
+    pub fn memory_bytes(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// The memory that the server maps, to be truncated or handed over again.
+    pub fn memory_file(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+}

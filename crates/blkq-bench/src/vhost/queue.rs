@@ -1,0 +1,367 @@
+//! The driver's side of a split ring (virtio 1.2, 2.7), with a fixed place for each request: so a
+//! descriptor never has to be searched for.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+use super::memory::SharedMemory;
+use super::messages::{self, Connection, Message};
+use super::{GUEST_START, Options, feature};
+use crate::Result;
+
+const PAGE_BYTES: usize = 4096;
+const DESCRIPTOR_BYTES: usize = 16;
+/// Flags of a descriptor.
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+/// Descriptors of a request: header, data, status.
+const CHAIN: usize = 3;
+/// What a request has besides its data, and where: header, status, table of indirect descriptors.
+const SLOT_BYTES: usize = 128;
+const STATUS_AT: usize = 16;
+const TABLE_AT: usize = 64;
+/// A status that no device writes.
+const NO_STATUS: u8 = 0xff;
+
+/// The requests of a block device (virtio 1.2, 5.2.6).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Operation {
+    /// VIRTIO_BLK_T_IN
+    Read = 0,
+    /// VIRTIO_BLK_T_OUT
+    Write = 1,
+    /// VIRTIO_BLK_T_FLUSH
+    Flush = 4,
+    /// VIRTIO_BLK_T_GET_ID
+    GetId = 8,
+    /// VIRTIO_BLK_T_DISCARD
+    Discard = 11,
+    /// VIRTIO_BLK_T_WRITE_ZEROES
+    WriteZeroes = 13,
+}
+
+/// A request: its data are those of its slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// What is to be done.
+    pub operation: Operation,
+    /// Where, in sectors of 512 bytes.
+    pub sector: u64,
+    /// Bytes of data, or of the list of ranges; 0 has no descriptor.
+    pub bytes: usize,
+}
+
+impl Request {
+    /// A read.
+    pub fn read(sector: u64, bytes: usize) -> Request {
+        Request { operation: Operation::Read, sector, bytes }
+    }
+
+    /// A write.
+    pub fn write(sector: u64, bytes: usize) -> Request {
+        Request { operation: Operation::Write, sector, bytes }
+    }
+
+    /// A flush.
+    pub fn flush() -> Request {
+        Request { operation: Operation::Flush, sector: 0, bytes: 0 }
+    }
+}
+
+/// Where the parts of a queue are in memory.
+pub(super) struct Layout {
+    pub(super) descriptors: usize,
+    pub(super) driver: usize,
+    pub(super) device: usize,
+    pub(super) slots: usize,
+    pub(super) data: usize,
+}
+
+/// Memory for all queues, and the places of each.
+pub(super) fn lay_out(options: &Options) -> Result<(SharedMemory, Vec<Layout>)> {
+    let size = usize::from(options.ring_size);
+    let fits = if options.features & feature::INDIRECT != 0 { size } else { size / CHAIN };
+    if !size.is_power_of_two() || options.slots == 0 || options.slots > fits {
+        return Err(format!("{} requests do not fit into a ring of {size}", options.slots).into());
+    }
+    let mut end = 0;
+    let mut take = |bytes: usize| {
+        let at = end;
+        end += bytes.next_multiple_of(PAGE_BYTES);
+        at
+    };
+    let layouts = (0..options.queues)
+        .map(|_| Layout {
+            descriptors: take(DESCRIPTOR_BYTES * size),
+            driver: take(6 + 2 * size),
+            device: take(6 + 8 * size),
+            slots: take(SLOT_BYTES * options.slots),
+            data: take(options.data_bytes.next_multiple_of(PAGE_BYTES) * options.slots),
+        })
+        .collect();
+    Ok((SharedMemory::new(end)?, layouts))
+}
+
+/// A queue, used by one thread at a time.
+pub struct Queue {
+    memory: Arc<SharedMemory>,
+    layout: Layout,
+    size: u16,
+    data_bytes: usize,
+    indirect: bool,
+    event_idx: bool,
+    kick: OwnedFd,
+    call: OwnedFd,
+    /// The next entry of the available ring, how far the server may see it, and of the used ring.
+    available: u16,
+    published: u16,
+    used: u16,
+    in_flight: Vec<bool>,
+}
+
+impl Queue {
+    pub(super) fn new(
+        memory: &Arc<SharedMemory>,
+        layout: Layout,
+        options: &Options,
+        features: u64,
+    ) -> Result<Queue> {
+        let indirect = features & feature::INDIRECT != 0;
+        if !indirect && options.slots * CHAIN > usize::from(options.ring_size) {
+            return Err("the server has no indirect descriptors: fewer requests, or a larger ring".into());
+        }
+        Ok(Queue {
+            memory: Arc::clone(memory),
+            layout,
+            size: options.ring_size,
+            data_bytes: options.data_bytes,
+            indirect,
+            event_idx: features & feature::EVENT_IDX != 0,
+            kick: eventfd(0, EventfdFlags::CLOEXEC)?,
+            call: eventfd(0, EventfdFlags::CLOEXEC)?,
+            available: 0,
+            published: 0,
+            used: 0,
+            in_flight: vec![false; options.slots],
+        })
+    }
+
+    /// Describes the ring to the server, as its number `index`.
+    pub(super) fn hand_over(&self, index: u32, connection: &mut Connection) -> Result {
+        let size = u32::from(self.size);
+        connection.set(Message::vring_state(messages::SET_VRING_NUM, index, size))?;
+        connection.set(Message::vring_state(messages::SET_VRING_BASE, index, u32::from(self.used)))?;
+        let mut addresses = Message::new(messages::SET_VRING_ADDR);
+        addresses.push_u32(index);
+        addresses.push_u32(0);
+        let user = |offset: usize| self.memory.address() + offset as u64;
+        for address in [user(self.layout.descriptors), user(self.layout.device), user(self.layout.driver), 0]
+        {
+            addresses.push_u64(address);
+        }
+        connection.set(addresses)?;
+        connection.set(Message::vring_descriptor(messages::SET_VRING_CALL, index, self.call.as_fd()))?;
+        connection.set(Message::vring_descriptor(messages::SET_VRING_KICK, index, self.kick.as_fd()))
+    }
+
+    /// Requests in flight at most.
+    pub fn slots(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Requests in flight.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.iter().filter(|is| **is).count()
+    }
+
+    fn slot_at(&self, slot: usize) -> usize {
+        self.layout.slots + slot * SLOT_BYTES
+    }
+
+    fn data_at(&self, slot: usize) -> usize {
+        self.layout.data + slot * self.data_bytes.next_multiple_of(PAGE_BYTES)
+    }
+
+    /// Puts data into `slot`, which is not in flight.
+    pub fn write_data(&self, slot: usize, bytes: &[u8]) {
+        assert!(!self.in_flight[slot] && bytes.len() <= self.data_bytes);
+        self.memory.write(self.data_at(slot), bytes);
+    }
+
+    /// Takes data out of `slot`, which is not in flight.
+    pub fn read_data(&self, slot: usize, bytes: &mut [u8]) {
+        assert!(!self.in_flight[slot] && bytes.len() <= self.data_bytes);
+        self.memory.read(self.data_at(slot), bytes);
+    }
+
+    /// Puts the one range of a discard or a write of zeroes into `slot`: sectors, and whether it may
+    /// deallocate. The request has 16 bytes.
+    pub fn write_range(&self, slot: usize, sector: u64, sectors: u32, unmap: bool) {
+        let mut range = [0; 16];
+        range[..8].copy_from_slice(&sector.to_le_bytes());
+        range[8..12].copy_from_slice(&sectors.to_le_bytes());
+        range[12..].copy_from_slice(&u32::from(unmap).to_le_bytes());
+        self.write_data(slot, &range);
+    }
+
+    fn descriptor(&self, at: usize, offset: usize, bytes: usize, flags: u16, next: u16) {
+        self.memory.store_u64(at, GUEST_START + offset as u64);
+        self.memory.store_u32(at + 8, bytes as u32);
+        self.memory.store_u16(at + 12, flags);
+        self.memory.store_u16(at + 14, next);
+    }
+
+    /// Makes `slot`, which is not in flight, a request. The server sees it when it is
+    /// [published](Queue::publish).
+    pub fn submit(&mut self, slot: usize, request: &Request) {
+        assert!(!self.in_flight[slot] && request.bytes <= self.data_bytes);
+        self.in_flight[slot] = true;
+        let place = self.slot_at(slot);
+        self.memory.store_u32(place, request.operation as u32);
+        self.memory.store_u32(place + 4, 0);
+        self.memory.store_u64(place + 8, request.sector);
+        self.memory.atomic_u8(place + STATUS_AT).store(NO_STATUS, Ordering::Relaxed);
+        let head = if self.indirect { slot } else { slot * CHAIN };
+        // The number of the chain's first descriptor in its table, and the table.
+        let (first, table) =
+            if self.indirect { (0, place + TABLE_AT) } else { (head, self.layout.descriptors) };
+        let to_memory = matches!(request.operation, Operation::Read | Operation::GetId);
+        let mut parts = [(place, 16, 0), (0, 0, 0), (0, 0, 0)];
+        let mut count = 1;
+        if request.bytes > 0 {
+            parts[count] = (self.data_at(slot), request.bytes, if to_memory { WRITE } else { 0 });
+            count += 1;
+        }
+        parts[count] = (place + STATUS_AT, 1, WRITE);
+        for (index, (offset, bytes, flags)) in parts.into_iter().enumerate().take(count + 1) {
+            let next = if index < count { NEXT } else { 0 };
+            let at = table + DESCRIPTOR_BYTES * (first + index);
+            self.descriptor(at, offset, bytes, flags | next, (first + index + 1) as u16);
+        }
+        if self.indirect {
+            let at = self.layout.descriptors + DESCRIPTOR_BYTES * head;
+            self.descriptor(at, place + TABLE_AT, DESCRIPTOR_BYTES * (count + 1), INDIRECT, 0);
+        }
+        let entry = usize::from(self.available % self.size);
+        self.memory.store_u16(self.layout.driver + 4 + 2 * entry, head as u16);
+        self.available = self.available.wrapping_add(1);
+    }
+
+    /// Shows all that was submitted to the server, and kicks it if it wants that. Returns whether it did.
+    ///
+    /// # Errors
+    /// If the eventfd cannot be written.
+    pub fn publish(&mut self) -> Result<bool> {
+        let before = std::mem::replace(&mut self.published, self.available);
+        if before == self.available {
+            return Ok(false);
+        }
+        self.memory.atomic_u16(self.layout.driver + 2).store(self.available.to_le(), Ordering::Release);
+        // The index before the server's wish: either it sees the index, or this side sees the wish.
+        fence(Ordering::SeqCst);
+        let device = self.layout.device;
+        let load = |offset| u16::from_le(self.memory.atomic_u16(offset).load(Ordering::Relaxed));
+        let wanted = if self.event_idx {
+            let event = load(device + 4 + 8 * usize::from(self.size));
+            self.available.wrapping_sub(event).wrapping_sub(1) < self.available.wrapping_sub(before)
+        } else {
+            load(device) & 1 == 0
+        };
+        if wanted {
+            self.kick()?;
+        }
+        Ok(wanted)
+    }
+
+    /// Kicks the server, whether it wants that or not.
+    ///
+    /// # Errors
+    /// If the eventfd cannot be written.
+    pub fn kick(&self) -> Result {
+        rustix::io::write(&self.kick, &1_u64.to_ne_bytes())?;
+        Ok(())
+    }
+
+    fn used_index(&self) -> u16 {
+        u16::from_le(self.memory.atomic_u16(self.layout.device + 2).load(Ordering::Acquire))
+    }
+
+    /// Takes what has completed: for each its slot, status and the bytes that the server says to have
+    /// written. Returns how many.
+    ///
+    /// # Errors
+    /// If the server completes what is not in flight, or without a status.
+    pub fn reap(&mut self, mut completed: impl FnMut(usize, u8, u32)) -> Result<usize> {
+        let end = self.used_index();
+        let count = usize::from(end.wrapping_sub(self.used));
+        while self.used != end {
+            let at = self.layout.device + 4 + 8 * usize::from(self.used % self.size);
+            self.used = self.used.wrapping_add(1);
+            let head = self.memory.load_u32(at) as usize;
+            let slot = if self.indirect { head } else { head / CHAIN };
+            if !self.in_flight.get_mut(slot).is_some_and(std::mem::take) {
+                return Err(format!("descriptor {head} completed, which is not in flight").into());
+            }
+            let status = self.memory.atomic_u8(self.slot_at(slot) + STATUS_AT).load(Ordering::Relaxed);
+            if status == NO_STATUS {
+                return Err(format!("descriptor {head} completed without a status").into());
+            }
+            completed(slot, status, self.memory.load_u32(at + 4));
+        }
+        Ok(count)
+    }
+
+    /// Sleeps until there is something to [reap](Queue::reap), without polling for it. Returns how often
+    /// the server had to signal: 0 if there was something at once.
+    ///
+    /// # Errors
+    /// If nothing completes within `limit`.
+    pub fn wait(&mut self, limit: Duration) -> Result<u32> {
+        let time: rustix::event::Timespec = limit.try_into()?;
+        for calls in 0.. {
+            if self.event_idx {
+                self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(self.size), self.used);
+                // The wish before the index: as in publish.
+                fence(Ordering::SeqCst);
+            }
+            if self.used_index() != self.used {
+                return Ok(calls);
+            }
+            if poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&time))? == 0 {
+                break;
+            }
+            // It never blocks: no other thread reads it.
+            rustix::io::read(&self.call, &mut [0; 8])?;
+        }
+        Err(format!("no call of the server within {limit:?}").into())
+    }
+
+    /// Whether the server has signalled since the last [`wait`](Queue::wait).
+    ///
+    /// # Errors
+    /// If the eventfd cannot be polled.
+    pub fn is_called(&self) -> Result<bool> {
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        Ok(poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&now))? == 1)
+    }
+
+    /// Submits one request in `slot`, waits for it, and returns its status.
+    ///
+    /// # Errors
+    /// As those of its parts; and if other requests are in flight.
+    pub fn execute(&mut self, slot: usize, request: &Request, limit: Duration) -> Result<u8> {
+        assert_eq!(self.in_flight(), 0);
+        self.submit(slot, request);
+        self.publish()?;
+        self.wait(limit)?;
+        let mut result = NO_STATUS;
+        self.reap(|_, status, _| result = status)?;
+        Ok(result)
+    }
+}

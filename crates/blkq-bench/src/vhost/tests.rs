@@ -1,0 +1,182 @@
+//! The driver's side of a ring, against a device's side written by hand.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::memory::SharedMemory;
+use super::queue::{Layout, Queue, Request, lay_out};
+use super::{CONFIG_BYTES, Config, GUEST_START, Options, feature};
+
+/// A buffer: where it is in memory, its bytes, and whether the device writes them.
+type Buffer = (usize, usize, bool);
+
+const SOON: Duration = Duration::from_millis(200);
+
+/// What a device sees of one queue.
+struct Device {
+    memory: Arc<SharedMemory>,
+    descriptors: usize,
+    driver: usize,
+    device: usize,
+    size: usize,
+    available: u16,
+    used: u16,
+}
+
+impl Device {
+    fn queue(features: u64) -> (Queue, Device) {
+        let options = Options { ring_size: 16, slots: 4, features, ..Options::default() };
+        let (memory, mut layouts) = lay_out(&options).unwrap();
+        let memory = Arc::new(memory);
+        let layout = layouts.remove(0);
+        let Layout { descriptors, driver, device, .. } = layout;
+        let queue = Queue::new(&memory, layout, &options, features).unwrap();
+        (queue, Device { memory, descriptors, driver, device, size: 16, available: 0, used: 0 })
+    }
+
+    fn u16_at(&self, offset: usize) -> u16 {
+        u16::from_le(self.memory.atomic_u16(offset).load(Ordering::Acquire))
+    }
+
+    /// The next request: its head, and its buffers.
+    fn pop(&mut self) -> Option<(u16, Vec<Buffer>)> {
+        if self.u16_at(self.driver + 2) == self.available {
+            return None;
+        }
+        let head = self.u16_at(self.driver + 4 + 2 * (usize::from(self.available) % self.size));
+        self.available = self.available.wrapping_add(1);
+        let (mut table, mut at) = (self.descriptors, usize::from(head));
+        let mut buffers = Vec::new();
+        loop {
+            let mut bytes = [0; 16];
+            self.memory.read(table + 16 * at, &mut bytes);
+            let address = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+            let length = u32::from_le_bytes(bytes[8..12].try_into().unwrap()) as usize;
+            let flags = u16::from_le_bytes([bytes[12], bytes[13]]);
+            let offset = (address - GUEST_START) as usize;
+            if flags & 4 != 0 {
+                (table, at) = (offset, 0);
+                continue;
+            }
+            buffers.push((offset, length, flags & 2 != 0));
+            if flags & 1 == 0 {
+                return Some((head, buffers));
+            }
+            at = usize::from(u16::from_le_bytes([bytes[14], bytes[15]]));
+        }
+    }
+
+    fn push(&mut self, head: u16, written: u32) {
+        let at = self.device + 4 + 8 * (usize::from(self.used) % self.size);
+        self.memory.store_u32(at, u32::from(head));
+        self.memory.store_u32(at + 4, written);
+        self.used = self.used.wrapping_add(1);
+        self.memory.atomic_u16(self.device + 2).store(self.used.to_le(), Ordering::Release);
+    }
+
+    /// Completes a read with bytes of `value`.
+    fn complete_read(&mut self, head: u16, buffers: &[Buffer], value: u8) {
+        let (data, bytes, _) = buffers[1];
+        self.memory.write(data, &vec![value; bytes]);
+        self.memory.write(buffers[2].0, &[0]);
+        self.push(head, bytes as u32 + 1);
+    }
+}
+
+fn a_read_comes_back(features: u64) {
+    let (mut queue, mut device) = Device::queue(features);
+    for round in 0..40_u8 {
+        for slot in 0..4 {
+            queue.submit(slot, &Request::read(8 * slot as u64, 4096));
+        }
+        queue.publish().unwrap();
+        // The last first.
+        let popped: Vec<_> = std::iter::from_fn(|| device.pop()).collect();
+        assert_eq!(popped.len(), 4);
+        for (head, buffers) in popped.into_iter().rev() {
+            assert_eq!(
+                buffers.iter().map(|of| (of.1, of.2)).collect::<Vec<_>>(),
+                [(16, false), (4096, true), (1, true)]
+            );
+            let mut header = [0; 16];
+            device.memory.read(buffers[0].0, &mut header);
+            assert_eq!(&header[..8], &[0; 8]);
+            device.complete_read(head, &buffers, round ^ header[8]);
+        }
+        queue.wait(SOON).unwrap();
+        let mut order = Vec::new();
+        assert_eq!(queue.reap(|slot, status, written| order.push((slot, status, written))).unwrap(), 4);
+        assert_eq!(order, [3, 2, 1, 0].map(|slot| (slot, 0, 4097)));
+        for slot in 0..4 {
+            let mut data = [0; 4096];
+            queue.read_data(slot, &mut data);
+            assert!(data.iter().all(|byte| *byte == round ^ (8 * slot as u8)), "round {round}, slot {slot}");
+        }
+    }
+}
+
+#[test]
+fn requests_in_tables_of_their_own_complete_in_any_order() {
+    a_read_comes_back(feature::INDIRECT | feature::EVENT_IDX);
+    a_read_comes_back(feature::INDIRECT);
+}
+
+#[test]
+fn requests_in_the_ring_complete_in_any_order() {
+    a_read_comes_back(feature::EVENT_IDX);
+    a_read_comes_back(0);
+}
+
+#[test]
+fn a_server_is_kicked_only_when_it_asks_for_it() {
+    let (mut queue, mut device) = Device::queue(feature::EVENT_IDX);
+    queue.submit(0, &Request::flush());
+    assert!(queue.publish().unwrap(), "it waits for index 0");
+    queue.submit(1, &Request::flush());
+    assert!(!queue.publish().unwrap(), "it did not ask for index 1");
+    device.memory.store_u16(device.device + 4 + 8 * device.size, 2);
+    queue.submit(2, &Request::flush());
+    assert!(queue.publish().unwrap());
+    assert_eq!(std::iter::from_fn(|| device.pop()).count(), 3);
+    assert!(!queue.publish().unwrap(), "nothing is new");
+    let (mut queue, device) = Device::queue(0);
+    device.memory.store_u16(device.device, 1);
+    queue.submit(0, &Request::flush());
+    assert!(!queue.publish().unwrap(), "it polls");
+}
+
+#[test]
+fn what_is_not_in_flight_cannot_complete() {
+    let (mut queue, mut device) = Device::queue(feature::INDIRECT);
+    queue.submit(0, &Request::read(0, 512));
+    queue.publish().unwrap();
+    assert!(queue.wait(SOON).unwrap_err().to_string().contains("no call"));
+    let (head, buffers) = device.pop().unwrap();
+    device.push(head, 0);
+    assert!(queue.reap(|_, _, _| ()).unwrap_err().to_string().contains("without a status"));
+    device.complete_read(head, &buffers, 1);
+    assert!(queue.reap(|_, _, _| ()).unwrap_err().to_string().contains("not in flight"));
+    device.push(9, 0);
+    assert!(queue.reap(|_, _, _| ()).unwrap_err().to_string().contains("descriptor 9"));
+}
+
+#[test]
+fn a_configuration_is_read_as_virtio_lays_it_out() {
+    let mut bytes = [0; CONFIG_BYTES as usize];
+    bytes[..8].copy_from_slice(&0x1_0000_0002_u64.to_le_bytes());
+    bytes[12] = 126;
+    bytes[20..24].copy_from_slice(&4096_u32.to_le_bytes());
+    (bytes[32], bytes[34], bytes[36], bytes[48]) = (1, 2, 8, 16);
+    let config = Config::parse(&bytes);
+    let expected = Config {
+        capacity_sectors: 0x1_0000_0002,
+        segments_max: 126,
+        block_bytes: 4096,
+        write_back: true,
+        queues: 2,
+        discard_sectors_max: 8,
+        zeroes_sectors_max: 16,
+    };
+    assert_eq!(config, expected);
+}
