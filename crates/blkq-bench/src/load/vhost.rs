@@ -22,7 +22,7 @@ pub struct Client {
     bytes: u64,
 }
 
-/// What one queue did.
+/// The work of one queue.
 struct Done {
     latencies_ns: Vec<u32>,
     kicks: u64,

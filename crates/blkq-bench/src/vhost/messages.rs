@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use super::GUEST_START;
 use super::memory::SharedMemory;
+use super::options::GUEST_START;
 use crate::Result;
 
 // Requests of a front end.

@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::memory::SharedMemory;
 use super::messages::{self, Connection, Message};
-use super::{GUEST_START, Options, feature};
+use super::options::{GUEST_START, Options, feature};
 use crate::Result;
 
 const PAGE_BYTES: usize = 4096;
@@ -21,7 +21,7 @@ const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 /// Descriptors of a request: header, data, status.
 const CHAIN: usize = 3;
-/// What a request has besides its data, and where: header, status, table of indirect descriptors.
+/// The parts of a request besides its data, and where: header, status, table of indirect descriptors.
 const SLOT_BYTES: usize = 128;
 const STATUS_AT: usize = 16;
 const TABLE_AT: usize = 64;
@@ -49,7 +49,7 @@ pub enum Operation {
 /// A request: its data are those of its slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// What is to be done.
+    /// Its type.
     pub operation: Operation,
     /// Where, in sectors of 512 bytes.
     pub sector: u64,

@@ -13,7 +13,7 @@ type Buffer = (usize, usize, bool);
 
 const SOON: Duration = Duration::from_millis(200);
 
-/// What a device sees of one queue.
+/// The device's view of one queue.
 struct Device {
     memory: Arc<SharedMemory>,
     descriptors: usize,
