@@ -1,4 +1,4 @@
-//! What a front end may ask for: queues, and the bits of features.
+//! The options of a front end: queues, and the bits of features.
 
 /// Where the memory begins in the guest's address space: not where it is in this process, so that a
 /// server that takes one for the other is noticed.
