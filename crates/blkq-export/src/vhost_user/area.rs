@@ -3,49 +3,106 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use super::mapping::Mapping;
 
-/// Bytes that the guest and this process both access, which stay mapped as long as the value.
+/// Bytes that the guest and this process both access, which stay mapped as long as the value. All
+/// words of them are little endian.
 pub struct Area {
     start: NonNull<u8>,
     bytes: usize,
     /// Keeps the bytes mapped.
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
 }
 
 // SAFETY: the bytes are shared with another process anyway, and accessed only as atomics.
 unsafe impl Send for Area {}
 
-macro_rules! atomic {
-    ($name:ident, $atomic:ty) => {
-        /// The word at `offset`, in the byte order of virtio: little endian.
+macro_rules! word {
+    ($load:ident, $store:ident, $word:ty, $atomic:ty) => {
+        /// The word at `offset`.
         ///
         /// # Panics
         /// If it is not inside, or not aligned.
         #[inline(always)]
-        pub fn $name(&self, offset: usize) -> &$atomic {
-            let inside = offset.checked_add(size_of::<$atomic>()).is_some_and(|end| end <= self.bytes);
-            assert!(inside && offset.is_multiple_of(align_of::<$atomic>()), "beside a ring");
-            // SAFETY: inside, and aligned, as `start` is for the largest of them that is used here
-            // (see `new`); the guest writes it as another process. The mapping lives as long as
-            // `self`.
-            unsafe { self.start.add(offset).cast::<$atomic>().as_ref() }
+        pub fn $load(&self, offset: usize, order: Ordering) -> $word {
+            // SAFETY: a valid place, see `place`; the guest writes it as another process.
+            <$word>::from_le(unsafe { self.place::<$atomic>(offset).as_ref() }.load(order))
+        }
+
+        /// Changes the word at `offset`.
+        ///
+        /// # Panics
+        /// If it is not inside, or not aligned.
+        #[inline(always)]
+        pub fn $store(&self, offset: usize, value: $word, order: Ordering) {
+            #[cfg(test)]
+            if !crash::survives() {
+                return;
+            }
+            // SAFETY: a valid place, see `place`; the guest reads it as another process.
+            unsafe { self.place::<$atomic>(offset).as_ref() }.store(value.to_le(), order);
         }
     };
 }
 
 impl Area {
-    /// The `bytes` from `start` on.
+    /// The `bytes` from `start` on, which is aligned to 8 bytes if words of that size are used, else to
+    /// the largest that are.
     ///
     /// # Safety
     /// They must be mapped for reading and writing, for as long as `mapping` lives.
     pub unsafe fn new(mapping: Arc<Mapping>, start: NonNull<u8>, bytes: usize) -> Area {
-        Area { start, bytes, _mapping: mapping }
+        Area { start, bytes, mapping }
     }
 
-    atomic!(u16_at, AtomicU16);
-    atomic!(u32_at, AtomicU32);
-    atomic!(u64_at, AtomicU64);
+    /// The mapping that it is part of.
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    /// The place of a word, which is inside and aligned, and mapped as long as `self`.
+    #[inline(always)]
+    fn place<A>(&self, offset: usize) -> NonNull<A> {
+        let inside = offset.checked_add(size_of::<A>()).is_some_and(|end| end <= self.bytes);
+        assert!(inside, "beside a ring");
+        // SAFETY: inside.
+        let place = unsafe { self.start.add(offset) }.cast::<A>();
+        assert!(place.is_aligned(), "a word of a ring is not aligned");
+        place
+    }
+
+    word!(load_u8, store_u8, u8, AtomicU8);
+    word!(load_u16, store_u16, u16, AtomicU16);
+    word!(load_u32, store_u32, u32, AtomicU32);
+    word!(load_u64, store_u64, u64, AtomicU64);
+}
+
+/// A device that dies between two stores, wherever a test wants.
+#[cfg(test)]
+pub mod crash {
+    use std::cell::Cell;
+
+    thread_local! {
+        static LEFT: Cell<Option<u64>> = const { Cell::new(None) };
+    }
+
+    /// From here on `stores` stores of this thread into areas are done, and then none; `None` for all.
+    pub fn after(stores: Option<u64>) {
+        LEFT.set(stores);
+    }
+
+    /// Whether the device is dead.
+    pub fn happened() -> bool {
+        LEFT.get() == Some(0)
+    }
+
+    pub(super) fn survives() -> bool {
+        let left = LEFT.get();
+        if let Some(stores) = left {
+            LEFT.set(Some(stores.saturating_sub(1)));
+        }
+        left != Some(0)
+    }
 }

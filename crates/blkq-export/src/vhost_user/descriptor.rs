@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use super::area::Area;
-use super::chain::{
-    Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError,
-};
+use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError};
 use super::memory::{Cursor, GuestMemory};
 
 /// Addresses and size of a ring's parts, and which features it has.
@@ -29,7 +27,8 @@ pub fn area(
     memory.area(address, bytes, align).ok_or(RingError::Unmapped { part, address })
 }
 
-/// A descriptor, read from 16 bytes: two little-endian words.
+/// A descriptor, read once.
+#[derive(Clone, Copy, Debug)]
 pub struct Descriptor {
     pub address: u64,
     pub length: u32,
@@ -38,9 +37,9 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
+    /// From the two words of one of a split ring: address; length, flags, next.
     #[inline]
-    pub fn of(low: u64, high: u64) -> Descriptor {
-        let (low, high) = (u64::from_le(low), u64::from_le(high));
+    pub fn split(low: u64, high: u64) -> Descriptor {
         Descriptor {
             address: low,
             length: high as u32,
@@ -49,12 +48,10 @@ impl Descriptor {
         }
     }
 
+    /// From the two words of one of a packed ring: address; length, identifier, flags.
     #[inline]
-    pub fn parse(bytes: [u8; DESCRIPTOR_BYTES]) -> Descriptor {
-        let both = u128::from_ne_bytes(bytes);
-        let (first, second) =
-            if cfg!(target_endian = "little") { (both, both >> 64) } else { (both >> 64, both) };
-        Descriptor::of(first as u64, second as u64)
+    pub fn packed(low: u64, high: u64) -> Descriptor {
+        Descriptor { address: low, length: high as u32, flags: (high >> 48) as u16, next: 0 }
     }
 
     #[inline]
@@ -93,23 +90,19 @@ pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Resu
     Ok(entries)
 }
 
-/// Entry `index` of the indirect table that `table` names.
+/// The two words of entry `index` of the indirect table that `table` names.
 #[inline]
 pub fn indirect_entry(
     memory: &GuestMemory,
     cursor: &mut Cursor,
-    head: u16,
     table: &Descriptor,
     index: u32,
-) -> Result<Descriptor, RingError> {
+) -> Result<(u64, u64), RingError> {
     let (address, length) = (table.address, table.length);
     let entry = address
         .checked_add(u64::from(index) * DESCRIPTOR_BYTES as u64)
         .and_then(|at| memory.load::<DESCRIPTOR_BYTES>(cursor, at))
         .ok_or(RingError::BufferUnmapped { address, length })?;
-    let descriptor = Descriptor::parse(entry);
-    if descriptor.has(DESCRIPTOR_INDIRECT) {
-        return Err(RingError::IndirectNested { head });
-    }
-    Ok(descriptor)
+    let both = u128::from_le_bytes(entry);
+    Ok((both as u64, (both >> 64) as u64))
 }

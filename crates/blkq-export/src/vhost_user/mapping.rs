@@ -1,6 +1,6 @@
 //! One region of a guest's memory, mapped: for as long as anything uses it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
 use blkq::{Error, ErrorKind};
@@ -42,15 +42,15 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `length` bytes of `file` from `offset` on, and closes the file.
+    /// Maps `length` bytes of `file` from `offset` on; the file need not stay open.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for a file that is too short, or that lies where a page fault may never
     /// be answered; [`ErrorKind::System`] with the kernel's words.
-    pub fn new(file: OwnedFd, offset: u64, length: u64) -> Result<Mapping, Error> {
+    pub fn new(file: BorrowedFd<'_>, offset: u64, length: u64) -> Result<Mapping, Error> {
         let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("guest memory: {what}"));
         let failed = |what: &'static str| move |e| Error::system(format!("guest memory: {what}"), e);
-        let status = fstat(&file).map_err(failed("cannot examine the file"))?;
+        let status = fstat(file).map_err(failed("cannot examine the file"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(invalid("the descriptor is not of a memory file".into()));
         }
@@ -62,7 +62,7 @@ impl Mapping {
         if end > bytes {
             return Err(invalid(format!("the file has {bytes} bytes, and the region needs {end}")));
         }
-        let system = fstatfs(&file).map_err(failed("cannot examine the file system"))?;
+        let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
         let kind = system.f_type as u64 & 0xffff_ffff;
         if !LOCAL_FILE_SYSTEMS.iter().any(|(known, _)| *known == kind) {
             let names: Vec<&str> = LOCAL_FILE_SYSTEMS.iter().map(|(_, name)| *name).collect();
@@ -85,7 +85,7 @@ impl Mapping {
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
-        let base = unsafe { mmap(null, mapped, protection, flags, file.as_fd(), offset - skip) }
+        let base = unsafe { mmap(null, mapped, protection, flags, file, offset - skip) }
             .map_err(failed("cannot map it"))?;
         let unmap = |base| {
             // SAFETY: the mapping just made, which nobody uses.

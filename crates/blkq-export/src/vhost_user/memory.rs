@@ -5,7 +5,7 @@
 //! it: what is looked at is copied out first, once, and then checked.
 
 use std::marker::PhantomData;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ impl Region {
                 return Err(invalid(format!("{length} bytes at {whose} address {start:#x}")));
             }
         }
-        let mapping = Arc::new(Mapping::new(file, file_offset, length)?);
+        let mapping = Arc::new(Mapping::new(file.as_fd(), file_offset, length)?);
         Ok(Region { guest_start, user_start, length, start: mapping.start(), mapping })
     }
 }

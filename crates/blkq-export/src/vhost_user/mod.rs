@@ -12,6 +12,11 @@ mod area;
 mod chain;
 mod config;
 mod descriptor;
+#[cfg(test)]
+mod harness;
+mod inflight;
+mod inflight_packed;
+mod inflight_split;
 mod mapping;
 mod memory;
 mod packed;

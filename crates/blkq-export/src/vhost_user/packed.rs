@@ -8,6 +8,8 @@ use super::chain::{
     Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTOR_WRITE, Head, Part, RingError,
 };
 use super::descriptor::{Descriptor, Layout, area, indirect_entries, indirect_entry, needs_event};
+use super::inflight::InflightQueue;
+use super::inflight_packed::{PackedInflight, Recovered, UsedPosition};
 use super::memory::{Cursor, GuestMemory};
 
 /// Bits of a descriptor's flags: who made it, in which lap.
@@ -51,6 +53,11 @@ impl Position {
     }
 }
 
+/// The available and the used bit of a descriptor's flags.
+fn turn(flags: u16) -> (bool, bool) {
+    (flags & AVAILABLE != 0, flags & USED != 0)
+}
+
 /// The device's side of a packed ring.
 pub struct PackedRing {
     descriptors: Area,
@@ -61,14 +68,18 @@ pub struct PackedRing {
     indirect: bool,
     /// Where the next chain will be.
     next: Position,
-    /// Where the next used descriptor goes, behind what is not published.
+    /// Where the next used descriptor goes.
     used: Position,
-    /// Descriptors that were taken and are not used: never more than the ring has.
+    /// Descriptors that were taken, and that the driver does not see as used: never more than the ring
+    /// has.
     in_flight: u16,
-    /// The first used descriptor that the driver does not see yet: where, and its flags.
-    unpublished: Option<(u16, u16)>,
-    /// Descriptors since the last publication.
-    entered: u16,
+    /// Chains that are used, with the bytes written, which the driver does not see yet.
+    entered: Vec<(Head, u32)>,
+    /// The descriptors of the chain that is being taken, for the record.
+    taken: Vec<Descriptor>,
+    inflight: Option<PackedInflight>,
+    /// Chains of the device that died, the next one last.
+    recovered: Vec<Recovered>,
     /// The first time the driver is called.
     call_first: bool,
     memory: Arc<GuestMemory>,
@@ -86,11 +97,19 @@ impl PackedRing {
         if size == 0 || size > 1 << 15 {
             return Err(RingError::Size { size: size.into() });
         }
-        let (next, used) = (Position::of(base as u16), Position::of((base >> 16) as u16));
+        let (mut next, mut used) = (Position::of(base as u16), Position::of((base >> 16) as u16));
         if next.index >= size || used.index >= size {
             return Err(RingError::Base { base });
         }
         let (descriptors, driver_event, device_event) = PackedRing::areas(memory, layout)?;
+        let flags = |index: u16| {
+            descriptors.load_u16(usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT, Ordering::Relaxed)
+        };
+        // Some front ends send 0 for a new ring of either kind, and 0 is the second lap of a packed one.
+        // But then something was used in the first.
+        if base == 0 && (0..size).all(|index| flags(index) & USED == 0) {
+            (next.wrap, used.wrap) = (true, true);
+        }
         Ok(PackedRing {
             descriptors,
             driver_event,
@@ -101,8 +120,10 @@ impl PackedRing {
             next,
             used,
             in_flight: 0,
-            unpublished: None,
-            entered: 0,
+            entered: Vec::with_capacity(usize::from(size)),
+            taken: Vec::new(),
+            inflight: None,
+            recovered: Vec::new(),
             call_first: true,
             memory: Arc::clone(memory),
             cursor: Cursor::default(),
@@ -123,62 +144,141 @@ impl PackedRing {
         ))
     }
 
-    /// Goes on with the same ring in another table of the memory.
-    pub fn set_memory(&mut self, memory: &Arc<GuestMemory>, layout: &Layout) -> Result<(), RingError> {
-        (self.descriptors, self.driver_event, self.device_event) = PackedRing::areas(memory, layout)?;
-        (self.memory, self.cursor) = (Arc::clone(memory), Cursor::default());
+    /// Records what is in flight in `queue`, and takes up what a device that died left there.
+    ///
+    /// # Errors
+    /// A record that is not that of this ring.
+    pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
+        let shown = |(index, wrap): UsedPosition| {
+            let (available, used) = turn(self.load_flags(index, Ordering::Acquire));
+            !(available == wrap && used != wrap)
+        };
+        let (mut inflight, state) = PackedInflight::open(queue, (self.used.index, self.used.wrap), shown)?;
+        if let Some(state) = state {
+            self.used = Position { index: state.used.0, wrap: state.used.1 };
+            self.hide(state.abandoned);
+            inflight.settle();
+            self.in_flight = 0;
+            for chain in &state.chains {
+                self.in_flight += chain.descriptors.len() as u16;
+            }
+            self.next = self.used;
+            self.next.advance(self.in_flight, self.size);
+            self.recovered = state.chains;
+            self.recovered.reverse();
+        }
+        self.inflight = Some(inflight);
         Ok(())
+    }
+
+    /// A device that died may have written used descriptors up to `end`, but for the first, which keeps
+    /// the driver from seeing them: they must not be there when the first is.
+    fn hide(&self, end: UsedPosition) {
+        let mut position = self.used;
+        for _ in 0..self.size {
+            if (position.index, position.wrap) == end {
+                break;
+            }
+            let (available, used) = turn(self.load_flags(position.index, Ordering::Relaxed));
+            if available == position.wrap && used == position.wrap {
+                let flags = if position.wrap { AVAILABLE } else { USED };
+                self.store_flags(position.index, flags);
+            }
+            position.advance(1, self.size);
+        }
+    }
+
+    fn load_flags(&self, index: u16, order: Ordering) -> u16 {
+        self.descriptors.load_u16(usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT, order)
+    }
+
+    fn store_flags(&self, index: u16, flags: u16) {
+        self.descriptors.store_u16(
+            usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT,
+            flags,
+            Ordering::Release,
+        );
     }
 
     /// The flags of the next descriptor, if the driver has made it available.
     #[inline]
     fn available(&self) -> Option<u16> {
-        let at = usize::from(self.next.index) * DESCRIPTOR_BYTES + FLAGS_AT;
-        let flags = u16::from_le(self.descriptors.u16_at(at).load(Ordering::Acquire));
-        let (available, used) = (flags & AVAILABLE != 0, flags & USED != 0);
+        let flags = self.load_flags(self.next.index, Ordering::Acquire);
+        let (available, used) = turn(flags);
         (available == self.next.wrap && used != self.next.wrap).then_some(flags)
     }
 
     /// Takes the next chain.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+        if let Some(recovered) = self.recovered.pop() {
+            return self.read_recovered(recovered, chain).map(Some);
+        }
         let Some(mut flags) = self.available() else { return Ok(None) };
         chain.clear();
+        self.taken.clear();
         let free = self.size - self.in_flight;
         let (mut position, mut slots) = (self.next, 0);
         let id = loop {
             let at = usize::from(position.index) * DESCRIPTOR_BYTES;
-            let address = u64::from_le(self.descriptors.u64_at(at).load(Ordering::Relaxed));
-            let length = u32::from_le(self.descriptors.u32_at(at + LENGTH_AT).load(Ordering::Relaxed));
-            let id = u16::from_le(self.descriptors.u16_at(at + ID_AT).load(Ordering::Relaxed));
+            let address = self.descriptors.load_u64(at, Ordering::Relaxed);
+            let length = self.descriptors.load_u32(at + LENGTH_AT, Ordering::Relaxed);
+            let id = self.descriptors.load_u16(at + ID_AT, Ordering::Relaxed);
             if slots >= free {
                 return Err(RingError::RingOverrun { head: id });
             }
             slots += 1;
             position.advance(1, self.size);
             let descriptor = Descriptor { address, length, flags, next: 0 };
-            if descriptor.has(DESCRIPTOR_INDIRECT) {
-                self.read_indirect(id, &descriptor, chain)?;
+            if self.inflight.is_some() {
+                self.taken.push(descriptor);
+            }
+            if self.read_descriptor(id, &descriptor, chain)? {
                 break id;
             }
-            chain.push(id, descriptor.buffer(), flags)?;
-            if !descriptor.has(DESCRIPTOR_NEXT) {
-                break id;
-            }
-            let at = usize::from(position.index) * DESCRIPTOR_BYTES + FLAGS_AT;
-            flags = u16::from_le(self.descriptors.u16_at(at).load(Ordering::Relaxed));
+            flags = self.load_flags(position.index, Ordering::Relaxed);
         };
         if id >= self.size {
             return Err(RingError::HeadRange { head: id, size: self.size });
         }
         self.next = position;
         self.in_flight += slots;
-        Ok(Some(Head { index: id, slots, record: 0 }))
+        let record = self.inflight.as_mut().map_or(0, |inflight| inflight.take(&self.taken, id));
+        Ok(Some(Head { index: id, slots, record }))
+    }
+
+    fn read_recovered(&mut self, recovered: Recovered, chain: &mut Chain) -> Result<Head, RingError> {
+        let Recovered { id, record, ref descriptors, .. } = recovered;
+        chain.clear();
+        for descriptor in descriptors {
+            self.read_descriptor(id, descriptor, chain)?;
+        }
+        Ok(Head { index: id, slots: descriptors.len() as u16, record })
+    }
+
+    /// Adds a descriptor to its chain; true if it is the last one.
+    #[inline]
+    fn read_descriptor(
+        &mut self,
+        id: u16,
+        descriptor: &Descriptor,
+        chain: &mut Chain,
+    ) -> Result<bool, RingError> {
+        if descriptor.has(DESCRIPTOR_INDIRECT) {
+            self.read_indirect(id, descriptor, chain)?;
+            return Ok(true);
+        }
+        chain.push(id, descriptor.buffer(), descriptor.flags)?;
+        Ok(!descriptor.has(DESCRIPTOR_NEXT))
     }
 
     fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
         for index in 0..indirect_entries(head, table, self.indirect)? {
-            let entry = indirect_entry(&self.memory, &mut self.cursor, head, table, index)?;
+            let (low, high) = indirect_entry(&self.memory, &mut self.cursor, table, index)?;
+            let entry = Descriptor::packed(low, high);
+            if entry.has(DESCRIPTOR_INDIRECT) {
+                return Err(RingError::IndirectNested { head });
+            }
             chain.push(head, entry.buffer(), entry.flags)?;
         }
         Ok(())
@@ -187,36 +287,52 @@ impl PackedRing {
     /// Enters a chain as used, with `written` bytes, not yet to be seen by the driver.
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
-        let at = usize::from(self.used.index) * DESCRIPTOR_BYTES;
-        self.descriptors.u32_at(at + LENGTH_AT).store(written.to_le(), Ordering::Relaxed);
-        self.descriptors.u16_at(at + ID_AT).store(head.index.to_le(), Ordering::Relaxed);
-        let mut flags = if self.used.wrap { AVAILABLE | USED } else { 0 };
-        if written > 0 {
-            flags |= DESCRIPTOR_WRITE;
-        }
-        // The driver finds all of them once it sees the first.
-        match self.unpublished {
-            None => self.unpublished = Some((self.used.index, flags)),
-            Some(_) => self.descriptors.u16_at(at + FLAGS_AT).store(flags.to_le(), Ordering::Release),
-        }
-        self.used.advance(head.slots, self.size);
-        self.in_flight -= head.slots;
-        self.entered += head.slots;
+        self.entered.push((head, written));
     }
 
     /// Shows the driver what was entered. Returns whether it wants to be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        let Some((index, flags)) = self.unpublished.take() else { return false };
-        let at = usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT;
-        self.descriptors.u16_at(at).store(flags.to_le(), Ordering::Release);
-        let entered = std::mem::take(&mut self.entered);
+        if self.entered.is_empty() {
+            return false;
+        }
+        let first = self.used;
+        let slots = self.entered.iter().map(|(head, _)| head.slots).sum();
+        self.used.advance(slots, self.size);
+        if let Some(inflight) = &mut self.inflight {
+            self.entered.iter().for_each(|(head, _)| inflight.complete(head.record));
+            inflight.prepare((self.used.index, self.used.wrap));
+        }
+        // The driver finds all of them once it sees the first, whose flags come last.
+        let mut position = first;
+        let mut first_flags = 0;
+        for &(head, written) in &self.entered {
+            let at = usize::from(position.index) * DESCRIPTOR_BYTES;
+            self.descriptors.store_u32(at + LENGTH_AT, written, Ordering::Relaxed);
+            self.descriptors.store_u16(at + ID_AT, head.index, Ordering::Relaxed);
+            let mut flags = if position.wrap { AVAILABLE | USED } else { 0 };
+            if written > 0 {
+                flags |= DESCRIPTOR_WRITE;
+            }
+            if position == first {
+                first_flags = flags;
+            } else {
+                self.store_flags(position.index, flags);
+            }
+            position.advance(head.slots, self.size);
+        }
+        self.store_flags(first.index, first_flags);
+        self.entered.clear();
+        self.in_flight -= slots;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.commit();
+        }
         // The descriptor must be seen before it is decided that the driver does not wait for it.
         fence(Ordering::SeqCst);
         if std::mem::take(&mut self.call_first) {
             return true;
         }
-        let event = u32::from_le(self.driver_event.u32_at(0).load(Ordering::Relaxed));
+        let event = self.driver_event.load_u32(0, Ordering::Relaxed);
         match (event >> 16) as u16 & 3 {
             EVENT_ENABLE => true,
             EVENT_DISABLE => false,
@@ -224,7 +340,7 @@ impl PackedRing {
                 let wanted = Position::of(event as u16);
                 let lap = if wanted.wrap == self.used.wrap { 0 } else { self.size };
                 let new = self.used.index;
-                needs_event(wanted.index.wrapping_sub(lap), new, new.wrapping_sub(entered))
+                needs_event(wanted.index.wrapping_sub(lap), new, new.wrapping_sub(slots))
             }
             // Not a value that it may have.
             _ => true,
@@ -233,7 +349,7 @@ impl PackedRing {
 
     fn set_event(&self, position: u16, flags: u16) {
         let bits = u32::from(position) | u32::from(flags) << 16;
-        self.device_event.u32_at(0).store(bits.to_le(), Ordering::Release);
+        self.device_event.store_u32(0, bits, Ordering::Release);
     }
 
     /// Asks the driver for no kicks: the ring is looked at anyway.
@@ -249,7 +365,12 @@ impl PackedRing {
         }
         // The driver must see the wish, or this side its chain.
         fence(Ordering::SeqCst);
-        self.available().is_some()
+        !self.recovered.is_empty() || self.available().is_some()
+    }
+
+    /// Identifiers of what [`PackedRing::pop`] returns before anything else.
+    pub fn recovered(&self) -> impl Iterator<Item = u16> {
+        self.recovered.iter().map(|chain| chain.id)
     }
 
     /// Both positions: what GET_VRING_BASE answers.

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use super::chain::{Chain, Head, RingError};
 use super::descriptor::Layout;
+use super::inflight::InflightQueue;
+use super::mapping::Mapping;
 use super::memory::GuestMemory;
 use super::packed::PackedRing;
 use super::split::SplitRing;
@@ -50,6 +52,9 @@ enum Kind {
     Packed(PackedRing),
 }
 
+#[cfg(test)]
+mod tests;
+
 /// The device's side of a ring. Each head is in flight once at a time.
 pub struct Ring {
     kind: Kind,
@@ -57,6 +62,9 @@ pub struct Ring {
     /// By head.
     in_flight: Box<[bool]>,
     count: usize,
+    memory: Arc<GuestMemory>,
+    /// That of the record of what is in flight.
+    record: Option<Arc<Mapping>>,
 }
 
 macro_rules! either {
@@ -69,30 +77,49 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// The ring that `spec` describes, in `memory`.
+    /// The ring that `spec` describes, in `memory`. What is in flight is recorded in `inflight`; what
+    /// that has from a daemon that died comes out of [`Ring::pop`] first, in the order in which it was
+    /// taken, and the base then follows from it.
     ///
     /// # Errors
-    /// A size or a base that a ring cannot have; a part that is not inside one memory region.
-    pub fn new(memory: Arc<GuestMemory>, spec: &RingSpec) -> Result<Ring, RingError> {
+    /// A size or a base that a ring cannot have; a part that is not inside one memory region; a record
+    /// that is not that of the ring.
+    pub fn new(
+        memory: Arc<GuestMemory>,
+        spec: &RingSpec,
+        inflight: Option<InflightQueue>,
+    ) -> Result<Ring, RingError> {
         if spec.size == 0 || spec.size > RING_SIZE_MAX {
             return Err(RingError::Size { size: spec.size.into() });
         }
         let layout = spec.layout();
+        let record = inflight.as_ref().map(|queue| Arc::clone(queue.area.mapping()));
+        let mut seen = vec![false; usize::from(spec.size)];
+        let mut twice = |head: u16| std::mem::replace(&mut seen[usize::from(head)], true);
+        let is_unsound;
         let kind = if spec.packed {
-            Kind::Packed(PackedRing::new(&memory, &layout, spec.base)?)
+            let mut ring = PackedRing::new(&memory, &layout, spec.base)?;
+            inflight.map_or(Ok(()), |queue| ring.record(queue))?;
+            is_unsound = ring.recovered().any(&mut twice);
+            Kind::Packed(ring)
         } else {
             let base = u16::try_from(spec.base).map_err(|_| RingError::Base { base: spec.base })?;
-            Kind::Split(SplitRing::new(&memory, &layout, base)?)
+            let mut ring = SplitRing::new(&memory, &layout, base)?;
+            inflight.map_or(Ok(()), |queue| ring.record(queue))?;
+            is_unsound = ring.recovered().any(&mut twice);
+            Kind::Split(ring)
         };
-        Ok(Ring { kind, layout, in_flight: vec![false; usize::from(spec.size)].into(), count: 0 })
-    }
-
-    /// Goes on in another table of the memory: the front end plugged or unplugged some.
-    ///
-    /// # Errors
-    /// The ring is not in it any more.
-    pub fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), RingError> {
-        either!(self, ring => ring.set_memory(memory, &self.layout))
+        if is_unsound {
+            return Err(RingError::Inflight { what: "a chain is in it twice" });
+        }
+        Ok(Ring {
+            kind,
+            layout,
+            in_flight: vec![false; usize::from(spec.size)].into(),
+            count: 0,
+            memory,
+            record,
+        })
     }
 
     /// Takes the next chain into `chain`. Returns which, or `None` if none is available.
@@ -169,6 +196,12 @@ impl Ring {
     /// Descriptors of the ring; more than any [`Head::index`].
     pub fn size(&self) -> u16 {
         self.layout.size
+    }
+
+    /// Whether memory of the ring, of the data or of the record was truncated: then it must stop.
+    #[inline]
+    pub fn is_broken(&self) -> bool {
+        self.memory.is_broken() || self.record.as_ref().is_some_and(|mapping| mapping.is_broken())
     }
 
     /// Chains that were taken and are not used yet.

@@ -7,6 +7,8 @@ use std::sync::atomic::{Ordering, fence};
 use super::area::Area;
 use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Part, RingError};
 use super::descriptor::{Descriptor, Layout, area, indirect_entries, indirect_entry, needs_event};
+use super::inflight::InflightQueue;
+use super::inflight_split::SplitInflight;
 use super::memory::{Cursor, GuestMemory};
 
 /// In the driver's flags: no calls, please.
@@ -36,6 +38,9 @@ pub struct SplitRing {
     published: u16,
     /// It is not known whether the driver was ever called: the first time it is.
     call_first: bool,
+    inflight: Option<SplitInflight>,
+    /// Heads of the device that died, the next one last.
+    recovered: Vec<u16>,
     memory: Arc<GuestMemory>,
     cursor: Cursor,
 }
@@ -51,7 +56,7 @@ impl SplitRing {
             return Err(RingError::Size { size: size.into() });
         }
         let (descriptors, available, used) = SplitRing::areas(memory, layout)?;
-        let used_next = u16::from_le(used.u16_at(INDEX).load(Ordering::Acquire));
+        let used_next = used.load_u16(INDEX, Ordering::Acquire);
         Ok(SplitRing {
             descriptors,
             available,
@@ -64,6 +69,8 @@ impl SplitRing {
             used_next,
             published: used_next,
             call_first: true,
+            inflight: None,
+            recovered: Vec::new(),
             memory: Arc::clone(memory),
             cursor: Cursor::default(),
         })
@@ -78,20 +85,32 @@ impl SplitRing {
         ))
     }
 
-    /// Goes on with the same ring in another table of the memory.
-    pub fn set_memory(&mut self, memory: &Arc<GuestMemory>, layout: &Layout) -> Result<(), RingError> {
-        (self.descriptors, self.available, self.used) = SplitRing::areas(memory, layout)?;
-        (self.memory, self.cursor) = (Arc::clone(memory), Cursor::default());
-        Ok(())
-    }
-
     fn mask(&self) -> u16 {
         self.size - 1
+    }
+
+    /// Records what is in flight in `queue`, and takes up what a device that died left there.
+    ///
+    /// # Errors
+    /// A record that is not that of this ring.
+    pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
+        let (inflight, heads) = SplitInflight::open(queue, self.published)?;
+        if let Some(heads) = heads {
+            self.next = self.published.wrapping_add(heads.len() as u16);
+            self.seen = self.next;
+            self.recovered = heads;
+            self.recovered.reverse();
+        }
+        self.inflight = Some(inflight);
+        Ok(())
     }
 
     /// The head of the next chain.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<u16>, RingError> {
+        if let Some(head) = self.recovered.pop() {
+            return Ok(Some(head));
+        }
         if self.next == self.seen && !self.look() {
             return Ok(None);
         }
@@ -101,17 +120,20 @@ impl SplitRing {
             return Err(RingError::AvailableIndex { index, expected, size });
         }
         let entry = ENTRIES + usize::from(self.next & self.mask()) * 2;
-        let head = u16::from_le(self.available.u16_at(entry).load(Ordering::Relaxed));
+        let head = self.available.load_u16(entry, Ordering::Relaxed);
         if head >= self.size {
             return Err(RingError::HeadRange { head, size: self.size });
         }
         self.next = self.next.wrapping_add(1);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.take(head);
+        }
         Ok(Some(head))
     }
 
     /// Reads the available index; false if nothing is new.
     fn look(&mut self) -> bool {
-        self.seen = u16::from_le(self.available.u16_at(INDEX).load(Ordering::Acquire));
+        self.seen = self.available.load_u16(INDEX, Ordering::Acquire);
         self.seen != self.next
     }
 
@@ -122,9 +144,9 @@ impl SplitRing {
         let mut index = head;
         for _ in 0..self.size {
             let at = usize::from(index) * DESCRIPTOR_BYTES;
-            let low = self.descriptors.u64_at(at).load(Ordering::Relaxed);
-            let high = self.descriptors.u64_at(at + 8).load(Ordering::Relaxed);
-            let descriptor = Descriptor::of(low, high);
+            let low = self.descriptors.load_u64(at, Ordering::Relaxed);
+            let high = self.descriptors.load_u64(at + 8, Ordering::Relaxed);
+            let descriptor = Descriptor::split(low, high);
             if descriptor.has(DESCRIPTOR_INDIRECT) {
                 return self.read_indirect(head, &descriptor, chain);
             }
@@ -144,7 +166,11 @@ impl SplitRing {
         let entries = indirect_entries(head, table, self.indirect)?;
         let mut index = 0;
         for _ in 0..entries {
-            let descriptor = indirect_entry(&self.memory, &mut self.cursor, head, table, index)?;
+            let (low, high) = indirect_entry(&self.memory, &mut self.cursor, table, index)?;
+            let descriptor = Descriptor::split(low, high);
+            if descriptor.has(DESCRIPTOR_INDIRECT) {
+                return Err(RingError::IndirectNested { head });
+            }
             chain.push(head, descriptor.buffer(), descriptor.flags)?;
             if !descriptor.has(DESCRIPTOR_NEXT) {
                 return Ok(());
@@ -161,9 +187,12 @@ impl SplitRing {
     #[inline]
     pub fn push_used(&mut self, head: u16, written: u32) {
         let at = ENTRIES + usize::from(self.used_next & self.mask()) * 8;
-        self.used.u32_at(at).store(u32::from(head).to_le(), Ordering::Relaxed);
-        self.used.u32_at(at + 4).store(written.to_le(), Ordering::Relaxed);
+        self.used.store_u32(at, u32::from(head), Ordering::Relaxed);
+        self.used.store_u32(at + 4, written, Ordering::Relaxed);
         self.used_next = self.used_next.wrapping_add(1);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.complete(head);
+        }
     }
 
     /// Shows the driver what was entered. Returns whether it wants to be called.
@@ -173,8 +202,11 @@ impl SplitRing {
         if old == new {
             return false;
         }
-        self.used.u16_at(INDEX).store(new.to_le(), Ordering::Release);
+        self.used.store_u16(INDEX, new, Ordering::Release);
         self.published = new;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.commit(new);
+        }
         // The index must be seen before it is decided that the driver does not wait for it.
         fence(Ordering::SeqCst);
         if std::mem::take(&mut self.call_first) {
@@ -182,10 +214,10 @@ impl SplitRing {
         }
         if self.event_idx {
             let event = ENTRIES + usize::from(self.size) * 2;
-            let event = u16::from_le(self.available.u16_at(event).load(Ordering::Relaxed));
+            let event = self.available.load_u16(event, Ordering::Relaxed);
             needs_event(event, new, old)
         } else {
-            u16::from_le(self.available.u16_at(FLAGS).load(Ordering::Relaxed)) & NO_INTERRUPT == 0
+            self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0
         }
     }
 
@@ -193,7 +225,7 @@ impl SplitRing {
     pub fn disable_kicks(&mut self) {
         // With event indexes the last one is passed, and no other comes.
         if !self.event_idx {
-            self.used.u16_at(FLAGS).store(NO_NOTIFY.to_le(), Ordering::Relaxed);
+            self.used.store_u16(FLAGS, NO_NOTIFY, Ordering::Relaxed);
         }
     }
 
@@ -201,13 +233,13 @@ impl SplitRing {
     pub fn enable_kicks(&mut self) -> bool {
         if self.event_idx {
             let event = ENTRIES + usize::from(self.size) * 8;
-            self.used.u16_at(event).store(self.next.to_le(), Ordering::Relaxed);
+            self.used.store_u16(event, self.next, Ordering::Relaxed);
         } else {
-            self.used.u16_at(FLAGS).store(0, Ordering::Relaxed);
+            self.used.store_u16(FLAGS, 0, Ordering::Relaxed);
         }
         // The driver must see the wish, or this side its chain.
         fence(Ordering::SeqCst);
-        self.seen != self.next || self.look()
+        !self.recovered.is_empty() || self.seen != self.next || self.look()
     }
 
     /// The available index of the next chain: what GET_VRING_BASE answers.
@@ -215,14 +247,8 @@ impl SplitRing {
         self.next
     }
 
-    /// The used index that the driver knows.
-    pub fn used_index(&self) -> u16 {
-        self.published
-    }
-
-    /// After a crash: `taken` chains behind the used index were taken, and are not used yet.
-    pub fn resume(&mut self, taken: u16) {
-        self.next = self.published.wrapping_add(taken);
-        self.seen = self.next;
+    /// Heads that [`SplitRing::pop`] returns before anything else.
+    pub fn recovered(&self) -> impl Iterator<Item = u16> {
+        self.recovered.iter().copied()
     }
 }
