@@ -172,7 +172,7 @@ fn load(spec: FaultSpec, bios: &[u8]) {
         }
     }
     queue.poll();
-    disk.set("fault", "none").expect("no faults any more");
+    disk.set_driver(&FaultSpec::default()).expect("no faults any more");
     while queue.in_flight() > 0 {
         queue.poll();
         take(&mut queue, &mut completed);

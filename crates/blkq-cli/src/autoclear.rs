@@ -54,15 +54,3 @@ pub fn new_event() -> Outcome<Arc<OwnedFd>> {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     event.map(Arc::new).map_err(|e| Failure::new(format!("eventfd: {e}")))
 }
-
-/// Whether `value` turns it on.
-///
-/// # Errors
-/// If it is neither `on` nor `off`.
-pub fn parse(value: &str) -> Outcome<bool> {
-    match value {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err(Failure::new(format!("autoclear is on or off, not {value:?}"))),
-    }
-}

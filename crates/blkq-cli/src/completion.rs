@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 
 use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
 
-use crate::settings::{OF_DEVICES, OF_FAULTS, OF_IMAGES};
+use crate::settings::KEYS;
 use crate::state::StateDir;
 
 /// Set by the scripts to the name of their shell.
@@ -22,7 +22,7 @@ pub fn devices() -> ArgValueCandidates {
 pub fn settings() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let current = current.to_string_lossy();
-        let keys = OF_DEVICES.iter().chain(&OF_IMAGES).chain(&OF_FAULTS).map(|key| format!("{key}="));
+        let keys = KEYS.iter().map(|key| format!("{}=", key.name));
         keys.filter(|key| key.starts_with(&*current)).map(CompletionCandidate::new).collect()
     })
 }

@@ -113,17 +113,12 @@ impl HangWatch {
     }
 
     /// Changes that, from the next scan on.
-    ///
-    /// # Errors
-    /// If `value` is no such time.
-    pub fn set(&self, value: &str) -> Outcome {
-        let limit = parse(value).map_err(Failure::new)?;
+    pub fn set(&self, limit: Duration) {
         self.counters.set_limit(limit);
         if let Some(wake) = &self.wake {
             // The thread is there as long as this is.
             let _ = wake.send(());
         }
-        Ok(())
     }
 }
 
@@ -295,6 +290,7 @@ mod tests {
     use std::sync::Mutex;
     use std::time::Instant;
 
+    use blkq::drivers::fault::FaultSpec;
     use blkq::drivers::{DriverOptions, DriverSpec, open};
     use blkq::{Bio, Completion, Cqe, EngineThread, Error, Source, SourceContext};
 
@@ -353,7 +349,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(400));
         assert_eq!(lines.with("hang:").len(), 1, "once");
         assert_eq!(disk.stats().hung, 1);
-        disk.set("fault", "none").unwrap();
+        disk.set_driver(&FaultSpec::default()).unwrap();
         assert!(writer.join().unwrap().is_ok());
         let over = &lines.wait("hang over:", 1)[0];
         assert!(over.contains("write sector 16 + 8") && over.contains("completed after 0."), "{over}");
@@ -370,19 +366,19 @@ mod tests {
         });
         std::thread::sleep(Duration::from_millis(250));
         assert!(lines.with("hang").is_empty(), "it is off");
-        watch.set("0.1").unwrap();
+        watch.set(Duration::from_millis(100));
         assert_eq!(watch.limit(), Duration::from_millis(100));
         lines.wait("hang:", 1);
-        watch.set("0").unwrap();
+        watch.set(Duration::ZERO);
         let until = Instant::now() + Duration::from_secs(10);
         while disk.stats().hung != 0 {
             assert!(Instant::now() < until, "nothing counts as hung without scans");
             std::thread::sleep(Duration::from_millis(5));
         }
         for bad in ["", "-1", "x", "0.01", "inf", "NaN", "1e9"] {
-            assert!(watch.set(bad).is_err(), "{bad:?}");
+            assert!(parse(bad).is_err(), "{bad:?}");
         }
-        disk.set("fault", "none").unwrap();
+        disk.set_driver(&FaultSpec::default()).unwrap();
         assert!(reader.join().unwrap().is_ok());
         drop((watch, engine));
     }
@@ -418,7 +414,7 @@ mod tests {
         assert!(line.contains("queue 0") && line.contains("; it is S (sleeping)"), "{line}");
         lines.wait("answers again", 1);
         assert_eq!((watch.counters().stalls(), lines.with("not answered").len()), (1, 1));
-        disk.set("fault", "none").unwrap();
+        disk.set_driver(&FaultSpec::default()).unwrap();
         drop((watch, engine));
     }
 }

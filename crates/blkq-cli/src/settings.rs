@@ -1,20 +1,297 @@
-//! The keys of `blkq set`.
+//! The settings of `blkq set`: their keys, and their values as text and as what the text means.
+//!
+//! The control socket and the state file carry text, so that commands, daemons and state files of
+//! different versions understand each other; it is read and written here, and nowhere else.
 
-/// Of every device.
-pub const OF_DEVICES: [&str; 11] = [
-    "autoclear",
-    "batching",
-    "clock",
-    "depth",
-    "hang-warning",
-    "iostats",
-    "merge",
-    "pacing",
-    "read-only",
-    "receive-backoff",
-    "scheduler",
+use std::time::Duration;
+
+use blkq::ClockMode;
+use blkq::SchedulerKind;
+use blkq::disk::DEPTH_MAX;
+use blkq::drivers::DriverSpec;
+use blkq::drivers::fault::FaultSpec;
+use blkq::drivers::r#loop::{DirectIo, Dispatch};
+
+use crate::failure::{Failure, Outcome};
+use crate::hangs;
+use crate::options::AttachOptions;
+
+/// A setting with its new value.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Setting {
+    /// Whether the device detaches after its last client.
+    Autoclear(bool),
+    /// Whether submitters get requests in batches when the device is full.
+    Batching(bool),
+    /// How time stamps are taken.
+    Clock(ClockMode),
+    /// Requests that the driver gets at once, per queue.
+    Depth(u16),
+    /// Whether I/O goes around the page cache.
+    DirectIo(DirectIo),
+    /// How requests are put to the file.
+    Dispatch(Dispatch),
+    /// The faults that are injected.
+    Fault(FaultSpec),
+    /// After what time in flight a request is logged; zero is never.
+    HangWarning(Duration),
+    /// Whether I/O is counted and timed.
+    Iostats(bool),
+    /// Whether neighbours merge.
+    Merge(bool),
+    /// Whether a device that completes in bursts is given half of the requests.
+    Pacing(bool),
+    /// Whether writes are refused.
+    ReadOnly(bool),
+    /// Whether a connection receives later while its client is busy reading.
+    ReceiveBackoff(bool),
+    /// The scheduler that orders requests.
+    Scheduler(SchedulerKind),
+}
+
+/// The devices that have a setting.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Of {
+    /// All.
+    All,
+    /// Those with an image.
+    Images,
+    /// Those that were attached with injected faults, or without any but ready for them.
+    Faults,
+}
+
+/// A key of `blkq set`.
+#[derive(Debug)]
+pub struct Key {
+    /// Its name.
+    pub name: &'static str,
+    /// The devices that have it.
+    pub of: Of,
+    read: fn(&'static str, &str) -> Outcome<Setting>,
+}
+
+/// The keys, in the order of their names.
+pub static KEYS: [Key; 14] = [
+    Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
+    Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
+    Key::all("clock", |_, text| Ok(Setting::Clock(text.parse()?))),
+    Key::all("depth", |_, text| depth(text).map(Setting::Depth)),
+    Key::new("direct-io", Of::Images, |_, text| Ok(Setting::DirectIo(text.parse()?))),
+    Key::new("dispatch", Of::Images, |_, text| Ok(Setting::Dispatch(text.parse()?))),
+    Key::new("fault", Of::Faults, |_, text| Ok(Setting::Fault(text.parse()?))),
+    Key::all("hang-warning", |_, text| hangs::parse(text).map(Setting::HangWarning).map_err(Failure::new)),
+    Key::all("iostats", |key, text| switch(key, text).map(Setting::Iostats)),
+    Key::all("merge", |key, text| switch(key, text).map(Setting::Merge)),
+    Key::all("pacing", |key, text| switch(key, text).map(Setting::Pacing)),
+    Key::all("read-only", |key, text| switch(key, text).map(Setting::ReadOnly)),
+    Key::all("receive-backoff", |key, text| switch(key, text).map(Setting::ReceiveBackoff)),
+    Key::all("scheduler", |_, text| Ok(Setting::Scheduler(text.parse()?))),
 ];
-/// Of devices with an image.
-pub const OF_IMAGES: [&str; 2] = ["direct-io", "dispatch"];
-/// Of devices with injected faults.
-pub const OF_FAULTS: [&str; 1] = ["fault"];
+
+impl Key {
+    const fn new(name: &'static str, of: Of, read: fn(&'static str, &str) -> Outcome<Setting>) -> Key {
+        Key { name, of, read }
+    }
+
+    const fn all(name: &'static str, read: fn(&'static str, &str) -> Outcome<Setting>) -> Key {
+        Key::new(name, Of::All, read)
+    }
+
+    /// The key of this name.
+    pub fn find(name: &str) -> Option<&'static Key> {
+        KEYS.iter().find(|key| key.name == name)
+    }
+
+    /// The setting with the value that `text` is.
+    ///
+    /// # Errors
+    /// The values that there are, if it is none.
+    pub fn read(&self, text: &str) -> Outcome<Setting> {
+        (self.read)(self.name, text)
+    }
+}
+
+impl Setting {
+    /// Its key.
+    pub fn key(&self) -> &'static str {
+        match self {
+            Setting::Autoclear(_) => "autoclear",
+            Setting::Batching(_) => "batching",
+            Setting::Clock(_) => "clock",
+            Setting::Depth(_) => "depth",
+            Setting::DirectIo(_) => "direct-io",
+            Setting::Dispatch(_) => "dispatch",
+            Setting::Fault(_) => "fault",
+            Setting::HangWarning(_) => "hang-warning",
+            Setting::Iostats(_) => "iostats",
+            Setting::Merge(_) => "merge",
+            Setting::Pacing(_) => "pacing",
+            Setting::ReadOnly(_) => "read-only",
+            Setting::ReceiveBackoff(_) => "receive-backoff",
+            Setting::Scheduler(_) => "scheduler",
+        }
+    }
+
+    /// Its value, as [`Key::read`] reads it.
+    pub fn value(&self) -> String {
+        match self {
+            Setting::Autoclear(on)
+            | Setting::Batching(on)
+            | Setting::Iostats(on)
+            | Setting::Merge(on)
+            | Setting::Pacing(on)
+            | Setting::ReadOnly(on)
+            | Setting::ReceiveBackoff(on) => if *on { "on" } else { "off" }.to_owned(),
+            Setting::Clock(mode) => mode.to_string(),
+            Setting::Depth(depth) => depth.to_string(),
+            Setting::DirectIo(mode) => mode.name().to_owned(),
+            Setting::Dispatch(dispatch) => dispatch.name().to_owned(),
+            Setting::Fault(spec) => spec.to_string(),
+            Setting::HangWarning(limit) => limit.as_secs_f64().to_string(),
+            Setting::Scheduler(kind) => kind.to_string(),
+        }
+    }
+
+    /// Key and value, as a request and a state file have them.
+    pub fn to_text(&self) -> (String, String) {
+        (self.key().to_owned(), self.value())
+    }
+}
+
+/// Options of `attach` that stay as they are.
+const FIXED: [&str; 18] = [
+    "copy",
+    "export",
+    "fault",
+    "format",
+    "handshake-timeout",
+    "listen",
+    "max-connections",
+    "metrics",
+    "name",
+    "offset",
+    "partscan",
+    "queues",
+    "sector-size",
+    "shared",
+    "socket-group",
+    "socket-mode",
+    "tls",
+    "tls-certificates",
+];
+
+/// The groups of settings that a device has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Has {
+    image: bool,
+    faults: bool,
+}
+
+impl Has {
+    /// Those of a device that is attached with `options`.
+    pub fn new(options: &AttachOptions) -> Has {
+        Has { image: matches!(options.image, DriverSpec::Image(_)), faults: options.fault.is_some() }
+    }
+
+    fn group(self, of: Of) -> bool {
+        match of {
+            Of::All => true,
+            Of::Images => self.image,
+            Of::Faults => self.faults,
+        }
+    }
+
+    /// The setting that `key` and `value` say.
+    ///
+    /// # Errors
+    /// The settings that there are, or the values.
+    pub fn read(self, key: &str, value: &str) -> Outcome<Setting> {
+        match Key::find(key) {
+            Some(known) if self.group(known.of) => known.read(value),
+            known => Err(self.no_such_setting(key, known)),
+        }
+    }
+
+    /// The refusal of `key`, which devices of this kind do not have; `known` if others do.
+    fn no_such_setting(self, key: &str, known: Option<&Key>) -> Failure {
+        let cure = match key {
+            "size" | "size-limit" | "capacity" => "the size is changed by blkq resize".to_owned(),
+            _ if known.is_some_and(|known| known.of == Of::Images) => {
+                "it is for images, and there is none behind this device".to_owned()
+            }
+            _ if FIXED.contains(&key) => format!("it is fixed at attach; detach, and attach with --{key}"),
+            _ => {
+                let names: Vec<&str> =
+                    KEYS.iter().filter(|key| self.group(key.of)).map(|key| key.name).collect();
+                format!(
+                    "there are {}; the size is changed by blkq resize, and all else by attaching anew",
+                    names.join(", ")
+                )
+            }
+        };
+        Failure::new(format!("no such setting: {cure}"))
+    }
+}
+
+fn switch(key: &str, text: &str) -> Outcome<bool> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(Failure::new(format!("{key} is on or off, not {text:?}"))),
+    }
+}
+
+fn depth(text: &str) -> Outcome<u16> {
+    let depth = text.parse().ok().filter(|depth| (1..=DEPTH_MAX).contains(depth));
+    depth.ok_or_else(|| Failure::new(format!("depth is a number from 1 to {DEPTH_MAX}, not {text:?}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::tests::options;
+
+    fn values(key: &Key) -> &'static [&'static str] {
+        match key.name {
+            "clock" => &["cached", "precise"],
+            "depth" => &["1", "10240"],
+            "direct-io" => &["on", "off", "auto"],
+            "dispatch" => &["concurrent", "serial"],
+            "fault" => &["none", "seed=7; error=ENOSPC,op=write,rate=1%"],
+            "hang-warning" => &["0", "0.1", "0.3", "5", "86400"],
+            "scheduler" => &["none", "mq-deadline", "kyber"],
+            _ => &["on", "off"],
+        }
+    }
+
+    #[test]
+    fn what_is_read_is_written_the_same() {
+        assert!(KEYS.is_sorted_by_key(|key| key.name));
+        for key in &KEYS {
+            assert_eq!(Key::find(key.name).map(|found| found.name), Some(key.name));
+            for text in values(key) {
+                let setting = key.read(text).unwrap();
+                assert_eq!(setting.to_text(), (key.name.to_owned(), (*text).to_owned()));
+            }
+            for bad in ["", "maybe", "-1", "ON", "on "] {
+                let why = key.read(bad).unwrap_err().to_string();
+                assert!(!why.is_empty() && why.len() < 200, "{why}");
+            }
+        }
+        assert!(Key::find("colour").is_none());
+    }
+
+    #[test]
+    fn a_setting_that_a_device_has_not_is_refused_before_its_value() {
+        let why = |words: &[&str], key: &str| {
+            Has::new(&options(words)).read(key, "nonsense").unwrap_err().to_string()
+        };
+        assert!(why(&["ram:1M"], "direct-io").contains("it is for images"));
+        assert!(why(&["disk.img"], "direct-io").contains("on, off or auto"));
+        assert!(why(&["disk.img"], "fault").contains("attach with --fault"));
+        assert!(why(&["disk.img", "--fault", "none"], "fault").contains("no fault is named"));
+        assert!(why(&["disk.img"], "size").contains("blkq resize"));
+        let all = why(&["ram:1M"], "colour");
+        assert!(all.contains("there are autoclear, batching") && !all.contains("dispatch"), "{all}");
+    }
+}

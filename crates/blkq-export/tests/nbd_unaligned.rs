@@ -14,7 +14,7 @@ use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
-use blkq::{Driver, StatGroup};
+use blkq::{Driver, SchedulerKind, Setting, StatGroup};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, RangeLock};
 use nbd::*;
@@ -375,8 +375,8 @@ fn live_changes_pass_under_unaligned_writes() {
         for round in 0..30 {
             let writes = served.disk.stats()[StatGroup::Write].ios;
             wait_until("writes", || served.disk.stats()[StatGroup::Write].ios > writes);
-            let scheduler = ["mq-deadline", "none"][round % 2];
-            served.disk.set("scheduler", scheduler).unwrap();
+            let scheduler = [SchedulerKind::MqDeadline, SchedulerKind::None][round % 2];
+            served.disk.set(Setting::Scheduler(scheduler)).unwrap();
             drop(served.disk.quiesce());
         }
         stop.store(true, Ordering::Relaxed);
@@ -408,10 +408,10 @@ fn an_error_at_an_edge_is_answered_and_leaves_nothing_locked() {
     let mut other = served.client(ReplyStyle::Structured);
     assert_eq!(client.write(0, &[1; 64 << 10]), 0);
     for fault in ["error=EIO,op=read", "error=EIO,op=read,range=4K-8K", "error=EIO,op=write"] {
-        served.disk.set("fault", fault).unwrap();
+        served.disk.set_driver(&fault.parse::<FaultSpec>().unwrap()).unwrap();
         assert_eq!(client.write(100, &[2; 6000]), 5, "{fault}");
         assert_eq!(client.call(6, 0, 100, 6000, &[]).0, 5, "{fault}");
-        served.disk.set("fault", "none").unwrap();
+        served.disk.set_driver(&FaultSpec::default()).unwrap();
         assert_eq!(other.write(0, &[1; 64 << 10]), 0);
         assert_eq!(other.write(100, &[3; 6000]), 0);
         assert_eq!(client.read(99, 6002), [&[1][..], &[3; 6000], &[1]].concat());

@@ -1,7 +1,9 @@
 //! The parts of a driver: a device ([`Driver`], shared by all threads) and its queues
 //! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
 
+use std::any::Any;
 use std::borrow::Cow;
+use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -53,26 +55,44 @@ pub trait Driver: Send + Sync + 'static {
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
-    /// Prepares to set `key` to `value`, and says how [`Driver::set`] is to be called. I/O goes
-    /// on meanwhile: what is wrong with the two is found here, and what takes long is done here as
-    /// far as it can be, so that a freeze is short.
+    /// Prepares a change of a setting of the driver's own, and returns how [`Driver::set`] is to be
+    /// called. I/O goes on meanwhile: what is wrong with the setting is found here, and what takes
+    /// long is done here as far as it can be, so that a freeze is short. The default has no settings.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value.
-    fn prepare_set(&self, key: &str, value: &str) -> Result<Change, Error> {
-        let _ = value;
-        Err(Error::new(ErrorKind::NotFound, format!("the {} driver has no setting {key:?}", self.name())))
+    /// [`ErrorKind::NotFound`] for a setting of another driver
+    /// ([`unknown_to`](trait@DriverSetting#method.unknown_to)), [`ErrorKind::Invalid`] or [`ErrorKind::Unsupported`] for a value that the device cannot have.
+    fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
+        Err(setting.unknown_to(self.name()))
     }
 
     /// Changes a setting of the driver's own, after [`Driver::prepare_set`]. After a change under
     /// a freeze each queue is called through [`DriverQueue::reload`], and the limits must be valid.
-    /// `read-only` (`on`, `off`) is the disk's, which refuses the writes; a driver that has more
-    /// to do for it may know it too.
     ///
     /// # Errors
     /// As [`Driver::prepare_set`], and what keeps it from being changed.
-    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
-        self.prepare_set(key, value).map(|_| ())
+    fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
+        self.prepare_set(setting).map(|_| ())
+    }
+
+    /// Prepares [`Driver::set_read_only`], as [`Driver::prepare_set`] does for other changes.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being changed.
+    fn prepare_read_only(&self, read_only: bool) -> Result<(), Error> {
+        let _ = read_only;
+        Ok(())
+    }
+
+    /// Changes whether the device is written to, under a freeze. It is the disk that refuses the
+    /// writes: a driver does here what there is to do besides, such as how its file is open, and its
+    /// locks. The default does nothing.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being changed.
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        let _ = read_only;
+        Ok(())
     }
 
     /// The size in bytes that [`Driver::resize`] would give the device now. Changes nothing; I/O goes
@@ -85,7 +105,7 @@ pub trait Driver: Send + Sync + 'static {
         let _ = bytes;
         Err(Error::new(
             ErrorKind::Unsupported,
-            format!("the {} driver cannot be resized; detach, and attach with another size", self.name()),
+            format!("a {} device keeps the size that it was opened with", self.name()),
         ))
     }
 
@@ -120,6 +140,46 @@ pub struct OpenContext<'a> {
     pub ring: Option<Registrar<'a>>,
     /// Through this any thread can have an engine's queue polled.
     pub wake: Arc<dyn Wake>,
+}
+
+/// A setting of a driver's own, with its new value: of a type that the driver defines, and finds
+/// again by [`downcast_ref`](trait@DriverSetting#method.downcast_ref).
+///
+/// ```
+/// use blkq::DriverSetting;
+///
+/// #[derive(Clone, Copy, Debug)]
+/// enum CacheSetting {
+///     WriteBack(bool),
+/// }
+///
+/// impl DriverSetting for CacheSetting {
+///     fn name(&self) -> &'static str {
+///         match self {
+///             CacheSetting::WriteBack(_) => "write-back",
+///         }
+///     }
+/// }
+///
+/// let setting: &dyn DriverSetting = &CacheSetting::WriteBack(true);
+/// assert!(matches!(setting.downcast_ref(), Some(CacheSetting::WriteBack(true))));
+/// ```
+pub trait DriverSetting: Any + Debug + Send + Sync {
+    /// The setting's name, without its value: `direct-io`.
+    fn name(&self) -> &'static str;
+}
+
+impl dyn DriverSetting {
+    /// The setting, if it is of type `T`: else it belongs to another driver.
+    pub fn downcast_ref<T: DriverSetting>(&self) -> Option<&T> {
+        (self as &dyn Any).downcast_ref()
+    }
+
+    /// The error, of kind [`ErrorKind::NotFound`], with which a driver called `driver` rejects a setting
+    /// that it does not have.
+    pub fn unknown_to(&self, driver: &str) -> Error {
+        Error::new(ErrorKind::NotFound, format!("the {driver} driver has no setting {}", self.name()))
+    }
 }
 
 /// How a setting of a driver is changed.

@@ -198,6 +198,8 @@ pub enum ErrorKind {
     Format,
     /// Strangers could reach the device.
     Exposed,
+    /// Earlier writes were lost: the device stays failed until it is opened anew.
+    Lost,
     /// The kernel, the file system or the device cannot do it.
     Unsupported,
     /// A system call failed.
@@ -216,7 +218,8 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error whose `message` says what was refused, why, and what would cure it.
+    /// An error whose `message` says what was refused, why, and what would cure it, as far as a library
+    /// knows that (see [`Error::with_cure`]).
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
         Error { kind, message: message.into(), source: None, cure: String::new() }
     }
@@ -238,6 +241,10 @@ impl Error {
     }
 
     /// The same error with what would cure it, if there is something, after why.
+    ///
+    /// A library names cures of the system, such as a limit to raise, a permission or another path, which
+    /// help in any program. What a program calls its own operations and options is not among them: the
+    /// program adds that, by the error's [`kind`](Error::kind).
     pub fn with_cure(self, cure: impl Into<String>) -> Error {
         Error { cure: cure.into(), ..self }
     }

@@ -110,8 +110,10 @@ pub use bio::{Bio, BioFlags, Completion, Operation};
 pub use buffer::{Data, IoBuffer, KernelPages, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completer::Callback;
-pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Settings};
-pub use driver::{Busy, Change, Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
+pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Setting, Settings};
+pub use driver::{
+    Busy, Change, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
+};
 pub use engine::local::LocalQueue;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};

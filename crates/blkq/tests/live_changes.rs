@@ -6,8 +6,20 @@ mod common;
 use std::time::Duration;
 
 use blkq::drivers::ram::Ram;
-use blkq::{Bio, BioFlags, Counter, Disk, ErrorKind, LocalQueue, Operation, Sector, Status};
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
+use blkq::{
+    Bio, BioFlags, Counter, Disk, DriverSetting, ErrorKind, LocalQueue, Operation, Sector, Setting, Status,
+};
+use common::{Behaviour, Device, DeviceSetting, Finish, drain, filled, plain_limits, run};
+
+/// A setting that no driver has.
+#[derive(Debug)]
+struct Colour;
+
+impl DriverSetting for Colour {
+    fn name(&self) -> &'static str {
+        "colour"
+    }
+}
 
 /// Makes a change on another thread while this one keeps its queue going.
 fn change<'d, R: Send>(
@@ -30,9 +42,9 @@ fn the_first_write_after_read_only_was_set_is_refused() {
     let (disk, mut queue) = device.open();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
     // The queue is idle: nothing need be waited for, and nothing notifies it.
-    disk.set("read-only", "on").unwrap();
+    disk.set(Setting::ReadOnly(true)).unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 2), 0)).result, Err(Status::ReadOnly));
-    disk.set("read-only", "off").unwrap();
+    disk.set(Setting::ReadOnly(false)).unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 3), 0)).result, Ok(()));
     device.assert_legal();
     assert_eq!(device.state().current[0], 3);
@@ -45,16 +57,15 @@ fn read_only_is_the_disks_whether_the_driver_knows_it_or_not() {
         Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).read_only(true).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     assert_eq!(run(&mut queue, write()).result, Err(Status::ReadOnly));
-    for (value, result) in [("off", Ok(())), ("on", Err(Status::ReadOnly)), ("off", Ok(()))] {
-        disk.set("read-only", value).unwrap();
-        assert_eq!(disk.limits().read_only, value == "on");
-        assert_eq!(run(&mut queue, write()).result, result, "{value}");
+    for (read_only, result) in [(false, Ok(())), (true, Err(Status::ReadOnly)), (false, Ok(()))] {
+        disk.set(Setting::ReadOnly(read_only)).unwrap();
+        assert_eq!(disk.limits().read_only, read_only);
+        assert_eq!(run(&mut queue, write()).result, result, "{read_only}");
     }
-    assert_eq!(disk.set("read-only", "maybe").unwrap_err().kind(), ErrorKind::Invalid);
     // A device that cannot be written to stays so.
     let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, true).unwrap())).build().unwrap();
-    disk.set("read-only", "on").unwrap();
-    assert_eq!(disk.set("read-only", "off").unwrap_err().kind(), ErrorKind::Unsupported);
+    disk.set(Setting::ReadOnly(true)).unwrap();
+    assert_eq!(disk.set(Setting::ReadOnly(false)).unwrap_err().kind(), ErrorKind::Unsupported);
     assert!(disk.limits().read_only);
 }
 
@@ -110,7 +121,7 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     }
     (0..10).for_each(|_| queue.poll());
     assert_eq!((device.log().len(), queue.in_flight()), (0, 16));
-    change(&mut queue, &disk, |disk| disk.set("max-request", "4096").unwrap());
+    change(&mut queue, &disk, |disk| disk.set_driver(&DeviceSetting::MaxRequest(4096)).unwrap());
     change(&mut queue, &disk, |disk| assert!(disk.resize(Some((15 * 64) << 10)).is_ok()));
     device.state().closed = false;
     drop(frozen);
@@ -141,9 +152,9 @@ fn parts_that_wait_for_a_tag_outlive_a_change() {
     queue.submit(Bio::write(Sector(0), buffer, 1)).unwrap();
     queue.submit(Bio::write_zeroes(Sector(1024), 512, 2)).unwrap();
     queue.poll();
-    change(&mut queue, &disk, |disk| disk.set("max-request", "2048").unwrap());
-    change(&mut queue, &disk, |disk| disk.set("max-request", "16384").unwrap());
-    change(&mut queue, &disk, |disk| disk.set("depth", "7").unwrap());
+    change(&mut queue, &disk, |disk| disk.set_driver(&DeviceSetting::MaxRequest(2048)).unwrap());
+    change(&mut queue, &disk, |disk| disk.set_driver(&DeviceSetting::MaxRequest(16384)).unwrap());
+    change(&mut queue, &disk, |disk| disk.set(Setting::Depth(7)).unwrap());
     assert!(drain(&mut queue).into_iter().all(|completion| completion.result == Ok(())));
     device.assert_legal();
     assert!(device.state().current[..want.len()] == want);
@@ -222,12 +233,12 @@ fn statistics_that_are_turned_on_time_no_io_from_before_the_machine_started() {
     for mark in 0..4 {
         queue.submit(Bio::read(Sector(mark * 8), filled(512, 1), mark)).unwrap();
     }
-    change(&mut queue, &disk, |disk| disk.set("iostats", "on").unwrap());
+    change(&mut queue, &disk, |disk| disk.set(Setting::Iostats(true)).unwrap());
     drop(frozen);
     drain(&mut queue);
-    disk.set("iostats", "off").unwrap();
+    disk.set(Setting::Iostats(false)).unwrap();
     run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0));
-    disk.set("iostats", "on").unwrap();
+    disk.set(Setting::Iostats(true)).unwrap();
     run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0));
     let stats = disk.stats();
     assert_eq!((stats.groups[0].ios, stats.in_flight), (5, [0, 0]));
@@ -243,8 +254,8 @@ fn the_depth_in_force_is_the_most_that_the_driver_has() {
     for depth in [1u16, 2, 5, 128, 3] {
         for scheduler in blkq::SchedulerKind::ALL {
             change(&mut queue, &disk, |disk| {
-                disk.set("depth", &depth.to_string()).unwrap();
-                disk.set("scheduler", scheduler.name()).unwrap();
+                disk.set(Setting::Depth(depth)).unwrap();
+                disk.set(Setting::Scheduler(scheduler)).unwrap();
             });
             device.state().held_max = 0;
             for n in 0..300 {
@@ -263,25 +274,19 @@ fn the_depth_in_force_is_the_most_that_the_driver_has() {
 }
 
 #[test]
-fn senseless_values_and_unknown_keys_are_refused_and_change_nothing() {
+fn depths_beyond_the_room_and_unknown_settings_change_nothing() {
     let device = Device::plain(Behaviour::default());
-    let (disk, mut queue) = device.open();
+    let disk = device.builder().depth(200).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
     let before = disk.settings();
-    for (key, value) in [
-        ("depth", "0"),
-        ("depth", "99999"),
-        ("depth", "-1"),
-        ("depth", "x"),
-        ("scheduler", "bfq"),
-        ("merge", "yes"),
-        ("clock", "slow"),
-        ("iostats", ""),
-        ("batching", "1"),
-        ("no-such", "1"),
-    ] {
-        assert!(disk.set(key, value).is_err(), "{key}={value}");
+    assert_eq!(disk.depth_max(), 400);
+    for depth in [0, 401, u16::MAX] {
+        assert_eq!(disk.set(Setting::Depth(depth)).unwrap_err().kind(), ErrorKind::Invalid);
     }
-    assert_eq!(disk.settings(), before);
+    let unknown = disk.set_driver(&Colour).unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::NotFound);
+    assert_eq!(unknown.to_string(), "the test driver has no setting colour");
+    assert_eq!((disk.settings(), device.state().reloads), (before, 0));
     assert_eq!(run(&mut queue, Bio::read(Sector(0), filled(512, 0), 0)).result, Ok(()));
 }
 
@@ -291,15 +296,15 @@ fn changes_of_several_threads_at_once_are_all_in_force() {
         let device = Device::plain(Behaviour::default());
         let disk = device.builder().build().unwrap();
         std::thread::scope(|scope| {
-            for (key, value) in [
-                ("depth", "7"),
-                ("merge", "off"),
-                ("iostats", "off"),
-                ("clock", "precise"),
-                ("scheduler", "mq-deadline"),
+            for setting in [
+                Setting::Depth(7),
+                Setting::Merge(false),
+                Setting::Iostats(false),
+                Setting::Clock(blkq::ClockMode::Precise),
+                Setting::Scheduler(blkq::SchedulerKind::MqDeadline),
             ] {
                 let disk = &disk;
-                scope.spawn(move || disk.set(key, value).unwrap());
+                scope.spawn(move || disk.set(setting).unwrap());
             }
         });
         let settings = disk.settings();
@@ -321,7 +326,7 @@ fn a_change_that_io_keeps_from_happening_says_so() {
     // Nobody lets it end: the change waits. It goes on once the I/O has ended.
     change(&mut queue, &disk, |disk| {
         std::thread::scope(|scope| {
-            let set = scope.spawn(|| disk.set("merge", "off"));
+            let set = scope.spawn(|| disk.set(Setting::Merge(false)));
             std::thread::sleep(Duration::from_millis(50));
             assert!(!set.is_finished());
             device.release(1);
@@ -337,7 +342,7 @@ fn a_change_that_io_keeps_from_happening_says_so() {
 fn a_change_while_a_queue_opens_holds_for_its_first_bio() {
     type Change = fn(&Disk);
     let cases: [(Change, Status); 2] = [
-        (|disk| disk.set("read-only", "on").unwrap(), Status::ReadOnly),
+        (|disk| disk.set(Setting::ReadOnly(true)).unwrap(), Status::ReadOnly),
         (|disk| assert_eq!(disk.resize(Some(64 << 10)).unwrap(), 64 << 10), Status::Invalid),
     ];
     for (change, refused) in cases {
@@ -364,17 +369,18 @@ fn zeroes_that_wait_across_a_change_stay_zeroes() {
     let disk = device.builder().depth(2).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512 << 10, 7), 0)).result, Ok(()));
-    for (key, value) in [("max-request", "4096"), ("max-request", "262144"), ("max-segments", "1")] {
+    let (small, large) = (DeviceSetting::MaxRequest(4096), DeviceSetting::MaxRequest(256 << 10));
+    for setting in [small, large, DeviceSetting::MaxSegments(1)] {
         device.state().current.fill(7);
         let frozen = change(&mut queue, &disk, |disk| disk.freeze());
         queue.submit(Bio::write_zeroes(Sector(8), 512, 1)).unwrap();
-        change(&mut queue, &disk, |disk| disk.set(key, value).unwrap());
+        change(&mut queue, &disk, |disk| disk.set_driver(&setting).unwrap());
         drop(frozen);
         assert_eq!(drain(&mut queue).pop().unwrap().result, Ok(()));
         device.assert_legal();
         let zeroes = 4096..4096 + (256 << 10);
         for (place, byte) in device.state().current.iter().enumerate() {
-            assert_eq!(*byte, if zeroes.contains(&place) { 0 } else { 7 }, "{key}={value}, byte {place}");
+            assert_eq!(*byte, if zeroes.contains(&place) { 0 } else { 7 }, "{setting:?}, byte {place}");
         }
     }
 }
@@ -385,10 +391,10 @@ fn a_change_that_panics_leaves_a_disk_that_works() {
     common::within(60, || {
         let device = Device::plain(Behaviour::default());
         let (disk, mut queue) = device.open();
-        let changing = || disk.set("panic", "now");
+        let changing = || disk.set_driver(&DeviceSetting::Panic);
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(changing)).unwrap_err();
         assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
-        disk.set("read-only", "on").unwrap();
+        disk.set(Setting::ReadOnly(true)).unwrap();
         assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Err(Status::ReadOnly));
         // The same for threads that freeze or quiesce it.
         let stopping = || {
@@ -410,17 +416,16 @@ fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
     // In flight for good: a freeze would have to wait for it.
     queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap();
     queue.poll();
-    for (key, value, kind) in [
-        ("colour", "red", ErrorKind::NotFound),
-        ("read-only", "maybe", ErrorKind::Invalid),
-        ("depth", "0", ErrorKind::Invalid),
-        ("scheduler", "fifo", ErrorKind::Invalid),
-    ] {
-        let begin = std::time::Instant::now();
-        assert_eq!(disk.set(key, value).unwrap_err().kind(), kind, "{key}");
-        assert!(begin.elapsed() < Duration::from_secs(10), "{key} froze the disk");
+    device.state().read_only_refused = true;
+    let begin = std::time::Instant::now();
+    for (setting, kind) in
+        [(Setting::Depth(0), ErrorKind::Invalid), (Setting::ReadOnly(true), ErrorKind::Unsupported)]
+    {
+        assert_eq!(disk.set(setting).unwrap_err().kind(), kind, "{setting:?}");
     }
-    assert_eq!(device.state().prepared, ["colour"]);
+    assert_eq!(disk.set_driver(&Colour).unwrap_err().kind(), ErrorKind::NotFound);
+    assert!(begin.elapsed() < Duration::from_secs(10), "the disk was frozen");
+    assert_eq!(device.state().prepared, ["read-only", "colour"]);
     device.release_all();
     drain(&mut queue);
     device.assert_legal();
@@ -431,7 +436,7 @@ fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
 fn limits_that_contradict_each_other_are_refused_and_never_used() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
-    assert_eq!(disk.set("max-request", "100").unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(disk.set_driver(&DeviceSetting::MaxRequest(100)).unwrap_err().kind(), ErrorKind::Invalid);
     assert_eq!(disk.resize(Some(1000)).unwrap_err().kind(), ErrorKind::Invalid);
     let limits = queue.limits().clone();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(4096, 1), 0)).result, Ok(()));
@@ -442,7 +447,7 @@ fn limits_that_contradict_each_other_are_refused_and_never_used() {
     drop(queue);
     assert_eq!(disk.open_queue(0).err().unwrap().kind(), ErrorKind::Invalid);
     disk.resize(Some(4096)).unwrap_err();
-    disk.set("max-request", "4096").unwrap();
+    disk.set_driver(&DeviceSetting::MaxRequest(4096)).unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(8), filled(512, 1), 0)).result, Err(Status::Invalid));
 }

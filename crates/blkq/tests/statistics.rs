@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use blkq::{Bio, BioFlags, Counter, Operation, QueueLimits, Sector, StatGroup, Status};
+use blkq::{Bio, BioFlags, Counter, Operation, QueueLimits, Sector, Setting, StatGroup, Status};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits, run};
 
 // Contract: statistics
@@ -113,7 +113,7 @@ fn with_statistics_off_nothing_is_counted_and_with_them_on_again_in_flight_is_ri
         assert_eq!(stats[StatGroup::Read].ios, round.div_ceil(2) * 100);
         assert_eq!(stats.in_flight, [0, 0]);
         queue.poll();
-        disk.set("iostats", if round % 2 == 0 { "on" } else { "off" }).unwrap();
+        disk.set(Setting::Iostats(round % 2 == 0)).unwrap();
     }
     assert!(disk.stats().in_flight_max[0] <= 128, "{:?}", disk.stats().in_flight_max);
     assert_eq!(device.count(Operation::Read), 400);

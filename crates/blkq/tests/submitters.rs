@@ -11,8 +11,11 @@ use std::time::{Duration, Instant};
 use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq::drivers::ram::Ram;
 use blkq::gate::Direction;
-use blkq::{Bio, BioFlags, Data, Disk, EngineThread, Operation, QueueLimits, Sector, Status};
-use common::{Behaviour, Device, Finish, filled, plain_limits, within};
+use blkq::{
+    Bio, BioFlags, ClockMode, Data, Disk, EngineThread, Operation, QueueLimits, SchedulerKind, Sector,
+    Setting, Status,
+};
+use common::{Behaviour, Device, DeviceSetting, Finish, filled, plain_limits, within};
 
 fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
@@ -210,19 +213,21 @@ fn every_setting_can_change_under_load() {
         let disk = device.builder().queues(2).build().unwrap();
         let engine = engine(&disk);
         under_load(&disk, 8, || {
-            let values = [
-                ("depth", ["1", "2", "64", "128"]),
-                ("scheduler", ["none", "mq-deadline", "kyber", "mq-deadline"]),
-                ("merge", ["off", "on", "off", "on"]),
-                ("iostats", ["off", "on", "off", "on"]),
-                ("clock", ["precise", "cached", "precise", "cached"]),
-                ("batching", ["off", "on", "off", "on"]),
-                ("max-request", ["512", "4096", "1536", "8192"]),
-            ];
+            use SchedulerKind::{Kyber, MqDeadline, None};
             for round in 0..8 {
-                for (key, values) in values {
-                    disk.set(key, values[round % 4]).unwrap();
+                let on = round % 2 == 1;
+                for setting in [
+                    Setting::Depth([1, 2, 64, 128][round % 4]),
+                    Setting::Scheduler([None, MqDeadline, Kyber, MqDeadline][round % 4]),
+                    Setting::Merge(on),
+                    Setting::Iostats(on),
+                    Setting::Clock(if on { ClockMode::Cached } else { ClockMode::Precise }),
+                    Setting::Batching(on),
+                ] {
+                    disk.set(setting).unwrap();
                 }
+                let bytes = [512, 4096, 1536, 8192][round % 4];
+                disk.set_driver(&DeviceSetting::MaxRequest(bytes)).unwrap();
                 assert_eq!(
                     disk.resize(Some((1 << 20) - 512 * round as u64)).unwrap(),
                     (1 << 20) - 512 * round as u64
@@ -360,7 +365,7 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
             }
             assert_eq!(common::drain(&mut queue).len(), 10);
             drop(queue);
-            disk.set("depth", "1").unwrap();
+            disk.set(Setting::Depth(1)).unwrap();
         }
     });
 }
@@ -544,14 +549,14 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
                 while disk.gate_counters().largest_in_flight[direction as usize] == 0 {
                     std::thread::yield_now();
                 }
-                disk.set("memory-align", "512").unwrap();
+                disk.set_driver(&DeviceSetting::MemoryAlign(512)).unwrap();
                 drop(frozen);
                 waiting.join().unwrap().unwrap();
             });
             // Before it is submitted.
-            disk.set("memory-align", "1").unwrap();
+            disk.set_driver(&DeviceSetting::MemoryAlign(1)).unwrap();
             io(odd).unwrap();
-            disk.set("memory-align", "512").unwrap();
+            disk.set_driver(&DeviceSetting::MemoryAlign(512)).unwrap();
             io(odd).unwrap();
             device.assert_legal();
         }

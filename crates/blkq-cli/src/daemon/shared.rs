@@ -11,6 +11,7 @@ use rustix::process::Uid;
 
 use crate::failure::{Failure, Outcome};
 use crate::serve::Device;
+use crate::settings::Setting;
 use crate::signals::Signal;
 use crate::state::{Claim, StateDir};
 use crate::{log, systemd};
@@ -234,15 +235,11 @@ impl Shared {
     }
 
     fn set_one(&self, key: &str, value: &str) -> Outcome {
-        match key {
-            "autoclear" => {}
-            "hang-warning" => return self.device.set_hang_warning(value),
-            _ => return self.device.set(key, value),
-        }
+        let setting = self.device.read_setting(key, value)?;
         // A client that was promised that it stays can rely on it.
-        let stage = self.stage();
-        stage.check()?;
-        self.device.set_autoclear(value)
+        let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());
+        staying.as_ref().map_or(Ok(()), |stage| stage.check())?;
+        self.device.set(&setting)
     }
 }
 

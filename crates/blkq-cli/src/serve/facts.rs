@@ -6,10 +6,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkq::QueueLimits;
 use blkq_export::nbd::ConnectionInfo;
 
-use super::{BackgroundThreads, Device, PACING, RECEIVE_BACKOFF};
+use super::{BackgroundThreads, Device};
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
+use crate::settings::Setting;
 
 impl Device {
     /// The device as it is now, with notes for the user that attached it.
@@ -31,7 +32,6 @@ impl Device {
         let running = self.running()?;
         let disk = &running.disk;
         let (limits, settings) = (disk.limits(), disk.settings());
-        let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
         let mut facts = disk.driver().describe();
         let mut fact = |name: &str| {
             let at = facts.iter().position(|(key, _)| *key == name)?;
@@ -47,19 +47,19 @@ impl Device {
         };
         let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
         let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
+        let queues = ("queues", disk.queue_count().to_string());
         let settings = [
-            ("queues", disk.queue_count().to_string()),
-            ("depth", settings.depth.to_string()),
-            ("scheduler", settings.scheduler.to_string()),
-            ("merge", switch(settings.merge)),
-            ("batching", switch(settings.batching)),
-            ("iostats", switch(settings.iostats)),
-            ("clock", settings.clock.to_string()),
+            Setting::Depth(settings.depth),
+            Setting::Scheduler(settings.scheduler),
+            Setting::Merge(settings.merge),
+            Setting::Batching(settings.batching),
+            Setting::Iostats(settings.iostats),
+            Setting::Clock(settings.clock),
         ];
         let served = !running.servers.is_empty();
         let of_nbd = [
-            (PACING, switch(self.switches.pacing.load(Relaxed))),
-            (RECEIVE_BACKOFF, switch(self.switches.receive_backoff.load(Relaxed))),
+            Setting::Pacing(self.switches.pacing.load(Relaxed)),
+            Setting::ReceiveBackoff(self.switches.receive_backoff.load(Relaxed)),
         ]
         .into_iter()
         .filter(|_| served);
@@ -85,9 +85,8 @@ impl Device {
             direct_io,
             attach_options: self.attach_options.clone(),
             capabilities: capabilities(&limits),
-            settings: settings
-                .into_iter()
-                .chain(of_nbd)
+            settings: std::iter::once(queues)
+                .chain(settings.into_iter().chain(of_nbd).map(|setting| (setting.key(), setting.value())))
                 .chain(dispatch)
                 .chain(ublk)
                 .chain(watching)

@@ -14,10 +14,9 @@ mod settings;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use blkq::ErrorKind;
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
 
@@ -26,23 +25,17 @@ use crate::confine::{self, Confinement, Needs};
 use crate::failure::{Failure, Outcome};
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
+use crate::log;
 use crate::metrics::Endpoint;
 use crate::options::Record;
+use crate::settings::Has;
 use crate::size::format_size;
 use crate::statistics::Statistics;
-use crate::{autoclear, log};
 
 use meter::Meter;
 use running::{Running, busy};
 
 pub use rehearsal::check_take_over;
-
-/// The settings that are none of the disk's.
-const AUTOCLEAR: &str = "autoclear";
-const HANG_WARNING: &str = "hang-warning";
-const PACING: &str = "pacing";
-const RECEIVE_BACKOFF: &str = "receive-backoff";
-const NOT_OF_DISK: [&str; 4] = [AUTOCLEAR, HANG_WARNING, PACING, RECEIVE_BACKOFF];
 
 /// A device being served, until it is stopped.
 pub struct Device {
@@ -67,7 +60,9 @@ pub struct Device {
     block_device_stopped: AtomicBool,
     /// Readable when the kernel rejected a command of its queues.
     failure_event: Arc<OwnedFd>,
-    /// And what was changed since, by its last value.
+    /// The groups of settings that it has.
+    has: Has,
+    /// And what was changed since it was attached, by its last value, as the state file has it.
     settings: Mutex<Vec<(String, String)>>,
     certificates: Option<TlsCertificates>,
     rejection_event: Arc<OwnedFd>,
@@ -144,20 +139,6 @@ impl Device {
         Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
     }
 
-    /// Changes whether it detaches with its last client.
-    ///
-    /// # Errors
-    /// If it cannot, or `value` is neither `on` nor `off`.
-    pub fn set_autoclear(&self, value: &str) -> Outcome {
-        let on = autoclear::parse(value)?;
-        if let Some(ublk) = &self.running()?.ublk {
-            ublk.watch_users(on)?;
-        }
-        self.autoclear.set(on);
-        keep(&mut self.settings(), AUTOCLEAR, value);
-        Ok(())
-    }
-
     fn settings(&self) -> MutexGuard<'_, Vec<(String, String)>> {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -165,16 +146,6 @@ impl Device {
     /// The counters, unless the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         self.meter.statistics()
-    }
-
-    /// Changes after how many seconds in flight a request is reported.
-    ///
-    /// # Errors
-    /// If `value` is no such number.
-    pub fn set_hang_warning(&self, value: &str) -> Outcome {
-        self.background().as_ref().ok_or_else(stopping)?.hangs.set(value)?;
-        keep(&mut self.settings(), HANG_WARNING, value);
-        Ok(())
     }
 
     /// Reads the certificates anew, for clients that connect from now on. Returns what happened, for
@@ -209,47 +180,6 @@ impl Device {
             ublk: block_device,
             settings: self.settings().clone(),
         })
-    }
-
-    /// Changes a setting of the disk or its driver, while no I/O is in flight.
-    ///
-    /// # Errors
-    /// If there is no such setting, or it cannot have that value.
-    pub fn set(&self, key: &str, value: &str) -> Outcome {
-        let running = self.running()?;
-        // The value that is kept is the one that was set last, of several at once too.
-        let mut settings = self.settings();
-        let switch = match key {
-            PACING => Some(&self.switches.pacing),
-            RECEIVE_BACKOFF => Some(&self.switches.receive_backoff),
-            _ => None,
-        };
-        if let Some(switch) = switch {
-            if running.servers.is_empty() {
-                return Err(Failure::new("it is for NBD, over which the device is not served"));
-            }
-            let on = match value {
-                "on" => true,
-                "off" => false,
-                _ => return Err(Failure::new(format!("{key} is on or off, not {value:?}"))),
-            };
-            switch.store(on, Relaxed);
-            keep(&mut settings, key, value);
-            return Ok(());
-        }
-        running.disk.set(key, value).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => settings::no_such_setting(key, running.disk.driver()),
-            _ => error.into(),
-        })?;
-        if let Some(ublk) = running.ublk.as_ref().filter(|_| key == "read-only") {
-            let read_only = value == "on";
-            ublk.set_read_only(read_only).inspect_err(|_| {
-                // Undone; the error is the reason.
-                let _ = running.disk.set(key, if read_only { "off" } else { "on" });
-            })?;
-        }
-        keep(&mut settings, key, value);
-        Ok(())
     }
 
     /// Changes the size; `None` takes over that of the image. Returns the new one in bytes. A smaller
@@ -363,12 +293,6 @@ impl BackgroundThreads {
         let metrics = self.metrics.iter().map(|endpoint| ("metrics", endpoint.uri().to_owned()));
         std::iter::once(limit).chain(metrics).collect()
     }
-}
-
-/// Notes that `key` was set to `value`.
-fn keep(settings: &mut Vec<(String, String)>, key: &str, value: &str) {
-    settings.retain(|(other, _)| other != key);
-    settings.push((key.to_owned(), value.to_owned()));
 }
 
 fn stopping() -> Failure {

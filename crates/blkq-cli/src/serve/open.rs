@@ -17,19 +17,18 @@ use super::listen::{
     addresses, directories_of, listen_at, no_server, tls, warn_of_access, warn_of_closed_directories,
 };
 use super::running::Running;
-use super::{
-    AUTOCLEAR, BackgroundThreads, Device, HANG_WARNING, Meter, NOT_OF_DISK, PACING, RECEIVE_BACKOFF,
-    rejections,
-};
+use super::settings::Kept;
+use super::{BackgroundThreads, Device, Meter, rejections};
 use crate::access::socket_access;
 use crate::autoclear::{Autoclear, new_event};
 use crate::confine::{self, Confinement, Needs};
 use crate::descriptors::clients_max;
 use crate::failure::{Failure, Outcome};
-use crate::hangs::{self, HangWatch};
+use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::metrics::Endpoint;
 use crate::options::{AttachOptions, Export, Format, Record};
+use crate::settings::Has;
 use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long an image may still be in use by a daemon that was killed, and had another name.
@@ -102,15 +101,6 @@ impl Device {
         options.format = Some(Format::Raw);
         let bytes = identity.size_bytes()?;
         keep_size(&mut options, bytes);
-        for (key, value) in &state.settings {
-            match key.as_str() {
-                AUTOCLEAR => options.autoclear = value == "on",
-                PACING => options.pacing = value == "on",
-                RECEIVE_BACKOFF => options.receive_backoff = value == "on",
-                HANG_WARNING => options.hang_warning = hangs::parse(value).unwrap_or(options.hang_warning),
-                _ => {}
-            }
-        }
         let nbd = options.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
         let attach =
@@ -127,7 +117,11 @@ impl Device {
         Device::serve(&options, claim, opened, listen, state, attach)
     }
 
-    fn serve(
+    /// Serves `driver` with the settings of `state`.
+    ///
+    /// # Errors
+    /// As [`Device::open`].
+    pub(super) fn serve(
         options: &AttachOptions,
         claim: &Claim,
         driver: Box<dyn Driver>,
@@ -142,6 +136,11 @@ impl Device {
     ) -> Outcome<Device> {
         let StateFile { attach_options, ublk: block_device, settings, .. } = state;
         let name = claim.name();
+        let has = Has::new(options);
+        let mut kept = Kept::read(has, &settings);
+        let mut options = options.clone();
+        kept.put_into(&mut options);
+        let options = &options;
         let autoclear = Autoclear::new(options.autoclear)?;
         let driver_name = driver.name();
         let disk = Disk::builder(driver)
@@ -155,13 +154,7 @@ impl Device {
             .clock(options.clock)
             .read_only(options.read_only)
             .build()?;
-        let of_disk = settings.iter().filter(|(key, _)| !NOT_OF_DISK.contains(&key.as_str()));
-        let not_kept: Vec<String> = of_disk
-            .filter_map(|(key, value)| {
-                let error = disk.set(key, value).err()?;
-                Some(format!("{key}={value} was set before and cannot be set again: {error}"))
-            })
-            .collect();
+        kept.set(&disk);
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         // Before the mounts that these are on may go.
         let tls = tls(options)?;
@@ -248,7 +241,7 @@ impl Device {
         }
         needs.block_device =
             running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
-        let mut warnings = not_kept;
+        let mut warnings = kept.warnings;
         if connections_max < connections_wanted && !running.servers.is_empty() {
             warnings.push(format!(
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
@@ -280,6 +273,7 @@ impl Device {
             block_device,
             block_device_stopped: AtomicBool::new(false),
             failure_event,
+            has,
             settings: Mutex::new(settings),
             certificates,
             rejection_event,

@@ -1,50 +1,212 @@
-//! The settings of a device, for the refusal of others.
+//! The settings of a device: how they are changed and kept, and how a device that is taken over gets
+//! those of its last daemon.
 
-use blkq::Driver;
+use std::sync::atomic::Ordering::Relaxed;
 
-use crate::failure::Failure;
-use crate::settings::{OF_DEVICES, OF_FAULTS, OF_IMAGES};
+use blkq::Disk;
+use blkq::drivers::r#loop::LoopSetting;
 
-/// Options of `attach` that stay as they are.
-const FIXED: [&str; 18] = [
-    "copy",
-    "export",
-    "fault",
-    "format",
-    "handshake-timeout",
-    "listen",
-    "max-connections",
-    "metrics",
-    "name",
-    "offset",
-    "partscan",
-    "queues",
-    "sector-size",
-    "shared",
-    "socket-group",
-    "socket-mode",
-    "tls",
-    "tls-certificates",
-];
+use super::running::Running;
+use super::{Device, stopping};
+use crate::failure::{Failure, Outcome};
+use crate::options::AttachOptions;
+use crate::settings::{Has, Setting};
 
-/// The refusal of a setting that a device of `driver` does not have.
-pub(super) fn no_such_setting(key: &str, driver: &dyn Driver) -> Failure {
-    let facts = driver.describe();
-    let has = |fact: &str| facts.iter().any(|(name, _)| *name == fact);
-    let mut settings = OF_DEVICES.to_vec();
-    settings.extend(OF_IMAGES.iter().filter(|_| has("direct-io")));
-    settings.extend(OF_FAULTS.iter().filter(|_| has("fault")));
-    settings.sort_unstable();
-    let cure = match key {
-        "size" | "size-limit" | "capacity" => "the size is changed by blkq resize".to_owned(),
-        key if OF_IMAGES.contains(&key) => {
-            "it is for images, and there is none behind this device".to_owned()
+impl Device {
+    /// The setting of this device that `key` and `value` say.
+    ///
+    /// # Errors
+    /// The settings that it has, if there is no such; the values, if it cannot have that one.
+    pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
+        self.has.read(key, value)
+    }
+
+    /// Changes a setting; one of the disk or its driver while no I/O is in flight.
+    ///
+    /// # Errors
+    /// If the device cannot be set to that.
+    pub fn set(&self, setting: &Setting) -> Outcome {
+        let running = self.running()?;
+        if let Setting::HangWarning(limit) = setting {
+            self.background().as_ref().ok_or_else(stopping)?.hangs.set(*limit);
         }
-        key if FIXED.contains(&key) => format!("it is fixed at attach; detach, and attach with --{key}"),
-        _ => format!(
-            "there are {}; the size is changed by blkq resize, and all else by attaching anew",
-            settings.join(", ")
-        ),
+        // The value that is kept is the one that was set last, of several at once too.
+        let mut settings = self.settings();
+        match setting {
+            Setting::HangWarning(_) => {}
+            Setting::Autoclear(on) => {
+                if let Some(ublk) = &running.ublk {
+                    ublk.watch_users(*on)?;
+                }
+                self.autoclear.set(*on);
+            }
+            Setting::Pacing(_) | Setting::ReceiveBackoff(_) if running.servers.is_empty() => {
+                return Err(Failure::new("it is for NBD, over which the device is not served"));
+            }
+            Setting::Pacing(on) => self.switches.pacing.store(*on, Relaxed),
+            Setting::ReceiveBackoff(on) => self.switches.receive_backoff.store(*on, Relaxed),
+            Setting::ReadOnly(on) => set_read_only(&running, *on)?,
+            _ => set_disk(&running.disk, setting)?,
+        }
+        let (key, value) = setting.to_text();
+        settings.retain(|(other, _)| *other != key);
+        settings.push((key, value));
+        Ok(())
+    }
+}
+
+/// Of the disk and of the kernel's block device, if there is one: of both or of none.
+fn set_read_only(running: &Running, on: bool) -> Outcome {
+    let setting = blkq::Setting::ReadOnly(on);
+    running.disk.set(setting)?;
+    if let Some(ublk) = &running.ublk {
+        ublk.set_read_only(on).inspect_err(|_| {
+            // Undone; the error is the reason.
+            let _ = running.disk.set(blkq::Setting::ReadOnly(!on));
+        })?;
+    }
+    Ok(())
+}
+
+/// Changes a setting of the disk or its driver; one of the daemon's own is none.
+fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
+    let changed = match setting {
+        Setting::Batching(on) => disk.set(blkq::Setting::Batching(*on)),
+        Setting::Clock(mode) => disk.set(blkq::Setting::Clock(*mode)),
+        Setting::Depth(depth) if *depth > disk.depth_max() => {
+            return Err(Failure::new(format!(
+                "depth is a number from 1 to {} here; for more, detach, and attach with --depth {depth}",
+                disk.depth_max()
+            )));
+        }
+        Setting::Depth(depth) => disk.set(blkq::Setting::Depth(*depth)),
+        Setting::Iostats(on) => disk.set(blkq::Setting::Iostats(*on)),
+        Setting::Merge(on) => disk.set(blkq::Setting::Merge(*on)),
+        Setting::ReadOnly(on) => disk.set(blkq::Setting::ReadOnly(*on)),
+        Setting::Scheduler(kind) => disk.set(blkq::Setting::Scheduler(*kind)),
+        Setting::DirectIo(mode) => disk.set_driver(&LoopSetting::DirectIo(*mode)),
+        Setting::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),
+        Setting::Fault(spec) => disk.set_driver(spec),
+        Setting::Autoclear(_) | Setting::HangWarning(_) | Setting::Pacing(_) | Setting::ReceiveBackoff(_) => {
+            Ok(())
+        }
     };
-    Failure::new(format!("no such setting: {cure}"))
+    Ok(changed?)
+}
+
+/// The settings that a device's last daemon had, for the next one.
+pub(super) struct Kept {
+    settings: Vec<Setting>,
+    /// Settings that are not in force again, and why.
+    pub warnings: Vec<String>,
+}
+
+impl Kept {
+    /// Reads those of a state file.
+    pub fn read(has: Has, text: &[(String, String)]) -> Kept {
+        let mut kept = Kept { settings: Vec::new(), warnings: Vec::new() };
+        for (key, value) in text {
+            match has.read(key, value) {
+                Ok(setting) => kept.settings.push(setting),
+                Err(failure) => kept.warn(key, value, &failure),
+            }
+        }
+        kept
+    }
+
+    fn warn(&mut self, key: &str, value: &str, failure: &Failure) {
+        self.warnings.push(format!("{key}={value} was set before and cannot be set again: {failure}"));
+    }
+
+    /// Has the daemon begin with those of its own.
+    pub fn put_into(&self, options: &mut AttachOptions) {
+        for setting in &self.settings {
+            match setting {
+                Setting::Autoclear(on) => options.autoclear = *on,
+                Setting::HangWarning(limit) => options.hang_warning = *limit,
+                Setting::Pacing(on) => options.pacing = *on,
+                Setting::ReceiveBackoff(on) => options.receive_backoff = *on,
+                _ => {}
+            }
+        }
+    }
+
+    /// Changes those of the disk and its driver, which nobody uses yet.
+    pub fn set(&mut self, disk: &Disk) {
+        for setting in std::mem::take(&mut self.settings) {
+            if let Err(failure) = set_disk(disk, &setting) {
+                self.warn(setting.key(), &setting.value(), &failure);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::options::tests::options;
+    use crate::serve::image::open_driver;
+    use crate::state::parse_state;
+    use crate::state::tests::scratch;
+
+    /// The file is in the format of the programs whose daemons kept settings as they were typed.
+    #[test]
+    fn settings_of_older_state_files_are_in_force_again() {
+        let dir = scratch("kept");
+        dir.create().unwrap();
+        let image = dir.path().join("image");
+        std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let words = [image.to_str().unwrap(), "--export", "nbd", "--no-sandbox", "--fault", "none"];
+        let options = options(&words);
+        let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
+        let kept = state.settings.clone();
+        // There is no such block device here.
+        state.ublk = None;
+
+        let claim = dir.claim("kept").unwrap();
+        let driver = open_driver(&options, false, Duration::ZERO).unwrap();
+        let device =
+            Device::serve(&options, &claim, driver, Vec::new(), state, |_, _, _, _| Ok(None)).unwrap();
+        let info = device.info().unwrap();
+        let now = |key: &str| {
+            let all = info.settings.iter().chain(&info.driver_facts);
+            all.filter(|(other, _)| other == key).map(|(_, value)| value.as_str()).next()
+        };
+        for (key, value) in &kept {
+            let value = value.as_str();
+            match key.as_str() {
+                "autoclear" => assert!(info.autoclear),
+                "read-only" => assert!(info.read_only),
+                "direct-io" => assert_eq!(info.direct_io.requested, value),
+                // Without a server it is not reported.
+                "pacing" => assert!(!device.switches.pacing.load(Relaxed)),
+                "receive-backoff" => assert!(!device.switches.receive_backoff.load(Relaxed)),
+                "colour" | "depth-of-sea" | "scheduler-of-old" => {
+                    let warning =
+                        format!("{key}={value} was set before and cannot be set again: no such setting");
+                    assert!(
+                        info.warnings.iter().any(|line| line.starts_with(&warning)),
+                        "{:?}",
+                        info.warnings
+                    );
+                }
+                _ => assert_eq!(now(key), Some(value), "{key}"),
+            }
+        }
+        let warned = info.warnings.iter().filter(|line| line.contains("was set before")).count();
+        assert_eq!(warned, 3, "{:?}", info.warnings);
+        // The next daemon reads what this one did not understand, and what is set from now on.
+        assert_eq!(device.state_file().unwrap().settings, kept);
+        device.set(&device.read_setting("depth", "16").unwrap()).unwrap();
+        let mut settings = device.state_file().unwrap().settings;
+        assert_eq!(settings.pop(), Some(("depth".to_owned(), "16".to_owned())));
+        assert!(kept.iter().filter(|(key, _)| key != "depth").eq(&settings));
+
+        device.close(true).unwrap();
+        device.stop().unwrap();
+        drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
 }

@@ -4,8 +4,10 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use blkq::drivers::fault::FaultSpec;
+use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopSetting};
 use blkq::random::Random;
-use blkq::{ErrorKind, SchedulerKind};
+use blkq::{ClockMode, ErrorKind, SchedulerKind, Setting};
 use blkq_simulation as simulation;
 
 use super::life::World;
@@ -13,9 +15,11 @@ use super::life::World;
 /// A change, as a user asks for it.
 #[derive(Clone, Debug)]
 enum Change {
-    /// Of what clients do not notice.
-    Setting(&'static str, String),
-    DirectIo(&'static str),
+    /// Of the disk, and clients do not notice.
+    Disk(Setting),
+    /// Of how requests are put to the file.
+    Dispatch(Dispatch),
+    DirectIo(DirectIo),
     ReadOnly(bool),
     /// In bytes; `None` for what the file has.
     Resize(Option<u64>),
@@ -23,20 +27,20 @@ enum Change {
 
 impl Change {
     fn by_chance(chance: &mut Random, block_sectors: u64, sectors_max: u64) -> Change {
-        let mut one_of = |values: &[&'static str]| values[chance.below(values.len() as u64) as usize];
-        let on_off = |word| if word == "on" { Change::ReadOnly(true) } else { Change::ReadOnly(false) };
-        match one_of(&["depth", "scheduler", "dispatch", "switch", "direct-io", "read-only", "size"]) {
-            "depth" => Change::Setting("depth", one_of(&["1", "2", "8", "128"]).into()),
-            "scheduler" => {
-                Change::Setting("scheduler", one_of(&SchedulerKind::ALL.map(SchedulerKind::name)).into())
+        let mut below = |count: usize| chance.below(count as u64) as usize;
+        match below(7) {
+            0 => Change::Disk(Setting::Depth([1, 2, 8, 128][below(4)])),
+            1 => Change::Disk(Setting::Scheduler(SchedulerKind::ALL[below(SchedulerKind::ALL.len())])),
+            2 => Change::Dispatch([Dispatch::Serial, Dispatch::Concurrent][below(2)]),
+            3 => {
+                let (switch, on) = (below(4), below(2) == 0);
+                let mode = if on { ClockMode::Cached } else { ClockMode::Precise };
+                let settings =
+                    [Setting::Merge(on), Setting::Batching(on), Setting::Iostats(on), Setting::Clock(mode)];
+                Change::Disk(settings[switch])
             }
-            "dispatch" => Change::Setting("dispatch", one_of(&["serial", "concurrent"]).into()),
-            "switch" => match one_of(&["merge", "batching", "iostats", "clock"]) {
-                "clock" => Change::Setting("clock", one_of(&["cached", "precise"]).into()),
-                key => Change::Setting(key, one_of(&["on", "off"]).into()),
-            },
-            "direct-io" => Change::DirectIo(one_of(&["on", "off"])),
-            "read-only" => on_off(one_of(&["on", "off", "off"])),
+            4 => Change::DirectIo([DirectIo::On, DirectIo::Off][below(2)]),
+            5 => Change::ReadOnly(below(3) == 0),
             _ => {
                 let blocks = sectors_max / block_sectors;
                 let size = (1 + chance.below(blocks)) * block_sectors;
@@ -77,9 +81,10 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         (world.disk(), change, begun)
     };
     let result = match &change {
-        Change::Setting(key, value) => disk.set(key, value),
-        Change::DirectIo(value) => disk.set("direct-io", value),
-        Change::ReadOnly(on) => disk.set("read-only", if *on { "on" } else { "off" }),
+        Change::Disk(setting) => disk.set(*setting),
+        Change::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),
+        Change::DirectIo(mode) => disk.set_driver(&LoopSetting::DirectIo(*mode)),
+        Change::ReadOnly(on) => disk.set(Setting::ReadOnly(*on)),
         Change::Resize(bytes) => disk.resize(*bytes).map(drop),
     };
     let mut world = world.borrow_mut();
@@ -89,7 +94,9 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         seen.refused_changes += 1;
         let may_be = match (&change, error.kind()) {
             // Earlier writes could not be made durable.
-            (Change::DirectIo(_) | Change::ReadOnly(_), ErrorKind::System) => common.errors_allowed,
+            (Change::DirectIo(_) | Change::ReadOnly(_), ErrorKind::System | ErrorKind::Lost) => {
+                common.errors_allowed
+            }
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
             // Requests in flight lasted too long.
             (_, ErrorKind::Busy) => common.slow,
@@ -102,15 +109,15 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
     match change {
         Change::ReadOnly(_) => common.read_only.end(now, limits.read_only),
         Change::Resize(_) => common.sectors.end(now, limits.capacity_bytes >> 9),
-        Change::Setting(..) | Change::DirectIo(_) => {}
+        Change::Disk(_) | Change::Dispatch(_) | Change::DirectIo(_) => {}
     }
     common.writes_seen = simulation::with_file(|file| file.writes());
     if result.is_ok() && matches!(change, Change::DirectIo(_) | Change::ReadOnly(_)) {
         // An fdatasync belongs to it.
         common.model.flushed(begun);
     }
-    if let (Ok(()), Change::DirectIo(value)) = (result, change) {
-        world.set_buffered(value == "off");
+    if let (Ok(()), Change::DirectIo(mode)) = (result, change) {
+        world.set_buffered(mode == DirectIo::Off);
     }
 }
 
@@ -131,7 +138,7 @@ pub fn make_faults(world: &Rc<RefCell<World>>) {
     }
     world.seen.changes += 1;
     world.common.ruled = spec != "none";
-    world.disk().set("fault", &spec).unwrap();
+    world.disk().set_driver(&spec.parse::<FaultSpec>().unwrap()).unwrap();
 }
 
 /// Rules for the fault driver, as docs/fault.md has them.

@@ -417,7 +417,7 @@ impl World {
         let how = if panicked { PANIC } else { chance.below(4) };
         // An orderly stop works under the faults, too, which block nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
-            disk.set("fault", "none").unwrap();
+            disk.set_driver(&FaultSpec::default()).unwrap();
             common.ruled = false;
         }
         match how {

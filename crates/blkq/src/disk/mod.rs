@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::disk::freeze::DiskControl;
-use crate::driver::{Change, Driver};
+use crate::driver::{Change, Driver, DriverSetting};
 use crate::error::{Error, ErrorKind, Status};
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
@@ -29,7 +29,7 @@ const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
 pub use builder::DiskBuilder;
-pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
+pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
 /// The part of a hardware queue that other threads see.
 pub(crate) struct HardwareQueue {
@@ -119,6 +119,12 @@ impl Disk {
         *lock(&self.settings)
     }
 
+    /// The greatest depth that [`Setting::Depth`] can set: the disk was built with room for so many
+    /// requests per queue.
+    pub fn depth_max(&self) -> u16 {
+        self.queues[0].tags.capacity()
+    }
+
     /// Number of hardware queues.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
@@ -174,38 +180,33 @@ impl Disk {
     }
 
     /// Changes a setting while I/O goes on: I/O in flight completes first, what comes
-    /// meanwhile waits, nothing is lost. Keys: `scheduler`, `depth`, `merge`, `batching`,
-    /// `iostats`, `clock`, `read-only`, and the driver's own (`direct-io`, `dispatch`, `fault`).
+    /// meanwhile waits, nothing is lost.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] for an unknown key, [`ErrorKind::Invalid`] for a bad value,
-    /// [`ErrorKind::Unsupported`] if a device that only reads is to be written to,
-    /// [`ErrorKind::Busy`] if I/O in flight does not complete within 30 seconds. Only the last
-    /// has frozen the disk.
-    pub fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+    /// [`ErrorKind::Invalid`] for a depth that the disk has no room for, [`ErrorKind::Unsupported`] if a
+    /// device that only reads is to be written to, [`ErrorKind::Busy`] if I/O in flight does not
+    /// complete within 30 seconds, and for read-only the driver's. What is wrong with the value is found
+    /// without a freeze.
+    pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
-        match key {
-            "scheduler" => settings.scheduler = value.parse()?,
-            "depth" => settings.depth = self.parse_depth(value)?,
-            "merge" => settings.merge = parse_switch(key, value)?,
-            "batching" => settings.batching = parse_switch(key, value)?,
-            "iostats" => settings.iostats = parse_switch(key, value)?,
-            "clock" => settings.clock = value.parse()?,
-            "read-only" => {
-                let read_only = parse_switch(key, value)?;
-                // A driver with a file has more to do: how that is open, and its locks.
-                let by_driver = match self.driver.prepare_set(key, value) {
-                    Err(error) if error.kind() == ErrorKind::NotFound => false,
-                    prepared => prepared.map(|_| true)?,
-                };
-                return self.frozen(|| self.set_read_only(read_only, by_driver));
+        match setting {
+            Setting::Scheduler(scheduler) => settings.scheduler = scheduler,
+            Setting::Depth(depth) => {
+                let most = self.depth_max();
+                if !(1..=most).contains(&depth) {
+                    let message = format!("depth {depth}: this disk was built for one from 1 to {most}");
+                    return Err(Error::new(ErrorKind::Invalid, message));
+                }
+                settings.depth = depth;
             }
-            _ => {
-                return match self.driver.prepare_set(key, value)? {
-                    Change::Live => self.driver.set(key, value),
-                    Change::Frozen => self.frozen(|| self.driver.set(key, value)),
-                };
+            Setting::Merge(on) => settings.merge = on,
+            Setting::Batching(on) => settings.batching = on,
+            Setting::Iostats(on) => settings.iostats = on,
+            Setting::Clock(mode) => settings.clock = mode,
+            Setting::ReadOnly(read_only) => {
+                self.driver.prepare_read_only(read_only)?;
+                return self.frozen(|| self.set_read_only(read_only));
             }
         }
         self.frozen(|| {
@@ -219,29 +220,28 @@ impl Disk {
         })
     }
 
-    fn set_read_only(&self, read_only: bool, by_driver: bool) -> Result<(), Error> {
-        if by_driver {
-            self.driver.set("read-only", if read_only { "on" } else { "off" })?;
+    /// Changes a setting of the driver's own, as [`Disk::set`] does those of the disk; without a
+    /// freeze if the driver needs none ([`Change::Live`]).
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if it is a setting of another driver; else the driver's, and
+    /// [`ErrorKind::Busy`] as with [`Disk::set`].
+    pub fn set_driver(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
+        let _one_at_a_time = lock(&self.changing);
+        match self.driver.prepare_set(setting)? {
+            Change::Live => self.driver.set(setting),
+            Change::Frozen => self.frozen(|| self.driver.set(setting)),
         }
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.driver.set_read_only(read_only)?;
         if !read_only && self.driver.limits().read_only {
             let message = format!("{}: the {} device itself is read-only", self.name, self.driver.name());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         self.read_only.store(read_only, Ordering::SeqCst);
         Ok(())
-    }
-
-    fn parse_depth(&self, value: &str) -> Result<u16, Error> {
-        let most = self.queues[0].tags.capacity();
-        match value.parse() {
-            Ok(depth) if (1..=most).contains(&depth) => Ok(depth),
-            _ => Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "depth {value:?}: give a number from 1 to {most}, or attach it anew with a greater one"
-                ),
-            )),
-        }
     }
 
     /// The size in bytes that [`Disk::resize`] would give the disk now, which stays as it is.
@@ -363,13 +363,5 @@ pub struct Quiesced<'a>(&'a Disk);
 impl Drop for Quiesced<'_> {
     fn drop(&mut self) {
         self.0.control.unquiesce(|queue| self.0.queues[queue].kick.kick());
-    }
-}
-
-fn parse_switch(key: &str, value: &str) -> Result<bool, Error> {
-    match value {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err(Error::new(ErrorKind::Invalid, format!("{key} {value:?}: give on or off"))),
     }
 }

@@ -17,6 +17,8 @@ use crate::engine::{EngineThread, Source, SourceContext};
 use crate::remote::gate::Direction;
 use crate::remote::kick::Wake;
 use crate::ring::Cqe;
+#[cfg(shuttle)]
+use crate::sched::SchedulerKind;
 use crate::sector::Sector;
 #[cfg(loom)]
 use crate::sync::model_within;
@@ -234,8 +236,9 @@ impl World {
     fn changer(&self) -> thread::JoinHandle<()> {
         let disk = self.disk.clone();
         thread::spawn(move || {
-            for (key, value) in [("depth", "1"), ("scheduler", "mq-deadline"), ("depth", "3")] {
-                disk.set(key, value).expect("a change");
+            let deadline = Setting::Scheduler(SchedulerKind::MqDeadline);
+            for setting in [Setting::Depth(1), deadline, Setting::Depth(3)] {
+                disk.set(setting).expect("a change");
             }
         })
     }

@@ -8,7 +8,28 @@ pub const DEPTH_DEFAULT: u16 = 128;
 /// Most requests of a queue (BLK_MQ_MAX_DEPTH).
 pub const DEPTH_MAX: u16 = 10240;
 
-/// The settings that can be changed on a live disk.
+/// A setting of a disk with its new value, for [`Disk::set`](crate::Disk::set). Settings of a driver's
+/// own are [`DriverSetting`](crate::DriverSetting)s.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Setting {
+    /// [`Settings::depth`], from 1 to [`Disk::depth_max`](crate::Disk::depth_max).
+    Depth(u16),
+    /// [`Settings::scheduler`].
+    Scheduler(SchedulerKind),
+    /// [`Settings::merge`].
+    Merge(bool),
+    /// [`Settings::batching`].
+    Batching(bool),
+    /// [`Settings::iostats`].
+    Iostats(bool),
+    /// [`Settings::clock`].
+    Clock(ClockMode),
+    /// Whether writes are refused ([`QueueLimits::read_only`](crate::QueueLimits::read_only)).
+    ReadOnly(bool),
+}
+
+/// The settings in force on a disk; all can be changed while I/O goes on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Settings {
     /// Requests that the driver gets at once, per queue.

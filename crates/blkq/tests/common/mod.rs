@@ -3,6 +3,7 @@
 //! cache, so that a loss of power can be played.
 #![allow(dead_code, clippy::unwrap_used, reason = "shared by tests of which none uses all of it")]
 
+mod behaviour;
 mod scattered;
 
 use std::collections::HashSet;
@@ -14,40 +15,14 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::random::{Random, mix};
 use blkq::{
-    BioFlags, Busy, Change, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, IoBuffer, IoResult,
-    KernelPages, LocalQueue, OpenContext, Operation, QueueLimits, Status, Tag, Taken,
+    BioFlags, Busy, Change, Disk, Driver, DriverContext, DriverQueue, DriverSetting, Error, ErrorKind,
+    IoBuffer, IoResult, KernelPages, LocalQueue, OpenContext, Operation, QueueLimits, Status, Tag, Taken,
 };
 
+#[allow(unused_imports, reason = "not every test file sets the device")]
+pub use behaviour::{Behaviour, DeviceSetting, Finish};
 #[allow(unused_imports, reason = "not every test file scatters")]
 pub use scattered::{Scattered, bytes_of};
-
-/// When the device ends requests.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Finish {
-    /// Before it returns from taking them.
-    AtOnce,
-    /// Some of them, in any order, whenever it is polled.
-    Random,
-    /// Only as [`Device::release`] says.
-    Held,
-}
-
-/// How the device behaves.
-#[derive(Clone, Debug)]
-pub struct Behaviour {
-    pub finish: Finish,
-    pub seed: u64,
-    /// One of so many requests is refused; 0: none.
-    pub busy_every: u64,
-    /// After so many write zeroes and discards the device finds out that it cannot do them.
-    pub revoke_after: Option<u32>,
-}
-
-impl Default for Behaviour {
-    fn default() -> Behaviour {
-        Behaviour { finish: Finish::AtOnce, seed: 1, busy_every: 0, revoke_after: None }
-    }
-}
 
 /// A request as the device got it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -101,7 +76,9 @@ pub struct State {
     shared_tags: bool,
     revocable: u32,
     /// Settings that were prepared.
-    pub prepared: Vec<String>,
+    pub prepared: Vec<&'static str>,
+    /// Read-only stays as it is.
+    pub read_only_refused: bool,
     /// Called once, when the next queue is opened.
     pub on_open: Option<Box<dyn FnOnce() + Send>>,
     pub violations: Vec<String>,
@@ -139,6 +116,7 @@ impl Device {
             shared_tags: false,
             revocable: 0,
             prepared: Vec::new(),
+            read_only_refused: false,
             on_open: None,
             violations: Vec::new(),
         })))
@@ -229,29 +207,40 @@ impl Driver for Device {
         Ok(Box::new(DeviceQueue { device, random, own_flush: Tag(cx.tags as u16 - 1), pending: Vec::new() }))
     }
 
-    fn prepare_set(&self, key: &str, _: &str) -> Result<Change, Error> {
-        let mut state = self.state();
-        state.prepared.push(key.to_owned());
-        match key {
-            "panic" | "read-only" | "memory-align" | "max-segments" | "max-request" => Ok(Change::Frozen),
-            _ => Err(Error::new(ErrorKind::NotFound, "no such setting")),
-        }
+    fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
+        self.state().prepared.push(setting.name());
+        let own = setting.downcast_ref::<DeviceSetting>();
+        own.map(|_| Change::Frozen).ok_or_else(|| setting.unknown_to("test"))
     }
 
-    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
+    fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         let mut state = self.state();
         state.expect(state_is_idle, "set under I/O");
-        match (key, value) {
-            ("panic", _) => {
+        match *setting.downcast_ref().expect("it was prepared") {
+            DeviceSetting::Panic => {
                 drop(state);
                 panic!("as the test wants it");
             }
-            ("read-only", _) => state.limits.read_only = value == "on",
-            ("memory-align", _) => state.limits.memory_align = value.parse().unwrap(),
-            ("max-segments", _) => state.limits.max_segments = value.parse().unwrap(),
-            ("max-request", _) => state.limits.max_request_bytes = value.parse().unwrap(),
-            _ => return Err(Error::new(ErrorKind::NotFound, "no such setting")),
+            DeviceSetting::MemoryAlign(bytes) => state.limits.memory_align = bytes,
+            DeviceSetting::MaxSegments(count) => state.limits.max_segments = count,
+            DeviceSetting::MaxRequest(bytes) => state.limits.max_request_bytes = bytes,
         }
+        Ok(())
+    }
+
+    fn prepare_read_only(&self, _: bool) -> Result<(), Error> {
+        let mut state = self.state();
+        state.prepared.push("read-only");
+        match state.read_only_refused {
+            true => Err(Error::new(ErrorKind::Unsupported, "as the test wants it")),
+            false => Ok(()),
+        }
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        let mut state = self.state();
+        state.expect(state_is_idle, "set under I/O");
+        state.limits.read_only = read_only;
         Ok(())
     }
 

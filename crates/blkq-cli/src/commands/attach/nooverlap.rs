@@ -16,6 +16,7 @@ use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::AttachOptions;
+use crate::settings::Setting;
 use crate::state::{Fate, StateDir};
 
 /// How long to wait for devices that are just starting or stopping.
@@ -58,7 +59,7 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
 
 /// Makes sure that the device stays for the user who now learns of it. False if it is just stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
-    let settings = vec![("autoclear".to_owned(), "off".to_owned())];
+    let settings = vec![Setting::Autoclear(false).to_text()];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });
     matches!(kept, Ok(Called::Answered(())))
 }

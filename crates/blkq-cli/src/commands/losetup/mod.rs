@@ -22,6 +22,7 @@ use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::warn;
 use crate::options::{AttachOptions, SectorSize};
+use crate::settings::Setting;
 use crate::state::StateDir;
 use crate::{complain, print};
 
@@ -323,10 +324,7 @@ impl Args {
         if let Some(size) = self.sector_size {
             options.sector_size = sector_size(size)?;
         }
-        options.direct_io = match self.direct_io.as_deref() {
-            Some("on") => DirectIo::On,
-            _ => DirectIo::Off,
-        };
+        options.direct_io = self.direct_io().unwrap_or(DirectIo::Off);
         options.whole_sectors = true;
         options.read_only = self.read_only;
         options.partscan = Some(self.partscan).into();
@@ -350,6 +348,11 @@ impl Args {
         Ok(Some(device.into_owned()))
     }
 
+    /// The direct I/O that is asked for, if one is.
+    fn direct_io(&self) -> Option<DirectIo> {
+        self.direct_io.as_deref().map(|mode| if mode == "on" { DirectIo::On } else { DirectIo::Off })
+    }
+
     fn change(&self, dir: &StateDir, device: &OsStr) -> Outcome<ExitCode> {
         let info = existing(dir, device)?;
         let failed = |e: Failure| e.during(&info.name);
@@ -362,8 +365,8 @@ impl Args {
                 ))));
             }
         }
-        if let Some(mode) = &self.direct_io {
-            let settings = vec![("direct-io".to_owned(), mode.clone())];
+        if let Some(mode) = self.direct_io() {
+            let settings = vec![Setting::DirectIo(mode).to_text()];
             ask::<()>(dir, &info.name, &Request::Set { settings }).map_err(failed)?;
         }
         Ok(ExitCode::SUCCESS)

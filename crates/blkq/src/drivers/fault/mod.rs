@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::driver::{Change, Driver, DriverQueue, Extent, OpenContext};
+use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::sync::atomic::AtomicU64;
@@ -83,19 +83,19 @@ impl Driver for Fault {
         self.shared.inner.extents(range, max)
     }
 
-    fn prepare_set(&self, key: &str, value: &str) -> Result<Change, Error> {
-        if key != "fault" {
-            return self.shared.inner.prepare_set(key, value);
+    fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
+        match setting.downcast_ref::<FaultSpec>() {
+            Some(_) => Ok(Change::Live),
+            None => self.shared.inner.prepare_set(setting),
         }
-        value.parse::<FaultSpec>().map(|_| Change::Live)
     }
 
-    /// `fault` takes a new spec, or `none`. Stuck requests go on.
-    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
-        if key != "fault" {
-            return self.shared.inner.set(key, value);
-        }
-        let rules = Rules::new(value.parse()?);
+    /// Takes a new [`FaultSpec`]; with an empty one nothing goes wrong any more. Stuck requests go on.
+    fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
+        let Some(spec) = setting.downcast_ref::<FaultSpec>() else {
+            return self.shared.inner.set(setting);
+        };
+        let rules = Rules::new(spec.clone());
         // Without queues the thread that opens the first one does it: an engine may be confined.
         if !lock(&self.shared.wakes).is_empty() {
             rules.watch()?;
@@ -104,6 +104,14 @@ impl Driver for Fault {
         self.shared.generation.fetch_add(1, Release);
         lock(&self.shared.wakes).values().for_each(|queue| queue.wake());
         Ok(())
+    }
+
+    fn prepare_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.shared.inner.prepare_read_only(read_only)
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.shared.inner.set_read_only(read_only)
     }
 
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {

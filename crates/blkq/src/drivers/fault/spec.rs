@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::bio::Operation;
+use crate::driver::DriverSetting;
 use crate::drivers::parse_bytes;
 use crate::error::{Error, ErrorKind, Status};
 
@@ -14,6 +15,9 @@ use crate::error::{Error, ErrorKind, Status};
 const STUCK_NS: u64 = 30_000_000_000;
 /// A p99 that a log-normal distribution of that mean can have is at most so many times the mean.
 const P99_BY_MEAN_MAX: u64 = 14;
+
+/// A spec without rules.
+const NONE: &str = "none";
 
 /// The effect of a fault on a request.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -90,7 +94,7 @@ pub struct Rule {
     pub file: Option<PathBuf>,
 }
 
-/// All that goes wrong with a device.
+/// All that goes wrong with a device; by default nothing.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct FaultSpec {
     /// Where chance begins: the same seed and the same requests have the same faults.
@@ -100,9 +104,16 @@ pub struct FaultSpec {
     text: String,
 }
 
+/// The faults that are injected from now on.
+impl DriverSetting for FaultSpec {
+    fn name(&self) -> &'static str {
+        "fault"
+    }
+}
+
 impl fmt::Display for FaultSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
+        f.write_str(if self.text.is_empty() { NONE } else { &self.text })
     }
 }
 
@@ -265,12 +276,12 @@ fn with_p99(effect: Effect, p99_ns: u64) -> Result<Effect, Error> {
 impl FromStr for FaultSpec {
     type Err = Error;
 
-    /// Rules and `seed=N`, separated by `;`. `none` is no rule at all.
+    /// Rules and `seed=N`, separated by `;`. `none` is the default.
     fn from_str(text: &str) -> Result<FaultSpec, Error> {
-        let mut spec = FaultSpec { text: text.to_owned(), ..FaultSpec::default() };
-        if text == "none" {
-            return Ok(spec);
+        if text == NONE {
+            return Ok(FaultSpec::default());
         }
+        let mut spec = FaultSpec { text: text.to_owned(), ..FaultSpec::default() };
         for part in text.split(';').map(str::trim) {
             match part.strip_prefix("seed=") {
                 Some(seed) if spec.seed.is_none() => spec.seed = Some(parse_number("seed", seed)?),
@@ -300,7 +311,9 @@ mod tests {
         assert_eq!((rule.range.clone(), rule.rate), (1 << 20..2 << 20, 0.25));
         assert_eq!((rule.after, rule.count, rule.file.clone()), (3, 2, Some("/tmp/on".into())));
         assert_eq!((stuck.effect, stuck.operations), (Effect::Stuck(STUCK_NS), [true; 5]));
-        assert_eq!("none".parse::<FaultSpec>().unwrap().rules, []);
+        let none: FaultSpec = "none".parse().unwrap();
+        assert_eq!((none.rules.len(), none.to_string().as_str()), (0, "none"));
+        assert_eq!(none, FaultSpec::default());
         let delay: Rule = "delay=2ms,p99=20ms".parse().unwrap();
         assert_eq!(delay.effect, Effect::Delay { mean_ns: 2_000_000, p99_ns: Some(20_000_000) });
         assert_eq!("lose".parse::<Rule>().unwrap().operations, [false, true, true, true, true]);

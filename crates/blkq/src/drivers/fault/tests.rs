@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::bio::{BioFlags, Operation};
 use crate::drivers::harness::{CountWakes, Harness, filled, pattern};
-use crate::drivers::r#loop::{LoopDevice, LoopOptions};
+use crate::drivers::r#loop::{Dispatch, LoopDevice, LoopOptions, LoopSetting};
 use crate::drivers::model::{Model, ModelOptions};
 use crate::drivers::ram::Ram;
 use crate::error::Status;
@@ -17,6 +17,10 @@ fn device(spec: &str) -> Fault {
     Fault::new(Box::new(ram), spec.parse().unwrap()).unwrap()
 }
 
+fn faults(spec: &str) -> FaultSpec {
+    spec.parse().unwrap()
+}
+
 fn open(spec: &str) -> (Fault, Harness) {
     let device = device(spec);
     let harness = Harness::open(&device).unwrap();
@@ -25,12 +29,12 @@ fn open(spec: &str) -> (Fault, Harness) {
 
 /// Writes a pattern over the whole device while nothing goes wrong.
 fn fill(device: &Fault, h: &mut Harness, spec: &str) -> Vec<u8> {
-    device.set("fault", "none").unwrap();
+    device.set(&FaultSpec::default()).unwrap();
     let content = pattern(SIZE as usize, 1);
     let expected = content.to_vec();
     let tag = h.write(0, vec![content]);
     assert_eq!(h.run(tag).0, Ok(()));
-    device.set("fault", spec).unwrap();
+    device.set(&faults(spec)).unwrap();
     expected
 }
 
@@ -66,11 +70,11 @@ fn an_error_hits_what_it_is_about_and_nothing_is_done() {
     let results: Vec<_> = (0..4).map(|_| write(&mut h, at, 9)).collect();
     assert_eq!(results, [Ok(()), Err(Status::NoSpace), Err(Status::NoSpace), Ok(())]);
     assert_eq!(device.hits(), [2]);
-    device.set("fault", "error=EIO").unwrap();
+    device.set(&faults("error=EIO")).unwrap();
     assert_eq!(read(&mut h, 0).0, Err(Status::Io));
     let tag = h.write(2 * at, vec![filled(4096, 1)]);
     assert_eq!(h.run(tag).0, Err(Status::Io));
-    device.set("fault", "none").unwrap();
+    device.set(&FaultSpec::default()).unwrap();
     assert_eq!(read(&mut h, 2 * at).1, expected[131_072..131_072 + 8192]);
 }
 
@@ -95,13 +99,13 @@ fn a_short_transfer_fails_and_a_torn_one_does_not() {
         for round in 0..20 {
             let at = round * 8192;
             assert_eq!(write(&mut h, at, 0xAA), result, "{spec}");
-            device.set("fault", "none").unwrap();
+            device.set(&FaultSpec::default()).unwrap();
             let (_, bytes) = read(&mut h, at);
             let done = bytes.iter().position(|byte| *byte != 0xAA).unwrap_or(bytes.len());
             assert!(done.is_multiple_of(512) && done < 8192, "{spec}: {done}");
             assert_eq!(bytes[done..], expected[at as usize + done..at as usize + 8192]);
             torn += usize::from(done > 0);
-            device.set("fault", spec).unwrap();
+            device.set(&faults(spec)).unwrap();
         }
         assert!(torn > 0);
     }
@@ -119,12 +123,33 @@ fn a_misdirected_write_lands_elsewhere_and_inside() {
     let (device, mut h) = open("none");
     let expected = fill(&device, &mut h, "seed=1;misdirect,op=write");
     assert_eq!(write(&mut h, 4096, 0xAA), Ok(()));
-    device.set("fault", "none").unwrap();
+    device.set(&FaultSpec::default()).unwrap();
     let now = h.read_back(0, SIZE as usize);
     assert_eq!(now[4096..4608], expected[4096..4608]);
     let changed: Vec<usize> = (0..SIZE as usize).filter(|at| now[*at] != expected[*at]).collect();
     let (first, last) = (changed[0], *changed.last().unwrap());
     assert!(last - first < 8192 && changed.iter().all(|at| now[*at] == 0xAA));
+}
+
+#[test]
+fn settings_of_the_wrapped_driver_pass_through() {
+    let serial = LoopSetting::Dispatch(Dispatch::Serial);
+    let path = std::env::temp_dir().join(format!("blkq-fault-settings-{}", std::process::id()));
+    std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
+    let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let device = Fault::new(Box::new(image), faults("error=EIO,op=read")).unwrap();
+    assert_eq!(device.prepare_set(&serial).unwrap(), Change::Frozen);
+    device.set(&serial).unwrap();
+    assert!(device.describe().contains(&("dispatch", "serial".to_owned())));
+    for read_only in [true, false] {
+        device.prepare_read_only(read_only).unwrap();
+        device.set_read_only(read_only).unwrap();
+        assert_eq!(device.limits().read_only, read_only);
+    }
+    assert_eq!(device.prepare_set(&faults("error=EIO")).unwrap(), Change::Live);
+    let error = self::device("none").set(&serial).unwrap_err();
+    assert_eq!(error.to_string(), "the ram driver has no setting dispatch");
 }
 
 #[test]
@@ -154,11 +179,11 @@ fn corruption_turns_one_bit_and_leaves_the_callers_memory_alone() {
     };
     let (result, bytes) = read(&mut h, 0);
     assert_eq!((result, different(&bytes, &expected[..8192])), (Ok(()), 1));
-    device.set("fault", "corrupt,op=write").unwrap();
+    device.set(&faults("corrupt,op=write")).unwrap();
     let tag = h.write(0, vec![filled(4096, 0x55), filled(4096, 0x55)]);
     let (result, given_back) = h.run(tag);
     assert_eq!((result, given_back), (Ok(()), vec![0x55; 8192]));
-    device.set("fault", "none").unwrap();
+    device.set(&FaultSpec::default()).unwrap();
     assert_eq!(different(&read(&mut h, 0).1, &[0x55; 8192]), 1);
 }
 
@@ -210,13 +235,13 @@ fn stuck_requests_complete_in_time_or_go_on_when_the_rules_change() {
     let tag = h.read(0, &[512]);
     assert_eq!(h.run(tag).0, Err(Status::Timeout));
     assert!(begin.elapsed() >= Duration::from_millis(20));
-    device.set("fault", "stuck").unwrap();
+    device.set(&faults("stuck")).unwrap();
     let tag = h.read(0, &[512]);
     h.start(&[tag]);
     h.turn();
     assert!(!h.has_completed(tag));
     let woken = wake.0.load(Ordering::Relaxed);
-    device.set("fault", "none").unwrap();
+    device.set(&FaultSpec::default()).unwrap();
     assert!(wake.0.load(Ordering::Relaxed) > woken);
     assert_eq!(h.wait(tag).0, Ok(()));
 }

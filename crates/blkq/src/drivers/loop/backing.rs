@@ -81,11 +81,9 @@ impl Backing {
                 }
                 let (what, cure) = match e.raw_os_error() {
                     Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
-                        (" for writing", "give write permission, or attach it read-only")
+                        (" for writing", "give write permission, or open it read-only")
                     }
-                    Some(libc::EACCES | libc::EPERM) => {
-                        ("", "give read permission, or attach it as its owner")
-                    }
+                    Some(libc::EACCES | libc::EPERM) => ("", "give read permission, or open it as its owner"),
                     _ => ("", ""),
                 };
                 Error::system(format!("cannot open the image {shown}{what}"), e).with_cure(cure)

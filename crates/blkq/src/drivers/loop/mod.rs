@@ -29,7 +29,7 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{Advice, OFlags, fadvise};
 
-use crate::driver::{Change, Driver, DriverQueue, Extent, OpenContext};
+use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
 use crate::sync::atomic::Ordering::Relaxed;
@@ -38,8 +38,8 @@ use crate::sync::{Mutex, lock as locked};
 
 use backing::{Backing, DirectAlign};
 use lock::LockKind;
-pub use options::{DirectIo, Dispatch, LoopOptions};
-use options::{Mode, Setting, Window, choose_logical_block, choose_mode, invalid};
+pub use options::{DirectIo, Dispatch, LoopOptions, LoopSetting};
+use options::{Mode, Window, choose_logical_block, choose_mode, invalid};
 use queue::LoopQueue;
 pub use shared::LoopCounters;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
@@ -208,8 +208,8 @@ impl LoopDevice {
             return Err(Error::system(format!("cannot make {path} durable"), e));
         }
         if shared.writeback_failed.load(Relaxed) {
-            let message = format!("earlier writes to {path} could not be made durable; attach it anew");
-            return Err(Error::new(ErrorKind::System, message));
+            let message = format!("earlier writes to {path} could not be made durable");
+            return Err(Error::new(ErrorKind::Lost, message));
         }
         Ok(())
     }
@@ -249,33 +249,9 @@ impl LoopDevice {
         Ok(size)
     }
 
-    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        self.sync()?;
-        let mut state = locked(&self.shared.state);
-        if read_only == state.read_only {
-            return Ok(());
-        }
-        let range = self.shared.offset..self.shared.offset + state.size;
-        let kind = LockKind::of(read_only, self.shared_use);
-        let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
-        if read_only || state.writable {
-            relock(&state.file, kind)?;
-        } else {
-            let file = backing::reopen(&state.file, &self.path, true)?;
-            let tail = self.partial.then(|| tail_file(&file, &self.path, true)).transpose()?;
-            self.set_direct(&file, state.mode.direct.is_some())?;
-            // The two descriptions are strangers to each other, and so are their locks.
-            lock::release(&state.file, &range);
-            if let Err(error) = relock(&file, kind) {
-                relock(&state.file, LockKind::Shared)?;
-                return Err(error);
-            }
-            state.tail = tail;
-            state.file = Arc::new(file);
-            state.writable = true;
-        }
-        state.read_only = read_only;
-        Ok(())
+    /// The setting, if it is one of this driver.
+    fn own(&self, setting: &dyn DriverSetting) -> Result<LoopSetting, Error> {
+        setting.downcast_ref().copied().ok_or_else(|| setting.unknown_to(self.name()))
     }
 }
 
@@ -344,25 +320,56 @@ impl Driver for LoopDevice {
             .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
     }
 
-    fn prepare_set(&self, key: &str, value: &str) -> Result<Change, Error> {
-        match Setting::parse(key, value)? {
+    fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
+        match self.own(setting)? {
             // Most of what the page cache holds is written now, and what comes in between later.
-            Setting::DirectIo(requested) => {
+            LoopSetting::DirectIo(requested) => {
                 self.choose_mode(requested)?;
                 self.sync()?;
             }
-            Setting::ReadOnly(_) => self.sync()?,
-            Setting::Dispatch(_) => {}
+            LoopSetting::Dispatch(_) => {}
         }
         Ok(Change::Frozen)
     }
 
-    fn set(&self, key: &str, value: &str) -> Result<(), Error> {
-        match Setting::parse(key, value)? {
-            Setting::DirectIo(requested) => self.set_direct_io(requested)?,
-            Setting::ReadOnly(read_only) => self.set_read_only(read_only)?,
-            Setting::Dispatch(dispatch) => locked(&self.shared.state).dispatch = dispatch,
+    fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
+        match self.own(setting)? {
+            LoopSetting::DirectIo(requested) => self.set_direct_io(requested)?,
+            LoopSetting::Dispatch(dispatch) => locked(&self.shared.state).dispatch = dispatch,
         }
+        Ok(())
+    }
+
+    fn prepare_read_only(&self, _: bool) -> Result<(), Error> {
+        self.sync()
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        self.sync()?;
+        let mut state = locked(&self.shared.state);
+        if read_only == state.read_only {
+            return Ok(());
+        }
+        let range = self.shared.offset..self.shared.offset + state.size;
+        let kind = LockKind::of(read_only, self.shared_use);
+        let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
+        if read_only || state.writable {
+            relock(&state.file, kind)?;
+        } else {
+            let file = backing::reopen(&state.file, &self.path, true)?;
+            let tail = self.partial.then(|| tail_file(&file, &self.path, true)).transpose()?;
+            self.set_direct(&file, state.mode.direct.is_some())?;
+            // The two descriptions are strangers to each other, and so are their locks.
+            lock::release(&state.file, &range);
+            if let Err(error) = relock(&file, kind) {
+                relock(&state.file, LockKind::Shared)?;
+                return Err(error);
+            }
+            state.tail = tail;
+            state.file = Arc::new(file);
+            state.writable = true;
+        }
+        state.read_only = read_only;
         Ok(())
     }
 

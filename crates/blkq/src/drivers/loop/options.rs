@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::driver::DriverSetting;
 use crate::drivers::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 use crate::error::{Error, ErrorKind};
 
@@ -119,26 +120,22 @@ impl LoopOptions {
     }
 }
 
-/// A live change.
-pub(super) enum Setting {
+/// A setting of the loop driver that can be changed while I/O goes on
+/// ([`Disk::set_driver`](crate::Disk::set_driver)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum LoopSetting {
+    /// Whether I/O goes around the page cache ([`LoopOptions::direct_io`]).
     DirectIo(DirectIo),
+    /// How requests are put to the file ([`LoopOptions::dispatch`]).
     Dispatch(Dispatch),
-    ReadOnly(bool),
 }
 
-impl Setting {
-    pub fn parse(key: &str, value: &str) -> Result<Setting, Error> {
-        match (key, value) {
-            ("direct-io", _) => value.parse().map(Setting::DirectIo),
-            ("dispatch", _) => value.parse().map(Setting::Dispatch),
-            ("read-only", "on" | "true") => Ok(Setting::ReadOnly(true)),
-            ("read-only", "off" | "false") => Ok(Setting::ReadOnly(false)),
-            ("read-only", _) => Err(invalid(format!("read-only is on or off, not {value:?}"))),
-            _ => {
-                let message =
-                    format!("the loop driver has no setting {key:?}; it has direct-io, dispatch, read-only");
-                Err(Error::new(ErrorKind::NotFound, message))
-            }
+impl DriverSetting for LoopSetting {
+    fn name(&self) -> &'static str {
+        match self {
+            LoopSetting::DirectIo(_) => "direct-io",
+            LoopSetting::Dispatch(_) => "dispatch",
         }
     }
 }

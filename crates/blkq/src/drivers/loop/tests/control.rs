@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::bio::{BioFlags, Operation};
+use crate::drivers::fault::FaultSpec;
 use crate::error::Status;
 
 // Contract: live-changes, durability
@@ -11,15 +12,15 @@ fn direct_io_is_switched_without_losing_a_byte() {
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
     let mut h = Harness::open(&device).unwrap();
-    for (round, value) in ["on", "off", "auto", "on"].iter().enumerate() {
+    for (round, mode) in [DirectIo::On, DirectIo::Off, DirectIo::Auto, DirectIo::On].into_iter().enumerate() {
         let round = round as u64;
         let write = h.write(round * 65536, vec![pattern(65536, round)]);
         assert_eq!(h.run(write).0, Ok(()));
-        device.set("direct-io", value).unwrap();
+        device.set(&LoopSetting::DirectIo(mode)).unwrap();
         assert_eq!(cached(&path).1, 0, "the switch makes durable what the page cache held");
         h.reload();
-        let direct = *value != "off";
-        assert_eq!(fact(&device, "direct-io-requested"), *value);
+        let direct = mode != DirectIo::Off;
+        assert_eq!(fact(&device, "direct-io-requested"), mode.name());
         assert_eq!(fact(&device, "direct-io").starts_with("on"), direct);
         assert_eq!(device.limits().memory_align > 1, direct);
         for earlier in 0..=round {
@@ -30,7 +31,7 @@ fn direct_io_is_switched_without_losing_a_byte() {
     // The switch is one of the open file, not only one of what is shown.
     let device = open(&path, DirectIo::Off);
     let mut h = Harness::open(&device).unwrap();
-    device.set("direct-io", "on").unwrap();
+    device.set(&LoopSetting::DirectIo(DirectIo::On)).unwrap();
     h.reload();
     let file = File::open(&path).unwrap();
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
@@ -45,15 +46,18 @@ fn settings_are_checked() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
-    let kind = |key, value| {
-        let kind = device.set(key, value).unwrap_err().kind();
-        assert_eq!(device.prepare_set(key, value).unwrap_err().kind(), kind);
-        kind
-    };
-    assert_eq!(kind("colour", "red"), ErrorKind::NotFound);
-    assert_eq!(kind("direct-io", "maybe"), ErrorKind::Invalid);
-    assert_eq!(kind("dispatch", ""), ErrorKind::Invalid);
-    assert_eq!(kind("read-only", "2"), ErrorKind::Invalid);
+    // Of another driver.
+    let foreign = FaultSpec::default();
+    assert_eq!(device.prepare_set(&foreign).unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(device.set(&foreign).unwrap_err().to_string(), "the loop driver has no setting fault");
+    for bad in ["maybe", "", "On"] {
+        assert_eq!(bad.parse::<DirectIo>().unwrap_err().kind(), ErrorKind::Invalid);
+        assert_eq!(bad.parse::<Dispatch>().unwrap_err().kind(), ErrorKind::Invalid);
+    }
+}
+
+fn prepare_direct_io(device: &LoopDevice, mode: DirectIo) {
+    assert_eq!(device.prepare_set(&LoopSetting::DirectIo(mode)).unwrap(), Change::Frozen);
 }
 
 // Contract: live-changes
@@ -61,14 +65,20 @@ fn settings_are_checked() {
 fn what_the_page_cache_holds_is_written_before_the_freeze() {
     let directory = Directory::new();
     let path = directory.image(16 * MIB);
-    for (key, value) in [("direct-io", "on"), ("direct-io", "off"), ("read-only", "on")] {
+    type Prepare = fn(&LoopDevice);
+    let changes: [(&str, Prepare); 3] = [
+        ("direct-io=on", |device| prepare_direct_io(device, DirectIo::On)),
+        ("direct-io=off", |device| prepare_direct_io(device, DirectIo::Off)),
+        ("read-only=on", |device| device.prepare_read_only(true).unwrap()),
+    ];
+    for (what, prepare) in changes {
         let device = open(&path, DirectIo::Off);
         let mut h = Harness::open(&device).unwrap();
         let write = h.write(0, vec![pattern(MIB as usize, 1)]);
         assert_eq!(h.run(write).0, Ok(()));
         assert!(cached(&path).1 > 0, "nothing is dirty");
-        assert_eq!(device.prepare_set(key, value).unwrap(), Change::Frozen);
-        assert_eq!(cached(&path).1, 0, "{key}={value}");
+        prepare(&device);
+        assert_eq!(cached(&path).1, 0, "{what}");
         // Nothing has changed yet.
         assert_eq!(
             (fact(&device, "direct-io-requested").as_str(), device.limits().read_only),
@@ -83,8 +93,8 @@ fn dispatch_changes_how_many_run_at_once() {
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
     let mut h = Harness::open(&device).unwrap();
-    for (value, most) in [("serial", 1), ("concurrent", 8)] {
-        device.set("dispatch", value).unwrap();
+    for (dispatch, most) in [(Dispatch::Serial, 1), (Dispatch::Concurrent, 8)] {
+        device.set(&LoopSetting::Dispatch(dispatch)).unwrap();
         h.reload();
         let tags: Vec<_> = (0..8).map(|i| h.read(i * 4096, &[4096])).collect();
         h.start(&tags);
@@ -92,7 +102,7 @@ fn dispatch_changes_how_many_run_at_once() {
             assert_eq!(h.wait(tag).0, Ok(()));
         }
         assert_eq!(device.counters().reads_in_flight_max.load(Relaxed), most);
-        assert_eq!(fact(&device, "dispatch"), value);
+        assert_eq!(fact(&device, "dispatch"), dispatch.name());
     }
 }
 
@@ -105,22 +115,21 @@ fn read_only_is_switched_both_ways_from_either_beginning() {
         let given = LoopOptions { read_only, ..options(&path, DirectIo::On) };
         let device = LoopDevice::open(&given).unwrap();
         let mut h = Harness::open(&device).unwrap();
-        for (value, result) in [("on", Err(Status::ReadOnly)), ("off", Ok(())), ("on", Err(Status::ReadOnly))]
-        {
-            device.set("read-only", value).unwrap();
+        for (on, result) in [(true, Err(Status::ReadOnly)), (false, Ok(())), (true, Err(Status::ReadOnly))] {
+            device.set_read_only(on).unwrap();
             h.reload();
             let limits = device.limits();
-            assert_eq!((limits.read_only, limits.write_cache), (value == "on", value == "off"));
+            assert_eq!((limits.read_only, limits.write_cache), (on, !on));
             let write = h.write(0, vec![filled(512, 1)]);
             assert_eq!(h.run(write).0, result);
             // The lock follows.
             let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) });
-            assert_eq!(reader.is_ok(), value == "on");
+            assert_eq!(reader.is_ok(), on);
         }
         let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
-        assert_eq!(device.set("read-only", "off").unwrap_err().kind(), ErrorKind::Busy);
+        assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Busy);
         drop(reader);
-        device.set("read-only", "off").unwrap();
+        device.set_read_only(false).unwrap();
     }
 }
 

@@ -341,9 +341,10 @@ fn what_was_lost_is_not_forgotten_by_a_live_change() {
             h.turn();
         }
         // Afterwards a flush would be answered well: without asking, or by a file that forgot.
-        for (key, value) in [("read-only", "on"), ("direct-io", "on")] {
-            assert_eq!(device.set(key, value).is_err(), lost, "{key}");
-        }
+        let want = lost.then_some(ErrorKind::Lost);
+        assert_eq!(device.set_read_only(true).err().map(|e| e.kind()), want, "read-only");
+        let on = LoopSetting::DirectIo(DirectIo::On);
+        assert_eq!(device.set(&on).err().map(|e| e.kind()), want, "direct I/O");
     }
 }
 

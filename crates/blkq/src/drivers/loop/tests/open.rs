@@ -84,12 +84,12 @@ fn an_image_that_cannot_be_written_is_refused_with_the_cure() {
     let message = refusal(&LoopOptions::new(&path));
     assert!(
         message.contains("for writing: ")
-            && message.ends_with("; give write permission, or attach it read-only"),
+            && message.ends_with("; give write permission, or open it read-only"),
         "{message}"
     );
     let device = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
     assert!(device.limits().read_only && !device.limits().write_cache);
-    let message = device.set("read-only", "off").unwrap_err().to_string();
+    let message = device.set_read_only(false).unwrap_err().to_string();
     assert!(message.contains("for writing"), "{message}");
     assert!(device.limits().read_only);
     drop(device);
@@ -109,7 +109,7 @@ fn an_image_that_its_user_may_not_open_is_refused_with_the_cure() {
         [true, false].map(|read_only| refusal(&LoopOptions { read_only, ..LoopOptions::new(&path) }))
     });
     let [reading, writing] = refused.join().unwrap();
-    assert!(reading.contains("; give read permission, or attach it as its owner"), "{reading}");
+    assert!(reading.contains("; give read permission, or open it as its owner"), "{reading}");
     assert!(writing.contains("for writing: ") && writing.contains("; give write permission"), "{writing}");
 }
 
@@ -198,8 +198,10 @@ fn auto_says_why_it_is_buffered() {
         ["direct I/O is off: tmpfs keeps files in the page cache, and nowhere else"]
     );
     // There is none to be had, though the kernel lets the flag be set; and a warning goes with its cause.
-    device.set("direct-io", "off").unwrap();
-    assert!(device.warnings().is_empty() && device.set("direct-io", "on").is_err());
+    device.set(&LoopSetting::DirectIo(DirectIo::Off)).unwrap();
+    let on = LoopSetting::DirectIo(DirectIo::On);
+    assert_eq!(device.prepare_set(&on).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert!(device.warnings().is_empty() && device.set(&on).is_err());
     drop(device);
     assert!(refusal(&options(&directory.file("image"), DirectIo::On)).contains("no direct I/O on"));
 }

@@ -163,8 +163,8 @@ fn the_size_follows_and_is_any_number_of_bytes() {
             assert!(found[..size as usize].iter().all(|byte| *byte == size as u8));
             assert!(found[size as usize..].iter().all(|byte| *byte == 0));
         }
-        for direct_io in ["off", "on", "off"] {
-            device.set("direct-io", direct_io).unwrap();
+        for direct_io in [DirectIo::Off, DirectIo::On, DirectIo::Off] {
+            device.set(&LoopSetting::DirectIo(direct_io)).unwrap();
             h.reload();
             let tag = h.write(12_288, pieces(&[9; 1024], 512));
             assert_eq!(h.run(tag).0, Ok(()));
