@@ -22,6 +22,15 @@ impl Failure {
         Failure(line.as_ref().chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
     }
 
+    /// Why the block layer or an attachment refused something, with a `cure` that the command has for
+    /// errors of this `kind`: the libraries know none of its options and subcommands.
+    pub fn of(error: blkq::Error, kind: ErrorKind, cure: &str) -> Failure {
+        match error.kind() == kind {
+            true => Failure::new(format!("{error}; {cure}")),
+            false => error.into(),
+        }
+    }
+
     /// The same failure, as part of doing `what`.
     pub fn during(self, what: impl fmt::Display) -> Failure {
         Failure::new(format!("{what}: {self}"))

@@ -287,6 +287,12 @@ fn a_setting_that_there_is_not_says_which_there_are() {
     assert!(place.refused(&["set", "ram", "direct-io=on"]).contains("for images"));
     assert!(place.refused(&["set", "ram", "size=1M"]).contains("blkq resize"));
     assert!(place.refused(&["set", "ram", "queues=2"]).contains("attach with --queues"));
+    // The cures are the command's.
+    let why = place.refused(&["set", "ram", "depth=9000"]);
+    assert!(why.contains("from 1 to 256 here; for more, detach, and attach with --depth 9000"), "{why}");
+    assert!(place.refused(&["set", "ram", "depth=x"]).contains("from 1 to 10240, not \"x\""));
+    let why = place.refused(&["resize", "ram", "2M"]);
+    assert!(why.ends_with("was opened with; detach, and attach with another size\n"), "{why:?}");
     // Each that is named can be set to what it is.
     let shown = place.json(&["show", "disk.img", "--json"]);
     let listed = line.split("there are ").nth(1).unwrap().split(';').next().unwrap();

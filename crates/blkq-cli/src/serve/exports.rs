@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use blkq::ErrorKind;
-use blkq_export::ublk::{CONTROL_PATH, ControlDevice, CopyMode, Features};
+use blkq_export::ublk::{CONTROL_PATH, ControlDevice, CopyMode, Features, Identity};
 use rustix::process::geteuid;
 
 use crate::failure::{Failure, Outcome};
@@ -75,4 +75,25 @@ pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Fai
         _ => return error.into(),
     };
     Failure::new(format!("{error}; {cure}"))
+}
+
+/// The size in bytes of a block device that is to be taken over.
+///
+/// # Errors
+/// If it no longer exists, and the kernel's error.
+pub(super) fn size_of(identity: Identity) -> Outcome<u64> {
+    identity.size_bytes()?.ok_or_else(|| {
+        Failure::new(format!("{}: the device no longer exists; attach the image again", identity.path()))
+    })
+}
+
+/// Why a block device was not taken over, with what is left to do about it.
+pub(super) fn not_taken_over(error: blkq::Error) -> Failure {
+    match error.kind() {
+        // It and the disk do not fit to each other.
+        ErrorKind::Unsupported | ErrorKind::Invalid => {
+            Failure::new(format!("{error} (blkq detach removes the device)"))
+        }
+        _ => Failure::of(error, ErrorKind::NotFound, "attach the image again"),
+    }
 }

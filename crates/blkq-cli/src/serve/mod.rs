@@ -17,6 +17,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blkq::ErrorKind;
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
 
@@ -193,10 +194,13 @@ impl Device {
         // One change at a time: what is larger than the size of now stays so.
         let _settings = self.settings();
         if let Some(ublk) = &running.ublk {
-            ublk.check_resizable()?;
+            let again = "detach it, and attach it again";
+            ublk.check_resizable().map_err(|e| Failure::of(e, ErrorKind::Unsupported, again))?;
         }
         let before = running.disk.limits().size_bytes();
-        let after = running.disk.prepare_resize(bytes)?;
+        let other = "detach, and attach with another size";
+        let prepared = running.disk.prepare_resize(bytes);
+        let after = prepared.map_err(|e| Failure::of(e, ErrorKind::Unsupported, other))?;
         // No client begins to use it with the old size meanwhile.
         let _unused = if after < before && !force {
             let unused = running.claim_unused(user).map_err(|failure| {

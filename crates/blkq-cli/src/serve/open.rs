@@ -11,7 +11,7 @@ use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
 use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-use super::exports::{choose_exports, no_block_device};
+use super::exports::{choose_exports, no_block_device, not_taken_over, size_of};
 use super::image::{absolute, image_name, keep_size, open_driver, refusal, serves_bytes};
 use super::listen::{
     addresses, directories_of, listen_at, no_server, tls, warn_of_access, warn_of_closed_directories,
@@ -99,7 +99,7 @@ impl Device {
         let mut options = options.clone();
         // Its bytes by now are those written to the device.
         options.format = Some(Format::Raw);
-        let bytes = identity.size_bytes()?;
+        let bytes = size_of(identity)?;
         keep_size(&mut options, bytes);
         let nbd = options.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
@@ -110,7 +110,8 @@ impl Device {
                 if disk.limits().size_bytes() > bytes {
                     disk.resize(Some(bytes))?;
                 }
-                Ok(Some(UblkDevice::take_over(identity, disk, engines, setup, users, failure_event)?))
+                let taken_over = UblkDevice::take_over(identity, disk, engines, setup, users, failure_event);
+                Ok(Some(taken_over.map_err(not_taken_over)?))
             };
         let opened =
             open_driver(&options, true, DYING_WAIT).map_err(|error| refusal(error, &options, claim))?;

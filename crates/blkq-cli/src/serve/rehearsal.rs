@@ -6,6 +6,7 @@ use std::path::Path;
 use blkq::ErrorKind;
 use blkq::drivers::{self, DriverSpec};
 
+use super::exports::size_of;
 use super::image::{driver_options, keep_size};
 use super::listen::tls;
 use crate::failure::{Failure, Outcome};
@@ -18,7 +19,7 @@ use crate::options::{AttachOptions, Format};
 /// # Errors
 /// The reason why it cannot be taken over.
 pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
-    let bytes = block_device.identity().size_bytes()?;
+    let bytes = size_of(block_device.identity())?;
     check(options, bytes)
 }
 

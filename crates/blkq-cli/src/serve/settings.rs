@@ -3,8 +3,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::Disk;
 use blkq::drivers::r#loop::LoopSetting;
+use blkq::{Disk, ErrorKind};
 
 use super::running::Running;
 use super::{Device, stopping};
@@ -58,11 +58,12 @@ impl Device {
 /// Of the disk and of the kernel's block device, if there is one: of both or of none.
 fn set_read_only(running: &Running, on: bool) -> Outcome {
     let setting = blkq::Setting::ReadOnly(on);
-    running.disk.set(setting)?;
+    running.disk.set(setting).map_err(not_set)?;
     if let Some(ublk) = &running.ublk {
-        ublk.set_read_only(on).inspect_err(|_| {
+        ublk.set_read_only(on).map_err(|error| {
             // Undone; the error is the reason.
             let _ = running.disk.set(blkq::Setting::ReadOnly(!on));
+            Failure::of(error, ErrorKind::Unsupported, "detach it, and attach it again")
         })?;
     }
     Ok(())
@@ -91,7 +92,12 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
             Ok(())
         }
     };
-    Ok(changed?)
+    changed.map_err(not_set)
+}
+
+/// Why a setting stays as it was, with the cure.
+fn not_set(error: blkq::Error) -> Failure {
+    Failure::of(error, ErrorKind::Lost, "detach it, and attach it again")
 }
 
 /// The settings that a device's last daemon had, for the next one.

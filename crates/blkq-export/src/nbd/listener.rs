@@ -150,7 +150,7 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
             // not waited for.
             let probe = new_socket(SocketFlags::NONBLOCK)?;
             if rustix::net::connect(probe, &address) != Err(Errno::CONNREFUSED) {
-                return Err(busy("another server answers there; detach it or choose another path"));
+                return Err(busy("another server answers there; stop it or choose another path"));
             }
             std::fs::remove_file(&path).map_err(|e| Error::system(what(&path), e))?;
             rustix::net::bind(&socket, &address).map_err(system)?;

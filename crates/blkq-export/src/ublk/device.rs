@@ -163,7 +163,7 @@ impl UblkDevice {
         let refuse = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
-            return refuse(ErrorKind::Unsupported, "the device was made without recovery; detach it");
+            return refuse(ErrorKind::Unsupported, "the device was made without recovery");
         }
         if usize::from(info.nr_hw_queues) > engines.len() {
             return refuse(ErrorKind::Invalid, "the device has more queues than the disk");
@@ -185,12 +185,12 @@ impl UblkDevice {
         }
         let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
-            return refuse(ErrorKind::Invalid, "the image now has other blocks than the device; detach it");
+            return refuse(ErrorKind::Invalid, "the image now has other blocks than the device");
         }
         if was.dev_sectors > is.dev_sectors {
             return refuse(
                 ErrorKind::Invalid,
-                "the image is now smaller than the device; make it as large as it was, or detach the device",
+                "the image is now smaller than the device; make it as large as it was",
             );
         }
         let until = Instant::now() + TAKE_OVER_TIMEOUT;
@@ -375,7 +375,7 @@ impl UblkDevice {
             return Ok(());
         }
         let message = format!(
-            "{}: this kernel cannot resize a ublk device that is in use (Linux 6.16 and newer can); detach it and attach it again",
+            "{}: this kernel cannot resize a ublk device that is in use (Linux 6.16 and newer can)",
             self.identity.path()
         );
         Err(Error::new(ErrorKind::Unsupported, message))
@@ -402,7 +402,8 @@ impl UblkDevice {
     /// Makes the kernel refuse writes, or take them again.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// [`ErrorKind::Unsupported`] if the device was made read-only and cannot change, and the kernel's
+    /// error.
     pub fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let path = self.identity.path();
         let set = || {
@@ -421,9 +422,7 @@ impl UblkDevice {
         match set() {
             Ok(now) if now == read_only => Ok(()),
             Ok(_) => {
-                let message = format!(
-                    "the kernel keeps {path} read-only, as it was made; detach it and attach it again"
-                );
+                let message = format!("the kernel keeps {path} read-only, as it was made");
                 Err(Error::new(ErrorKind::Unsupported, message))
             }
             Err(e) => Err(Error::system(format!("cannot change whether {path} is read-only"), e)),

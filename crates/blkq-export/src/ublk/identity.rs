@@ -88,20 +88,20 @@ impl Identity {
         Ok(info.map(|info| Identity { id: info.dev_id, cookie: self.cookie }))
     }
 
-    /// The size of the device in bytes.
+    /// The size of the device in bytes; `None` if it no longer exists.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is no such device, and the kernel's error.
-    pub fn size_bytes(&self) -> Result<u64, Error> {
+    /// The kernel's error.
+    pub fn size_bytes(&self) -> Result<Option<u64>, Error> {
         let mut control = ControlDevice::open()?;
         match self.info(&mut control)? {
-            Some(info) => Ok(control.parameters(info.dev_id)?.basic.dev_sectors << 9),
-            None => Err(self.not_found()),
+            Some(info) => Ok(Some(control.parameters(info.dev_id)?.basic.dev_sectors << 9)),
+            None => Ok(None),
         }
     }
 
     pub(super) fn not_found(&self) -> Error {
-        let message = format!("{}: the device no longer exists; attach the image again", self.path());
+        let message = format!("{}: the device no longer exists", self.path());
         Error::new(ErrorKind::NotFound, message)
     }
 
@@ -137,7 +137,7 @@ pub(super) fn give_commands(
         give(*command).map_err(|e| match e.kind() {
             io::ErrorKind::TimedOut if *command != DELETE => Error::new(
                 ErrorKind::System,
-                "ublk: the device does not stop, for I/O in flight does not complete; detach it again when its \
+                "ublk: the device does not stop, for I/O in flight does not complete; stop it again when its \
                  image answers",
             ),
             _ => failed(what, e),
