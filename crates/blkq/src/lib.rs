@@ -115,7 +115,7 @@ pub use driver::{
     Busy, Change, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
 };
 pub use engine::local::LocalQueue;
-pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};
+pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, StopReply, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use limits::QueueLimits;
 pub use remote::kick::Wake;

@@ -97,7 +97,15 @@ impl Listen {
     /// [`ErrorKind::Busy`] if another process listens there already, [`ErrorKind::Invalid`] for a socket
     /// that is connected, and the system's error.
     pub fn listen(self) -> Result<Listener, Error> {
-        let Opened { socket: Socket::Listening(socket), place } = self.open(SocketAccess::default())? else {
+        self.listen_as(SocketAccess::default())
+    }
+
+    /// The same, where a unix socket is open to the users that `access` names.
+    ///
+    /// # Errors
+    /// As [`Listen::listen`].
+    pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
+        let Opened { socket: Socket::Listening(socket), place } = self.open(access)? else {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 "the inherited socket is connected; give one that listens",
@@ -268,6 +276,11 @@ impl Listener {
             Place::Tcp(address) => Some(*address),
             _ => None,
         }
+    }
+
+    /// The unix socket, if all users of this machine may connect to it.
+    pub fn open_to_all_users(&self) -> Option<String> {
+        self.place.open_to_all_users()
     }
 
     /// Where it listens, if that is a unix socket.

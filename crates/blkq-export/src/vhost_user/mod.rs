@@ -1,17 +1,27 @@
 //! vhost-user-blk: the disk of a virtual machine, read and written in the guest's own memory.
 //!
+//! A `device` has a thread that serves one front end at a time (`control`): whole messages arrive over
+//! a `channel`, are parsed by `message`, and a `session` does what they ask for: it makes the table of
+//! memory, and has each `vring` served by a `source` on an engine. `shared` and `status` are what all of
+//! them see.
+//!
 //! `memory` is the guest's memory, made of `mapping`s, with `sigbus` for those that shrink; `ring` a
 //! ring of either kind, `split` or `packed`, in `area`s of it, with `descriptor` and `chain` in common;
-//! `request` what a chain asks for, with its data as `segments`; `config` what a driver reads of the
-//! device, and `abi` the numbers of virtio.
+//! `request` what a chain asks for, with its data as `segments`, which `bounce` copies if it must;
+//! `config` what a driver reads of the device, and `abi` the numbers of virtio.
 
-#![allow(dead_code, reason = "the sources that use it are not there yet")]
+#![allow(dead_code, reason = "what records requests in flight is not there yet")]
 
 mod abi;
 mod area;
+mod bounce;
 mod chain;
+mod channel;
 mod config;
+mod control;
 mod descriptor;
+mod device;
+mod event;
 #[cfg(test)]
 mod harness;
 mod inflight;
@@ -19,9 +29,18 @@ mod inflight_packed;
 mod inflight_split;
 mod mapping;
 mod memory;
+mod message;
 mod packed;
 mod request;
 mod ring;
 mod segments;
+mod session;
+mod shared;
 mod sigbus;
+mod source;
 mod split;
+mod status;
+mod vring;
+
+pub use device::{VhostUserDevice, VhostUserOptions};
+pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};

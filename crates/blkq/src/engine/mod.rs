@@ -25,7 +25,7 @@ use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
-pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId};
+pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StopReply};
 use source::{FIRST_SOURCE, Message};
 use sources::{Lent, Sources};
 pub use thread::EngineThread;

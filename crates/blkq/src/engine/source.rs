@@ -308,12 +308,21 @@ impl EngineHandle {
 
     /// Stops source `id` and waits until nothing of it is in flight and it is gone.
     pub fn stop_source(&self, id: SourceId, force: bool) {
+        // An error says that the engine has exited, and the source with it.
+        let _ = self.begin_stop_source(id, force).recv();
+    }
+
+    /// Begins to stop source `id`, and does not wait: what this returns receives a value, or an error if
+    /// the engine has exited, when nothing of the source is in flight and it is gone.
+    pub fn begin_stop_source(&self, id: SourceId, force: bool) -> StopReply {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
-        // An error says that the engine has exited, and the source with it.
-        let _ = receiver.recv();
+        receiver
     }
 }
+
+/// Where it arrives that a source has stopped.
+pub type StopReply = Receiver<()>;
 
 /// Where what an engine found will arrive.
 pub type HangScanReply = Receiver<HangScan>;

@@ -1,0 +1,288 @@
+//! The socket of a front end: whole messages in, replies out, and nothing waits. A message's
+//! descriptors are those that arrive with any of its bytes: what is received never reaches into the
+//! next message.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use super::message::{FILES_MAX, HEADER_BYTES, Header, Refusal, Reply, refuse};
+
+/// Replies that wait for a front end that does not read them; then its requests are not read either.
+const WAITING_MAX: usize = 1;
+
+/// Why a connection is over.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Closed {
+    /// The front end closed it.
+    ByPeer,
+    /// The front end broke the protocol.
+    Violation(Refusal),
+    /// The socket failed.
+    Socket(Errno),
+}
+
+/// A message as it arrived.
+#[derive(Debug)]
+pub struct Incoming {
+    /// Its header.
+    pub header: Header,
+    /// Its payload.
+    pub payload: Vec<u8>,
+    /// Its descriptors.
+    pub files: Vec<OwnedFd>,
+}
+
+/// A reply that has not left as a whole.
+struct Waiting {
+    reply: Reply,
+    sent: usize,
+}
+
+/// The socket of a front end.
+pub struct Channel {
+    socket: OwnedFd,
+    /// The bytes that have arrived of the next message.
+    bytes: Vec<u8>,
+    header: Option<Header>,
+    files: Vec<OwnedFd>,
+    waiting: VecDeque<Waiting>,
+}
+
+impl Channel {
+    /// The channel over `socket`, which need not be set not to block.
+    pub fn new(socket: OwnedFd) -> Channel {
+        Channel {
+            socket,
+            bytes: Vec::with_capacity(HEADER_BYTES),
+            header: None,
+            files: Vec::new(),
+            waiting: VecDeque::new(),
+        }
+    }
+
+    /// Whether requests are read, and whether replies wait: what to poll for.
+    pub fn interest(&self) -> (bool, bool) {
+        (self.waiting.len() < WAITING_MAX, !self.waiting.is_empty())
+    }
+
+    /// Receives until a message is there; `None` if the rest of it has yet to come.
+    ///
+    /// # Errors
+    /// Why the connection is over.
+    pub fn receive(&mut self) -> Result<Option<Incoming>, Closed> {
+        loop {
+            let wanted = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
+            if self.bytes.len() < wanted {
+                match self.receive_some(wanted) {
+                    Ok(()) => {}
+                    Err(Closed::Socket(Errno::AGAIN)) => return Ok(None),
+                    Err(Closed::Socket(Errno::INTR)) => continue,
+                    Err(closed) => return Err(closed),
+                }
+            }
+            if self.bytes.len() < wanted {
+                continue;
+            }
+            match self.header {
+                None => {
+                    let mut bytes = [0; HEADER_BYTES];
+                    bytes.copy_from_slice(&self.bytes);
+                    self.header = Some(Header::parse(bytes).map_err(Closed::Violation)?);
+                }
+                Some(header) => {
+                    self.header = None;
+                    let payload = self.bytes.split_off(HEADER_BYTES);
+                    self.bytes.clear();
+                    return Ok(Some(Incoming { header, payload, files: std::mem::take(&mut self.files) }));
+                }
+            }
+        }
+    }
+
+    /// Receives once, at most up to byte `wanted` of the message.
+    fn receive_some(&mut self, wanted: usize) -> Result<(), Closed> {
+        let before = self.bytes.len();
+        self.bytes.resize(wanted, 0);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [IoSliceMut::new(&mut self.bytes[before..])];
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(&self.socket, &mut into, &mut control, flags);
+        // Those that are not taken are closed with the buffer.
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(files) = message {
+                self.files.extend(files);
+            }
+        }
+        let received = match received {
+            Ok(received) => received,
+            Err(errno) => {
+                self.bytes.truncate(before);
+                return Err(match errno {
+                    Errno::CONNRESET => Closed::ByPeer,
+                    errno => Closed::Socket(errno),
+                });
+            }
+        };
+        self.bytes.truncate(before + received.bytes);
+        if received.flags.contains(ReturnFlags::CTRUNC) || self.files.len() > FILES_MAX {
+            return Err(Closed::Violation(refuse(format!("more than {FILES_MAX} descriptors in a message"))));
+        }
+        match received.bytes {
+            0 if self.bytes.is_empty() => Err(Closed::ByPeer),
+            0 => Err(Closed::Violation(refuse("it closed the connection in the middle of a message"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sends `reply`, now or when the front end reads.
+    ///
+    /// # Errors
+    /// Why the connection is over.
+    pub fn send(&mut self, reply: Reply) -> Result<(), Closed> {
+        self.waiting.push_back(Waiting { reply, sent: 0 });
+        self.flush()
+    }
+
+    /// Sends what waits, as far as the socket takes it.
+    ///
+    /// # Errors
+    /// Why the connection is over.
+    pub fn flush(&mut self) -> Result<(), Closed> {
+        while let Some(Waiting { reply, sent }) = self.waiting.front_mut() {
+            let file = reply.file.as_ref().filter(|_| *sent == 0).map(AsFd::as_fd);
+            match send_some(self.socket.as_fd(), &reply.bytes[*sent..], file) {
+                Ok(bytes) => *sent += bytes,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Closed::ByPeer),
+                Err(errno) => return Err(Closed::Socket(errno)),
+            }
+            if *sent == reply.bytes.len() {
+                self.waiting.pop_front();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Sends some of `bytes`, with a descriptor, without waiting.
+pub(super) fn send_some(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    file: Option<BorrowedFd<'_>>,
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = file.as_slice();
+    if !files.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(files));
+    }
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::super::message::code;
+    use super::*;
+
+    fn pair() -> (UnixStream, Channel) {
+        let (front, back) = UnixStream::pair().unwrap();
+        (front, Channel::new(back.into()))
+    }
+
+    fn header(code: u32, flags: u32, size: u32) -> Vec<u8> {
+        [code, flags, size].iter().flat_map(|word| word.to_ne_bytes()).collect()
+    }
+
+    fn send_with_files(front: &UnixStream, bytes: &[u8], count: usize) {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let files = vec![file.as_fd(); count];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+        let sent = sendmsg(front, &[IoSlice::new(bytes)], &mut control, SendFlags::empty());
+        assert_eq!(sent, Ok(bytes.len()));
+    }
+
+    #[test]
+    fn a_message_may_arrive_byte_by_byte() {
+        let (mut front, mut back) = pair();
+        let bytes = [header(code::SET_FEATURES, 1, 8), 7u64.to_ne_bytes().to_vec()].concat();
+        for byte in &bytes {
+            assert!(back.receive().unwrap().is_none());
+            front.write_all(&[*byte]).unwrap();
+        }
+        let message = back.receive().unwrap().unwrap();
+        assert_eq!((message.header.code, message.payload), (code::SET_FEATURES, 7u64.to_ne_bytes().to_vec()));
+        assert!(back.receive().unwrap().is_none());
+        drop(front);
+        assert_eq!(back.receive().unwrap_err(), Closed::ByPeer);
+    }
+
+    #[test]
+    fn descriptors_stay_with_their_message() {
+        let (mut front, mut back) = pair();
+        front.write_all(&header(code::SET_OWNER, 1, 0)).unwrap();
+        send_with_files(&front, &header(code::SET_VRING_CALL, 1, 8), 1);
+        send_with_files(&front, &[0; 8], 1);
+        send_with_files(&front, &header(code::GET_FEATURES, 1, 0), 3);
+        let counts: Vec<(u32, usize)> =
+            std::iter::from_fn(|| back.receive().unwrap().map(|it| (it.header.code, it.files.len())))
+                .collect();
+        assert_eq!(counts, [(code::SET_OWNER, 0), (code::SET_VRING_CALL, 2), (code::GET_FEATURES, 3)]);
+        send_with_files(&front, &header(code::SET_MEM_TABLE, 1, 8), FILES_MAX + 1);
+        assert!(matches!(back.receive(), Err(Closed::Violation(_))));
+    }
+
+    #[test]
+    fn headers_of_other_versions_and_replies_are_violations() {
+        for (flags, size) in [(0, 0), (2, 0), (1 | 4, 0), (1 | 16, 0), (1, 4097), (1, u32::MAX)] {
+            let (mut front, mut back) = pair();
+            front.write_all(&header(code::GET_FEATURES, flags, size)).unwrap();
+            assert!(matches!(back.receive(), Err(Closed::Violation(_))), "{flags} {size}");
+        }
+        let (mut front, mut back) = pair();
+        front.write_all(&header(code::GET_FEATURES, 1, 0)[..5]).unwrap();
+        drop(front);
+        assert!(matches!(back.receive(), Err(Closed::Violation(_))), "half a message");
+    }
+
+    #[test]
+    fn replies_wait_for_a_front_end_that_does_not_read() {
+        let (mut front, mut back) = pair();
+        let mut count = 0;
+        while back.interest() == (true, false) {
+            back.send(Reply::number(code::GET_FEATURES, count)).unwrap();
+            count += 1;
+            assert!(count < 1_000_000);
+        }
+        assert_eq!(back.interest(), (false, true));
+        let mut bytes = vec![0; 20];
+        for number in 0..count {
+            front.read_exact(&mut bytes).unwrap();
+            assert_eq!(bytes[12..], number.to_ne_bytes());
+            back.flush().unwrap();
+        }
+        assert_eq!(back.interest(), (true, false));
+        drop(front);
+        assert_eq!(back.send(Reply::number(code::GET_FEATURES, 0)), Err(Closed::ByPeer));
+    }
+}

@@ -1,0 +1,200 @@
+//! The device as its owner sees it: start, observe, stop.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blkq::{Disk, EngineHandle, Error, ErrorKind};
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::control::Control;
+use super::shared::Shared;
+use super::status::{FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
+use crate::nbd::{Listen, Listener, SocketAccess};
+
+/// How often a device that stops checks whether a front end has blocked one of its engines.
+const STOP_POLL: Duration = Duration::from_millis(5);
+
+/// Options of a device.
+#[derive(Clone, Debug, Default)]
+pub struct VhostUserOptions {
+    /// The serial number that guests see: its first 20 bytes.
+    pub serial: String,
+    /// The users that may connect to the unix socket.
+    pub access: SocketAccess,
+    /// An eventfd that does not block, written whenever the front end has gone.
+    pub idle_event: Option<Arc<OwnedFd>>,
+    /// An eventfd that does not block, written whenever [`VhostUserDevice::take_reports`] has some;
+    /// without one there are none.
+    pub report_event: Option<Arc<OwnedFd>>,
+}
+
+enum State {
+    /// Front ends may connect, and wait.
+    Listening(Listener),
+    Serving(JoinHandle<()>),
+    Stopped,
+}
+
+/// A running device. Stop it before its engines; dropped, it is stopped by force.
+pub struct VhostUserDevice {
+    uri: String,
+    shared: Arc<Shared>,
+    state: Mutex<State>,
+}
+
+impl VhostUserDevice {
+    /// Serves `disk` on `engines`, one for each of its queues, to the front end that connects to
+    /// `listen`. It can connect when this returns.
+    ///
+    /// # Errors
+    /// As [`VhostUserDevice::listen`] and [`VhostUserDevice::serve`].
+    pub fn start(
+        listen: Listen,
+        options: VhostUserOptions,
+        disk: &Arc<Disk>,
+        engines: &[EngineHandle],
+    ) -> Result<VhostUserDevice, Error> {
+        let device = VhostUserDevice::listen(listen, options, disk, engines)?;
+        device.serve()?;
+        Ok(device)
+    }
+
+    /// As [`VhostUserDevice::start`], but front ends that connect wait until
+    /// [`VhostUserDevice::serve`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if somebody listens there already, [`ErrorKind::Invalid`] for a socket that is
+    /// not of unix, or without engines, and the errors of the system.
+    pub fn listen(
+        listen: Listen,
+        options: VhostUserOptions,
+        disk: &Arc<Disk>,
+        engines: &[EngineHandle],
+    ) -> Result<VhostUserDevice, Error> {
+        let invalid = |what: &str| Error::new(ErrorKind::Invalid, format!("vhost-user: {what}"));
+        if engines.is_empty() {
+            return Err(invalid("there is no engine"));
+        }
+        if matches!(listen, Listen::Tcp(..)) {
+            return Err(invalid("memory cannot be shared over TCP; give a unix socket"));
+        }
+        let listener = listen.listen_as(options.access)?;
+        if listener.tcp_address().is_some() {
+            return Err(invalid("memory cannot be shared over TCP; give a unix socket"));
+        }
+        let uri = match listener.unix_path() {
+            Some(path) => format!("vhost-user:{}", path.display()),
+            None => "vhost-user on an inherited socket".to_owned(),
+        };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::system("vhost-user: eventfd", e))?;
+        let shared = Arc::new(Shared {
+            disk: disk.clone(),
+            engines: engines.to_vec(),
+            serial: options.serial.into(),
+            registry: Registry::new(options.idle_event, options.report_event),
+            wake: Arc::new(wake),
+            stopping: AtomicBool::new(false),
+            config_changed: AtomicBool::new(false),
+        });
+        Ok(VhostUserDevice { uri, shared, state: Mutex::new(State::Listening(listener)) })
+    }
+
+    /// Starts the thread that serves front ends; with the rights of the thread that calls this. Does
+    /// nothing if it has been started, or the device has stopped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] if there can be no more threads; the device has stopped then.
+    pub fn serve(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        let listener = match std::mem::replace(&mut *state, State::Stopped) {
+            State::Listening(listener) => listener,
+            other => {
+                *state = other;
+                return Ok(());
+            }
+        };
+        let control = Control::new(self.shared.clone(), listener);
+        let thread = std::thread::Builder::new().name("blkq-vhost".into()).spawn(|| control.run());
+        let thread = thread.map_err(|e| Error::system("vhost-user: cannot start a thread", e))?;
+        *state = State::Serving(thread);
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where front ends connect: `vhost-user:/run/blkq/disk.vhost`.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// The front end, if one is connected.
+    pub fn front_end(&self) -> Option<FrontEndInfo> {
+        self.shared.registry.front_end()
+    }
+
+    /// Front ends connected: 0 or 1.
+    pub fn connection_count(&self) -> usize {
+        self.shared.registry.is_connected().into()
+    }
+
+    /// Counters of all front ends since the device started.
+    pub fn counters(&self) -> VhostUserCounters {
+        self.shared.registry.counters()
+    }
+
+    /// Events of front ends and their rings since the last call: a few a minute of each kind, if
+    /// [`VhostUserOptions::report_event`] is set.
+    pub fn take_reports(&self) -> Vec<Report> {
+        self.shared.registry.take_reports()
+    }
+
+    /// The disk has another size, or other limits: the guest is notified, if its front end can be.
+    pub fn resized(&self) {
+        self.shared.config_changed.store(true, SeqCst);
+        self.shared.wake();
+    }
+
+    /// Turns front ends away that connect, until what this returns is dropped; `None`, and nothing has
+    /// changed, if one is connected.
+    pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
+        self.shared.registry.pause_if_empty()
+    }
+
+    /// Stops the device: its socket is gone when this returns. With `force` the front end is dropped when
+    /// its requests in flight have completed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if a front end is connected and `force` is not set; the device goes on.
+    pub fn stop(&self, force: bool) -> Result<(), Error> {
+        if force {
+            self.shared.registry.close();
+        } else if !self.shared.registry.close_if_empty() {
+            return Err(Error::new(ErrorKind::Busy, "a front end is connected"));
+        }
+        self.shared.stopping.store(true, SeqCst);
+        self.shared.wake();
+        let state = std::mem::replace(&mut *self.state(), State::Stopped);
+        if let State::Serving(thread) = state {
+            while !thread.is_finished() {
+                self.shared.registry.release_blocked_calls();
+                std::thread::sleep(STOP_POLL);
+            }
+            let _ = thread.join();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for VhostUserDevice {
+    fn drop(&mut self) {
+        // Forced, it does not refuse.
+        let _ = self.stop(true);
+    }
+}

@@ -1,0 +1,344 @@
+//! A front end that is connected: it negotiates, and its requests change the table of memory and the
+//! rings. This runs on the control thread, which may wait for engines; they never wait for it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::abi::feature;
+use super::channel::{Incoming, send_some};
+use super::config::{WRITEBACK_AT, config, features};
+use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
+use super::message::{
+    ConfigRange, F_PROTOCOL_FEATURES, Refusal, Region, Reply, Request, VringState, code, config_change, name,
+    protocol, refuse,
+};
+use super::shared::Shared;
+use super::status::Event;
+use super::vring::{RingContext, VRINGS_MAX, Vring};
+
+/// In the status of a virtio device: it must be reset (virtio 1.2, 2.1).
+const DEVICE_NEEDS_RESET: u64 = 0x40;
+
+/// A front end that is connected.
+pub struct Session {
+    shared: Arc<Shared>,
+    peer: Arc<str>,
+    protocol: u64,
+    features: u64,
+    status: u64,
+    memory: Arc<GuestMemory>,
+    vrings: Vec<Vring>,
+    /// Where its own requests go.
+    backend: Option<OwnedFd>,
+    /// The write cache, as the driver switched it.
+    writeback: bool,
+    /// Writes are durable when they complete.
+    write_through: Arc<AtomicBool>,
+    /// Why a ring could not be started, by the request that is handled.
+    not_started: Option<Refusal>,
+}
+
+impl Session {
+    /// The session of front end `peer`, which has been let in.
+    ///
+    /// # Errors
+    /// An empty table of memory that cannot be made.
+    pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, blkq::Error> {
+        Ok(Session {
+            shared,
+            peer: peer.into(),
+            protocol: 0,
+            features: 0,
+            status: 0,
+            memory: Arc::new(GuestMemory::map(Vec::new())?),
+            vrings: (0..VRINGS_MAX).map(Vring::new).collect(),
+            backend: None,
+            writeback: true,
+            // Until the driver shows that it can flush.
+            write_through: Arc::new(AtomicBool::new(true)),
+            not_started: None,
+        })
+    }
+
+    /// Does what a message asks for. Returns the reply, if it has one.
+    ///
+    /// # Errors
+    /// That the message breaks the protocol, and cannot be refused otherwise than by closing the
+    /// connection.
+    pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Refusal> {
+        let Incoming { header, payload, files } = incoming;
+        let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
+        self.not_started = None;
+        let done = Request::parse(&header, &payload, files).and_then(|request| self.execute(request));
+        match done {
+            Ok(Some(reply)) => Ok(Some(reply)),
+            Ok(None) => {
+                let failed = self.not_started.take().is_some();
+                Ok(acknowledged.then(|| Reply::number(header.code, failed.into())))
+            }
+            Err(Refusal(reason)) => {
+                let reason = format!("{}: {reason}", name(header.code));
+                if !acknowledged || has_reply(header.code) {
+                    return Err(Refusal(reason));
+                }
+                self.shared.registry.report(&self.peer, Event::Refused(reason));
+                Ok(Some(Reply::number(header.code, 1)))
+            }
+        }
+    }
+
+    fn execute(&mut self, request: Request) -> Result<Option<Reply>, Refusal> {
+        let number = |code: u32, value: u64| Ok(Some(Reply::number(code, value)));
+        match request {
+            Request::GetFeatures => return number(code::GET_FEATURES, self.offered()),
+            Request::SetFeatures(features) => self.set_features(features)?,
+            Request::SetOwner => {}
+            Request::ResetOwner => self.stop_rings(),
+            Request::SetMemTable(regions) => {
+                let specs = regions.into_iter().map(|(region, file)| spec(region, file)).collect();
+                self.set_memory(GuestMemory::map(specs)?);
+            }
+            Request::SetVringNum(VringState { index, number }) => self.vring(index)?.set_size(number)?,
+            Request::SetVringAddr(addresses) => self.vring(addresses.index)?.set_addresses(addresses)?,
+            Request::SetVringBase(VringState { index, number }) => self.vring(index)?.set_base(number)?,
+            Request::GetVringBase(VringState { index, .. }) => {
+                let shared = self.shared.clone();
+                let base = self.vring(index)?.stop_for_base(&shared);
+                let state = VringState { index, number: base };
+                return Ok(Some(Reply::new(code::GET_VRING_BASE, zerocopy::IntoBytes::as_bytes(&state))));
+            }
+            Request::SetVringKick(index, file) => {
+                let shared = self.shared.clone();
+                self.vring(index)?.set_kick(&shared, file)?;
+                self.start_ring(index);
+            }
+            Request::SetVringCall(index, file) => self.vring(index)?.set_call(file)?,
+            Request::SetVringErr(index, file) => self.vring(index)?.set_error(file)?,
+            Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
+            Request::SetProtocolFeatures(features) => {
+                if features & !protocol::OFFERED != 0 {
+                    return Err(refuse(format!("{:#x} was not offered", features & !protocol::OFFERED)));
+                }
+                self.protocol = features;
+            }
+            Request::GetQueueNum => {
+                self.need(protocol::MQ, "MQ")?;
+                return number(code::GET_QUEUE_NUM, VRINGS_MAX as u64);
+            }
+            Request::SetVringEnable(VringState { index, number }) => {
+                if number > 1 {
+                    return Err(refuse(format!("state {number}")));
+                }
+                let shared = self.shared.clone();
+                self.vring(index)?.set_enabled(&shared, number == 1);
+                self.start_ring(index);
+            }
+            Request::SetBackendReqFd(socket) => {
+                self.need(protocol::BACKEND_REQ, "BACKEND_REQ")?;
+                self.backend = Some(socket);
+            }
+            Request::GetConfig(range) => return Ok(Some(self.config(range))),
+            Request::SetConfig(range, bytes) => self.set_config(range, &bytes)?,
+            Request::GetInflightFd(_) | Request::SetInflightFd(..) => {
+                self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
+            }
+            Request::ResetDevice => {
+                self.need(protocol::RESET_DEVICE, "RESET_DEVICE")?;
+                self.reset();
+            }
+            Request::GetMaxMemSlots => {
+                self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
+                return number(code::GET_MAX_MEM_SLOTS, REGIONS_MAX as u64);
+            }
+            Request::AddMemReg(region, file) => {
+                self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
+                self.set_memory(self.memory.with_region(spec(region, file))?);
+            }
+            Request::RemMemReg(region) => {
+                self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
+                self.set_memory(self.memory.without_region(region.guest, region.user, region.size)?);
+            }
+            Request::SetStatus(status) => {
+                self.need(protocol::STATUS, "STATUS")?;
+                if status > 0xff {
+                    return Err(refuse(format!("status {status:#x}")));
+                }
+                self.status = status;
+                if status == 0 {
+                    self.stop_rings();
+                }
+            }
+            Request::GetStatus => {
+                self.need(protocol::STATUS, "STATUS")?;
+                let rejected = self.vrings.iter().any(Vring::is_rejected);
+                let status = self.status | if rejected { DEVICE_NEEDS_RESET } else { 0 };
+                return number(code::GET_STATUS, status);
+            }
+        }
+        Ok(None)
+    }
+
+    fn offered(&self) -> u64 {
+        features(&self.shared.disk.limits(), self.shared.queues()) | F_PROTOCOL_FEATURES
+    }
+
+    fn need(&self, feature: u64, name: &str) -> Result<(), Refusal> {
+        if self.protocol & feature == 0 {
+            return Err(refuse(format!("the protocol feature {name} was not negotiated")));
+        }
+        Ok(())
+    }
+
+    fn vring(&mut self, index: u32) -> Result<&mut Vring, Refusal> {
+        self.vrings.get_mut(index as usize).ok_or_else(|| refuse(format!("ring {index} of {VRINGS_MAX}")))
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
+        // A driver goes on to acknowledge a feature that a live change took away.
+        let strange = features & !self.offered() & !self.features;
+        if strange != 0 {
+            return Err(refuse(format!("{strange:#x} was not offered")));
+        }
+        let of_rings = |features: u64| features & !F_PROTOCOL_FEATURES;
+        if of_rings(features) != of_rings(self.features) && self.vrings.iter().any(Vring::is_served) {
+            return Err(refuse("the features change while rings are served"));
+        }
+        self.features = features;
+        self.switch_cache();
+        (0..VRINGS_MAX as u32).for_each(|index| self.start_ring(index));
+        Ok(())
+    }
+
+    /// Virtio 1.2, 5.2.6.2: the write cache is what the driver switched, if it can; else one that it
+    /// does not know to flush is not there.
+    fn switch_cache(&self) {
+        let has = |feature: u64| self.features & feature != 0;
+        let writeback = if has(feature::CONFIG_WCE) { self.writeback } else { has(feature::FLUSH) };
+        self.write_through.store(!writeback, Relaxed);
+    }
+
+    fn context(&self) -> RingContext {
+        RingContext {
+            memory: self.memory.clone(),
+            features: self.features,
+            write_through: self.write_through.clone(),
+        }
+    }
+
+    /// Starts ring `index`, if it can be started.
+    fn start_ring(&mut self, index: u32) {
+        let (context, enabled) = (self.context(), self.features & F_PROTOCOL_FEATURES == 0);
+        let Some(vring) = self.vrings.get_mut(index as usize) else { return };
+        if let Err(refusal) = vring.start(&self.shared, &context, enabled, &self.peer) {
+            self.not_started = Some(refusal);
+        }
+    }
+
+    /// Replaces the table of memory. Rings are drained before, and go on after that: nothing is in
+    /// flight in memory that is no more in the table.
+    fn set_memory(&mut self, memory: GuestMemory) {
+        let served: Vec<u32> =
+            self.vrings.iter().filter(|vring| vring.is_served()).map(Vring::index).collect();
+        let shared = self.shared.clone();
+        for index in &served {
+            self.vrings[*index as usize].stop(&shared);
+        }
+        self.memory = Arc::new(memory);
+        served.into_iter().for_each(|index| self.start_ring(index));
+    }
+
+    fn stop_rings(&mut self) {
+        let shared = self.shared.clone();
+        for vring in self.vrings.iter_mut() {
+            vring.stop_for_base(&shared);
+        }
+    }
+
+    /// As it was, but for what the front end thinks that this side keeps: the protocol features and the
+    /// memory.
+    fn reset(&mut self) {
+        let shared = self.shared.clone();
+        self.vrings.iter_mut().for_each(|vring| vring.reset(&shared));
+        (self.features, self.status, self.writeback) = (0, 0, true);
+        self.switch_cache();
+    }
+
+    fn config(&self, range: ConfigRange) -> Reply {
+        let mut bytes = zerocopy::IntoBytes::as_bytes(&range).to_vec();
+        let config = config(&self.shared.disk.limits(), self.shared.queues(), self.writeback);
+        // Fields that the device does not have are zero.
+        let at = |at: u32| config.get(at as usize).copied().unwrap_or(0);
+        bytes.extend((range.offset..range.offset + range.size).map(at));
+        Reply::new(code::GET_CONFIG, &bytes)
+    }
+
+    fn set_config(&mut self, range: ConfigRange, bytes: &[u8]) -> Result<(), Refusal> {
+        self.need(protocol::CONFIG, "CONFIG")?;
+        let ConfigRange { offset, size, flags } = range;
+        match (bytes, flags) {
+            (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
+                self.writeback = value == 1;
+                self.switch_cache();
+                Ok(())
+            }
+            _ => Err(refuse(format!("{size} bytes at {offset} cannot be written"))),
+        }
+    }
+
+    /// The configuration has changed: the front end is notified, if it can be.
+    pub fn config_changed(&mut self) {
+        let Some(socket) = &self.backend else { return };
+        let message = config_change();
+        let failed = match send_some(socket.as_fd(), &message, None) {
+            Ok(bytes) if bytes == message.len() => return,
+            Ok(_) => "a part of a message left".to_owned(),
+            Err(errno) => errno.to_string(),
+        };
+        self.backend = None;
+        let reason = format!("it does not hear of the device's new size: {failed}");
+        self.shared.registry.report(&self.peer, Event::Refused(reason));
+    }
+
+    /// Reports the rings that were rejected meanwhile.
+    pub fn report_rejections(&mut self) {
+        for vring in &mut self.vrings {
+            if let Some(reason) = vring.take_rejection() {
+                self.shared.registry.report(&self.peer, Event::RingRejected(vring.index(), reason));
+            }
+        }
+    }
+
+    /// The front end, for people.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.stop_rings();
+        self.report_rejections();
+    }
+}
+
+/// Whether a request has a reply of its own, which says nothing of errors.
+fn has_reply(code: u32) -> bool {
+    matches!(
+        code,
+        code::GET_FEATURES
+            | code::GET_PROTOCOL_FEATURES
+            | code::GET_VRING_BASE
+            | code::GET_QUEUE_NUM
+            | code::GET_CONFIG
+            | code::GET_INFLIGHT_FD
+            | code::GET_MAX_MEM_SLOTS
+            | code::GET_STATUS
+    )
+}
+
+fn spec(region: Region, file: OwnedFd) -> RegionSpec {
+    let Region { guest, size, user, offset } = region;
+    RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset }
+}

@@ -1,0 +1,36 @@
+//! The state that the control thread of a device, its sessions, its rings and its owner share.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use blkq::{Disk, EngineHandle};
+
+use super::event::signal;
+use super::status::Registry;
+
+/// That state.
+pub struct Shared {
+    pub disk: Arc<Disk>,
+    /// At least one.
+    pub engines: Vec<EngineHandle>,
+    /// The serial number that guests see: its first 20 bytes.
+    pub serial: Arc<str>,
+    pub registry: Registry,
+    /// An eventfd that does not block: there is something for the control thread.
+    pub wake: Arc<OwnedFd>,
+    pub stopping: AtomicBool,
+    pub config_changed: AtomicBool,
+}
+
+impl Shared {
+    /// Queues that drivers are shown: one for each engine.
+    pub fn queues(&self) -> u16 {
+        self.engines.len() as u16
+    }
+
+    /// Wakes the control thread.
+    pub fn wake(&self) {
+        signal(&self.wake);
+    }
+}

@@ -1,0 +1,441 @@
+//! A ring on its engine: takes all requests that are available, submits them under one plug, and calls
+//! the guest at most once per turn. It stops when nothing of it is in flight any more.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Relaxed, Release, SeqCst};
+
+use blkq::{Bio, BioFlags, Completion, Cqe, Data, Error, IoResult, Operation, Source, SourceContext};
+use io_uring::{opcode, types};
+use rustix::event::PollFlags;
+
+use super::abi::{S_IOERR, S_OK};
+use super::bounce::{Bounces, copy_in, copy_out};
+use super::chain::{Chain, Head, RingError};
+use super::event::{is_ready, signal};
+use super::memory::GuestMemory;
+use super::request::{Action, BlockRequest, Parser, status_of};
+use super::ring::Ring;
+use super::status::{RingCounters, RingStatus};
+
+/// The engine's queue behind its rings: each engine has one.
+const ENGINE_QUEUE: usize = 0;
+/// Tokens: the poll for kicks, and its cancellation.
+const KICKED: u64 = 1 << 32;
+const CANCELLED: u64 = 2 << 32;
+/// How often a ring without a kick eventfd is polled.
+const POLL_NS: u64 = 1_000_000;
+/// How long unused buffers are kept.
+const IDLE_NS: u64 = 1_000_000_000;
+
+/// A ring, and all that it is served with.
+pub struct VringStart {
+    /// Where it goes on.
+    pub ring: Ring,
+    /// The memory that it is in.
+    pub memory: Arc<GuestMemory>,
+    /// Becomes readable when there are requests; without it the ring is polled.
+    pub kick: Option<Arc<OwnedFd>>,
+    /// Written when there are completions.
+    pub call: Option<Arc<OwnedFd>>,
+    /// For others to see.
+    pub status: Arc<RingStatus>,
+    /// Writes are durable when they complete.
+    pub write_through: Arc<AtomicBool>,
+    /// The serial number.
+    pub serial: Arc<str>,
+    /// An eventfd that does not block: the ring was rejected.
+    pub wake: Arc<OwnedFd>,
+    /// The front end, for people.
+    pub peer: Arc<str>,
+}
+
+/// A message to the source: the eventfd by which the guest is called is another one.
+pub struct SetCall(pub Option<Arc<OwnedFd>>);
+
+/// A request in flight.
+struct Slot {
+    head: Head,
+    /// Guest address of the status byte.
+    status: u64,
+    writable: u32,
+    /// Bios that have not completed.
+    bios: u32,
+    result: IoResult,
+    read: bool,
+    bytes: u32,
+    /// The guest's memory, while the data is in a buffer.
+    bounced: Option<Data>,
+}
+
+/// A ring that is served.
+pub struct VringSource {
+    start: VringStart,
+    parser: Parser,
+    chain: Chain,
+    /// By the number of their heads.
+    slots: Box<[Option<Slot>]>,
+    in_flight: usize,
+    /// Bios for which the queue had no room.
+    refused: VecDeque<Bio>,
+    bounces: Bounces,
+    idle_since_ns: Option<u64>,
+    counters: RingCounters,
+    /// Requests have completed that the guest does not see yet.
+    unpublished: bool,
+    /// There may be requests that nobody is going to kick for.
+    more: bool,
+    kicks_enabled: bool,
+    poll_armed: bool,
+    cancel_armed: bool,
+    /// No kick will come any more.
+    kick_closed: bool,
+    next_poll_ns: u64,
+    rejected: bool,
+    stopping: bool,
+}
+
+impl VringSource {
+    /// Serves the ring of `start`.
+    pub fn new(start: VringStart) -> VringSource {
+        let size = usize::from(start.ring.size());
+        VringSource {
+            parser: Parser::new(&start.serial),
+            chain: Chain::new(),
+            slots: std::iter::repeat_with(|| None).take(size).collect(),
+            in_flight: 0,
+            refused: VecDeque::new(),
+            bounces: Bounces::new(),
+            idle_since_ns: None,
+            counters: RingCounters::default(),
+            unpublished: false,
+            more: true,
+            kicks_enabled: false,
+            poll_armed: false,
+            cancel_armed: false,
+            kick_closed: false,
+            next_poll_ns: 0,
+            rejected: false,
+            stopping: false,
+            start,
+        }
+    }
+
+    /// Nothing is taken from the ring, nor put into it, any more.
+    #[cold]
+    fn reject(&mut self, reason: &dyn std::fmt::Display) {
+        if !std::mem::replace(&mut self.rejected, true) {
+            let _ = self.start.status.rejected.set(reason.to_string());
+            signal(&self.start.wake);
+        }
+    }
+
+    fn watch_kicks(&mut self, cx: &mut SourceContext<'_>) {
+        let Some(kick) = &self.start.kick else { return };
+        let entry =
+            opcode::PollAdd::new(types::Fd(kick.as_raw_fd()), libc::POLLIN as u32).multi(true).build();
+        self.poll_armed = true;
+        // SAFETY: the descriptor stays open as long as the source, and no memory is passed.
+        unsafe { cx.push(entry, KICKED) }
+    }
+
+    fn cancel_watch(&mut self, cx: &mut SourceContext<'_>) {
+        if self.poll_armed && !self.cancel_armed {
+            self.cancel_armed = true;
+            let poll = cx.token(KICKED).0;
+            // SAFETY: no memory and no descriptor is passed.
+            unsafe { cx.push(opcode::AsyncCancel::new(poll).build(), CANCELLED) }
+        }
+    }
+
+    /// Takes what is available, up to as many requests as the ring has descriptors.
+    fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
+        self.more = false;
+        let mut left = self.slots.len();
+        loop {
+            if self.rejected || !self.refused.is_empty() {
+                return;
+            }
+            match self.start.ring.pop(&mut self.chain) {
+                Ok(Some(head)) => {
+                    self.kicks_enabled = false;
+                    if left == 0 {
+                        self.more = true;
+                    }
+                    left = left.saturating_sub(1);
+                    self.begin(cx, head);
+                    if self.more {
+                        return;
+                    }
+                }
+                Ok(None) if self.kicks_enabled => return,
+                Ok(None) => {
+                    self.kicks_enabled = true;
+                    if !self.start.ring.enable_kicks() {
+                        return;
+                    }
+                }
+                Err(error) => return self.reject(&error),
+            }
+        }
+    }
+
+    /// Begins the request of `head`, whose chain has been read.
+    fn begin(&mut self, cx: &mut SourceContext<'_>, head: Head) {
+        self.counters.requests += 1;
+        let BlockRequest { status, writable, action } =
+            match self.parser.parse(&self.chain, &self.start.memory) {
+                Ok(request) => request,
+                Err(error) => return self.reject(&error),
+            };
+        let mut slot =
+            Slot { head, status, writable, bios: 1, result: Ok(()), read: false, bytes: 0, bounced: None };
+        let user_data = u64::from(head.index);
+        match action {
+            Action::Reply(status) => self.finish(slot, status),
+            Action::Transfer { bytes: 0, .. } => self.finish(slot, S_OK),
+            Action::Transfer { operation, sector, bytes, data, unaligned } => {
+                slot.read = operation == Operation::Read;
+                slot.bytes = bytes as u32;
+                let flags = if slot.read { BioFlags::empty() } else { self.write_flags() };
+                let align = cx.limits(ENGINE_QUEUE).memory_align as usize;
+                let data = if unaligned & (align - 1) == 0 {
+                    data
+                } else {
+                    let Some(mut buffer) = self.bounces.take(slot.bytes, cx.registrar()) else {
+                        self.parser.recycle(data);
+                        return self.finish(slot, S_IOERR);
+                    };
+                    self.counters.bounced += 1;
+                    if !slot.read {
+                        copy_in(&data, &mut buffer[..bytes as usize]);
+                    }
+                    slot.bounced = Some(data);
+                    Data::Buffer(buffer)
+                };
+                self.keep(slot);
+                self.submit(cx, Bio { operation, flags, sector, sectors: bytes >> 9, data, user_data });
+            }
+            Action::Flush => {
+                self.keep(slot);
+                self.submit(cx, Bio::flush(user_data));
+            }
+            Action::Ranges { operation } => {
+                let ranges = std::mem::take(&mut self.parser.ranges);
+                slot.bios = ranges.len() as u32;
+                self.keep(slot);
+                for range in &ranges {
+                    let mut flags = BioFlags::empty();
+                    if operation == Operation::WriteZeroes {
+                        flags = self.write_flags();
+                        flags.set(BioFlags::NO_UNMAP, !range.unmap);
+                    }
+                    let (sector, sectors) = (range.sector, range.sectors);
+                    self.submit(cx, Bio { operation, flags, sector, sectors, data: Data::None, user_data });
+                }
+                self.parser.ranges = ranges;
+            }
+        }
+    }
+
+    fn write_flags(&self) -> BioFlags {
+        if self.start.write_through.load(Relaxed) { BioFlags::FUA } else { BioFlags::empty() }
+    }
+
+    fn keep(&mut self, slot: Slot) {
+        let index = usize::from(slot.head.index);
+        self.slots[index] = Some(slot);
+        self.in_flight += 1;
+    }
+
+    fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
+        // Those that wait go first.
+        let refused = if self.refused.is_empty() { cx.submit(ENGINE_QUEUE, bio) } else { Err(bio) };
+        if let Err(bio) = refused {
+            self.refused.push_back(bio);
+        }
+    }
+
+    fn retry_refused(&mut self, cx: &mut SourceContext<'_>) {
+        while let Some(bio) = self.refused.pop_front() {
+            if let Err(bio) = cx.submit(ENGINE_QUEUE, bio) {
+                return self.refused.push_front(bio);
+            }
+        }
+    }
+
+    /// Completes a request: the guest sees it with the next [`VringSource::publish`].
+    fn finish(&mut self, slot: Slot, status: u8) {
+        if status != S_OK {
+            self.counters.errors += 1;
+        } else if slot.read {
+            self.counters.read_bytes += u64::from(slot.bytes);
+        } else {
+            self.counters.written_bytes += u64::from(slot.bytes);
+        }
+        if self.rejected {
+            return;
+        }
+        self.parser.write_status(&self.start.memory, slot.status, status);
+        let written = BlockRequest::written(slot.writable, status);
+        self.start.ring.push_used(slot.head, written);
+        self.unpublished = true;
+    }
+
+    /// Shows the guest what has completed, and calls it if it wants that.
+    fn publish(&mut self) {
+        if !std::mem::take(&mut self.unpublished) || self.rejected {
+            return;
+        }
+        let wanted = self.start.ring.publish();
+        if wanted {
+            self.call();
+        }
+    }
+
+    fn call(&mut self) {
+        let Some(call) = &self.start.call else { return };
+        self.counters.calls += 1;
+        // A front end may fill its eventfd at any time, and the write would wait for it to be read. So
+        // it is polled before, and while this is set other threads check whether it blocks all the same.
+        self.start.status.calling.store(true, SeqCst);
+        if is_ready(call, PollFlags::OUT) {
+            signal(call);
+        }
+        self.start.status.calling.store(false, SeqCst);
+    }
+
+    fn trim(&mut self, cx: &mut SourceContext<'_>) {
+        match (self.bounces.is_idle(), self.idle_since_ns) {
+            (false, None) => {}
+            (false, Some(_)) => self.idle_since_ns = None,
+            (true, None) => self.idle_since_ns = Some(cx.now_ns()),
+            (true, Some(since_ns)) => {
+                if cx.now_ns() >= since_ns + IDLE_NS {
+                    self.bounces.trim(cx.registrar());
+                    self.idle_since_ns = None;
+                }
+            }
+        }
+    }
+}
+
+// SAFETY: it is stopped when its poll and all bios are back.
+unsafe impl Source for VringSource {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        self.watch_kicks(cx);
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
+        if cqe.token.payload() == CANCELLED {
+            self.cancel_armed = false;
+            return;
+        }
+        self.poll_armed = cqe.more();
+        match u32::try_from(cqe.result) {
+            Ok(events) => {
+                self.counters.kicks += 1;
+                // The other end is gone: the connection says why.
+                self.kick_closed |=
+                    events as i32 & i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
+                if self.kick_closed {
+                    self.cancel_watch(cx);
+                }
+            }
+            Err(_) if self.stopping || self.rejected || self.kick_closed => {}
+            Err(_) => {
+                let errno = rustix::io::Errno::from_raw_os_error(-cqe.result);
+                self.reject(&format_args!("its kick descriptor cannot be polled: {errno}"));
+            }
+        }
+    }
+
+    fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
+        let _ = cx;
+        let index = completion.user_data as usize;
+        let Some(slot) = self.slots.get_mut(index).and_then(Option::as_mut) else { return };
+        match (slot.bounced.take(), completion.data) {
+            (Some(guest), Data::Buffer(buffer)) => {
+                if slot.read && completion.result.is_ok() {
+                    copy_out(&buffer[..slot.bytes as usize], &guest);
+                }
+                self.bounces.put(slot.bytes, buffer);
+                self.parser.recycle(guest);
+            }
+            (_, data) => self.parser.recycle(data),
+        }
+        slot.result = slot.result.and(completion.result);
+        slot.bios -= 1;
+        if slot.bios == 0
+            && let Some(slot) = self.slots[index].take()
+        {
+            self.in_flight -= 1;
+            let status = status_of(slot.result);
+            self.finish(slot, status);
+        }
+    }
+
+    fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
+        let _ = cx;
+        if let Ok(message) = message.downcast::<SetCall>() {
+            self.start.call = message.0;
+            // A completion may have been announced to the one before, which nobody reads any more.
+            self.call();
+        }
+    }
+
+    fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
+        if self.start.memory.is_broken() {
+            self.reject(&RingError::MemoryLost);
+        }
+        self.retry_refused(cx);
+        self.publish();
+        if !self.stopping {
+            self.take_requests(cx);
+            // Those that needed no bio.
+            self.publish();
+            if self.start.kick.is_none() {
+                self.next_poll_ns = cx.now_ns() + POLL_NS;
+            }
+            if self.rejected {
+                self.cancel_watch(cx);
+            } else if !self.poll_armed && !self.kick_closed {
+                self.watch_kicks(cx);
+            }
+        }
+        self.trim(cx);
+        self.start.status.publish(&self.counters, self.in_flight);
+        self.start.status.base.store(self.start.ring.base(), Release);
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        if self.stopping || self.rejected {
+            return None;
+        }
+        if self.more {
+            return Some(0);
+        }
+        let poll_ns = self.start.kick.is_none().then_some(self.next_poll_ns);
+        let idle_ns = self.idle_since_ns.map(|since_ns| since_ns + IDLE_NS);
+        poll_ns.into_iter().chain(idle_ns).min()
+    }
+
+    fn client_of(&self, mark: u64) -> Option<String> {
+        let VringStart { status, peer, .. } = &self.start;
+        Some(format!("vhost-user front end ({peer}), ring {}, descriptor {mark}", status.index))
+    }
+
+    fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
+        self.stopping = true;
+        self.cancel_watch(cx);
+    }
+
+    fn is_stopped(&self) -> bool {
+        let idle = self.in_flight == 0 && (!self.unpublished || self.rejected);
+        self.stopping && idle && !self.poll_armed && !self.cancel_armed
+    }
+}

@@ -1,0 +1,138 @@
+//! A device to test, and memory that a front end shares with it.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq::drivers::ram::Ram;
+use blkq::{Disk, Driver, EngineThread};
+use blkq_export::nbd::Listen;
+use blkq_export::vhost_user::{Report, VhostUserDevice, VhostUserOptions};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+pub const SIZE: u64 = 16 << 20;
+
+pub fn ram() -> Box<dyn Driver> {
+    Box::new(Ram::new(SIZE, 512, false).unwrap())
+}
+
+fn unique(what: &str) -> PathBuf {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("blkq-vhost-{}-{number}.{what}", std::process::id()))
+}
+
+/// An image of [`SIZE`] zeroes, removed as it is opened.
+pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
+    // Direct I/O needs a file system that has it, which that of temporary files may not be.
+    let path = std::env::current_dir().unwrap().join(unique("img").file_name().unwrap());
+    std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+    let device = LoopDevice::open(&LoopOptions { direct_io, sector_size, ..LoopOptions::new(&path) });
+    std::fs::remove_file(&path).unwrap();
+    Box::new(device.unwrap())
+}
+
+pub struct Served {
+    pub device: VhostUserDevice,
+    pub path: PathBuf,
+    pub disk: Arc<Disk>,
+    _engines: Vec<EngineThread>,
+}
+
+pub fn serve(driver: Box<dyn Driver>, queues: usize) -> Served {
+    serve_disk(Disk::builder(driver).queues(queues).build().unwrap(), unique("sock"))
+}
+
+pub fn serve_disk(disk: Arc<Disk>, path: PathBuf) -> Served {
+    let engines: Vec<EngineThread> = (0..disk.queue_count())
+        .map(|queue| EngineThread::spawn("vhost-test", vec![(disk.clone(), queue)]).unwrap())
+        .collect();
+    let handles: Vec<_> = engines.iter().map(|engine| engine.handle().clone()).collect();
+    let event = || Some(Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()));
+    let options = VhostUserOptions {
+        serial: "a disk of a test with a long name".into(),
+        report_event: event(),
+        idle_event: event(),
+        ..VhostUserOptions::default()
+    };
+    let device = VhostUserDevice::start(Listen::Unix(path.clone()), options, &disk, &handles).unwrap();
+    Served { device, path, disk, _engines: engines }
+}
+
+impl Served {
+    /// Waits for what the device reports next.
+    pub fn report(&self) -> Report {
+        let mut reports = Vec::new();
+        until("a report", || {
+            reports.extend(self.device.take_reports());
+            !reports.is_empty()
+        });
+        reports.remove(0)
+    }
+
+    pub fn until_idle(&self) {
+        until("the front end is gone", || self.device.connection_count() == 0);
+    }
+}
+
+/// Waits until `holds`.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !holds() {
+        assert!(begin.elapsed() < Duration::from_secs(20), "waited too long: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Memory that a front end shares.
+pub struct SharedMemory {
+    pub file: OwnedFd,
+    pub start: *mut u8,
+    pub bytes: usize,
+}
+
+// SAFETY: memory, which is accessed by raw pointers.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    pub fn new(bytes: usize) -> SharedMemory {
+        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, bytes as u64).unwrap();
+        SharedMemory::map(file, bytes)
+    }
+
+    pub fn map(file: OwnedFd, bytes: usize) -> SharedMemory {
+        let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe { mmap(null, bytes, protection, MapFlags::SHARED, file.as_fd(), 0) };
+        SharedMemory { file, start: start.unwrap().cast(), bytes }
+    }
+
+    pub fn fd(&self) -> i32 {
+        self.file.as_fd().as_raw_fd()
+    }
+
+    /// The bytes from `at` on, which the device does not use now.
+    #[allow(clippy::mut_from_ref, reason = "a test looks at what it does not share at that time")]
+    pub fn slice(&self, at: usize, bytes: usize) -> &mut [u8] {
+        assert!(at + bytes <= self.bytes);
+        // SAFETY: inside the mapping.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), bytes) }
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: mapped with that length.
+        unsafe { munmap(self.start.cast(), self.bytes).unwrap() };
+    }
+}

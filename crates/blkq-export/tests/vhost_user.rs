@@ -1,0 +1,192 @@
+//! vhost-user-blk, driven by libblkio's front end (crate virtio-driver), against a model in bytes.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod vhost;
+
+use blkq::Driver;
+use blkq::drivers::r#loop::DirectIo;
+use blkq_export::vhost_user::VhostUserDevice;
+use proptest::prelude::*;
+use virtio_driver::{
+    EventFd, VhostUser, VirtioBlkConfig, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkReqBuf,
+    VirtioFeatureFlags, VirtioTransport,
+};
+
+use vhost::{SIZE, Served, SharedMemory, image, ram, serve};
+
+type Transport = Box<dyn VirtioTransport<VirtioBlkConfig, VirtioBlkReqBuf>>;
+
+/// A request of a test: numbers are in blocks.
+#[derive(Clone, Debug)]
+enum Step {
+    Read(u64, u64),
+    Write(u64, u64, u8),
+    Discard(u64, u64),
+    WriteZeroes(u64, u64, bool),
+    Flush,
+}
+
+struct Client {
+    transport: Transport,
+    queues: Vec<VirtioBlkQueue<'static, usize>>,
+    events: Vec<std::sync::Arc<EventFd>>,
+    memory: SharedMemory,
+}
+
+const MEMORY: usize = 8 << 20;
+
+impl Client {
+    fn new(served: &Served, queues: usize, ring: VirtioFeatureFlags) -> Client {
+        let features = (VirtioFeatureFlags::VERSION_1 | ring).bits()
+            | (VirtioBlkFeatureFlags::FLUSH
+                | VirtioBlkFeatureFlags::BLK_SIZE
+                | VirtioBlkFeatureFlags::MQ
+                | VirtioBlkFeatureFlags::DISCARD
+                | VirtioBlkFeatureFlags::WRITE_ZEROES)
+                .bits();
+        let mut transport: Transport =
+            Box::new(VhostUser::new(served.path.to_str().unwrap(), features).unwrap());
+        assert_eq!(transport.get_features() & ring.bits(), ring.bits(), "it is offered");
+        let memory = SharedMemory::new(MEMORY);
+        transport.map_mem_region(memory.start.addr(), MEMORY, memory.fd(), 0).unwrap();
+        let made = VirtioBlkQueue::setup_queues(&mut *transport, queues, 128).unwrap();
+        let events = (0..queues).map(|queue| transport.get_completion_fd(queue)).collect();
+        // Both live as long as the client, and the queues are dropped first.
+        Client { queues: made, transport, events, memory }
+    }
+
+    /// Does `steps`, all at once where they do not overlap: of each, whether it succeeded.
+    fn run(&mut self, steps: &[(Step, usize)], block: u64) -> Vec<i32> {
+        let mut results = vec![1; steps.len()];
+        let mut at = 0;
+        for (index, (step, queue)) in steps.iter().enumerate() {
+            let queue_number = queue % self.queues.len();
+            let queue = &mut self.queues[queue_number];
+            match step {
+                Step::Read(block_number, blocks) => {
+                    let buffer = self.memory.slice(at, (blocks * block) as usize);
+                    buffer.fill(0xee);
+                    at += buffer.len();
+                    queue.read(block_number * block, buffer, index).unwrap();
+                }
+                Step::Write(block_number, blocks, value) => {
+                    let buffer = self.memory.slice(at, (blocks * block) as usize);
+                    buffer.fill(*value);
+                    at += buffer.len();
+                    queue.write(block_number * block, buffer, index).unwrap();
+                }
+                Step::Discard(from, blocks) => queue.discard(from * block, blocks * block, index).unwrap(),
+                Step::WriteZeroes(from, blocks, unmap) => {
+                    queue.write_zeroes(from * block, blocks * block, *unmap, index).unwrap();
+                }
+                Step::Flush => queue.flush(index).unwrap(),
+            }
+            if queue.avail_notif_needed() {
+                self.transport.get_submission_notifier(queue_number).notify().unwrap();
+            }
+        }
+        let mut left = steps.len();
+        while left > 0 {
+            for (queue, event) in self.queues.iter_mut().zip(&self.events) {
+                for completion in queue.completions() {
+                    assert_eq!(results[completion.context], 1, "a request completes once");
+                    results[completion.context] = completion.ret;
+                    left -= 1;
+                }
+                // With one queue it waits for the call, as a driver does.
+                if left > 0 && self.events.len() == 1 {
+                    queue.set_used_notif_enabled(true);
+                    if !queue.completions().has_next() {
+                        event.read().unwrap();
+                    }
+                }
+            }
+        }
+        results
+    }
+}
+
+fn steps(blocks: u64) -> impl Strategy<Value = Vec<(Step, usize)>> {
+    let range = (0..blocks, 1..16u64).prop_map(move |(from, count)| (from, count.min(blocks - from)));
+    let step = prop_oneof![
+        range.clone().prop_map(|(from, count)| Step::Read(from, count)),
+        (range.clone(), any::<u8>()).prop_map(|((from, count), value)| Step::Write(from, count, value)),
+        range.clone().prop_map(|(from, count)| Step::Discard(from, count)),
+        (range, any::<bool>()).prop_map(|((from, count), unmap)| Step::WriteZeroes(from, count, unmap)),
+        Just(Step::Flush),
+    ];
+    proptest::collection::vec((step, 0..4usize), 1..40)
+}
+
+/// Each step alone, and then reads of all of it at once.
+fn check(driver: Box<dyn Driver>, queues: usize, ring: VirtioFeatureFlags, steps: &[(Step, usize)]) {
+    let served = serve(driver, queues);
+    let mut client = Client::new(&served, queues, ring);
+    let block = u64::from(served.disk.limits().logical_block_bytes);
+    let mut model = vec![Some(0u8); (SIZE / block) as usize];
+    for (step, queue) in steps {
+        let results = client.run(&[(step.clone(), *queue)], block);
+        assert_eq!(results, [0], "{step:?}");
+        let part = |from: u64, count: u64| from as usize..(from + count) as usize;
+        match *step {
+            Step::Read(from, count) => compare(&client.memory, 0, &model[part(from, count)], block),
+            Step::Write(from, count, value) => model[part(from, count)].fill(Some(value)),
+            // A discard may leave any bytes.
+            Step::Discard(from, count) => model[part(from, count)].fill(None),
+            Step::WriteZeroes(from, count, _) => model[part(from, count)].fill(Some(0)),
+            Step::Flush => {}
+        }
+    }
+    let reads: Vec<(Step, usize)> = (0..32).map(|index| (Step::Read(index * 8, 8), index as usize)).collect();
+    assert!(client.run(&reads, block).iter().all(|result| *result == 0));
+    for index in 0..32 {
+        compare(&client.memory, index * 8 * block as usize, &model[index * 8..index * 8 + 8], block);
+    }
+    let counters = served.device.counters();
+    assert_eq!((counters.requests, counters.errors), (steps.len() as u64 + 32, 0));
+    finish(served.device, client);
+}
+
+fn compare(memory: &SharedMemory, at: usize, model: &[Option<u8>], block: u64) {
+    for (index, value) in model.iter().enumerate() {
+        let bytes = memory.slice(at + index * block as usize, block as usize);
+        assert!(
+            value.is_none_or(|value| bytes.iter().all(|byte| *byte == value)),
+            "block {index}: {bytes:?}"
+        );
+    }
+}
+
+fn finish(device: VhostUserDevice, client: Client) {
+    assert!(device.stop(false).is_err(), "a front end is connected");
+    drop(client);
+    vhost::until("it has gone", || device.connection_count() == 0);
+    device.stop(false).unwrap();
+}
+
+fn rings() -> impl Strategy<Value = VirtioFeatureFlags> {
+    let any_of = [
+        VirtioFeatureFlags::empty(),
+        VirtioFeatureFlags::RING_EVENT_IDX,
+        VirtioFeatureFlags::RING_INDIRECT_DESC,
+        VirtioFeatureFlags::RING_INDIRECT_DESC | VirtioFeatureFlags::RING_EVENT_IDX,
+    ];
+    proptest::sample::select(any_of.to_vec())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn a_guest_reads_what_was_written(
+        steps in steps(256), ring in rings(), queues in 1..3usize, kind in 0..4u8,
+    ) {
+        let driver = match kind {
+            0 => ram(),
+            1 => image(DirectIo::Off, None),
+            2 => image(DirectIo::Auto, Some(512)),
+            _ => image(DirectIo::Auto, Some(4096)),
+        };
+        check(driver, queues, ring, &steps);
+    }
+}
