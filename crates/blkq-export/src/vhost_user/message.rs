@@ -44,7 +44,7 @@ pub mod protocol {
     pub const STATUS: u64 = 1 << 16;
     /// All of them.
     pub const OFFERED: u64 =
-        MQ | REPLY_ACK | BACKEND_REQ | CONFIG | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
+        MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
 }
 
 /// Numbers of requests.

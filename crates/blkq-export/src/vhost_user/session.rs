@@ -9,10 +9,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::abi::feature;
 use super::channel::{Incoming, send_some};
 use super::config::{WRITEBACK_AT, config, features};
+use super::inflight::InflightRegion;
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
-    ConfigRange, F_PROTOCOL_FEATURES, Refusal, Region, Reply, Request, VringState, code, config_change, name,
-    protocol, refuse,
+    ConfigRange, F_PROTOCOL_FEATURES, InflightArea, Refusal, Region, Reply, Request, VringState, code,
+    config_change, name, protocol, refuse,
 };
 use super::shared::Shared;
 use super::status::Event;
@@ -30,6 +31,8 @@ pub struct Session {
     status: u64,
     memory: Arc<GuestMemory>,
     vrings: Vec<Vring>,
+    /// Requests in flight are recorded there.
+    inflight: Option<Arc<InflightRegion>>,
     /// Where its own requests go.
     backend: Option<OwnedFd>,
     /// The write cache, as the driver switched it.
@@ -54,6 +57,7 @@ impl Session {
             status: 0,
             memory: Arc::new(GuestMemory::map(Vec::new())?),
             vrings: (0..VRINGS_MAX).map(Vring::new).collect(),
+            inflight: None,
             backend: None,
             writeback: true,
             // Until the driver shows that it can flush.
@@ -71,7 +75,8 @@ impl Session {
         let Incoming { header, payload, files } = incoming;
         let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
         self.not_started = None;
-        let done = Request::parse(&header, &payload, files).and_then(|request| self.execute(request));
+        let done = Request::parse(&header, &payload, files)
+            .and_then(|request| self.execute(request, header.size as usize));
         match done {
             Ok(Some(reply)) => Ok(Some(reply)),
             Ok(None) => {
@@ -89,7 +94,7 @@ impl Session {
         }
     }
 
-    fn execute(&mut self, request: Request) -> Result<Option<Reply>, Refusal> {
+    fn execute(&mut self, request: Request, payload_bytes: usize) -> Result<Option<Reply>, Refusal> {
         let number = |code: u32, value: u64| Ok(Some(Reply::number(code, value)));
         match request {
             Request::GetFeatures => return number(code::GET_FEATURES, self.offered()),
@@ -141,9 +146,8 @@ impl Session {
             }
             Request::GetConfig(range) => return Ok(Some(self.config(range))),
             Request::SetConfig(range, bytes) => self.set_config(range, &bytes)?,
-            Request::GetInflightFd(_) | Request::SetInflightFd(..) => {
-                self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
-            }
+            Request::GetInflightFd(area) => return self.new_inflight(area, payload_bytes).map(Some),
+            Request::SetInflightFd(area, file) => self.set_inflight(area, file)?,
             Request::ResetDevice => {
                 self.need(protocol::RESET_DEVICE, "RESET_DEVICE")?;
                 self.reset();
@@ -223,6 +227,7 @@ impl Session {
         RingContext {
             memory: self.memory.clone(),
             features: self.features,
+            inflight: self.inflight.clone(),
             write_through: self.write_through.clone(),
         }
     }
@@ -287,6 +292,29 @@ impl Session {
         }
     }
 
+    fn new_inflight(&mut self, area: InflightArea, payload_bytes: usize) -> Result<Reply, Refusal> {
+        self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
+        check_inflight(&area)?;
+        let packed = self.features & feature::RING_PACKED != 0;
+        let (inflight, file) = InflightRegion::create(area.queues, area.queue_size, packed)?;
+        let area = InflightArea { size: inflight.bytes(), offset: 0, ..area };
+        // As long as the request: some front ends have padding.
+        let payload = &zerocopy::IntoBytes::as_bytes(&area)[..payload_bytes];
+        Ok(Reply { file: Some(file), ..Reply::new(code::GET_INFLIGHT_FD, payload) })
+    }
+
+    fn set_inflight(&mut self, area: InflightArea, file: OwnedFd) -> Result<(), Refusal> {
+        self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
+        check_inflight(&area)?;
+        if self.vrings.iter().any(Vring::is_served) {
+            return Err(refuse("rings are served"));
+        }
+        let packed = self.features & feature::RING_PACKED != 0;
+        let InflightArea { size, offset, queues, queue_size, .. } = area;
+        self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
+        Ok(())
+    }
+
     /// The configuration has changed: the front end is notified, if it can be.
     pub fn config_changed(&mut self) {
         let Some(socket) = &self.backend else { return };
@@ -336,6 +364,14 @@ fn has_reply(code: u32) -> bool {
             | code::GET_MAX_MEM_SLOTS
             | code::GET_STATUS
     )
+}
+
+fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
+    let InflightArea { queues, queue_size, .. } = *area;
+    if queues == 0 || usize::from(queues) > VRINGS_MAX || queue_size == 0 {
+        return Err(refuse(format!("{queues} rings of {queue_size} descriptors")));
+    }
+    Ok(())
 }
 
 fn spec(region: Region, file: OwnedFd) -> RegionSpec {

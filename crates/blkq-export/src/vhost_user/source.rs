@@ -389,7 +389,7 @@ unsafe impl Source for VringSource {
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
-        if self.start.memory.is_broken() {
+        if self.start.ring.is_broken() {
             self.reject(&RingError::MemoryLost);
         }
         self.retry_refused(cx);

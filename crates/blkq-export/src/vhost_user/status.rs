@@ -40,8 +40,6 @@ pub struct VhostUserCounters {
     pub written_bytes: u64,
     /// Requests whose data was copied, because the guest's memory is not aligned as the disk needs it.
     pub bounced: u64,
-    /// Requests that were in flight when an earlier daemon died, and were submitted again.
-    pub resubmitted: u64,
 }
 
 impl VhostUserCounters {
@@ -64,7 +62,6 @@ impl VhostUserCounters {
             read_bytes: with(self.read_bytes, other.read_bytes),
             written_bytes: with(self.written_bytes, other.written_bytes),
             bounced: with(self.bounced, other.bounced),
-            resubmitted: with(self.resubmitted, other.resubmitted),
         }
     }
 }
@@ -116,8 +113,6 @@ pub enum Event {
     Refused(String),
     /// A ring was stopped, or not started: which, and why.
     RingRejected(u32, String),
-    /// Requests of a ring that were in flight when an earlier daemon died were submitted again.
-    Resubmitted(u32, u64),
 }
 
 impl Event {
@@ -127,12 +122,11 @@ impl Event {
             Event::Violation(_) => 1,
             Event::Refused(_) => 2,
             Event::RingRejected(..) => 3,
-            Event::Resubmitted(..) => 4,
         }
     }
 }
 
-const KINDS: usize = 5;
+const KINDS: usize = 4;
 
 /// An event of a front end.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -158,7 +152,6 @@ pub(super) struct RingStatus {
     pub read_bytes: AtomicU64,
     pub written_bytes: AtomicU64,
     pub bounced: AtomicU64,
-    pub resubmitted: AtomicU64,
     pub in_flight: AtomicU64,
     /// Where the ring goes on: good once its source has stopped.
     pub base: AtomicU32,
@@ -180,7 +173,6 @@ pub(super) struct RingCounters {
     pub read_bytes: u64,
     pub written_bytes: u64,
     pub bounced: u64,
-    pub resubmitted: u64,
 }
 
 impl RingStatus {
@@ -217,7 +209,6 @@ impl RingStatus {
         self.read_bytes.store(counters.read_bytes, Relaxed);
         self.written_bytes.store(counters.written_bytes, Relaxed);
         self.bounced.store(counters.bounced, Relaxed);
-        self.resubmitted.store(counters.resubmitted, Relaxed);
         self.in_flight.store(in_flight as u64, Relaxed);
     }
 
@@ -230,7 +221,6 @@ impl RingStatus {
             read_bytes: self.read_bytes.load(Relaxed),
             written_bytes: self.written_bytes.load(Relaxed),
             bounced: self.bounced.load(Relaxed),
-            resubmitted: self.resubmitted.load(Relaxed),
             ..VhostUserCounters::default()
         }
     }

@@ -12,6 +12,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::abi::feature;
 use super::event::{check_event, signal};
+use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::message::{Refusal, VringAddresses, refuse};
 use super::ring::{Ring, RingSpec};
@@ -32,6 +33,8 @@ pub struct RingContext {
     pub memory: Arc<GuestMemory>,
     /// Virtio's features, as acknowledged.
     pub features: u64,
+    /// Where requests in flight are recorded.
+    pub inflight: Option<Arc<InflightRegion>>,
     /// Writes are durable when they complete.
     pub write_through: Arc<AtomicBool>,
 }
@@ -202,7 +205,12 @@ impl Vring {
             shared.registry.report(peer, Event::RingRejected(self.index, reason.clone()));
             refuse(format!("ring {}: {reason}", self.index))
         };
-        let ring = Ring::new(context.memory.clone(), &spec).map_err(|e| rejected(e.to_string()))?;
+        let record = context.inflight.as_ref().map(|region| {
+            let queue = region.queue(self.index as u16, spec.size, spec.packed);
+            queue.ok_or_else(|| rejected("the record of requests in flight is not for such a ring".into()))
+        });
+        let record = record.transpose()?;
+        let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| rejected(e.to_string()))?;
         let status = Arc::new(RingStatus::new(self.index, spec.size, self.base, self.call.clone()));
         let start = VringStart {
             ring,

@@ -34,7 +34,11 @@ pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     // Direct I/O needs a file system that has it, which that of temporary files may not be.
     let path = std::env::current_dir().unwrap().join(unique("img").file_name().unwrap());
     std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
-    let device = LoopDevice::open(&LoopOptions { direct_io, sector_size, ..LoopOptions::new(&path) });
+    let device = LoopDevice::open(&LoopOptions {
+        direct_io,
+        logical_block_bytes: sector_size,
+        ..LoopOptions::new(&path)
+    });
     std::fs::remove_file(&path).unwrap();
     Box::new(device.unwrap())
 }
