@@ -187,7 +187,9 @@ impl Engine {
         for queue in &mut self.queues {
             let mut look = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut look.hangs {
-                hang.client = hang.mark.and_then(|mark| self.sources.client_of(Token(mark)));
+                // Without a mark a thread waits for it, as the queue has noted.
+                let Some(mark) = hang.mark else { continue };
+                hang.client = self.sources.client_of(Token(mark));
             }
             all.add(look);
         }
