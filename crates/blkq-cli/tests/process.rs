@@ -177,12 +177,13 @@ fn a_panic_aborts_the_daemon_and_is_in_the_log() {
     }
     let log = fs::read_to_string(place.state().join("d.log")).unwrap();
     let line = log.lines().last().unwrap();
-    for part in ["Z panic: thread blkq-queue-0 at crates/blkq/src/drivers/fault/", ": a fault rule says so; "]
+    for part in
+        ["Z panic: thread blkq-queue-0 at crates/blkq/src/drivers/fault/", ": a fault rule asked for it; "]
     {
         assert!(line.contains(part), "{log}");
     }
     let shown = String::from_utf8(place.run(&["show", "d"]).stdout).unwrap();
-    assert!(shown.contains("state   dead") && shown.contains("a fault rule says so"), "{shown}");
+    assert!(shown.contains("state   dead") && shown.contains("a fault rule asked for it"), "{shown}");
     // Nothing is in the way of the next one.
     place.done(&words);
     place.done(&["detach", "d"]);

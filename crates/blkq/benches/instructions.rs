@@ -99,18 +99,18 @@ fn submitter(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let mut queue = disk.open_queue(0)?;
     let mut submitter = disk.submitter();
     let mut place = places(SCATTERED);
-    let (ended, ends) = mpsc::channel();
+    let (completed, completions) = mpsc::channel();
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {
         for buffer in buffers.drain(..) {
-            let ended = ended.clone();
+            let completed = completed.clone();
             submitter.submit(Bio::read(place(), buffer, 0), move |_, data| {
-                ended.send(data.into_buffer().expect("its own buffer")).expect("still received");
+                completed.send(data.into_buffer().expect("its own buffer")).expect("still received");
             });
         }
         while buffers.len() < ios {
             queue.poll();
-            buffers.extend(ends.try_iter());
+            buffers.extend(completions.try_iter());
         }
     }))
 }

@@ -120,7 +120,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     buffer.fill(7);
     queue.submit(Bio::write(Sector(8), buffer, 1).with_flags(BioFlags::FUA)).expect("room");
     queue.wait(1);
-    assert_eq!(queue.take_completion().map(|end| end.result), Some(Ok(())));
+    assert_eq!(queue.take_completion().map(|completion| completion.result), Some(Ok(())));
 
     let content = std::fs::read(&path)?;
     std::fs::remove_file(&path)?;

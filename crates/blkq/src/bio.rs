@@ -73,7 +73,7 @@ bitflags! {
 
 /// An I/O as its caller states it.
 ///
-/// Accepted by `submit` means completed exactly once; refused means handed back, with
+/// Accepted by `submit` means completed exactly once; rejected means handed back, with
 /// no completion.
 #[derive(Debug)]
 pub struct Bio {
@@ -109,7 +109,7 @@ impl Bio {
         Bio { operation, flags: BioFlags::empty(), sector, sectors, data: Data::Buffer(buffer), user_data }
     }
 
-    /// Says that the content of a range is no longer needed.
+    /// Discards: the content of a range is no longer needed.
     pub fn discard(sector: Sector, sectors: u64, user_data: u64) -> Bio {
         Bio::bare(Operation::Discard, sector, sectors, user_data)
     }
@@ -136,7 +136,7 @@ impl Bio {
     }
 }
 
-/// The end of a bio.
+/// The completion of a bio.
 #[derive(Debug)]
 pub struct Completion {
     /// The caller's mark from the bio.

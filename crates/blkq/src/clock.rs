@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::error::{Error, ErrorKind};
 
 /// Readings of a cached clock before it is read anew, whatever else happens: the size
-/// of a plug over several queues. There is no hook in user space that says when the
+/// of a plug over several queues. There is no hook in user space that reports when the
 /// thread was scheduled out, so the age is bounded by count, by flush and by wait.
 pub const CLOCK_USES_MAX: u32 = 64;
 
@@ -53,7 +53,7 @@ pub struct Clock {
     mode: ClockMode,
     reads: u64,
     /// The last cached reading, until the next shows for how long it was used at most;
-    /// 0 if there is none, or the queue rested since.
+    /// 0 if there is none, or the queue was idle since.
     unmeasured_ns: u64,
     age_ns_max: u64,
 }
@@ -64,7 +64,7 @@ impl Clock {
         Clock { cached_ns: 0, uses_left: 0, mode, reads: 0, unmeasured_ns: 0, age_ns_max: 0 }
     }
 
-    /// The time, cached or read as the mode says. Never 0.
+    /// The time, cached or read, depending on the mode. Never 0.
     #[inline]
     pub fn now_ns(&mut self) -> u64 {
         match self.uses_left.checked_sub(1) {
@@ -100,9 +100,9 @@ impl Clock {
     }
 
     /// The queue has nothing to do, or its thread is to sleep: the time until the next
-    /// reading says nothing about how long the last one was used.
+    /// reading is no measure of how long the last one was used.
     #[inline]
-    pub fn rest(&mut self) {
+    pub fn idle(&mut self) {
         self.unmeasured_ns = 0;
     }
 
@@ -117,7 +117,7 @@ impl Clock {
     pub fn set_mode(&mut self, mode: ClockMode) {
         self.mode = mode;
         self.invalidate();
-        self.rest();
+        self.idle();
     }
 
     /// How often the clock was read since this was last asked.
@@ -128,7 +128,7 @@ impl Clock {
 
     /// The longest time from a cached reading to the next, in nanoseconds: for longer none
     /// of those was used. That costs no reading of its own, so one after which the queue
-    /// rested is not measured, and what the thread did in between is part of the time.
+    /// was idle is not measured, and what the thread did in between is part of the time.
     pub fn age_ns_max(&self) -> u64 {
         self.age_ns_max
     }
@@ -183,11 +183,11 @@ mod tests {
     }
 
     #[test]
-    fn rest_is_not_age() {
+    fn idle_time_is_not_age() {
         let mut clock = Clock::new(ClockMode::Cached);
         clock.now_ns();
         clock.invalidate();
-        clock.rest();
+        clock.idle();
         sleep();
         clock.now_ns();
         assert_eq!(clock.age_ns_max(), 0);

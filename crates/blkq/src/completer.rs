@@ -9,12 +9,12 @@ use crate::sync::{Arc, Condvar, Mutex, lock};
 
 /// Called once with the result of a bio and its data; must not block. It runs on the thread that
 /// owns the queue; while no thread owns it, on one that submits to it, before its call of `submit`
-/// returns. So it must not lock what a submitter holds.
+/// returns. So it must not take a lock that a submitter has.
 pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 
 /// The action taken when a bio completes.
 pub(crate) enum Completer {
-    /// A [`Completion`](crate::Completion) with this mark goes to the queue's owner.
+    /// A [`Completion`](crate::Completion) with this mark is delivered to the queue's owner.
     Owner(u64),
     /// The callback runs. Boxed twice to be one word.
     Callback(Box<Callback>),
@@ -26,7 +26,7 @@ pub(crate) enum Completer {
 
 impl Completer {
     /// Passes the result to a submitter on another thread. A callback that panics is that
-    /// thread's bug; the queue goes on for all others.
+    /// thread's bug; the queue keeps serving all others.
     pub fn notify(self, result: IoResult, data: Data) {
         match self {
             Completer::Callback(callback) => {

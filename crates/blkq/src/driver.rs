@@ -46,10 +46,10 @@ pub trait Driver: Send + Sync + 'static {
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error>;
 
     /// The state of the bytes of `range` (data, zero, hole), up to `max` extents from its
-    /// beginning. May block; never called on an engine thread. The default says data.
+    /// beginning. May block; never called on an engine thread. The default reports data.
     ///
     /// # Errors
-    /// Whatever the device says.
+    /// The device's error.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         let _ = max;
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
@@ -218,7 +218,7 @@ pub enum Busy {
 pub enum Taken {
     /// All of them.
     All,
-    /// The first so many; the rest are issued again, in order.
+    /// The first so many; the rest are requeued, in order.
     First(usize, Busy),
 }
 
@@ -228,7 +228,7 @@ pub enum Taken {
 /// at once or later, fully or with an error: a driver resubmits short transfers itself.
 ///
 /// # Safety
-/// The memory of a request goes back to its submitter when the request completes. An
+/// The memory of a request is returned to its submitter when the request completes. An
 /// implementation therefore completes only requests that it took and has not completed, and each
 /// only when neither the kernel nor another thread uses its memory any more. If it wraps another
 /// queue, it passes on what it was passed itself: its own context, requests that it was offered,
@@ -247,7 +247,7 @@ pub unsafe trait DriverQueue {
         let _ = (cx, cqe);
     }
 
-    /// Looks for completions that no ring announces: timers, hand-overs of other threads.
+    /// Polls for completions that no ring announces: timers, hand-overs of other threads.
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
@@ -331,7 +331,7 @@ impl DriverContext<'_> {
         self.completed.push((tag, result));
     }
 
-    /// Ends all of these well.
+    /// Completes all of these without an error.
     #[inline]
     pub fn complete_all(&mut self, tags: &[Tag]) {
         self.completed.extend(tags.iter().map(|tag| (*tag, Ok(()))));
@@ -343,7 +343,7 @@ impl DriverContext<'_> {
         self.clock.now_ns()
     }
 
-    /// The place of the registered buffer that holds `segment`, for READ_FIXED and WRITE_FIXED;
+    /// The place of the registered buffer that `segment` lies in, for READ_FIXED and WRITE_FIXED;
     /// none if the queue's ring has none.
     #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
@@ -358,16 +358,16 @@ impl DriverContext<'_> {
     /// of registered files and buffers must be registered with this queue's ring, for this queue.
     ///
     /// # Panics
-    /// If the driver did not say that it uses a ring.
+    /// If the driver did not declare that it uses a ring.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         let token = Token::new(self.owner, payload);
-        let ring = self.ring.as_mut().expect("a driver that pushes says uses_ring");
+        let ring = self.ring.as_mut().expect("a driver that pushes declares uses_ring");
         // SAFETY: the caller's promise.
         unsafe { ring.push(entry, token) }
     }
 
-    /// The registrar of files with the queue's ring; `None` if the driver did not say that it uses one.
+    /// The registrar of files with the queue's ring; `None` if the driver did not declare that it uses one.
     pub fn registrar(&mut self) -> Option<Registrar<'_>> {
         self.ring.as_deref_mut().map(Registrar::new)
     }
@@ -378,10 +378,10 @@ impl DriverContext<'_> {
     /// If it is not registered with the queue's ring.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
-        self.ring.as_ref().expect("a driver with a registered file says uses_ring").file(slot)
+        self.ring.as_ref().expect("a driver with a registered file declares uses_ring").file(slot)
     }
 
-    /// Tells the disk to read [`Driver::limits`] again: an operation turned out not to
+    /// Has the disk read [`Driver::limits`] again: an operation turned out not to
     /// be supported. Only capabilities may shrink this way, never the capacity.
     pub fn limits_changed(&mut self) {
         *self.limits_changed = true;

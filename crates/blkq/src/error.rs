@@ -1,5 +1,5 @@
 //! Errors: [`Status`] is how one I/O completed, [`Error`] is why an operation of the
-//! control plane (open, attach, set, resize) was refused.
+//! control plane (open, attach, set, resize) failed.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use std::fmt;
 pub type IoResult = Result<(), Status>;
 
 /// Why an I/O failed: the block layer's own vocabulary, the kernel's `blk_status_t`
-/// (block/blk-core.c) with `ReadOnly` added, because NBD and virtio tell it apart.
+/// (block/blk-core.c) with `ReadOnly` added, because NBD and virtio distinguish it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -34,7 +34,7 @@ pub enum Status {
     DeviceResource,
     /// It would have to wait and the caller asked not to (EAGAIN).
     Again,
-    /// The device is gone (ENODEV).
+    /// The device is offline (ENODEV).
     Offline,
     /// The request breaks a rule of the device: alignment, range, flags (EINVAL).
     Invalid,
@@ -163,7 +163,7 @@ impl fmt::Display for Status {
             Status::Resource => "out of resources",
             Status::DeviceResource => "device busy",
             Status::Again => "would have to wait",
-            Status::Offline => "device gone",
+            Status::Offline => "device offline",
             Status::Invalid => "invalid request",
             Status::DurationLimit => "duration limit passed",
             Status::ReadOnly => "device is read-only",
@@ -180,7 +180,7 @@ impl From<Status> for std::io::Error {
     }
 }
 
-/// The sort of refusal that an [`Error`] is: few, stable, to be matched on.
+/// The kind of an [`Error`]: few, stable, to be matched on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -190,7 +190,7 @@ pub enum ErrorKind {
     NotFound,
     /// Permission is missing.
     Denied,
-    /// In use by somebody else.
+    /// In use by another process.
     Busy,
     /// The kernel itself uses the image: its loop driver, a mount, a device on top of it.
     Claimed,
@@ -206,7 +206,7 @@ pub enum ErrorKind {
     System,
 }
 
-/// Why an operation of the control plane was refused: one line that says what, why
+/// Why an operation of the control plane failed: one line of what, why
 /// and the cure, with the cause behind it.
 #[derive(Debug)]
 pub struct Error {
@@ -240,7 +240,7 @@ impl Error {
         Error { kind, message: what.into(), source: Some(source), cure: String::new() }
     }
 
-    /// The same error with what would cure it, if there is something, after why.
+    /// The same error with the cure, if there is one, after why.
     ///
     /// A library names cures of the system, such as a limit to raise, a permission or another path, which
     /// help in any program. What a program calls its own operations and options is not among them: the
@@ -249,7 +249,7 @@ impl Error {
         Error { cure: cure.into(), ..self }
     }
 
-    /// The sort of refusal that this is.
+    /// The kind of this error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

@@ -46,7 +46,7 @@ const _: () =
 #[cfg(shared_layout)]
 const _: () = assert!(align_of::<CachePadded<u32>>() == 4 && size_of::<CachePadded<u32>>() == 4);
 
-/// The threads that write a word while I/O goes on.
+/// The threads that write a word while I/O runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Writer {
     /// Nobody: settings and limits, which every thread reads.

@@ -1,7 +1,7 @@
 //! blkq: the multi-queue block layer in user space.
 //!
 //! A caller states an I/O as a [`Bio`]: operation, flags, place, length, memory. A driver gets
-//! it as a [`Request`]: one slot of a tag set, holding one or more bios that were merged. In
+//! it as a [`Request`]: one slot of a tag set, with one or more bios that were merged. In
 //! between lie the parts of the Linux block layer, under their names: the [`plug`] that makes a
 //! batch, the [`tags`] that bound what is in flight, merging and splitting by [`QueueLimits`],
 //! the flush machine, a scheduler ([`sched`]), freeze and quiesce, and [`stats`].
@@ -14,7 +14,7 @@
 //!
 //! # Three ways in
 //!
-//! | who submits | with what | waits for room | completions arrive |
+//! | submitter | with what | waits for room | completions arrive |
 //! |---|---|---|---|
 //! | the thread that owns the queue | [`LocalQueue`] | never: the bio is handed back | [`LocalQueue::completions`] |
 //! | any other thread | [`Submitter`] | yes, at the [`gate`] | return value, or callback on the owner's thread |
@@ -73,8 +73,8 @@
 //!
 //! # Promises
 //!
-//! A bio that was accepted completes exactly once, fully or with an error; one that was refused is
-//! handed back and does not end. The contracts in full, each with its tests, are in
+//! A bio that was accepted completes exactly once, fully or with an error; one that was rejected is
+//! handed back and does not complete. The contracts in full, each with its tests, are in
 //! docs/contracts.md; what survives which loss is in docs/durability.md.
 
 pub mod bio;
@@ -132,7 +132,7 @@ pub use tags::Tag;
 #[doc = include_str!("../../../docs/driver.md")]
 struct DriverGuide;
 
-/// Code that the page says does not compile does not.
+/// The page's examples of code that does not compile.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/memory-safety.md")]
 struct MemorySafety;

@@ -1,5 +1,5 @@
 //! The operations of a device and how large a request may be: declared once by its driver,
-//! and impossible to exceed (`queue` splits, emulates or refuses).
+//! and impossible to exceed (`queue` splits, emulates or rejects).
 //! Defaults as in the kernel's block/blk-settings.c.
 
 use crate::bio::{BioFlags, Operation};
@@ -276,7 +276,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn senseless_limits_are_refused() {
+    fn senseless_limits_are_rejected() {
         let good = QueueLimits { capacity_bytes: 1 << 20, ..QueueLimits::default() };
         assert!(good.validate().is_ok());
         let breaks: [fn(&mut QueueLimits); 13] = [

@@ -1,5 +1,5 @@
 //! A [`Request`] is what a driver gets: one slot of the tag set, preallocated, one
-//! cache line, holding one or more merged bios.
+//! cache line, with one or more merged bios.
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::sector::{SECTOR_SHIFT, Sector};

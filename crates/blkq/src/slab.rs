@@ -1,4 +1,4 @@
-//! Bios in flight: their slots, the slab that holds them, and lists through it.
+//! Bios in flight: their slots, the slab that has them, and lists through it.
 
 use std::mem::ManuallyDrop;
 
@@ -40,7 +40,7 @@ pub(crate) enum CompleterKind {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct BioSlot {
-    /// Never dropped in place: what is in flight at the end of all is leaked.
+    /// Never dropped in place: what is in flight when the process exits is leaked.
     pub data: ManuallyDrop<Data>,
     completer_word: u64,
     pub sector: Sector,
@@ -145,7 +145,7 @@ impl BioSlot {
         match std::mem::replace(&mut self.completer_kind, CompleterKind::None) {
             CompleterKind::Owner => Completer::Owner(self.completer_word),
             CompleterKind::Callback => {
-                // SAFETY: `set_completer` took it apart, and the kind says that it was not taken since.
+                // SAFETY: `set_completer` took it apart, and the kind shows that it was not taken since.
                 Completer::Callback(unsafe { Box::from_raw(self.completer_word as *mut _) })
             }
             CompleterKind::Waiter => {
@@ -192,7 +192,7 @@ bitflags::bitflags! {
         const AS_ZEROES = 1 << 1;
         /// It is done through parts, in flight at most [`PARTS_MAX`](crate::split) at a time.
         const SPLIT = 1 << 2;
-        /// It was accepted as one legal piece of its owner's, to which a completion goes.
+        /// It was accepted as one legal piece of its owner's, which gets a completion.
         /// Without other marks its completion is nothing more.
         const PLAIN = 1 << 3;
     }

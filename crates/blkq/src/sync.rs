@@ -32,7 +32,7 @@ use atomic::Ordering::SeqCst;
 
 use crate::clock::monotonic_ns;
 
-/// Locks `mutex`, taking over the data of a thread that panicked while holding it:
+/// Locks `mutex`, taking over the data of a thread that panicked with it:
 /// every critical section of the crate leaves its data consistent at each step.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.lock() {
@@ -41,7 +41,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
-/// Locks `mutex` unless another thread holds it; see [`lock`].
+/// Locks `mutex` unless another thread has it; see [`lock`].
 pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
@@ -59,7 +59,7 @@ pub(crate) fn seq_cst_for_loom() {
     atomic::fence(SeqCst);
 }
 
-/// Threads that sleep until a condition holds (the kernel's `wait_event`). Waking takes
+/// Threads that sleep until a condition is true (the kernel's `wait_event`). Waking takes
 /// no lock, so that a thread that must not block can do it.
 #[derive(Default, Debug)]
 pub(crate) struct WaitQueue {
@@ -71,12 +71,12 @@ pub(crate) struct WaitQueue {
 }
 
 impl WaitQueue {
-    /// Sleeps until `condition` holds; looked at first, and after every wake-up.
+    /// Sleeps until `condition` is true; checked first, and after every wake-up.
     pub fn wait_until(&self, condition: impl FnMut() -> bool) {
         self.wait(condition, None);
     }
 
-    /// The same, but for `timeout` at most: whether the condition came to hold.
+    /// The same, but for `timeout` at most: whether the condition became true.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
         // A timeout beyond the clock's range is none.
         let timeout_ns = u64::try_from(timeout.as_nanos()).ok();
@@ -98,13 +98,13 @@ impl WaitQueue {
         }
     }
 
-    /// Has every sleeper look at its condition again; to be called after what makes it hold.
+    /// Has every sleeper check its condition again; to be called after what makes it true.
     pub fn wake_all(&self) {
         self.wakes.fetch_add(1, SeqCst);
         self.futex_wake_all();
     }
 
-    /// The simulated world has one thread: while it waits the world goes on.
+    /// The simulated world has one thread: while it waits the world runs.
     #[cfg(simulation)]
     fn futex_wait(&self, _seen: u32, _timeout: Option<Duration>) {
         crate::simulation::world().step();
@@ -115,7 +115,7 @@ impl WaitQueue {
     fn futex_wait(&self, seen: u32, timeout: Option<Duration>) {
         use rustix::thread::futex;
         let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());
-        // Woken, interrupted, timed out, or the count went on: the caller looks again in any case.
+        // Woken, interrupted, timed out, or the count changed: the caller checks again in any case.
         let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, timeout.as_ref());
     }
 
@@ -150,7 +150,7 @@ const FACTOR_VARIABLE: &str = "BLKQ_MODEL_FACTOR";
 
 /// Runs `body` in every order that loom finds with at most two forced switches, which is what
 /// most defects need, or in `schedules` random ones under shuttle (BLKQ_MODEL_FACTOR times as
-/// many), and says how many that were.
+/// many), and returns how many that were.
 #[cfg(all(test, model_check))]
 pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
     model_within(2, name, schedules, body);

@@ -141,7 +141,7 @@ unsafe impl Source for Load {
         };
         match message.downcast::<Ask>() {
             Ok(ask) => cx.offload(move || {
-                // Blocks, and says on which thread.
+                // Blocks, and reports on which thread.
                 std::thread::sleep(Duration::from_millis(20));
                 let is_worker = std::thread::current().name() == Some("blkq-worker");
                 Box::new((ask.0, u64::from(is_worker)))
@@ -201,7 +201,7 @@ fn null_disk(queues: usize) -> Arc<Disk> {
 
 // Contract: non-blocking
 #[test]
-fn a_source_whose_bios_end_at_once_does_not_keep_the_engine_from_all_else() {
+fn a_source_whose_bios_complete_at_once_does_not_starve_others() {
     let (disk, other) = (null_disk(2), null_disk(1));
     let queues = vec![(disk.clone(), 0), (disk.clone(), 1), (other, 0)];
     let engine = EngineThread::spawn("test-engine", queues).unwrap();
@@ -295,7 +295,7 @@ unsafe impl Source for Failing {
     fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
 
     fn stop(&mut self, _: &mut SourceContext<'_>, force: bool) {
-        assert!(!force, "the engine goes on");
+        assert!(!force, "the engine keeps running");
         self.stopping = true;
     }
 
@@ -332,7 +332,7 @@ fn a_handle_outlives_its_engine_and_says_so() {
     let id = handle.add_source(move || Box::new(Load::new(&source, 4))).unwrap();
     drop(engine);
     assert!(seen.dropped.load(Ordering::SeqCst));
-    let (done, ended) = channel();
+    let (done, completed) = channel();
     std::thread::spawn(move || {
         let late = seen.clone();
         let error = handle.add_source(move || Box::new(Load::new(&late, 4)));
@@ -340,7 +340,7 @@ fn a_handle_outlives_its_engine_and_says_so() {
         handle.send(id, Box::new(()));
         done.send(error.is_err()).unwrap();
     });
-    assert_eq!(ended.recv_timeout(Duration::from_secs(10)), Ok(true));
+    assert_eq!(completed.recv_timeout(Duration::from_secs(10)), Ok(true));
 }
 
 #[test]
@@ -355,14 +355,14 @@ fn an_engine_at_rest_sleeps() {
     assert!(seen.turns.load(Ordering::Relaxed) - before < 3, "it turns without work");
 }
 
-/// A device whose requests end elsewhere, at the worst moment: its queue is woken when it has
-/// just looked, and before its engine sleeps.
+/// A device whose requests complete elsewhere, at the worst moment: its queue is woken when it has
+/// just polled, and before its engine sleeps.
 struct Late;
 
 struct LateQueue {
     wake: Arc<dyn Wake>,
     tags: Vec<Tag>,
-    ended: bool,
+    completed: bool,
 }
 
 impl Driver for Late {
@@ -375,7 +375,7 @@ impl Driver for Late {
     }
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
-        Ok(Box::new(LateQueue { wake: cx.wake, tags: Vec::new(), ended: false }))
+        Ok(Box::new(LateQueue { wake: cx.wake, tags: Vec::new(), completed: false }))
     }
 }
 
@@ -383,12 +383,12 @@ impl Driver for Late {
 unsafe impl DriverQueue for LateQueue {
     fn queue_requests(&mut self, _cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         self.tags.extend_from_slice(tags);
-        self.end_elsewhere();
+        self.complete_elsewhere();
         Taken::All
     }
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        if std::mem::take(&mut self.ended) {
+        if std::mem::take(&mut self.completed) {
             cx.complete_all(&self.tags);
             self.tags.clear();
         }
@@ -396,8 +396,8 @@ unsafe impl DriverQueue for LateQueue {
 }
 
 impl LateQueue {
-    fn end_elsewhere(&mut self) {
-        self.ended = true;
+    fn complete_elsewhere(&mut self) {
+        self.completed = true;
         let wake = self.wake.clone();
         std::thread::spawn(move || wake.wake()).join().unwrap();
     }
@@ -408,14 +408,14 @@ impl LateQueue {
 fn a_wake_up_between_the_last_look_and_the_sleep_is_not_lost() {
     let disk = Disk::builder(Box::new(Late)).build().unwrap();
     let engine = EngineThread::spawn("test-engine", vec![(disk.clone(), 0)]).unwrap();
-    let (done, ended) = channel();
+    let (done, completed) = channel();
     std::thread::spawn(move || done.send(disk.submitter().write_at(&[0; 512], 0)));
-    assert!(ended.recv_timeout(Duration::from_secs(10)).expect("the engine sleeps").is_ok());
+    assert!(completed.recv_timeout(Duration::from_secs(10)).expect("the engine sleeps").is_ok());
     drop(engine);
 }
 
 #[test]
-fn queues_that_do_not_exist_or_are_taken_are_refused() {
+fn queues_that_do_not_exist_or_are_taken_are_rejected() {
     let disk = null_disk(2);
     let kind = |queues| EngineThread::spawn("test-engine", queues).err().map(|error: Error| error.kind());
     assert_eq!(kind(vec![(disk.clone(), 2)]), Some(ErrorKind::NotFound));
@@ -520,8 +520,11 @@ fn a_panic_on_an_engine_aborts_the_process() {
     program.args(["--exact", "an_engine_panics", "--ignored", "--nocapture"]);
     let output = program.output().unwrap();
     assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("engine-that-panics") && said.contains("a fault rule says so"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        printed.contains("engine-that-panics") && printed.contains("a fault rule asked for it"),
+        "{printed}"
+    );
 }
 
 #[test]

@@ -100,9 +100,9 @@ fn flushes_at_once_share_one_and_those_that_straddle_a_running_one_get_another()
     assert_eq!(device.count(Operation::Flush), 1, "one at a time");
     device.release(2);
     queue.wait(11);
-    let ended: Vec<_> = queue.completions().map(|completion| completion.user_data).collect();
-    assert_eq!(ended.len(), 11);
-    assert!(ended.iter().all(|mark| *mark < 10 || *mark == 99), "{ended:?}");
+    let completed: Vec<_> = queue.completions().map(|completion| completion.user_data).collect();
+    assert_eq!(completed.len(), 11);
+    assert!(completed.iter().all(|mark| *mark < 10 || *mark == 99), "{completed:?}");
     queue.poll();
     assert_eq!(device.count(Operation::Flush), 2);
     device.release_all();
@@ -155,10 +155,10 @@ fn a_failed_flush_fails_those_that_it_served_and_their_data_does_not_follow() {
         queue.submit(Bio::flush(1)).unwrap();
         queue.submit(write(0, BioFlags::PREFLUSH, 2)).unwrap();
         queue.submit(Bio::write_zeroes(Sector(9), 1, 3).with_flags(BioFlags::PREFLUSH)).unwrap();
-        let ended = drain(&mut queue);
+        let completed = drain(&mut queue);
         assert!(
-            ended.len() == 3 && ended.iter().all(|completion| completion.result == Err(status)),
-            "{ended:?}"
+            completed.len() == 3 && completed.iter().all(|completion| completion.result == Err(status)),
+            "{completed:?}"
         );
         assert_eq!(operations(&device), [F]);
         // After the data: it was written, but is not durable.

@@ -44,7 +44,9 @@ fn the_parts_of_a_split_bio_are_parts_of_the_buffer() {
         device.state().kernel_buffers = vec![pattern(100 << 9, 1), vec![0; 100 << 9]];
         queue.submit(bio(Operation::Write, 13, 100, 0)).unwrap();
         assert!(
-            drain(&mut queue).iter().all(|end| end.result == Ok(()) && matches!(end.data, Data::Kernel(_)))
+            drain(&mut queue)
+                .iter()
+                .all(|done| done.result == Ok(()) && matches!(done.data, Data::Kernel(_)))
         );
         assert!(device.log().len() > 30, "three sectors each");
         assert_eq!(device.state().current[13 << 9..113 << 9], pattern(100 << 9, 1));
@@ -96,7 +98,7 @@ fn the_flush_machine_carries_it() {
 
 // Contract: declared
 #[test]
-fn a_driver_that_cannot_never_sees_one_and_too_short_ones_are_refused() {
+fn a_driver_that_cannot_never_sees_one_and_too_short_ones_are_rejected() {
     for (limits, sectors, want) in [(plain_limits(), 8, Status::NotSupported), (limits(), 9, Status::Invalid)]
     {
         let device = Device::new(limits, Behaviour::default());

@@ -125,9 +125,9 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     change(&mut queue, &disk, |disk| assert!(disk.resize(Some((15 * 64) << 10)).is_ok()));
     device.state().closed = false;
     drop(frozen);
-    let ended = drain(&mut queue);
-    assert_eq!(ended.len(), 16);
-    for completion in ended {
+    let completed = drain(&mut queue);
+    assert_eq!(completed.len(), 16);
+    for completion in completed {
         let want = if completion.user_data == 15 { Err(Status::Invalid) } else { Ok(()) };
         assert_eq!(completion.result, want, "bio {}", completion.user_data);
     }
@@ -179,7 +179,7 @@ fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
     let device = Device::plain(Behaviour { finish: Finish::Random, busy_every: 20, ..Behaviour::default() });
     let disk = device.builder().depth(4).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
-    let mut ended = 0;
+    let mut completed = 0;
     for round in 0..30u64 {
         for n in 0..20 {
             queue.submit(Bio::write(Sector((round * 20 + n) * 3), filled(512, 1), 0)).unwrap();
@@ -198,10 +198,10 @@ fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
         assert_eq!(device.log().len(), seen, "freezes nest");
         device.state().closed = false;
         drop(frozen);
-        ended += queue.completions().count();
+        completed += queue.completions().count();
     }
-    ended += drain(&mut queue).len();
-    assert_eq!(ended, 600);
+    completed += drain(&mut queue).len();
+    assert_eq!(completed, 600);
     device.assert_legal();
     assert_eq!(device.count(Operation::Write), 600);
 }
@@ -323,7 +323,7 @@ fn a_change_that_io_keeps_from_happening_says_so() {
     let (disk, mut queue) = device.open();
     queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
     queue.poll();
-    // Nobody lets it end: the change waits. It goes on once the I/O has ended.
+    // Nothing completes it: the change waits. It continues once the I/O has completed.
     change(&mut queue, &disk, |disk| {
         std::thread::scope(|scope| {
             let set = scope.spawn(|| disk.set(Setting::Merge(false)));
@@ -433,7 +433,7 @@ fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
 
 // Contract: live-changes
 #[test]
-fn limits_that_contradict_each_other_are_refused_and_never_used() {
+fn limits_that_contradict_each_other_are_rejected_and_never_used() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
     assert_eq!(disk.set_driver(&DeviceSetting::MaxRequest(100)).unwrap_err().kind(), ErrorKind::Invalid);

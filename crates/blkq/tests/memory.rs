@@ -16,7 +16,7 @@ use blkq::{
 use common::{Behaviour, Device, filled, plain_limits, run};
 
 #[test]
-fn operations_without_data_that_carry_memory_are_refused() {
+fn operations_without_data_that_carry_memory_are_rejected() {
     let emulated =
         QueueLimits { max_write_zeroes_bytes: 0, max_write_zeroes_no_unmap_bytes: 0, ..plain_limits() };
     for limits in [plain_limits(), emulated] {
@@ -29,9 +29,13 @@ fn operations_without_data_that_carry_memory_are_refused() {
             let seen = device.log().len();
             // The memory is a 64th of the range.
             let bio = Bio { operation, sectors, ..Bio::write(Sector(0), filled(512, 7), 0) };
-            let end = run(&mut queue, bio);
-            assert_eq!(end.result, Err(Status::Invalid), "{operation:?}");
-            assert_eq!(end.data.into_buffer().map(|buffer| buffer.len()), Some(512), "it is handed back");
+            let completion = run(&mut queue, bio);
+            assert_eq!(completion.result, Err(Status::Invalid), "{operation:?}");
+            assert_eq!(
+                completion.data.into_buffer().map(|buffer| buffer.len()),
+                Some(512),
+                "it is handed back"
+            );
             assert_eq!(device.log().len(), seen, "the driver never sees it");
         }
         device.assert_legal();

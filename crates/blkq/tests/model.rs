@@ -1,5 +1,5 @@
 //! Random bios on random devices, against an array of versions: what went in comes out,
-//! everything ends once and in full, the device sees only what it declared, and after a
+//! everything completes once and in full, the device sees only what it declared, and after a
 //! loss of power all that was promised is there.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -164,7 +164,7 @@ impl Model {
         let bio = self
             .in_flight
             .remove(&completion.user_data)
-            .expect("a bio in flight that ends for the first time");
+            .expect("a bio in flight that completes for the first time");
         let (range, result) = (bio.range.clone(), completion.result);
         let state = self.device.state();
         let log = &state.log[bio.log..];

@@ -123,9 +123,9 @@ fn an_error_of_a_merged_request_is_that_of_all_its_bios_and_of_no_other() {
     device.state().bad.push((12..13, Status::Medium));
     (10..14).for_each(|sector| read(&mut queue, sector, 512));
     (20..24).for_each(|sector| read(&mut queue, sector, 512));
-    let ended = drain(&mut queue);
-    assert_eq!((ended.len(), device.log().len()), (8, 2));
-    for completion in ended {
+    let completed = drain(&mut queue);
+    assert_eq!((completed.len(), device.log().len()), (8, 2));
+    for completion in completed {
         let want = if completion.user_data < 14 { Err(Status::Medium) } else { Ok(()) };
         assert_eq!(completion.result, want);
     }
@@ -219,8 +219,8 @@ fn a_bio_that_may_not_wait_gets_its_answer_at_once() {
     let scattered = Bio { data: cut, sectors: 2, ..Bio::read(Sector(900), filled(512, 0), 78) };
     queue.submit(scattered.with_flags(BioFlags::NO_WAIT)).unwrap();
     queue.poll();
-    let ended: Vec<_> = queue.completions().map(|c| (c.user_data, c.result)).collect();
-    assert_eq!(ended, [(77, Err(Status::Again)), (78, Err(Status::Again))]);
+    let completed: Vec<_> = queue.completions().map(|c| (c.user_data, c.result)).collect();
+    assert_eq!(completed, [(77, Err(Status::Again)), (78, Err(Status::Again))]);
     device.release_all();
     assert_eq!(drain(&mut queue).len(), 4);
     // With room it is done.

@@ -21,7 +21,7 @@ fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
 }
 
-/// One thread writes and reads its own piece of the disk until told to stop; says how often.
+/// One thread writes and reads its own piece of the disk until it is stopped; returns how often.
 fn work(disk: &Arc<Disk>, number: u64, stop: &AtomicBool) -> std::io::Result<u64> {
     let mut submitter = disk.submitter();
     let base = number * (32 << 10);
@@ -253,7 +253,7 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
                 .collect();
             let refused = Arc::new(AtomicUsize::new(0));
             let rounds = under_load(&disk, 9, || {
-                // Those who do not wait must not take the wake-ups of those who do.
+                // Submitters that do not wait must not take the wake-ups of those that do.
                 let mut submitter = disk.submitter();
                 for n in 0..2000 {
                     let refused = refused.clone();
@@ -296,31 +296,31 @@ fn a_queue_that_has_no_request_sleeps_until_another_gives_a_tag_back() {
         let _engines: Vec<_> = (0..2)
             .map(|index| EngineThread::spawn("sleeper", vec![(disk.clone(), index)]).unwrap())
             .collect();
-        let (sender, ends) = channel();
+        let (sender, results) = channel();
         for mut submitter in [disk.submitter(), disk.submitter()] {
             let sender = sender.clone();
             let read = Bio::read(Sector(0), filled(512, 0), 0);
             submitter.submit(read, move |result, _| sender.send(result).unwrap());
         }
         let before = ticks_of("sleeper");
-        assert_eq!((ends.recv().unwrap(), ends.recv().unwrap()), (Ok(()), Ok(())));
+        assert_eq!((results.recv().unwrap(), results.recv().unwrap()), (Ok(()), Ok(())));
         assert!(ticks_of("sleeper") < before + 10, "it runs all the time");
     });
 }
 
 // Contract: accepted-once
 #[test]
-fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
+fn a_closed_queue_fails_what_submitters_left_and_all_that_follows() {
     within(60, || {
         for round in 0..6 {
             let device = Device::held();
             let disk = device.builder().depth(2).build().unwrap();
             let mut queue = disk.open_queue(0).unwrap();
-            let ends = Arc::new(Mutex::new(Vec::new()));
+            let results = Arc::new(Mutex::new(Vec::new()));
             let mut stops = (None, None);
             std::thread::scope(|scope| {
                 for thread in 0..12u64 {
-                    let (disk, ends) = (&disk, ends.clone());
+                    let (disk, results) = (&disk, results.clone());
                     scope.spawn(move || {
                         let mut submitter = disk.submitter();
                         let bio = match thread % 4 {
@@ -331,7 +331,7 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
                             }
                         };
                         let result = submitter.submit_and_wait(bio).0;
-                        ends.lock().unwrap().push(result);
+                        results.lock().unwrap().push(result);
                         let again = submitter.submit_and_wait(Bio::read(Sector(0), filled(512, 0), 0)).0;
                         // The queue may still be there, if the first was quick.
                         assert!(matches!(again, Ok(()) | Err(Status::Offline)));
@@ -351,10 +351,10 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
             });
             let late = disk.submitter().submit_and_wait(Bio::read(Sector(0), filled(512, 0), 0)).0;
             assert_eq!(late, Err(Status::Offline));
-            let ends = ends.lock().unwrap();
-            assert_eq!(ends.len(), 12);
-            assert!(ends.iter().all(|result| matches!(result, Ok(()) | Err(Status::Offline))));
-            assert!(ends.contains(&Err(Status::Offline)));
+            let results = results.lock().unwrap();
+            assert_eq!(results.len(), 12);
+            assert!(results.iter().all(|result| matches!(result, Ok(()) | Err(Status::Offline))));
+            assert!(results.contains(&Err(Status::Offline)));
             drop(stops);
             device.assert_legal();
             at_rest(&disk);
@@ -371,14 +371,14 @@ fn a_queue_that_goes_ends_what_submitters_left_and_all_that_follows() {
 }
 
 #[test]
-fn a_queue_that_goes_ends_what_its_scheduler_holds() {
+fn a_closed_queue_fails_what_its_scheduler_has() {
     within(60, || {
         for scheduler in blkq::SchedulerKind::ALL {
             let device = cached_device(5);
             let disk = device.builder().scheduler(scheduler).build().unwrap();
             let mut queue = disk.open_queue(0).unwrap();
             let _quiesced = disk.quiesce();
-            let (sender, ends) = channel();
+            let (sender, results) = channel();
             let mut submitter = disk.submitter();
             for n in 0..40 {
                 let sender = sender.clone();
@@ -391,7 +391,7 @@ fn a_queue_that_goes_ends_what_its_scheduler_holds() {
             // More than kyber has tokens for; what did not get beyond that is staged still.
             assert!(queue.in_flight() > 16);
             drop(queue);
-            assert_eq!(ends.iter().collect::<Vec<_>>(), [Err(Status::Offline); 40], "{scheduler}");
+            assert_eq!(results.iter().collect::<Vec<_>>(), [Err(Status::Offline); 40], "{scheduler}");
             device.assert_legal();
         }
     });
@@ -399,7 +399,7 @@ fn a_queue_that_goes_ends_what_its_scheduler_holds() {
 
 // Contract: accepted-once
 #[test]
-fn an_engine_dropped_under_load_ends_and_so_does_everybody_who_waits() {
+fn an_engine_dropped_under_load_exits_and_so_do_all_waiters() {
     within(60, || {
         for round in 0..10 {
             let device = cached_device(round);
@@ -410,7 +410,7 @@ fn an_engine_dropped_under_load_ends_and_so_does_everybody_who_waits() {
                 for n in 0..12 {
                     let (disk, stop) = (&disk, &stop);
                     scope.spawn(move || {
-                        // It ends by itself, with an error.
+                        // It returns by itself, with an error.
                         let error = work(disk, n, stop).unwrap_err();
                         assert_eq!(error.raw_os_error(), Some(Status::Offline.errno()));
                     });
@@ -437,16 +437,16 @@ fn bios_that_never_become_requests_do_not_use_the_device_up() {
             assert!(submitter.read_at(&mut [0; 512], 1 << 20).is_err());
             submitter.read_at(&mut [], 0).unwrap();
         }
-        let ended = Arc::new(AtomicUsize::new(0));
+        let completed = Arc::new(AtomicUsize::new(0));
         for _ in 0..300 {
-            let ended = ended.clone();
+            let completed = completed.clone();
             submitter.submit(Bio::discard(Sector(0), 1, 0), move |result, _| {
                 assert_eq!(result, Err(Status::ReadOnly));
-                ended.fetch_add(1, Ordering::Relaxed);
+                completed.fetch_add(1, Ordering::Relaxed);
             });
         }
         submitter.read_at(&mut [0; 512], 0).unwrap();
-        while ended.load(Ordering::Relaxed) < 300 {
+        while completed.load(Ordering::Relaxed) < 300 {
             std::thread::yield_now();
         }
     });
@@ -454,12 +454,12 @@ fn bios_that_never_become_requests_do_not_use_the_device_up() {
 
 // Contract: errors
 #[test]
-fn senseless_bios_end_with_an_error_and_nothing_panics() {
+fn senseless_bios_complete_with_an_error_and_nothing_panics() {
     within(30, || {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
         let _engine = engine(&disk);
         let mut submitter = disk.submitter();
-        let ends = Arc::new(AtomicUsize::new(0));
+        let results = Arc::new(AtomicUsize::new(0));
         let mut submitted = 0;
         for operation in Operation::ALL {
             for sector in [0, 1, 2047, 2048, 1 << 55, u64::MAX - 1, u64::MAX] {
@@ -474,14 +474,14 @@ fn senseless_bios_end_with_an_error_and_nothing_panics() {
                             user_data: 0,
                         };
                         let good = sector.checked_add(sectors).is_some_and(|end| end <= 2048);
-                        let ends = ends.clone();
+                        let results = results.clone();
                         submitted += 1;
                         submitter.submit(bio, move |result, _| {
                             assert!(
                                 good || result.is_err() || operation == Operation::Flush,
                                 "{operation:?} {sector} {sectors}"
                             );
-                            ends.fetch_add(1, Ordering::Relaxed);
+                            results.fetch_add(1, Ordering::Relaxed);
                         });
                     }
                 }
@@ -494,7 +494,7 @@ fn senseless_bios_end_with_an_error_and_nothing_panics() {
         assert!(submitter.discard(u64::MAX - 511, 512).is_err());
         assert!(submitter.write_zeroes(0, u64::MAX - 511, false).is_err());
         submitter.read_at(&mut few, 0).unwrap();
-        while ends.load(Ordering::Relaxed) < submitted {
+        while results.load(Ordering::Relaxed) < submitted {
             std::thread::yield_now();
         }
     });
@@ -502,17 +502,17 @@ fn senseless_bios_end_with_an_error_and_nothing_panics() {
 
 // Contract: accepted-once
 #[test]
-fn a_bio_that_may_not_wait_is_handed_back_by_a_full_device_or_ends() {
+fn a_bio_that_may_not_wait_is_handed_back_or_fails_when_full() {
     within(30, || {
         let device = Device::held();
         let disk = device.builder().depth(2).build().unwrap();
         let _engine = engine(&disk);
-        let ended = Arc::new(AtomicUsize::new(0));
+        let completed = Arc::new(AtomicUsize::new(0));
         let mut submitter = disk.submitter();
         let mut accepted = 0;
         for n in 0..200u64 {
-            let ended = ended.clone();
-            let callback = Box::new(move |_, _| _ = ended.fetch_add(1, Ordering::Relaxed));
+            let completed = completed.clone();
+            let callback = Box::new(move |_, _| _ = completed.fetch_add(1, Ordering::Relaxed));
             match submitter.try_submit(Bio::read(Sector(n * 9), filled(512, 7), 0), callback) {
                 Ok(()) => accepted += 1,
                 Err((bio, _)) => assert_eq!(bio.data.into_buffer().unwrap()[0], 7),
@@ -520,7 +520,7 @@ fn a_bio_that_may_not_wait_is_handed_back_by_a_full_device_or_ends() {
         }
         device.release_all();
         submitter.read_at(&mut [0; 512], 0).unwrap();
-        while ended.load(Ordering::Relaxed) < accepted {
+        while completed.load(Ordering::Relaxed) < accepted {
             std::thread::yield_now();
         }
         assert!(accepted >= 2);
@@ -567,10 +567,10 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
 fn a_callback_without_an_owner_of_the_queue_runs_before_submit_returns() {
     let disk = Device::plain(Behaviour::default()).builder().build().unwrap();
     let here = std::thread::current().id();
-    let (sender, ends) = channel();
+    let (sender, results) = channel();
     disk.submitter().submit(Bio::read(Sector(0), filled(512, 0), 0), move |result, _| {
         sender.send((result, std::thread::current().id())).unwrap();
     });
-    assert_eq!(ends.try_recv(), Ok((Err(Status::Offline), here)));
-    assert!(ends.try_recv().is_err(), "it is called once");
+    assert_eq!(results.try_recv(), Ok((Err(Status::Offline), here)));
+    assert!(results.try_recv().is_err(), "it is called once");
 }

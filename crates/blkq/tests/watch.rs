@@ -28,16 +28,16 @@ fn after(seconds: u64) -> u64 {
 
 // Contract: statistics
 #[test]
-fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
+fn a_hung_request_is_reported_once_with_its_state_and_completion() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     let fua = Bio::write(Sector(8), filled(4096, 1), 7).with_flags(BioFlags::NO_MERGE);
     queue.submit(fua).unwrap();
     queue.poll();
     assert_eq!(queue.scan_for_hangs(after(29), LIMIT_NS), HangScan::default(), "not yet");
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.hangs.len(), look.more, look.hung), (1, 0, 1));
-    let hang = &look.hangs[0];
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    assert_eq!((scan.hangs.len(), scan.more, scan.hung), (1, 0, 1));
+    let hang = &scan.hangs[0];
     let subject = &hang.subject;
     assert_eq!((subject.operation, subject.sector, subject.sectors), (Operation::Write, Sector(8), 8));
     assert_eq!((subject.queue, subject.tag.is_some(), hang.bios), (0, true, 1));
@@ -46,18 +46,22 @@ fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
     assert!((30 * SECOND_NS..35 * SECOND_NS).contains(&hang.age_ns), "{}", hang.age_ns);
     let tag = subject.tag.unwrap().0;
     assert_eq!(subject.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
-    // Once, however often one looks.
+    // Once, however often it is scanned.
     for _ in 0..3 {
         assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), HangScan { hung: 1, ..HangScan::default() });
     }
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 1));
     device.release(1);
     drain(&mut queue);
-    let look = queue.scan_for_hangs(after(60), LIMIT_NS);
-    assert_eq!((look.hung, look.hangs.len(), look.completed.len()), (0, 0, 1));
-    let end = &look.completed[0];
-    assert_eq!((&end.subject, end.result), (subject, Some(Ok(()))));
-    assert!(end.age_ns < 20 * SECOND_NS, "its real age, not that of the pretended look: {}", end.age_ns);
+    let scan = queue.scan_for_hangs(after(60), LIMIT_NS);
+    assert_eq!((scan.hung, scan.hangs.len(), scan.completed.len()), (0, 0, 1));
+    let completion = &scan.completed[0];
+    assert_eq!((&completion.subject, completion.result), (subject, Some(Ok(()))));
+    assert!(
+        completion.age_ns < 20 * SECOND_NS,
+        "its real age, not that of the pretended scan: {}",
+        completion.age_ns
+    );
     assert_eq!(
         queue.scan_for_hangs(after(60), LIMIT_NS),
         HangScan::default(),
@@ -73,35 +77,35 @@ fn a_request_that_hangs_is_told_of_once_with_all_its_state_and_its_end() {
 }
 
 #[test]
-fn who_waits_for_a_tag_hangs_too_and_is_not_told_of_again_when_it_has_one() {
+fn a_bio_without_a_tag_hangs_too_and_is_reported_once() {
     let device = Device::held();
     let disk = device.builder().depth(2).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     (0..5).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
     queue.poll();
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    let places: Vec<&Place> = look.hangs.iter().map(|hang| &hang.place).collect();
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    let places: Vec<&Place> = scan.hangs.iter().map(|hang| &hang.place).collect();
     let driver = Place::Driver("in the driver".into());
     assert_eq!(places, [&driver, &driver, &Place::ForTag(0), &Place::ForTag(1), &Place::ForTag(2)]);
-    assert!(look.hangs[2..].iter().all(|hang| hang.subject.tag.is_none()));
+    assert!(scan.hangs[2..].iter().all(|hang| hang.subject.tag.is_none()));
     device.release(2);
     while queue.in_flight() > 3 {
         queue.poll();
     }
     queue.poll();
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.hangs.len(), look.hung, look.completed.len()), (0, 3, 2));
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    assert_eq!((scan.hangs.len(), scan.hung, scan.completed.len()), (0, 3, 2));
     device.release(3);
     drain(&mut queue);
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.hung, look.completed.len()), (0, 3));
-    assert!(look.completed.iter().all(|end| end.subject.tag.is_some()), "they had tags at last");
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    assert_eq!((scan.hung, scan.completed.len()), (0, 3));
+    assert!(scan.completed.iter().all(|done| done.subject.tag.is_some()), "they had tags at last");
     assert_eq!(disk.stats().counter(Counter::Hangs), 5);
 }
 
 // Contract: statistics
 #[test]
-fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
+fn a_hung_flush_is_reported_with_the_bios_that_it_serves() {
     let device = Device::new(
         QueueLimits { write_cache: true, ..plain_limits() },
         Behaviour { finish: Finish::Held, ..Behaviour::default() },
@@ -111,21 +115,25 @@ fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
     queue.poll();
     (3..5).for_each(|n| queue.submit(Bio::flush(n)).unwrap());
     queue.poll();
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    let told: Vec<_> = look.hangs.iter().map(|h| (h.subject.operation, h.bios, h.place.clone())).collect();
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    let reported: Vec<_> =
+        scan.hangs.iter().map(|h| (h.subject.operation, h.bios, h.place.clone())).collect();
     let driver = Place::Driver("in the driver".into());
-    assert_eq!(told[0], (Operation::Flush, 3, driver));
-    assert_eq!(told[1..], [(Operation::Flush, 1, Place::ForFlush), (Operation::Flush, 1, Place::ForFlush)]);
-    assert_eq!(look.hangs[0].client.as_deref(), Some("mark 0"));
-    assert!(look.hangs[0].subject.to_string().starts_with("#0.1 flush, queue 0, tag "));
+    assert_eq!(reported[0], (Operation::Flush, 3, driver));
+    assert_eq!(
+        reported[1..],
+        [(Operation::Flush, 1, Place::ForFlush), (Operation::Flush, 1, Place::ForFlush)]
+    );
+    assert_eq!(scan.hangs[0].client.as_deref(), Some("mark 0"));
+    assert!(scan.hangs[0].subject.to_string().starts_with("#0.1 flush, queue 0, tag "));
     device.release(1);
     while queue.in_flight() > 2 {
         queue.poll();
     }
     queue.poll();
-    // The two that waited are in the next flush now, and have not ended.
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.completed.len(), look.completed[0].result), (1, Some(Ok(()))));
+    // The two that waited are in the next flush now, and have not completed.
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    assert_eq!((scan.completed.len(), scan.completed[0].result), (1, Some(Ok(()))));
     device.release(1);
     drain(&mut queue);
     let stats = disk.stats();
@@ -134,14 +142,14 @@ fn a_flush_that_hangs_is_told_of_with_those_that_it_serves() {
 }
 
 #[test]
-fn many_that_hang_are_counted_and_few_told_of() {
+fn of_many_hung_requests_all_are_counted_and_few_reported() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     let all = NAMED_MAX as u64 + 40;
     (0..all).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
     queue.poll();
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((look.hangs.len(), look.more, look.hung), (NAMED_MAX, 40, all));
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    assert_eq!((scan.hangs.len(), scan.more, scan.hung), (NAMED_MAX, 40, all));
     assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS), HangScan { hung: all, ..HangScan::default() });
     device.release(all as usize);
     drain(&mut queue);
@@ -151,7 +159,7 @@ fn many_that_hang_are_counted_and_few_told_of() {
 
 // Contract: statistics
 #[test]
-fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
+fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_scan() {
     let device = Device::held();
     let disk = device.builder().iostats(false).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
@@ -162,12 +170,12 @@ fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_look() {
     let hour_ns = 3600 * SECOND_NS;
     assert_eq!(queue.scan_for_hangs(hour_ns, LIMIT_NS), HangScan::default(), "found, and of no age yet");
     assert_eq!(queue.scan_for_hangs(hour_ns + LIMIT_NS, LIMIT_NS), HangScan::default());
-    let look = queue.scan_for_hangs(hour_ns + LIMIT_NS + 1, LIMIT_NS);
-    assert_eq!((look.hangs.len(), look.hangs[0].age_ns), (2, LIMIT_NS + 1));
+    let scan = queue.scan_for_hangs(hour_ns + LIMIT_NS + 1, LIMIT_NS);
+    assert_eq!((scan.hangs.len(), scan.hangs[0].age_ns), (2, LIMIT_NS + 1));
     device.release(2);
     drain(&mut queue);
-    let look = queue.scan_for_hangs(hour_ns + 40 * SECOND_NS, LIMIT_NS);
-    let completions: Vec<_> = look.completed.iter().map(|end| (end.age_ns, end.result)).collect();
+    let scan = queue.scan_for_hangs(hour_ns + 40 * SECOND_NS, LIMIT_NS);
+    let completions: Vec<_> = scan.completed.iter().map(|done| (done.age_ns, done.result)).collect();
     assert_eq!(completions, [(40 * SECOND_NS, Some(Ok(()))); 2]);
     // The next bio in the same slots has no time of its own, and not theirs either.
     queue.submit(read(0, 3)).unwrap();
@@ -189,24 +197,25 @@ fn merged_bios_and_schedulers_are_seen_into() {
     queue.submit(read(0, 1)).unwrap();
     queue.submit(read(1, 2)).unwrap();
     queue.poll();
-    let look = queue.scan_for_hangs(after(31), LIMIT_NS);
-    let mut told: Vec<_> = look.hangs.iter().map(|h| (h.place.clone(), h.bios, h.subject.sectors)).collect();
-    told.sort_by_key(|(_, bios, _)| *bios);
-    assert_eq!(told, [(Place::Driver("in the driver".into()), 1, 1), (Place::Scheduler, 2, 2)]);
+    let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
+    let mut reported: Vec<_> =
+        scan.hangs.iter().map(|h| (h.place.clone(), h.bios, h.subject.sectors)).collect();
+    reported.sort_by_key(|(_, bios, _)| *bios);
+    assert_eq!(reported, [(Place::Driver("in the driver".into()), 1, 1), (Place::Scheduler, 2, 2)]);
     device.release(2);
     drain(&mut queue);
 }
 
 #[test]
-fn what_keeps_a_request_from_the_driver_is_told() {
+fn the_place_of_a_request_outside_the_driver_is_reported() {
     let busy = Behaviour { busy_every: 1, ..Behaviour::default() };
     let device = Device::plain(busy);
     let (disk, mut queue) = device.open();
     let mut place = |bio: Option<Bio>| {
         bio.into_iter().for_each(|bio| queue.submit(bio).unwrap());
-        let look = queue.scan_for_hangs(after(31), LIMIT_NS);
+        let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
         queue.poll();
-        look.hangs.last().map(|hang| hang.place.clone())
+        scan.hangs.last().map(|hang| hang.place.clone())
     };
     assert_eq!(place(Some(read(0, 0))), Some(Place::Plug));
     assert_eq!(place(None), None, "it was reported");
@@ -228,16 +237,16 @@ fn what_keeps_a_request_from_the_driver_is_told() {
     let frozen = disk.freeze();
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
-    assert!(!disk.is_at_rest(0));
+    assert!(!disk.is_idle(0));
     assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].place, Place::Frozen);
     drop(frozen);
     drain(&mut queue);
-    assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_at_rest(0)), (5, true));
+    assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_idle(0)), (5, true));
 }
 
 // Contract: statistics
 #[test]
-fn what_a_queue_refuses_is_counted_by_kind() {
+fn rejected_bios_are_counted_by_kind() {
     let device = Device::held();
     let disk = device.builder().depth(1).read_only(true).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
@@ -257,7 +266,7 @@ fn what_a_queue_refuses_is_counted_by_kind() {
     assert_eq!((stats[StatGroup::Read].ios, stats[StatGroup::Write].failed()), (1, 0));
 }
 
-/// Submits one read, and then sleeps on the engine's thread when a message says so.
+/// Submits one read, and then sleeps on the engine's thread when a message asks for it.
 struct Sleeper;
 
 // SAFETY: it is the only source of its engine.
@@ -285,21 +294,21 @@ unsafe impl Source for Sleeper {
 fn an_engine_tells_whose_it_is_and_is_seen_to_be_held_up_itself() {
     let device = Device::held();
     let disk = device.builder().build().unwrap();
-    assert!(disk.is_at_rest(0));
+    assert!(disk.is_idle(0));
     let engine = EngineThread::spawn("watched", vec![(disk.clone(), 0)]).unwrap();
     let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
-    while disk.is_at_rest(0) {
+    while disk.is_idle(0) {
         std::thread::yield_now();
     }
-    let look = engine.handle().scan_for_hangs(after(31), LIMIT_NS).recv().unwrap();
-    assert_eq!(look.hangs[0].client.as_deref(), Some("sleeper 42"));
+    let scan = engine.handle().scan_for_hangs(after(31), LIMIT_NS).recv().unwrap();
+    assert_eq!(scan.hangs[0].client.as_deref(), Some("sleeper 42"));
     let (wake, wait) = channel::<()>();
     engine.handle().send(source, Box::new(wait));
-    let looked = engine.handle().scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!(looked.recv_timeout(Duration::from_millis(100)), Err(RecvTimeoutError::Timeout));
+    let scanned = engine.handle().scan_for_hangs(after(31), LIMIT_NS);
+    assert_eq!(scanned.recv_timeout(Duration::from_millis(100)), Err(RecvTimeoutError::Timeout));
     drop(wake);
-    assert_eq!(looked.recv().unwrap().hung, 1);
+    assert_eq!(scanned.recv().unwrap().hung, 1);
     device.release(1);
     drop(engine);
-    assert!(disk.is_at_rest(0));
+    assert!(disk.is_idle(0));
 }

@@ -424,11 +424,11 @@ impl World {
             0 => {
                 drain(&mut engine, &mut clients, chance, common);
                 drop(clients);
-                engine.end();
+                engine.stop();
             }
             1 => {
                 // With requests on their way.
-                engine.end();
+                engine.stop();
                 common.note(simulation::take_noted(), &mut clients);
                 clients.iter_mut().for_each(|client| {
                     while !client.closed {
@@ -446,7 +446,7 @@ impl World {
                 } else {
                     simulation::kill();
                     drop(clients);
-                    engine.end();
+                    engine.stop();
                     common.note(simulation::take_noted(), &mut []);
                     seen.kills += 1;
                 }

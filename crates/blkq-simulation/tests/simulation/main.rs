@@ -110,7 +110,7 @@ const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::EndedTwice, &["twice"], 32),
     (
         Defect::NeverEnded,
-        &["requests are not answered", "the engine does not end", "did not complete within"],
+        &["requests are not answered", "the engine does not stop", "did not complete within"],
         32,
     ),
 ];

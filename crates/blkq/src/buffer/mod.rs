@@ -1,5 +1,5 @@
 //! Memory of I/O: [`IoBuffer`] owns aligned memory, [`Segment`] points into memory
-//! that somebody keeps alive, [`KernelPages`] names memory that only the kernel reaches,
+//! that its owner keeps alive, [`KernelPages`] names memory that only the kernel reaches,
 //! [`Data`] is what a bio carries.
 
 #[cfg_attr(model_check, allow(dead_code, reason = "the ring of a model registers nothing"))]
@@ -21,7 +21,7 @@ pub const BUFFER_ALIGN: usize = 4096;
 /// time to zero it, page by page as they are filled.
 const MAPPED_MIN_BYTES: usize = 256 << 10;
 
-/// A piece of memory of one I/O. Whoever makes one promises that the memory stays
+/// A piece of memory of one I/O. The code that makes one promises that the memory stays
 /// valid, and untouched where the device writes it, until the bio has completed.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -30,7 +30,7 @@ pub struct Segment {
     pub ptr: *mut u8,
     /// Length in bytes.
     pub len: u32,
-    /// The registration of the buffer that holds all of it, or [`Segment::UNREGISTERED`].
+    /// The registration of the buffer that all of it lies in, or [`Segment::UNREGISTERED`].
     pub(crate) registered: u16,
 }
 
@@ -56,7 +56,7 @@ pub struct IoBuffer {
     _niche: Niche,
 }
 
-/// Always 0. [`Data`] uses the other values to tell what it holds, and so is as large as a
+/// Always 0. [`Data`] uses the other values to distinguish its variants, and so is as large as a
 /// buffer: two words, which move through registers.
 #[derive(Clone, Copy)]
 #[repr(u16)]
@@ -70,7 +70,7 @@ unsafe impl Send for IoBuffer {}
 unsafe impl Sync for IoBuffer {}
 
 impl IoBuffer {
-    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`]. Ends the process if
+    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`]. Aborts the process if
     /// there is none.
     ///
     /// # Panics
@@ -84,7 +84,7 @@ impl IoBuffer {
     /// # Panics
     /// If `len` is above 2 GiB.
     pub fn try_zeroed(len: usize) -> Option<IoBuffer> {
-        assert!(len <= 1 << 31, "an IoBuffer holds at most 2 GiB");
+        assert!(len <= 1 << 31, "an IoBuffer has at most 2 GiB");
         let layout = Self::layout(len as u32);
         let ptr = if layout.size() < MAPPED_MIN_BYTES {
             // SAFETY: the layout's size is not zero.
@@ -284,10 +284,10 @@ pub enum Data {
     None,
     /// One owned buffer; its length is at least that of the bio.
     Buffer(IoBuffer),
-    /// Memory of somebody else, kept alive by its owner.
+    /// Memory of another owner, which keeps it alive.
     Segments(Box<Box<dyn SegmentOwner>>),
     /// Memory that only the ring's operations reach; it makes a bio one that never merges
-    /// ([`BioFlags::NO_MERGE`](crate::BioFlags::NO_MERGE)). Refused unless the driver says that it
+    /// ([`BioFlags::NO_MERGE`](crate::BioFlags::NO_MERGE)). Rejected unless the driver declares that it
     /// can ([`QueueLimits::kernel_pages`](crate::QueueLimits::kernel_pages)).
     Kernel(KernelPages),
 }
@@ -302,7 +302,7 @@ impl Data {
         }
     }
 
-    /// The memory's pieces for those who only measure them: what has no address is one piece,
+    /// The memory's pieces, only to be measured: memory without an address is one piece,
     /// whose offset is shown in the address's place.
     pub(crate) fn with_shape<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
         match self {

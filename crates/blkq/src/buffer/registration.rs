@@ -29,7 +29,7 @@ impl Entry {
         self.0.load(Relaxed) == 0 && self.0.compare_exchange(0, value, Acquire, Relaxed).is_ok()
     }
 
-    /// The place in the table of ring number `ring`, if that is whose it is. Asked while both
+    /// The place in the table of ring number `ring`, if it is of that ring. Asked while both
     /// buffer and ring are there.
     #[inline]
     pub fn place(&self, ring: u64) -> Option<u16> {
@@ -102,7 +102,7 @@ mod model {
             assert!(!entry.claim(9, 9), "the buffer is there");
             entry.leave(DROPPED);
             ring.join().unwrap();
-            assert!(entry.claim(9, 9), "both are gone");
+            assert!(entry.claim(9, 9), "both are dropped");
         });
     }
 }

@@ -50,7 +50,7 @@ impl DiskBuilder {
         self
     }
 
-    /// Refuses writes whatever the driver could do.
+    /// Refuses writes, also where the driver has them.
     #[must_use]
     pub fn read_only(mut self, read_only: bool) -> DiskBuilder {
         self.read_only = read_only;

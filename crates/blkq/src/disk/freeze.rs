@@ -1,8 +1,8 @@
 //! Freeze and quiesce: how control threads stop the queues of a disk, which their owners
 //! drive without a lock (the kernel's `blk_mq_freeze_queue` and `blk_mq_quiesce_queue`).
 //!
-//! An owner marks its queue before it looks whether it may go on; a control thread says
-//! stop before it looks at the marks. So one of the two always sees the other.
+//! An owner marks its queue before it checks whether it may continue; a control thread sets
+//! the stop before it checks the marks. So one of the two always sees the other.
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -23,7 +23,7 @@ const DISPATCHING: u32 = 1 << 1;
 /// The state by which the queues of a disk and its control threads notify each other.
 ///
 /// The methods that take a queue's number first, [`enter`](Self::enter) to
-/// [`end_dispatch`](Self::end_dispatch), are for the one thread that owns that queue and
+/// [`leave_dispatch`](Self::leave_dispatch), are for the one thread that owns that queue and
 /// never block; the others are for control threads.
 #[derive(Debug)]
 pub struct DiskControl {
@@ -84,7 +84,7 @@ impl DiskControl {
 
     /// The queue has given what it had to its driver.
     #[inline]
-    pub fn end_dispatch(&self, queue: usize) {
+    pub fn leave_dispatch(&self, queue: usize) {
         self.unmark(queue, DISPATCHING, &self.quiesced);
     }
 
@@ -136,7 +136,7 @@ impl DiskControl {
         (0..self.queues.len()).for_each(kick);
     }
 
-    /// Ends a freeze. The generation goes up, and after the last of nested freezes `kick` is
+    /// Lifts a freeze. The generation goes up, and after the last of nested freezes `kick` is
     /// called for every queue, to have its owner submit what waited.
     pub fn unfreeze(&self, kick: impl FnMut(usize)) {
         self.generation.fetch_add(1, SeqCst);
@@ -144,14 +144,14 @@ impl DiskControl {
     }
 
     /// Lets no request go to a driver and waits until no owner is about to give it one; what
-    /// the drivers have goes on. Nests like [`DiskControl::freeze`].
+    /// the drivers have continues. Nests like [`DiskControl::freeze`].
     pub fn quiesce(&self) {
         self.quiesced.fetch_add(1, SeqCst);
         seq_cst_for_loom();
         self.drained.wait_until(|| self.is_clear(DISPATCHING));
     }
 
-    /// Ends a quiesce; after the last of nested ones `kick` is called for every queue, to
+    /// Lifts a quiesce; after the last of nested ones `kick` is called for every queue, to
     /// have its owner dispatch what stayed.
     pub fn unquiesce(&self, kick: impl FnMut(usize)) {
         self.resume(&self.quiesced, kick);
@@ -182,8 +182,8 @@ impl DiskControl {
         self.quiesced.load(SeqCst) != 0
     }
 
-    /// How many freezes have ended. An owner that has entered and finds another number than
-    /// at its last look reads the limits and the configuration anew.
+    /// How many freezes were lifted. An owner that has entered and finds another number than
+    /// at its last check reads the limits and the configuration anew.
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation.load(SeqCst)

@@ -1,5 +1,5 @@
-//! A [`Disk`] is a driver with queues: what control threads hold, what queues and
-//! submitters share. Nothing here is on the data path but what is said to be.
+//! A [`Disk`] is a driver with queues: what control threads own, what queues and
+//! submitters share. Nothing here is on the data path unless noted.
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -24,7 +24,7 @@ use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
 
-/// How long a live change waits for I/O in flight to end.
+/// How long a live change waits for I/O in flight to complete.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
@@ -45,7 +45,7 @@ pub struct Disk {
     name: String,
     driver: Box<dyn Driver>,
     settings: Mutex<Settings>,
-    /// Held while a change is made: one at a time.
+    /// Locked while a change is made: one at a time.
     changing: Mutex<()>,
     /// Changed while frozen, read when limits are.
     read_only: AtomicBool,
@@ -149,14 +149,14 @@ impl Disk {
         [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
     }
 
-    /// Whether queue `index` has nothing to look for ([`hang`](crate::queue::hang)): neither
-    /// requests, nor bios that a freeze or want of a tag keeps from being requests.
-    pub fn is_at_rest(&self, index: usize) -> bool {
+    /// Whether queue `index` has nothing to scan for ([`hang`](crate::queue::hang)): neither
+    /// requests, nor bios that a freeze or a missing tag keeps from being requests.
+    pub fn is_idle(&self, index: usize) -> bool {
         // Bios without a tag wait in a queue without requests only in these two cases.
         !self.shared_tags && !self.control.is_frozen() && !self.control.is_active(index)
     }
 
-    /// The structures that several threads use while I/O goes on, and where they lie in
+    /// The structures that several threads use while I/O runs, and where they lie in
     /// memory: for measuring and checking the layout.
     #[doc(hidden)]
     pub fn hot_fields(&self) -> Vec<HotField> {
@@ -179,7 +179,7 @@ impl Disk {
         fields
     }
 
-    /// Changes a setting while I/O goes on: I/O in flight completes first, what comes
+    /// Changes a setting while I/O runs: I/O in flight completes first, what comes
     /// meanwhile waits, nothing is lost.
     ///
     /// # Errors
@@ -322,21 +322,21 @@ impl Disk {
         Ok(())
     }
 
-    /// The owner of a queue is gone: what submitters left there will never be done.
+    /// The owner of a queue has exited: bios that submitters left there fail.
     pub(crate) fn release_queue(&self, index: usize) {
         self.queues[index].open.store(false, Ordering::SeqCst);
-        self.end_staged(index);
+        self.fail_staged(index);
     }
 
-    /// Ends what submitters staged, if nobody owns the queue. A submitter calls it after it
-    /// has staged a bio, and the owner after it said that it goes: one of them finds the bio.
-    pub(crate) fn end_staged_if_closed(&self, index: usize) {
+    /// Fails the bios that submitters staged, if the queue has no owner. A submitter calls it after it
+    /// has staged a bio, and the owner after it released the queue: one of them finds the bio.
+    pub(crate) fn fail_staged_if_closed(&self, index: usize) {
         if !self.queues[index].open.load(Ordering::SeqCst) {
-            self.end_staged(index);
+            self.fail_staged(index);
         }
     }
 
-    fn end_staged(&self, index: usize) {
+    fn fail_staged(&self, index: usize) {
         for staged in self.queues[index].software.take_all() {
             for (bio, completer) in staged.bios {
                 completer.notify(Err(Status::Offline), bio.data);

@@ -1,8 +1,8 @@
 //! The properties of a whole disk that the model checkers prove: real queues on real engine threads, with their
-//! sleep, mailbox, plug, software queues, tags, gate, freeze and end; only the ring and what
+//! sleep, mailbox, plug, software queues, tags, gate, freeze and stop; only the ring and what
 //! wakes it are twins. The device is a thread that completes requests whenever it runs.
 //!
-//! Whatever is lost, a wake-up, a bio, a tag, an answer, leaves somebody waiting, which the
+//! Whatever is lost, a wake-up, a bio, a tag, an answer, leaves a thread waiting, which the
 //! checkers see as a deadlock; what comes twice is counted.
 
 use std::any::Any;
@@ -27,11 +27,11 @@ use crate::tags::Tag;
 
 const BLOCK_BYTES: usize = 512;
 
-/// Requests on their way to the device's thread, each with where its end is to go.
+/// Requests on their way to the device's thread, each with the owner of its completion.
 #[derive(Default)]
 struct Device {
     jobs: Mutex<VecDeque<(Arc<Inbox>, Tag)>>,
-    told: WaitQueue,
+    notified: WaitQueue,
     /// Requests that the driver has.
     in_driver: Plain,
     /// A freeze, or a quiesce, has been granted and lasts.
@@ -39,18 +39,18 @@ struct Device {
     quiesced: Plain,
 }
 
-/// Ends on their way back to the owner of a queue.
+/// Completions on their way back to the owner of a queue.
 struct Inbox {
     completed: Mutex<Vec<Tag>>,
     wake: Arc<dyn Wake>,
 }
 
 impl Device {
-    /// Ends `count` requests.
+    /// Completes `count` requests.
     fn serve(&self, count: usize) {
         for _ in 0..count {
             let mut job = None;
-            self.told.wait_until(|| {
+            self.notified.wait_until(|| {
                 job = lock(&self.jobs).pop_front();
                 job.is_some()
             });
@@ -101,7 +101,7 @@ unsafe impl DriverQueue for RemoteQueue {
             }
             Some(device) => {
                 lock(&device.jobs).extend(tags.iter().map(|tag| (self.inbox.clone(), *tag)));
-                device.told.wake_all();
+                device.notified.wake_all();
             }
         }
         Taken::All
@@ -150,8 +150,8 @@ impl World {
     }
 
     /// A thread that submits blocks: each submitter's are neighbours in pairs, so that some merge.
-    /// Every other one is waited for. Ends with an error are those of a disk that goes.
-    fn submitter(&self, number: usize, count: usize, goes: bool) -> thread::JoinHandle<()> {
+    /// Every other one is waited for. Only a disk that closes completes with an error.
+    fn submitter(&self, number: usize, count: usize, closes: bool) -> thread::JoinHandle<()> {
         let (mut submitter, completed) = (self.disk.submitter(), self.completed.clone());
         thread::spawn(move || {
             for round in 0..count {
@@ -159,7 +159,7 @@ impl World {
                 let bio = Bio::write(sector, IoBuffer::zeroed(BLOCK_BYTES), 0);
                 let completed = completed.clone();
                 let check = move |result| {
-                    assert!(result == Ok(()) || goes && result == Err(Status::Offline), "{result:?}");
+                    assert!(result == Ok(()) || closes && result == Err(Status::Offline), "{result:?}");
                     completed.fetch_add(1, SeqCst);
                 };
                 if round % 2 == 0 && round + 1 < count {
@@ -191,30 +191,30 @@ impl World {
         })
     }
 
-    /// Has engine 0 look for what hangs, which is all that is in flight, and then, when the other
+    /// Has engine 0 scan for hangs, which are all that is in flight, and then, when the other
     /// threads have exited, once more: each hang is reported once, and so is its completion.
     fn watcher(&self, rounds: usize) -> thread::JoinHandle<()> {
         let handle = self.engines[0].handle().clone();
-        let look = move |hangs: &mut Vec<u64>, completions: &mut Vec<u64>| {
-            let look = handle.scan_for_hangs(u64::MAX, 0).recv().expect("the engine lives");
-            hangs.extend(look.hangs.iter().map(|hang| hang.subject.number));
-            completions.extend(look.completed.iter().map(|end| end.subject.number));
-            assert_eq!(look.more, 0);
-            look.hung
+        let scan = move |hangs: &mut Vec<u64>, completions: &mut Vec<u64>| {
+            let scan = handle.scan_for_hangs(u64::MAX, 0).recv().expect("the engine lives");
+            hangs.extend(scan.hangs.iter().map(|hang| hang.subject.number));
+            completions.extend(scan.completed.iter().map(|completion| completion.subject.number));
+            assert_eq!(scan.more, 0);
+            scan.hung
         };
         thread::spawn(move || {
             let (mut hangs, mut completions) = (Vec::new(), Vec::new());
             for _ in 0..rounds {
-                look(&mut hangs, &mut completions);
+                scan(&mut hangs, &mut completions);
             }
-            while look(&mut hangs, &mut completions) > 0 {
+            while scan(&mut hangs, &mut completions) > 0 {
                 thread::yield_now();
             }
             // Completions during the last scan.
-            look(&mut hangs, &mut completions);
+            scan(&mut hangs, &mut completions);
             completions.sort_unstable();
-            let told: Vec<u64> = (1..=hangs.len() as u64).collect();
-            assert_eq!((&hangs, &completions), (&told, &told), "reported once, and its completion once");
+            let all: Vec<u64> = (1..=hangs.len() as u64).collect();
+            assert_eq!((&hangs, &completions), (&all, &all), "reported once, and its completion once");
         })
     }
 
@@ -244,7 +244,7 @@ impl World {
     }
 
     /// Nothing is left anywhere, and all that was submitted has completed once.
-    fn end(self, submitted: usize) {
+    fn finish(self, submitted: usize) {
         let World { disk, device, engines, completed } = self;
         drop(engines);
         assert_eq!(completed.load(SeqCst) as usize, submitted, "each bio completes once");
@@ -270,7 +270,7 @@ fn all_complete_once(shape: Shape, submitters: usize, count: usize) {
     let world = World::new(shape);
     let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, false)).collect();
     join(threads);
-    world.end(submitters * count);
+    world.finish(submitters * count);
 }
 
 /// The same over a device on a thread of its own. Nothing merges, so that it is known how many
@@ -282,18 +282,18 @@ fn completions_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usi
     threads.extend((freezes > 0).then(|| world.freezer(freezes)));
     threads.extend((quiesces > 0).then(|| world.quiescer(quiesces)));
     join(threads);
-    world.end(submitters);
+    world.finish(submitters);
 }
 
-/// Requests end while somebody looks for those that hang, and freezes.
-fn hangs_are_told_of_once(shape: Shape, submitters: usize, freezes: usize, looks: usize) {
+/// Requests complete during scans for hangs, and freezes.
+fn hangs_are_reported_once(shape: Shape, submitters: usize, freezes: usize, scans: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
     threads.push(world.device(submitters));
     threads.extend((freezes > 0).then(|| world.freezer(freezes)));
-    threads.push(world.watcher(looks));
+    threads.push(world.watcher(scans));
     join(threads);
-    world.end(submitters);
+    world.finish(submitters);
 }
 
 /// Settings change under load: too many schedules for loom.
@@ -305,7 +305,7 @@ fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
     threads.push(world.freezer(2));
     threads.push(world.quiescer(2));
     join(threads);
-    world.end(submitters * count);
+    world.finish(submitters * count);
 }
 
 /// The engines exit while others submit: bios staged too late complete too.
@@ -314,10 +314,10 @@ fn an_engine_that_exits_leaves_nobody_waiting(shape: Shape, submitters: usize, c
     let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, true)).collect();
     world.engines.clear();
     join(threads);
-    world.end(submitters * count);
+    world.finish(submitters * count);
 }
 
-/// A client on the engine's thread, as an attachment is: it submits as the messages say.
+/// A client on the engine's thread, as an attachment is: it submits as the messages ask.
 struct Client {
     /// Still to be submitted.
     wanted: u64,
@@ -389,7 +389,7 @@ fn plugs_share_tags(shape: Shape, per_client: u64, submitters: usize, freezes: u
     let total = per_client as usize * world.engines.len() + submitters;
     threads.extend((!shape.at_once).then(|| world.device(total)));
     join(threads);
-    world.end(total);
+    world.finish(total);
 }
 
 #[cfg(loom)]
@@ -428,8 +428,8 @@ mod loom_disk {
     }
 
     #[test]
-    fn loom_hangs_are_told_of_once() {
-        model_within(1, "one submitter", 0, || hangs_are_told_of_once(REMOTE, 1, 0, 0));
+    fn loom_hangs_are_reported_once() {
+        model_within(1, "one submitter", 0, || hangs_are_reported_once(REMOTE, 1, 0, 0));
     }
 
     #[test]
@@ -466,8 +466,8 @@ mod shuttle_disk {
     }
 
     #[test]
-    fn shuttle_hangs_are_told_of_once() {
-        model("four submitters, a freeze, three looks", 6_000, || hangs_are_told_of_once(REMOTE, 4, 1, 3));
+    fn shuttle_hangs_are_reported_once() {
+        model("four submitters, a freeze, three scans", 6_000, || hangs_are_reported_once(REMOTE, 4, 1, 3));
     }
 
     // Contract: live-changes
@@ -479,7 +479,7 @@ mod shuttle_disk {
     #[test]
     fn shuttle_an_engine_that_exits_leaves_nobody_waiting() {
         model("an engine exits under load", 6_000, || an_engine_that_exits_leaves_nobody_waiting(FEW, 4, 4));
-        model("two engines end under load", 6_000, || {
+        model("two engines stop under load", 6_000, || {
             an_engine_that_exits_leaves_nobody_waiting(SHARED, 4, 3)
         });
     }

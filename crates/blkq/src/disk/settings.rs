@@ -3,7 +3,7 @@
 use crate::clock::ClockMode;
 use crate::sched::SchedulerKind;
 
-/// Requests of a queue unless said otherwise (BLKDEV_DEFAULT_RQ, and loop's depth).
+/// Requests of a queue by default (BLKDEV_DEFAULT_RQ, and loop's depth).
 pub const DEPTH_DEFAULT: u16 = 128;
 /// Most requests of a queue (BLK_MQ_MAX_DEPTH).
 pub const DEPTH_MAX: u16 = 10240;

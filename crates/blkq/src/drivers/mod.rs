@@ -48,7 +48,7 @@ impl FromStr for DriverSpec {
     }
 }
 
-/// How a driver is to be opened. What a driver cannot do it refuses.
+/// How a driver is to be opened. An option that a driver does not have is an error.
 #[derive(Clone, Debug, Default)]
 pub struct DriverOptions {
     /// Where in the image the device begins, in bytes.
@@ -60,7 +60,7 @@ pub struct DriverOptions {
     /// Serve the end of an image that does not fill a logical block
     /// ([`LoopOptions::partial_block`]).
     pub partial_block: bool,
-    /// Whether I/O goes around the page cache.
+    /// Whether I/O bypasses the page cache.
     pub direct_io: DirectIo,
     /// How requests are put to the file.
     pub dispatch: Dispatch,
@@ -79,7 +79,7 @@ pub struct DriverOptions {
 /// should know about how it was opened.
 ///
 /// # Errors
-/// One line that says what is wrong, why, and the cure.
+/// One line: what is wrong, why, and the cure.
 pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
     let driver = open_plain(spec, options)?;
     let Some(fault) = &options.fault else { return Ok(driver) };
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn opens_each_driver_and_refuses_what_does_not_fit() {
+    fn opens_each_driver_and_rejects_what_does_not_fit() {
         let options =
             DriverOptions { logical_block_bytes: Some(4096), read_only: true, ..Default::default() };
         for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {

@@ -1,12 +1,12 @@
 //! The null driver: a device that stores nothing, for measuring the block layer itself, and as
 //! the example that a new driver begins from.
 //!
-//! A driver is two types. The *device* ([`Null`]) is shared by all threads: it says what
+//! A driver is two types. The *device* ([`Null`]) is shared by all threads: it declares what
 //! it can do ([`Driver::limits`]) and opens queues. A *queue* belongs to one thread, so that
 //! its fields need no lock. The block layer offers it requests in batches; each request that
 //! it takes it completes exactly once. To write a driver of your own: copy this file, do your
 //! I/O in [`DriverQueue::queue_requests`], and add the driver to the list in `drivers/mod.rs`.
-//! One that completes later, or refuses requests, is [`model`](super::model).
+//! One that completes later, or is busy, is [`model`](super::model).
 
 use crate::bio::Operation;
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
@@ -63,13 +63,13 @@ impl Driver for Null {
     }
 
     // Asked for when the disk is made and after each change, on any thread. The block layer
-    // splits, emulates or refuses whatever the device cannot do: the queue need not check.
+    // splits, emulates or rejects whatever the device cannot do: the queue need not check.
     fn limits(&self) -> QueueLimits {
         self.0.limits.clone()
     }
 
     // Runs on the thread that will use the queue. Everything the data path needs is
-    // allocated here. A driver that does I/O would say `uses_ring` and register its
+    // allocated here. A driver that does I/O would declare `uses_ring` and register its
     // files with the context's ring now.
     fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(NullQueue { zero_reads: self.0.zero_reads }))

@@ -1,8 +1,8 @@
-//! The RAM driver: a device whose bytes live in this process's memory and are gone with it.
+//! The RAM driver: a device whose bytes live in this process's memory and are freed with it.
 //!
 //! The medium is one anonymous mapping as large as the device, which the kernel backs
 //! with a page when it is first written: sparse without a table of our own, and without
-//! a lock among the queues. Discard gives pages back to the kernel; they read as zeroes
+//! a lock among the queues. Discard frees pages; they read as zeroes
 //! from then on.
 //!
 //! Requests that overlap in place and time give a mix of both contents, as two writes in
@@ -24,7 +24,7 @@ use crate::limits::QueueLimits;
 use crate::tags::Tag;
 use std::sync::Arc;
 
-/// Largest discard: giving pages back takes the kernel about a tenth of a microsecond
+/// Largest discard: freeing pages takes the kernel about a tenth of a microsecond
 /// each, and the engine thread waits for it.
 const DISCARD_MAX_BYTES: u64 = 64 << 20;
 /// Largest request that fills memory.
@@ -168,7 +168,7 @@ impl Medium {
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }.map_err(fail)?;
         // Huge pages would turn each stray 4 KiB write into 2 MiB of memory. Kernels
-        // without them say no, which is as good.
+        // without them return an error, which is as good.
         // SAFETY: the advice changes no content, and the range is the mapping just made.
         let _ = unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) };
         let base = NonNull::new(base.cast()).ok_or_else(|| fail(rustix::io::Errno::NOMEM))?;
@@ -188,7 +188,7 @@ impl Medium {
     fn words(&self, range: Range<usize>) -> &[AtomicU64] {
         assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));
         // SAFETY: inside the mapping, which outlives the borrow; aligned; accessed only as
-        // atomics. What the kernel does in `discard` is a store of zeroes by somebody else.
+        // atomics. What the kernel does in `discard` is a store of zeroes by another thread.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start).cast(), range.len() / WORD) }
     }
 
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_and_memory_that_break_the_limits_are_refused() {
+    fn ranges_and_memory_that_break_the_limits_are_rejected() {
         let ram = Ram::new(1 << 20, 512, false).unwrap();
         let mut h = Harness::open(&ram).unwrap();
         let tag = h.write((1 << 20) - 512, vec![filled(1024, 1)]);

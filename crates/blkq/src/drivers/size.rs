@@ -95,8 +95,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_with_the_rule() {
-        for (text, says) in [
+    fn what_is_no_size_is_rejected_with_the_rule() {
+        for (text, reason) in [
             ("", "is not a size"),
             ("K", "is not a size"),
             ("+1", "is not a size"),
@@ -119,7 +119,7 @@ mod tests {
             (&format!("0.{}1", "0".repeat(60)), "too many digits"),
         ] {
             let message = parse_bytes(text).err().map(|error| error.to_string()).unwrap_or_default();
-            assert!(message.contains(says), "{text}: {message}");
+            assert!(message.contains(reason), "{text}: {message}");
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::ring::{Cqe, Registrar, Ring, RingCounters};
 const RING_ENTRIES: u32 = 256;
 /// The name of the only queue on the ring.
 const OWNER: u16 = 0;
-/// How long a wait without a ring sleeps between two looks, when nothing else tells.
+/// How long a wait without a ring sleeps between two polls, when nothing wakes it.
 const IDLE_WAIT: Duration = Duration::from_millis(1);
 
 /// A hardware queue owned by this thread: submit, poll, take the completions. No lock
@@ -118,7 +118,7 @@ impl LocalQueue {
         let sleeps = self.queue.completions().len() < want && !self.queue.has_completed();
         let timeout = if sleeps { self.sleep_time() } else { None };
         if sleeps {
-            self.queue.rest();
+            self.queue.idle();
         }
         match &mut self.ring {
             Some(ring) => {
@@ -157,11 +157,11 @@ impl LocalQueue {
     /// The I/O that has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
     /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see [`hang`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
-        let mut look = self.queue.scan_for_hangs(now_ns, limit_ns);
-        for hang in &mut look.hangs {
+        let mut scan = self.queue.scan_for_hangs(now_ns, limit_ns);
+        for hang in &mut scan.hangs {
             hang.client = hang.mark.map(|mark| format!("mark {mark}")).or(hang.client.take());
         }
-        look
+        scan
     }
 
     /// Bios submitted and not completed.

@@ -157,7 +157,7 @@ impl Engine {
         for message in messages.drain(..) {
             match message {
                 Message::Add(make, reply) => {
-                    // The receiver waits for the answer, or is gone and needs none.
+                    // The receiver waits for the answer, or was dropped and needs none.
                     let _ = reply.send(self.add(make()));
                 }
                 Message::To(id, message) => {
@@ -185,13 +185,13 @@ impl Engine {
     fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut all = HangScan::default();
         for queue in &mut self.queues {
-            let mut look = queue.scan_for_hangs(now_ns, limit_ns);
-            for hang in &mut look.hangs {
+            let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
+            for hang in &mut scan.hangs {
                 // Without a mark a thread waits for it, as the queue has noted.
                 let Some(mark) = hang.mark else { continue };
                 hang.client = self.sources.client_of(Token(mark));
             }
-            all.add(look);
+            all.add(scan);
         }
         all
     }
@@ -214,7 +214,7 @@ impl Engine {
         if self.has_work() {
             self.ring.enter(0, None);
         } else {
-            self.queues.iter_mut().for_each(Queue::rest);
+            self.queues.iter_mut().for_each(Queue::idle);
             self.ring.enter(1, time_until(self.deadline_ns()));
         }
         self.kicks.iter().for_each(|kick| kick.woke());

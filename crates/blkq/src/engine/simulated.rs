@@ -42,7 +42,7 @@ impl SimulatedEngine {
     }
 
     /// Turns until nothing is in flight, then closes the queues.
-    pub fn end(mut self) {
+    pub fn stop(mut self) {
         self.0.handle.post(Message::Exit);
         for _ in 0..100_000 {
             self.turn();
@@ -51,6 +51,6 @@ impl SimulatedEngine {
                 return;
             }
         }
-        panic!("the engine does not end");
+        panic!("the engine does not stop");
     }
 }

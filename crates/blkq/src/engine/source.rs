@@ -28,7 +28,7 @@ pub(super) const FIRST_SOURCE: u16 = 0x100;
 /// # Safety
 /// Sources free memory by what they are notified of. An implementation therefore has
 /// [`Source::is_stopped`] return true, unless the engine exits too, only when nothing that it pushed
-/// or submitted is in flight: its number goes to another source. If it wraps another source, it
+/// or submitted is in flight: another source gets its number. If it wraps another source, it
 /// passes on what it was passed itself, each completion once, to the source that submitted.
 pub unsafe trait Source {
     /// The source is now part of the engine: arm what it waits for.
@@ -64,7 +64,7 @@ pub unsafe trait Source {
         None
     }
 
-    /// Begin to stop: take nothing new, end what is in flight; with `force`, drop clients.
+    /// Begin to stop: take nothing new, complete what is in flight; with `force`, drop clients.
     /// Called again, with `force`, if the engine exits meanwhile.
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);
 
@@ -73,7 +73,7 @@ pub unsafe trait Source {
 }
 
 /// The name of a source of an engine. No two sources of an engine have the same, one after the
-/// other neither: what comes late for one that is gone reaches none.
+/// other neither: what comes late for a dropped one reaches none.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SourceId {
     /// Its owner in tokens, which a successor may have again.
@@ -138,7 +138,7 @@ impl SourceContext<'_> {
     }
 
     /// Hands all that was submitted to the drivers and the kernel now, not at the end of the
-    /// turn: what takes long begins before the turn goes on.
+    /// turn: what takes long begins before the turn continues.
     pub fn dispatch(&mut self) {
         self.queues.iter_mut().for_each(|queue| queue.dispatch_all(Some(self.ring)));
         self.ring.submit();
@@ -186,7 +186,7 @@ impl SourceContext<'_> {
     }
 
     /// Runs `job` on a worker thread (never the engine's) and delivers what it returns
-    /// through [`Source::on_message`], unless the source is gone by then. For what may block:
+    /// through [`Source::on_message`], unless the source was dropped by then. For what may block:
     /// SEEK_HOLE, getaddrinfo. A job that panics delivers nothing.
     pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {
         let work = self.work(job);
@@ -244,7 +244,7 @@ impl EngineHandle {
 
     /// Moves what was posted to `messages`, which is empty.
     pub(super) fn take_messages(&self, messages: &mut Vec<Message>) {
-        // Held by a thread that is posting just now: its kick brings the engine back.
+        // Locked by a thread that is posting just now: its kick brings the engine back.
         if let Some(mut mail) = try_lock(&self.0.messages)
             && let Some(posted) = &mut *mail
         {
@@ -254,7 +254,7 @@ impl EngineHandle {
 
     /// Whether something was posted.
     pub(super) fn has_messages(&self) -> bool {
-        // A poster holds the lock for a moment only, and what it posts is work.
+        // A poster has the lock for a moment only, and what it posts is work.
         try_lock(&self.0.messages)
             .is_none_or(|mail| mail.as_ref().is_some_and(|messages| !messages.is_empty()))
     }
@@ -292,28 +292,28 @@ impl EngineHandle {
         receiver.recv().map_err(|_| Error::new(ErrorKind::System, "the engine has exited"))?
     }
 
-    /// Sends `message` to source `id`; to one that is gone it is dropped.
+    /// Sends `message` to source `id`; a message to a stopped one is dropped.
     pub fn send(&self, id: SourceId, message: Box<dyn Any + Send>) {
         self.post(Message::To(id, message));
     }
 
-    /// Has the engine look for what has been in flight in its queues for more than `limit_ns`
+    /// Has the engine scan for requests that have been in flight in its queues for more than `limit_ns`
     /// at `now_ns` of the monotonic clock: see [`hang`](crate::queue::hang). Does not wait. An
     /// engine that does not answer for long is itself what hangs.
     pub fn scan_for_hangs(&self, now_ns: u64, limit_ns: u64) -> HangScanReply {
-        let (found, looked) = channel();
+        let (found, scanned) = channel();
         self.post(Message::ScanForHangs { now_ns, limit_ns, found });
-        looked
+        scanned
     }
 
-    /// Stops source `id` and waits until nothing of it is in flight and it is gone.
+    /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
     pub fn stop_source(&self, id: SourceId, force: bool) {
-        // An error says that the engine has exited, and the source with it.
+        // An error means that the engine has exited, and the source with it.
         let _ = self.begin_stop_source(id, force).recv();
     }
 
     /// Begins to stop source `id`, and does not wait: what this returns receives a value, or an error if
-    /// the engine has exited, when nothing of the source is in flight and it is gone.
+    /// the engine has exited, when nothing of the source is in flight and it is dropped.
     pub fn begin_stop_source(&self, id: SourceId, force: bool) -> StopReply {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });

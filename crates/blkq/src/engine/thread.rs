@@ -51,8 +51,8 @@ impl EngineThread {
         };
         let builder = thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
         let thread = builder.spawn(body).map_err(|e| Error::system("cannot start an engine thread", e))?;
-        let ended = || Error::new(ErrorKind::System, "the engine thread exited while it started");
-        receiver.recv().map_err(|_| ended())??;
+        let exited = || Error::new(ErrorKind::System, "the engine thread exited while it started");
+        receiver.recv().map_err(|_| exited())??;
         Ok(EngineThread { handle, thread: Some(thread) })
     }
 

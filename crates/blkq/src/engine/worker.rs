@@ -46,7 +46,7 @@ impl Worker {
                 }
             };
             let builder = thread::Builder::new().name(self.name.into()).stack_size(STACK_BYTES);
-            // Without a thread the receiver is gone, and the job runs below.
+            // Without a thread the receiver is dropped, and the job runs below.
             let _ = builder.spawn(body);
             sender
         });

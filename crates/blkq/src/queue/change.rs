@@ -23,7 +23,7 @@ impl Queue {
     #[inline]
     pub(super) fn leave_if_idle(&mut self) {
         if self.disk.is_entered() && self.in_flight.in_use() == 0 {
-            self.clock.rest();
+            self.clock.idle();
             self.tags.leave();
             self.disk.leave();
         }
@@ -60,7 +60,7 @@ impl Queue {
             let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) else { break };
             match self.check(index) {
                 Ok(()) => self.begin_data(index),
-                Err(status) => self.refuse(index, status),
+                Err(status) => self.reject(index, status),
             }
         }
     }

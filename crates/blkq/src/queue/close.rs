@@ -1,4 +1,4 @@
-//! The end of a queue.
+//! Closing a queue.
 
 use crate::buffer::Data;
 use crate::error::Status;
@@ -22,7 +22,7 @@ impl Queue {
         self.complete_batch();
         self.abandon_flushes(Err(Status::Offline));
         while let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) {
-            self.refuse(index, Status::Offline);
+            self.reject(index, Status::Offline);
         }
         self.completions.pay_gate(&self.disk.disk().gate);
         self.completions.notify_remote();

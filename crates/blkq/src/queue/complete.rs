@@ -152,7 +152,7 @@ impl Queue {
 
     /// Completes a bio that never became a request.
     #[cold]
-    pub(super) fn refuse(&mut self, index: u32, status: Status) {
+    pub(super) fn reject(&mut self, index: u32, status: Status) {
         self.stats.refused(self.in_flight[index].operation.into(), status);
         self.complete_bio(index, Err(status));
     }

@@ -103,8 +103,8 @@ impl DiskView {
     }
 
     #[inline]
-    pub fn end_dispatch(&self) {
-        self.disk.control.end_dispatch(self.index);
+    pub fn leave_dispatch(&self) {
+        self.disk.control.leave_dispatch(self.index);
     }
 
     /// Whether something was changed under a freeze since it was last taken over.

@@ -1,5 +1,5 @@
-//! Dispatch: requests reach the driver, in this order: what it refused before, then the
-//! scheduler's (block/blk-mq-sched.c). A refusal is no error: the request stays.
+//! Dispatch: requests reach the driver, in this order: what was requeued, then the
+//! scheduler's (block/blk-mq-sched.c). A busy driver is no error: the request is requeued.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -27,7 +27,7 @@ pub(super) struct Dispatch {
     owner: u16,
     driver: Box<dyn DriverQueue>,
     scheduler: Option<Box<dyn Scheduler>>,
-    /// Requests that the driver refused, or that go before all others.
+    /// Requests that were requeued, or that go before all others.
     requeued: VecDeque<Tag>,
     /// Requests that the driver has.
     started: u32,
@@ -79,7 +79,7 @@ impl Dispatch {
         self.scheduler.as_deref_mut()
     }
 
-    /// Nothing is held by the old scheduler.
+    /// The old scheduler has no requests.
     pub fn set_scheduler(&mut self, scheduler: SchedulerKind, slots: usize) {
         self.scheduler = scheduler.open(slots);
     }
@@ -90,7 +90,7 @@ impl Dispatch {
         self.started
     }
 
-    /// Whether requests that the driver refused are to be issued again.
+    /// Whether requeued requests are to be reissued.
     #[inline]
     pub fn has_requeued(&self) -> bool {
         !self.requeued.is_empty()
@@ -107,7 +107,7 @@ impl Dispatch {
         self.held_back
     }
 
-    /// When the driver, or a request that it refused, wants the queue to run at the latest.
+    /// When the driver, or a requeued request, wants the queue to run at the latest.
     pub fn deadline_ns(&self) -> Option<u64> {
         [self.driver.deadline_ns(), self.rerun_at_ns].into_iter().flatten().min()
     }
@@ -117,7 +117,7 @@ impl Dispatch {
         self.requeued.push_front(tag);
     }
 
-    /// Takes the requests of a plug: for the scheduler, or behind what the driver refused.
+    /// Takes the requests of a plug: for the scheduler, or behind what was requeued.
     pub fn insert(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
         match &mut self.scheduler {
             Some(scheduler) => {
@@ -128,7 +128,7 @@ impl Dispatch {
         }
     }
 
-    /// Gives `batch` to the driver at once; what that refuses stays.
+    /// Passes `batch` to the driver at once; what that does not take stays.
     #[inline]
     pub fn issue_directly(
         &mut self,
@@ -149,7 +149,7 @@ impl Dispatch {
         !self.requeued.is_empty() || self.scheduler.as_ref().is_some_and(|s| s.len() > 0)
     }
 
-    /// Hands what is ready to the driver until nothing is, or it refuses.
+    /// Hands what is ready to the driver until nothing is, or it is busy.
     pub fn run(&mut self, disk: &DiskView, stats: &mut StatsWriter, cx: &mut DriverContext<'_>) {
         if let Some(at_ns) = self.rerun_at_ns {
             if monotonic_ns() < at_ns {
@@ -203,26 +203,26 @@ impl Dispatch {
         if tags.is_empty() {
             return 0;
         }
-        // While quiesced nothing reaches the driver; the end of the quiesce kicks the queue.
+        // While quiesced nothing reaches the driver; lifting the quiesce kicks the queue.
         self.held_back = !disk.begin_dispatch();
         if self.held_back {
             return 0;
         }
         let taken = self.driver.queue_requests(cx, tags);
         self.driver.commit(cx);
-        disk.end_dispatch();
+        disk.leave_dispatch();
         stats.count(Counter::DispatchBatches, 1);
         match taken {
             Taken::All => {
                 self.started += tags.len() as u32;
                 tags.len()
             }
-            Taken::First(count, busy) => self.refused(tags.len(), count, busy, stats),
+            Taken::First(count, busy) => self.requeue(tags.len(), count, busy, stats),
         }
     }
 
     #[cold]
-    fn refused(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
+    fn requeue(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
         self.started += count as u32;
         stats.count(Counter::Requeues, (offered - count) as u64);
         // With nothing in the driver no completion will come to run the queue again.
@@ -292,7 +292,7 @@ impl Dispatch {
         self.scheduler.as_ref().is_some_and(|scheduler| scheduler.holds(tag))
     }
 
-    /// Whether the driver refused the request.
+    /// Whether the request was requeued.
     pub fn is_requeued(&self, tag: Tag) -> bool {
         self.requeued.contains(&tag)
     }

@@ -98,7 +98,7 @@ impl FlushMachine {
         self.data_in_flight -= 1;
     }
 
-    /// A flush goes out. Returns how many bios it serves.
+    /// A flush is issued. Returns how many bios it serves.
     pub fn begin(&mut self) -> usize {
         self.pending_since_ns = None;
         self.in_flight = true;

@@ -1,10 +1,10 @@
 //! Watching for requests that hang: which are in flight for longer than they should be, where
 //! they are, and how they complete at last.
 //!
-//! Nothing of this is on the data path. Whoever watches asks the owner of a queue now and then,
-//! with the time of its own clock, and the owner looks through its requests: what it finds
+//! Nothing of this is on the data path. A watcher asks the owner of a queue now and then,
+//! with the time of its own clock, and the owner scans its requests: what it finds
 //! needs no lock and is never half a state. Requests carry the time of their beginning anyway.
-//! Without iostats they carry none; then the first look that finds one writes the watcher's
+//! Without iostats they carry none; then the first scan that finds one writes the watcher's
 //! time where it would be, and from then on it ages.
 
 use std::borrow::Cow;
@@ -28,19 +28,19 @@ pub const NAMED_MAX: usize = 32;
 pub enum Place {
     /// It waits for a tag, behind so many others.
     ForTag(usize),
-    /// It waits until a freeze ends.
+    /// It waits until a freeze is lifted.
     Frozen,
-    /// It waits for the flush in flight to end, and for the next one.
+    /// It waits for the flush in flight to complete, and for the next one.
     ForFlush,
-    /// It is held back until its batch is full or the owner of the queue polls.
+    /// It waits until its batch is full or the owner of the queue polls.
     Plug,
     /// The scheduler has it.
     Scheduler,
-    /// The driver refused it, and is to be offered it again.
+    /// The driver was busy: it is requeued.
     Dispatch,
-    /// It waits until a quiesce ends.
+    /// It waits until a quiesce is lifted.
     Quiesced,
-    /// The driver has it, and says so.
+    /// The driver has it, in this state.
     Driver(Cow<'static, str>),
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for Place {
             Place::ForFlush => f.write_str("waiting for a flush to begin"),
             Place::Plug => f.write_str("in the plug"),
             Place::Scheduler => f.write_str("in the scheduler"),
-            Place::Dispatch => f.write_str("refused by the driver, to be issued again"),
+            Place::Dispatch => f.write_str("requeued: the driver was busy"),
             Place::Quiesced => f.write_str("waiting until the device is no longer quiesced"),
             Place::Driver(state) => f.write_str(state),
         }

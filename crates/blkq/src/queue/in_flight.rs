@@ -11,7 +11,7 @@ use crate::request::{NIL, Request, RequestState};
 use crate::slab::{BioSlab, BioSlot, NewBio};
 use crate::tags::Tag;
 
-/// Bios that a queue takes for each of its tags before it refuses more.
+/// Bios that a queue takes for each of its tags before it rejects more.
 const BIOS_PER_TAG: u32 = 8;
 /// Fewest bios that a queue takes.
 const BIOS_MIN: u32 = 1024;
@@ -109,7 +109,7 @@ impl InFlight {
     /// Request `tag` completes; its bios are still there. Returns it.
     ///
     /// # Panics
-    /// If it has completed before. Always on: such a request has already lost somebody's data.
+    /// If it has completed before. Always on: such a request has already lost data.
     #[inline(always)]
     pub fn complete(&mut self, tag: Tag) -> &Request {
         let request = &mut self.requests[tag.index()];

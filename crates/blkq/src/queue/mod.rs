@@ -6,7 +6,7 @@
 //! `dispatch`, `flush`, `completions`, `hang`. The steps of a bio lead from one part to the next:
 //! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`.
 //! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
-//! found to hang, `close` the end.
+//! found to hang, `close` closing it.
 //!
 //! The ring is lent to every call that may reach the driver, because one thread has one
 //! ring and perhaps several queues.
@@ -124,7 +124,7 @@ impl Queue {
         self.kick_flush(ring.as_deref_mut());
         self.pull_software_queues(ring.as_deref_mut());
         self.admit_waiting(ring);
-        // Some may have completed without a request: refused, or empty.
+        // Some may have completed without a request: rejected, or empty.
         self.completions.pay_gate(&self.disk.disk().gate);
         self.completions.notify_remote();
     }
@@ -165,7 +165,7 @@ impl Queue {
     }
 
     /// Hands everything under the plug to the scheduler, or straight to the driver. The
-    /// cached time ends with the plug.
+    /// cached time is dropped with the plug.
     #[inline]
     fn flush_plug(&mut self, ring: Option<&mut Ring>) {
         self.clock.invalidate();
@@ -220,8 +220,8 @@ impl Queue {
     }
 
     /// The owner is about to sleep.
-    pub fn rest(&mut self) {
-        self.clock.rest();
+    pub fn idle(&mut self) {
+        self.clock.idle();
     }
 
     /// Completions of the owner's bios that have not been taken, oldest first.
@@ -269,14 +269,14 @@ impl Queue {
             || (self.dispatch.is_held_back() && !self.disk.is_quiesced())
     }
 
-    /// Whether something waits although nothing holds it up now: a freeze ended, or another
+    /// Whether something waits although nothing blocks it now: a freeze was lifted, or another
     /// queue returned tags, after this one had checked and before it marked itself asleep.
     fn was_held_up(&self) -> bool {
         let entered = self.disk.is_entered();
         if !entered && (self.flush.is_due() || self.disk.is_outdated()) {
             return true;
         }
-        // While idle only a freeze, or missing shared tags, can have held up what waits.
+        // While idle only a freeze, or missing shared tags, can have blocked what waits.
         let may_get = self.tags.may_get_shared(self.in_flight.in_use()).unwrap_or(!entered);
         may_get && !self.waiting.is_empty()
     }

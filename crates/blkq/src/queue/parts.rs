@@ -26,7 +26,7 @@ impl Queue {
         let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
         match slot.operation {
             Operation::Discard if self.disk.limits().max_discard_bytes == 0 => {
-                return self.refuse(index, Status::NotSupported);
+                return self.reject(index, Status::NotSupported);
             }
             Operation::WriteZeroes => {
                 let (unmap_bytes, keep_bytes) = (
@@ -79,7 +79,7 @@ impl Queue {
     /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
     pub(super) fn begin_zeroes(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_FALLBACK) {
-            return self.refuse(index, Status::NotSupported);
+            return self.reject(index, Status::NotSupported);
         }
         self.issue_first_parts(index, SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
     }
@@ -91,7 +91,7 @@ impl Queue {
         self.issue_parts(index);
         let slot = &self.in_flight[index];
         if let (0, Some(status)) = (slot.pending, slot.error) {
-            self.refuse(index, status);
+            self.reject(index, status);
         }
     }
 

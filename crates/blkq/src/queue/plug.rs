@@ -1,4 +1,4 @@
-//! The plug: requests are held back until a batch of them, or the end of the turn, so
+//! The plug: requests wait until a batch of them, or the end of the turn, so
 //! that neighbours merge, tags are taken in one go, the clock is read once, and the
 //! driver sees a batch (`struct blk_plug` in the kernel).
 
@@ -22,7 +22,7 @@ const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
 /// The plug of one queue.
 pub(crate) struct Plug {
-    /// Requests held back, oldest first.
+    /// Waiting requests, oldest first.
     requests: Vec<Tag>,
     /// Requests before a flush: see the constants.
     limit: usize,
@@ -113,7 +113,7 @@ impl Plug {
         std::mem::take(&mut self.requests)
     }
 
-    /// Keeps the room of the requests that were taken out, and have gone on.
+    /// Keeps the room of the requests that were taken out and dispatched.
     #[inline]
     pub fn put_back(&mut self, mut batch: Vec<Tag>) {
         batch.clear();

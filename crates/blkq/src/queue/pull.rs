@@ -6,7 +6,7 @@ use crate::slab::SlotMarks;
 
 use super::Queue;
 
-/// Staged requests that the owner takes from one software queue before it goes to the next.
+/// Staged requests that the owner takes from one software queue before it takes from the next.
 const TAKE_AT_ONCE: usize = 8;
 
 impl Queue {
@@ -47,7 +47,7 @@ impl Queue {
     fn pull_one(&mut self, index: usize, mut ring: Option<&mut Ring>) -> bool {
         let mut moved = false;
         for _ in 0..TAKE_AT_ONCE {
-            // A submitter holds the lock just now: the next turn takes what is there.
+            // A submitter has the lock just now: the next turn takes what is there.
             let Some(popped) = self.disk.shared().software.try_pop(index) else { break };
             let Some(staged) = popped else { return moved };
             moved = true;

@@ -175,13 +175,13 @@ impl Queue {
     }
 
     fn place_of(&self, tag: Tag) -> Place {
-        let held = self.dispatch.is_scheduled(tag);
+        let scheduled = self.dispatch.is_scheduled(tag);
         let plugged = self.plug.contains(tag);
-        let refused = self.dispatch.is_requeued(tag);
-        if (held || plugged || refused) && self.disk.is_quiesced() {
+        let requeued = self.dispatch.is_requeued(tag);
+        if (scheduled || plugged || requeued) && self.disk.is_quiesced() {
             return Place::Quiesced;
         }
-        match (held, plugged, refused) {
+        match (scheduled, plugged, requeued) {
             (true, _, _) => Place::Scheduler,
             (_, true, _) => Place::Plug,
             (_, _, true) => Place::Dispatch,

@@ -46,7 +46,7 @@ impl Queue {
         // The flush took its time, and the device may have changed meanwhile.
         match self.check(index) {
             Ok(()) => self.begin_data(index),
-            Err(status) => self.refuse(index, status),
+            Err(status) => self.reject(index, status),
         }
     }
 
@@ -56,7 +56,7 @@ impl Queue {
         self.flush.wait(index);
     }
 
-    /// The data of a flush sequence completed. True if the bio goes on to the next step.
+    /// The data of a flush sequence completed. True if the bio proceeds to the next step.
     pub(super) fn complete_sequence_data(&mut self, index: u32, result: IoResult) -> bool {
         let step = std::mem::take(&mut self.in_flight[index].step);
         if !matches!(step, FlushStep::Data | FlushStep::DataThenFlush) {

@@ -1,5 +1,5 @@
 //! How a bio gets in: checked, and on the fast path made a request at once; else it waits,
-//! is split, or goes through the flush machine first (submit_bio_noacct in
+//! is split, or takes the flush machine first (submit_bio_noacct in
 //! block/blk-core.c, blk_mq_submit_bio in block/blk-mq.c).
 
 use std::mem::ManuallyDrop;
@@ -57,15 +57,15 @@ impl Queue {
         let index = self.in_flight.insert(NewBio { outline, data, completer, marks: marks | plain });
         // It is one buffer.
         if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
-            self.queue_or_refuse(index);
+            self.queue_or_reject(index);
         }
     }
 
     /// A bio for which there is no tag now waits, or completes if it will not wait.
     #[cold]
-    fn queue_or_refuse(&mut self, index: u32) {
+    fn queue_or_reject(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_WAIT) {
-            self.refuse(index, Status::Again);
+            self.reject(index, Status::Again);
             return self.want_no_tags();
         }
         self.waiting.push_back(self.in_flight.bios_mut(), index);
@@ -102,14 +102,14 @@ impl Queue {
         let outline = bio.outline;
         let index = self.in_flight.insert(bio);
         if !self.waiting.is_empty() || !self.admit(index, &outline, Some(segments), ring) {
-            self.queue_or_refuse(index);
+            self.queue_or_reject(index);
         }
     }
 
     /// Checks, flush sequences, splits, emulation.
     fn begin(&mut self, index: u32) {
         if let Err(status) = self.check(index) {
-            return self.refuse(index, status);
+            return self.reject(index, status);
         }
         let slot = &mut self.in_flight[index];
         if slot.operation == Operation::Flush {
@@ -168,12 +168,12 @@ impl Queue {
         Ok(())
     }
 
-    /// Puts a bio at the end of those that wait for a tag.
+    /// Puts a bio behind those that wait for a tag.
     pub(super) fn await_tag(&mut self, index: u32) {
         let slot = &self.in_flight[index];
         let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
         if !may_wait && (!self.waiting.is_empty() || !self.disk.is_entered()) {
-            return self.refuse(index, Status::Again);
+            return self.reject(index, Status::Again);
         }
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
@@ -205,7 +205,7 @@ impl Queue {
                 self.waiting.push_front(self.in_flight.bios_mut(), index);
                 return;
             }
-            self.refuse(index, Status::Again);
+            self.reject(index, Status::Again);
         }
         self.want_no_tags();
     }

@@ -1,4 +1,4 @@
-//! Request batching: how many requests a disk has in flight, and who may add to them when
+//! Request batching: how many requests a disk has in flight, and which submitter may add to them when
 //! there are enough (Linux 2.5.74, drivers/block/ll_rw_blk.c; the cap is of 2005).
 //!
 //! One request per wake-up makes every submitter sleep once per request and interleaves
@@ -52,7 +52,7 @@ pub struct Batcher {
 }
 
 impl Batcher {
-    /// A full credit counts whatever the time is: who was woken gets one request at least.
+    /// A full credit counts whatever the time is: a woken submitter gets one request at least.
     fn is_batching(&self, now_ns: u64) -> bool {
         self.credit == BATCH_REQUESTS
             || (self.credit > 0 && now_ns < self.last_waited_ns.saturating_add(BATCH_TIME_NS))
@@ -127,7 +127,7 @@ struct Side {
     /// other is woken. A guess, void when half of the requests are back: so somebody is
     /// always woken before nothing is in flight any more.
     promised: AtomicU32,
-    /// Somebody could not have the lock: its holder looks again.
+    /// A thread could not have the lock: its holder checks again.
     again: AtomicBool,
     largest_in_flight: AtomicU32,
     waiters: Mutex<VecDeque<Arc<Waiter>>>,
@@ -163,7 +163,7 @@ impl RequestGate {
         }
     }
 
-    /// Changes both settings. What is in flight stays so, and who has room now is woken.
+    /// Changes both settings. What is in flight stays so, and submitters with room now are woken.
     pub fn set(&self, nr_requests: u32, batching: bool) {
         self.nr_requests.store(nr_requests.max(1), SeqCst);
         self.batching.store(batching, SeqCst);
@@ -283,7 +283,7 @@ impl RequestGate {
         self.counters.waits.fetch_add(1, Relaxed);
         before_sleep();
         batcher.node.queue.wait_until(|| batcher.node.granted.load(SeqCst));
-        // The request was counted by who woke this thread.
+        // The request was counted by the thread that woke this one.
         if self.batching.load(Relaxed) {
             if batcher.set_batching(now_ns()) {
                 self.counters.grants.fetch_add(1, Relaxed);
@@ -292,7 +292,7 @@ impl RequestGate {
         }
     }
 
-    /// Puts the submitter at the end of the queue, unless it may enter now. Whether it is queued.
+    /// Puts the submitter last in the queue, unless it may enter now. Whether it is queued.
     fn queue_up(&self, side: &Side, batcher: &mut Batcher, now_ns: &impl Fn() -> u64) -> bool {
         let mut waiters = lock(&side.waiters);
         let mut load = side.load.load(SeqCst);
@@ -320,7 +320,7 @@ impl RequestGate {
     }
 
     /// `count` requests of one direction are done. Never waits: if the lock of the waiters is
-    /// held, its holder wakes who is to be woken.
+    /// taken, its holder wakes the submitters in its place.
     pub fn leave(&self, direction: Direction, count: u32) {
         let side = self.side(direction);
         let before = side.load.fetch_sub(u64::from(count), SeqCst);
@@ -344,7 +344,7 @@ impl RequestGate {
     }
 
     /// Wakes those whose turn it is, each with one request already counted for it, so that
-    /// nobody can take it away.
+    /// no other can take it.
     fn serve(&self, side: &Side) {
         side.again.swap(true, SeqCst);
         loop {

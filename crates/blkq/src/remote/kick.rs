@@ -31,14 +31,14 @@ pub trait Wake: Send + Sync {
 /// How other threads wake the owner of a queue.
 ///
 /// Others make their work visible and then [`kick`](Kick::kick). The owner calls
-/// [`prepare_sleep`](Kick::prepare_sleep), looks for work once more, sleeps until
+/// [`prepare_sleep`](Kick::prepare_sleep), checks for work once more, sleeps until
 /// [`fd`](Kick::fd) is readable if there is none, and calls [`woke`](Kick::woke) in any
 /// case. If the descriptor was readable it calls [`drain`](Kick::drain) before it prepares
-/// to sleep again. A kick that came late may end the next sleep without a cause.
+/// to sleep again. A kick that came late may cut the next sleep short without a cause.
 #[derive(Debug)]
 pub struct Kick {
     state: AtomicU32,
-    /// Somebody called [`Wake::wake`] since the owner last looked.
+    /// [`Wake::wake`] was called since the owner last checked.
     woken: AtomicBool,
     event: Event,
 }
@@ -52,7 +52,7 @@ impl Kick {
         Ok(Kick { state: AtomicU32::new(RUNNING), woken: AtomicBool::new(false), event: Event::new()? })
     }
 
-    /// The owner, to sleep next, looks for work after this and before it sleeps.
+    /// The owner, to sleep next, checks for work after this and before it sleeps.
     #[inline]
     pub fn prepare_sleep(&self) {
         self.state.swap(SLEEPING, SeqCst);
@@ -65,7 +65,7 @@ impl Kick {
         self.state.swap(RUNNING, SeqCst);
     }
 
-    /// Wakes the owner if it sleeps; else it will look for work before it sleeps. Never blocks.
+    /// Wakes the owner if it sleeps; else it will check for work before it sleeps. Never blocks.
     #[inline]
     pub fn kick(&self) {
         // The caller's stores come before the load of the state.
@@ -82,13 +82,13 @@ impl Kick {
         }
     }
 
-    /// Whether somebody woke the owner, and it has not looked since.
+    /// Whether the owner was woken, and has not checked since.
     #[inline]
     pub fn is_woken(&self) -> bool {
         self.woken.load(SeqCst)
     }
 
-    /// The owner looks, next, at all that it may have been woken for.
+    /// The owner checks, next, all that it may have been woken for.
     #[inline]
     pub fn take_woken(&self) {
         if self.woken.load(SeqCst) {

@@ -35,7 +35,7 @@ impl Staged {
         Staged {
             operation: bio.operation,
             start: bio.sector,
-            // Nobody has checked the bio yet: its end may be beyond all numbers.
+            // The bio is not checked yet: its end may be beyond all numbers.
             end: Sector(bio.sector.0.saturating_add(bio.sectors)),
             segments: segments(&bio),
             mergeable: is_mergeable(&bio),
@@ -69,7 +69,7 @@ impl Staged {
     }
 }
 
-/// Whether the bio may join another, as far as can be told before it is checked.
+/// Whether the bio may join another, as far as is known before it is checked.
 fn is_mergeable(bio: &Bio) -> bool {
     limits::is_mergeable(bio.operation, bio.flags)
         && bio.sectors != 0
@@ -162,7 +162,7 @@ impl SoftwareQueues {
     }
 
     /// The oldest that is staged in software queue `index`, if anything is. None while a
-    /// submitter holds its lock.
+    /// submitter has its lock.
     #[inline]
     pub fn try_pop(&self, index: usize) -> Option<Option<Staged>> {
         Some(try_lock(&self.queues[index])?.pop_front())

@@ -16,8 +16,8 @@ use crate::sector::Sector;
 /// Submits bios from any thread. One for each thread: make it with
 /// [`Disk::submitter`], or clone one.
 ///
-/// Somebody must own the disk's queues: an [`EngineThread`](crate::EngineThread), or a
-/// thread that polls a [`LocalQueue`](crate::LocalQueue). While nobody does, bios end with
+/// The disk's queues must have an owner: an [`EngineThread`](crate::EngineThread), or a
+/// thread that polls a [`LocalQueue`](crate::LocalQueue). Without one, bios complete with
 /// [`Status::Offline`].
 pub struct Submitter {
     disk: Arc<Disk>,
@@ -62,7 +62,7 @@ impl Submitter {
         self.disk.hardware_queue(self.queue)
     }
 
-    /// Submits `bio`, waiting while the device is full. `callback` runs where [`Callback`] says:
+    /// Submits `bio`, waiting while the device is full. `callback` runs as in [`Callback`]:
     /// if no thread owns the queue, before this returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
         let callback: Callback = Box::new(callback);
@@ -81,7 +81,7 @@ impl Submitter {
         }
         self.shared().software.push(self.software, bio, Completer::Callback(Box::new(callback)));
         self.shared().kick.kick();
-        disk.end_staged_if_closed(self.queue);
+        disk.fail_staged_if_closed(self.queue);
         Ok(())
     }
 
@@ -118,7 +118,7 @@ impl Submitter {
         disk.gate.enter(Direction::of(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
         shared.software.push(self.software, bio, completer);
         shared.kick.kick();
-        disk.end_staged_if_closed(self.queue);
+        disk.fail_staged_if_closed(self.queue);
     }
 
     /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the
@@ -176,7 +176,7 @@ impl Submitter {
         Ok(self.submit_and_wait(Bio::flush(0)).0?)
     }
 
-    /// Says that `length` bytes from `offset` on are no longer needed.
+    /// Discards `length` bytes from `offset` on: they are no longer needed.
     ///
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].

@@ -28,7 +28,7 @@ pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;
 
-/// Has `policy` hold for all rings that are made from now on. The first one stays.
+/// Applies `policy` to all rings that are made from now on. The first one stays.
 pub fn set_policy(policy: Policy) {
     #[cfg(not(any(simulation, loom, shuttle)))]
     uring::look_at_limits();

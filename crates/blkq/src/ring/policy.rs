@@ -16,13 +16,13 @@ pub struct Policy {
 
 static POLICY: OnceLock<Policy> = OnceLock::new();
 
-/// Has `policy` hold for all rings made from now on.
+/// Applies `policy` to all rings made from now on.
 pub(super) fn set(policy: Policy) {
     // A second one would be the same one again, or come too late.
     let _ = POLICY.set(policy);
 }
 
-/// The policy that holds for new rings.
+/// The policy of new rings.
 pub(crate) fn policy() -> Option<&'static Policy> {
     POLICY.get()
 }

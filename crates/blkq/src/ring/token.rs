@@ -29,7 +29,7 @@ impl Token {
 /// The bits of a token that are its owner's own.
 const PAYLOAD_MASK: u64 = (1 << 48) - 1;
 
-/// The end of one submission: an errno below zero, or the operation's count.
+/// The result of one submission: an errno below zero, or the operation's count.
 #[derive(Clone, Copy, Debug)]
 pub struct Cqe {
     /// As it was submitted.

@@ -25,7 +25,7 @@ const BUFFER_SLOTS: u16 = 1024;
 const KERNEL_SLOTS: u16 = 4096;
 
 /// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
-/// until then its memory is counted as locked by the user whose it was (Linux 6.14 on).
+/// until then its memory is counted as locked by the user that made it (Linux 6.14 on).
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
 const MEMORY_LOOK: Duration = Duration::from_millis(20);
 
@@ -77,7 +77,7 @@ impl Ring {
             let cure = match e.raw_os_error() {
                 Some(libc::EPERM) => "io_uring is forbidden here: set kernel.io_uring_disabled=0 or allow it in the seccomp profile",
                 Some(libc::ENOSYS) | Some(libc::EINVAL) => "blkq needs Linux 6.1 or newer",
-                Some(libc::ENOMEM) => "too little memory may be locked: raise the limit (ulimit -l), or end others that use io_uring",
+                Some(libc::ENOMEM) => "too little memory may be locked: raise the limit (ulimit -l), or stop others that use io_uring",
                 _ => "see io_uring_setup(2)",
             };
             Error::system("cannot set up io_uring", e).with_cure(cure)
@@ -177,7 +177,7 @@ impl Ring {
     }
 
     /// Submits what is in the queue and waits for `want` completions or until `timeout`
-    /// has passed. Being interrupted, or timed out, is not an error: look for completions.
+    /// has passed. Being interrupted, or timed out, is not an error: check for completions.
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
         // Completions taken early have arrived: there is nothing to wait for.
@@ -281,7 +281,7 @@ impl Ring {
         buffer.clear_registration();
     }
 
-    /// The place of the registered buffer that holds `segment`, to be named in an entry; none if
+    /// The place of the registered buffer that `segment` lies in, to be named in an entry; none if
     /// this ring has none.
     #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
@@ -300,7 +300,7 @@ impl Ring {
 
     fn unregister_place(&mut self, place: u16) {
         let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: an empty entry unpins what the place held.
+        // SAFETY: an empty entry unpins the pages of the place.
         let done =
             unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[empty], None) };
         self.buffers.remove(place, done.is_ok());
@@ -325,7 +325,7 @@ impl Ring {
         Ok(start)
     }
 
-    /// Something on registered files that does not end by itself is in flight when the ring is
+    /// Something on registered files that does not complete by itself is in flight when the ring is
     /// dropped: the kernel completes it, and closes the files, some time later.
     pub fn abandon(&mut self) {
         self.abandoned = true;
@@ -368,7 +368,7 @@ fn restrict(uring: &IoUring, operations: &[u8]) -> std::io::Result<()> {
 impl Drop for Ring {
     fn drop(&mut self) {
         // The kernel takes a ring apart some time after it was closed. The files shall be
-        // free at once: somebody may wait to unmount what they are on. It waits for their use.
+        // free at once: a user may wait to unmount what they are on. It waits for their use.
         if !self.abandoned {
             let _ = self.uring.submitter().unregister_files();
         }

@@ -145,10 +145,10 @@ mod tests {
             prop_assert_eq!(histogram.percentile_ns(100.0), all[all.len() - 1]);
             let rank = ((all.len() as f64 * percent / 100.0).ceil() as usize).max(1);
             let exact = all[rank - 1];
-            let told = histogram.percentile_ns(percent);
-            prop_assert!(told >= exact);
+            let found = histogram.percentile_ns(percent);
+            prop_assert!(found >= exact);
             if bucket_of(exact) < LATENCY_BUCKETS - 1 {
-                prop_assert!(told - exact <= exact / 8, "{told} for {exact}");
+                prop_assert!(found - exact <= exact / 8, "{found} for {exact}");
             }
         }
 

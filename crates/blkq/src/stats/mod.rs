@@ -424,7 +424,7 @@ pub struct GroupSnapshot {
     pub latency: Histogram,
     /// How many completed with each status, in the order of [`Status::ALL`].
     pub errors: [u64; Status::ALL.len()],
-    /// Bios that completed with each status and never became requests: the queue refused them.
+    /// Bios that completed with each status and never became requests: the queue rejected them.
     pub refused: [u64; Status::ALL.len()],
 }
 
@@ -468,7 +468,7 @@ pub struct StatsSnapshot {
     /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
     pub clock_age_max_ns: u64,
     /// Requests, and bios without one, that were in flight for too long when that was last
-    /// looked at: see [`hang`](crate::queue::hang).
+    /// scanned: see [`hang`](crate::queue::hang).
     pub hung: u64,
 }
 

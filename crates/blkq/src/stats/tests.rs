@@ -16,7 +16,7 @@ enum Step {
     Merge(u8),
     /// A request joins another of its group.
     Join(u8, u8),
-    /// So many requests end in one batch, each so long after the one before.
+    /// So many requests complete in one batch, each so long after the one before.
     Done(Vec<(u8, u16, bool)>),
     /// Time passes.
     Wait(u32),
@@ -53,21 +53,21 @@ impl Model {
         self.now_ns += ns;
     }
 
-    fn check(&self, told: &StatsSnapshot) {
+    fn check(&self, found: &StatsSnapshot) {
         let reads = self.in_flight.iter().filter(|r| r.0 == StatGroup::Read).count() as u64;
-        assert_eq!(told.in_flight, [reads, self.in_flight.len() as u64 - reads]);
-        assert_eq!(told.busy_ns, self.busy_ns);
-        assert!(told.in_flight_max[0] >= reads);
+        assert_eq!(found.in_flight, [reads, self.in_flight.len() as u64 - reads]);
+        assert_eq!(found.busy_ns, self.busy_ns);
+        assert!(found.in_flight_max[0] >= reads);
         for group in StatGroup::ALL {
-            let (told, i) = (&told[group], group as usize);
-            assert_eq!(told.ios, self.completed[i].len() as u64);
-            assert_eq!(told.merges, self.merges[i]);
-            assert_eq!(told.sectors, self.sectors[i]);
-            assert_eq!(told.failed(), self.failed[i]);
-            assert_eq!(told.nanoseconds, self.completed[i].iter().sum::<u64>());
+            let (found, i) = (&found[group], group as usize);
+            assert_eq!(found.ios, self.completed[i].len() as u64);
+            assert_eq!(found.merges, self.merges[i]);
+            assert_eq!(found.sectors, self.sectors[i]);
+            assert_eq!(found.failed(), self.failed[i]);
+            assert_eq!(found.nanoseconds, self.completed[i].iter().sum::<u64>());
             let mut latency = Histogram::default();
             self.completed[i].iter().for_each(|&ns| latency.record(ns));
-            assert_eq!(told.latency, latency);
+            assert_eq!(found.latency, latency);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! (the kernel's sbitmap and `blk-mq-tag.c`).
 //!
 //! Tags are taken and put a word at a time: one atomic operation for a plug,
-//! one per word for a completion batch. A thread that finds no tag waits as `tags/wait.rs` says.
+//! one per word for a completion batch. A thread that finds no tag waits as in `tags/wait.rs`.
 
 mod wait;
 
@@ -32,7 +32,7 @@ impl Tag {
     }
 }
 
-/// A user of shared tags may always hold this many, whatever its share is
+/// A user of shared tags may always have this many, whatever its share is
 /// (the kernel's `hctx_may_queue`).
 pub const SHARE_MIN: u32 = 4;
 
@@ -46,7 +46,7 @@ const WORDS_MIN: u32 = 4;
 pub struct TagSet {
     /// A set bit is a free tag.
     words: Box<[CachePadded<AtomicU64>]>,
-    /// A word holds two to the power of this many tags.
+    /// A word has two to the power of this many tags.
     shift: u32,
     depth_max: u16,
     depth: AtomicU32,
@@ -55,7 +55,7 @@ pub struct TagSet {
     waiters: wait::Waiters,
 }
 
-/// Where a submitter looks for a free tag first. One per submitter.
+/// Where a submitter searches a free tag first. One per submitter.
 #[derive(Debug)]
 pub struct TagHint {
     word: usize,
@@ -188,7 +188,7 @@ impl TagSet {
     }
 
     /// Changes the number of tags, to between 1 and what the set was made with. Only while
-    /// the queues are frozen: no tag may be in use. Waiters look again.
+    /// the queues are frozen: no tag may be in use. Waiters check again.
     ///
     /// # Panics
     /// If `depth` is out of range or a tag is in use.
@@ -252,7 +252,7 @@ impl TagSet {
         self.put_batch([tag]);
     }
 
-    /// Gives tags back: one atomic operation for each run of tags of the same word.
+    /// Frees tags: one atomic operation for each run of tags of the same word.
     ///
     /// # Panics
     /// If a tag is not in use: it would be handed out twice.
@@ -281,7 +281,7 @@ impl TagSet {
         }
     }
 
-    /// Gives back what is left of `batch`, with one atomic operation.
+    /// Frees what is left of `batch`, with one atomic operation.
     #[inline]
     pub fn put_rest(&self, batch: TagBatch) {
         if batch.bits != 0 {
@@ -330,9 +330,9 @@ impl TagSet {
         debug_assert!(before > 0, "more users left than joined");
     }
 
-    /// Whether a user that holds `active` tags may take another: less than its share, which
+    /// Whether a user with `active` tags may take another: less than its share, which
     /// is the depth divided by the users, rounded up, at least [`SHARE_MIN`]. A single user,
-    /// and a single tag, are not divided. A user that is refused holds tags itself, so its
+    /// and a single tag, are not divided. A user that gets none has tags itself, so its
     /// next completion is when to ask again; it need not wait for others.
     #[inline]
     pub fn may_get(&self, active: u32) -> bool {
@@ -341,7 +341,7 @@ impl TagSet {
         users <= 1 || depth == 1 || active < depth.div_ceil(users).max(SHARE_MIN)
     }
 
-    /// Makes room for one who may wait for tags, to be woken through `wake`. `None` if
+    /// Makes room for a user that may wait for tags, to be woken through `wake`. `None` if
     /// [`WAITERS_MAX`] are registered.
     pub fn register(&self, wake: Arc<dyn Wake>) -> Option<WaiterId> {
         self.waiters.register(wake)
@@ -366,13 +366,13 @@ impl TagSet {
         self.waiters.contains(waiter)
     }
 
-    /// Ends the wait of one that took a tag.
+    /// Stops the wait of one that took a tag.
     pub fn finish_wait(&self, waiter: &mut WaiterId) {
         self.waiters.remove(waiter);
     }
 
-    /// Ends the wait of one that took no tag and wants none any more: a wake-up that was
-    /// meant for it goes to another.
+    /// Stops the wait of one that took no tag and wants none any more: a wake-up that was
+    /// meant for it is passed to another.
     pub fn cancel_wait(&self, waiter: &mut WaiterId) {
         if self.waiters.remove(waiter) {
             seq_cst_for_loom();

@@ -23,34 +23,34 @@ impl Wake for Sleeper {
     }
 }
 
-/// A tag set and who holds which tag: a mark that is set twice is a tag handed out twice.
+/// A tag set and its tags in use: a mark that is set twice is a tag handed out twice.
 struct Checked {
     set: TagSet,
-    held: Vec<Mark>,
+    in_use: Vec<Mark>,
 }
 
 impl Checked {
     fn new(depth: u16) -> Arc<Checked> {
-        let held = (0..depth).map(|_| Mark::new(false)).collect();
-        Arc::new(Checked { set: TagSet::new(depth), held })
+        let in_use = (0..depth).map(|_| Mark::new(false)).collect();
+        Arc::new(Checked { set: TagSet::new(depth), in_use })
     }
 
     fn take(&self, hint: &mut TagHint, want: usize) -> Vec<Tag> {
         let tags: Vec<Tag> = self.set.get_batch(hint, want).collect();
         for tag in &tags {
-            assert!(!self.held[tag.index()].swap(true, SeqCst), "{tag:?} was handed out twice");
+            assert!(!self.in_use[tag.index()].swap(true, SeqCst), "{tag:?} was handed out twice");
         }
         tags
     }
 
     fn put(&self, tags: &[Tag]) {
         for tag in tags {
-            self.held[tag.index()].store(false, SeqCst);
+            self.in_use[tag.index()].store(false, SeqCst);
         }
         self.set.put_batch(tags.iter().copied());
     }
 
-    /// Waits for a tag as the protocol says.
+    /// Waits for a tag by the protocol.
     fn take_waiting(&self, hint: &mut TagHint, id: &mut WaiterId, sleeper: &Sleeper) -> Vec<Tag> {
         loop {
             let tags = self.take(hint, 1);
@@ -133,7 +133,7 @@ fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize)
     assert_eq!(checked.set.in_use(), 0);
 }
 
-/// A waiter that goes without a tag hands its wake-up on.
+/// A waiter that leaves without a tag hands its wake-up on.
 fn a_wake_up_is_handed_on(quitters: usize) {
     let checked = Checked::new(1);
     let held = checked.take(&mut checked.set.hint(), 1);

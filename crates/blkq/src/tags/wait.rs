@@ -1,7 +1,7 @@
 //! Waiting for tags: eight wait queues, woken in batches, without a lock on the waker's side.
 //!
 //! A waiter is a bit of its wait queue. Two counters that only grow, of tags put and of
-//! wake-ups given for them, tell when a batch is due (the kernel's lib/sbitmap.c).
+//! wake-ups given for them, show when a batch is due (the kernel's lib/sbitmap.c).
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -35,7 +35,7 @@ impl WaiterId {
     }
 }
 
-/// Whom to wake for a registered waiter.
+/// The wake-up of a registered waiter.
 type Slot = RwLock<Option<Arc<dyn Wake>>>;
 
 pub(super) struct Waiters {
@@ -94,7 +94,7 @@ impl Waiters {
     pub fn add(&self, waiter: &mut WaiterId) {
         let (queue, bit) = waiter.place();
         waiter.waits = true;
-        // Counted first: the count may say too much for a moment, never too little.
+        // Counted first: the count may be too high for a moment, never too low.
         self.waiting.fetch_add(1, SeqCst);
         if self.queues[queue].fetch_or(bit, SeqCst) & bit != 0 {
             self.waiting.fetch_sub(1, SeqCst);
@@ -121,7 +121,7 @@ impl Waiters {
     }
 
     /// Counts `count` tags that were put. Every full batch of them wakes as many waiters;
-    /// if `drained` says that no batch will fill, so does the rest.
+    /// if no batch will fill (`drained`), so does the rest.
     pub fn freed(&self, count: u32, batch: u32, drained: impl Fn() -> bool) {
         let counters = &*self.counters;
         counters.freed.fetch_add(count, SeqCst);
@@ -149,7 +149,7 @@ impl Waiters {
     pub fn wake(&self, mut count: u32) {
         let mut empty = 0;
         while count > 0 && empty < QUEUES {
-            // The turn goes on before looking, so that wakers at the same time spread.
+            // The turn advances before the search, so that wakers at the same time spread.
             let turn = self.counters.turn.fetch_add(1, SeqCst) as usize;
             if self.wake_one(turn % QUEUES, (turn / QUEUES) as u32) {
                 count -= 1;

@@ -1,5 +1,5 @@
-//! A device for tests: it checks every request against its declared limits, ends requests
-//! when and in the order that a test asks, refuses and fails at will, and has a volatile
+//! A device for tests: it checks every request against its declared limits, completes requests
+//! when and in the order that a test asks, is busy and fails at will, and has a volatile
 //! cache, so that a loss of power can be played.
 #![allow(dead_code, clippy::unwrap_used, reason = "shared by tests of which none uses all of it")]
 
@@ -47,7 +47,7 @@ pub struct State {
     pub limits: QueueLimits,
     pub behaviour: Behaviour,
     /// The bytes as reads see them, and as a loss of power leaves them; per sector the number
-    /// of the change that each holds.
+    /// of the change in each.
     pub current: Vec<u8>,
     pub durable: Vec<u8>,
     current_change: Vec<u64>,
@@ -65,12 +65,12 @@ pub struct State {
     /// Requests that the device has, and the most that it had.
     pub held: usize,
     pub held_max: usize,
-    /// Requests that may end although they are held.
+    /// Requests that may complete although they are held.
     pub released: usize,
-    /// The test says that nothing may come now.
+    /// The test expects that nothing comes now.
     pub closed: bool,
     pub reloads: usize,
-    pub refusals: u64,
+    pub busy_count: u64,
     pub deallocated: Vec<Range<u64>>,
     tags: HashSet<u16>,
     shared_tags: bool,
@@ -84,7 +84,7 @@ pub struct State {
     pub violations: Vec<String>,
 }
 
-/// The device; the tests keep a clone to look into it.
+/// The device; the tests keep a clone to inspect it.
 #[derive(Clone)]
 pub struct Device(Arc<Mutex<State>>);
 
@@ -110,7 +110,7 @@ impl Device {
             released: 0,
             closed: false,
             reloads: 0,
-            refusals: 0,
+            busy_count: 0,
             deallocated: Vec::new(),
             tags: HashSet::new(),
             shared_tags: false,
@@ -151,7 +151,7 @@ impl Device {
         (disk, queue)
     }
 
-    /// Lets `count` of the requests held end at the next poll.
+    /// Lets `count` of the requests held complete at the next poll.
     pub fn release(&self, count: usize) {
         self.state().released += count;
     }
@@ -263,13 +263,13 @@ impl State {
         }
     }
 
-    /// Plays a loss of power: what is not durable is gone.
+    /// Simulates a power loss: what is not durable is lost.
     pub fn lose_power(&mut self) {
         self.current.copy_from_slice(&self.durable);
     }
 }
 
-/// A flush covers what had ended when it began.
+/// A flush covers what had completed when it began.
 type Snapshot = (Vec<u8>, Vec<u64>);
 
 struct Pending {
@@ -290,7 +290,7 @@ impl DeviceQueue {
         self.random.below(below)
     }
 
-    /// The rules of contract 3, and what else must hold of every request.
+    /// The rules of contract 3, and what else must be true of every request.
     fn check(&self, state: &mut State, cx: &DriverContext<'_>, tag: Tag) {
         let (request, limits) = (cx.request(tag), state.limits.clone());
         let (operation, flags) = (request.operation(), request.flags());
@@ -477,7 +477,7 @@ unsafe impl DriverQueue for DeviceQueue {
         device.state().batches.push(tags.len());
         for (index, &tag) in tags.iter().enumerate() {
             if behaviour.busy_every > 0 && self.random(behaviour.busy_every) == 0 {
-                device.state().refusals += 1;
+                device.state().busy_count += 1;
                 let until_completion = !self.pending.is_empty() && self.random(4) > 0;
                 return Taken::First(
                     index,
@@ -515,7 +515,7 @@ unsafe impl DriverQueue for DeviceQueue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // Looked at all the time: what is released ends soon.
+        // Polled all the time: what is released completes soon.
         (!self.pending.is_empty()).then(|| monotonic_ns() + 20_000)
     }
 
@@ -557,7 +557,7 @@ pub fn within<R: Send + 'static>(seconds: u64, body: impl FnOnce() -> R + Send +
     }
 }
 
-/// Ends everything in flight of `queue`.
+/// Completes everything in flight of `queue`.
 pub fn drain(queue: &mut LocalQueue) -> Vec<blkq::Completion> {
     let begin = std::time::Instant::now();
     let mut all = Vec::new();
@@ -566,7 +566,7 @@ pub fn drain(queue: &mut LocalQueue) -> Vec<blkq::Completion> {
         if queue.in_flight() == 0 {
             return all;
         }
-        assert!(begin.elapsed().as_secs() < 20, "{} bios never end", queue.in_flight());
+        assert!(begin.elapsed().as_secs() < 20, "{} bios never complete", queue.in_flight());
         queue.wait(1);
     }
 }

@@ -33,7 +33,7 @@ impl Scattered {
                 let cut = cuts.next().map_or(left, |cut| cut.next_multiple_of(align).min(left));
                 lens.push(cut);
                 left -= cut;
-                // Only empty cuts would never end.
+                // Only empty cuts would loop for ever.
                 if lens.len() > 4096 {
                     lens.push(left);
                     left = 0;
@@ -79,7 +79,7 @@ impl Drop for Scattered {
     }
 }
 
-/// The first `length` bytes of the memory of a bio that ended.
+/// The first `length` bytes of the memory of a completed bio.
 pub fn bytes_of(data: &Data, length: usize) -> Vec<u8> {
     match data {
         // Of the kernel's pages nobody sees any.
@@ -88,7 +88,7 @@ pub fn bytes_of(data: &Data, length: usize) -> Vec<u8> {
         Data::Segments(owner) => {
             let mut bytes = Vec::new();
             for segment in owner.segments() {
-                // SAFETY: the owner keeps its segments valid, and the bio has ended.
+                // SAFETY: the owner keeps its segments valid, and the bio has completed.
                 bytes.extend(unsafe { std::slice::from_raw_parts(segment.ptr, segment.len as usize) });
             }
             bytes.truncate(length);

@@ -57,7 +57,7 @@ impl Disk {
         }
         self.dispatches.fetch_add(1, SeqCst);
         self.dispatches.fetch_sub(1, SeqCst);
-        self.control.end_dispatch(queue);
+        self.control.leave_dispatch(queue);
     }
 
     fn freeze(&self, may_give_up: bool) {

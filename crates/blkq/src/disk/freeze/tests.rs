@@ -58,7 +58,7 @@ fn quiesce_stops_dispatch_and_not_submission() {
     let mut kicked = false;
     control.unquiesce(|_| kicked = true);
     assert!(kicked && control.begin_dispatch(0));
-    control.end_dispatch(0);
+    control.leave_dispatch(0);
     control.leave(0);
 }
 

@@ -1,5 +1,5 @@
-//! The fault driver: wraps any other and makes what a spec says go wrong, from a seed, so
-//! that it goes wrong again in the same way. For testing what is above a block device.
+//! The fault driver: wraps any other and injects the faults of a spec, from a seed, so
+//! that they are the same in each run. For testing what is above a block device.
 //!
 //! It keeps requests of its own, with the tags of those it was given, and offers them to
 //! the wrapped queue: shorter, elsewhere, with other memory, or later. So the wrapped
@@ -35,7 +35,7 @@ impl Fault {
     /// Wraps `inner`. Without a seed in `spec` one is taken from the clock.
     ///
     /// # Errors
-    /// None now; opening a queue fails if the thread that looks for trigger files cannot be started.
+    /// None now; opening a queue fails if the thread that polls for trigger files cannot be started.
     pub fn new(inner: Box<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
         let rules = Mutex::new(Rules::new(spec));
         let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
@@ -59,7 +59,7 @@ impl Driver for Fault {
     }
 
     fn limits(&self) -> QueueLimits {
-        // Some faults look into the data.
+        // Some faults read the data.
         QueueLimits { kernel_pages: false, ..self.shared.inner.limits() }
     }
 

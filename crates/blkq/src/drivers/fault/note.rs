@@ -1,4 +1,4 @@
-//! Tells the simulated world exactly what happens to requests, so that its model can expect that
+//! Reports to the simulated world exactly what happens to requests, so that its model can expect that
 //! and nothing else. Elsewhere nobody wants to know.
 
 use super::spec::{Effect, Rule};
@@ -35,7 +35,7 @@ pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
 
 /// The wrapped queue is done with a request.
 #[cfg(simulation)]
-pub fn end(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
+pub fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
         use crate::simulation::{Noted, world};
         world().note(Noted::End((cx.owner, tag.0), result));
@@ -58,4 +58,4 @@ pub fn armed(_rule: &Rule) {}
 pub fn hit(_cx: &DriverContext<'_>, _tag: Tag, _effect: Effect, _at: u64) {}
 
 #[cfg(not(simulation))]
-pub fn end(_cx: &DriverContext<'_>, _tag: Tag, _effect: Option<Effect>, _result: IoResult) {}
+pub fn completed(_cx: &DriverContext<'_>, _tag: Tag, _effect: Option<Effect>, _result: IoResult) {}

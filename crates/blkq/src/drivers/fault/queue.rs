@@ -28,7 +28,7 @@ use super::note;
 use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
 
-/// When requests that the wrapped queue refused are issued again, in nanoseconds
+/// When requests that the wrapped queue was too busy for are reissued, in nanoseconds
 /// (BLK_MQ_RESOURCE_DELAY is 3 ms).
 const AGAIN_NS: u64 = 3_000_000;
 /// The 99th percentile of the normal distribution.
@@ -48,10 +48,10 @@ pub(super) struct FaultQueue {
     bios: BioSlab,
     completed: Vec<(Tag, IoResult)>,
     plans: Box<[Plan]>,
-    /// Requests that begin, or end, later.
+    /// Requests that begin, or complete, later.
     timers: BinaryHeap<Reverse<(u64, Tag)>>,
-    /// Built, and refused by the wrapped queue.
-    refused: VecDeque<Tag>,
+    /// Built, and not taken by the wrapped queue, which was busy.
+    requeued: VecDeque<Tag>,
     again_ns: u64,
 }
 
@@ -110,12 +110,12 @@ impl FaultQueue {
             completed: Vec::with_capacity(tags),
             plans: (0..tags).map(|_| Plan::default()).collect(),
             timers: BinaryHeap::with_capacity(tags),
-            refused: VecDeque::with_capacity(tags),
+            requeued: VecDeque::with_capacity(tags),
             again_ns: 0,
         }
     }
 
-    /// Takes new rules over; what waits under the old ones goes on as if there had been none.
+    /// Takes new rules over; what waits under the old ones continues as if there had been none.
     fn reload_rules(&mut self) -> Vec<Tag> {
         let generation = self.shared.generation.load(Acquire);
         if generation == self.generation {
@@ -184,17 +184,17 @@ impl FaultQueue {
                 Some(Effect::Error(status)) => Some(Err(status)),
                 Some(Effect::Stuck(_)) => Some(Err(Status::Timeout)),
                 Some(Effect::Lose) => Some(Ok(())),
-                Some(Effect::Panic) => panic!("a fault rule says so"),
+                Some(Effect::Panic) => panic!("a fault rule asked for it"),
                 _ => None,
             };
             if let (Some(effect), Some(result)) = (effect, at_once) {
                 note::hit(cx, tag, effect, 0);
                 cx.complete(tag, result);
             } else if self.build(cx, tag, effect) {
-                self.refused.push_back(tag);
+                self.requeued.push_back(tag);
             } else {
                 // Nothing at all is left of it.
-                self.end(cx, tag, Ok(()));
+                self.complete(cx, tag, Ok(()));
             }
         }
         self.offer(cx);
@@ -287,18 +287,18 @@ impl FaultQueue {
 
     /// Offers the wrapped queue what is built and waits.
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
-        if !self.refused.is_empty() {
-            let tags: Vec<Tag> = self.refused.drain(..).collect();
+        if !self.requeued.is_empty() {
+            let tags: Vec<Tag> = self.requeued.drain(..).collect();
             if let Taken::First(taken, _) = inner!(self, cx, queue_requests, &tags) {
-                self.refused.extend(&tags[taken..]);
+                self.requeued.extend(&tags[taken..]);
                 self.again_ns = monotonic_ns() + AGAIN_NS;
             }
         }
-        self.end_inner(cx);
+        self.complete_inner(cx);
     }
 
     /// Completes the requests whose stand-ins have completed.
-    fn end_inner(&mut self, cx: &mut DriverContext<'_>) {
+    fn complete_inner(&mut self, cx: &mut DriverContext<'_>) {
         let mut completed = std::mem::take(&mut self.completed);
         for (tag, result) in completed.drain(..) {
             let request = &mut self.requests[tag.index()];
@@ -307,21 +307,21 @@ impl FaultQueue {
             request.state = RequestState::Idle;
             drop(self.bios[slot].take_data());
             self.bios.remove(slot);
-            self.end(cx, tag, result);
+            self.complete(cx, tag, result);
         }
         self.completed = completed;
     }
 
-    /// Ends a request, of which the beginning was done with `result`.
-    fn end(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
+    /// Completes a request, of which the beginning was done with `result`.
+    fn complete(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
-        note::end(cx, tag, plan.effect, result);
+        note::completed(cx, tag, plan.effect, result);
         let request = cx.request(tag);
         let (read, bytes) = (request.operation() == Operation::Read, request.bytes());
         let result = match (result, plan.effect) {
             (Ok(()), Some(Effect::Short(status))) => Err(status),
             (Ok(()), Some(Effect::Torn)) if read => {
-                // Not what the memory held before: that may be another client's.
+                // Not the old content of the memory: that may be another client's.
                 alter_read(cx, tag, plan.bytes, bytes, |byte| *byte = 0);
                 Ok(())
             }
@@ -369,7 +369,7 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
         inner!(self, cx, commit);
-        self.end_inner(cx);
+        self.complete_inner(cx);
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
@@ -386,13 +386,13 @@ unsafe impl DriverQueue for FaultQueue {
             self.timers.pop();
             begin.push(tag);
         }
-        let begun = !begin.is_empty() || !self.refused.is_empty();
+        let begun = !begin.is_empty() || !self.requeued.is_empty();
         self.begin(cx, begin);
         if begun {
             inner!(self, cx, commit);
         }
         inner!(self, cx, poll);
-        self.end_inner(cx);
+        self.complete_inner(cx);
     }
 
     fn state(&self, tag: Tag, _request: &Request) -> Cow<'static, str> {
@@ -402,22 +402,22 @@ unsafe impl DriverQueue for FaultQueue {
                 _ => "in the driver, delayed by a fault rule".into(),
             };
         }
-        if self.refused.contains(&tag) {
-            return "refused by the driver below the fault rules, to be issued again".into();
+        if self.requeued.contains(&tag) {
+            return "requeued: the driver below the fault rules was busy".into();
         }
         self.inner.state(tag, &self.requests[tag.index()])
     }
 
     fn deadline_ns(&self) -> Option<u64> {
         let timer = self.timers.peek().map(|Reverse((due, _))| *due);
-        let again = (!self.refused.is_empty()).then_some(self.again_ns);
+        let again = (!self.requeued.is_empty()).then_some(self.again_ns);
         [self.inner.deadline_ns(), timer, again].into_iter().flatten().min()
     }
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
         self.limits = self.shared.inner.limits();
         inner!(self, cx, reload);
-        self.end_inner(cx);
+        self.complete_inner(cx);
     }
 
     fn close(&mut self, cx: &mut DriverContext<'_>) {

@@ -14,14 +14,14 @@ use crate::sync::{Mutex, lock};
 
 use super::spec::{FaultSpec, Rule};
 
-/// How often the trigger files of the rules are looked for.
+/// How often the trigger files of the rules are polled.
 const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The state that the queues and the device share.
 pub(super) struct Shared {
     pub inner: Box<dyn Driver>,
     pub rules: Mutex<Arc<Rules>>,
-    /// Raised when the rules change, so that queues look without taking the lock.
+    /// Raised when the rules change, so that queues check without taking the lock.
     pub generation: AtomicU64,
     /// Of each queue, by its index.
     pub wakes: Mutex<BTreeMap<u16, Arc<dyn Wake>>>,
@@ -32,7 +32,7 @@ pub(super) struct Rules {
     pub spec: FaultSpec,
     pub seed: u64,
     pub states: Vec<RuleState>,
-    /// Whether there is a thread that looks for the files.
+    /// Whether there is a thread that polls for the files.
     pub watched: AtomicBool,
     /// When that was, in the simulated world, which has no such thread.
     #[cfg(simulation)]
@@ -74,8 +74,8 @@ impl Rules {
         })
     }
 
-    /// Looks for the trigger files.
-    fn look(&self) {
+    /// Checks for the trigger files.
+    fn poll_files(&self) {
         for (rule, state) in self.spec.rules.iter().zip(&self.states) {
             if let Some(file) = &rule.file {
                 state.armed.store(exists(file), Relaxed);
@@ -89,23 +89,23 @@ impl Rules {
         let now_ns = crate::clock::monotonic_ns();
         if now_ns >= self.looked_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
             self.looked_ns.store(now_ns, Relaxed);
-            self.look();
+            self.poll_files();
         }
     }
 
-    /// Looks for the files of the rules from now on, on a thread that is the caller's: a confined
+    /// Polls for the files of the rules from now on, on a thread that is the caller's: a confined
     /// one makes a confined one.
     pub fn watch(self: &Arc<Rules>) -> Result<(), Error> {
         let needless = cfg!(simulation) || self.spec.rules.iter().all(|rule| rule.file.is_none());
         if needless || self.watched.swap(true, Relaxed) {
             return Ok(());
         }
-        // Looking for a file may block, and an engine thread must not.
+        // Checking for a file may block, and an engine thread must not.
         let watched = Arc::downgrade(self);
         std::thread::Builder::new()
             .name("blkq-fault".to_owned())
             .spawn(move || watch(&watched))
-            .map_err(|e| Error::system("cannot start the thread that looks for trigger files", e))?;
+            .map_err(|e| Error::system("cannot start the thread that polls for trigger files", e))?;
         Ok(())
     }
 }
@@ -117,10 +117,10 @@ fn exists(file: &Path) -> bool {
     file.exists()
 }
 
-/// Looks for the files until the rules are gone.
+/// Polls for the files until the rules are dropped.
 fn watch(rules: &Weak<Rules>) {
     while let Some(rules) = rules.upgrade() {
-        rules.look();
+        rules.poll_files();
         drop(rules);
         std::thread::sleep(FILES_INTERVAL);
     }

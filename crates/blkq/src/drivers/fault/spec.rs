@@ -10,7 +10,7 @@ use crate::driver::DriverSetting;
 use crate::drivers::parse_bytes;
 use crate::error::{Error, ErrorKind, Status};
 
-/// How long a stuck request stays if nothing else is said: the kernel's time limit of a
+/// How long a stuck request stays by default: the kernel's time limit of a
 /// request (BLK_DEFAULT_SG_TIMEOUT is 60 s, that of blk-mq drivers 30 s).
 const STUCK_NS: u64 = 30_000_000_000;
 /// A p99 that a log-normal distribution of that mean can have is at most so many times the mean.
@@ -248,7 +248,7 @@ impl FromStr for Rule {
                 "rate" => rule.rate = parse_rate(value)?,
                 "after" => rule.after = parse_number(key, value)?,
                 "count" => rule.count = parse_number(key, value)?,
-                // A daemon looks for it from a directory of its own.
+                // A daemon polls for it from a directory of its own.
                 "file" if value.starts_with('/') => rule.file = Some(value.into()),
                 "file" => return Err(invalid(format!("{word:?}: give the file's absolute path"))),
                 "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_in_one_line() {
+    fn what_makes_no_sense_is_rejected_in_one_line() {
         for bad in [
             "",
             ";",

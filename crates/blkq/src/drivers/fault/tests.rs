@@ -27,7 +27,7 @@ fn open(spec: &str) -> (Fault, Harness) {
     (device, harness)
 }
 
-/// Writes a pattern over the whole device while nothing goes wrong.
+/// Writes a pattern over the whole device without faults.
 fn fill(device: &Fault, h: &mut Harness, spec: &str) -> Vec<u8> {
     device.set(&FaultSpec::default()).unwrap();
     let content = pattern(SIZE as usize, 1);
@@ -268,7 +268,7 @@ fn a_rule_with_a_file_holds_while_the_file_exists() {
 }
 
 #[test]
-fn what_the_device_below_refuses_is_offered_again() {
+fn what_the_device_below_is_too_busy_for_is_reissued() {
     let mut options = ModelOptions::new(SIZE);
     options.busy_resource_every = 3;
     let device = Fault::new(Box::new(Model::new(options).unwrap()), "none".parse().unwrap()).unwrap();

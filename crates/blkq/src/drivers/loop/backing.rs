@@ -19,7 +19,7 @@ pub(super) struct DirectAlign {
     pub memory: u32,
     /// Of offsets in the file and of lengths, in bytes.
     pub offset: u32,
-    /// Nobody says so: it is what disks usually demand.
+    /// Unknown: it is what disks usually demand.
     pub assumed: bool,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Backing {
     pub physical_block: u32,
     /// The unit in which space is freed.
     pub discard_granularity: u32,
-    /// Whether space can be freed at all, as far as can be told without trying.
+    /// Whether space can be freed at all, as far as is known without trying.
     pub discards: bool,
     pub rotational: bool,
 }
@@ -59,7 +59,7 @@ impl Backing {
             Error::system(format!("cannot find the image {shown}"), e).with_cure(cure)
         })?;
         let metadata = std::fs::metadata(&path)
-            .map_err(|e| Error::system(format!("cannot look at the image {shown}"), e))?;
+            .map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
         // Before it is opened, because opening a device may do something; and after, because
         // the name may have changed hands meanwhile.
         check_type(&path, &metadata)?;
@@ -89,7 +89,7 @@ impl Backing {
                 Error::system(format!("cannot open the image {shown}{what}"), e).with_cure(cure)
             })?;
         let metadata =
-            file.metadata().map_err(|e| Error::system(format!("cannot look at the image {shown}"), e))?;
+            file.metadata().map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
         check_type(&path, &metadata)?;
         set_flag(&file, OFlags::NONBLOCK, false)
             .map_err(|e| Error::system(format!("cannot make the image {shown} block"), e))?;
@@ -128,7 +128,7 @@ pub(super) fn name_now(file: &File) -> Option<String> {
 
 /// The size of the image in bytes.
 pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
-    // Says the size of files and of block devices alike.
+    // Returns the size of files and of block devices alike.
     seek(file, SeekFrom::End(0))
         .map_err(|e| Error::system(format!("cannot find the size of {}", path.display()), e))
 }
@@ -187,16 +187,16 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
     // The file system may declare direct I/O and still refuse the flag.
     let settable = set_flag(file, OFlags::DIRECT, true).and_then(|()| set_flag(file, OFlags::DIRECT, false));
     settable.map_err(|e| format!("its file system refuses O_DIRECT ({e})"))?;
-    let told = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+    let stat = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         .ok()
         .filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
-    if let Some(stat) = told {
+    if let Some(stat) = stat {
         return match (stat.stx_dio_mem_align, stat.stx_dio_offset_align) {
             (0, _) | (_, 0) => Err("its file system does no direct I/O on this file".to_owned()),
             (memory, offset) => Ok(DirectAlign { memory, offset, assumed: false }),
         };
     }
-    // A block device before Linux 6.10, or a file system that does not say: the block of
+    // A block device before Linux 6.10, or a file system that does not report it: the block of
     // the device below decides.
     match queue_attribute(device, "logical_block_size").and_then(|block| u32::try_from(block).ok()) {
         Some(block) => Ok(DirectAlign { memory: block, offset: block, assumed: false }),

@@ -17,7 +17,7 @@ fn sysfs(device: u64) -> String {
 }
 
 /// Refuses an image of which the kernel's loop driver has bytes of `range`, or that is mounted or
-/// claimed. Who only reads may do so beside a loop device that only reads.
+/// claimed. A reader may do so beside a loop device that only reads.
 ///
 /// # Errors
 /// [`ErrorKind::Claimed`]: by what.
@@ -59,7 +59,7 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
         let number = |name: &str| attribute(name)?.parse::<u64>().ok();
         let path = attribute("loop/backing_file")?;
         let by_path = fs::metadata(path).is_ok_and(|metadata| FileId::of(&metadata) == identity);
-        // It may have been set up in another mount namespace, or the path be gone.
+        // It may have been set up in another mount namespace, or the path be removed.
         let is_same = by_path || FileId::behind_loop(&name) == Some(identity);
         let (start, limit) = (number("loop/offset").unwrap_or(0), number("loop/sizelimit").unwrap_or(0));
         let end = if limit == 0 { u64::MAX } else { start.saturating_add(limit) };

@@ -47,7 +47,7 @@ pub(super) fn of_file(
             Ok(data) => down(data).clamp(at, end),
             // No data up to the end of the file.
             Err(Errno::NXIO) => end,
-            // The file system cannot tell.
+            // The file system does not report it.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
             Err(error) => return Err(error.into()),
         };

@@ -190,7 +190,7 @@ impl Image {
 
     /// The call that transfers `tags` from byte `done` on, which is at `offset` of the
     /// file. If that has more segments than the arguments have room for, the call is
-    /// shorter, and goes on as after a short transfer.
+    /// shorter, and continues as after a short transfer.
     fn transfer_entry(
         &mut self,
         cx: &DriverContext<'_>,

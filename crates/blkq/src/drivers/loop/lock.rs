@@ -1,4 +1,4 @@
-//! Locks on the served bytes of an image, held by the open file description: they end
+//! Locks on the served bytes of an image, of the open file description: they are released
 //! with it, so a killed process leaves none behind.
 
 use std::fs::File;
@@ -28,7 +28,7 @@ impl LockKind {
 /// warning if the file system has no locks and `shared` allows to do without.
 ///
 /// # Errors
-/// [`ErrorKind::Busy`] if somebody else's lock forbids it, [`ErrorKind::Unsupported`] if the
+/// [`ErrorKind::Busy`] if another process' lock forbids it, [`ErrorKind::Unsupported`] if the
 /// file system has no locks.
 pub(super) fn acquire(
     file: &File,
@@ -54,14 +54,14 @@ pub(super) fn acquire(
     }
 }
 
-/// QEMU's own locks on an image (its file-posix.c): byte 100 + n says that somebody uses
-/// permission n, byte 200 + n that somebody does not share it; 0 is consistent read, 1 write.
+/// QEMU's own locks on an image (its file-posix.c): byte 100 + n: a process uses
+/// permission n, byte 200 + n: a process does not share it; 0 is consistent read, 1 write.
 const QEMU_BYTES: Range<u64> = 100..300;
 const QEMU_READS: u64 = 100;
 const QEMU_WRITES: u64 = 101;
 const QEMU_KEEPS_WRITERS_OUT: u64 = 201;
 
-/// A writer locks all of the range. A reader leaves QEMU's bytes alone, but for what says
+/// A writer locks all of the range. A reader leaves QEMU's bytes alone, but for those that mean
 /// in QEMU's terms that it reads, and that nobody is to write: so QEMU may read too.
 fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Result<()> {
     if kind == LockKind::Exclusive {
@@ -81,7 +81,7 @@ fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Re
     Ok(())
 }
 
-/// Whether another open file holds any lock on the byte.
+/// Whether another open file has any lock on the byte.
 fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
     let mut lock = flock(&(byte..byte + 1), libc::F_WRLCK)?;
     // SAFETY: the descriptor is open, the structure lives through the call.

@@ -78,9 +78,9 @@ impl LoopDevice {
     /// Opens and locks an image.
     ///
     /// # Errors
-    /// One line that says what is wrong, why, and the cure. [`ErrorKind::Busy`] if another process
+    /// One line: what is wrong, why, and the cure. [`ErrorKind::Busy`] if another process
     /// has locked these bytes, [`ErrorKind::Claimed`] if the kernel uses them, [`ErrorKind::Format`]
-    /// if it is no raw image: those say what and why, the cure is the caller's.
+    /// if it is no raw image: those have what and why, the cure is the caller's.
     pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
         let backing = Backing::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
@@ -100,7 +100,7 @@ impl LoopDevice {
         )?;
         if options.direct_io == DirectIo::On && mode.direct.is_some_and(|align| align.assumed) {
             warnings.push(format!(
-                "the file system of {} does not say what direct I/O demands: 512 bytes are assumed",
+                "the file system of {} does not report what direct I/O demands: 512 bytes are assumed",
                 backing.path.display()
             ));
         }
@@ -186,7 +186,7 @@ impl LoopDevice {
         &self.path
     }
 
-    /// The driver's counters. A clone goes on counting after the device was made a disk.
+    /// The driver's counters. A clone keeps counting after the device was made a disk.
     pub fn counters(&self) -> &Arc<LoopCounters> {
         &self.shared.counters
     }
@@ -202,7 +202,7 @@ impl LoopDevice {
         let (shared, path) = (&self.shared, self.path.display());
         // The end of the device may be cached when the rest is not.
         let buffered = self.partial || locked(&shared.state).mode.direct.is_none();
-        // The open file of the flushes: another may have been told already of what they must tell.
+        // The open file of the flushes: another may have got the error already that they must report.
         if let Err(e) = backing::sync(&shared.synced) {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
             return Err(Error::system(format!("cannot make {path} durable"), e));
@@ -322,7 +322,7 @@ impl Driver for LoopDevice {
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
         match self.own(setting)? {
-            // Most of what the page cache holds is written now, and what comes in between later.
+            // Most of the page cache's content is written now, and what comes in between later.
             LoopSetting::DirectIo(requested) => {
                 self.choose_mode(requested)?;
                 self.sync()?;

@@ -11,10 +11,10 @@ use super::backing::{Backing, DirectAlign};
 /// Largest sector that clients are offered.
 const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
 
-/// Whether I/O goes around the page cache.
+/// Whether I/O bypasses the page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum DirectIo {
-    /// It does, or the image is refused.
+    /// It does, or the open fails.
     On,
     /// It does not.
     Off,
@@ -94,9 +94,9 @@ pub struct LoopOptions {
     pub direct_io: DirectIo,
     /// How requests are put to the file.
     pub dispatch: Dispatch,
-    /// Refuse to write, and open the image for reading only.
+    /// Refuse writes, and open the image for reading only.
     pub read_only: bool,
-    /// Let others use the same bytes who say so too, and the kernel.
+    /// Share the bytes with others that have this option too, and the kernel.
     pub shared: bool,
     /// Serve the bytes as they are, whatever format the image has the magic of.
     pub raw: bool,
@@ -245,7 +245,7 @@ pub(super) fn choose_mode(
             "choose another offset, or direct-io off".to_owned(),
         ),
         Ok(align) if align.assumed && requested == DirectIo::Auto => {
-            ("its file system does not say what direct I/O demands".to_owned(), off())
+            ("its file system does not report what direct I/O demands".to_owned(), off())
         }
         Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),
     };

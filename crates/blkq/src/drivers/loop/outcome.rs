@@ -56,7 +56,7 @@ pub(super) fn of(
     if !has_tail || reached < image.tail().until(cx.request(tags[0]), progress.done) {
         shared.counters.short_transfers.fetch_add(1, Relaxed);
     }
-    // Direct I/O can go on only at a multiple of its unit: an odd rest is done again.
+    // Direct I/O can continue only at a multiple of its unit: an odd rest is done again.
     let done = reached - reached % image.align();
     if done > progress.done {
         Progress { done, attempts: 0 }.store(cx.pdu(tags[0]));

@@ -3,7 +3,7 @@
 //! Requests that may run at once go to the ring as they come. Others (see [`Turns`]) wait
 //! in a FIFO for their turn; adjacent writes that wait are issued as one. Writes that the
 //! kernel does one at a time anyway are issued before the ones in front have completed, so that
-//! its worker goes from one to the next without waking this thread in between.
+//! its worker takes one after the other without waking this thread in between.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -32,7 +32,7 @@ const GROUP_BYTES: u64 = REQUEST_MAX_BYTES as u64;
 const CALLS_LOW: usize = 16;
 /// Calls in a row after which a queue hands the writer's token to one that waits for it.
 const TOKEN_TURNS: u32 = 16;
-/// How often a queue looks whether it has the token, should no wake-up reach it (a thread
+/// How often a queue polls whether it has the token, should no wake-up reach it (a thread
 /// that polls its queue itself sleeps where none does), in nanoseconds.
 const TOKEN_POLL_NS: u64 = 1_000_000;
 /// Attempts that would have blocked or were interrupted before a worker of the kernel
@@ -51,9 +51,9 @@ struct Call {
 
 /// How the queue stands with the writer's token.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Hold {
+enum Token {
     No,
-    /// Waits since; looks again at that time.
+    /// Waits; polls again at that time.
     Waiting(u64),
     /// Has it, for that many calls so far.
     Yes(u32),
@@ -73,7 +73,7 @@ pub(super) struct LoopQueue {
     calls_max: usize,
     /// The requests of the call at hand.
     group: Vec<Tag>,
-    hold: Hold,
+    token: Token,
     in_flight: u32,
     reads_in_flight: u32,
     /// Reads that the counters of that name do not count yet.
@@ -101,7 +101,7 @@ impl LoopQueue {
             calls: Vec::with_capacity(tags),
             calls_max,
             group: Vec::with_capacity(tags),
-            hold: Hold::No,
+            token: Token::No,
             in_flight: 0,
             reads_in_flight: 0,
             reads: 0,
@@ -179,7 +179,7 @@ impl LoopQueue {
             if progress.attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
         let payload = u64::from(first.0) | if in_turn { IN_TURN } else { 0 };
         // SAFETY: the memory of a request in flight is kept valid by the block layer; the
-        // argument arrays and the registered file live as long as this queue, which ends
+        // argument arrays and the registered file live as long as this queue, which is dropped
         // only when nothing is in flight (see `drop`).
         unsafe { cx.push(entry, payload) }
     }
@@ -207,8 +207,8 @@ impl LoopQueue {
         if self.calls.len() > CALLS_LOW.min(self.calls_max - 1) {
             return;
         }
-        let holds = matches!(self.hold, Hold::Yes(_));
-        if holds && self.calls.is_empty() && (self.waiting.is_empty() || self.is_unfair()) {
+        let has_token = matches!(self.token, Token::Yes(_));
+        if has_token && self.calls.is_empty() && (self.waiting.is_empty() || self.is_unfair()) {
             self.release_token();
         }
         while let Some(&first) = self.waiting.front()
@@ -226,7 +226,7 @@ impl LoopQueue {
 
     /// Whether it is another queue's turn to write.
     fn is_unfair(&self) -> bool {
-        matches!(self.hold, Hold::Yes(calls) if calls >= TOKEN_TURNS) && self.shared.writer.is_wanted()
+        matches!(self.token, Token::Yes(calls) if calls >= TOKEN_TURNS) && self.shared.writer.is_wanted()
     }
 
     /// Whether the call that begins with `tag` may be in flight together with those that are:
@@ -246,26 +246,26 @@ impl LoopQueue {
 
     fn has_token(&mut self, cx: &mut DriverContext<'_>) -> bool {
         let token = &self.shared.writer;
-        let held = match self.hold {
-            Hold::Yes(calls) => {
-                self.hold = Hold::Yes(calls + 1);
+        let taken = match self.token {
+            Token::Yes(calls) => {
+                self.token = Token::Yes(calls + 1);
                 return true;
             }
-            Hold::Waiting(_) => token.was_handed_to(self.index),
-            Hold::No => token.acquire(self.index),
+            Token::Waiting(_) => token.was_handed_to(self.index),
+            Token::No => token.acquire(self.index),
         };
-        self.hold = if held { Hold::Yes(1) } else { Hold::Waiting(cx.now_ns() + TOKEN_POLL_NS) };
-        held
+        self.token = if taken { Token::Yes(1) } else { Token::Waiting(cx.now_ns() + TOKEN_POLL_NS) };
+        taken
     }
 
     fn release_token(&mut self) {
-        self.hold = Hold::No;
+        self.token = Token::No;
         if let Some(next) = self.shared.writer.release(self.index) {
             self.shared.wake(next);
         }
     }
 
-    /// Adds the writes to `tags` that come next and go on where it ends.
+    /// Adds the writes to `tags` that come next and continue where it ends.
     fn join_adjacent(&mut self, cx: &DriverContext<'_>, tags: &mut Vec<Tag>) {
         let joinable = |tag: Tag| {
             let request = cx.request(tag);
@@ -301,7 +301,7 @@ unsafe impl DriverQueue for LoopQueue {
         for &tag in tags {
             let request = cx.request(tag);
             let operation = request.operation();
-            // The kernel writes zeroes where the block device cannot do it, and does not say so.
+            // The kernel writes zeroes where the block device cannot do it, and does not report it.
             let maybe_slow = operation == Operation::WriteZeroes
                 && self.shared.block_device
                 && request.flags().contains(BioFlags::NO_UNMAP | BioFlags::NO_FALLBACK);
@@ -350,15 +350,15 @@ unsafe impl DriverQueue for LoopQueue {
     }
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
-        if matches!(self.hold, Hold::Waiting(_)) {
+        if matches!(self.token, Token::Waiting(_)) {
             self.take_turn(cx);
         }
     }
 
     fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         if self.waiting.contains(&tag) {
-            return match self.hold {
-                Hold::Waiting(_) => "in the driver, waiting for another queue's buffered writes".into(),
+            return match self.token {
+                Token::Waiting(_) => "in the driver, waiting for another queue's buffered writes".into(),
                 _ => "in the driver, waiting for its turn at the file".into(),
             };
         }
@@ -370,8 +370,8 @@ unsafe impl DriverQueue for LoopQueue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        match self.hold {
-            Hold::Waiting(again_ns) => Some(again_ns),
+        match self.token {
+            Token::Waiting(again_ns) => Some(again_ns),
             _ => None,
         }
     }
@@ -381,7 +381,7 @@ unsafe impl DriverQueue for LoopQueue {
         self.read_only = settings.read_only;
         self.turns = settings.turns;
         self.calls_max = settings.calls_max;
-        // The old file is the same image, opened for reading: it goes on as such.
+        // The old file is the same image, opened for reading: it stays in use as such.
         self.read_only |= self.image.reload(settings, cx).is_err();
     }
 
@@ -395,10 +395,10 @@ unsafe impl DriverQueue for LoopQueue {
 impl Drop for LoopQueue {
     fn drop(&mut self) {
         self.count_reads();
-        match self.hold {
-            Hold::Yes(_) => self.release_token(),
+        match self.token {
+            Token::Yes(_) => self.release_token(),
             // Handed over after all: pass it on.
-            Hold::Waiting(_) if !self.shared.writer.withdraw(self.index) => self.release_token(),
+            Token::Waiting(_) if !self.shared.writer.withdraw(self.index) => self.release_token(),
             _ => {}
         }
         if self.in_flight > 0 {

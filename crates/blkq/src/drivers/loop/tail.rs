@@ -56,7 +56,7 @@ pub(super) struct Tail {
 }
 
 impl Tail {
-    /// Registers what it needs. `direct` is whether the rest of the device goes around the page cache.
+    /// Registers what it needs. `direct` is whether the rest of the device bypasses the page cache.
     pub fn open(settings: TailSettings, direct: bool, ring: &mut Registrar<'_>) -> Result<Tail, Error> {
         let slot = settings.file.as_ref().map(|file| ring.register_file(file.as_fd())).transpose()?;
         Ok(Tail { settings, direct, slot })

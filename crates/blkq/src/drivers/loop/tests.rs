@@ -18,7 +18,7 @@ use crate::drivers::harness::{Harness, filled, pattern};
 
 const MIB: u64 = 1 << 20;
 
-/// A directory of one test, gone with it.
+/// A directory of one test, removed with it.
 struct Directory {
     path: PathBuf,
     mounted: bool,

@@ -1,6 +1,6 @@
 //! The writer's token: of all queues of a device, one at a time writes to the file.
 //!
-//! One word says who: the top bit that the token is held, the others which queues wait
+//! One word: the top bit that the token is taken, the others which queues wait
 //! for it. A holder that has finished passes the token to the next queue in turn, so that nobody
 //! is overtaken twice and there is no moment in which a wake-up can be lost.
 
@@ -9,7 +9,7 @@ use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
 /// Queues that can share a token.
 pub(super) const QUEUES_MAX: u16 = 63;
-const HELD: u64 = 1 << 63;
+const TAKEN: u64 = 1 << 63;
 
 /// See the module.
 pub(super) struct WriterToken {
@@ -22,10 +22,10 @@ impl WriterToken {
     }
 
     /// Takes the token for `queue`, or notes that it waits for it: then
-    /// [`WriterToken::was_handed_to`] says when it has it.
+    /// [`WriterToken::was_handed_to`] returns when it has it.
     pub fn acquire(&self, queue: u16) -> bool {
-        let before = self.update(|word| if word & HELD == 0 { word | HELD } else { word | 1 << queue });
-        before & HELD == 0
+        let before = self.update(|word| if word & TAKEN == 0 { word | TAKEN } else { word | 1 << queue });
+        before & TAKEN == 0
     }
 
     /// Whether `queue`, which waits, has the token now.
@@ -35,15 +35,15 @@ impl WriterToken {
 
     /// Whether a queue waits for the token.
     pub fn is_wanted(&self) -> bool {
-        self.word.load(Relaxed) & !HELD != 0
+        self.word.load(Relaxed) & !TAKEN != 0
     }
 
-    /// Gives up the token that `queue` holds. If another queue waited, that one now holds
-    /// it, and is to be told.
+    /// Releases the token of `queue`. If another queue waited, that one now has
+    /// it, and is to be woken.
     #[must_use]
     pub fn release(&self, queue: u16) -> Option<u16> {
         let next = |word: u64| {
-            let waiting = word & !HELD;
+            let waiting = word & !TAKEN;
             // In turn: the first one above this queue, or else the first one.
             let above = waiting & (u64::MAX << queue << 1);
             let turn = if above != 0 { above } else { waiting };
@@ -56,7 +56,7 @@ impl WriterToken {
         next(before)
     }
 
-    /// Ends the waiting of `queue`. `false`: it had been handed the token, and holds it.
+    /// Stops the waiting of `queue`. `false`: it had been handed the token, and has it.
     #[must_use]
     pub fn withdraw(&self, queue: u16) -> bool {
         self.update(|word| word & !(1 << queue)) & (1 << queue) != 0
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn goes_round_and_ends_free() {
+    fn passes_round_and_is_free_at_last() {
         let token = WriterToken::new();
         assert!(token.acquire(5) && !token.is_wanted());
         for queue in [2, 62, 0] {

@@ -193,7 +193,7 @@ pub struct ModelCounters {
     pub flushes: AtomicU64,
     /// Bytes of all requests.
     pub bytes: AtomicU64,
-    /// Requests refused for the time being.
+    /// Requests not taken for the time being.
     pub busy: AtomicU64,
     /// Requests for which the arm of a modelled disk had to move.
     pub seeks: AtomicU64,
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn going_on_where_the_last_request_ended_costs_no_seek() {
+    fn continuing_where_the_last_request_ended_costs_no_seek() {
         let model = SeekModel::default();
         let follow = model.cost_ns(4096, 4096, 4096, 1 << 30);
         assert_eq!(follow, model.command_ns + 4096 * 1_000_000_000 / model.bytes_per_second);

@@ -1,4 +1,4 @@
-//! The model driver: a device that stores nothing and is slow, or refuses requests, on purpose:
+//! The model driver: a device that stores nothing and is slow, or busy, on purpose:
 //! timers, random delays, a disk with one arm, blocking. For measuring and testing what the
 //! block layer does above such a device.
 
@@ -29,7 +29,7 @@ pub struct ModelOptions {
     pub completion: ModelCompletion,
     /// The cost of taking a request.
     pub blocking: ModelBlocking,
-    /// Every so many requests, one is refused with [`Busy::Resource`] and so requeued; 0: never.
+    /// Every so many requests, one is turned back with [`Busy::Resource`] and so requeued; 0: never.
     pub busy_resource_every: u32,
     /// The same with [`Busy::UntilCompletion`], if a completion is due; 0: never.
     pub busy_until_completion_every: u32,
@@ -57,7 +57,7 @@ impl ModelOptions {
 /// The device.
 pub struct Model {
     options: ModelOptions,
-    /// The counters of each queue: written by its thread alone, summed when somebody asks.
+    /// The counters of each queue: written by its thread alone, summed when they are read.
     counters: Mutex<Vec<Arc<ModelCounters>>>,
 }
 
@@ -84,14 +84,14 @@ impl Driver for Model {
         "model"
     }
 
-    // Asked for once; the block layer then splits, emulates or refuses whatever the
+    // Asked for once; the block layer then splits, emulates or rejects whatever the
     // device cannot do, so that the queue below need not check anything.
     fn limits(&self) -> QueueLimits {
         self.options.limits.clone()
     }
 
     // Runs on the thread that will use the queue. Everything the data path needs is
-    // allocated here. A driver that does I/O would say `uses_ring` and register its
+    // allocated here. A driver that does I/O would declare `uses_ring` and register its
     // files with `ring` now.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);
@@ -159,7 +159,7 @@ unsafe impl DriverQueue for ModelQueue {
         for (index, &tag) in tags.iter().enumerate() {
             let request = cx.request(tag);
             if !self.plain {
-                if let Some(busy) = self.refuses() {
+                if let Some(busy) = self.busy() {
                     (taken, count) = (Taken::First(index, busy), index);
                     break;
                 }
@@ -200,9 +200,9 @@ unsafe impl DriverQueue for ModelQueue {
 }
 
 impl ModelQueue {
-    /// Whether the next request is one of those to be refused.
+    /// Whether the device is busy for the next request.
     #[inline]
-    fn refuses(&mut self) -> Option<Busy> {
+    fn busy(&mut self) -> Option<Busy> {
         let options = &self.options;
         self.seen += 1;
         let hits = |every: u32| every != 0 && self.seen.is_multiple_of(u64::from(every));

@@ -89,7 +89,7 @@ fn a_modelled_disk_does_one_request_at_a_time_and_has_one_queue() {
 }
 
 #[test]
-fn refusals_are_offered_again_and_complete_once() {
+fn busy_requests_are_requeued_and_complete_once() {
     let model = device(|o| {
         o.busy_resource_every = 3;
         o.busy_until_completion_every = 2;
@@ -129,7 +129,7 @@ fn a_blocking_device_holds_up_its_thread() {
 }
 
 #[test]
-fn nonsense_limits_are_refused() {
+fn nonsense_limits_are_rejected() {
     let mut options = ModelOptions::new(1000);
     assert_eq!(Model::new(options.clone()).err().unwrap().kind(), ErrorKind::Invalid);
     options.limits.capacity_bytes = 1024;

@@ -9,7 +9,7 @@ use crate::sync::{model, thread};
 
 const W: Direction = Direction::Write;
 
-/// Submitters and an engine: who is in flight is counted outside of the gate.
+/// Submitters and an engine: requests in flight are counted outside of the gate.
 struct Checked {
     gate: RequestGate,
     in_flight: Plain,
@@ -96,11 +96,11 @@ fn nobody_overtakes(batching: bool, newcomers: usize) {
     {
         let (checked, queued) = (checked.clone(), queued.clone());
         threads.push(thread::spawn(move || {
-            let tell = || {
+            let notify = || {
                 *lock(&queued.0) = true;
                 queued.1.notify_all();
             };
-            checked.gate.enter(W, &mut Batcher::default(), || 1, tell);
+            checked.gate.enter(W, &mut Batcher::default(), || 1, notify);
             checked.gate.leave(W, 1);
         }));
     }
@@ -208,9 +208,9 @@ mod shuttle_gate {
 
     // Contract: tags
     #[test]
-    fn shuttle_a_batch_ends() {
+    fn shuttle_a_batch_is_bounded() {
         // Both together fill the queue and never wait, so that nothing but filling grants.
-        model("batching, 8 requests, two that hold 4", 1_000, || {
+        model("batching, 8 requests, two that keep 4", 1_000, || {
             everybody_gets_through(8, true, 2, 40, 4, 0)
         });
     }

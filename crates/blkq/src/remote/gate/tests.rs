@@ -42,7 +42,7 @@ fn even_a_batcher_stops_at_half_as_many_again() {
 
 // Contract: tags
 #[test]
-fn a_batch_ends_after_its_time() {
+fn a_batch_is_over_after_its_time() {
     let gate = RequestGate::new(128, true);
     let mut filler = Batcher::default();
     for _ in 0..130 {
@@ -69,7 +69,7 @@ fn without_batching_the_limit_is_the_limit() {
     assert_eq!((batcher.credit, gate.counters().grants), (20, 0));
 }
 
-/// Starts submitters one after the other; each takes `want` when it gets in, and says so.
+/// Starts submitters one after the other; each takes `want` when it gets in, and reports that.
 fn queue_of<'s>(
     scope: &'s thread::Scope<'s, '_>,
     gate: &'s RequestGate,
@@ -77,19 +77,19 @@ fn queue_of<'s>(
     submitters: u32,
     want: u32,
 ) -> mpsc::Receiver<u32> {
-    let (tell, told) = mpsc::channel();
+    let (entered, entries) = mpsc::channel();
     for number in 0..submitters {
-        let tell = tell.clone();
+        let entered = entered.clone();
         scope.spawn(move || {
             let mut batcher = Batcher::default();
             gate.enter(W, &mut batcher, || clock.load(SeqCst), || {});
             let more =
                 (1..want).take_while(|_| gate.try_enter(W, &mut batcher, || clock.load(SeqCst))).count();
-            tell.send(number * 100 + 1 + more as u32).expect("the test listens");
+            entered.send(number * 100 + 1 + more as u32).expect("the test listens");
         });
         until_waiting(gate, number + 1);
     }
-    told
+    entries
 }
 
 #[test]
@@ -98,10 +98,10 @@ fn a_base_wakes_one_for_each_request_in_order() {
     let clock = Clock::new(MS);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 4);
     thread::scope(|scope| {
-        let told = queue_of(scope, &gate, &clock, 4, 32);
+        let entries = queue_of(scope, &gate, &clock, 4, 32);
         for number in 0..4 {
             gate.leave(W, 1);
-            assert_eq!(told.recv().expect("it got in"), number * 100 + 1, "one request each, in order");
+            assert_eq!(entries.recv().expect("it got in"), number * 100 + 1, "one request each, in order");
             assert!(!gate.try_enter(W, &mut Batcher::default(), || MS));
         }
     });
@@ -118,14 +118,14 @@ fn a_woken_submitter_takes_a_batch() {
     let clock = Clock::new(MS);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 95);
     thread::scope(|scope| {
-        let told = queue_of(scope, &gate, &clock, 2, 100);
+        let entries = queue_of(scope, &gate, &clock, 2, 100);
         gate.leave(W, 31);
-        assert!(told.recv_timeout(Duration::from_millis(20)).is_err(), "still full");
+        assert!(entries.recv_timeout(Duration::from_millis(20)).is_err(), "still full");
         gate.leave(W, 1);
-        assert_eq!(told.recv().expect("it got in"), 32);
+        assert_eq!(entries.recv().expect("it got in"), 32);
         assert_eq!((gate.in_flight(W), gate.waiting(W)), (95, 1));
         gate.leave(W, 32);
-        assert_eq!(told.recv().expect("it got in"), 132);
+        assert_eq!(entries.recv().expect("it got in"), 132);
     });
     let counters = gate.counters();
     assert_eq!((counters.waits, counters.wakeups, counters.grants), (2, 2, 3));
@@ -137,21 +137,21 @@ fn one_batcher_is_woken_for_the_room_of_a_batch() {
     let clock = Clock::new(MS);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 159);
     thread::scope(|scope| {
-        let told = queue_of(scope, &gate, &clock, 8, 32);
+        let entries = queue_of(scope, &gate, &clock, 8, 32);
         // Room for 33: two batches begin, where the base would wake 33.
         gate.leave(W, 64);
-        told.recv().expect("the first");
-        told.recv().expect("the second");
+        entries.recv().expect("the first");
+        entries.recv().expect("the second");
         assert_eq!((gate.waiting(W), gate.counters().wakeups), (6, 2));
         assert_eq!(gate.in_flight(W), 95 + 64);
         // Promises that are not kept are void when half of the requests are back.
         gate.leave(W, 95 + 64);
         for _ in 0..4 {
-            told.recv().expect("four more");
+            entries.recv().expect("four more");
         }
         gate.leave(W, 128);
-        told.recv().expect("the last but one");
-        told.recv().expect("the last");
+        entries.recv().expect("the last but one");
+        entries.recv().expect("the last");
     });
     assert_eq!(gate.counters().wakeups, 8);
 }
@@ -184,7 +184,7 @@ fn submitters_of_single_requests_keep_the_queue_filled() {
 }
 
 #[test]
-fn a_submitter_is_told_before_it_sleeps() {
+fn a_submitter_is_notified_before_it_sleeps() {
     let gate = RequestGate::new(1, false);
     let mut asked = false;
     gate.enter(W, &mut Batcher::default(), || MS, || asked = true);
@@ -200,16 +200,16 @@ fn settings_change_while_requests_are_in_flight() {
     let clock = Clock::new(MS);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 4);
     thread::scope(|scope| {
-        let told = queue_of(scope, &gate, &clock, 3, 1);
+        let entries = queue_of(scope, &gate, &clock, 3, 1);
         gate.set(6, false);
-        told.recv().expect("the first");
-        told.recv().expect("the second");
+        entries.recv().expect("the first");
+        entries.recv().expect("the second");
         assert_eq!((gate.in_flight(W), gate.waiting(W)), (6, 1));
         gate.set(2, true);
         gate.leave(W, 4);
         assert_eq!(gate.waiting(W), 1);
         gate.leave(W, 1);
-        told.recv().expect("the third");
+        entries.recv().expect("the third");
     });
     assert_eq!((gate.nr_requests(), gate.batching(), gate.in_flight(W)), (2, true, 2));
 }

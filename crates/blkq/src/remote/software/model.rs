@@ -64,7 +64,7 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
         if sleeps {
             kick.wait();
         } else {
-            // The engine enters the kernel here, and who holds the lock goes on.
+            // The engine enters the kernel here, and the holder of the lock continues.
             thread::yield_now();
         }
         kick.woke();

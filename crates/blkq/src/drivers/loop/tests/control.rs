@@ -17,7 +17,7 @@ fn direct_io_is_switched_without_losing_a_byte() {
         let write = h.write(round * 65536, vec![pattern(65536, round)]);
         assert_eq!(h.run(write).0, Ok(()));
         device.set(&LoopSetting::DirectIo(mode)).unwrap();
-        assert_eq!(cached(&path).1, 0, "the switch makes durable what the page cache held");
+        assert_eq!(cached(&path).1, 0, "the switch makes the page cache's content durable");
         h.reload();
         let direct = mode != DirectIo::Off;
         assert_eq!(fact(&device, "direct-io-requested"), mode.name());
@@ -163,7 +163,7 @@ fn the_size_follows_the_file_or_the_file_the_size() {
     assert!(device.resize(Some(u64::MAX)).is_err() && device.resize(Some(1 << 62)).is_err());
     set_len(4096);
     assert!(device.resize(None).is_err());
-    assert_eq!(capacity(), 4 * MIB, "a refused change changes nothing");
+    assert_eq!(capacity(), 4 * MIB, "a failed change changes nothing");
     set_len(8192);
     device.resize(None).unwrap();
     assert_eq!(capacity(), 4096);

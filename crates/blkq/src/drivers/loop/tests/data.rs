@@ -351,7 +351,7 @@ fn what_was_lost_is_not_forgotten_by_a_live_change() {
 /// A file system on a device that runs full behind its back: written pages cannot be kept.
 // Contract: durability
 #[test]
-fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {
+fn lost_pages_that_a_fua_write_reports_flushes_report_too() {
     let low = Directory::tmpfs("size=80M");
     let store = low.file("store");
     File::create(&store).unwrap().set_len(64 * MIB).unwrap();
@@ -373,12 +373,12 @@ fn what_a_fua_write_is_told_of_lost_pages_flushes_are_told_too() {
     assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
     let lost = h.write(4 * MIB, vec![pattern(MIB as usize, 1)]);
     assert_eq!(h.run(lost).0, Ok(()));
-    // Somebody else has the pages written back, in vain.
+    // Another process has the pages written back, in vain.
     assert!(File::open(&path).unwrap().sync_data().is_err());
     let fua = h.build(Operation::Write, BioFlags::FUA, 0, 0, vec![filled(4096, 2)]);
-    assert!(h.run(fua).0.is_err(), "the kernel tells this open file of it");
+    assert!(h.run(fua).0.is_err(), "the kernel reports it to this open file");
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
-    assert!(h.run(flush).0.is_err(), "an answered write is lost, and the flush does not tell");
+    assert!(h.run(flush).0.is_err(), "an answered write is lost, and the flush does not report it");
 }
 
 // Contract: complete
@@ -513,7 +513,7 @@ fn the_writer_hands_over_and_kicks() {
         assert_eq!(first.wait(tag).0, Ok(()));
     }
     assert_eq!(device.counters().writers_max.load(Relaxed), 1);
-    // A queue that is closed while it holds or awaits the token leaves nobody waiting.
+    // A queue that is closed while it has or awaits the token leaves no queue waiting.
     let theirs = second.write(2 * MIB, vec![filled(4096, 3)]);
     second.start(&[theirs]);
     assert_eq!(second.wait(theirs).0, Ok(()));

@@ -1,4 +1,4 @@
-//! Opening: refusals, sizes, locks.
+//! Opening: errors, sizes, locks.
 
 use super::*;
 use std::os::unix::fs::OpenOptionsExt;
@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 
 // Contract: direct-io
 #[test]
-fn each_refusal_says_what_why_and_the_cure() {
+fn each_error_has_what_why_and_the_cure() {
     let directory = Directory::new();
     let path = directory.image(10_000);
     let given = LoopOptions::new(&path);
@@ -37,14 +37,14 @@ fn each_refusal_says_what_why_and_the_cure() {
             "not a multiple of the sector size 4096",
         ),
     ];
-    for (options, says) in cases {
+    for (options, reason) in cases {
         let message = refusal(&options);
-        assert!(message.contains(says), "{message:?} lacks {says:?}");
+        assert!(message.contains(reason), "{message:?} lacks {reason:?}");
     }
 }
 
 #[test]
-fn what_is_no_image_is_refused_and_a_pipe_does_not_hang() {
+fn what_is_no_image_is_rejected_and_a_pipe_does_not_hang() {
     let directory = Directory::new();
     let fifo = directory.file("fifo");
     run("mkfifo", &[fifo.to_str().unwrap()]);
@@ -66,18 +66,18 @@ fn what_is_no_image_is_refused_and_a_pipe_does_not_hang() {
         (&empty, "is empty; give it a size with `truncate", ErrorKind::Invalid),
         (&tiny, "less than a sector of 512; extend it", ErrorKind::Invalid),
     ];
-    for (path, says, kind) in cases {
+    for (path, reason, kind) in cases {
         for read_only in [false, true] {
             let options = LoopOptions { read_only, ..LoopOptions::new(path) };
             let message = refusal(&options);
-            assert!(message.contains(says), "{message:?} lacks {says:?}");
+            assert!(message.contains(reason), "{message:?} lacks {reason:?}");
             assert_eq!(LoopDevice::open(&options).err().unwrap().kind(), kind);
         }
     }
 }
 
 #[test]
-fn an_image_that_cannot_be_written_is_refused_with_the_cure() {
+fn an_image_that_cannot_be_written_fails_with_the_cure() {
     let directory = Directory::tmpfs("size=1m");
     let path = directory.image(65536);
     run("mount", &["-o", "remount,ro", directory.path.to_str().unwrap()]);
@@ -97,7 +97,7 @@ fn an_image_that_cannot_be_written_is_refused_with_the_cure() {
 }
 
 #[test]
-fn an_image_that_its_user_may_not_open_is_refused_with_the_cure() {
+fn an_image_that_its_user_may_not_open_fails_with_the_cure() {
     let directory = Directory::new();
     let path = directory.image(65536);
     run("chmod", &["000", path.to_str().unwrap()]);
@@ -154,9 +154,9 @@ fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
         (align(65536, false), 4096, 0, "take direct-io off or auto"),
         (Err("it is encrypted".to_owned()), 512, 0, "it is encrypted; take direct-io off or auto"),
     ];
-    for (possible, sector, offset, says) in obstacles {
+    for (possible, sector, offset, reason) in obstacles {
         let error = mode(on, &possible, sector, offset).unwrap_err();
-        assert!(error.to_string().contains(says), "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         let fallback = choose_mode(auto, &possible, path, sector, offset).unwrap();
         assert!(fallback.direct.is_none() && !fallback.reason.is_empty());
@@ -197,7 +197,7 @@ fn auto_says_why_it_is_buffered() {
         device.warnings(),
         ["direct I/O is off: tmpfs keeps files in the page cache, and nowhere else"]
     );
-    // There is none to be had, though the kernel lets the flag be set; and a warning goes with its cause.
+    // There is none to be had, though the kernel lets the flag be set; and a warning vanishes with its cause.
     device.set(&LoopSetting::DirectIo(DirectIo::Off)).unwrap();
     let on = LoopSetting::DirectIo(DirectIo::On);
     assert_eq!(device.prepare_set(&on).unwrap_err().kind(), ErrorKind::Unsupported);
@@ -227,7 +227,7 @@ fn overlapping_attaches_are_refused_unless_shared() {
         assert_eq!(LoopDevice::open(&overlapping).err().unwrap().kind(), ErrorKind::Busy);
     }
     let other = LoopDevice::open(&window(half, half, false, false)).unwrap();
-    // A queue keeps the file open, and the ring may: the lock ends with the device.
+    // A queue keeps the file open, and the ring may: the lock is released with the device.
     let harness = Harness::open(&writer).unwrap();
     drop(writer);
     let reader = LoopDevice::open(&window(0, half, true, false)).unwrap();
@@ -239,7 +239,7 @@ fn overlapping_attaches_are_refused_unless_shared() {
     drop(harness);
 }
 
-/// A loop device of the kernel's, gone with this.
+/// A loop device of the kernel's, detached when this is dropped.
 struct KernelLoop(String);
 
 impl KernelLoop {
@@ -254,9 +254,9 @@ impl Drop for KernelLoop {
     }
 }
 
-fn is_claimed(options: &LoopOptions, says: &str) {
+fn is_claimed(options: &LoopOptions, reason: &str) {
     let message = refusal(options);
-    assert!(message.contains(says), "{message:?} lacks {says:?}");
+    assert!(message.contains(reason), "{message:?} lacks {reason:?}");
     assert_eq!(LoopDevice::open(options).err().unwrap().kind(), ErrorKind::Claimed);
     LoopDevice::open(&LoopOptions { shared: true, ..options.clone() }).unwrap();
 }
@@ -269,10 +269,10 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     let shown = path.to_str().unwrap();
     let given = LoopOptions::new(&path);
     let kernel = KernelLoop::set_up(&["--offset", "65536", "--sizelimit", "65536", shown]);
-    let says = format!("{} of the kernel's loop driver has it", kernel.0);
-    is_claimed(&given, &says);
-    is_claimed(&LoopOptions { read_only: true, ..given.clone() }, &says);
-    is_claimed(&LoopOptions { offset: 131_072 - 512, ..given.clone() }, &says);
+    let reason = format!("{} of the kernel's loop driver has it", kernel.0);
+    is_claimed(&given, &reason);
+    is_claimed(&LoopOptions { read_only: true, ..given.clone() }, &reason);
+    is_claimed(&LoopOptions { offset: 131_072 - 512, ..given.clone() }, &reason);
     for (offset, size_limit) in [(0, Some(65536)), (131_072, None)] {
         LoopDevice::open(&LoopOptions { offset, size_limit, ..given.clone() }).unwrap();
     }
@@ -280,10 +280,10 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     let (hard, link) = (directory.file("hard"), directory.file("link"));
     std::fs::hard_link(&path, &hard).unwrap();
     std::os::unix::fs::symlink(&path, &link).unwrap();
-    is_claimed(&LoopOptions::new(&hard), &says);
-    is_claimed(&LoopOptions::new(&link), &says);
+    is_claimed(&LoopOptions::new(&hard), &reason);
+    is_claimed(&LoopOptions::new(&link), &reason);
     std::fs::remove_file(&path).unwrap();
-    is_claimed(&LoopOptions::new(&hard), &says);
+    is_claimed(&LoopOptions::new(&hard), &reason);
     std::fs::rename(&hard, &path).unwrap();
     drop(kernel);
     // Readers do each other no harm.
@@ -318,7 +318,7 @@ fn a_block_device_that_is_mounted_or_claimed_is_refused_unless_shared() {
 
 // Contract: exclusive
 #[test]
-fn another_format_is_refused_unless_its_bytes_are_asked_for() {
+fn another_format_is_rejected_unless_its_bytes_are_asked_for() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     for (at, magic, format) in [(0, &b"QFI\xfb"[..], "qcow2"), (MIB - 512, b"conectix", "VHD")] {
@@ -335,7 +335,7 @@ fn another_format_is_refused_unless_its_bytes_are_asked_for() {
         }
         file.write_all_at(&[0; 8], at).unwrap();
     }
-    // Looking at it leaves no lock and nothing in the page cache.
+    // Probing it leaves no lock and nothing in the page cache.
     run("sync", &[path.to_str().unwrap()]);
     File::open(&path)
         .and_then(|file| Ok(rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?))
