@@ -3,7 +3,7 @@
 //! amount of memory, and what comes out of it is what the client sent so far: all of it, if nobody
 //! meddled. Nothing comes out of a client without the certificate that is asked for.
 //!
-//! Input: who meets whom, then acts as `arbitrary` reads them.
+//! Input: the kinds of client and server, then acts as `arbitrary` reads them.
 // Contract: bounded-input
 
 #![no_main]

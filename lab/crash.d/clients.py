@@ -1,6 +1,6 @@
 #!/usr/bin/python3
 # Contract: bounded-input
-"""Clients that go away at every step of the protocol, over a unix socket and TCP, in every way of
+"""Clients that disconnect at every step of the protocol, over a unix socket and TCP, in every way of
 going, beside one that works and verifies: afterwards no connection, no request in flight, no
 descriptor and no memory is left. clients.py IMAGE ROUNDS [SEED]"""
 

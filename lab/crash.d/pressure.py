@@ -78,7 +78,7 @@ class Group:
                 return self.path.rmdir()
             except OSError:
                 time.sleep(0.02)
-        raise AssertionError(f"{self.path} does not go away")
+        raise AssertionError(f"{self.path} is not removed")
 
 
 def memory(scratch):

@@ -120,7 +120,7 @@ def check_flushes_among_writes(target):
 
 
 def check_vanishing_clients(target):
-    """Clients that go away in the middle of their requests harm nobody."""
+    """Clients that disconnect in the middle of their requests harm no others."""
     steady = target.connect()
     before = bytes(steady.pread(64 * KIB, 0))
     for turn in range(20):

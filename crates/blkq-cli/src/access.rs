@@ -74,7 +74,7 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
     }
 }
 
-/// A directory above the socket `path` that keeps out users to whom the socket is open.
+/// A directory above the socket `path` that keeps out users that may use the socket.
 pub fn closed_directory(path: &Path, access: SocketAccess) -> Option<PathBuf> {
     let (group, to_all) = (access.group, access.mode & 0o002 != 0);
     if !to_all && access.mode & 0o020 == 0 {

@@ -258,7 +258,7 @@ fn completion_line(completion: &HangCompletion) -> String {
     let how = match completion.result {
         Some(Ok(())) => "completed".to_owned(),
         Some(Err(status)) => format!("completed with an error: {status},"),
-        None => "is gone".to_owned(),
+        None => "disappeared".to_owned(),
     };
     format!("hang over: {}: {how} after {}", completion.subject, seconds(completion.age_ns))
 }

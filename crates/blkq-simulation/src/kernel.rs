@@ -40,7 +40,7 @@ pub struct Faults {
 /// could make good, so a model that checks it must notice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Defect {
-    /// Syncs end well, and nothing is durable.
+    /// Syncs succeed, and nothing is durable.
     LostSync,
     /// Now and then a write completes without an error, and was not done.
     LostWrite,
@@ -52,10 +52,10 @@ pub enum Defect {
     IgnoredDsync,
     /// Syncs make no new size durable.
     LostSize,
-    /// Now and then an operation's end is reported twice.
-    EndedTwice,
-    /// Now and then an operation's end is never reported.
-    NeverEnded,
+    /// Now and then an operation's completion is reported twice.
+    CompletedTwice,
+    /// Now and then an operation's completion is never reported.
+    NeverCompleted,
     /// A write through one registered file is not read through another before it is synced.
     PagesApart,
     /// Trigger files that were removed, or never made, seem to be there.
@@ -125,11 +125,11 @@ pub(crate) struct Kernel {
     pub executed: u64,
     pub digest: u64,
     pending: Vec<Pending>,
-    /// How often pages were forgotten, and how much of that each open file was told (errseq_t).
-    forgotten: u64,
-    told: BTreeMap<i32, u64>,
+    /// How often pages were dropped, and how much of that each open file reported (errseq_t).
+    dropped: u64,
+    reported: BTreeMap<i32, u64>,
     /// Of files that were opened since, as all of them were when the process began.
-    told_before: u64,
+    reported_before: u64,
     /// With [`Defect::PagesApart`], the registered file through which each sector was written last.
     writers: BTreeMap<usize, i32>,
 }
@@ -147,9 +147,9 @@ impl Kernel {
             executed: 0,
             digest: 0,
             pending: Vec::new(),
-            forgotten: 0,
-            told: BTreeMap::new(),
-            told_before: 0,
+            dropped: 0,
+            reported: BTreeMap::new(),
+            reported_before: 0,
             writers: BTreeMap::new(),
         }
     }
@@ -163,7 +163,7 @@ impl Kernel {
                 (slot, sqe.fd) = (sqe.fd, files[sqe.fd as usize]);
             }
             if self.dead {
-                self.end(sqe.user_data, -libc::ECANCELED, 0);
+                self.complete(sqe.user_data, -libc::ECANCELED, 0);
             } else {
                 let writes_before = self.file.writes();
                 self.pending.push(Pending { sqe, slot, writes_before, sent: 0 });
@@ -190,14 +190,14 @@ impl Kernel {
                 let what = u64::from(pending.sqe.opcode) << 32 | u64::from(result as u32);
                 self.digest = mix(self.digest.rotate_left(5) ^ what ^ pending.sqe.off);
                 let of_file = is_of_file(pending.sqe.opcode);
-                if of_file && self.has_defect(Defect::NeverEnded, chance) {
+                if of_file && self.has_defect(Defect::NeverCompleted, chance) {
                     return;
                 }
-                self.end(pending.sqe.user_data, result, flags);
-                // Not of one that goes on: its memory would be used by the rest, after its end.
+                self.complete(pending.sqe.user_data, result, flags);
+                // Not of one that continues: its memory would be used by the rest, after its completion.
                 let whole = !matches!(-result, libc::EAGAIN | libc::EINTR) && self.faults.short == 0;
-                if of_file && whole && self.has_defect(Defect::EndedTwice, chance) {
-                    self.end(pending.sqe.user_data, result, flags);
+                if of_file && whole && self.has_defect(Defect::CompletedTwice, chance) {
+                    self.complete(pending.sqe.user_data, result, flags);
                 }
             }
             Tried::Blocked => self.pending.push(pending),
@@ -209,7 +209,7 @@ impl Kernel {
         self.defect == Some(defect) && chance.one_in(DEFECT_ONE_IN)
     }
 
-    fn end(&mut self, user_data: u64, result: i32, flags: u32) {
+    fn complete(&mut self, user_data: u64, result: i32, flags: u32) {
         self.completed.push(Cqe { user_data, result, flags });
     }
 
@@ -231,7 +231,7 @@ impl Kernel {
                 },
                 false => -libc::ECANCELED,
             };
-            self.end(pending.sqe.user_data, result, 0);
+            self.complete(pending.sqe.user_data, result, 0);
         }
         self.dead = true;
     }
@@ -294,8 +294,8 @@ impl Kernel {
             self.file.sync(upto);
             self.sync_size(fd);
         }
-        let told = self.told.insert(fd, self.forgotten).unwrap_or(self.told_before);
-        if told == self.forgotten { 0 } else { -libc::EIO }
+        let reported = self.reported.insert(fd, self.dropped).unwrap_or(self.reported_before);
+        if reported == self.dropped { 0 } else { -libc::EIO }
     }
 
     /// The size that `fd` has is durable.
@@ -312,23 +312,23 @@ impl Kernel {
     /// Pages could not be written, and `fd` reports it.
     fn forget(&mut self, fd: i32, bytes: Range<usize>, chance: &mut Random) {
         self.file.forget(bytes, chance);
-        self.forgotten += 1;
-        self.told.insert(fd, self.forgotten);
+        self.dropped += 1;
+        self.reported.insert(fd, self.dropped);
     }
 
     /// A new process, which has no file open.
     pub fn restart(&mut self) {
         self.dead = false;
         self.completed.clear();
-        self.told.clear();
-        self.told_before = self.forgotten;
+        self.reported.clear();
+        self.reported_before = self.dropped;
         self.writers.clear();
     }
 
     /// How much of `bytes` is transferred this time.
     fn portion(&mut self, bytes: usize, chance: &mut Random) -> usize {
         if bytes > 1 && chance.one_in(self.faults.short) {
-            // On a sector's boundary, as direct I/O ends, or anywhere.
+            // On a sector's boundary, as direct I/O stops, or anywhere.
             let part = 1 + chance.below(bytes as u64 - 1) as usize;
             let whole = part - part % 512;
             return if whole > 0 && !chance.one_in(8) { whole } else { part };
@@ -504,7 +504,7 @@ fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     }
 }
 
-/// With MSG_WAITALL the kernel goes on until all is sent.
+/// With MSG_WAITALL the kernel continues until all is sent.
 fn send(fd: i32, vectors: &[libc::iovec], sent: &mut usize, chance: &mut Random) -> Tried {
     let total: usize = vectors.iter().map(|vector| vector.iov_len).sum();
     let most = if chance.one_in(2) { total } else { 1 + chance.below(total as u64) as usize };

@@ -57,7 +57,7 @@ impl Simulated for ThisThread {
             (left == 0).then(|| world.kernel.kill(&mut world.chance))
         });
         if now.is_some() {
-            // Not by `panic!`, which would be heard.
+            // Not by `panic!`, which would print.
             std::panic::resume_unwind(Box::new(Panicked));
         }
     }
@@ -136,7 +136,7 @@ pub fn pass(ns: u64) {
     with(|world| world.now_ns += ns);
 }
 
-/// The world goes on, a step at a time, while its one thread waits for something.
+/// The world runs, a step at a time, while its one thread waits for something.
 pub fn set_meanwhile(step: Option<Box<dyn FnMut()>>) {
     MEANWHILE.set(step);
 }
@@ -189,7 +189,7 @@ pub fn cut_power() {
 }
 
 /// The size of the file, of `bytes` now, after the power failed: that, or what it was when the file
-/// was synced last. What was beyond is gone.
+/// was synced last. What was beyond is lost.
 pub fn cut_size(bytes: u64) -> u64 {
     with(|world| world.kernel.file.cut_size(bytes, &mut world.chance))
 }
@@ -199,7 +199,7 @@ pub fn set_durable_size(bytes: u64) {
     with(|world| world.kernel.file.durable_bytes = bytes);
 }
 
-/// Looks at the file.
+/// Reads the file.
 pub fn with_file<R>(f: impl FnOnce(&SimulatedFile) -> R) -> R {
     with(|world| f(&world.kernel.file))
 }

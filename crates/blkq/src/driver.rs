@@ -56,7 +56,7 @@ pub trait Driver: Send + Sync + 'static {
     }
 
     /// Prepares a change of a setting of the driver's own, and returns how [`Driver::set`] is to be
-    /// called. I/O goes on meanwhile: what is wrong with the setting is found here, and what takes
+    /// called. I/O runs meanwhile: what is wrong with the setting is found here, and what takes
     /// long is done here as far as it can be, so that a freeze is short. The default has no settings.
     ///
     /// # Errors

@@ -218,7 +218,7 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error whose `message` says what was refused, why, and what would cure it, as far as a library
+    /// An error whose `message` has what failed, why, and the cure, as far as a library
     /// knows that (see [`Error::with_cure`]).
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
         Error { kind, message: message.into(), source: None, cure: String::new() }

@@ -30,7 +30,7 @@ const DISK_SPEED: u64 = 100;
 const DEVICE_BYTES: u64 = 64 << 30;
 /// Shortest run on the modelled disk: twice the time in which each submitter has its turn.
 const DISK_SECONDS_MIN: f64 = 0.3;
-/// For how long the last I/Os of a run on the modelled disk go on.
+/// For how long the last I/Os of a run on the modelled disk continue.
 const DRAIN_SECONDS: f64 = 0.03;
 const DISK_CASES: usize = 10;
 const OTHER_CASES: usize = 6;

@@ -148,7 +148,7 @@ impl FrontEnd {
     }
 
     /// Stops queue `index`, after its requests in flight have completed. Returns its base, from which the
-    /// server would go on.
+    /// server would keep running.
     ///
     /// # Errors
     /// If the server does not answer so.

@@ -292,7 +292,7 @@ impl Queue {
         u16::from_le(self.memory.atomic_u16(self.layout.device + 2).load(Ordering::Acquire))
     }
 
-    /// Takes what has completed: for each its slot, status and the bytes that the server says to have
+    /// Takes what has completed: for each its slot, status and the bytes that the server reports to have
     /// written. Returns how many.
     ///
     /// # Errors

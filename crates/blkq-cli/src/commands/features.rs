@@ -28,7 +28,7 @@ const UBLK_FEATURES: [(ublk::Features, &str, &str); 8] = [
     (ublk::Features::UNPRIVILEGED_DEV, "UBLK_F_UNPRIVILEGED_DEV", "devices of other users than root"),
     (ublk::Features::USER_COPY, "UBLK_F_USER_COPY", "data copied by the daemon"),
     (ublk::Features::AUTO_BUF_REG, "UBLK_F_AUTO_BUF_REG", "data not copied"),
-    (ublk::Features::QUIESCE, "UBLK_F_QUIESCE", "upgrade without requests issued again"),
+    (ublk::Features::QUIESCE, "UBLK_F_QUIESCE", "upgrade without reissued requests"),
     (ublk::Features::UPDATE_SIZE, "UBLK_F_UPDATE_SIZE", "resizing a device in use"),
     (ublk::Features::SAFE_STOP_DEV, "UBLK_F_SAFE_STOP_DEV", "detaching only what is not open"),
 ];

@@ -18,7 +18,7 @@ use blkq::drivers::DriverSpec;
 /// Options of `recover`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A ublk device outlives its daemon: I/O on it waits, and is issued again when a new daemon
+A ublk device outlives its daemon: I/O on it waits, and is reissued when a new daemon
 serves it. The options are those of `blkq attach`, the settings and the size those of the old
 daemon.
 

@@ -14,7 +14,7 @@ use crate::state::{StateDir, read_state};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Install the new blkq, and run it: the daemon that serves the device exits, and a new one of the
-program that you run takes over. I/O in flight is issued again; what comes meanwhile waits, and
+program that you run takes over. I/O in flight is reissued; what comes meanwhile waits, and
 nothing fails. Options, image and certificates are checked first: if the new program could not
 serve them, the old one keeps running. The options are those of `blkq attach`, the settings and the size those of the old
 daemon.
@@ -45,7 +45,7 @@ impl Args {
 }
 
 /// Checks whether this program could serve the device `name`, if that is one of the kernel. Whether
-/// there is one, its daemon says.
+/// there is one, its daemon reports.
 fn check(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };

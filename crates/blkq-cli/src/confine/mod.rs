@@ -160,7 +160,7 @@ fn capabilities_of(needs: &Needs) -> CapabilitySet {
     let mut kept = CapabilitySet::empty();
     // The kernel's ublk wants it for each command about a device that is not of an ordinary user.
     kept.set(CapabilitySet::SYS_ADMIN, needs.block_device.is_some());
-    // The node may be given to another user, who lets nobody open it.
+    // The node may be given to another user, without access for others.
     kept.set(CapabilitySet::DAC_READ_SEARCH, needs.block_device.is_some());
     // Without it root is but another user where the files of others are.
     let writable =

@@ -162,7 +162,7 @@ pub struct AttachOptions {
     #[arg(long)]
     pub insecure: bool,
     /// The daemon gives up privileges and system calls that it does not need.
-    #[arg(long = "no-sandbox", action = ArgAction::SetFalse, help = "Keep all privileges, and do not filter system calls, to look for an error")]
+    #[arg(long = "no-sandbox", action = ArgAction::SetFalse, help = "Keep all privileges, and do not filter system calls, to search for an error")]
     pub sandbox: bool,
     /// The name by which NBD clients ask for the device; those that name none get it too [default:
     /// the device's name]

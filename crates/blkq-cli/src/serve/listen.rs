@@ -76,7 +76,7 @@ pub(super) fn warn_of_closed_directories(listen: &[Listen], access: SocketAccess
     closed
         .map(|(path, directory)| {
             let directory = directory.display();
-            format!("{path} cannot be reached by all who may connect: {directory} does not let them in; chmod it, or listen elsewhere")
+            format!("{path} cannot be reached by all users that may connect: {directory} does not let them in; chmod it, or listen elsewhere")
         })
         .collect()
 }

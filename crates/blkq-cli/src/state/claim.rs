@@ -219,7 +219,7 @@ impl Claim {
         &self.dir
     }
 
-    /// Whether the daemon that had the name before served `image` and died: its last I/O may go on.
+    /// Whether the daemon that had the name before served `image` and died: its last I/O may be in flight.
     pub fn is_after(&self, image: &str) -> bool {
         self.after.as_deref() == Some(image)
     }

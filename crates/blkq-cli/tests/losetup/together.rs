@@ -71,7 +71,7 @@ fn attaching_at_the_same_moment_never_collides() {
     assert_eq!(place.losetup(&["-a"]).lines().count(), 20);
 }
 
-/// blktests loop/006: devices come and go on the same file without spurious failures.
+/// blktests loop/006: devices are attached and detached on the same file without spurious failures.
 #[test]
 fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
     let place = Place::new("l-storm");

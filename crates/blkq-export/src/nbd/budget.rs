@@ -12,7 +12,7 @@ const _: () = assert!(PAYLOAD_MAX_BYTES <= BUFFER_MAX_BYTES);
 const REQUEST_MAX_BYTES: usize = UNALIGNED_MAX_BYTES + 2 * (64 << 10);
 
 /// Every connection may always have so many bytes: even if others take all the rest, requests of
-/// the usual size go on.
+/// the usual size proceed.
 const OWN_BYTES: usize = 256 << 10;
 
 /// The bytes that one engine's connections may have in buffers together, beyond

@@ -174,7 +174,7 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
 }
 
 /// Gives the unix socket `made` at `path` its group and then its mode: it is never open to more than
-/// `access` says.
+/// `access` requires.
 fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Error> {
     if access == SocketAccess::default() {
         return Ok(());
@@ -227,7 +227,7 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
     rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
     let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
     let mut open = None;
-    // The reach of any other family is not known: a guest, say, connects through AF_VSOCK.
+    // The reach of any other family is not known: a guest, for one, connects through AF_VSOCK.
     let address = match sockopt::socket_domain(&socket).map_err(|e| Error::system(what(), e))? {
         AddressFamily::UNIX => {
             open = SocketAddrUnix::try_from(own).ok().and_then(|own| open_to_all(&own));

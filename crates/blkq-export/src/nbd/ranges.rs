@@ -1,7 +1,7 @@
 //! The lock on ranges of a device, shared by all engines that serve it.
 //!
 //! A write of a part of a block reads the block, changes it and writes it back. No other write to
-//! that block may run meanwhile, or it would be undone. So such a write takes its blocks
+//! that block may run meanwhile, or it would be overwritten. So such a write takes its blocks
 //! exclusively: first come, first served among those that overlap. Writes of whole blocks take
 //! nothing. While no range is taken they see that from one load ([`RangeLock::is_taken`]); else
 //! they search the table, and wait if they overlap with an entry.

@@ -204,7 +204,7 @@ impl Stream {
         Ok(bytes)
     }
 
-    /// Gives out TLS for a worker to go on with its handshake, if that is due. Nothing may be sent or
+    /// Gives out TLS for a worker to continue its handshake, if that is due. Nothing may be sent or
     /// received until it is back.
     pub fn offload_handshake(&mut self) -> Option<Box<Tls>> {
         let idle = !self.is_armed() && !self.clear;

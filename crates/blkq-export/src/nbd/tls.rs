@@ -122,7 +122,7 @@ impl Tls {
         if self.broken { Err(TlsEnd::Broken) } else { Ok(true) }
     }
 
-    /// Whether something was received that [`Tls::shake_hands`] is to go on with: signatures take
+    /// Whether something was received that [`Tls::shake_hands`] is to continue with: signatures take
     /// too long for an engine.
     pub fn wants_handshake(&self) -> bool {
         self.connection.is_handshaking() && self.start < self.end && !self.broken

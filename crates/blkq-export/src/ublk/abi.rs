@@ -309,7 +309,7 @@ pub struct Parameters {
     pub(super) zoned: [u32; 8],
     /// Memory of requests.
     pub align: AlignParameters,
-    /// The kernel's goes on here.
+    /// The kernel's continues here.
     pub(super) end: u32,
 }
 

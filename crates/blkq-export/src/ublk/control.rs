@@ -22,14 +22,14 @@ const CLASS_PATH: &str = "/sys/class/ublk-char";
 
 /// How long the kernel may take for what it does from memory.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long making and starting a device may take: the kernel looks for partitions. Some
+/// How long making and starting a device may take: the kernel scans for partitions. Some
 /// kernels never complete it (Linux 6.18.4, for one, which then has lost the driver).
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the kernel waits for each queue to have an idle command.
 const QUIESCE_WAIT: Duration = Duration::from_secs(1);
 /// How long stopping a device may take: it waits for the I/O in flight.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long removing a device may wait for those who still refer to it.
+/// How long removing a device may wait for processes that still refer to it.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Bytes of the mask of processors: as many as [`CpuSet`] has.
 const MASK_BYTES: usize = CpuSet::MAX_CPU / 8;
@@ -307,7 +307,7 @@ impl ControlDevice {
         self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// As [`ControlDevice::stop`], unless somebody has the device open
+    /// As [`ControlDevice::stop`], unless the device is open
     /// ([`Features::SAFE_STOP_DEV`]).
     fn try_stop(&mut self, id: u32) -> io::Result<()> {
         self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT)

@@ -342,7 +342,7 @@ impl UblkDevice {
             return Ok(());
         }
         let path = self.identity.path();
-        users.start(self.identity.id).map_err(|e| Error::system(format!("cannot see who uses {path}"), e))
+        users.start(self.identity.id).map_err(|e| Error::system(format!("cannot see the users of {path}"), e))
     }
 
     /// Before this process exits and leaves the device to the next server: has new requests wait,

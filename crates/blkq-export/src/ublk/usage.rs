@@ -100,7 +100,7 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
             .any(|target| is_part_of(&target, path))
         {
             let command = &name_of(pid);
-            // That of a server that was killed may write back still, for the next server.
+            // The one of a killed server may still write back, for the next server.
             let is_of = |parent| parent == server || name_of(parent) != "blkq";
             let is_watch = || {
                 command.as_bytes() == child::IDLE_NAME.to_bytes()

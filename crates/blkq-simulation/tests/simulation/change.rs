@@ -107,8 +107,8 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
     let now = common.tick();
     let limits = disk.limits();
     match change {
-        Change::ReadOnly(_) => common.read_only.end(now, limits.read_only),
-        Change::Resize(_) => common.sectors.end(now, limits.capacity_bytes >> 9),
+        Change::ReadOnly(_) => common.read_only.settle(now, limits.read_only),
+        Change::Resize(_) => common.sectors.settle(now, limits.capacity_bytes >> 9),
         Change::Disk(_) | Change::Dispatch(_) | Change::DirectIo(_) => {}
     }
     common.writes_seen = simulation::with_file(|file| file.writes());

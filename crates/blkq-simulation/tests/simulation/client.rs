@@ -84,7 +84,7 @@ impl<T: Copy> History<T> {
     }
 
     /// No change is in progress, and this is its result.
-    pub fn end(&mut self, now: u64, value: T) {
+    pub fn settle(&mut self, now: u64, value: T) {
         self.0.push((now, [value; 2]));
     }
 

@@ -94,7 +94,7 @@ impl Common {
                     let late_ns = self.trigger_removed_ns.map(|removed_ns| at_ns.saturating_sub(removed_ns));
                     assert!(late_ns.is_none_or(|ns| ns <= FILES_INTERVAL_NS), "hit without {file:?}");
                 }
-                Noted::End(request, result) => {
+                Noted::Completed(request, result) => {
                     let now = self.tick();
                     if let Some((stray, sectors, fua)) = self.astray.remove(&request) {
                         let done = result.is_ok();

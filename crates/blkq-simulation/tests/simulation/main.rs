@@ -107,9 +107,9 @@ const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::StaleRead, &["a read brought what cannot be"], 32),
     (Defect::LostSize, &["the file holds what cannot be"], 128),
     (Defect::IgnoredDsync, &["the file holds what cannot be"], 64),
-    (Defect::EndedTwice, &["twice"], 32),
+    (Defect::CompletedTwice, &["twice"], 32),
     (
-        Defect::NeverEnded,
+        Defect::NeverCompleted,
         &["requests are not answered", "the engine does not stop", "did not complete within"],
         32,
     ),

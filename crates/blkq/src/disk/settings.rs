@@ -29,7 +29,7 @@ pub enum Setting {
     ReadOnly(bool),
 }
 
-/// The settings in force on a disk; all can be changed while I/O goes on.
+/// The settings in force on a disk; all can be changed while I/O runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Settings {
     /// Requests that the driver gets at once, per queue.

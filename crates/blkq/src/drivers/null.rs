@@ -83,7 +83,7 @@ struct NullQueue {
 
 // SAFETY: only this thread uses the memory of a request, and before it completes.
 unsafe impl DriverQueue for NullQueue {
-    // The heart of a driver. Requests that are not taken are issued again, in order.
+    // The heart of a driver. Requests that are not taken are requeued, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags.iter().filter(|_| self.zero_reads) {
             if cx.request(tag).operation() == Operation::Read {

@@ -124,7 +124,7 @@ struct Side {
     /// a thread that returns requests sees those that wait.
     load: AtomicU64,
     /// Requests that woken batchers will probably take and have not taken yet: for these no
-    /// other is woken. A guess, void when half of the requests are back: so somebody is
+    /// other is woken. A guess, void when half of the requests are back: so a thread is
     /// always woken before nothing is in flight any more.
     promised: AtomicU32,
     /// A thread could not have the lock: its holder checks again.

@@ -68,7 +68,7 @@ mod tests {
         map.take_all(|index| {
             taken.push(index);
             if index == 63 {
-                assert!(map.set(63), "it may be set anew while it is looked at");
+                assert!(map.set(63), "it may be set anew while it is scanned");
             }
         });
         assert_eq!(taken, [0, 63, 64, 129]);

@@ -1,5 +1,5 @@
-//! The scheduler slot of a queue: holds the requests that the driver has not yet got,
-//! and says which is next. Without a scheduler requests go to the driver in the order
+//! The scheduler slot of a queue: it has the requests that the driver has not yet got,
+//! and chooses the next. Without a scheduler requests reach the driver in the order
 //! of submission.
 
 use std::fmt;

@@ -16,11 +16,11 @@ pub(crate) trait Scheduler: Send {
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
     /// Gives the request that is next to the driver. None if there is none, or if those
-    /// held have to wait until one that was dispatched completes.
+    /// queued have to wait until one that was dispatched completes.
     fn dispatch(&mut self, requests: &[Request], now_ns: u64) -> Option<Tag>;
 
-    /// A request held that `sectors` from `sector` on would continue without a gap.
-    /// Whether flags and limits allow the merge is for the queue to say.
+    /// A queued request that `sectors` from `sector` on would continue without a gap.
+    /// Whether flags and limits allow the merge is the queue's decision.
     fn find_merge(
         &self,
         requests: &[Request],
@@ -32,7 +32,7 @@ pub(crate) trait Scheduler: Send {
     /// A bio was merged into the request: its begin or length is another now.
     fn merged(&mut self, tag: Tag, requests: &[Request]);
 
-    /// The request held that `tag`, after a merge on `side`, now touches on that side:
+    /// The queued request that `tag`, after a merge on `side`, now touches on that side:
     /// for the back the one after it, for the front the one before it.
     fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag>;
 
@@ -40,13 +40,13 @@ pub(crate) trait Scheduler: Send {
     /// times in the queue is that of both.
     fn joined(&mut self, kept: Tag, gone: Tag);
 
-    /// Whether it holds the request.
+    /// Whether the request is queued here.
     fn holds(&self, tag: Tag) -> bool;
 
-    /// Gives up a request; whether it was held.
+    /// Removes a request; whether it was queued.
     fn remove(&mut self, tag: Tag) -> bool;
 
-    /// How many requests are held.
+    /// How many requests are queued.
     fn len(&self) -> usize;
 
     /// The driver completed these requests, whether all of them came through here or not.

@@ -35,7 +35,7 @@ pub enum Noted {
     /// A request is hit.
     Hit(Hit),
     /// The request of this queue with this tag has completed in the wrapped driver.
-    End((u16, u16), IoResult),
+    Completed((u16, u16), IoResult),
     /// A rule with this trigger file hit a request, at that time.
     Armed(PathBuf, u64),
 }

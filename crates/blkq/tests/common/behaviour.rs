@@ -9,7 +9,7 @@ pub enum Finish {
     AtOnce,
     /// Some of them, in any order, whenever it is polled.
     Random,
-    /// Only as [`Device::release`] says.
+    /// Only by [`Device::release`].
     Held,
 }
 

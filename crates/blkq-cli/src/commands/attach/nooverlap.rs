@@ -57,7 +57,7 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
     }
 }
 
-/// Makes sure that the device stays for the user who now learns of it. False if it is just stopping.
+/// Makes sure that the device stays for the user that gets it now. False if it is just stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![Setting::Autoclear(false).to_text()];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });

@@ -6,7 +6,7 @@ use crate::driver::DriverContext;
 use crate::error::IoResult;
 use crate::tags::Tag;
 
-/// `effect` happens to a request; `at` is said at [`Hit`](crate::simulation::Hit).
+/// `effect` happens to a request; `at` is as in [`Hit`](crate::simulation::Hit).
 #[cfg(simulation)]
 pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     use crate::bio::{BioFlags, Operation};
@@ -38,7 +38,7 @@ pub fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
 pub fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
         use crate::simulation::{Noted, world};
-        world().note(Noted::End((cx.owner, tag.0), result));
+        world().note(Noted::Completed((cx.owner, tag.0), result));
     }
 }
 

@@ -172,7 +172,7 @@ impl Image {
     }
 
     /// A read of the last bytes before `end`, which fallocate zeroed. Beyond the end of the file
-    /// that does nothing and reports success; only a read finds out.
+    /// that does nothing and reports success; only a read shows it.
     fn end_entry(&mut self, cx: &DriverContext<'_>, request: &Request, end: u64) -> squeue::Entry {
         let file = cx.file(self.tail.slot(request, request.bytes()).unwrap_or(&self.slot));
         let unit = self.end_unit(request);

@@ -120,7 +120,7 @@ impl LoopOptions {
     }
 }
 
-/// A setting of the loop driver that can be changed while I/O goes on
+/// A setting of the loop driver that can be changed while I/O runs
 /// ([`Disk::set_driver`](crate::Disk::set_driver)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]

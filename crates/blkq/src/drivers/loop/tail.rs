@@ -112,7 +112,7 @@ impl Tail {
         request.bytes().min(self.settings.size.saturating_sub(request.offset()))
     }
 
-    /// Where the call ends that goes on with `request`, which is about it, from byte `done` on, in
+    /// The end of the call that continues `request`, which is about it, from byte `done` on, in
     /// bytes of the request.
     pub fn until(&self, request: &Request, done: u64) -> u64 {
         if self.is_apart(request, done) {

@@ -140,7 +140,7 @@ pub struct ModelQueue {
 
 // SAFETY: only this thread uses the memory of a request, and before it completes.
 unsafe impl DriverQueue for ModelQueue {
-    // The heart of a driver. Requests that are not taken are issued again, in order.
+    // The heart of a driver. Requests that are not taken are requeued, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         if self.plain && self.delays.is_immediate() {
             let (mut bytes, mut flushes) = (0, 0);

@@ -3,7 +3,7 @@
 //! Where the device is congested the domains that meet their latency target give way to
 //! those that miss it. The rules and defaults are those of block/kyber-iosched.c, except
 //! that each queue has tokens of its own, and that writes may take all of theirs, because
-//! bios do not say whether somebody waits for them.
+//! bios do not carry whether a thread waits for them.
 
 use std::collections::VecDeque;
 
@@ -29,7 +29,7 @@ const MERGE_CANDIDATES: usize = 8;
 const BUCKETS: usize = 8;
 /// Buckets of latencies within the target, and so the steps in which depths change.
 const GOOD_BUCKETS: usize = 4;
-/// From the first completion to the look at the latencies.
+/// From the first completion to the check of the latencies.
 const LOOK_AFTER_NS: u64 = 100 * NS_PER_MS;
 /// Samples that a percentile is taken of, or the age of the first that is enough.
 const SAMPLES: u32 = 500;
@@ -88,7 +88,7 @@ struct Domain {
     depth_max: u32,
     /// Most requests of a batch.
     batch: u32,
-    /// Without one, latencies are not looked at.
+    /// Without one, latencies are not checked.
     target_ns: Option<u64>,
     samples: Samples,
     /// The bucket of the last 99th percentile of the total latency, until it is used up.
@@ -119,7 +119,7 @@ impl Domain {
         self.samples.total.count(now_ns.saturating_sub(entry.inserted_ns), target_ns);
     }
 
-    /// The samples, if they say enough.
+    /// The samples, if there are enough.
     fn take_samples(&mut self, now_ns: u64) -> Option<Samples> {
         let Samples { count, first_ns, .. } = self.samples;
         let aged = count > 0 && now_ns.saturating_sub(first_ns) >= SAMPLES_AGE_NS;
@@ -178,7 +178,7 @@ impl Kyber {
     }
 
     /// Sets the depths by the latencies seen: a domain that misses its target gets more;
-    /// one that meets it gives way, but only if the device itself is slow for somebody.
+    /// one that meets it gives way, but only if the device itself is slow for another domain.
     fn adjust_depths(&mut self, now_ns: u64) {
         let mut congested = false;
         let seen = self.domains.each_mut().map(|domain| {

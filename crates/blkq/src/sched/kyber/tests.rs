@@ -11,7 +11,7 @@ const ONE_OF_EACH: [Operation; 4] =
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Place {
     Free,
-    Held,
+    Queued,
     InFlight,
 }
 
@@ -37,14 +37,14 @@ impl Bed {
         let index = self.places.iter().position(|&place| place == Place::Free)?;
         let request = &mut self.requests[index];
         (request.operation, request.sector, request.sectors) = (operation, Sector(sector), sectors);
-        self.places[index] = Place::Held;
+        self.places[index] = Place::Queued;
         self.scheduler.insert(Tag(index as u16), &self.requests, self.now_ns);
         Some(Tag(index as u16))
     }
 
     fn dispatch(&mut self) -> Option<(Tag, Operation)> {
         let tag = self.scheduler.dispatch(&self.requests, self.now_ns)?;
-        assert_eq!(std::mem::replace(&mut self.places[tag.index()], Place::InFlight), Place::Held);
+        assert_eq!(std::mem::replace(&mut self.places[tag.index()], Place::InFlight), Place::Queued);
         let operation = self.requests[tag.index()].operation;
         let domain = domain_of(operation);
         assert!(self.count(domain, Place::InFlight) <= self.scheduler.domains[domain].depth as usize);
@@ -69,9 +69,9 @@ impl Bed {
         self.all(domain, place).count()
     }
 
-    /// Sees to it that 20 requests of `operation` are held.
+    /// Has 20 requests of `operation` queued.
     fn flood(&mut self, operation: Operation) {
-        for _ in self.count(domain_of(operation), Place::Held)..20 {
+        for _ in self.count(domain_of(operation), Place::Queued)..20 {
             self.insert(operation, 0, 8);
         }
     }
@@ -90,14 +90,14 @@ impl Bed {
     }
 
     fn complete_at(&mut self, tag: Tag, begin_ns: u64) {
-        // The look at the latencies is `look`'s alone.
+        // Latencies are checked by `check_latencies` alone.
         self.scheduler.look_at_ns = Some(u64::MAX);
         self.complete(&[tag]);
         self.now_ns = begin_ns;
     }
 
-    /// The look at the latencies, when it is due.
-    fn look(&mut self) -> [u32; 4] {
+    /// The check of the latencies, when it is due.
+    fn check_latencies(&mut self) -> [u32; 4] {
         self.scheduler.look_at_ns = None;
         self.complete(&[]);
         self.now_ns += LOOK_AFTER_NS - 1;
@@ -173,8 +173,8 @@ fn a_domain_has_no_more_in_flight_than_tokens_and_holds_up_no_other() {
         (0..depth + 5).for_each(|_| assert!(bed.insert(operation, 0, 8).is_some()));
         let dispatched: Vec<Operation> = std::iter::from_fn(|| bed.dispatch()).map(|(_, of)| of).collect();
         assert_eq!(dispatched, vec![operation; depth]);
-        // The rest waits with room for it: it goes when some of its own end.
-        assert_eq!(bed.count(domain, Place::Held), 5);
+        // The rest waits with room for it: it is dispatched when some of its own complete.
+        assert_eq!(bed.count(domain, Place::Queued), 5);
     }
     for operation in ONE_OF_EACH {
         let completed: Vec<Tag> = bed.all(domain_of(operation), Place::InFlight).take(3).collect();
@@ -192,25 +192,25 @@ fn who_meets_the_target_gives_way_to_who_misses_it_and_gets_back_what_it_needs()
     for writes in [32, 8, 2, 1, 1] {
         bed.run(Read, SAMPLES, 0, 3);
         bed.run(Write, SAMPLES, 0, 2);
-        assert_eq!(bed.look(), [256, writes, 64, 16]);
+        assert_eq!(bed.check_latencies(), [256, writes, 64, 16]);
     }
     // Reads are fast again, and writes do not need more.
     bed.run(Read, SAMPLES, 0, 1);
     bed.run(Write, SAMPLES, 5, 2);
-    assert_eq!(bed.look(), [256, 1, 64, 16]);
+    assert_eq!(bed.check_latencies(), [256, 1, 64, 16]);
     // They do, because they wait here: they double up to what they had.
     for writes in [2, 4, 8, 16, 32, 64, 128, 128] {
         bed.run(Read, SAMPLES, 0, 1);
         bed.run(Write, SAMPLES, 30, 1);
-        assert_eq!(bed.look(), [256, writes, 64, 16]);
+        assert_eq!(bed.check_latencies(), [256, writes, 64, 16]);
     }
     // The same the other way round. A read within three quarters of its target keeps them.
     bed.run(Write, SAMPLES, 0, 20);
     bed.run(Read, SAMPLES, 0, 1);
-    assert_eq!(bed.look(), [128, 128, 64, 16]);
+    assert_eq!(bed.check_latencies(), [128, 128, 64, 16]);
     bed.run(Write, SAMPLES, 0, 1);
     bed.run(Read, SAMPLES, 9, 1);
-    assert_eq!(bed.look(), [256, 128, 64, 16]);
+    assert_eq!(bed.check_latencies(), [256, 128, 64, 16]);
 }
 
 #[test]
@@ -221,14 +221,14 @@ fn one_in_a_hundred_may_be_slow_and_one_in_ten_in_the_device() {
         bed.run(Read, 500 - slow_reads, 0, 1);
         bed.run(Read, slow_reads, 0, 3);
         bed.run(Write, 500, 0, 1);
-        assert_eq!(bed.look()[WRITE], writes);
+        assert_eq!(bed.check_latencies()[WRITE], writes);
     }
     for (slow_writes, depth) in [(5, 32), (6, 64)] {
         let mut bed = Bed::new();
         bed.scheduler.domains[WRITE].depth = 32;
         bed.run(Write, 500 - slow_writes, 0, 1);
         bed.run(Write, slow_writes, 30, 1);
-        assert_eq!(bed.look()[WRITE], depth);
+        assert_eq!(bed.check_latencies()[WRITE], depth);
     }
 }
 
@@ -238,22 +238,22 @@ fn few_samples_count_when_they_are_a_second_old() {
     bed.scheduler.domains[WRITE].depth = 32;
     bed.run(Operation::Write, SAMPLES - 1, 30, 1);
     for _ in 0..9 {
-        assert_eq!(bed.look()[WRITE], 32);
+        assert_eq!(bed.check_latencies()[WRITE], 32);
     }
     // They were stamped 31 ms after the time that stood still.
     bed.now_ns += 31 * NS_PER_MS;
-    assert_eq!(bed.look()[WRITE], 64);
-    assert_eq!(bed.look()[WRITE], 64, "they were used up");
+    assert_eq!(bed.check_latencies()[WRITE], 64);
+    assert_eq!(bed.check_latencies()[WRITE], 64, "they were used up");
 }
 
 #[test]
 fn what_is_known_of_a_domain_limits_it_once() {
     let mut bed = Bed::new();
     bed.run(Operation::Write, SAMPLES, 0, 1);
-    assert_eq!(bed.look()[WRITE], 128);
+    assert_eq!(bed.check_latencies()[WRITE], 128);
     for _ in 0..3 {
         bed.run(Operation::Read, SAMPLES, 0, 3);
-        assert_eq!(bed.look()[WRITE], 32);
+        assert_eq!(bed.check_latencies()[WRITE], 32);
     }
 }
 
@@ -334,7 +334,7 @@ proptest! {
                 return true;
             }
             for (domain, queued) in bed.scheduler.domains.iter().zip(queued) {
-                assert!(queued.is_empty() || domain.in_flight >= domain.depth, "it holds back for nothing");
+                assert!(queued.is_empty() || domain.in_flight >= domain.depth, "it throttles for nothing");
             }
             false
         };
@@ -388,7 +388,7 @@ proptest! {
                 }
                 Step::Remove(index) => {
                     let tag = Tag(index);
-                    let held = bed.places[tag.index()] == Place::Held;
+                    let held = bed.places[tag.index()] == Place::Queued;
                     prop_assert_eq!(bed.scheduler.remove(tag), held);
                     if held {
                         queued.iter_mut().for_each(|queued| queued.retain(|&other| other != tag));
@@ -402,7 +402,7 @@ proptest! {
             }
             check(&bed, &queued);
         }
-        // All leave while those before them end.
+        // All leave while those before them complete.
         while bed.scheduler.len() > 0 || bed.places.contains(&Place::InFlight) {
             while dispatch(&mut bed, &mut queued) {}
             let completed: Vec<Tag> = (0..4).flat_map(|domain| bed.all(domain, Place::InFlight)).collect();

@@ -21,7 +21,7 @@ fn direction_of(operation: Operation) -> usize {
     usize::from(operation.is_write())
 }
 
-/// A request held, by its tag.
+/// A queued request, by its tag.
 #[derive(Clone, Debug)]
 struct Entry {
     /// Where it stands in the order of positions.

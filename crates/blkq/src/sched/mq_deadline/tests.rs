@@ -35,7 +35,7 @@ impl Bed {
         let before = (self.scheduler.batch_direction, self.scheduler.batched);
         let tag = self.scheduler.dispatch(&self.requests, self.now_ns)?;
         let request = &self.requests[tag.index()];
-        assert!(std::mem::take(&mut self.held[tag.index()]), "{tag:?} was not held");
+        assert!(std::mem::take(&mut self.held[tag.index()]), "{tag:?} was not queued");
         let after = (self.scheduler.batch_direction, self.scheduler.batched);
         assert!(after.1 <= self.scheduler.fifo_batch.max(1));
         assert!(after == (before.0, before.1.wrapping_add(1)) || after.1 == 1, "a batch has one direction");
@@ -65,12 +65,12 @@ fn a_batch_ascends_from_the_last_position() {
     }
     bed.scheduler.directions[READ].latest = Sector(250);
     let order: Vec<u64> = std::iter::from_fn(|| bed.dispatch()).map(|(_, _, sector)| sector.0).collect();
-    // At the end of the disk the oldest is next, and the batch goes on from there.
+    // At the end of the disk the oldest is next, and the batch continues from there.
     assert_eq!(order, [300, 400, 500, 100, 200]);
 }
 
 #[test]
-fn batches_end_and_writes_get_every_third() {
+fn batches_are_bounded_and_writes_get_every_third() {
     let mut bed = Bed::new();
     let mut directions = Vec::new();
     let mut sector = 0;
@@ -128,7 +128,7 @@ fn expired_wait_ns(waits: Operation, floods: Operation) -> u64 {
 }
 
 #[test]
-fn deadlines_end_the_wait_behind_a_stream() {
+fn deadlines_bound_the_wait_behind_a_stream() {
     let batch_ns = 16 * SERVICE_NS;
     // The batch that runs when a read expires, and the writes that may be due after it.
     let wait_ns = expired_wait_ns(Operation::Read, Operation::Write);
@@ -160,7 +160,7 @@ fn without_front_merges_only_the_back_is_found() {
 #[derive(Clone, Debug)]
 enum Step {
     Insert(Operation, u64, u64),
-    /// Looks for a request to merge with; merges, and joins the neighbour if there is one.
+    /// Searches a request to merge with; merges, and joins the neighbour if there is one.
     Merge(Operation, u64, u64),
     Dispatch(u8),
     Remove(u8),
