@@ -90,6 +90,7 @@ impl TestFile {
     ///
     /// # Errors
     /// If it was removed.
+    #[cfg(test)]
     pub fn open(&self) -> Result<File> {
         Ok(File::open(&self.path)?)
     }

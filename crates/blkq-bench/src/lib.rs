@@ -3,7 +3,7 @@
 //! and blkq beside its peers.
 //!
 //! A table (`tables/`) is a function that runs its cases in turn (A B A B ...) through a
-//! [`Bench`](bench::Bench) and states what it found ([`result`]). What was found is printed ([`mod@print`]),
+//! `Bench` (`bench.rs`) and states what it found ([`result`]). What was found is printed (`print.rs`),
 //! and written as JSON and as a report.
 
 use std::path::PathBuf;
@@ -11,26 +11,26 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-pub mod bench;
-pub mod cache;
-pub mod client;
-pub mod file;
-pub mod interrupt;
-pub mod load;
-pub mod machine;
-pub mod measurement;
-pub mod metric;
-pub mod print;
-pub mod process;
-pub mod progress;
+mod bench;
+mod cache;
+mod client;
+mod file;
+mod interrupt;
+mod load;
+mod machine;
+mod measurement;
+mod metric;
+mod print;
+mod process;
+mod progress;
 pub mod report;
 pub mod result;
-pub mod run;
+mod run;
 #[cfg(test)]
 mod schema;
 mod shuffle;
-pub mod summary;
-pub mod tables;
+mod summary;
+mod tables;
 pub mod vhost;
 
 pub use run::run;

@@ -1,6 +1,6 @@
 //! The tables as text.
 
-use crate::result::{Comparison, Effect, Expected, Published, Results, Table};
+use crate::result::{Comparison, Effect, Expected, Published, Table};
 use crate::summary::{self, Headline};
 
 /// Characters of a line at most.
@@ -16,12 +16,6 @@ Figures are medians of several rounds, in which the cases take turns. spread: th
 smallest, by the median. x: a ratio, the median of those of each round; +-: how far these lie apart;
 ~: no clear effect, as the ratio is no larger than that.
 ";
-
-/// All of it.
-pub fn text(results: &Results) -> String {
-    let tables = results.tables.iter().map(table).collect::<Vec<_>>().join("\n");
-    format!("{LEGEND}\n{tables}")
-}
 
 /// One table: what follows from it, what was published, what was measured, and how it works.
 pub fn table(table: &Table) -> String {
@@ -244,6 +238,13 @@ fn line(row: &[String], first: usize, others: std::ops::Range<usize>, widths: &[
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::result::Results;
+
+    /// All that is printed.
+    fn text(results: &Results) -> String {
+        let tables = results.tables.iter().map(table).collect::<Vec<_>>().join("\n");
+        format!("{LEGEND}\n{tables}")
+    }
 
     fn rows(rows: &[&[&str]]) -> Vec<Vec<String>> {
         rows.iter().map(|row| row.iter().map(|&cell| cell.to_owned()).collect()).collect()

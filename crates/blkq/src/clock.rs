@@ -12,6 +12,7 @@ pub const CLOCK_USES_MAX: u32 = 64;
 
 /// How time stamps are taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum ClockMode {
     /// One reading serves a plug, or a completion batch.
     #[default]
@@ -46,7 +47,7 @@ impl std::fmt::Display for ClockMode {
 
 /// A monotonic clock in nanoseconds, for one thread.
 #[derive(Debug)]
-pub struct Clock {
+pub(crate) struct Clock {
     cached_ns: u64,
     /// How often the cached time may still be used; 0 if there is none.
     uses_left: u32,

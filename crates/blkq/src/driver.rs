@@ -204,6 +204,7 @@ pub struct Extent {
 
 /// Why a driver did not take a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Busy {
     /// A resource of the driver ran out; one of its own completions will make room
     /// (BLK_STS_DEV_RESOURCE).

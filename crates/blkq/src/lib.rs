@@ -2,8 +2,8 @@
 //!
 //! A caller states an I/O as a [`Bio`]: operation, flags, place, length, memory. A driver gets
 //! it as a [`Request`]: one slot of a tag set, with one or more bios that were merged. In
-//! between lie the parts of the Linux block layer, under their names: the [`plug`] that makes a
-//! batch, the [`tags`] that bound what is in flight, merging and splitting by [`QueueLimits`],
+//! between lie the parts of the Linux block layer, under their names: the plug that makes a
+//! batch, the tags that bound what is in flight, merging and splitting by [`QueueLimits`],
 //! the flush machine, a scheduler ([`sched`]), freeze and quiesce, and [`stats`].
 //!
 //! A [`Disk`] is a [`Driver`] with hardware queues. Each queue is owned by one thread, which
@@ -77,37 +77,37 @@
 //! handed back and does not complete. The contracts in full, each with its tests, are in
 //! docs/contracts.md; what survives which loss is in docs/durability.md.
 
-pub mod bio;
-pub mod buffer;
+mod bio;
+mod buffer;
 pub mod clock;
 mod completer;
 pub mod disk;
-pub mod driver;
+mod driver;
 pub mod drivers;
 pub mod engine;
-pub mod error;
+mod error;
 pub mod layout;
-pub mod limits;
+mod limits;
 mod queue;
 pub mod random;
 mod remote;
-pub mod request;
+mod request;
 pub mod ring;
 pub mod sched;
-pub mod sector;
+mod sector;
 #[cfg(simulation)]
 pub mod simulation;
 mod slab;
 mod split;
 pub mod stats;
 mod sync;
-pub mod tags;
+mod tags;
 
-pub use queue::{hang, plug};
+pub use queue::hang;
 pub use remote::gate;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
-pub use buffer::{Data, IoBuffer, KernelPages, Segment, SegmentOwner};
+pub use buffer::{BUFFER_ALIGN, Data, IoBuffer, KernelPages, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Setting, Settings};
@@ -123,9 +123,13 @@ pub use remote::submitter::Submitter;
 pub use request::Request;
 pub use ring::{Cqe, FileSlot, Registrar, Token};
 pub use sched::SchedulerKind;
-pub use sector::Sector;
+pub use sector::{SECTOR_BYTES, SECTOR_SHIFT, Sector};
 pub use stats::{Counter, StatGroup, StatsSnapshot};
 pub use tags::Tag;
+
+/// The io_uring crate, whose entries a driver or a source pushes: [`DriverContext::push`],
+/// [`SourceContext::push`].
+pub use io_uring;
 
 /// The driver of the guide is compiled and run.
 #[cfg(doctest)]

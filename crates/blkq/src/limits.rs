@@ -10,6 +10,11 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 pub const QUEUES_MAX: usize = 64;
 
 /// Limits and capabilities of a device. Sizes in bytes.
+///
+/// A driver writes those that it has and takes the others from [`QueueLimits::default`], the limits
+/// of a device that can do nothing special: `QueueLimits { capacity_bytes, ..Default::default() }`.
+/// So a new field breaks no driver that is written in this way, and the struct stays open to it
+/// (`#[non_exhaustive]` would forbid the literal). The options of drivers and attachments are the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueLimits {
     /// Size of the device.

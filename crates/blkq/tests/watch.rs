@@ -26,6 +26,13 @@ fn after(seconds: u64) -> u64 {
     monotonic_ns() + seconds * SECOND_NS
 }
 
+/// The scan of a queue in which so many hang, each of which was found before.
+fn nothing_new(hung: u64) -> HangScan {
+    let mut scan = HangScan::default();
+    scan.hung = hung;
+    scan
+}
+
 // Contract: statistics
 #[test]
 fn a_hung_request_is_reported_once_with_its_state_and_completion() {
@@ -48,7 +55,7 @@ fn a_hung_request_is_reported_once_with_its_state_and_completion() {
     assert_eq!(subject.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
     // Once, however often it is scanned.
     for _ in 0..3 {
-        assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), HangScan { hung: 1, ..HangScan::default() });
+        assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), nothing_new(1));
     }
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 1));
     device.release(1);
@@ -150,7 +157,7 @@ fn of_many_hung_requests_all_are_counted_and_few_reported() {
     queue.poll();
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((scan.hangs.len(), scan.more, scan.hung), (NAMED_MAX, 40, all));
-    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS), HangScan { hung: all, ..HangScan::default() });
+    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS), nothing_new(all));
     device.release(all as usize);
     drain(&mut queue);
     assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS).completed.len(), NAMED_MAX);

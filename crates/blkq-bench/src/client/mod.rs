@@ -113,6 +113,7 @@ impl File {
     }
 
     /// Pages in its cache, and most that there may be.
+    #[cfg(test)]
     pub fn cached(&self) -> (usize, usize) {
         (self.cache.len(), self.cache.capacity())
     }

@@ -48,6 +48,7 @@ impl Pages {
     }
 
     /// Pages in it.
+    #[cfg(test)]
     pub fn len(&self) -> usize {
         self.index.len()
     }

@@ -49,6 +49,7 @@ fn describe(rejection: &Rejection) -> String {
         Reason::Late => {
             "dropped: it took too long to finish the handshake, send a payload or take replies".to_owned()
         }
+        other => format!("turned away: {other:?}"),
     };
     let before = match rejection.unreported {
         0 => String::new(),

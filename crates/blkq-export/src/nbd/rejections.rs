@@ -10,6 +10,7 @@ const WINDOW: Duration = Duration::from_secs(60);
 
 /// Why a client was turned away, or dropped.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Reason {
     /// There were as many connections as there may be: so many.
     TooMany(usize),
@@ -47,6 +48,7 @@ const KINDS: usize = 7;
 
 /// A client that was turned away, or dropped.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Rejection {
     /// The client: `pid 123, uid 0`, or an address and port.
     pub peer: String,

@@ -11,6 +11,7 @@ use super::rejections::{Reason, Rejections};
 
 /// One connection, as it is now.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ConnectionInfo {
     /// Counted up from 1.
     pub id: u64,

@@ -5,7 +5,7 @@
 //! `device` the life of a device, `setup` a process that makes it, `usage` its users and `idle` a
 //! process that sees when it has none any more, `child` what both are, [`process`] what a process that serves one must be.
 
-pub mod abi;
+mod abi;
 mod child;
 mod command;
 mod control;

@@ -25,6 +25,7 @@ pub const NAMED_MAX: usize = 32;
 
 /// Where a request is, or a bio that has none yet.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Place {
     /// It waits for a tag, behind so many others.
     ForTag(usize),
@@ -62,6 +63,7 @@ impl fmt::Display for Place {
 
 /// A request, or a bio without one.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Subject {
     /// Counted up from 1 in each queue.
     pub number: u64,
@@ -101,6 +103,7 @@ impl fmt::Display for Subject {
 
 /// Something that is in flight for too long.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Hang {
     /// The request or bio that hangs.
     pub subject: Subject,
@@ -119,6 +122,7 @@ pub struct Hang {
 
 /// The completion of something that hung and was reported.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct HangCompletion {
     /// The request or bio that hung.
     pub subject: Subject,
@@ -130,6 +134,7 @@ pub struct HangCompletion {
 
 /// The findings of a scan.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub struct HangScan {
     /// Found for the first time: at most [`NAMED_MAX`] of a queue until those have completed.
     pub hangs: Vec<Hang>,

@@ -44,7 +44,7 @@ impl Direction {
 
 /// The batch that one submitter may still take: one per thread that submits, for all gates.
 #[derive(Debug, Default)]
-pub struct Batcher {
+pub(crate) struct Batcher {
     credit: u32,
     /// When it became a batcher, in nanoseconds.
     last_waited_ns: u64,
@@ -86,6 +86,7 @@ struct Waiter {
 
 /// The counters of a gate.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
 pub struct GateCounters {
     /// How often a submitter became a batcher.
     pub grants: u64,
@@ -109,7 +110,7 @@ struct Counters {
 
 /// The limit of requests in flight of a disk, with batching or without.
 #[derive(Debug)]
-pub struct RequestGate {
+pub(crate) struct RequestGate {
     nr_requests: AtomicU32,
     batching: AtomicBool,
     counters: CachePadded<Counters>,
@@ -174,16 +175,19 @@ impl RequestGate {
     }
 
     /// The limit per direction.
+    #[cfg(all(test, not(model_check)))]
     pub fn nr_requests(&self) -> u32 {
         self.nr_requests.load(Relaxed)
     }
 
     /// Whether the woken and the filling become batchers.
+    #[cfg(all(test, not(model_check)))]
     pub fn batching(&self) -> bool {
         self.batching.load(Relaxed)
     }
 
     /// Requests in flight.
+    #[cfg(test)]
     pub fn in_flight(&self, direction: Direction) -> u32 {
         in_flight(self.side(direction).load.load(SeqCst))
     }

@@ -49,6 +49,7 @@ impl Cqe {
 
 /// The counters of a ring.
 #[derive(Clone, Copy, Default, Debug)]
+#[non_exhaustive]
 pub struct RingCounters {
     /// Calls of io_uring_enter.
     pub enters: u64,

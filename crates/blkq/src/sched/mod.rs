@@ -17,6 +17,7 @@ pub(crate) use scheduler::Scheduler;
 
 /// The schedulers that a disk can be set to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum SchedulerKind {
     /// First come, first served: best where the order of positions does not matter.
     #[default]

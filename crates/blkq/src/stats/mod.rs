@@ -26,6 +26,7 @@ const NS_PER_MS: u64 = 1_000_000;
 /// The four groups of operations that are counted apart (the kernel's `stat_group`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum StatGroup {
     /// Reads.
     #[default]
@@ -76,6 +77,7 @@ impl From<Operation> for StatGroup {
 /// Events that show the parts of the block layer at work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum Counter {
     /// A plug was flushed with at least one request in it.
     PlugFlushes,
@@ -167,7 +169,7 @@ struct GroupCounters {
 /// The statistics of one queue, as others see them.
 #[derive(Debug)]
 #[repr(C)]
-pub struct QueueStats {
+pub(crate) struct QueueStats {
     in_flight: [AtomicU64; 2],
     in_flight_max: [AtomicU64; 2],
     /// The time with anything in flight, in one word so that no reader sees half a
@@ -259,7 +261,7 @@ fn busy_ns(word: u64, now_ns: u64) -> u64 {
 /// The owner's side of [`QueueStats`]: the only one that writes, hence no locked
 /// instruction anywhere.
 #[derive(Debug)]
-pub struct StatsWriter(Arc<CachePadded<QueueStats>>);
+pub(crate) struct StatsWriter(Arc<CachePadded<QueueStats>>);
 
 impl Default for StatsWriter {
     fn default() -> StatsWriter {
@@ -274,6 +276,7 @@ impl StatsWriter {
     }
 
     /// The statistics, for any reader.
+    #[cfg(all(test, not(model_check)))]
     pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
         self.0.clone()
     }
@@ -354,7 +357,7 @@ const fn error_index(status: Status) -> usize {
 /// are of one group.
 #[must_use = "what was not finished is not counted"]
 #[derive(Debug, Default)]
-pub struct StatsBatch {
+pub(crate) struct StatsBatch {
     group: StatGroup,
     ios: u64,
     sectors: u64,
@@ -411,6 +414,7 @@ impl StatsBatch {
 
 /// The counts of one group of operations.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub struct GroupSnapshot {
     /// Requests completed, with or without an error.
     pub ios: u64,
@@ -464,8 +468,9 @@ pub struct StatsSnapshot {
     pub busy_ns: u64,
     /// By the number of [`Counter`].
     pub counters: [u64; Counter::COUNT],
-    /// The longest that a cached reading of the clock was used, as far as measured, of a
-    /// single queue, in nanoseconds: see [`Clock::age_ns_max`](crate::clock::Clock::age_ns_max).
+    /// The longest that a cached reading of the clock was used, of a single queue, in nanoseconds, as
+    /// far as it shows without another reading: one after which the queue rested is left out, and
+    /// what the thread did in between is part of the time.
     pub clock_age_max_ns: u64,
     /// Requests, and bios without one, that were in flight for too long when that was last
     /// scanned: see [`hang`](crate::queue::hang).

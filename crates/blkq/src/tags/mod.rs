@@ -18,7 +18,9 @@ use crate::remote::kick::Wake;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
 
-pub use wait::{WAITERS_MAX, WaiterId};
+#[cfg(all(test, not(model_check)))]
+use wait::WAITERS_MAX;
+pub use wait::WaiterId;
 
 /// The number of a request within its tag set: 0 to one below the set's size.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
@@ -205,12 +207,6 @@ impl TagSet {
         TagHint { word: number % self.words.len() }
     }
 
-    /// Takes a free tag, if there is one.
-    #[inline]
-    pub fn get(&self, hint: &mut TagHint) -> Option<Tag> {
-        self.get_batch(hint, 1).next()
-    }
-
     /// Takes up to `want` free tags out of one word, with one atomic operation. Fewer does
     /// not mean that there are no more, unless it is none.
     #[inline]
@@ -342,7 +338,7 @@ impl TagSet {
     }
 
     /// Makes room for a user that may wait for tags, to be woken through `wake`. `None` if
-    /// [`WAITERS_MAX`] are registered.
+    /// [`wait::WAITERS_MAX`] are registered.
     pub fn register(&self, wake: Arc<dyn Wake>) -> Option<WaiterId> {
         self.waiters.register(wake)
     }

@@ -13,6 +13,7 @@ const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
 
 /// Whether I/O bypasses the page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum DirectIo {
     /// It does, or the open fails.
     On,
@@ -46,6 +47,7 @@ impl std::str::FromStr for DirectIo {
 
 /// How requests are put to the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum Dispatch {
     /// At once; only buffered writes take turns, because a file admits one writer anyway.
     #[default]

@@ -33,6 +33,7 @@ pub(super) enum Turns {
 
 /// The driver's counters, over all queues.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct LoopCounters {
     /// Most reads that one queue had in flight.
     pub reads_in_flight_max: AtomicU64,

@@ -15,6 +15,7 @@ use crate::tags::Tag;
 
 /// When a request completes.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub enum ModelCompletion {
     /// Before [`DriverQueue::queue_requests`](crate::DriverQueue::queue_requests) returns.
     #[default]
@@ -30,6 +31,7 @@ pub enum ModelCompletion {
 /// The cost of taking a request, for the engine thread: a bad driver, on purpose
 /// (what BLK_MQ_F_BLOCKING announces in the kernel).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum ModelBlocking {
     /// Nothing.
     #[default]
@@ -182,6 +184,7 @@ impl Delays {
 
 /// The counters of the queues of a model device. Each queue's thread alone writes its own.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct ModelCounters {
     /// Calls of `queue_requests`.
     pub batches: AtomicU64,

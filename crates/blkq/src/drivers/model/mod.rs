@@ -128,7 +128,7 @@ impl Driver for Model {
 }
 
 /// One queue of it.
-pub struct ModelQueue {
+struct ModelQueue {
     options: ModelOptions,
     /// None of the options that cost time for each request is in use.
     plain: bool,
