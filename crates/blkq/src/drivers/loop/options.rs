@@ -25,7 +25,7 @@ pub enum DirectIo {
 }
 
 impl DirectIo {
-    /// The name on the command line.
+    /// The name by which it is chosen.
     pub const fn name(self) -> &'static str {
         match self {
             DirectIo::On => "on",
@@ -57,7 +57,7 @@ pub enum Dispatch {
 }
 
 impl Dispatch {
-    /// The name on the command line.
+    /// The name by which it is chosen.
     pub const fn name(self) -> &'static str {
         match self {
             Dispatch::Concurrent => "concurrent",
