@@ -71,3 +71,6 @@ pub fn config(limits: &QueueLimits, queues: u16, write_cache: bool) -> [u8; CONF
     put(56, &[u8::from(limits.max_write_zeroes_bytes > 0)]);
     bytes
 }
+
+#[cfg(test)]
+mod tests;

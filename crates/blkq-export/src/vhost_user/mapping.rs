@@ -21,8 +21,6 @@ const LOCAL_FILE_SYSTEMS: [(u64, &str); 6] = [
     (0x9123_683e, "btrfs"),
 ];
 const HUGETLBFS: u64 = 0x9584_58f6;
-/// Smallest page of any supported system: offsets of files are aligned to the page's own size.
-const PAGE_BYTES: u64 = 4096;
 
 /// Bytes `offset..offset + length` of a file, shared with the front end and its guest.
 pub struct Mapping {
@@ -72,8 +70,7 @@ impl Mapping {
             )));
         }
         // Huge pages are mapped, and unmapped, as a whole.
-        let system_page = rustix::param::page_size() as u64;
-        let page = if kind == HUGETLBFS { system.f_bsize as u64 } else { system_page.max(PAGE_BYTES) };
+        let page = if kind == HUGETLBFS { system.f_bsize as u64 } else { page_bytes() };
         if !page.is_power_of_two() {
             return Err(invalid(format!("a page of {page} bytes")));
         }
@@ -115,6 +112,14 @@ impl Mapping {
     pub fn is_broken(&self) -> bool {
         self.guard.is_broken()
     }
+}
+
+/// Bytes of a page of the system, as the C library knows them since the process began: rustix asks
+/// the kernel at its first call, which a confined thread may not.
+fn page_bytes() -> u64 {
+    // SAFETY: returns a constant.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(bytes).unwrap_or(4096)
 }
 
 impl Drop for Mapping {

@@ -316,3 +316,6 @@ impl Span<'_> {
 #[repr(C, packed)]
 #[derive(Clone, Copy)]
 struct Unaligned(u64);
+
+#[cfg(test)]
+mod tests;

@@ -274,3 +274,6 @@ impl Parser {
 fn total(buffers: &[Buffer]) -> u64 {
     buffers.iter().map(|buffer| u64::from(buffer.length)).sum()
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,6 +53,8 @@ enum Kind {
 }
 
 #[cfg(test)]
+mod hostile_tests;
+#[cfg(test)]
 mod tests;
 
 /// The device's side of a ring. Each head is in flight once at a time.

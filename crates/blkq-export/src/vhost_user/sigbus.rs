@@ -112,19 +112,23 @@ fn install() -> Result<(), Error> {
         }
         // SAFETY: the call above wrote it. It is there before the handler, which reads it.
         let _ = FORMER.set(unsafe { former.assume_init() });
-        // SAFETY: zeroes are no flags and an empty mask.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction =
-            handle as extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) as usize;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
-        // SAFETY: the handler does only what a handler may: loads, stores, mmap(2), and what the
-        // former one does.
-        match unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) } {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)),
-        }
+        set_handler()
     });
     installed.map_err(|errno| Error::system("cannot handle SIGBUS", std::io::Error::from_raw_os_error(errno)))
+}
+
+fn set_handler() -> Result<(), i32> {
+    // SAFETY: zeroes are no flags and an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction =
+        handle as extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) as usize;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
+    // SAFETY: the handler does only what a handler may: loads, stores, mmap(2), sigaction(2), and what
+    // the former one does.
+    match unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)),
+    }
 }
 
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
@@ -132,8 +136,9 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     let (errno, code, address) =
         unsafe { (*libc::__errno_location(), (*info).si_code, (*info).si_addr().addr()) };
     // A signal that a process sent has no address, and a code of at most 0.
-    if code <= 0 || !replace(address) {
-        forward(signal, info, context);
+    let is_fault = code > 0;
+    if !is_fault || !replace(address) {
+        forward(signal, info, context, is_fault);
     }
     // SAFETY: errno of this thread.
     unsafe { *libc::__errno_location() = errno };
@@ -163,17 +168,18 @@ fn replace(address: usize) -> bool {
     mapped(start, bytes) || mapped(start + (address - start) / page * page, page)
 }
 
-/// As if this handler were not there.
-fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+/// Does what was done before this handler was there. For a fault that may be to restore the former
+/// action, by which the same fault then kills; for a signal that was sent it must not be, as faults in
+/// guest memory could then come.
+fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void, is_fault: bool) {
     let Some(former) = FORMER.get() else { return };
     match former.sa_sigaction {
+        libc::SIG_IGN if !is_fault => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: an action that this process had. The fault comes again, and does what it did
-            // before: an ignored one kills as well.
+            // SAFETY: an action that this process had.
             unsafe { libc::sigaction(signal, former, std::ptr::null_mut()) };
-            // SAFETY: a signal that was sent does not come again by itself.
-            if unsafe { (*info).si_code } <= 0 {
-                // SAFETY: sends to this thread.
+            if !is_fault {
+                // SAFETY: sends to this thread, which dies of it.
                 unsafe { libc::raise(signal) };
             }
         }
@@ -189,4 +195,11 @@ fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
             function(signal);
         }
     }
+    // The handler of the standard library removes itself.
+    if !is_fault && former.sa_sigaction != libc::SIG_DFL {
+        let _ = set_handler();
+    }
 }
+
+#[cfg(test)]
+mod tests;
