@@ -44,3 +44,15 @@ mod vring;
 
 pub use device::{VhostUserDevice, VhostUserOptions};
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
+
+/// The parts that a fuzzer drives: a guest's memory, rings in it, and requests.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::abi::S_OK;
+    pub use super::chain::{Chain, Head};
+    pub use super::config::RANGES_MAX;
+    pub use super::inflight::InflightRegion;
+    pub use super::memory::{Cursor, GuestMemory, RegionSpec};
+    pub use super::request::{Action, BlockRequest, Parser};
+    pub use super::ring::{Ring, RingSpec};
+}

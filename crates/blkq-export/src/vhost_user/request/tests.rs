@@ -246,15 +246,15 @@ fn what_a_completion_returns_is_used_again() {
         Action::Transfer { data: Data::Segments(owner), .. } => owner,
         _ => panic!(),
     };
-    let address = |owner: &Box<Box<dyn SegmentOwner>>| (&raw const ***owner).cast::<u8>();
+    let address = |owner: &dyn SegmentOwner| (&raw const *owner).cast::<u8>();
     let (first, second) = (data_of(&mut parser), data_of(&mut parser));
-    let known = [address(&first), address(&second)];
+    let known = [address(&**first), address(&**second)];
     assert_ne!(known[0], known[1]);
     parser.recycle(Data::Segments(first));
     parser.recycle(Data::Segments(second));
     let again = [data_of(&mut parser), data_of(&mut parser)];
-    again.iter().for_each(|owner| assert!(known.contains(&address(owner))));
-    // What is not of its making is dropped.
+    again.iter().for_each(|owner| assert!(known.contains(&address(&***owner))));
+    // Data of another kind is dropped.
     parser.recycle(Data::Buffer(blkq::IoBuffer::zeroed(512)));
     // The memory of the guest stays as long as a bio has it, and no longer.
     let [bio, idle] = again;
