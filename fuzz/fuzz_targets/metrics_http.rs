@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use blkq_cli::commands::attach::Args;
 use blkq_cli::daemon::{Daemon, Parent};
-use blkq_cli::metrics::fuzzing::{Asked, HEAD_BYTES_MAX, Refusal, parse};
+use blkq_cli::metrics::fuzzing::{Asked, HEAD_BYTES_MAX, Rejection, parse};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
@@ -47,7 +47,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     socket
 });
 
-/// The answers so far: with metrics, and with a refusal.
+/// The answers so far: with metrics, and with a rejection.
 static ANSWERED: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 #[derive(Arbitrary, Debug)]
@@ -129,7 +129,7 @@ impl Request {
 fn status(asked: Asked) -> u16 {
     match asked {
         Asked::Metrics { .. } => 200,
-        Asked::Refused(Refusal(status, ..)) => status,
+        Asked::Rejected(Rejection(status, ..)) => status,
     }
 }
 

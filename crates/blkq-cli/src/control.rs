@@ -42,7 +42,7 @@ pub enum Request {
     Show {},
     /// The counters.
     Stat {},
-    /// Change settings, in order, up to the first that is refused.
+    /// Change settings, in order, up to the first that fails.
     Set {
         /// Names and values.
         settings: Vec<(String, String)>,
@@ -131,7 +131,7 @@ const PATIENCE: Patience = Patience { report_after: Duration::from_secs(2), forc
 /// process has exited.
 ///
 /// # Errors
-/// The refusal of the daemon, or that it does not answer, or has not stopped in time.
+/// The error of the daemon, or that it does not answer, or has not stopped in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
     call_with(dir, name, request, PATIENCE, |what| {
         complain(&Failure::new(format!("{name}: waiting for {what}")));

@@ -23,7 +23,7 @@ pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
     #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// Settings, changed in this order up to the first that is refused
+    /// Settings, changed in this order up to the first that fails
     #[arg(required = true, value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
     settings: Vec<(String, String)>,
 }

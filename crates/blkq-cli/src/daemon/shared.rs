@@ -204,7 +204,7 @@ impl Shared {
     fn keep(&self, changed: Outcome) -> Outcome {
         let stage = self.stage();
         match *stage {
-            // Of several that were set, those before the one that was refused are kept too.
+            // Of several that were set, those before the one that failed are kept too.
             Stage::Serving => changed.and(self.write_settings()),
             // The next daemon does not learn of it.
             Stage::Leaving => stage.check(),

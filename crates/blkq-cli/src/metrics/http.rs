@@ -13,33 +13,33 @@ pub enum Asked {
         text: bool,
     },
     /// A request that is rejected, and how.
-    Refused(Refusal),
+    Rejected(Rejection),
 }
 
-/// A refusal: status, reason, and a line for people.
+/// A rejection: status, reason, and a line for people.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Refusal(pub u16, pub &'static str, pub &'static str);
+pub struct Rejection(pub u16, pub &'static str, pub &'static str);
 
-const BAD: Refusal = Refusal(400, "Bad Request", "not a request of HTTP/1.1");
-const NOT_FOUND: Refusal = Refusal(404, "Not Found", "the metrics are at /metrics");
-const NOT_ALLOWED: Refusal = Refusal(405, "Method Not Allowed", "only GET and HEAD are understood");
-const TOO_LARGE: Refusal = Refusal(431, "Request Header Fields Too Large", "the request is too long");
-const VERSION: Refusal =
-    Refusal(505, "HTTP Version Not Supported", "only HTTP/1.0 and HTTP/1.1 are understood");
+const BAD: Rejection = Rejection(400, "Bad Request", "not a request of HTTP/1.1");
+const NOT_FOUND: Rejection = Rejection(404, "Not Found", "the metrics are at /metrics");
+const NOT_ALLOWED: Rejection = Rejection(405, "Method Not Allowed", "only GET and HEAD are understood");
+const TOO_LARGE: Rejection = Rejection(431, "Request Header Fields Too Large", "the request is too long");
+const VERSION: Rejection =
+    Rejection(505, "HTTP Version Not Supported", "only HTTP/1.0 and HTTP/1.1 are understood");
 /// The device has stopped, and the daemon is about to exit.
-pub const STOPPING: Refusal = Refusal(503, "Service Unavailable", "the device is stopping");
+pub const STOPPING: Rejection = Rejection(503, "Service Unavailable", "the device is stopping");
 
 /// Parses what has arrived; `None` if more is needed.
 pub fn parse(input: &[u8]) -> Option<Asked> {
     let head = match end_of_head(input) {
         Some(end) if end <= HEAD_BYTES_MAX => &input[..end],
-        Some(_) => return Some(Asked::Refused(TOO_LARGE)),
+        Some(_) => return Some(Asked::Rejected(TOO_LARGE)),
         // Bytes that cannot become a request are rejected at once.
-        None if input.iter().any(|byte| !is_text(*byte)) => return Some(Asked::Refused(BAD)),
-        None if input.len() >= HEAD_BYTES_MAX => return Some(Asked::Refused(TOO_LARGE)),
+        None if input.iter().any(|byte| !is_text(*byte)) => return Some(Asked::Rejected(BAD)),
+        None if input.len() >= HEAD_BYTES_MAX => return Some(Asked::Rejected(TOO_LARGE)),
         None => return None,
     };
-    Some(understand(head).unwrap_or_else(Asked::Refused))
+    Some(understand(head).unwrap_or_else(Asked::Rejected))
 }
 
 /// The end of the empty line after the head.
@@ -51,7 +51,7 @@ fn is_text(byte: u8) -> bool {
     matches!(byte, b'\t' | b'\r' | b'\n' | b' '..=b'~' | 0x80..=0xff)
 }
 
-fn understand(head: &[u8]) -> Result<Asked, Refusal> {
+fn understand(head: &[u8]) -> Result<Asked, Rejection> {
     if !head.iter().all(|byte| is_text(*byte)) {
         return Err(BAD);
     }
@@ -105,8 +105,8 @@ pub fn metrics(page: &str, text: bool) -> Vec<u8> {
     [head.as_bytes(), if text { page.as_bytes() } else { b"" }].concat()
 }
 
-/// The answer that refuses.
-pub fn refusal(Refusal(status, reason, why): Refusal) -> Vec<u8> {
+/// The answer that rejects a request.
+pub fn rejection(Rejection(status, reason, why): Rejection) -> Vec<u8> {
     let text = format!("{why}\n");
     let allow = if status == NOT_ALLOWED.0 { "Allow: GET, HEAD\r\n" } else { "" };
     (head(status, reason, "text/plain; charset=utf-8", text.len(), allow) + &text).into_bytes()
@@ -127,7 +127,7 @@ mod tests {
     fn status(request: &str) -> Option<u16> {
         parse(request.as_bytes()).map(|asked| match asked {
             Asked::Metrics { .. } => 200,
-            Asked::Refused(Refusal(status, ..)) => status,
+            Asked::Rejected(Rejection(status, ..)) => status,
         })
     }
 
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn answers_have_their_length() {
-        for answer in [metrics("abc\n", true), refusal(NOT_ALLOWED), refusal(STOPPING)] {
+        for answer in [metrics("abc\n", true), rejection(NOT_ALLOWED), rejection(STOPPING)] {
             let text = String::from_utf8(answer).unwrap();
             let (head, body) = text.split_once("\r\n\r\n").unwrap();
             assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");

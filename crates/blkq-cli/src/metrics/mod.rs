@@ -11,7 +11,7 @@ mod server;
 /// The parts of an endpoint's answers that a fuzzer knows.
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    pub use super::http::{Asked, HEAD_BYTES_MAX, Refusal, parse};
+    pub use super::http::{Asked, HEAD_BYTES_MAX, Rejection, parse};
 }
 
 use std::os::fd::OwnedFd;
@@ -47,13 +47,13 @@ impl Endpoint {
     pub fn bind(listen: Listen, insecure: bool) -> Outcome<Endpoint> {
         let during = |e: Failure| e.during("--metrics");
         let listener = listen.listen().map_err(|e| during(e.into()))?;
-        let world = listener.tcp_address().filter(|address| !address.ip().is_loopback());
-        if let (Some(address), false) = (world, insecure) {
+        let public = listener.tcp_address().filter(|address| !address.ip().is_loopback());
+        if let (Some(address), false) = (public, insecure) {
             return Err(during(Failure::new(format!(
                 "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or give --insecure"
             ))));
         }
-        let warning = world.map(|address| {
+        let warning = public.map(|address| {
             format!("every machine that reaches {address} can read the metrics of the device")
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)

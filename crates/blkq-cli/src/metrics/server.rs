@@ -194,9 +194,9 @@ impl Connection {
 fn answer(asked: Asked, read: Read<'_>, served: &Served) -> Vec<u8> {
     let text = match asked {
         Asked::Metrics { text } => text,
-        Asked::Refused(refusal) => {
+        Asked::Rejected(rejection) => {
             served.refused.fetch_add(1, Relaxed);
-            return http::refusal(refusal);
+            return http::rejection(rejection);
         }
     };
     match read() {
@@ -204,6 +204,6 @@ fn answer(asked: Asked, read: Read<'_>, served: &Served) -> Vec<u8> {
             served.answered.fetch_add(1, Relaxed);
             http::metrics(&page::render(&sample, served), text)
         }
-        None => http::refusal(http::STOPPING),
+        None => http::rejection(http::STOPPING),
     }
 }

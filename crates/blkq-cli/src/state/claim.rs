@@ -39,9 +39,9 @@ impl StateDir {
         let begin = Instant::now();
         loop {
             match Claim::take(self, name, true)? {
-                Taken::Claim(claim) => return Ok(claim),
-                Taken::Orphan(orphan) => return Err(orphan.refusal()),
-                Taken::Held => {}
+                Attempt::Claim(claim) => return Ok(claim),
+                Attempt::Orphan(orphan) => return Err(orphan.refusal()),
+                Attempt::Locked => {}
             }
             // The lock may be held for a moment by a command that clears up after a dead daemon. While a
             // daemon dies its socket still takes connections.
@@ -79,12 +79,12 @@ impl StateDir {
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
             match Claim::take(self, &name, true)? {
-                Taken::Claim(claim) => return Ok(claim),
+                Attempt::Claim(claim) => return Ok(claim),
                 // Most likely of the same image, which must not be attached twice.
-                Taken::Orphan(orphan) => return Err(orphan.refusal()),
+                Attempt::Orphan(orphan) => return Err(orphan.refusal()),
                 // Nor while the one before it has not exited yet.
-                Taken::Held if self.holder_is_dying(&name) => return self.claim(&name),
-                Taken::Held => {}
+                Attempt::Locked if self.holder_is_dying(&name) => return self.claim(&name),
+                Attempt::Locked => {}
             }
         }
         Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
@@ -97,9 +97,9 @@ impl StateDir {
     pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
         let last_line = last_lines(&self.file(name, ".log")).ok().and_then(|mut lines| lines.pop());
         Ok(match Claim::take(self, name, false)? {
-            Taken::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
-            Taken::Orphan(orphan) => Dead::Orphan(orphan),
-            Taken::Held => Dead::No,
+            Attempt::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
+            Attempt::Orphan(orphan) => Dead::Orphan(orphan),
+            Attempt::Locked => Dead::No,
         })
     }
 }
@@ -116,11 +116,11 @@ pub enum Dead {
 }
 
 /// The result of [`Claim::take`].
-enum Taken {
+enum Attempt {
     Claim(Claim),
     Orphan(Box<Orphan>),
     /// Another process has it; or it must be there, and is not.
-    Held,
+    Locked,
 }
 
 /// A kernel's block device whose daemon has exited, and its name.
@@ -157,7 +157,7 @@ pub struct Claim {
 impl Claim {
     /// Takes the lock of `name` if it is free, and removes what a dead owner left unless its
     /// device lives. Without `create`, only a lock file that is there is taken.
-    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Taken> {
+    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Attempt> {
         let path = dir.file(name, ".lock");
         let refuse = |e: io::Error| {
             let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
@@ -167,12 +167,12 @@ impl Claim {
             let lock = match OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path)
             {
                 Ok(lock) => lock,
-                Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(Taken::Held),
+                Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(Attempt::Locked),
                 Err(e) => return Err(refuse(e)),
             };
             match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Taken::Held),
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Attempt::Locked),
                 Err(e) => return Err(refuse(e.into())),
             }
             // The owner before us may have removed the file between our open and our lock.
@@ -203,8 +203,8 @@ impl Claim {
                 .and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0))
                 .map_err(refuse)?;
             return Ok(match orphan {
-                Some(state) => Taken::Orphan(Box::new(Orphan { claim, state })),
-                None => Taken::Claim(claim),
+                Some(state) => Attempt::Orphan(Box::new(Orphan { claim, state })),
+                None => Attempt::Claim(claim),
             });
         }
     }
@@ -406,7 +406,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..300 {
-                        if let Taken::Claim(claim) = Claim::take(&dir, "a", true).unwrap() {
+                        if let Attempt::Claim(claim) = Claim::take(&dir, "a", true).unwrap() {
                             use std::sync::atomic::Ordering::SeqCst;
                             assert_eq!(owners.fetch_add(1, SeqCst), 0);
                             taken.fetch_add(1, SeqCst);
