@@ -16,9 +16,7 @@ fn autoclear_detaches_a_device_with_its_last_client() {
     let pid = place.pid("disk.img");
     // A command that only lists is no client.
     drop(client(&uri));
-    wait_until("the visitor has disconnected", || {
-        place.json(&["show", "disk.img", "--json"])["clients"].as_array().unwrap().is_empty()
-    });
+    place.wait_for_no_clients("disk.img");
     assert_eq!(place.column("disk.img", "AUTOCLEAR"), "1");
     assert!(io(&uri, "write -P 3 0 64k"));
     wait_until("the device detaches", || has_exited(pid) && place.files().is_empty());
