@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use blkq::stats::LATENCY_BUCKETS;
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
 use blkq_export::nbd::NbdCounters;
+use blkq_export::vhost_user::VhostUserCounters;
 use serde::{Deserialize, Serialize};
 
 /// The counters of a device at one time.
@@ -38,6 +39,9 @@ pub struct Statistics {
     /// The counters of the NBD servers; `None` if there is none.
     #[serde(default)]
     pub nbd: Option<Nbd>,
+    /// The counters of vhost-user-blk; `None` if the device is not served to virtual machines.
+    #[serde(default)]
+    pub vhost_user: Option<VhostUser>,
 }
 
 /// The counters of the request gate ([`blkq::gate::GateCounters`]), and its waiters.
@@ -63,6 +67,23 @@ pub struct Nbd {
     /// Of all servers together.
     #[serde(flatten)]
     pub counters: NbdCounters,
+}
+
+/// The counters of vhost-user-blk.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct VhostUser {
+    /// Front ends connected now: 0 or 1.
+    pub connected: u64,
+    /// Of all front ends since the device was attached.
+    #[serde(flatten)]
+    pub counters: VhostUserCounters,
+}
+
+impl VhostUser {
+    /// The difference since `earlier`; the connected front end stays as it is now.
+    pub fn since(&self, earlier: &VhostUser) -> VhostUser {
+        VhostUser { connected: self.connected, counters: self.counters.since(&earlier.counters) }
+    }
 }
 
 impl Gate {

@@ -329,7 +329,10 @@ fn one_device_may_have_several_addresses() {
 #[test]
 fn what_this_build_lacks_is_refused() {
     let place = Place::new("lacks");
-    assert!(place.refused(&["attach", "ram:1M", "--export", "vhost-user-blk"]).contains("does not have it"));
+    let socket = ["attach", "ram:1M", "--export", "nbd", "--vhost-socket", "/tmp/v"];
+    assert!(place.refused(&socket).contains("add --export vhost-user-blk"));
+    let listen = ["attach", "ram:1M", "--export", "vhost-user-blk", "--listen", "tcp:localhost:0"];
+    assert!(place.refused(&listen).contains("--listen is for NBD"));
     let listen = ["--export", "ublk", "--listen", "tcp:localhost:0"];
     assert!(place.refused(&[&["attach", "ram:1M"][..], &listen].concat()).contains("--export nbd"));
     if !Path::new("/dev/ublk-control").exists() {

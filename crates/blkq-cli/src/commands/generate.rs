@@ -32,7 +32,7 @@ The state directory of root.
 names it, and the log, for each device. It has NAME.log (the log of the daemon), NAME.log.1 (the one before), NAME.json
 (what is kept for
 .BR blkq\-recover (1)),
-NAME.nbd and NAME.control (sockets) and NAME.lock.
+NAME.nbd, NAME.vhost and NAME.control (sockets) and NAME.lock.
 .SH EXIT STATUS
 .TP
 0

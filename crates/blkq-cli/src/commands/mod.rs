@@ -43,6 +43,7 @@ Files, in the state directory (/run/blkq for root), which `blkq show NAME` names
   NAME.log           the daemon's log; NAME.log.1 the one before
   NAME.json          what is kept for `blkq recover`
   NAME.nbd           the NBD socket, unless --listen gives its place
+  NAME.vhost         the socket for virtual machines, unless --vhost-socket gives its place
   NAME.control       the socket on which the daemon takes commands
   NAME.lock          locked as long as the daemon lives
 

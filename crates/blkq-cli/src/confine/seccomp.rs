@@ -100,6 +100,8 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_getpeername),
     call!(SYS_shutdown),
     call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32),
+    // Whether a virtual machine's eventfd can be written.
+    call!(SYS_ppoll),
     // A clock that has no vDSO; keys; waiting for a lock; a panic, and its message.
     call!(SYS_clock_gettime).seldom(),
     call!(SYS_getrandom),
@@ -117,10 +119,15 @@ const MORE: &[Call] = &[
     call!(SYS_accept4),
     call!(SYS_recvfrom),
     call!(SYS_sendto),
-    call!(SYS_ppoll),
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),
+    // Virtual machines: messages with descriptors, memory, the record of what is in flight.
+    call!(SYS_recvmsg),
+    call!(SYS_sendmsg),
+    call!(SYS_fstat),
+    call!(SYS_fstatfs),
+    call!(SYS_memfd_create),
     call!(SYS_fadvise64),
     call!(SYS_fdatasync),
     // The thread of the metrics steps back.

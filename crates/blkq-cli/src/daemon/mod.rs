@@ -74,7 +74,7 @@ impl Daemon {
     pub fn recover(options: &AttachOptions, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
         let (_, signals) = Daemon::begin()?;
         let Orphan { claim, state } = orphan;
-        for suffix in [".control", ".nbd"] {
+        for suffix in [".control", ".nbd", ".vhost"] {
             claim.remove_socket(suffix)?;
         }
         let open = |claim: &Claim| Device::recover(options, claim, state);

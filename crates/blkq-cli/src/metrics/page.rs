@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::{Counter, StatGroup, Status};
 
-use crate::statistics::{Nbd, Statistics};
+use crate::statistics::{Nbd, Statistics, VhostUser};
 
 /// Buckets of latencies end below these powers of two of nanoseconds: 1 us to 34 s.
 const LATENCY_BITS: (u32, u32) = (10, 35);
@@ -47,6 +47,9 @@ pub fn render(sample: &Sample, served: &Served) -> String {
     page.hangs(statistics);
     if let Some(nbd) = &statistics.nbd {
         page.nbd(nbd);
+    }
+    if let Some(vhost) = &statistics.vhost_user {
+        page.vhost_user(vhost);
     }
     let get = |counter: &AtomicU64| counter.load(Relaxed);
     page.counter("metrics_answered", "Requests for metrics that were answered.", get(&served.answered));
@@ -168,6 +171,38 @@ impl Page {
         );
     }
 
+    fn vhost_user(&mut self, vhost: &VhostUser) {
+        self.gauge("vhost_user_connected", "Virtual machines connected.", vhost.connected);
+        let counters = &vhost.counters;
+        for (name, help, value) in [
+            ("vhost_user_connections", "Front ends let in.", counters.connections),
+            ("vhost_user_refused_connections", "Front ends turned away.", counters.refused_connections),
+            (
+                "vhost_user_violations",
+                "Front ends dropped because they broke the protocol.",
+                counters.violations,
+            ),
+            (
+                "vhost_user_rejected_rings",
+                "Rings stopped because of what a guest put into them.",
+                counters.rejected_rings,
+            ),
+            ("vhost_user_kicks", "Kicks of guests.", counters.kicks),
+            ("vhost_user_calls", "Calls of guests.", counters.calls),
+            ("vhost_user_requests", "Requests taken from rings.", counters.requests),
+            ("vhost_user_errors", "Requests that completed with an error.", counters.errors),
+            ("vhost_user_read_bytes", "Content read for guests.", counters.read_bytes),
+            ("vhost_user_written_bytes", "Content written for guests.", counters.written_bytes),
+            (
+                "vhost_user_bounced",
+                "Requests copied, because memory of the guest is not aligned as the disk needs it.",
+                counters.bounced,
+            ),
+        ] {
+            self.counter(name, help, value);
+        }
+    }
+
     fn nbd(&mut self, nbd: &Nbd) {
         self.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
         let counters = &nbd.counters;
@@ -251,6 +286,7 @@ mod tests {
         let mut statistics = statistics.clone();
         statistics.nbd =
             Some(Nbd { connected: 0, counters: NbdCounters { requests: 7, ..NbdCounters::default() } });
+        statistics.vhost_user = Some(VhostUser::default());
         let sample = Sample { name: name.to_owned(), size_bytes: 1 << 20, statistics };
         render(&sample, &Served::default())
     }

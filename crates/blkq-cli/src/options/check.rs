@@ -17,20 +17,21 @@ impl AttachOptions {
     /// The option, why, and the cure.
     pub fn check(&self) -> Outcome {
         self.check_ranges()?;
-        if self.exports.contains(&Export::VhostUserBlk) {
-            return Err(Failure::new(
-                "--export vhost-user-blk: this build of blkq does not have it; use --export ublk or nbd",
-            ));
-        }
         if !self.exports.is_empty() {
             let asked = |export| self.exports.contains(&export);
             self.check_exports(asked(Export::Nbd), asked(Export::Ublk))?;
         }
+        if self.vhost_socket.is_some() && !self.exports.contains(&Export::VhostUserBlk) {
+            return Err(Failure::new(
+                "--vhost-socket is for vhost-user-blk; add --export vhost-user-blk, or omit it",
+            ));
+        }
         self.check_image()?;
         let is_unix = |address: &Address| matches!(address, Address::Unix(_));
-        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !self.listen.iter().any(is_unix) {
+        let has_socket = self.vhost_socket.is_some() || self.listen.iter().any(is_unix);
+        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !has_socket {
             return Err(Failure::new(
-                "--socket-mode and --socket-group are for the sockets of --listen unix:PATH; give one, outside of the state directory, which only its owner may enter",
+                "--socket-mode and --socket-group are for the sockets of --listen unix:PATH and --vhost-socket; give one, outside of the state directory, which only its owner may enter",
             ));
         }
         if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {

@@ -54,12 +54,18 @@ pub struct AttachOptions {
     /// [default: a socket in the state directory, or those that systemd hands over]
     #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen)]
     pub listen: Vec<Address>,
-    /// The mode of the sockets of --listen unix:PATH, as of chmod: 660 for the members of
-    /// the group, 666 for all users of this machine [default: 600, or 660 with --socket-group]
+    /// Where vhost-user-blk listens for a virtual machine [default: NAME.vhost in the state
+    /// directory]
+    #[arg(long, value_name = "PATH")]
+    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
+    pub vhost_socket: Option<PathBuf>,
+    /// The mode of the sockets of --listen unix:PATH and --vhost-socket, as of chmod: 660 for the
+    /// members of the group, 666 for all users of this machine [default: 600, or 660 with
+    /// --socket-group]
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     #[serde(with = "json::octal")]
     pub socket_mode: Option<u32>,
-    /// The group of the sockets of --listen unix:PATH, such as that of libvirt's QEMU
+    /// The group of the same sockets, such as that of libvirt's QEMU
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
     /// Refuse writes
@@ -224,7 +230,8 @@ impl AttachOptions {
                 make_absolute(path)?;
             }
         }
-        self.tls_certificates.iter_mut().chain(&mut self.pid_file).try_for_each(make_absolute)?;
+        let files = [&mut self.tls_certificates, &mut self.pid_file, &mut self.vhost_socket];
+        files.into_iter().flatten().try_for_each(make_absolute)?;
         Ok(self)
     }
 }

@@ -78,6 +78,8 @@ mod tests {
             "--export=nbd",
             "--listen=unix:/s",
             "--listen=tcp:[::1]:0",
+            "--export=vhost-user-blk",
+            "--vhost-socket=/v",
             "--socket-mode=060",
             "--socket-group=g",
             "--read-only",

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::QueueLimits;
 use blkq_export::nbd::ConnectionInfo;
+use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
 
 use super::{BackgroundThreads, Device};
 use crate::failure::Outcome;
@@ -56,6 +57,7 @@ impl Device {
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),
         ];
+        let front_end = running.vhost.as_ref().and_then(VhostUserDevice::front_end);
         let served = !running.servers.is_empty();
         let of_nbd = [
             Setting::Pacing(self.switches.pacing.load(Relaxed)),
@@ -72,7 +74,11 @@ impl Device {
             state_directory: self.state_directory.clone(),
             log: log::path().map(Path::to_owned),
             exports: running.exports(),
-            clients: running.connections().map(client_info).collect(),
+            clients: running
+                .connections()
+                .map(client_info)
+                .chain(front_end.as_ref().map(guest_info))
+                .collect(),
             image: self.image.clone(),
             driver: disk.driver().name().to_owned(),
             size: limits.size_bytes(),
@@ -93,7 +99,13 @@ impl Device {
                 .map(owned)
                 .collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
-            warnings: disk.driver().warnings().into_iter().chain(self.warnings.iter().cloned()).collect(),
+            warnings: disk
+                .driver()
+                .warnings()
+                .into_iter()
+                .chain(self.warnings.iter().cloned())
+                .chain(front_end.iter().flat_map(rejected_rings))
+                .collect(),
         })
     }
 }
@@ -108,6 +120,28 @@ fn client_info(connection: ConnectionInfo) -> ClientInfo {
         written_bytes: connection.written_bytes,
         in_flight: connection.in_flight,
     }
+}
+
+/// The front end of a virtual machine.
+fn guest_info(front_end: &FrontEndInfo) -> ClientInfo {
+    let counters = &front_end.counters;
+    ClientInfo {
+        peer: front_end.peer.clone(),
+        seconds: front_end.age.as_secs(),
+        requests: counters.requests,
+        errors: counters.errors,
+        read_bytes: counters.read_bytes,
+        written_bytes: counters.written_bytes,
+        in_flight: front_end.in_flight,
+    }
+}
+
+/// The rings that are stopped because of their contents, in words.
+fn rejected_rings(front_end: &FrontEndInfo) -> impl Iterator<Item = String> {
+    front_end.rings.iter().filter_map(|ring| {
+        let reason = ring.rejected.as_ref()?;
+        Some(format!("ring {} of the virtual machine was stopped: {reason}; reset its device", ring.index))
+    })
 }
 
 fn capabilities(limits: &QueueLimits) -> Vec<String> {

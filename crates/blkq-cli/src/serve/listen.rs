@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use blkq::ErrorKind;
 use blkq_export::nbd::{Listen, NbdOptions, NbdServer, SocketAccess, TlsCertificates, TlsOptions};
+use blkq_export::vhost_user::VhostUserDevice;
 
 use crate::access::closed_directory;
 use crate::failure::{Failure, Outcome};
-use crate::options::{Address, AttachOptions, Tls};
+use crate::options::{Address, AttachOptions, Export, Tls};
 use crate::state::Claim;
 
 /// Where to serve.
@@ -24,6 +25,17 @@ pub(super) fn addresses(
         return Ok(inherited.into_iter().map(Listen::Inherited).collect());
     }
     options.listen.iter().map(listen_at).collect()
+}
+
+/// Where vhost-user-blk listens, if the device is served to virtual machines.
+pub(super) fn vhost_address(options: &AttachOptions, claim: &Claim) -> Outcome<Option<Listen>> {
+    if !options.exports.contains(&Export::VhostUserBlk) {
+        return Ok(None);
+    }
+    match &options.vhost_socket {
+        Some(path) => listen_at(&Address::Unix(path.clone())).map(Some),
+        None => Ok(Some(Listen::Unix(claim.file(".vhost")))),
+    }
 }
 
 pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
@@ -68,8 +80,11 @@ pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
 }
 
 /// Warnings about clients that are kept out: directories that do not let them in.
-pub(super) fn warn_of_closed_directories(listen: &[Listen], access: SocketAccess) -> Vec<String> {
-    let closed = listen.iter().filter_map(|listen| match listen {
+pub(super) fn warn_of_closed_directories<'a>(
+    listen: impl Iterator<Item = &'a Listen>,
+    access: SocketAccess,
+) -> Vec<String> {
+    let closed = listen.filter_map(|listen| match listen {
         Listen::Unix(path) => Some((path.display(), closed_directory(path, access)?)),
         _ => None,
     });
@@ -86,6 +101,7 @@ pub(super) fn warn_of_access(
     options: &AttachOptions,
     nbd_options: &NbdOptions,
     servers: &[NbdServer],
+    vhost: Option<&VhostUserDevice>,
 ) -> Vec<String> {
     let required = nbd_options.tls.as_ref().filter(|tls| tls.required);
     let verified = required.is_some_and(|tls| tls.certificates.verifies_clients());
@@ -100,6 +116,7 @@ pub(super) fn warn_of_access(
         None => "give its unit SocketMode=0600",
     };
     let open_to_all = servers.iter().filter_map(NbdServer::open_to_all_users);
+    let open_to_all = open_to_all.chain(vhost.and_then(VhostUserDevice::open_to_all_users));
     warnings.extend(
         open_to_all.map(|socket| format!("all users of this machine may connect to {socket}: {cure}")),
     );

@@ -8,7 +8,7 @@ use blkq_export::nbd::{NbdCounters, NbdServer};
 use super::running::Running;
 use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
-use crate::statistics::{Gate, Nbd, Statistics};
+use crate::statistics::{Gate, Nbd, Statistics, VhostUser};
 
 /// Reads the counters of a device without keeping it from stopping.
 #[derive(Clone)]
@@ -49,6 +49,10 @@ impl Meter {
             grants: gate.grants,
             largest_grant: gate.largest_grant,
         };
+        statistics.vhost_user = running.vhost.as_ref().map(|vhost| VhostUser {
+            connected: vhost.connection_count() as u64,
+            counters: vhost.counters(),
+        });
         statistics.nbd = (!running.servers.is_empty()).then_some(Nbd { connected, counters });
         Some(statistics)
     }

@@ -106,6 +106,9 @@ impl Device {
         let mut background = self.background();
         let Some(BackgroundThreads { hangs, metrics, .. }) = &mut *background else { return Ok(()) };
         hangs.start(log::line)?;
+        if let Some(vhost) = &self.running()?.vhost {
+            vhost.serve()?;
+        }
         let meter = self.meter.clone();
         metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
     }
@@ -220,6 +223,9 @@ impl Device {
                 let _ = running.disk.resize(Some(before));
             })?;
         }
+        if let Some(vhost) = &running.vhost {
+            vhost.resized();
+        }
         Ok(bytes)
     }
 
@@ -239,10 +245,16 @@ impl Device {
         }
         // The first one that refuses keeps running, unless another has stopped already: then a
         // client that connected in between is dropped.
-        for (stopped, server) in running.servers.iter().enumerate() {
-            if server.stop(force || running.ublk.is_some() || stopped > 0).is_err() {
+        let mut force = force || running.ublk.is_some();
+        if let Some(vhost) = &running.vhost {
+            vhost.stop(force).map_err(|_| busy(1))?;
+            force = true;
+        }
+        for server in &running.servers {
+            if server.stop(force).is_err() {
                 return Err(busy(server.connection_count().max(1)));
             }
+            force = true;
         }
         Ok(())
     }

@@ -9,12 +9,14 @@ use blkq::drivers::DriverSpec;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
 use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
+use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::exports::{choose_exports, no_block_device, not_taken_over, size_of};
 use super::image::{absolute, image_name, keep_size, open_driver, refusal, serves_bytes};
 use super::listen::{
-    addresses, directories_of, listen_at, no_server, tls, warn_of_access, warn_of_closed_directories,
+    addresses, directories_of, listen_at, no_server, tls, vhost_address, warn_of_access,
+    warn_of_closed_directories,
 };
 use super::running::Running;
 use super::settings::Kept;
@@ -79,7 +81,8 @@ impl Device {
                 let started = UblkDevice::start(disk, engines, options);
                 Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
             };
-        let mut device = Device::serve(options, claim, opened, listen, intent.clone(), attach)?;
+        let sockets = Sockets { nbd: listen, vhost: vhost_address(options, claim)? };
+        let mut device = Device::serve(options, claim, opened, sockets, intent.clone(), attach)?;
         device.fallback = exports.no_ublk;
         Ok(device)
     }
@@ -115,7 +118,8 @@ impl Device {
             };
         let opened =
             open_driver(&options, true, DYING_WAIT).map_err(|error| refusal(error, &options, claim))?;
-        Device::serve(&options, claim, opened, listen, state, attach)
+        let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
+        Device::serve(&options, claim, opened, sockets, state, attach)
     }
 
     /// Serves `driver` with the settings of `state`.
@@ -126,7 +130,7 @@ impl Device {
         options: &AttachOptions,
         claim: &Claim,
         driver: Box<dyn Driver>,
-        listen: Vec<Listen>,
+        sockets: Sockets,
         state: StateFile,
         attach: impl FnOnce(
             &Arc<Disk>,
@@ -136,6 +140,7 @@ impl Device {
         ) -> Outcome<Option<UblkDevice>>,
     ) -> Outcome<Device> {
         let StateFile { attach_options, ublk: block_device, settings, .. } = state;
+        let Sockets { nbd: listen, vhost: vhost_listen } = sockets;
         let name = claim.name();
         let has = Has::new(options);
         let mut kept = Kept::read(has, &settings);
@@ -160,17 +165,19 @@ impl Device {
         // Before the mounts that these are on may go.
         let tls = tls(options)?;
         let certificates = tls.as_ref().map(|tls| tls.certificates.clone());
-        let mut needs = needs(options, listen.iter().chain(&metrics))?;
+        let mut needs = needs(options, listen.iter().chain(&metrics).chain(&vhost_listen))?;
         needs
             .read
             .extend(certificates.iter().flat_map(|certificates| directories_of(certificates.directory())));
         let mut children = None;
         if block_device.is_some() {
             let mut kept = vec![StateDir::locate()?.path().to_owned()];
-            kept.extend(listen.iter().chain(&metrics).filter_map(|listen| match listen {
-                Listen::Unix(path) => Some(path.clone()),
-                _ => None,
-            }));
+            kept.extend(listen.iter().chain(&metrics).chain(&vhost_listen).filter_map(
+                |listen| match listen {
+                    Listen::Unix(path) => Some(path.clone()),
+                    _ => None,
+                },
+            ));
             kept.extend(needs.read.iter().cloned());
             kept.extend(options.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
             // Before there are other threads.
@@ -198,7 +205,7 @@ impl Device {
             queue: 0,
         };
         let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
-        let closed = warn_of_closed_directories(&listen, access);
+        let closed = warn_of_closed_directories(listen.iter().chain(&vhost_listen), access);
         let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, listen.len());
         let rejection_event = rejections::event()?;
@@ -222,13 +229,29 @@ impl Device {
         };
         // Made before the servers, so that these stop first if one of them does not start.
         let unaligned = nbd_options.unaligned.clone();
-        let mut running = Running { servers: Vec::new(), ublk: None, _engines: engines, disk, unaligned };
+        let mut running =
+            Running { servers: Vec::new(), vhost: None, ublk: None, _engines: engines, disk, unaligned };
         for listen in listen {
             match NbdServer::start(listen, nbd_options.clone(), &handles) {
                 Ok(server) => running.servers.push(server),
                 Err(error) => {
                     running.close_servers();
                     return Err(no_server(error));
+                }
+            }
+        }
+        if let Some(listen) = vhost_listen {
+            let vhost_options = VhostUserOptions {
+                serial: name.to_owned(),
+                access,
+                idle_event: Some(autoclear.idle_event().clone()),
+                report_event: Some(rejection_event.clone()),
+            };
+            match VhostUserDevice::listen(listen, vhost_options, &running.disk, &handles) {
+                Ok(device) => running.vhost = Some(device),
+                Err(error) => {
+                    running.close_servers();
+                    return Err(error.into());
                 }
             }
         }
@@ -248,7 +271,7 @@ impl Device {
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
             ));
         }
-        warnings.extend(warn_of_access(options, &nbd_options, &running.servers));
+        warnings.extend(warn_of_access(options, &nbd_options, &running.servers, running.vhost.as_ref()));
         warnings.extend(closed);
         if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
@@ -282,6 +305,13 @@ impl Device {
             running: Mutex::new(Some(running)),
         })
     }
+}
+
+/// Where a device listens.
+#[derive(Default)]
+pub(super) struct Sockets {
+    nbd: Vec<Listen>,
+    vhost: Option<Listen>,
 }
 
 /// The processes of a block device.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use blkq_export::nbd::{NbdServer, Reason, Rejection};
+use blkq_export::vhost_user::{Event, Report, VhostUserDevice};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
@@ -25,7 +26,7 @@ impl Device {
         &self.rejection_event
     }
 
-    /// Logs the NBD clients that were turned away or dropped since the last call.
+    /// Logs the clients that were turned away or dropped since the last call.
     pub fn log_rejections(&self) {
         // Empty, another call was faster.
         let _ = rustix::io::read(&*self.rejection_event, &mut [0; 8]);
@@ -33,7 +34,24 @@ impl Device {
         running.servers.iter().flat_map(NbdServer::take_rejections).for_each(|rejection| {
             log::line(&describe(&rejection));
         });
+        running.vhost.iter().flat_map(VhostUserDevice::take_reports).for_each(|report| {
+            log::line(&describe_report(&report));
+        });
     }
+}
+
+fn describe_report(report: &Report) -> String {
+    let event = match &report.event {
+        Event::Occupied => "turned away: another one is connected, and a device has one".to_owned(),
+        Event::Violation(why) => format!("dropped: it broke the protocol: {why}"),
+        Event::Refused(why) => format!("was refused a request: {why}"),
+        Event::RingRejected(ring, why) => format!("has ring {ring} stopped: {why}"),
+    };
+    let before = match report.unreported {
+        0 => String::new(),
+        count => format!(" ({count} more like this before it were only counted)"),
+    };
+    format!("vhost-user front end ({}) {event}{before}", report.peer)
 }
 
 fn describe(rejection: &Rejection) -> String {

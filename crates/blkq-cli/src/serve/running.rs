@@ -5,12 +5,14 @@ use std::sync::Arc;
 use blkq::{Disk, EngineThread};
 use blkq_export::nbd::{ConnectionInfo, NbdServer, Paused, RangeLock};
 use blkq_export::ublk::{Claimed, UblkDevice};
+use blkq_export::vhost_user::{self, VhostUserDevice};
 
 use crate::failure::{Failure, Outcome};
 
 /// The running parts of a device, in the order in which they stop.
 pub(super) struct Running {
     pub(super) servers: Vec<NbdServer>,
+    pub(super) vhost: Option<VhostUserDevice>,
     pub(super) ublk: Option<UblkDevice>,
     /// One per hardware queue. They stop with the last use of this, before the disk.
     pub(super) _engines: Vec<EngineThread>,
@@ -19,19 +21,31 @@ pub(super) struct Running {
     pub(super) unaligned: Option<Arc<RangeLock>>,
 }
 
+/// Clients and users are kept away until this is dropped.
+#[allow(dead_code, reason = "each is there to be dropped")]
+pub(super) struct Unused<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'a>>, Option<Claimed<'a>>);
+
 impl Running {
     pub(super) fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
         self.servers.iter().flat_map(NbdServer::connections)
     }
 
+    /// Clients that are connected: of NBD, and a virtual machine.
+    pub(super) fn client_count(&self) -> usize {
+        let nbd = self.servers.iter().map(NbdServer::connection_count).sum::<usize>();
+        nbd + self.vhost.as_ref().map_or(0, VhostUserDevice::connection_count)
+    }
+
     /// Where clients find it, one line each.
     pub(super) fn exports(&self) -> Vec<String> {
         let ublk = self.ublk.iter().map(|ublk| ublk.identity().path());
-        ublk.chain(self.servers.iter().map(|server| server.uri().to_owned())).collect()
+        let vhost = self.vhost.iter().map(|vhost| vhost.uri().to_owned());
+        let nbd = self.servers.iter().map(|server| server.uri().to_owned());
+        ublk.chain(vhost).chain(nbd).collect()
     }
 
     pub(super) fn check_no_clients(&self) -> Outcome {
-        match self.connections().count() {
+        match self.client_count() {
             0 => Ok(()),
             clients => Err(busy(clients)),
         }
@@ -41,18 +55,16 @@ impl Running {
     ///
     /// # Errors
     /// If there are some, or `user` is one.
-    pub(super) fn claim_unused(
-        &self,
-        user: Option<String>,
-    ) -> Outcome<(Vec<Paused<'_>>, Option<Claimed<'_>>)> {
+    pub(super) fn claim_unused(&self, user: Option<String>) -> Outcome<Unused<'_>> {
         if let Some(user) = user {
             return Err(Failure::new(user));
         }
         let paused = self.servers.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
-        let count = || self.servers.iter().map(NbdServer::connection_count).sum::<usize>();
-        let paused = paused.ok_or_else(|| busy(count().max(1)))?;
+        let in_use = || busy(self.client_count().max(1));
+        let paused = paused.ok_or_else(in_use)?;
+        let vhost = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or_else(in_use));
         let claimed = self.ublk.as_ref().map(UblkDevice::claim).transpose();
-        Ok((paused, claimed.map_err(Failure::unless_forced)?))
+        Ok(Unused(paused, vhost.transpose()?, claimed.map_err(Failure::unless_forced)?))
     }
 
     /// As [`Device::flush`].
@@ -69,6 +81,9 @@ impl Running {
         for server in &self.servers {
             // Forced, it does not fail.
             let _ = server.stop(true);
+        }
+        if let Some(vhost) = &self.vhost {
+            let _ = vhost.stop(true);
         }
     }
 }

@@ -151,6 +151,7 @@ impl Kept {
 mod tests {
     use std::time::Duration;
 
+    use super::super::open::Sockets;
     use super::*;
     use crate::options::tests::options;
     use crate::serve::image::open_driver;
@@ -174,7 +175,8 @@ mod tests {
         let claim = dir.claim("kept").unwrap();
         let driver = open_driver(&options, false, Duration::ZERO).unwrap();
         let device =
-            Device::serve(&options, &claim, driver, Vec::new(), state, |_, _, _, _| Ok(None)).unwrap();
+            Device::serve(&options, &claim, driver, Sockets::default(), state, |_, _, _, _| Ok(None))
+                .unwrap();
         let info = device.info().unwrap();
         let now = |key: &str| {
             let all = info.settings.iter().chain(&info.driver_facts);

@@ -2,7 +2,7 @@
 //!
 //! A device NAME has up to six files there. `NAME.lock` is locked by its daemon for as
 //! long as that lives, so a daemon that was killed owns nothing any more: its other files
-//! (`.json`, `.control`, `.nbd`, `.log`) are leftovers, and the process that gets the lock next
+//! (`.json`, `.control`, `.nbd`, `.vhost`, `.log`) are leftovers, and the process that gets the lock next
 //! removes them before it does anything else; the log becomes `NAME.log.1` when the name is attached
 //! anew, and stays until it is detached. But a kernel's block device outlives its daemon:
 //! then it is an orphan, and its files stay until it is recovered or detached.
@@ -38,7 +38,7 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// The longest of the suffixes, which a name must leave room for.
 const LONGEST_SUFFIX: &str = ".control";
 /// Everything a device may leave behind, the lock last.
-const SUFFIXES: [&str; 7] = [".control", ".nbd", ".json", ".json.new", ".log", OLD_LOG, ".lock"];
+const SUFFIXES: [&str; 8] = [".control", ".nbd", ".vhost", ".json", ".json.new", ".log", OLD_LOG, ".lock"];
 /// The log of the daemon before, if that died.
 const OLD_LOG: &str = ".log.1";
 

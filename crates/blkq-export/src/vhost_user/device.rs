@@ -42,6 +42,7 @@ enum State {
 /// A running device. Stop it before its engines; dropped, it is stopped by force.
 pub struct VhostUserDevice {
     uri: String,
+    open_to_all: Option<String>,
     shared: Arc<Shared>,
     state: Mutex<State>,
 }
@@ -90,6 +91,7 @@ impl VhostUserDevice {
             Some(path) => format!("vhost-user:{}", path.display()),
             None => "vhost-user on an inherited socket".to_owned(),
         };
+        let open_to_all = listener.open_to_all_users();
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::system("vhost-user: eventfd", e))?;
         let shared = Arc::new(Shared {
@@ -101,7 +103,7 @@ impl VhostUserDevice {
             stopping: AtomicBool::new(false),
             config_changed: AtomicBool::new(false),
         });
-        Ok(VhostUserDevice { uri, shared, state: Mutex::new(State::Listening(listener)) })
+        Ok(VhostUserDevice { uri, open_to_all, shared, state: Mutex::new(State::Listening(listener)) })
     }
 
     /// Starts the thread that serves front ends; with the rights of the thread that calls this. Does
@@ -132,6 +134,11 @@ impl VhostUserDevice {
     /// Where front ends connect: `vhost-user:/run/blkq/disk.vhost`.
     pub fn uri(&self) -> &str {
         &self.uri
+    }
+
+    /// The unix socket, if all users of this machine may connect to it.
+    pub fn open_to_all_users(&self) -> Option<String> {
+        self.open_to_all.clone()
     }
 
     /// The front end, if one is connected.

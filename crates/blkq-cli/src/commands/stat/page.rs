@@ -2,11 +2,12 @@
 
 use blkq::StatGroup;
 use blkq_export::nbd::NbdCounters;
+use blkq_export::vhost_user::VhostUserCounters;
 use serde_json::{Map, Value};
 
 use super::histogram::draw;
 use super::report::{Batches, Figures, Flushes, Group, Report};
-use crate::statistics::{Gate, Nbd};
+use crate::statistics::{Gate, Nbd, VhostUser};
 use crate::table::{Align, render};
 
 impl Report {
@@ -154,6 +155,26 @@ impl Figures {
             );
             let NbdCounters { paced_requests, receive_backoffs, .. } = counters;
             row("", format!("{paced_requests} delayed by pacing, {receive_backoffs} receive back-offs"));
+        }
+        if let Some(vhost) =
+            self.vhost_user.as_ref().filter(|vhost| verbose || **vhost != VhostUser::default())
+        {
+            let VhostUser { connected, counters } = vhost;
+            let VhostUserCounters { connections, refused_connections, violations, rejected_rings, .. } =
+                counters;
+            let VhostUserCounters { requests, errors, kicks, calls, bounced, .. } = counters;
+            row(
+                "vhost-user",
+                format!(
+                    "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {rejected_rings} rings stopped"
+                ),
+            );
+            row(
+                "",
+                format!(
+                    "{requests} requests, {errors} errors, {bounced} copied, {kicks} kicks, {calls} calls"
+                ),
+            );
         }
         for (name, group) in self.groups().filter(|(_, group)| !group.refused.is_empty()) {
             row("refused", format!("{name} {}", by_status(&group.refused)));

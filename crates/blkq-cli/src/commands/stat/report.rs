@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::histogram::bars;
-use crate::statistics::{Gate, Nbd, Statistics};
+use crate::statistics::{Gate, Nbd, Statistics, VhostUser};
 use crate::timestamp::rfc3339;
 
 /// One report.
@@ -49,6 +49,8 @@ pub struct Figures {
     pub hangs: Hangs,
     /// Null without an NBD server.
     pub nbd: Option<Nbd>,
+    /// Null without vhost-user-blk.
+    pub vhost_user: Option<VhostUser>,
     /// Counted in the time that the report covers.
     pub counters: Map<String, Value>,
     /// The same as `clock.age_max_us`.
@@ -197,6 +199,10 @@ impl Report {
                 warning_seconds: now.hang_warning_ns as f64 / 1e9,
             },
             nbd: now.nbd.as_ref().map(|nbd| nbd.since(&before.nbd.clone().unwrap_or_default())),
+            vhost_user: now
+                .vhost_user
+                .as_ref()
+                .map(|vhost| vhost.since(&before.vhost_user.clone().unwrap_or_default())),
             counters: counters.collect(),
             clock_age_max_us: totals.clock_age_max_ns as f64 / 1e3,
             fields: totals.fields(),
@@ -317,6 +323,7 @@ pub(super) mod tests {
     fn the_names_in_the_json_are_those_of_the_documentation() {
         let mut statistics = Statistics::new(&counted(), 5, 2_000_000_000);
         statistics.nbd = Some(Nbd::default());
+        statistics.vhost_user = Some(VhostUser::default());
         let value = json!(Report::whole("a", &statistics).json(true));
         assert_eq!(value["read"]["histogram"][0], json!({"below_us": 1.024, "count": 99}));
         let documented = include_str!("../../../../../docs/watching.md");

@@ -1,0 +1,127 @@
+//! A device for virtual machines, with libblkio's front end (crate virtio-driver) in one's place.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::PermissionsExt;
+
+use place::*;
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use virtio_driver::{
+    VhostUser, VirtioBlkConfig, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkReqBuf, VirtioFeatureFlags,
+    VirtioTransport,
+};
+
+const MEMORY: usize = 1 << 20;
+
+/// A front end with a queue, and memory that it shares, which stays mapped.
+struct Guest {
+    queue: VirtioBlkQueue<'static, ()>,
+    transport: Box<dyn VirtioTransport<VirtioBlkConfig, VirtioBlkReqBuf>>,
+    memory: &'static mut [u8],
+}
+
+impl Guest {
+    fn connect(path: &str) -> Guest {
+        let features = VirtioFeatureFlags::VERSION_1.bits() | VirtioBlkFeatureFlags::FLUSH.bits();
+        let transport = VhostUser::<VirtioBlkConfig, VirtioBlkReqBuf>::new(path, features).unwrap();
+        let mut transport: Box<dyn VirtioTransport<_, _>> = Box::new(transport);
+        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, MEMORY as u64).unwrap();
+        let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        // SAFETY: a new mapping at an address of the kernel's choice, which is never unmapped.
+        let memory = unsafe {
+            let start = mmap(null, MEMORY, protection, MapFlags::SHARED, &file, 0).unwrap();
+            std::slice::from_raw_parts_mut(start.cast::<u8>(), MEMORY)
+        };
+        transport.map_mem_region(memory.as_ptr().addr(), MEMORY, file.as_fd().as_raw_fd(), 0).unwrap();
+        let queue = VirtioBlkQueue::setup_queues(&mut *transport, 1, 16).unwrap().remove(0);
+        Guest { queue, transport, memory }
+    }
+
+    /// Waits for the one request, and returns its result.
+    fn wait(&mut self) -> i32 {
+        self.transport.get_submission_notifier(0).notify().unwrap();
+        loop {
+            if let Some(completion) = self.queue.completions().next() {
+                return completion.ret;
+            }
+            self.transport.get_completion_fd(0).read().unwrap();
+        }
+    }
+
+    fn sectors(&self) -> u64 {
+        u64::from(self.transport.get_config().unwrap().capacity)
+    }
+}
+
+// Contract: live-changes
+#[test]
+fn a_virtual_machine_has_the_device() {
+    let place = Place::new("vhost");
+    let image = place.image("image", 8 << 20);
+    let exports = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--export", "nbd"];
+    let printed = place.done(&exports);
+    let lines: Vec<&str> = printed.lines().collect();
+    let path = lines[0].strip_prefix("vhost-user:").unwrap();
+    assert_eq!(path, place.state().join("d.vhost").to_str().unwrap());
+    assert!(lines[1].starts_with("nbd+unix:///?socket="), "{printed}");
+    assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert!(place.done(&["list"]).contains("vhost-user:"), "{}", place.done(&["list"]));
+
+    let mut guest = Guest::connect(path);
+    guest.memory[..4096].fill(7);
+    let memory = &guest.memory[..4096];
+    guest.queue.write(1 << 20, memory, ()).unwrap();
+    assert_eq!(guest.wait(), 0);
+    guest.queue.flush(()).unwrap();
+    assert_eq!(guest.wait(), 0);
+    assert!(fs::read(&image).unwrap()[1 << 20..][..4096].iter().all(|byte| *byte == 7));
+
+    // A second one is turned away, and the log says so.
+    assert!(VhostUser::<VirtioBlkConfig, VirtioBlkReqBuf>::new(path, 0).is_err());
+    let log = || fs::read_to_string(place.state().join("d.log")).unwrap_or_default();
+    wait_until("it is logged", || log().contains("turned away: another one is connected"));
+
+    let info = place.json(&["show", "d", "--json"]);
+    let clients = info["clients"].as_array().unwrap();
+    assert_eq!((clients.len(), &clients[0]["requests"]), (1, &2.into()), "{info}");
+    let counters = &place.json(&["stat", "d", "--json"])["vhost_user"];
+    let count = |name: &str| counters[name].as_u64().unwrap();
+    assert_eq!((count("connected"), count("requests"), count("refused_connections")), (1, 2, 1));
+    assert!(place.done(&["stat", "d"]).contains("vhost-user"));
+
+    // The guest sees another size, and keeps the device.
+    assert_eq!(guest.sectors(), 8 << 11);
+    assert_eq!(place.done(&["resize", "d", "16M"]), "16M\n");
+    assert_eq!(guest.sectors(), 16 << 11);
+    assert!(place.refused(&["resize", "d", "4M"]).contains("1 client is connected"));
+    assert!(place.refused(&["detach", "d"]).contains("1 client is connected"));
+    guest.queue.write((16 << 20) - 4096, &guest.memory[..4096], ()).unwrap();
+    assert_eq!(guest.wait(), 0);
+
+    place.done(&["detach", "d", "--force"]);
+    assert!(place.files().iter().all(|file| !file.starts_with("d.")), "{:?}", place.files());
+    assert!(!log().contains("panic"));
+}
+
+#[test]
+fn a_socket_elsewhere_is_for_its_group() {
+    let place = Place::new("vhost-socket");
+    let image = place.image("image", 1 << 20);
+    let path = place.dir.join("vm.sock");
+    let group = rustix::process::getegid().as_raw().to_string();
+    let path = path.to_str().unwrap();
+    let words = ["attach", &image, "--export", "vhost-user-blk", "--vhost-socket", path];
+    let printed = place.done(&[&words[..], &["--socket-group", &group]].concat());
+    assert_eq!(printed, format!("vhost-user:{path}\n"));
+    assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o660);
+    drop(Guest::connect(path));
+    let gone = || place.json(&["show", "image", "--json"])["clients"].as_array().unwrap().is_empty();
+    wait_until("the front end is gone", gone);
+    place.done(&["detach", "image"]);
+    assert!(!fs::exists(path).unwrap());
+}
