@@ -72,7 +72,7 @@ impl Queue {
     }
 
     /// Accepts a bio that is not one legal read or write with a buffer.
-    #[inline(never)]
+    #[cold]
     fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
         if let Data::Kernel(pages) = *bio.data {
             // An operation on the ring names one registered buffer.
