@@ -7,7 +7,8 @@
 //!
 //! Requests that overlap in place and time give a mix of both contents, as two writes in
 //! flight to a disk may. To keep that defined for the compiler the medium is only ever
-//! accessed as relaxed atomic words, which cost what ordinary ones do.
+//! accessed as relaxed atomic words, which cost what ordinary ones do; so is the memory of requests,
+//! which a guest may share.
 
 use std::fs::File;
 use std::ops::Range;
@@ -114,7 +115,7 @@ impl RamQueue {
                 let mut result = Ok(());
                 cx.for_each_segment(tag, |segment| {
                     let len = segment.len as usize;
-                    if len > place.len() || !len.is_multiple_of(WORD) {
+                    if len > place.len() || !(len | segment.ptr.addr()).is_multiple_of(WORD) {
                         result = Err(Status::Invalid);
                     } else if operation == Operation::Read {
                         // SAFETY: the memory of a read in flight is valid and ours to fill.
@@ -195,24 +196,27 @@ impl Medium {
     /// Copies what begins at byte `at` into `segment`, whole words only.
     ///
     /// # Safety
-    /// The segment must be valid for writing.
+    /// The segment must be valid for writing, and aligned to a word.
     unsafe fn read(&self, at: usize, segment: Segment) {
         let words = self.words(at..at + segment.len as usize);
         for (index, word) in words.iter().enumerate() {
-            // SAFETY: the segment is as long as the words together.
-            unsafe { segment.ptr.cast::<u64>().add(index).write_unaligned(word.load(Relaxed)) }
+            // SAFETY: the segment is as long as the words together, and aligned. A guest may access its
+            // memory meanwhile, and other I/O of it the same place: so it is atomic.
+            let place = unsafe { AtomicU64::from_ptr(segment.ptr.cast::<u64>().add(index)) };
+            place.store(word.load(Relaxed), Relaxed);
         }
     }
 
     /// Copies `segment` to byte `at` and on, whole words only.
     ///
     /// # Safety
-    /// The segment must be valid for reading.
+    /// The segment must be valid for reading, and aligned to a word.
     unsafe fn write(&self, at: usize, segment: Segment) {
         let words = self.words(at..at + segment.len as usize);
         for (index, word) in words.iter().enumerate() {
-            // SAFETY: the segment is as long as the words together.
-            word.store(unsafe { segment.ptr.cast::<u64>().add(index).read_unaligned() }, Relaxed);
+            // SAFETY: as in `read`.
+            let place = unsafe { AtomicU64::from_ptr(segment.ptr.cast::<u64>().add(index)) };
+            word.store(place.load(Relaxed), Relaxed);
         }
     }
 
