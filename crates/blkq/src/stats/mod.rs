@@ -276,7 +276,7 @@ impl StatsWriter {
     }
 
     /// The statistics, for any reader.
-    #[cfg(all(test, not(model_check)))]
+    #[cfg(test)]
     pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
         self.0.clone()
     }
