@@ -1,6 +1,8 @@
 //! A device for virtual machines, with libblkio's front end (crate virtio-driver) in one's place.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+#[path = "../../blkq-export/tests/vhost/front_end.rs"]
+mod front_end;
 mod place;
 
 use std::fs;
@@ -124,4 +126,59 @@ fn a_socket_elsewhere_is_for_its_group() {
     wait_until("the front end is gone", gone);
     place.done(&["detach", "image"]);
     assert!(!fs::exists(path).unwrap());
+}
+
+/// A daemon that is killed under load is attached anew, and each request completes exactly once.
+#[test]
+fn requests_survive_a_killed_daemon() {
+    use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
+    let place = Place::new("vhost-kill");
+    let image = place.image("image", 8 << 20);
+    let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--queues", "2"];
+    // Some complete before the daemon dies, and others do not.
+    let slow = [&attach[..], &["--fault", "delay=60ms,op=write,rate=50%;seed=3"]].concat();
+    // It warns of the faults.
+    let attached = || assert!(place.run(&slow).status.success());
+    attached();
+    let path = place.state().join("d.vhost");
+    let mut front = FrontEnd::new(&path, FEATURES, 2);
+    let area = [longs(&[0, 0]), [2u16, SIZE].iter().flat_map(|it| it.to_ne_bytes()).collect(), vec![0; 4]];
+    let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
+    let file = inflight.file.as_ref().unwrap().as_fd();
+    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
+    (0..2).for_each(|ring| front.start(ring, 0));
+    let mut next = 0u64;
+    let mut resubmitted = 0;
+    for round in 0..6 {
+        let mut submitted: Vec<Vec<u16>> = vec![Vec::new(); 2];
+        for number in 0..24 {
+            let (ring, at) = (number % 2, DATA + number * 4096);
+            front.memory.bytes(at, 4096).fill(next as u8 + 1);
+            submitted[ring].push(front.submit(ring, 1, next * 8, at, 4096));
+            front.kick(ring);
+            next += 1;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10 * round));
+        kill(place.pid("d"));
+        let used: u16 = (0..2).map(|ring| front.used_index(ring)).sum();
+        resubmitted += next - u64::from(used);
+        attached();
+        front.reconnect(&path, FEATURES, &inflight);
+        for (ring, heads) in submitted.iter_mut().enumerate() {
+            let mut done: Vec<u16> =
+                front.wait(ring, 12).iter().map(|it| (it.0, assert_eq!(it.1, 0)).0).collect();
+            done.sort_unstable();
+            heads.sort_unstable();
+            assert_eq!(&done, heads, "each completes once");
+        }
+    }
+    assert!(resubmitted > 0, "the daemon died in the middle");
+    // Nothing comes after that.
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert!(front.completed(0).is_empty() && front.completed(1).is_empty());
+    let bytes = fs::read(&image).unwrap();
+    for number in 0..next as usize {
+        let block = &bytes[number * 4096..][..4096];
+        assert!(block.iter().all(|byte| *byte == number as u8 + 1), "block {number}");
+    }
 }

@@ -128,7 +128,9 @@ impl VringSource {
     #[cold]
     fn reject(&mut self, reason: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.rejected, true) {
-            let _ = self.start.status.rejected.set(reason.to_string());
+            // Zeroes that stand in its place are no mistake of the guest.
+            let lost = self.start.ring.is_broken().then(|| RingError::MemoryLost.to_string());
+            let _ = self.start.status.rejected.set(lost.unwrap_or_else(|| reason.to_string()));
             signal(&self.start.wake);
         }
     }

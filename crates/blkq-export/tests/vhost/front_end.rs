@@ -1,0 +1,408 @@
+//! A front end that says exactly what a test wants it to say, and the driver's side of a split ring.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+pub const GET_FEATURES: u32 = 1;
+pub const SET_FEATURES: u32 = 2;
+pub const SET_OWNER: u32 = 3;
+pub const SET_MEM_TABLE: u32 = 5;
+pub const SET_VRING_NUM: u32 = 8;
+pub const SET_VRING_ADDR: u32 = 9;
+pub const SET_VRING_BASE: u32 = 10;
+pub const GET_VRING_BASE: u32 = 11;
+pub const SET_VRING_KICK: u32 = 12;
+pub const SET_VRING_CALL: u32 = 13;
+pub const SET_VRING_ERR: u32 = 14;
+pub const GET_PROTOCOL_FEATURES: u32 = 15;
+pub const SET_PROTOCOL_FEATURES: u32 = 16;
+pub const SET_VRING_ENABLE: u32 = 18;
+pub const SET_BACKEND_REQ_FD: u32 = 21;
+pub const GET_CONFIG: u32 = 24;
+pub const SET_CONFIG: u32 = 25;
+pub const GET_INFLIGHT_FD: u32 = 31;
+pub const SET_INFLIGHT_FD: u32 = 32;
+pub const RESET_DEVICE: u32 = 34;
+pub const ADD_MEM_REG: u32 = 37;
+pub const REM_MEM_REG: u32 = 38;
+pub const SET_STATUS: u32 = 39;
+pub const GET_STATUS: u32 = 40;
+
+pub const NEED_REPLY: u32 = 8;
+/// All protocol features that are offered.
+pub const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15 | 1 << 16;
+pub const F_FLUSH: u64 = 1 << 9;
+pub const F_CONFIG_WCE: u64 = 1 << 11;
+pub const F_DISCARD: u64 = 1 << 13;
+pub const F_WRITE_ZEROES: u64 = 1 << 14;
+pub const F_INDIRECT: u64 = 1 << 28;
+pub const F_PROTOCOL: u64 = 1 << 30;
+pub const F_VERSION_1: u64 = 1 << 32;
+pub const FEATURES: u64 = F_FLUSH | F_CONFIG_WCE | F_DISCARD | F_WRITE_ZEROES | F_PROTOCOL | F_VERSION_1;
+
+/// Where the guest's memory begins, for the guest: not where it is in this process.
+const GUEST: u64 = 1 << 20;
+/// Bytes of the shared memory, and of a ring in it.
+pub const MEMORY: usize = 8 << 20;
+const RING: usize = 64 << 10;
+/// Where headers and statuses are: 32 bytes for each request of a ring.
+const HEADERS: usize = 32 << 10;
+/// Where data may be.
+pub const DATA: usize = 1 << 20;
+pub const SIZE: u16 = 64;
+
+/// The guest's memory, which is never unmapped.
+pub struct Memory {
+    pub file: OwnedFd,
+    pub start: *mut u8,
+}
+
+// SAFETY: memory, which is accessed by raw pointers.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    pub fn new() -> Memory {
+        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, MEMORY as u64).unwrap();
+        let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe { mmap(null, MEMORY, protection, MapFlags::SHARED, &file, 0) };
+        Memory { file, start: start.unwrap().cast() }
+    }
+
+    fn at<T>(&self, at: usize) -> &T {
+        assert!(at + size_of::<T>() <= MEMORY && at.is_multiple_of(align_of::<T>()));
+        // SAFETY: inside the mapping, aligned, and atomic or not accessed by the device now.
+        unsafe { &*self.start.add(at).cast() }
+    }
+
+    #[allow(clippy::mut_from_ref, reason = "a test looks at what it does not share at that time")]
+    pub fn bytes(&self, at: usize, bytes: usize) -> &mut [u8] {
+        assert!(at + bytes <= MEMORY);
+        // SAFETY: inside the mapping.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), bytes) }
+    }
+
+    fn user(&self) -> u64 {
+        self.start.addr() as u64
+    }
+}
+
+/// A reply: its payload and a descriptor.
+pub struct Reply {
+    pub code: u32,
+    pub payload: Vec<u8>,
+    pub file: Option<OwnedFd>,
+}
+
+impl Reply {
+    pub fn number(&self) -> u64 {
+        u64::from_ne_bytes(self.payload[..8].try_into().unwrap())
+    }
+}
+
+pub fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+pub fn longs(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// The connection.
+pub struct Connection(pub UnixStream);
+
+impl Connection {
+    pub fn new(path: &Path) -> Connection {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Connection(stream)
+    }
+
+    /// Sends a message as it is.
+    pub fn raw(&self, header: [u32; 3], payload: &[u8], files: &[BorrowedFd<'_>]) {
+        let bytes = [words(&header), payload.to_vec()].concat();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !files.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(files)));
+        }
+        // The other end may have closed it: then the reply says so.
+        let _ = sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+    }
+
+    pub fn send(&self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
+        self.raw([code, 1, payload.len() as u32], payload, files);
+    }
+
+    /// The next reply, unless the connection is closed.
+    pub fn reply(&mut self) -> Option<Reply> {
+        let mut header = [0; 12];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [std::io::IoSliceMut::new(&mut header)];
+        let received = recvmsg(&self.0, &mut into, &mut control, RecvFlags::WAITALL).ok()?;
+        if received.bytes == 0 {
+            return None;
+        }
+        assert_eq!(received.bytes, 12);
+        let mut file = None;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(mut files) = message {
+                file = files.next();
+            }
+        }
+        let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
+        assert_eq!(word(4), 1 | 4, "a reply of version 1");
+        let mut payload = vec![0; word(8) as usize];
+        self.0.read_exact(&mut payload).unwrap();
+        Some(Reply { code: word(0), payload, file })
+    }
+
+    pub fn ask(&mut self, code: u32, payload: &[u8]) -> Reply {
+        self.send(code, payload, &[]);
+        let reply = self.reply().unwrap();
+        assert_eq!(reply.code, code);
+        reply
+    }
+
+    /// Sends a message that is acknowledged: with 0 if it is done.
+    pub fn acknowledged(&mut self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) -> u64 {
+        self.raw([code, 1 | NEED_REPLY, payload.len() as u32], payload, files);
+        let reply = self.reply().unwrap_or_else(|| panic!("closed by {code}"));
+        assert_eq!(reply.code, code);
+        reply.number()
+    }
+
+    pub fn done(&mut self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
+        assert_eq!(self.acknowledged(code, payload, files), 0, "request {code}");
+    }
+
+    /// Whether the other end has closed it.
+    pub fn is_closed(&mut self) -> bool {
+        self.reply().is_none()
+    }
+
+    pub fn negotiate(&mut self, features: u64) {
+        self.send(SET_OWNER, &[], &[]);
+        let offered = self.ask(GET_FEATURES, &[]).number();
+        assert_eq!(features & !offered, 0, "{offered:#x}");
+        let protocol = self.ask(GET_PROTOCOL_FEATURES, &[]).number();
+        assert_eq!(protocol, PROTOCOL);
+        self.send(SET_PROTOCOL_FEATURES, &protocol.to_ne_bytes(), &[]);
+        self.done(SET_FEATURES, &features.to_ne_bytes(), &[]);
+    }
+}
+
+/// A split ring in the memory, from the driver's side.
+pub struct Ring {
+    index: u32,
+    pub kick: OwnedFd,
+    pub call: OwnedFd,
+    /// Heads that are free: each has four descriptors.
+    free: Vec<u16>,
+    available: u16,
+    used: u16,
+}
+
+impl Ring {
+    pub fn new(index: u32) -> Ring {
+        let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let free = (0..SIZE / 4).rev().map(|number| number * 4).collect();
+        Ring { index, kick: event(), call: event(), free, available: 0, used: 0 }
+    }
+
+    fn base(&self) -> usize {
+        self.index as usize * RING
+    }
+
+    pub fn available_at(&self) -> usize {
+        self.base() + usize::from(SIZE) * 16
+    }
+
+    pub fn used_at(&self) -> usize {
+        self.base() + 4096
+    }
+}
+
+/// A front end with memory and rings.
+pub struct FrontEnd {
+    pub connection: Connection,
+    pub memory: Memory,
+    pub rings: Vec<Ring>,
+}
+
+impl FrontEnd {
+    /// One that has negotiated `features` and shares its memory; no ring is started.
+    pub fn new(path: &Path, features: u64, rings: u32) -> FrontEnd {
+        let rings = (0..rings).map(Ring::new).collect();
+        let mut front = FrontEnd { connection: Connection::new(path), memory: Memory::new(), rings };
+        front.begin(features);
+        front
+    }
+
+    /// As [`FrontEnd::new`], with its rings started.
+    pub fn started(path: &Path, features: u64, rings: u32) -> FrontEnd {
+        let mut front = FrontEnd::new(path, features, rings);
+        (0..rings).for_each(|ring| front.start(ring, 0));
+        front
+    }
+
+    /// Negotiates, and shares the memory.
+    pub fn begin(&mut self, features: u64) {
+        self.connection.negotiate(features);
+        let region = longs(&[GUEST, MEMORY as u64, self.memory.user(), 0]);
+        let table = [words(&[1, 0]), region].concat();
+        self.connection.done(SET_MEM_TABLE, &table, &[self.memory.file.as_fd()]);
+    }
+
+    /// Starts ring `ring` at `base`.
+    pub fn start(&mut self, ring: u32, base: u16) {
+        let it = &self.rings[ring as usize];
+        let user = self.memory.user();
+        let places = [it.base(), it.used_at(), it.available_at()].map(|at| user + at as u64);
+        let address = [words(&[ring, 0]), longs(&[places[0], places[1], places[2], 0])].concat();
+        let connection = &mut self.connection;
+        connection.done(SET_VRING_NUM, &words(&[ring, SIZE.into()]), &[]);
+        connection.done(SET_VRING_BASE, &words(&[ring, base.into()]), &[]);
+        connection.done(SET_VRING_ADDR, &address, &[]);
+        connection.done(SET_VRING_CALL, &longs(&[ring.into()]), &[it.call.as_fd()]);
+        connection.done(SET_VRING_KICK, &longs(&[ring.into()]), &[it.kick.as_fd()]);
+        connection.done(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
+    }
+
+    pub fn stop(&mut self, ring: u32) -> u16 {
+        let reply = self.connection.ask(GET_VRING_BASE, &words(&[ring, 0]));
+        u32::from_ne_bytes(reply.payload[4..8].try_into().unwrap()) as u16
+    }
+
+    /// Writes descriptor `index` of a ring.
+    pub fn descriptor(&self, ring: usize, index: u16, at: u64, bytes: u32, flags: u16, next: u16) {
+        let place = self.rings[ring].base() + usize::from(index) * 16;
+        self.memory.at::<AtomicU64>(place).store(at, Ordering::Relaxed);
+        self.memory.at::<AtomicU32>(place + 8).store(bytes, Ordering::Relaxed);
+        self.memory.at::<AtomicU16>(place + 12).store(flags, Ordering::Relaxed);
+        self.memory.at::<AtomicU16>(place + 14).store(next, Ordering::Relaxed);
+    }
+
+    pub fn guest(at: usize) -> u64 {
+        GUEST + at as u64
+    }
+
+    /// Makes a request of `bytes` of data at `at` of the memory available, and does not kick. Returns
+    /// its head.
+    pub fn submit(&mut self, ring: usize, kind: u32, sector: u64, at: usize, bytes: u32) -> u16 {
+        let head = self.rings[ring].free.pop().expect("a free descriptor");
+        let header = self.rings[ring].base() + HEADERS + usize::from(head) * 32;
+        self.memory.bytes(header, 16).copy_from_slice(&[words(&[kind, 0]), longs(&[sector])].concat());
+        self.memory.bytes(header + 16, 1)[0] = 0xff;
+        let (read, next, write) = (0, 1, 2);
+        self.descriptor(ring, head, Self::guest(header), 16, read | next, head + 1);
+        let data = if matches!(kind, 0 | 8) { write } else { read };
+        let mut last = head + 1;
+        if bytes > 0 {
+            self.descriptor(ring, last, Self::guest(at), bytes, data | next, last + 1);
+            last += 1;
+        }
+        self.descriptor(ring, last, Self::guest(header + 16), 1, write, 0);
+        self.make_available(ring, head);
+        head
+    }
+
+    pub fn make_available(&mut self, ring: usize, head: u16) {
+        let it = &mut self.rings[ring];
+        let at = it.index as usize * RING + usize::from(SIZE) * 16;
+        let entry = at + 4 + usize::from(it.available % SIZE) * 2;
+        it.available = it.available.wrapping_add(1);
+        self.memory.at::<AtomicU16>(entry).store(head, Ordering::Relaxed);
+        self.memory.at::<AtomicU16>(at + 2).store(it.available, Ordering::Release);
+    }
+
+    pub fn kick(&self, ring: usize) {
+        rustix::io::write(&self.rings[ring].kick, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    /// The requests that completed since the last call: heads, statuses and lengths.
+    pub fn completed(&mut self, ring: usize) -> Vec<(u16, u8, u32)> {
+        let it = &mut self.rings[ring];
+        let at = it.used_at();
+        let index = self.memory.at::<AtomicU16>(at + 2).load(Ordering::Acquire);
+        let mut all = Vec::new();
+        while it.used != index {
+            let entry = at + 4 + usize::from(it.used % SIZE) * 8;
+            let head = self.memory.at::<AtomicU32>(entry).load(Ordering::Relaxed) as u16;
+            let length = self.memory.at::<AtomicU32>(entry + 4).load(Ordering::Relaxed);
+            let status = it.index as usize * RING + HEADERS + usize::from(head) * 32 + 16;
+            it.used = it.used.wrapping_add(1);
+            assert!(!it.free.contains(&head), "descriptor {head} completed twice");
+            it.free.push(head);
+            all.push((head, self.memory.bytes(status, 1)[0], length));
+        }
+        all
+    }
+
+    /// The used index that the device has published.
+    pub fn used_index(&self, ring: usize) -> u16 {
+        self.memory.at::<AtomicU16>(self.rings[ring].used_at() + 2).load(Ordering::Acquire)
+    }
+
+    /// Waits for calls until `count` requests have completed.
+    pub fn wait(&mut self, ring: usize, count: usize) -> Vec<(u16, u8, u32)> {
+        let mut all = self.completed(ring);
+        while all.len() < count {
+            assert!(self.is_called(ring, 20), "no call; {} of {count} completed", all.len());
+            all.extend(self.completed(ring));
+        }
+        all
+    }
+
+    /// Whether there is a call within so many seconds, which is taken.
+    pub fn is_called(&self, ring: usize, seconds: i64) -> bool {
+        let call = &self.rings[ring].call;
+        let mut polls = [PollFd::new(call, PollFlags::IN)];
+        let timeout = Timespec { tv_sec: seconds, tv_nsec: 0 };
+        let ready = poll(&mut polls, Some(&timeout)).unwrap() == 1;
+        ready && rustix::io::read(call, &mut [0; 8]).unwrap() == 8
+    }
+
+    /// One request alone: its status.
+    pub fn run(&mut self, ring: usize, kind: u32, sector: u64, at: usize, bytes: u32) -> u8 {
+        let head = self.submit(ring, kind, sector, at, bytes);
+        self.kick(ring);
+        let all = self.wait(ring, 1);
+        assert_eq!((all.len(), all[0].0), (1, head));
+        all[0].1
+    }
+
+    /// Connects again after the other end died, with what is in flight.
+    pub fn reconnect(&mut self, path: &Path, features: u64, inflight: &Reply) {
+        self.connection = Connection::new(path);
+        self.begin(features);
+        let file = inflight.file.as_ref().unwrap().as_fd();
+        self.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
+        for ring in 0..self.rings.len() {
+            let base = self.used_index(ring);
+            self.start(ring as u32, base);
+        }
+    }
+}
+
+/// Writes garbage to a connection.
+pub fn write_all(connection: &mut Connection, bytes: &[u8]) {
+    let _ = connection.0.write_all(bytes);
+}

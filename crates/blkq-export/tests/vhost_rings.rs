@@ -1,0 +1,193 @@
+//! vhost-user-blk, driven by a front end of these tests: what an ordinary one does not do.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+#[path = "vhost/front_end.rs"]
+mod front_end;
+mod vhost;
+
+use std::os::fd::AsFd;
+
+use blkq::drivers::fault::{Fault, FaultSpec};
+use blkq::drivers::r#loop::DirectIo;
+use blkq_export::vhost_user::Event;
+use front_end::*;
+use rustix::event::{EventfdFlags, eventfd};
+use vhost::{image, ram, serve, until};
+
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+const GET_ID: u32 = 8;
+
+#[test]
+fn requests_complete_whatever_they_are() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    front.memory.bytes(DATA, 4096).fill(9);
+    assert_eq!(front.run(0, OUT, 8, DATA, 4096), 0);
+    assert_eq!(front.run(0, IN, 8, DATA + 8192, 4096), 0);
+    assert_eq!(front.memory.bytes(DATA + 8192, 4096), &[9; 4096]);
+    assert_eq!(front.run(0, FLUSH, 0, 0, 0), 0);
+    assert_eq!(front.run(0, GET_ID, 0, DATA, 20), 0);
+    assert_eq!(front.memory.bytes(DATA, 20), b"a disk of a test wit");
+    // Not known; beyond the end; not a sector; nothing at all.
+    assert_eq!(front.run(0, 77, 0, DATA, 512), 2);
+    assert_eq!(front.run(0, IN, vhost::SIZE >> 9, DATA, 512), 1);
+    assert_eq!(front.run(0, IN, 0, DATA, 100), 1);
+    assert_eq!(front.run(0, IN, 0, DATA, 0), 0);
+    let counted = || (served.device.counters().errors, served.device.counters().requests);
+    until("they are counted", || counted() == (3, 8));
+}
+
+/// 512-byte aligned buffers of a guest, for a file that needs 4096.
+#[test]
+fn misaligned_memory_is_copied_and_counted() {
+    let served = serve(image(DirectIo::Auto, Some(4096)), 1);
+    let align = served.disk.limits().memory_align as usize;
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    for (number, at) in [DATA, DATA + align / 2, DATA + 4096 + 8].into_iter().enumerate() {
+        let value = number as u8 + 1;
+        front.memory.bytes(at, 8192).fill(value);
+        assert_eq!(front.run(0, OUT, number as u64 * 16, at, 8192), 0);
+        front.memory.bytes(at, 8192).fill(0);
+        assert_eq!(front.run(0, IN, number as u64 * 16, at, 8192), 0);
+        assert!(front.memory.bytes(at, 8192).iter().all(|byte| *byte == value));
+        // Aligned, it reads the same.
+        assert_eq!(front.run(0, IN, number as u64 * 16, DATA + (1 << 20), 8192), 0);
+        assert!(front.memory.bytes(DATA + (1 << 20), 8192).iter().all(|byte| *byte == value));
+    }
+    let expected = if align > 8 { 4 } else { 0 };
+    until("it is counted", || served.device.counters().bounced == expected);
+}
+
+#[test]
+fn a_stopped_ring_is_drained_and_goes_on_where_it_was() {
+    let spec: FaultSpec = "delay=30ms".parse().unwrap();
+    let served = serve(Box::new(Fault::new(ram(), spec).unwrap()), 2);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 2);
+    for _ in 0..3 {
+        for ring in 0..2 {
+            for number in 0..8 {
+                front.submit(ring, OUT, number * 8, DATA, 4096);
+            }
+            front.kick(ring);
+        }
+        // Some have been taken, and those complete first.
+        until("a request is in flight", || served.device.front_end().unwrap().in_flight > 0);
+        let bases = [front.stop(0), front.stop(1)];
+        for (ring, base) in bases.into_iter().enumerate() {
+            assert_eq!(front.used_index(ring), base, "all that was taken has completed");
+            front.start(ring as u32, base);
+            assert!(front.wait(ring, 8).iter().all(|(_, status, _)| *status == 0));
+        }
+        // And a table of memory that changes meanwhile changes nothing.
+        front.begin(FEATURES);
+    }
+}
+
+#[test]
+fn writes_are_durable_when_the_write_cache_is_off() {
+    let served = serve(image(DirectIo::Off, None), 1);
+    let flushes = || served.disk.stats().counter(blkq::Counter::FlushesSent);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    let write_flushes = |front: &mut FrontEnd| {
+        let before = flushes();
+        assert_eq!(front.run(0, OUT, 0, DATA, 4096), 0);
+        flushes() - before
+    };
+    assert!(served.disk.limits().write_cache);
+    let fua = u64::from(!served.disk.limits().fua);
+    assert_eq!(write_flushes(&mut front), 0, "a write cache, unless the driver says otherwise");
+    let writeback = |value: u8| [words(&[32, 1, 0]), vec![value]].concat();
+    front.connection.done(SET_CONFIG, &writeback(0), &[]);
+    assert_eq!(write_flushes(&mut front), fua);
+    let config = front.connection.ask(GET_CONFIG, &[words(&[32, 1, 0]), vec![0]].concat());
+    assert_eq!(config.payload[12..], [0]);
+    front.connection.done(SET_CONFIG, &writeback(1), &[]);
+    assert_eq!(write_flushes(&mut front), 0);
+    // Nothing else may be written, nor another value.
+    for payload in
+        [writeback(2), [words(&[31, 1, 0]), vec![0]].concat(), [words(&[32, 2, 0]), vec![0; 2]].concat()]
+    {
+        assert_eq!(front.connection.acknowledged(SET_CONFIG, &payload, &[]), 1);
+    }
+    drop(front);
+    served.until_idle();
+    // A driver that does not know to flush has no write cache.
+    let mut front = FrontEnd::started(&served.path, F_VERSION_1 | F_PROTOCOL, 1);
+    assert_eq!(write_flushes(&mut front), fua);
+}
+
+#[test]
+fn a_ring_that_breaks_the_rules_is_stopped_alone() {
+    let served = serve(ram(), 2);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 2);
+    let error = eventfd(0, EventfdFlags::empty()).unwrap();
+    front.connection.done(SET_VRING_ERR, &longs(&[0]), &[error.as_fd()]);
+    // A chain that is a loop.
+    front.descriptor(0, 0, FrontEnd::guest(DATA), 16, 1, 1);
+    front.descriptor(0, 1, FrontEnd::guest(DATA), 16, 1, 0);
+    front.make_available(0, 0);
+    front.kick(0);
+    let report = served.report();
+    assert!(matches!(&report.event, Event::RingRejected(0, why) if why.contains("loop")), "{report:?}");
+    rustix::io::read(&error, &mut [0; 8]).unwrap();
+    assert_eq!(front.connection.ask(GET_STATUS, &[]).number(), 0x40, "it needs a reset");
+    let rings = served.device.front_end().unwrap().rings;
+    assert!(rings[0].rejected.is_some() && rings[1].rejected.is_none());
+    // The other one is served; and after a reset both are.
+    assert_eq!(front.run(1, OUT, 0, DATA, 512), 0);
+    front.connection.done(RESET_DEVICE, &[], &[]);
+    let mut front = FrontEnd { rings: vec![Ring::new(0)], ..front };
+    front.memory.bytes(0, 64 << 10).fill(0);
+    front.connection.done(SET_FEATURES, &FEATURES.to_ne_bytes(), &[]);
+    front.start(0, 0);
+    assert_eq!(front.run(0, OUT, 0, DATA, 512), 0);
+}
+
+/// The front end fills its call eventfd, and never reads it: the engine must not wait for that.
+#[test]
+fn a_full_call_eventfd_stops_nothing() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    for _ in 0..50 {
+        rustix::io::write(&front.rings[0].call, &(u64::MAX - 2).to_ne_bytes()).unwrap();
+        let _ = rustix::io::write(&front.rings[0].call, &1u64.to_ne_bytes());
+        front.submit(0, OUT, 0, DATA, 512);
+        front.kick(0);
+        until("it completes", || !front.completed(0).is_empty());
+        rustix::io::read(&front.rings[0].call, &mut [0; 8]).unwrap();
+    }
+    rustix::io::write(&front.rings[0].call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    front.submit(0, OUT, 0, DATA, 512);
+    front.kick(0);
+    until("it completes", || !front.completed(0).is_empty());
+    served.device.stop(true).unwrap();
+}
+
+#[test]
+fn memory_that_is_truncated_stops_the_ring_and_nothing_else() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    assert_eq!(front.run(0, OUT, 0, DATA, 512), 0);
+    front.submit(0, OUT, 0, DATA, 512);
+    rustix::fs::ftruncate(&front.memory.file, 0).unwrap();
+    front.kick(0);
+    let report = served.report();
+    assert!(matches!(&report.event, Event::RingRejected(0, why) if why.contains("truncated")), "{report:?}");
+    drop(front);
+    served.until_idle();
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    assert_eq!(front.run(0, IN, 0, DATA, 512), 0);
+}
+
+#[test]
+fn a_ring_without_a_kick_eventfd_is_polled() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    front.connection.done(SET_VRING_KICK, &longs(&[1 << 8]), &[]);
+    for _ in 0..3 {
+        front.submit(0, OUT, 0, DATA, 512);
+        assert_eq!(front.wait(0, 1)[0].1, 0);
+    }
+}
