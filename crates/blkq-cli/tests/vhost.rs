@@ -182,3 +182,34 @@ fn requests_survive_a_killed_daemon() {
         assert!(block.iter().all(|byte| *byte == number as u8 + 1), "block {number}");
     }
 }
+
+/// `blkq upgrade` hands the disk to a new daemon, with its settings, and no request is lost.
+#[test]
+fn an_upgrade_hands_a_guest_over() {
+    use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
+    let place = Place::new("vhost-upgrade");
+    let image = place.image("image", 8 << 20);
+    place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
+    place.done(&["set", "d", "depth=32"]);
+    let path = place.state().join("d.vhost");
+    let mut front = FrontEnd::started(&path, FEATURES, 1);
+    assert!(place.refused(&["upgrade", "d"]).contains("keeps no record of requests in flight"));
+    assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
+    front.stop(0);
+    let area = [longs(&[0, 0]), [1u16, SIZE].iter().flat_map(|it| it.to_ne_bytes()).collect(), vec![0; 4]];
+    let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
+    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[inflight.file.as_ref().unwrap().as_fd()]);
+    front.start(0, 1);
+    let old = place.pid("d");
+    for _ in 0..8 {
+        front.submit(0, 1, 0, DATA, 4096);
+    }
+    front.kick(0);
+    let printed = place.done(&["upgrade", "d"]);
+    assert_eq!(printed, format!("vhost-user:{}\n", path.display()));
+    assert_ne!(place.pid("d"), old);
+    assert_eq!(place.json(&["show", "d", "--json"])["settings"]["depth"], 32);
+    front.reconnect(&path, FEATURES, &inflight);
+    assert!(front.wait(0, 8).iter().all(|it| it.1 == 0));
+    assert_eq!(front.run(0, 0, 0, DATA, 4096), 0);
+}

@@ -164,7 +164,7 @@ proptest! {
         negotiated: bool,
     ) {
         let served = serve(ram(), 2);
-        let mut front = if negotiated {
+        let front = if negotiated {
             FrontEnd::started(&served.path, FEATURES, 2)
         } else {
             FrontEnd { connection: Connection::new(&served.path), memory: Memory::new(), rings: vec![Ring::new(0)] }
@@ -176,7 +176,7 @@ proptest! {
             if plausible {
                 payload = longs(&[number, number * 4096, 4096, 0, 0][..[0, 1, 2, 5][number as usize % 4]]);
             }
-            front.connection.raw([code, 1 | (number as u32 & 1) * 8, payload.len() as u32], &payload, &files[..count]);
+            front.connection.raw([code, 1 | ((number as u32 & 1) * 8), payload.len() as u32], &payload, &files[..count]);
         }
         drop(front);
         check(&served);

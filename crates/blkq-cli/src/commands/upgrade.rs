@@ -7,7 +7,10 @@ use crate::completion;
 use crate::control::{Request, ask};
 use crate::devices::named;
 use crate::failure::Outcome;
-use crate::serve::check_take_over;
+use crate::info::DeviceInfo;
+use crate::launch::{Launched, launch_attach, report};
+use crate::options::{AttachOptions, Export};
+use crate::serve::{check_successor, check_take_over};
 use crate::state::{StateDir, read_state};
 
 /// Options of `upgrade`.
@@ -17,7 +20,8 @@ Install the new blkq, and run it: the daemon that serves the device exits, and a
 program that you run takes over. I/O in flight is reissued; what comes meanwhile waits, and
 nothing fails. Options, image and certificates are checked first: if the new program could not
 serve them, the old one keeps running. The options are those of `blkq attach`, the settings and the size those of the old
-daemon.
+daemon. A virtual machine connects to the new one by itself, if its front end reconnects and keeps a
+record of requests in flight, as QEMU with reconnect-ms does.
 
 Example:
   blkq upgrade disk.img
@@ -38,10 +42,58 @@ impl Args {
         let during = |e: crate::failure::Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
+        if let Some(options) = of_guest(&dir, &name).map_err(during)? {
+            return hand_over(&dir, &name, options).map_err(during);
+        }
         check(&dir, &name).map_err(during)?;
         ask::<()>(&dir, &name, &Request::Leave {}).map_err(during)?;
         recover(&name).map_err(during)
     }
+}
+
+/// How the device `name` was attached, if it is served to a virtual machine and is no block device: its
+/// front end connects to the next daemon by itself, and has the requests in flight.
+fn of_guest(dir: &StateDir, name: &str) -> Outcome<Option<AttachOptions>> {
+    let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(None) };
+    let (None, Some(record)) = (&state.ublk, &state.attach_options) else { return Ok(None) };
+    let options = record.read()?;
+    Ok(options.exports.contains(&Export::VhostUserBlk).then_some(options))
+}
+
+/// Has a new daemon serve `name` as the old one did, with the settings that this has now.
+fn hand_over(dir: &StateDir, name: &str, mut options: AttachOptions) -> Outcome<ExitCode> {
+    let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
+    check_successor(&options, before.size)?;
+    options.name = Some(name.to_owned());
+    ask::<()>(dir, name, &Request::Leave {})?;
+    let attached = launch_attach(&options, false);
+    let Launched { info, .. } =
+        attached.map_err(|e| e.during("it is detached now, as it cannot be attached"))?;
+    let settings: Vec<(String, String)> = current_settings(&before)
+        .filter(|setting| !current_settings(&info).any(|other| other == *setting))
+        .map(|(key, value)| (key.to_owned(), value))
+        .collect();
+    if !settings.is_empty() {
+        ask::<()>(dir, name, &Request::Set { settings })?;
+    }
+    report(&info)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The settings of a device that can be changed.
+fn current_settings(info: &DeviceInfo) -> impl Iterator<Item = (&'static str, String)> {
+    const OF_LAYER: [&str; 7] =
+        ["scheduler", "depth", "merge", "batching", "iostats", "clock", "hang-warning"];
+    const OF_OTHERS: [&str; 3] = ["pacing", "receive-backoff", "dispatch"];
+    let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
+    let set = |key: &&str| {
+        let found = info.settings.iter().find(|(name, _)| name == key);
+        found.map(|(_, value)| value.clone())
+    };
+    let listed = OF_LAYER.iter().chain(&OF_OTHERS).filter_map(move |key| Some((*key, set(key)?)));
+    let direct_io = (info.driver == "loop").then(|| ("direct-io", info.direct_io.requested.clone()));
+    let switches = [("autoclear", switch(info.autoclear)), ("read-only", switch(info.read_only))];
+    listed.chain(direct_io).chain(switches)
 }
 
 /// Checks whether this program could serve the device `name`, if that is one of the kernel. Whether

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blkq::ErrorKind;
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
+use blkq_export::vhost_user::VhostUserDevice;
 
 use crate::autoclear::Autoclear;
 use crate::confine::{self, Confinement, Needs};
@@ -36,7 +37,7 @@ use crate::statistics::Statistics;
 use meter::Meter;
 use running::{Running, busy};
 
-pub use rehearsal::check_take_over;
+pub use rehearsal::{check_successor, check_take_over};
 
 /// A device being served, until it is stopped.
 pub struct Device {
@@ -266,6 +267,9 @@ impl Device {
     /// If there is none that could be left; the device keeps running.
     pub fn leave(&self) -> Outcome {
         let running = self.running()?;
+        if let (None, Some(vhost)) = (&running.ublk, &running.vhost) {
+            return self.leave_guest(&running, vhost);
+        }
         if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
             return Err(Failure::new(
                 "there is no block device that another daemon could take over; detach it, and attach it again",
@@ -275,6 +279,23 @@ impl Device {
         running.close_servers();
         if let Some(ublk) = &running.ublk {
             ublk.quiesce(&running.disk);
+        }
+        Ok(())
+    }
+
+    /// Closes a device whose virtual machine connects to the next daemon.
+    fn leave_guest(&self, running: &Running, vhost: &VhostUserDevice) -> Outcome {
+        if self.image.starts_with("ram:") {
+            return Err(Failure::new("its data is in the memory of its daemon, and would be lost"));
+        }
+        if vhost.front_end().is_some_and(|front_end| !front_end.recorded) {
+            return Err(Failure::new(
+                "its virtual machine keeps no record of requests in flight, and cannot go on with another daemon; remove the disk there first",
+            ));
+        }
+        match running.connections().count() {
+            0 => running.close_servers(),
+            clients => return Err(busy(clients)),
         }
         Ok(())
     }

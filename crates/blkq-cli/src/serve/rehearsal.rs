@@ -23,6 +23,14 @@ pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> O
     check(options, bytes)
 }
 
+/// As [`check_take_over`], for a device of `bytes` without a block device.
+///
+/// # Errors
+/// The reason why this program could not serve it.
+pub fn check_successor(options: &AttachOptions, bytes: u64) -> Outcome {
+    check(options, bytes)
+}
+
 fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     let mut options = options.clone();
     options.format = Some(Format::Raw);

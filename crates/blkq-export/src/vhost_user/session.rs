@@ -312,6 +312,7 @@ impl Session {
         let packed = self.features & feature::RING_PACKED != 0;
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
+        self.shared.registry.set_recorded();
         Ok(())
     }
 

@@ -100,6 +100,8 @@ pub struct FrontEndInfo {
     pub counters: VhostUserCounters,
     /// Requests in flight.
     pub in_flight: u64,
+    /// It keeps a record of its requests in flight: another daemon can go on with them.
+    pub recorded: bool,
 }
 
 /// Something happened to a front end, or a ring of it, that its owner may want to log.
@@ -244,6 +246,7 @@ struct FrontEnd {
     rings: Vec<Arc<RingStatus>>,
     /// Of those before them.
     earlier: VhostUserCounters,
+    recorded: bool,
 }
 
 impl FrontEnd {
@@ -316,7 +319,8 @@ impl Registry {
         state.sum.connections += 1;
         let (id, peer) = (state.sum.connections, peer.to_owned());
         let earlier = VhostUserCounters::default();
-        state.front_end = Some(FrontEnd { id, peer, since: Instant::now(), rings: Vec::new(), earlier });
+        state.front_end =
+            Some(FrontEnd { id, peer, since: Instant::now(), rings: Vec::new(), earlier, recorded: false });
         true
     }
 
@@ -330,6 +334,13 @@ impl Registry {
             if let Some(event) = &self.idle_event {
                 signal(event);
             }
+        }
+    }
+
+    /// The front end keeps a record of its requests in flight.
+    pub fn set_recorded(&self) {
+        if let Some(front_end) = &mut self.state().front_end {
+            front_end.recorded = true;
         }
     }
 
@@ -423,6 +434,7 @@ impl Registry {
             age: front_end.since.elapsed(),
             in_flight: rings.iter().map(|ring| ring.in_flight).sum(),
             rings,
+            recorded: front_end.recorded,
             counters: front_end.counters(),
         })
     }
