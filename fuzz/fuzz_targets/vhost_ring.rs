@@ -39,7 +39,11 @@ const PAGE: u64 = 4096;
 struct Guest {
     memory: Arc<GuestMemory>,
     file: File,
+    /// The file as each input finds it, with canaries between the regions, and where those are.
+    image: Vec<u8>,
     gaps: Vec<(u64, u64)>,
+    /// The file as an input leaves it.
+    seen: Vec<u8>,
     /// Addresses in this process of what the guest has.
     ranges: Vec<(usize, usize)>,
     parser: Parser,
@@ -71,9 +75,8 @@ impl Guest {
         let memory = Arc::new(GuestMemory::map(specs.collect()).unwrap());
         let starts = std::iter::once(0).chain(places.iter().map(|(at, length)| at + length));
         let gaps: Vec<_> = starts.zip(places.iter().map(|(at, _)| *at).chain([at])).collect();
-        for (start, end) in &gaps {
-            file.write_all_at(&vec![CANARY; (end - start) as usize], *start).unwrap();
-        }
+        let mut image = vec![0; at as usize];
+        gaps.iter().for_each(|(start, end)| image[*start as usize..*end as usize].fill(CANARY));
         let ranges = REGIONS.iter().map(|(start, length)| {
             let span = memory.span(&mut Cursor::default(), *start, *length as u32).unwrap();
             assert_eq!(u64::from(span.len()), *length);
@@ -87,6 +90,8 @@ impl Guest {
         Guest {
             memory,
             file,
+            seen: image.clone(),
+            image,
             gaps,
             ranges,
             parser: Parser::new("fuzz"),
@@ -102,16 +107,18 @@ impl Guest {
         u16::from_le_bytes(self.memory.load(&mut Cursor::default(), address).unwrap())
     }
 
-    fn assert_intact(&self) {
-        let mut bytes = [0; PAGE as usize + 64];
+    fn reset(&self) {
+        self.file.write_all_at(&self.image, 0).unwrap();
+        for (region, file) in &self.records {
+            file.write_all_at(&[0; 1024][..region.bytes() as usize], 0).unwrap();
+        }
+    }
+
+    fn assert_intact(&mut self) {
+        self.file.read_exact_at(&mut self.seen, 0).unwrap();
         for (start, end) in &self.gaps {
-            let mut at = *start;
-            while at < *end {
-                let length = bytes.len().min((end - at) as usize);
-                self.file.read_exact_at(&mut bytes[..length], at).unwrap();
-                assert!(bytes[..length].iter().all(|byte| *byte == CANARY), "beside the memory");
-                at += length as u64;
-            }
+            let gap = *start as usize..*end as usize;
+            assert!(self.seen[gap.clone()] == self.image[gap], "beside the memory");
         }
     }
 
@@ -294,12 +301,8 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     GUEST.with_borrow_mut(|guest| {
-        guest.write(RINGS, &[0; 0x2000]);
-        guest.write(DATA, &[0; 0x2000]);
+        guest.reset();
         let packed = kind & 1 != 0;
-        for (region, file) in &guest.records {
-            file.write_all_at(&vec![0; region.bytes() as usize], 0).unwrap();
-        }
         let size = if packed { 1 + u16::from(size) % 16 } else { 1 << (size % 5) };
         let skew = |bit: u8| if place & bit != 0 { u64::from(offset) << (place >> 4) } else { 0 };
         let mut spec = RingSpec {

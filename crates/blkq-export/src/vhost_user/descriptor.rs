@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::area::Area;
 use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError};
-use super::memory::{Cursor, GuestMemory};
+use super::memory::{Cursor, GuestMemory, Span};
 
 /// Addresses and size of a ring's parts, and which features it has.
 pub struct Layout {
@@ -90,19 +90,37 @@ pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Resu
     Ok(entries)
 }
 
-/// The two words of entry `index` of the indirect table that `table` names.
-#[inline]
-pub fn indirect_entry(
-    memory: &GuestMemory,
-    cursor: &mut Cursor,
-    table: &Descriptor,
-    index: u32,
-) -> Result<(u64, u64), RingError> {
-    let (address, length) = (table.address, table.length);
-    let entry = address
-        .checked_add(u64::from(index) * DESCRIPTOR_BYTES as u64)
-        .and_then(|at| memory.load::<DESCRIPTOR_BYTES>(cursor, at))
-        .ok_or(RingError::BufferUnmapped { address, length })?;
-    let both = u128::from_le_bytes(entry);
-    Ok((both as u64, (both >> 64) as u64))
+/// An indirect table, found once.
+pub struct Table<'a> {
+    memory: &'a GuestMemory,
+    address: u64,
+    length: u32,
+    /// All of it, unless it is in two regions.
+    whole: Option<Span<'a>>,
+}
+
+impl<'a> Table<'a> {
+    /// The table of `entries` that `descriptor` names.
+    #[inline]
+    pub fn new(memory: &'a GuestMemory, cursor: &mut Cursor, descriptor: &Descriptor) -> Table<'a> {
+        let &Descriptor { address, length, .. } = descriptor;
+        let whole = memory.span(cursor, address, length).filter(|span| span.len() == length);
+        Table { memory, address, length, whole }
+    }
+
+    /// The two words of entry `index`, read once.
+    ///
+    /// # Errors
+    /// [`RingError::BufferUnmapped`].
+    #[inline]
+    pub fn entry(&self, cursor: &mut Cursor, index: u32) -> Result<(u64, u64), RingError> {
+        let offset = index * DESCRIPTOR_BYTES as u32;
+        let entry = match self.whole {
+            Some(span) => span.load::<DESCRIPTOR_BYTES>(offset),
+            None => self.address.checked_add(offset.into()).and_then(|at| self.memory.load(cursor, at)),
+        };
+        let (address, length) = (self.address, self.length);
+        let both = u128::from_le_bytes(entry.ok_or(RingError::BufferUnmapped { address, length })?);
+        Ok((both as u64, (both >> 64) as u64))
+    }
 }

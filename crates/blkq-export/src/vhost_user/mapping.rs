@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 
 use blkq::{Error, ErrorKind};
 use rustix::fs::{FileType, fstat, fstatfs};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::sigbus::Guard;
 
@@ -92,6 +92,12 @@ impl Mapping {
             unmap(base);
             return Err(invalid("mapped at address 0".into()));
         };
+        for advice in [Advice::LinuxDontDump, Advice::LinuxDontFork] {
+            // A guest's memory belongs into no core dump of this process and into no child of it; where
+            // the kernel does not know the advice, it is as before.
+            // SAFETY: the mapping just made; neither changes what this process sees.
+            let _ = unsafe { madvise(base, mapped, advice) };
+        }
         match Guard::new(address.as_ptr().addr(), mapped, page as usize) {
             Ok(guard) => Ok(Mapping { base: address, mapped, skip: skip as usize, guard }),
             Err(error) => {

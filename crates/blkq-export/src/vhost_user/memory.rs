@@ -195,8 +195,22 @@ impl GuestMemory {
     /// Copies `N` bytes at guest address `address` out, each of them once.
     #[inline]
     pub fn load<const N: usize>(&self, cursor: &mut Cursor, address: u64) -> Option<[u8; N]> {
+        let span = self.span(cursor, address, N as u32)?;
+        if let Some(bytes) = span.load(0) {
+            return Some(bytes);
+        }
         let mut bytes = [0; N];
         self.read(cursor, address, &mut bytes).then_some(bytes)
+    }
+
+    /// Writes one byte at guest address `address`; false if that is no memory.
+    #[inline]
+    pub fn write_byte(&self, cursor: &mut Cursor, address: u64, byte: u8) -> bool {
+        let span = self.span(cursor, address, 1);
+        span.is_some_and(|span| {
+            span.copy_from(&[byte]);
+            true
+        })
     }
 
     /// Fills `bytes` from guest address `address` on; false if a part of that is no memory, and then
@@ -268,6 +282,20 @@ impl Span<'_> {
     #[allow(clippy::len_without_is_empty, reason = "none is empty")]
     pub fn len(self) -> u32 {
         self.bytes
+    }
+
+    /// Copies the `N` bytes at `offset` out, each of them once; `None` if they are not all inside.
+    #[inline]
+    pub fn load<const N: usize>(self, offset: u32) -> Option<[u8; N]> {
+        let left = self.bytes.checked_sub(offset)?;
+        if (left as usize) < N {
+            return None;
+        }
+        let mut bytes = [0; N];
+        // SAFETY: inside the span.
+        let start = unsafe { self.start.add(offset as usize) };
+        Span { start, bytes: left, memory: PhantomData }.copy_to(&mut bytes);
+        Some(bytes)
     }
 
     /// Copies the first bytes of it out. Each byte is read once: what was checked is what is used.

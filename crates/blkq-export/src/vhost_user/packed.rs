@@ -7,7 +7,7 @@ use super::area::Area;
 use super::chain::{
     Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTOR_WRITE, Head, Part, RingError,
 };
-use super::descriptor::{Descriptor, Layout, area, indirect_entries, indirect_entry, needs_event};
+use super::descriptor::{Descriptor, Layout, Table, area, indirect_entries, needs_event};
 use super::inflight::InflightQueue;
 use super::inflight_packed::{PackedInflight, Recovered, UsedPosition};
 use super::memory::{Cursor, GuestMemory};
@@ -273,8 +273,10 @@ impl PackedRing {
     }
 
     fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
-        for index in 0..indirect_entries(head, table, self.indirect)? {
-            let (low, high) = indirect_entry(&self.memory, &mut self.cursor, table, index)?;
+        let entries = indirect_entries(head, table, self.indirect)?;
+        let table = Table::new(&self.memory, &mut self.cursor, table);
+        for index in 0..entries {
+            let (low, high) = table.entry(&mut self.cursor, index)?;
             let entry = Descriptor::packed(low, high);
             if entry.has(DESCRIPTOR_INDIRECT) {
                 return Err(RingError::IndirectNested { head });

@@ -122,7 +122,7 @@ impl Parser {
     /// Writes a status byte.
     #[inline]
     pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {
-        memory.write(&mut self.cursor, address, &[status])
+        memory.write_byte(&mut self.cursor, address, status)
     }
 
     /// The request that `chain` holds.

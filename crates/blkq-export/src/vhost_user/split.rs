@@ -6,7 +6,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::area::Area;
 use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Part, RingError};
-use super::descriptor::{Descriptor, Layout, area, indirect_entries, indirect_entry, needs_event};
+use super::descriptor::{Descriptor, Layout, Table, area, indirect_entries, needs_event};
 use super::inflight::InflightQueue;
 use super::inflight_split::SplitInflight;
 use super::memory::{Cursor, GuestMemory};
@@ -164,9 +164,10 @@ impl SplitRing {
 
     fn read_indirect(&mut self, head: u16, table: &Descriptor, chain: &mut Chain) -> Result<(), RingError> {
         let entries = indirect_entries(head, table, self.indirect)?;
+        let table = Table::new(&self.memory, &mut self.cursor, table);
         let mut index = 0;
         for _ in 0..entries {
-            let (low, high) = indirect_entry(&self.memory, &mut self.cursor, table, index)?;
+            let (low, high) = table.entry(&mut self.cursor, index)?;
             let descriptor = Descriptor::split(low, high);
             if descriptor.has(DESCRIPTOR_INDIRECT) {
                 return Err(RingError::IndirectNested { head });

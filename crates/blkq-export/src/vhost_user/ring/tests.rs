@@ -313,6 +313,7 @@ proptest! {
         run(size, true, event_idx, false, 0, &steps);
     }
 
+    // Contract: accepted-once
     #[test]
     fn a_split_ring_that_dies_anywhere_completes_each_chain_once(
         size in 0u32..5, event_idx: bool, start: u16, steps in prop::collection::vec(step(), 1..120),
@@ -320,6 +321,7 @@ proptest! {
         run(1 << size, false, event_idx, true, start, &steps);
     }
 
+    // Contract: accepted-once
     #[test]
     fn a_packed_ring_that_dies_anywhere_completes_each_chain_once(
         size in 1u16..12, event_idx: bool, steps in prop::collection::vec(step(), 1..120),

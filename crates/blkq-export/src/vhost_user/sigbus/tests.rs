@@ -119,6 +119,7 @@ fn run(case: &str) -> ExitStatus {
     output.status
 }
 
+// Contract: bounded-input
 #[test]
 fn truncated_memory_is_noticed_and_kills_nobody() {
     let cases: [(&str, fn()); 4] = [
