@@ -33,6 +33,7 @@ class Target:
     read_only: bool
     trim: bool
     sparse: bool
+    zero_length: bool
     extended: bool
     strict: bool
     image: str | None
@@ -126,6 +127,8 @@ def parse_target(description):
     parser.add_argument("--no-trim", dest="trim", action="store_false")
     parser.add_argument("--no-sparse", dest="sparse", action="store_false",
                         help="block status does not report holes")
+    parser.add_argument("--no-zero-length", dest="zero_length", action="store_false",
+                        help="requests of no bytes are not survived")
     parser.add_argument("--no-extended", dest="extended", action="store_false",
                         help="extended headers are not promised")
     parser.add_argument("--lenient", dest="strict", action="store_false",
