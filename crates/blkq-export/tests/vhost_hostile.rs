@@ -115,6 +115,23 @@ fn a_refused_request_is_answered_and_changes_nothing() {
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
 }
 
+/// As QEMU for a disk that was unplugged and is plugged in again: on the same connection.
+#[test]
+fn a_front_end_may_begin_anew_on_its_connection() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
+    // With a ring that is served, the memory stays.
+    front.connection.send(SET_OWNER, &[], &[]);
+    assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
+    let base = front.stop(0);
+    front.connection.send(SET_OWNER, &[], &[]);
+    let region = longs(&[0, GUEST, MEMORY as u64, front.memory.start.addr() as u64, 0]);
+    front.connection.done(ADD_MEM_REG, &region, &[front.memory.file.as_fd()]);
+    front.start(0, base);
+    assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
+}
+
 #[test]
 fn a_second_front_end_is_turned_away() {
     let served = serve(ram(), 1);

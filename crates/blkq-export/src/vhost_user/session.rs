@@ -99,7 +99,7 @@ impl Session {
         match request {
             Request::GetFeatures => return number(code::GET_FEATURES, self.offered()),
             Request::SetFeatures(features) => self.set_features(features)?,
-            Request::SetOwner => {}
+            Request::SetOwner => self.begin()?,
             Request::ResetOwner => self.stop_rings(),
             Request::SetMemTable(regions) => {
                 let specs = regions.into_iter().map(|(region, file)| spec(region, file)).collect();
@@ -182,6 +182,16 @@ impl Session {
             }
         }
         Ok(None)
+    }
+
+    /// A front end that owns the connection already begins anew: so does QEMU for a disk that was unplugged
+    /// and is plugged in again, and hands all of its memory over once more.
+    fn begin(&mut self) -> Result<(), Refusal> {
+        if !self.vrings.iter().any(Vring::is_served) {
+            self.memory = Arc::new(GuestMemory::map(Vec::new())?);
+            self.inflight = None;
+        }
+        Ok(())
     }
 
     fn offered(&self) -> u64 {

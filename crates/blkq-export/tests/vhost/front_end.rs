@@ -56,7 +56,7 @@ pub const F_VERSION_1: u64 = 1 << 32;
 pub const FEATURES: u64 = F_FLUSH | F_CONFIG_WCE | F_DISCARD | F_WRITE_ZEROES | F_PROTOCOL | F_VERSION_1;
 
 /// Where the guest's memory begins, for the guest: not where it is in this process.
-const GUEST: u64 = 1 << 20;
+pub const GUEST: u64 = 1 << 20;
 /// Bytes of the shared memory, and of a ring in it.
 pub const MEMORY: usize = 8 << 20;
 const RING: usize = 64 << 10;
