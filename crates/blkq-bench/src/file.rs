@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn content_is_lost_only_when_the_user_says_so_and_the_file_stays() {
+    fn content_is_lost_only_if_the_user_agrees_and_the_file_stays() {
         let directory = directory("content");
         let path = directory.join("file");
         std::fs::write(&path, "dear").unwrap();

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_of_any_results_ends_before_the_margin() {
+    fn every_line_of_any_results_stays_within_the_margin() {
         let results: Results = serde_json::from_str(include_str!("../tests/hostile.json")).unwrap();
         let text = text(&results);
         let longest = text.lines().max_by_key(|line| line.chars().count()).unwrap();

@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_switches_are_typed_in_json_and_come_back_as_they_were() {
+    fn numbers_and_switches_keep_their_type_and_value_in_json() {
         #[derive(Serialize, Deserialize, PartialEq, Debug)]
         struct Device {
             #[serde(with = "typed::settings")]

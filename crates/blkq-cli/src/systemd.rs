@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_manager_is_notified_though_its_path_is_gone() {
+    fn the_manager_is_notified_though_its_path_was_removed() {
         let name = format!("blkq-notify-{}", std::process::id());
         let path = std::env::temp_dir().join(&name);
         let _ = std::fs::remove_file(&path);

@@ -146,7 +146,7 @@ fn standard_output_is_json_alone_and_nothing_is_left() {
 }
 
 #[test]
-fn a_report_has_the_figures_beside_it_and_takes_no_other_page_s_place() {
+fn a_report_has_its_figures_beside_it_and_keeps_other_pages() {
     let place = Place::new("report");
     let output = place.done(&["clock", "--quick", "--report", "out/page", "--json", "figures.json"]);
     let text = String::from_utf8(output.stdout).unwrap();

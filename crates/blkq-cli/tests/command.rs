@@ -117,7 +117,7 @@ fn state_of(place: &Place) -> Vec<(String, u64, std::time::SystemTime)> {
 
 // Contract: detach
 #[test]
-fn looking_at_a_dead_device_changes_nothing() {
+fn list_and_info_of_a_dead_device_change_nothing() {
     let place = Place::new("dead");
     let image = place.image("disk.img", 1 << 20);
     place.done(&["attach", &image, "--name", "d"]);

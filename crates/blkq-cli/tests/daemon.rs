@@ -210,7 +210,7 @@ fn an_idle_daemon_is_small() {
 
 /// Its description is as long as its options are.
 #[test]
-fn a_device_with_long_options_is_attached_described_and_detached() {
+fn a_device_with_long_options_attaches_reports_and_detaches() {
     let place = Place::new("long");
     let rules = format!("seed=7;{}", vec!["delay=1ns,op=discard"; 5000].join(";"));
     let attached = place.run(&["attach", "ram:1M", "--fault", &rules]);

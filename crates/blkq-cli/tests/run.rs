@@ -32,7 +32,7 @@ fn finish(mut child: Child, mut output: BufReader<ChildStdout>) -> (Option<i32>,
 }
 
 #[test]
-fn a_command_has_the_device_in_its_environment_and_gives_its_exit_code() {
+fn run_puts_the_device_in_the_environment_and_exits_alike() {
     let place = Place::new("run");
     let socket = place.state().join("ram.nbd").display().to_string();
     let script =
@@ -70,7 +70,7 @@ fn a_command_has_the_device_in_its_environment_and_gives_its_exit_code() {
 }
 
 #[test]
-fn a_command_begins_with_signals_and_descriptors_as_from_a_shell() {
+fn a_command_begins_with_the_signals_and_descriptors_of_a_shell() {
     let place = Place::new("run-clean");
     let script =
         r"grep -E '^Sig(Blk|Ign)' /proc/self/status; for fd in /proc/$$/fd/*; do echo ${fd##*/}; done";
@@ -81,7 +81,7 @@ fn a_command_begins_with_signals_and_descriptors_as_from_a_shell() {
 }
 
 #[test]
-fn a_signal_is_passed_on_and_the_device_detached_after_the_command() {
+fn a_signal_is_passed_on_and_the_device_detached_afterwards() {
     let place = Place::new("run-signal");
     for (stop, name) in
         [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP"), (Signal::QUIT, "QUIT")]

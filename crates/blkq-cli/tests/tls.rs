@@ -183,7 +183,7 @@ plain.recv(99, socket.MSG_WAITALL)";
 }
 
 #[test]
-fn the_log_names_clients_beyond_the_limit_and_those_that_break_the_protocol() {
+fn the_log_names_clients_over_the_limit_and_protocol_errors() {
     let place = Place::new("limit");
     let uri = place.done(&["attach", "ram:1M", "--name", "disk.img", "--max-connections", "1"]);
     let mut first = session(&uri, "disk.img");

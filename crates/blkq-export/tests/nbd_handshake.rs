@@ -169,7 +169,7 @@ fn abort_is_acknowledged_and_nothing_is_read_after_it() {
 }
 
 #[test]
-fn metadata_contexts_need_structured_replies_and_belong_to_one_export() {
+fn metadata_contexts_need_structured_replies_and_one_export() {
     let mut client = Client::new(3);
     let base: &[u8] = b"base:allocation";
     client.refused(option::SET_META_CONTEXT, &context_data(b"", &[base]), option_reply::ERR_INVALID);

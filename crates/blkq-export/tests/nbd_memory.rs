@@ -20,7 +20,7 @@ fn resident_kib() -> u64 {
 
 // Contract: bounded-input
 #[test]
-fn payloads_promised_and_not_sent_take_no_memory_and_hold_up_nobody_for_long() {
+fn promised_payloads_take_no_memory_and_delay_nobody_for_long() {
     let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_total: 32 << 20, ..options() };
     let served = serve(ram(), 1, limits);
     let before_kib = resident_kib();

@@ -74,7 +74,7 @@ fn come(options: NbdOptions, needed: i64) {
 
 // Contract: errors
 #[test]
-fn a_client_for_whom_there_is_no_memory_is_turned_away_and_the_others_are_served() {
+fn a_client_without_memory_is_closed_and_the_others_are_served() {
     come(options(), 1);
     // Two pieces more for TLS, which a client may begin with.
     let pki = Pki::new();

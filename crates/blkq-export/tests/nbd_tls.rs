@@ -30,7 +30,7 @@ fn refusal(directory: &Path) -> String {
 }
 
 #[test]
-fn an_authority_or_a_list_that_is_a_dangling_link_is_not_as_if_there_were_none() {
+fn a_dangling_link_to_an_authority_or_a_list_is_an_error() {
     let pki = Pki::new();
     let directory = pki.gather("dangling", &SERVER);
     assert!(!TlsCertificates::load(&directory).unwrap().verifies_clients());
@@ -44,7 +44,7 @@ fn an_authority_or_a_list_that_is_a_dangling_link_is_not_as_if_there_were_none()
 }
 
 #[test]
-fn a_list_of_revoked_certificates_of_another_authority_is_refused() {
+fn a_revocation_list_of_another_authority_is_rejected() {
     let pki = Pki::new();
     pki.authority("other");
     pki.revocations("ca");

@@ -85,7 +85,7 @@ fn an_extended_request_is_32_bytes_and_reaches_beyond_32_bits() {
 }
 
 #[test]
-fn every_command_takes_the_flags_that_the_specification_gives_it() {
+fn every_command_takes_the_flags_of_the_specification() {
     // FUA, NO_HOLE, DF, REQ_ONE, FAST_ZERO, PAYLOAD_LEN
     let allowed: [(Command, u16); 6] = [
         (Command::Read, 0b00101),

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_age_of_a_reading_ends_with_the_next() {
+    fn a_reading_is_valid_until_the_next() {
         let mut clock = Clock::new(ClockMode::Cached);
         let first = clock.now_ns();
         sleep();

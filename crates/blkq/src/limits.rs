@@ -246,7 +246,7 @@ pub(crate) mod tests {
     proptest! {
         // Contract: declared
         #[test]
-        fn a_request_of_the_greatest_size_is_whole_blocks_within_a_chunk(
+        fn a_request_of_maximum_size_is_whole_blocks_within_a_chunk(
             limits in limits(), at in 0u64..8192, operation in 0..Operation::COUNT, no_unmap: bool,
         ) {
             prop_assert!(limits.validate().is_ok());

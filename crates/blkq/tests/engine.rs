@@ -255,7 +255,7 @@ fn stopping_waits_for_the_io_in_flight() {
 }
 
 #[test]
-fn a_source_that_does_not_start_is_gone() {
+fn a_source_that_does_not_start_is_removed() {
     let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
@@ -311,7 +311,7 @@ impl Drop for Failing {
 }
 
 #[test]
-fn a_source_that_does_not_start_is_dropped_when_nothing_of_it_is_in_flight() {
+fn a_source_that_fails_to_start_is_dropped_once_it_is_idle() {
     let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
     let (events, happened) = channel();
     let error = engine.handle().add_source(move || {
@@ -344,7 +344,7 @@ fn a_handle_outlives_its_engine_and_says_so() {
 }
 
 #[test]
-fn an_engine_at_rest_sleeps() {
+fn an_idle_engine_sleeps() {
     let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
@@ -405,7 +405,7 @@ impl LateQueue {
 
 // Contract: accepted-once
 #[test]
-fn a_wake_up_between_the_last_look_and_the_sleep_is_not_lost() {
+fn a_wake_up_between_the_last_check_and_the_sleep_is_not_lost() {
     let disk = Disk::builder(Box::new(Late)).build().unwrap();
     let engine = EngineThread::spawn("test-engine", vec![(disk.clone(), 0)]).unwrap();
     let (done, completed) = channel();
@@ -466,7 +466,7 @@ unsafe impl Source for Durable {
 }
 
 #[test]
-fn a_flush_that_waits_for_data_without_a_tag_lets_the_engine_sleep() {
+fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
     let limits = QueueLimits { write_cache: true, ..plain_limits() };
     let behaviour = Behaviour { finish: Finish::Held, ..Behaviour::default() };
     let device = Device::new(limits, behaviour).with_shared_tags();

@@ -85,7 +85,7 @@ fn without_a_write_cache_nothing_flushes() {
 
 // Contract: durability
 #[test]
-fn flushes_at_once_share_one_and_those_that_straddle_a_running_one_get_another() {
+fn flushes_at_once_share_one_and_later_ones_get_another() {
     let device = cached(false, Finish::Held);
     let (_disk, mut queue) = device.open();
     (0..10).for_each(|mark| queue.submit(Bio::flush(mark)).unwrap());
@@ -146,7 +146,7 @@ fn a_steady_stream_of_fua_writes_does_not_hold_a_flush_back() {
 
 // Contract: durability
 #[test]
-fn a_failed_flush_fails_those_that_it_served_and_their_data_does_not_follow() {
+fn a_failed_flush_fails_its_bios_and_their_data_does_not_follow() {
     let device = cached(false, Finish::Random);
     let (disk, mut queue) = device.open();
     for status in [Status::Io, Status::NotSupported] {
@@ -200,7 +200,7 @@ fn a_split_fua_write_is_durable_as_a_whole() {
 }
 
 #[test]
-fn flushes_reach_a_driver_through_any_scheduler_and_a_full_queue() {
+fn flushes_pass_any_scheduler_and_a_full_queue() {
     for scheduler in blkq::SchedulerKind::ALL {
         let device = cached(false, Finish::Random);
         let disk = device.builder().depth(1).scheduler(scheduler).build().unwrap();

@@ -98,7 +98,7 @@ fn the_flush_machine_carries_it() {
 
 // Contract: declared
 #[test]
-fn a_driver_that_cannot_never_sees_one_and_too_short_ones_are_rejected() {
+fn only_a_driver_that_can_sees_one_and_short_ones_are_rejected() {
     for (limits, sectors, want) in [(plain_limits(), 8, Status::NotSupported), (limits(), 9, Status::Invalid)]
     {
         let device = Device::new(limits, Behaviour::default());

@@ -175,7 +175,7 @@ fn the_rest_of_a_split_bio_is_not_issued_beyond_a_smaller_size() {
 
 // Contract: live-changes
 #[test]
-fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
+fn nothing_is_in_the_driver_while_frozen_and_all_of_it_after() {
     let device = Device::plain(Behaviour { finish: Finish::Random, busy_every: 20, ..Behaviour::default() });
     let disk = device.builder().depth(4).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
@@ -207,7 +207,7 @@ fn nothing_is_in_the_driver_while_frozen_and_all_of_it_comes_after() {
 }
 
 #[test]
-fn a_quiesced_disk_gives_the_driver_nothing_but_takes_its_completions() {
+fn a_quiesced_disk_dispatches_nothing_but_takes_completions() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
@@ -225,7 +225,7 @@ fn a_quiesced_disk_gives_the_driver_nothing_but_takes_its_completions() {
 }
 
 #[test]
-fn statistics_that_are_turned_on_time_no_io_from_before_the_machine_started() {
+fn statistics_turned_on_later_time_no_io_since_the_boot() {
     let device = Device::plain(Behaviour::default());
     let disk = device.builder().iostats(false).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
@@ -433,7 +433,7 @@ fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
 
 // Contract: live-changes
 #[test]
-fn limits_that_contradict_each_other_are_rejected_and_never_used() {
+fn contradictory_limits_are_rejected_and_never_used() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
     assert_eq!(disk.set_driver(&DeviceSetting::MaxRequest(100)).unwrap_err().kind(), ErrorKind::Invalid);

@@ -102,7 +102,7 @@ fn a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight() {
 }
 
 #[test]
-fn memory_that_a_caller_lent_never_returns_while_it_is_in_flight() {
+fn memory_of_a_caller_never_returns_while_it_is_in_flight() {
     let mut child = Command::new(std::env::current_exe().unwrap());
     let name = "a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight";
     let output = child.args(["--exact", name, "--ignored", "--nocapture"]).env(CHILD, "1").output().unwrap();

@@ -54,7 +54,7 @@ fn a_request_of_128_kib_flushes_the_plug_unless_merging_is_off() {
 
 // Contract: data
 #[test]
-fn neighbours_merge_at_both_ends_and_in_order() {
+fn neighbours_merge_on_both_sides_and_in_order() {
     for operation in [Operation::Read, Operation::Write] {
         let device = Device::plain(Behaviour::default());
         let (disk, mut queue) = device.open();
@@ -117,7 +117,7 @@ fn what_must_stay_alone_never_merges() {
 
 // Contract: data
 #[test]
-fn an_error_of_a_merged_request_is_that_of_all_its_bios_and_of_no_other() {
+fn an_error_of_a_merged_request_is_that_of_exactly_its_bios() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
     device.state().bad.push((12..13, Status::Medium));
@@ -161,7 +161,7 @@ fn clock_reads(clock: ClockMode, iostats: bool, bios: u64, batch: u64) -> f64 {
 }
 
 #[test]
-fn the_cached_clock_is_read_once_per_plug_and_once_per_completion_batch() {
+fn the_cached_clock_is_read_once_per_plug_and_completion_batch() {
     assert_eq!(clock_reads(ClockMode::Cached, true, 3200, 32), 2.0 / 32.0);
     assert_eq!(clock_reads(ClockMode::Cached, true, 800, 8), 2.0 / 8.0);
     assert_eq!(clock_reads(ClockMode::Cached, true, 100, 1), 2.0);

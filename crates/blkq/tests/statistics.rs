@@ -36,7 +36,7 @@ fn the_fields_are_those_of_the_kernel() {
 
 // Contract: statistics
 #[test]
-fn in_flight_busy_time_and_latency_are_of_requests_from_submission_to_end() {
+fn in_flight_busy_time_and_latency_count_from_submission() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap();
@@ -100,7 +100,7 @@ fn counters_show_each_part_at_work() {
 
 // Contract: statistics
 #[test]
-fn with_statistics_off_nothing_is_counted_and_with_them_on_again_in_flight_is_right() {
+fn statistics_off_count_nothing_and_on_again_know_inflight_ios() {
     let device = Device::plain(Behaviour { finish: Finish::Random, ..Behaviour::default() });
     let disk = device.builder().iostats(false).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();

@@ -288,7 +288,7 @@ fn ticks_of(name: &str) -> u64 {
 }
 
 #[test]
-fn a_queue_that_has_no_request_sleeps_until_another_gives_a_tag_back() {
+fn a_queue_without_a_tag_sleeps_until_another_frees_one() {
     within(60, || {
         let completion = ModelCompletion::Timer(500_000_000);
         let model = Model::new(ModelOptions { completion, ..ModelOptions::new(1 << 20) }).unwrap();
@@ -310,7 +310,7 @@ fn a_queue_that_has_no_request_sleeps_until_another_gives_a_tag_back() {
 
 // Contract: accepted-once
 #[test]
-fn a_closed_queue_fails_what_submitters_left_and_all_that_follows() {
+fn a_closed_queue_fails_staged_bios_and_all_that_follow() {
     within(60, || {
         for round in 0..6 {
             let device = Device::held();
@@ -564,7 +564,7 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
 }
 
 #[test]
-fn a_callback_without_an_owner_of_the_queue_runs_before_submit_returns() {
+fn without_an_owner_a_callback_runs_before_submit_returns() {
     let disk = Device::plain(Behaviour::default()).builder().build().unwrap();
     let here = std::thread::current().id();
     let (sender, results) = channel();

@@ -35,7 +35,7 @@ fn nothing_new(hung: u64) -> HangScan {
 
 // Contract: statistics
 #[test]
-fn a_hung_request_is_reported_once_with_its_state_and_completion() {
+fn a_hung_request_is_reported_once_then_its_completion() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     let fua = Bio::write(Sector(8), filled(4096, 1), 7).with_flags(BioFlags::NO_MERGE);
@@ -166,7 +166,7 @@ fn of_many_hung_requests_all_are_counted_and_few_reported() {
 
 // Contract: statistics
 #[test]
-fn without_statistics_no_clock_is_read_and_age_counts_from_the_first_scan() {
+fn without_statistics_age_counts_from_the_first_scan() {
     let device = Device::held();
     let disk = device.builder().iostats(false).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
@@ -298,7 +298,7 @@ unsafe impl Source for Sleeper {
 }
 
 #[test]
-fn an_engine_tells_whose_it_is_and_is_seen_to_be_held_up_itself() {
+fn an_engine_reports_the_client_and_its_own_delay() {
     let device = Device::held();
     let disk = device.builder().build().unwrap();
     assert!(disk.is_idle(0));

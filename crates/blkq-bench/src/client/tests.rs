@@ -75,7 +75,7 @@ fn the_same_on_a_file() {
 }
 
 #[test]
-fn a_sequential_read_asks_for_large_pieces_and_a_random_one_for_its_page() {
+fn a_sequential_read_asks_for_large_pieces_a_random_for_a_page() {
     let disk = Disk::builder(Box::new(Ram::new(32 << 20, 4096, false).unwrap())).build().unwrap();
     let engine = EngineThread::spawn("test", vec![(disk.clone(), 0)]).unwrap();
     let mut file = File::open(&disk, Layout { file: 0, files: 1 }, CACHE_PAGES * PAGE_BYTES);

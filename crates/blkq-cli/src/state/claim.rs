@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_at_a_dead_device_hides_its_name_from_nobody() {
+    fn info_of_a_dead_device_hides_its_name_from_nobody() {
         let dir = scratch("inspecting");
         let stop = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {

@@ -9,7 +9,7 @@ use super::identity;
 use super::place::*;
 
 #[test]
-fn a_file_is_attached_listed_and_detached_in_the_original_s_formats() {
+fn attach_list_and_detach_print_the_formats_of_the_original() {
     let place = Place::new("l-life");
     let image = place.image("a b.img", 1 << 20);
     assert_eq!(place.losetup(&[]), "");

@@ -51,7 +51,7 @@ fn what_has_no_meaning_here_is_rejected_in_one_line() {
 }
 
 #[test]
-fn partition_scan_is_carried_along_and_over_nbd_said_to_be_the_client_s() {
+fn partition_scan_is_kept_and_over_nbd_left_to_the_client() {
     let place = Place::new("l-part");
     let image = place.image("disk.img", 1 << 20);
     let output = place.run(&["losetup", "-P", "-f", "--show", &image]);

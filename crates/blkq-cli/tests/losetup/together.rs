@@ -73,7 +73,7 @@ fn attaching_at_the_same_moment_never_collides() {
 
 /// blktests loop/006: devices are attached and detached on the same file without spurious failures.
 #[test]
-fn nooverlap_holds_its_own_while_the_device_is_detached_again_and_again() {
+fn nooverlap_holds_while_the_device_is_detached_repeatedly() {
     let place = Place::new("l-storm");
     let image = place.image("disk.img", 1 << 20);
     for access in ["--direct-io=off", "-r"] {

@@ -78,7 +78,7 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     #[test]
-    fn connections_that_wait_have_their_turn_and_small_requests_go_on() {
+    fn waiting_connections_have_their_turn_and_small_ones_continue() {
         let mut budget = Budget::new(64 * MIB);
         assert!(budget.take(1, 0, 32 * MIB) && budget.take(2, 0, 32 * MIB));
         assert!(!budget.take(3, 0, 32 * MIB) && !budget.take(4, 0, MIB));

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_client_with_much_to_read_is_left_to_it_and_only_for_a_moment() {
+    fn only_a_client_with_much_to_read_is_left_alone_and_briefly() {
         let (mut server, mut client) = UnixStream::pair().unwrap();
         let mut backoff = ReceiveBackoff { device_idle: true, ..ReceiveBackoff::default() };
         assert_eq!(backoff.consider(1, 1_000, server.as_fd()), Decision::Now, "it has read everything");

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_reported_by_its_first_and_the_other_kinds_still_are() {
+    fn a_flood_is_reported_once_and_other_kinds_still_are() {
         let event = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
         let rejections = Rejections::new(Some(event.clone()));
         (0..100).for_each(|_| rejections.push(Reason::TooMany(64), || "a".into()));

@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_and_their_pages_are_addressed_as_the_kernel_reads_it() {
+    fn requests_and_pages_are_addressed_as_the_kernel_reads_them() {
         // Bits 0 to 15 the index, bit 16 the flag, all above zero.
         assert_eq!(register_address(0x1234), 0x1_1234);
         assert_eq!(data_offset(0, 0), 0x8000_0000);

@@ -401,7 +401,7 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn a_late_command_is_waited_for_and_its_answer_is_that_of_no_other() {
+    fn a_late_command_is_waited_for_and_gets_its_own_answer() {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let timeout = Duration::from_millis(20);
         let mut control = busy(&event);

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_without_registered_buffers_has_the_kernel_copy_and_says_why() {
+    fn without_registered_buffers_the_kernel_copies_with_a_reason() {
         let file = QueueLimits { kernel_pages: true, ..QueueLimits::default() };
         let kernel = Features::USER_COPY | Features::AUTO_BUF_REG;
         let choose = |wanted| CopyMode::choose(wanted, kernel, true, false, &file);

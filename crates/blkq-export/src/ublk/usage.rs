@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn partitions_are_part_of_their_device_and_other_devices_are_not() {
+    fn partitions_are_part_of_their_device_and_of_no_other() {
         let part = |target: &str| is_part_of(Path::new(target), "/dev/ublkb1");
         assert!(part("/dev/ublkb1") && part("/dev/ublkb1p1") && part("/dev/ublkb1p12"));
         assert!(!part("/dev/ublkb10") && !part("/dev/ublkb1.img") && !part("/dev/ublkb") && !part("/x"));

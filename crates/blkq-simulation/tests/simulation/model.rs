@@ -256,7 +256,7 @@ fn check(
 }
 
 #[test]
-fn an_altered_write_is_possible_until_all_that_it_may_be_are_rejected() {
+fn an_altered_write_is_possible_while_a_candidate_remains() {
     let mut model = Model::new(1);
     let (zeroes, mut altered) = ([0; SECTOR_BYTES], [0; SECTOR_BYTES]);
     altered[15] = 8;

@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn only_whole_pages_inside_the_buffer_are_given_back() {
+    fn only_whole_pages_inside_the_buffer_are_released() {
         for page in [4096, 16 << 10, 64 << 10] {
             for address in (0..32).map(|index| (1 << 30) + index * BUFFER_ALIGN) {
                 for bytes in (1..40).map(|count| count * BUFFER_ALIGN) {

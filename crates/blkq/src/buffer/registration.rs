@@ -93,7 +93,7 @@ mod model {
     use loom::thread;
 
     #[test]
-    fn loom_an_entry_is_free_when_buffer_and_ring_are_gone_and_not_before() {
+    fn loom_an_entry_is_free_once_buffer_and_ring_are_dropped() {
         crate::sync::model_within(3, "a registration", 0, || {
             let entry = Arc::new(Entry(AtomicU64::new(0)));
             assert!(entry.claim(7, 3) && entry.place(7) == Some(3) && entry.place(8).is_none());

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_writes_of_two_threads_leave_whole_words_of_either() {
+    fn overlapping_writes_of_two_threads_leave_whole_words() {
         let ram = Ram::new(1 << 20, 512, false).unwrap();
         std::thread::scope(|scope| {
             for value in [1, 2] {

@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_for_the_kernel_are_given_out_once_and_are_none_of_the_others() {
+    fn slots_for_the_kernel_are_allocated_once_apart_from_others() {
         let mut ring = Ring::new(4).unwrap();
         assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS);
         let first = ring.keep_kernel_buffers(4000).unwrap();
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_slot_is_good_for_its_own_ring_until_it_is_unregistered() {
+    fn a_file_slot_is_valid_for_its_ring_until_it_is_unregistered() {
         let file = std::fs::File::open("/proc/self/exe").unwrap();
         let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
         let mut slot = ring.register_file(file.as_fd()).unwrap();

@@ -165,7 +165,7 @@ proptest! {
 
 /// 32 times as many ranges cost a little more than 32 times as much, not 1024 times.
 #[test]
-fn a_range_costs_no_look_at_others_elsewhere() {
+fn a_range_is_not_compared_with_others_elsewhere() {
     let time = |count: u64| {
         let lock = Arc::new(RangeLock::default());
         let (mut member, _) = member(&lock);

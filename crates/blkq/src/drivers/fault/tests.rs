@@ -153,7 +153,7 @@ fn settings_of_the_wrapped_driver_pass_through() {
 }
 
 #[test]
-fn on_a_device_that_became_smaller_misdirected_writes_stay_inside() {
+fn on_a_device_that_shrank_misdirected_writes_stay_inside() {
     let path = std::env::temp_dir().join(format!("blkq-fault-smaller-{}", std::process::id()));
     std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
     let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
@@ -227,7 +227,7 @@ fn delays_have_the_mean_and_the_percentile_asked_for() {
 }
 
 #[test]
-fn stuck_requests_complete_in_time_or_go_on_when_the_rules_change() {
+fn stuck_requests_complete_in_time_or_when_the_rules_change() {
     let device = device("stuck=20ms");
     let wake = Arc::new(CountWakes::default());
     let mut h = Harness::open_waking(&device, 0, wake.clone()).unwrap();

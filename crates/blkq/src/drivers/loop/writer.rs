@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_withdrawal_after_the_hand_over_leaves_the_token_with_the_queue() {
+    fn a_withdrawal_after_the_hand_over_leaves_the_queue_the_token() {
         let token = WriterToken::new();
         assert!(token.acquire(0) && !token.acquire(1));
         assert_eq!(token.release(0), Some(1));

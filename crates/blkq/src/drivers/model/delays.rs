@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn continuing_where_the_last_request_ended_costs_no_seek() {
+    fn continuing_the_last_request_costs_no_seek() {
         let model = SeekModel::default();
         let follow = model.cost_ns(4096, 4096, 4096, 1 << 30);
         assert_eq!(follow, model.command_ns + 4096 * 1_000_000_000 / model.bytes_per_second);

@@ -21,7 +21,7 @@ fn until_waiting(gate: &RequestGate, count: u32) {
 }
 
 #[test]
-fn who_fills_the_queue_becomes_a_batcher() {
+fn the_submitter_that_fills_the_queue_becomes_a_batcher() {
     let gate = RequestGate::new(128, true);
     let mut filler = Batcher::default();
     // 128, of which the last is the first of a batch.

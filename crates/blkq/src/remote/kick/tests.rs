@@ -59,7 +59,7 @@ fn a_sleeping_owner_takes_everything() {
 }
 
 #[test]
-fn who_is_woken_while_running_does_not_forget_it() {
+fn a_wake_up_while_running_is_not_forgotten() {
     let kick = Kick::new().expect("an eventfd");
     kick.kick();
     assert!(!kick.is_woken(), "what a kick is for can be seen without it");

@@ -165,7 +165,7 @@ fn nothing_waits_longer_than_a_batch_of_each_other_domain() {
 }
 
 #[test]
-fn a_domain_has_no_more_in_flight_than_tokens_and_holds_up_no_other() {
+fn a_domain_stays_within_its_tokens_and_delays_no_other() {
     let mut bed = Bed::new();
     for operation in ONE_OF_EACH {
         let domain = domain_of(operation);
@@ -185,7 +185,7 @@ fn a_domain_has_no_more_in_flight_than_tokens_and_holds_up_no_other() {
 }
 
 #[test]
-fn who_meets_the_target_gives_way_to_who_misses_it_and_gets_back_what_it_needs() {
+fn a_domain_on_target_yields_to_a_late_one_and_recovers() {
     use Operation::{Read, Write};
     let mut bed = Bed::new();
     // Reads are slow in the device: writes, which are fast, give way, down to one at a time.
@@ -258,7 +258,7 @@ fn what_is_known_of_a_domain_limits_it_once() {
 }
 
 #[test]
-fn a_depth_that_shrank_below_what_is_in_flight_lets_it_complete_first() {
+fn a_depth_below_what_is_in_flight_lets_it_complete_first() {
     let mut bed = Bed::new();
     let in_flight: Vec<Tag> = (0..4).map(|_| bed.insert(Operation::Write, 0, 8).unwrap()).collect();
     in_flight.iter().for_each(|&tag| assert_eq!(bed.dispatch(), Some((tag, Operation::Write))));

@@ -189,7 +189,7 @@ fn a_size_limit_stays_one_when_the_file_grows_or_shrinks() {
 }
 
 #[test]
-fn extents_tell_data_from_holes() {
+fn extents_distinguish_data_from_holes() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device = LoopDevice::open(&LoopOptions { offset: 65536, ..options(&path, DirectIo::Off) }).unwrap();

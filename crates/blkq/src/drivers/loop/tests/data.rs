@@ -126,7 +126,7 @@ fn more_segments_than_a_call_takes_are_done_in_several() {
 
 // Contract: complete
 #[test]
-fn reading_past_the_end_of_a_truncated_file_is_an_error_not_zeroes() {
+fn reading_past_a_truncated_file_is_an_error_not_zeroes() {
     for (direct_io, left) in [(DirectIo::Off, 1000), (DirectIo::On, 1000), (DirectIo::On, 1024)] {
         let directory = Directory::new();
         let path = directory.image(MIB);
@@ -285,7 +285,7 @@ fn write_zeroes_past_the_end_of_a_truncated_file_is_an_error() {
 }
 
 #[test]
-fn what_the_file_system_cannot_do_is_said_once_and_then_not_offered() {
+fn an_unsupported_operation_is_reported_once_then_not_offered() {
     // tmpfs punches holes and does not know FALLOC_FL_ZERO_RANGE.
     let directory = Directory::tmpfs("size=4m");
     let path = directory.image(MIB);

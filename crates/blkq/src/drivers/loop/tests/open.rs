@@ -294,7 +294,7 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
 
 // Contract: exclusive
 #[test]
-fn a_block_device_that_is_mounted_or_claimed_is_refused_unless_shared() {
+fn a_mounted_or_claimed_block_device_is_refused_unless_shared() {
     let directory = Directory::new();
     let path = directory.image(16 * MIB);
     run("mkfs.ext4", &["-q", "-F", path.to_str().unwrap()]);

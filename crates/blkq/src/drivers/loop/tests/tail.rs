@@ -90,7 +90,7 @@ fn the_last_bytes_are_served_and_the_file_stays_as_long() {
 
 /// The rest of the file behind a window is neither shown nor changed.
 #[test]
-fn a_window_that_ends_within_a_sector_hides_the_rest() {
+fn a_window_up_to_the_middle_of_a_sector_hides_the_rest() {
     for direct_io in [DirectIo::Off, DirectIo::On] {
         let directory = Directory::new();
         let path = directory.file("image");
