@@ -186,7 +186,10 @@ fn requests_survive_a_killed_daemon() {
 /// `blkq upgrade` hands the disk to a new daemon, with its settings, and no request is lost.
 #[test]
 fn an_upgrade_hands_a_guest_over() {
-    use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
+    use front_end::{
+        DATA, FEATURES, FrontEnd, GET_CONFIG, GET_INFLIGHT_FD, SET_CONFIG, SET_INFLIGHT_FD, SIZE, longs,
+        words,
+    };
     let place = Place::new("vhost-upgrade");
     let image = place.image("image", 8 << 20);
     place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
@@ -200,6 +203,8 @@ fn an_upgrade_hands_a_guest_over() {
     let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
     front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[inflight.file.as_ref().unwrap().as_fd()]);
     front.start(0, 1);
+    let write_cache = |value: u8| [words(&[32, 1, 0]), vec![value]].concat();
+    front.connection.done(SET_CONFIG, &write_cache(0), &[]);
     let old = place.pid("d");
     for _ in 0..8 {
         front.submit(0, 1, 0, DATA, 4096);
@@ -212,4 +217,6 @@ fn an_upgrade_hands_a_guest_over() {
     front.reconnect(&path, FEATURES, &inflight);
     assert!(front.wait(0, 8).iter().all(|it| it.1 == 0));
     assert_eq!(front.run(0, 0, 0, DATA, 4096), 0);
+    // A front end does not switch the write cache off again.
+    assert_eq!(front.connection.ask(GET_CONFIG, &write_cache(1)).payload[12..], [0]);
 }

@@ -18,6 +18,8 @@ pub struct Area {
 
 // SAFETY: the bytes are shared with another process anyway, and accessed only as atomics.
 unsafe impl Send for Area {}
+// SAFETY: as above.
+unsafe impl Sync for Area {}
 
 macro_rules! word {
     ($load:ident, $store:ident, $word:ty, $atomic:ty) => {

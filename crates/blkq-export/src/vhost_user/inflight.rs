@@ -8,6 +8,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use blkq::{Error, ErrorKind};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -24,6 +25,12 @@ const PACKED: (u64, u64) = (32, 32);
 /// Most queues of a device.
 const QUEUES_MAX: u16 = 256;
 
+/// Bytes behind the regions of the queues, of this program's own: a mark, and whether the driver has a
+/// write cache. Front ends do not send that again to the next daemon.
+const TRAILER_BYTES: u64 = 64;
+const TRAILER_MARK: u64 = u64::from_le_bytes(*b"blkq-wce");
+const WRITE_CACHE_AT: usize = 8;
+
 /// Bytes of a queue's region.
 fn queue_bytes(size: u16, packed: bool) -> u64 {
     let (header, record) = if packed { PACKED } else { SPLIT };
@@ -36,6 +43,8 @@ pub struct InflightRegion {
     queues: u16,
     size: u16,
     packed: bool,
+    /// None in a record of another program.
+    trailer: Option<Area>,
 }
 
 impl InflightRegion {
@@ -46,14 +55,15 @@ impl InflightRegion {
     /// [`ErrorKind::Invalid`] for no queues, too many, or none of a size; whatever the kernel says.
     pub fn create(queues: u16, size: u16, packed: bool) -> Result<(InflightRegion, OwnedFd), Error> {
         check(queues, size)?;
-        let bytes = u64::from(queues) * queue_bytes(size, packed);
+        let bytes = u64::from(queues) * queue_bytes(size, packed) + TRAILER_BYTES;
         let failed = |e| Error::system("cannot make memory for the requests in flight", e);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("blkq-inflight", flags).map_err(failed)?;
         ftruncate(&file, bytes).map_err(failed)?;
         fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL).map_err(failed)?;
         let mapping = Arc::new(Mapping::new(file.as_fd(), 0, bytes)?);
-        Ok((InflightRegion { mapping, queues, size, packed }, file))
+        let trailer = Some(trailer_of(&mapping, bytes));
+        Ok((InflightRegion { mapping, queues, size, packed, trailer }, file))
     }
 
     /// The one that the front end kept: `bytes` of `file` from `offset` on.
@@ -76,13 +86,32 @@ impl InflightRegion {
                 "{bytes} bytes at {offset} for {queues} queues of {size} descriptors"
             )));
         }
-        let mapping = Arc::new(Mapping::new(file.as_fd(), offset, needed)?);
-        Ok(InflightRegion { mapping, queues, size, packed })
+        let has_trailer = bytes >= needed + TRAILER_BYTES;
+        let mapped = if has_trailer { needed + TRAILER_BYTES } else { needed };
+        let mapping = Arc::new(Mapping::new(file.as_fd(), offset, mapped)?);
+        let trailer = has_trailer.then(|| trailer_of(&mapping, mapped));
+        Ok(InflightRegion { mapping, queues, size, packed, trailer })
     }
 
     /// Its length.
     pub fn bytes(&self) -> u64 {
-        u64::from(self.queues) * queue_bytes(self.size, self.packed)
+        let queues = u64::from(self.queues) * queue_bytes(self.size, self.packed);
+        queues + if self.trailer.is_some() { TRAILER_BYTES } else { 0 }
+    }
+
+    /// Whether the driver has a write cache, if a daemon has noted that.
+    pub fn write_cache(&self) -> Option<bool> {
+        let trailer = self.trailer.as_ref()?;
+        let is_noted = trailer.load_u64(0, Ordering::Acquire) == TRAILER_MARK;
+        is_noted.then(|| trailer.load_u64(WRITE_CACHE_AT, Ordering::Relaxed) != 0)
+    }
+
+    /// Notes for the next daemon whether the driver has a write cache.
+    pub fn set_write_cache(&self, on: bool) {
+        if let Some(trailer) = &self.trailer {
+            trailer.store_u64(WRITE_CACHE_AT, on.into(), Ordering::Relaxed);
+            trailer.store_u64(0, TRAILER_MARK, Ordering::Release);
+        }
     }
 
     /// Whether the front end truncated it.
@@ -104,6 +133,14 @@ impl InflightRegion {
         let area = unsafe { Area::new(Arc::clone(&self.mapping), start, bytes as usize) };
         Some(InflightQueue { area, size })
     }
+}
+
+/// The last bytes of a region of `bytes`.
+fn trailer_of(mapping: &Arc<Mapping>, bytes: u64) -> Area {
+    // SAFETY: the region has these bytes at its end.
+    let start = unsafe { mapping.start().add((bytes - TRAILER_BYTES) as usize) };
+    // SAFETY: inside the mapping; regions of queues, and so this, begin at multiples of 64 of it.
+    unsafe { Area::new(Arc::clone(mapping), start, TRAILER_BYTES as usize) }
 }
 
 fn invalid(what: String) -> Error {

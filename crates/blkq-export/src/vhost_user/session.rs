@@ -233,6 +233,12 @@ impl Session {
         self.write_through.store(!writeback, Relaxed);
     }
 
+    fn note_cache(&self) {
+        if let Some(region) = &self.inflight {
+            region.set_write_cache(self.writeback);
+        }
+    }
+
     fn context(&self) -> RingContext {
         RingContext {
             memory: self.memory.clone(),
@@ -277,6 +283,7 @@ impl Session {
         let shared = self.shared.clone();
         self.vrings.iter_mut().for_each(|vring| vring.reset(&shared));
         (self.features, self.status, self.writeback) = (0, 0, true);
+        self.note_cache();
         self.switch_cache();
     }
 
@@ -295,6 +302,7 @@ impl Session {
         match (bytes, flags) {
             (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
                 self.writeback = value == 1;
+                self.note_cache();
                 self.switch_cache();
                 Ok(())
             }
@@ -323,6 +331,13 @@ impl Session {
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
         self.shared.registry.set_recorded();
+        // An earlier daemon of this front end knew how the driver had switched the cache, and the front
+        // end does not say it again.
+        match self.inflight.as_ref().and_then(|region| region.write_cache()) {
+            Some(writeback) => self.writeback = writeback,
+            None => self.note_cache(),
+        }
+        self.switch_cache();
         Ok(())
     }
 

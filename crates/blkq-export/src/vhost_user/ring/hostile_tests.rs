@@ -374,8 +374,14 @@ fn a_record_of_another_ring_is_refused() {
     let bytes = region.bytes();
     let open = |offset, bytes| InflightRegion::open(file.try_clone().unwrap(), offset, bytes, 2, SIZE, true);
     assert!(open(0, bytes).is_ok());
-    assert!(open(0, bytes - 1).is_err() && open(1, bytes).is_err() && open(4096, bytes).is_err());
+    // One without the note of the write cache is that of another program.
+    assert_eq!(open(0, bytes - 64).unwrap().write_cache(), None);
+    assert!(open(0, bytes - 65).is_err() && open(1, bytes).is_err() && open(4096, bytes).is_err());
     assert!(open(!63, bytes).is_err());
+    for on in [false, true] {
+        region.set_write_cache(on);
+        assert_eq!(open(0, bytes).unwrap().write_cache(), Some(on));
+    }
 }
 
 /// A guest that writes what it likes, where it likes, while its ring is served.
