@@ -4,8 +4,9 @@ use std::cell::RefCell;
 use std::path::Path;
 use std::time::Duration;
 
+use blkq::drivers::fault::take_noted;
 use blkq::random::Random;
-use blkq::simulation::{Noted, World as Simulated, install};
+use blkq::simulation::{World as Simulated, install};
 use io_uring::squeue;
 
 use crate::file::SimulatedFile;
@@ -21,7 +22,6 @@ struct World {
     chance: Random,
     now_ns: u64,
     kernel: Kernel,
-    noted: Vec<Noted>,
     /// At how many instants more the engine is killed.
     panics_in: Option<u64>,
 }
@@ -36,7 +36,6 @@ impl World {
             chance: Random::new(seed),
             now_ns: 1_000_000_000,
             kernel: Kernel::new(file_bytes, faults),
-            noted: Vec::new(),
             panics_in: None,
         }
     }
@@ -107,15 +106,12 @@ impl Simulated for ThisThread {
     fn exists(&self, file: &Path) -> bool {
         file.exists() || with(|world| world.kernel.defect == Some(Defect::GhostFile))
     }
-
-    fn note(&self, noted: Noted) {
-        with(|world| world.noted.push(noted));
-    }
 }
 
 /// Begins this thread's world anew: an empty file of `file_bytes`, all zeroes and durable.
 pub fn begin(seed: u64, file_bytes: u64, faults: Faults) {
     WORLD.set(World::new(seed, file_bytes, faults));
+    take_noted();
     install(&ThisThread);
 }
 
@@ -149,11 +145,6 @@ pub fn set_faults(faults: Faults) {
 /// From now on the kernel has this defect.
 pub fn set_defect(defect: Option<Defect>) {
     with(|world| world.kernel.defect = defect);
-}
-
-/// The faults injected since the last call.
-pub fn take_noted() -> Vec<Noted> {
-    with(|world| std::mem::take(&mut world.noted))
 }
 
 /// How often something went wrong so far.

@@ -86,6 +86,7 @@ mod driver;
 pub mod drivers;
 pub mod engine;
 mod error;
+mod kick;
 pub mod layout;
 mod limits;
 mod queue;
@@ -100,6 +101,7 @@ pub mod simulation;
 mod slab;
 mod split;
 pub mod stats;
+mod submitter;
 mod sync;
 mod tags;
 
@@ -117,14 +119,14 @@ pub use driver::{
 pub use engine::local::LocalQueue;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, StopReply, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};
+pub use kick::Wake;
 pub use limits::QueueLimits;
-pub use remote::kick::Wake;
-pub use remote::submitter::Submitter;
 pub use request::Request;
 pub use ring::{Cqe, FileSlot, Registrar, Token};
 pub use sched::SchedulerKind;
 pub use sector::{SECTOR_BYTES, SECTOR_SHIFT, Sector};
 pub use stats::{Counter, StatGroup, StatsSnapshot};
+pub use submitter::Submitter;
 pub use tags::Tag;
 
 /// The io_uring crate, whose entries a driver or a source pushes: [`DriverContext::push`],

@@ -4,8 +4,7 @@
 use std::rc::Rc;
 
 use blkq::Operation;
-use blkq::drivers::fault::Effect;
-use blkq::simulation::{Hit, Noted};
+use blkq::drivers::fault::{Effect, Hit, Noted};
 use blkq_export::nbd::proto::NbdError;
 use blkq_simulation::SECTOR_BYTES;
 

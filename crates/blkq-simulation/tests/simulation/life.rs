@@ -12,10 +12,10 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkq::drivers::fault::{Fault, FaultSpec};
+use blkq::drivers::fault::{Fault, FaultSpec, take_noted};
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
-use blkq::simulation::SimulatedEngine;
 use blkq::{ClockMode, Disk, Driver, SchedulerKind, SourceId};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 use blkq_simulation as simulation;
@@ -389,7 +389,7 @@ impl World {
         }
         for _ in 0..chance.below(4) {
             engine.turn();
-            common.note(simulation::take_noted(), clients);
+            common.note(take_noted(), clients);
         }
         if chance.one_in(200) {
             simulation::pass(chance.below(9_000_000_000));
@@ -429,7 +429,7 @@ impl World {
             1 => {
                 // With requests on their way.
                 engine.stop();
-                common.note(simulation::take_noted(), &mut clients);
+                common.note(take_noted(), &mut clients);
                 clients.iter_mut().for_each(|client| {
                     while !client.closed {
                         client.transfer(chance, common)
@@ -439,7 +439,7 @@ impl World {
             _ => {
                 if panicked {
                     // The kernel's part of it is over; its memory is taken apart as it is.
-                    common.note(simulation::take_noted(), &mut clients);
+                    common.note(take_noted(), &mut clients);
                     drop((clients, engine));
                     Server::close_sockets(sockets);
                     seen.panics += 1;
@@ -447,7 +447,7 @@ impl World {
                     simulation::kill();
                     drop(clients);
                     engine.stop();
-                    common.note(simulation::take_noted(), &mut []);
+                    common.note(take_noted(), &mut []);
                     seen.kills += 1;
                 }
                 drop(disk);
@@ -503,7 +503,7 @@ fn drain(engine: &mut SimulatedEngine, clients: &mut [Client], chance: &mut Rand
             return;
         }
         engine.turn();
-        common.note(simulation::take_noted(), clients);
+        common.note(take_noted(), clients);
         for client in clients.iter_mut() {
             client.transfer(chance, common);
             assert!(!client.closed, "the server hung up");

@@ -14,8 +14,8 @@ use crate::bio::{Bio, Completion};
 use crate::buffer::IoBuffer;
 use crate::driver::{DriverContext, DriverQueue, OpenContext, Taken};
 use crate::engine::{EngineThread, Source, SourceContext};
+use crate::kick::Wake;
 use crate::remote::gate::Direction;
-use crate::remote::kick::Wake;
 use crate::ring::Cqe;
 #[cfg(shuttle)]
 use crate::sched::SchedulerKind;

@@ -17,10 +17,10 @@ use std::sync::Arc;
 use crate::clock::time_until;
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind};
+use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::queue::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
-use crate::remote::kick::Kick;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
 
 #[cfg(simulation)]
@@ -90,7 +90,7 @@ impl Engine {
     /// Waits, on the ring, for kick `index`.
     fn arm_kick(&mut self, index: usize) {
         // SAFETY: the kicks live as long as the ring.
-        unsafe { self.kicks[index].arm(&mut self.ring, Token::new(ENGINE, index as u64)) }
+        unsafe { self.ring.watch(&self.kicks[index], Token::new(ENGINE, index as u64)) }
     }
 
     fn run(&mut self) {

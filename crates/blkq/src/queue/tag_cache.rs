@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
-use crate::remote::kick::Kick;
+use crate::kick::Kick;
 use crate::tags::{Tag, TagBatch, TagHint, TagSet, WaiterId};
 
 /// One queue's tags.

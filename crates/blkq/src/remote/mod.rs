@@ -1,7 +1,5 @@
-//! Submitters on threads that own no queue.
+//! Shared between threads that own no queue and its owner: software queues, and the request gate.
 
 pub mod gate;
-pub(crate) mod kick;
 pub(crate) mod pending;
 pub(crate) mod software;
-pub(crate) mod submitter;

@@ -12,6 +12,8 @@ pub(crate) mod token;
 mod twin;
 #[cfg(not(any(simulation, loom, shuttle)))]
 mod uring;
+#[cfg(not(model_check))]
+mod watch;
 
 use io_uring::opcode;
 

@@ -9,7 +9,7 @@ use io_uring::{squeue, types};
 use super::token::{Cqe, FileSlot, RingCounters, Token};
 use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind};
-use crate::remote::kick::Kick;
+use crate::kick::Kick;
 use crate::sync::thread;
 
 /// The ring of one thread of a model.
@@ -40,9 +40,12 @@ impl Ring {
     }
 
     /// Waits for `kick`: the twin of a poll of its descriptor.
-    pub(crate) fn watch(&mut self, kick: Arc<Kick>, token: Token) {
+    ///
+    /// # Safety
+    /// As of the real one.
+    pub unsafe fn watch(&mut self, kick: &Arc<Kick>, token: Token) {
         assert!(self.watched.is_none(), "an engine of a model has one queue");
-        self.watched = Some((kick, token));
+        self.watched = Some((kick.clone(), token));
     }
 
     pub fn has_submissions(&mut self) -> bool {

@@ -13,8 +13,8 @@ mod tests;
 
 use std::sync::Arc;
 
+use crate::kick::Wake;
 use crate::layout::{CachePadded, HotField, Writer};
-use crate::remote::kick::Wake;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool as Mark, Ordering::SeqCst};
 
 use super::{Tag, TagHint, TagSet, WaiterId};
-use crate::remote::kick::Wake;
+use crate::kick::Wake;
 use crate::sync::atomic::AtomicBool;
 use crate::sync::{WaitQueue, model, thread};
 

@@ -6,8 +6,8 @@
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 
+use crate::kick::Wake;
 use crate::layout::CachePadded;
-use crate::remote::kick::Wake;
 use crate::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use crate::sync::{Mutex, RwLock, lock, seq_cst_for_loom};
 

@@ -6,7 +6,10 @@
 //! driver sees ordinary requests within its limits, and what it does with them is real.
 //! It allocates for every request; nobody measures speed through it.
 
+#[cfg(not(simulation))]
 mod note;
+#[cfg(simulation)]
+mod noted;
 mod queue;
 mod rules;
 mod spec;
@@ -22,6 +25,10 @@ use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{Relaxed, Release};
 use crate::sync::{Mutex, lock};
 
+#[cfg(simulation)]
+use noted as note;
+#[cfg(simulation)]
+pub use noted::{Hit, Noted, take_noted};
 use queue::FaultQueue;
 use rules::{Rules, Shared};
 pub use spec::{Effect, FaultSpec, Rule};

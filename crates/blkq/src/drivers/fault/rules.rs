@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::driver::Driver;
 use crate::error::Error;
-use crate::remote::kick::Wake;
+use crate::kick::Wake;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock};

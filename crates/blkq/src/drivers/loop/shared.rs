@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::sync::{Arc, OnceLock};
 
-use crate::remote::kick::Wake;
+use crate::kick::Wake;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock as locked};

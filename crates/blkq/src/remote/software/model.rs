@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::buffer::IoBuffer;
-use crate::remote::kick::Kick;
+use crate::kick::Kick;
 use crate::sync::{model, thread};
 
 const BLOCK_BYTES: usize = 512;

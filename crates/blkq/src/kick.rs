@@ -7,14 +7,9 @@ mod model;
 mod tests;
 
 #[cfg(not(model_check))]
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-
-#[cfg(not(model_check))]
-use io_uring::{opcode, types};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::error::Error;
-use crate::ring::{Ring, Token};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst, fence};
 
 const RUNNING: u32 = 0;
@@ -99,22 +94,6 @@ impl Kick {
     /// Empties the descriptor, which may be empty.
     pub fn drain(&self) {
         self.event.drain();
-    }
-
-    /// Has `ring` complete `token` when the descriptor is readable: once, and then again
-    /// only when armed again.
-    ///
-    /// # Safety
-    /// The kick lives until that completion, or as long as the ring.
-    pub(crate) unsafe fn arm(self: &Arc<Self>, ring: &mut Ring, token: Token) {
-        #[cfg(model_check)]
-        ring.watch(self.clone(), token);
-        #[cfg(not(model_check))]
-        {
-            let entry = opcode::PollAdd::new(types::Fd(self.fd().as_raw_fd()), libc::POLLIN as u32).build();
-            // SAFETY: the caller's promise.
-            unsafe { ring.push(entry, token) }
-        }
     }
 
     /// The descriptor that becomes readable when the sleeping owner is kicked.

@@ -2,16 +2,11 @@
 //! clock, a sync and waiting are then what a [`World`] makes of them. The world itself is the
 //! crate `blkq-simulation`, which is for the tests of this repository.
 
-mod note;
-
 use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
 use io_uring::squeue;
-
-pub use crate::engine::SimulatedEngine;
-pub use note::{Hit, Noted};
 
 thread_local! {
     static WORLD: Cell<Option<&'static dyn World>> = const { Cell::new(None) };
@@ -46,9 +41,6 @@ pub trait World {
 
     /// Whether the fault driver sees this trigger file.
     fn exists(&self, file: &Path) -> bool;
-
-    /// The fault driver injected something.
-    fn note(&self, noted: Noted);
 }
 
 /// From now on this thread lives in `world`.

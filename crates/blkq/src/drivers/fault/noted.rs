@@ -1,0 +1,95 @@
+//! The fault driver's notes on the requests that it hits, kept for each thread of a simulated
+//! world, so that its model can expect exactly what a rule did and nothing else.
+
+use std::cell::RefCell;
+use std::path::PathBuf;
+
+use super::spec::{Effect, Rule};
+use crate::bio::{BioFlags, Operation};
+use crate::clock::monotonic_ns;
+use crate::driver::DriverContext;
+use crate::error::IoResult;
+use crate::tags::Tag;
+
+thread_local! {
+    static NOTED: RefCell<Vec<Noted>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A request, and what happens to it.
+#[derive(Clone, Debug)]
+pub struct Hit {
+    /// The request's queue and tag, until it has completed.
+    pub request: (u16, u16),
+    /// Of the effects all but delays.
+    pub effect: Effect,
+    /// Of a short or torn transfer the bytes that are done; of a misdirected one where it goes,
+    /// in bytes of the device; of a corrupted one the bit, counted from its beginning; else 0.
+    pub at: u64,
+    /// The requested operation.
+    pub operation: Operation,
+    /// Whether for good.
+    pub fua: bool,
+    /// Where, in bytes of the device.
+    pub offset: u64,
+    /// How much.
+    pub bytes: u64,
+    /// The data to write; empty for all but writes.
+    pub data: Vec<u8>,
+}
+
+/// The fault that was injected.
+#[derive(Clone, Debug)]
+pub enum Noted {
+    /// A request is hit.
+    Hit(Hit),
+    /// The request of this queue with this tag has completed in the wrapped driver.
+    Completed((u16, u16), IoResult),
+    /// A rule with this trigger file hit a request, at that time.
+    Armed(PathBuf, u64),
+}
+
+/// The faults injected on this thread since the last call.
+pub fn take_noted() -> Vec<Noted> {
+    NOTED.take()
+}
+
+fn note(noted: Noted) {
+    NOTED.with_borrow_mut(|all| all.push(noted));
+}
+
+/// `effect` happens to a request; `at` is as in [`Hit`].
+pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
+    let request = cx.request(tag);
+    let mut data = Vec::new();
+    if request.operation() == Operation::Write {
+        cx.for_each_segment(tag, |segment| {
+            // SAFETY: the memory of a write in flight is valid.
+            let bytes = unsafe { std::slice::from_raw_parts(segment.ptr, segment.len as usize) };
+            data.extend_from_slice(bytes);
+        });
+    }
+    note(Noted::Hit(Hit {
+        request: (cx.owner, tag.0),
+        effect,
+        at,
+        operation: request.operation(),
+        fua: request.flags().contains(BioFlags::FUA),
+        offset: request.offset(),
+        bytes: request.bytes(),
+        data,
+    }));
+}
+
+/// The wrapped queue is done with a request.
+pub(super) fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
+    if effect.is_some() {
+        note(Noted::Completed((cx.owner, tag.0), result));
+    }
+}
+
+/// `rule` hits a request.
+pub(super) fn armed(rule: &Rule) {
+    if let Some(file) = &rule.file {
+        note(Noted::Armed(file.clone(), monotonic_ns()));
+    }
+}
