@@ -190,7 +190,7 @@ bitflags::bitflags! {
         const GATED = 1 << 0;
         /// It is done through parts: write zeroes that are written as zeroes.
         const AS_ZEROES = 1 << 1;
-        /// It is done through parts, in flight at most [`PARTS_MAX`](crate::split) at a time.
+        /// It is done through parts, in flight at most `PARTS_MAX` of them at a time (`queue/parts.rs`).
         const SPLIT = 1 << 2;
         /// It was accepted as one legal piece of its owner's, which gets a completion.
         /// Without other marks its completion is nothing more.

@@ -62,7 +62,7 @@ impl Connection {
         buffers: ConnectionBuffers,
     ) -> Connection {
         let mut stream = Stream::new(slot, socket, buffers);
-        let handshake = Handshake::new(tls, &mut stream.replies().headers);
+        let handshake = stream.replies().append(|output| Handshake::new(tls, output));
         Connection {
             slot,
             stream,
@@ -242,7 +242,7 @@ impl Connection {
                 Phase::Handshake(handshake, exports) => (handshake, exports),
             };
             let (input, replies) = self.stream.input_and_replies();
-            let (taken, next) = handshake.receive(input, exports, &mut replies.headers);
+            let (taken, next) = replies.append(|output| handshake.receive(input, exports, output));
             self.stream.consume(taken);
             match next {
                 Next::Receive => return true,
@@ -397,7 +397,7 @@ impl Connection {
     pub fn received(&mut self, result: i32) {
         let mut payload = 0;
         if let Phase::Transmission(requests) = &mut self.phase {
-            self.backoff.device_idle = requests.outstanding() == self.stream.unsent_replies();
+            self.backoff.note_device(requests.outstanding() == self.stream.unsent_replies());
             payload = requests.missing_payload().map_or(0, |missing| missing.len());
         }
         match self.stream.received(result, payload) {

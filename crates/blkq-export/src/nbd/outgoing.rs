@@ -20,12 +20,12 @@ struct Content {
 /// Replies gathered, then sent. At most two iovecs per reply; the kernel takes 1024.
 pub struct Outgoing {
     /// Everything but content, in order.
-    pub headers: Vec<u8>,
+    headers: Vec<u8>,
     contents: Vec<Content>,
     /// Replies in here.
-    pub replies: usize,
+    replies: usize,
     /// Bytes that its connection has for the extents in `headers`.
-    pub extents_bytes: usize,
+    extents_bytes: usize,
     iovecs: Vec<libc::iovec>,
     /// Of the iovecs, those that have left.
     sent: usize,
@@ -52,9 +52,34 @@ impl Outgoing {
         self.headers.is_empty()
     }
 
-    /// Appends `part` of `buffer`, in its bytes, after the headers that are there.
-    pub fn push_content(&mut self, buffer: IoBuffer, part: Range<usize>) {
+    /// Replies gathered since it was last recycled.
+    pub fn replies(&self) -> usize {
+        self.replies
+    }
+
+    /// Has `write` append bytes that are no reply to a request.
+    pub fn append<R>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> R) -> R {
+        write(&mut self.headers)
+    }
+
+    /// Has `write` append the reply to a request.
+    #[inline]
+    pub fn reply(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
+        write(&mut self.headers);
+        self.replies += 1;
+    }
+
+    /// Has `write` append the head of a reply, of which `part` of `buffer`, in its bytes, is the
+    /// content.
+    #[inline]
+    pub fn reply_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
+        self.reply(write);
         self.contents.push(Content { headers_end: self.headers.len(), buffer, part });
+    }
+
+    /// The connection has `bytes` for extents that are in a reply, until this is recycled.
+    pub fn hold_extents(&mut self, bytes: usize) {
+        self.extents_bytes += bytes;
     }
 
     /// Lays out everything for sending; nothing may be appended until it has been recycled.

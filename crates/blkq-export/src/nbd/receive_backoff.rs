@@ -19,7 +19,7 @@ pub(super) struct ReceiveBackoff {
     requests: u64,
     /// Whether all requests had been answered when the last bytes came: then the client is what
     /// is waited for, not the device.
-    pub device_idle: bool,
+    device_idle: bool,
 }
 
 /// The decision of [`ReceiveBackoff::consider`].
@@ -37,6 +37,11 @@ impl ReceiveBackoff {
     /// When it is over, `u64::MAX` if there is none.
     pub fn until_ns(&self) -> u64 {
         if self.until_ns == 0 { u64::MAX } else { self.until_ns }
+    }
+
+    /// Bytes came; `idle` if all earlier requests had been answered by then.
+    pub fn note_device(&mut self, idle: bool) {
+        self.device_idle = idle;
     }
 
     /// Cancels it, if there is one.
@@ -84,13 +89,14 @@ mod tests {
     #[test]
     fn only_a_client_with_much_to_read_is_left_alone_and_briefly() {
         let (mut server, mut client) = UnixStream::pair().unwrap();
-        let mut backoff = ReceiveBackoff { device_idle: true, ..ReceiveBackoff::default() };
+        let mut backoff = ReceiveBackoff::default();
+        backoff.note_device(true);
         assert_eq!(backoff.consider(1, 1_000, server.as_fd()), Decision::Now, "it has read everything");
         server.write_all(&[0; 96 << 10]).unwrap();
         assert_eq!(backoff.consider(100, 2_000, server.as_fd()), Decision::Now, "it asks for much");
-        backoff.device_idle = false;
+        backoff.note_device(false);
         assert_eq!(backoff.consider(101, 3_000, server.as_fd()), Decision::Now, "the device is busy");
-        backoff.device_idle = true;
+        backoff.note_device(true);
         let later = Decision::Later(4_000 + BACKOFF_NS);
         assert_eq!(backoff.consider(102, 4_000, server.as_fd()), later);
         assert_eq!(backoff.consider(102, 5_000, server.as_fd()), later);

@@ -380,11 +380,10 @@ impl Requests {
         if let Some(buffer) = completion.data.into_buffer() {
             if request.command == Command::Read && completion.result.is_ok() {
                 self.counters.read_bytes += request.length;
-                self.style.data(request.to, request.length as u32, &mut replies.headers);
                 let from = (request.to.offset & self.block_mask) as usize;
-                replies.push_content(buffer, from..from + request.length as usize);
-                replies.replies += 1;
-                return;
+                let part = from..from + request.length as usize;
+                let write = |output: &mut _| self.style.data(request.to, request.length as u32, output);
+                return replies.reply_with(buffer, part, write);
             }
             self.free(buffer.len(), shared);
             shared.buffers.put(buffer);
@@ -422,7 +421,7 @@ impl Requests {
         replies: &mut Outgoing,
     ) {
         self.busy -= 1;
-        replies.extents_bytes += EXTENTS_MAX_BYTES;
+        replies.hold_extents(EXTENTS_MAX_BYTES);
         let Some(mut extents) = extents else { return self.error(request.to, NbdError::Io, replies) };
         let mut left = request.length;
         // Exactly the requested range, whatever the driver returned.
@@ -435,18 +434,15 @@ impl Requests {
         if extents.is_empty() {
             return self.error(request.to, NbdError::Invalid, replies);
         }
-        self.style.block_status(request.to, &extents, &mut replies.headers);
-        replies.replies += 1;
+        replies.reply(|output| self.style.block_status(request.to, &extents, output));
     }
 
     fn done(&self, to: ReplyTo, replies: &mut Outgoing) {
-        self.style.done(to, &mut replies.headers);
-        replies.replies += 1;
+        replies.reply(|output| self.style.done(to, output));
     }
 
     fn error(&mut self, to: ReplyTo, error: NbdError, replies: &mut Outgoing) {
         self.counters.errors += 1;
-        self.style.error(to, error, &mut replies.headers);
-        replies.replies += 1;
+        replies.reply(|output| self.style.error(to, error, output));
     }
 }

@@ -127,7 +127,7 @@ impl Stream {
 
     /// Replies gathered or being sent.
     pub fn unsent_replies(&self) -> usize {
-        self.sending.replies + self.gathering.replies
+        self.sending.replies() + self.gathering.replies()
     }
 
     /// Whether nothing is left to be sent, once no send is in flight.
@@ -282,7 +282,7 @@ impl Stream {
     /// the bytes that are free with it.
     pub fn recycle_sent(&mut self, pool: &mut BufferPool) -> (usize, usize) {
         self.clear &= !self.gathering.is_empty();
-        let replies = self.sending.replies;
+        let replies = self.sending.replies();
         (replies, self.sending.recycle(pool))
     }
 

@@ -235,7 +235,7 @@ impl Queue {
         self.completions.own_mut()
     }
 
-    /// Requests and bios that have not completed.
+    /// Bios that have not completed, and parts of them.
     pub fn in_flight(&self) -> u32 {
         self.in_flight.bios().len()
     }

@@ -290,7 +290,7 @@ impl DeviceQueue {
         self.random.below(below)
     }
 
-    /// The rules of contract 3, and what else must be true of every request.
+    /// The rules of contract `declared`, and what else must be true of every request.
     fn check(&self, state: &mut State, cx: &DriverContext<'_>, tag: Tag) {
         let (request, limits) = (cx.request(tag), state.limits.clone());
         let (operation, flags) = (request.operation(), request.flags());
