@@ -176,7 +176,7 @@ impl Watcher {
         let Watcher { disk, queues, counters } = self;
         for watched in queues.iter_mut() {
             if watched.asked.is_none() {
-                if watched.hung == 0 && disk.is_idle(watched.queue) {
+                if watched.hung == 0 && disk.has_nothing_to_scan(watched.queue) {
                     continue;
                 }
                 let now_ns = monotonic_ns();

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use blkq::ClockMode;
 use blkq::SchedulerKind;
-use blkq::disk::DEPTH_MAX;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use clap::Args;
 
 use crate::failure::{Failure, Outcome};
 use crate::hangs;
@@ -158,27 +158,11 @@ impl Setting {
     }
 }
 
-/// Options of `attach` that stay as they are.
-const FIXED: [&str; 18] = [
-    "copy",
-    "export",
-    "fault",
-    "format",
-    "handshake-timeout",
-    "listen",
-    "max-connections",
-    "metrics",
-    "name",
-    "offset",
-    "partscan",
-    "queues",
-    "sector-size",
-    "shared",
-    "socket-group",
-    "socket-mode",
-    "tls",
-    "tls-certificates",
-];
+/// Whether `key` is an option of `attach` with a value that stays as it is.
+fn is_fixed(key: &str) -> bool {
+    let command = AttachOptions::augment_args(clap::Command::new("attach"));
+    !key.starts_with("no-") && command.get_arguments().any(|argument| argument.get_long() == Some(key))
+}
 
 /// The groups of settings that a device has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -219,7 +203,7 @@ impl Has {
             _ if known.is_some_and(|known| known.of == Of::Images) => {
                 "it is for images, and there is none behind this device".to_owned()
             }
-            _ if FIXED.contains(&key) => format!("it is fixed at attach; detach, and attach with --{key}"),
+            _ if is_fixed(key) => format!("it is fixed at attach; detach, and attach with --{key}"),
             _ => {
                 let names: Vec<&str> =
                     KEYS.iter().filter(|key| self.group(key.of)).map(|key| key.name).collect();
@@ -241,9 +225,12 @@ fn switch(key: &str, text: &str) -> Outcome<bool> {
     }
 }
 
+/// The greatest that a device can have is known to its disk.
 fn depth(text: &str) -> Outcome<u16> {
-    let depth = text.parse().ok().filter(|depth| (1..=DEPTH_MAX).contains(depth));
-    depth.ok_or_else(|| Failure::new(format!("depth is a number from 1 to {DEPTH_MAX}, not {text:?}")))
+    let depth = text.parse().ok().filter(|depth: &u64| *depth > 0);
+    depth
+        .map(|depth| u16::try_from(depth).unwrap_or(u16::MAX))
+        .ok_or_else(|| Failure::new(format!("depth is a number from 1 on, not {text:?}")))
 }
 
 #[cfg(test)]
@@ -291,6 +278,9 @@ mod tests {
         assert!(why(&["disk.img"], "fault").contains("attach with --fault"));
         assert!(why(&["disk.img", "--fault", "none"], "fault").contains("no fault is named"));
         assert!(why(&["disk.img"], "size").contains("blkq resize"));
+        for fixed in ["queues", "vhost-socket", "sector-size"] {
+            assert!(why(&["disk.img"], fixed).contains(&format!("attach with --{fixed}")), "{fixed}");
+        }
         let all = why(&["ram:1M"], "colour");
         assert!(all.contains("there are autoclear, batching") && !all.contains("dispatch"), "{all}");
     }

@@ -5,11 +5,11 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use blkq::io_uring::{opcode, types};
 use blkq::{
     Bio, BioFlags, Cqe, Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, FileSlot, IoBuffer,
     OpenContext, Operation, QueueLimits, Sector, Status, Tag, Taken,
 };
-use io_uring::{opcode, types};
 
 /// The device.
 struct FileDevice {

@@ -200,6 +200,8 @@ pub enum ErrorKind {
     Exposed,
     /// Earlier writes were lost: the device stays failed until it is opened anew.
     Lost,
+    /// Two things that are to be used together do not fit to each other.
+    Mismatch,
     /// The kernel, the file system or the device cannot do it.
     Unsupported,
     /// A system call failed.

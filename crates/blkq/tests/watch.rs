@@ -244,11 +244,11 @@ fn the_place_of_a_request_outside_the_driver_is_reported() {
     let frozen = disk.freeze();
     queue.submit(read(0, 0)).unwrap();
     queue.poll();
-    assert!(!disk.is_idle(0));
+    assert!(!disk.has_nothing_to_scan(0));
     assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].place, Place::Frozen);
     drop(frozen);
     drain(&mut queue);
-    assert_eq!((disk.stats().counter(Counter::Hangs), disk.is_idle(0)), (5, true));
+    assert_eq!((disk.stats().counter(Counter::Hangs), disk.has_nothing_to_scan(0)), (5, true));
 }
 
 // Contract: statistics
@@ -301,10 +301,10 @@ unsafe impl Source for Sleeper {
 fn an_engine_reports_the_client_and_its_own_delay() {
     let device = Device::held();
     let disk = device.builder().build().unwrap();
-    assert!(disk.is_idle(0));
+    assert!(disk.has_nothing_to_scan(0));
     let engine = EngineThread::spawn("watched", vec![(disk.clone(), 0)]).unwrap();
     let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
-    while disk.is_idle(0) {
+    while disk.has_nothing_to_scan(0) {
         std::thread::yield_now();
     }
     let scan = engine.handle().scan_for_hangs(after(31), LIMIT_NS).recv().unwrap();
@@ -317,5 +317,5 @@ fn an_engine_reports_the_client_and_its_own_delay() {
     assert_eq!(scanned.recv().unwrap().hung, 1);
     device.release(1);
     drop(engine);
-    assert!(disk.is_idle(0));
+    assert!(disk.has_nothing_to_scan(0));
 }

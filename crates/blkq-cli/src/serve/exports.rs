@@ -90,10 +90,7 @@ pub(super) fn size_of(identity: Identity) -> Outcome<u64> {
 /// Why a block device was not taken over, with what is left to do about it.
 pub(super) fn not_taken_over(error: blkq::Error) -> Failure {
     match error.kind() {
-        // It and the disk do not fit to each other.
-        ErrorKind::Unsupported | ErrorKind::Invalid => {
-            Failure::new(format!("{error} (blkq detach removes the device)"))
-        }
-        _ => Failure::of(error, ErrorKind::NotFound, "attach the image again"),
+        ErrorKind::Mismatch => Failure::new(format!("{error} (blkq detach removes the device)")),
+        _ => error.into(),
     }
 }

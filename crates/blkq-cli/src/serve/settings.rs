@@ -3,6 +3,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use blkq::disk::DEPTH_MAX;
 use blkq::drivers::r#loop::LoopSetting;
 use blkq::{Disk, ErrorKind};
 
@@ -27,13 +28,15 @@ impl Device {
     /// If the device cannot be set to that.
     pub fn set(&self, setting: &Setting) -> Outcome {
         let running = self.running()?;
-        if let Setting::HangWarning(limit) = setting {
-            self.background().as_ref().ok_or_else(stopping)?.hangs.set(*limit);
-        }
+        // Locked in this order; that of the threads only where it is a thread's.
+        let background = matches!(setting, Setting::HangWarning(_)).then(|| self.background());
         // The value that is kept is the one that was set last, of several at once too.
         let mut settings = self.settings();
         match setting {
-            Setting::HangWarning(_) => {}
+            Setting::HangWarning(limit) => {
+                let threads = background.as_ref().and_then(|background| background.as_ref());
+                threads.ok_or_else(stopping)?.hangs.set(*limit);
+            }
             Setting::Autoclear(on) => {
                 if let Some(ublk) = &running.ublk {
                     ublk.watch_users(*on)?;
@@ -57,12 +60,12 @@ impl Device {
 
 /// Of the disk and of the kernel's block device, if there is one: of both or of none.
 fn set_read_only(running: &Running, on: bool) -> Outcome {
-    let setting = blkq::Setting::ReadOnly(on);
-    running.disk.set(setting).map_err(not_set)?;
+    let was = running.disk.limits().read_only;
+    running.disk.set(blkq::Setting::ReadOnly(on)).map_err(not_set)?;
     if let Some(ublk) = &running.ublk {
         ublk.set_read_only(on).map_err(|error| {
             // Undone; the error is the reason.
-            let _ = running.disk.set(blkq::Setting::ReadOnly(!on));
+            let _ = running.disk.set(blkq::Setting::ReadOnly(was));
             Failure::of(error, ErrorKind::Unsupported, "detach it, and attach it again")
         })?;
     }
@@ -75,10 +78,11 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
         Setting::Batching(on) => disk.set(blkq::Setting::Batching(*on)),
         Setting::Clock(mode) => disk.set(blkq::Setting::Clock(*mode)),
         Setting::Depth(depth) if *depth > disk.depth_max() => {
-            return Err(Failure::new(format!(
-                "depth is a number from 1 to {} here; for more, detach, and attach with --depth {depth}",
-                disk.depth_max()
-            )));
+            let more = match *depth {
+                depth @ ..=DEPTH_MAX => format!("; for more, detach, and attach with --depth {depth}"),
+                _ => String::new(),
+            };
+            return Err(Failure::new(format!("depth is a number from 1 to {} here{more}", disk.depth_max())));
         }
         Setting::Depth(depth) => disk.set(blkq::Setting::Depth(*depth)),
         Setting::Iostats(on) => disk.set(blkq::Setting::Iostats(*on)),

@@ -147,8 +147,8 @@ impl UblkDevice {
     /// reissued to this process.
     ///
     /// # Errors
-    /// If the disk is not what the device was made of, the server does not exit within 30 seconds,
-    /// and the kernel's error. The device stays as it was.
+    /// [`ErrorKind::Mismatch`] if the disk is not what the device was made of; that the server does not
+    /// exit within 30 seconds, and the kernel's error. The device stays as it was.
     pub fn take_over(
         identity: Identity,
         disk: &Arc<Disk>,
@@ -163,18 +163,15 @@ impl UblkDevice {
         let refuse = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
-            return refuse(ErrorKind::Unsupported, "the device was made without recovery");
+            return refuse(ErrorKind::Mismatch, "the device was made without recovery");
         }
         if usize::from(info.nr_hw_queues) > engines.len() {
-            return refuse(ErrorKind::Invalid, "the device has more queues than the disk");
+            return refuse(ErrorKind::Mismatch, "the device has more queues than the disk");
         }
         let limits = disk.limits();
         let copy = CopyMode::of(Features::from_bits_retain(info.flags));
         if copy == CopyMode::None && !limits.kernel_pages {
-            return refuse(
-                ErrorKind::Unsupported,
-                "its data is not copied, and the driver cannot do that now",
-            );
+            return refuse(ErrorKind::Mismatch, "its data is not copied, and the driver cannot do that now");
         }
         if copy == CopyMode::None && !has_kernel_buffers(engines, info.queue_depth) {
             return refuse(
@@ -185,11 +182,11 @@ impl UblkDevice {
         }
         let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
-            return refuse(ErrorKind::Invalid, "the image now has other blocks than the device");
+            return refuse(ErrorKind::Mismatch, "the image now has other blocks than the device");
         }
         if was.dev_sectors > is.dev_sectors {
             return refuse(
-                ErrorKind::Invalid,
+                ErrorKind::Mismatch,
                 "the image is now smaller than the device; make it as large as it was",
             );
         }

@@ -137,7 +137,7 @@ pub(super) fn give_commands(
         give(*command).map_err(|e| match e.kind() {
             io::ErrorKind::TimedOut if *command != DELETE => Error::new(
                 ErrorKind::System,
-                "ublk: the device does not stop, for I/O in flight does not complete; stop it again when its \
+                "ublk: the device does not stop, for I/O in flight does not complete; try again when its \
                  image answers",
             ),
             _ => failed(what, e),

@@ -151,7 +151,7 @@ impl Disk {
 
     /// Whether queue `index` has nothing to scan for ([`hang`](crate::queue::hang)): neither
     /// requests, nor bios that a freeze or a missing tag keeps from being requests.
-    pub fn is_idle(&self, index: usize) -> bool {
+    pub fn has_nothing_to_scan(&self, index: usize) -> bool {
         // Bios without a tag wait in a queue without requests only in these two cases.
         !self.shared_tags && !self.control.is_frozen() && !self.control.is_active(index)
     }
@@ -186,7 +186,7 @@ impl Disk {
     /// [`ErrorKind::Invalid`] for a depth that the disk has no room for, [`ErrorKind::Unsupported`] if a
     /// device that only reads is to be written to, [`ErrorKind::Busy`] if I/O in flight does not
     /// complete within 30 seconds, and for read-only the driver's. What is wrong with the value is found
-    /// without a freeze.
+    /// without a freeze, but for a device that only reads.
     pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();

@@ -54,12 +54,10 @@ impl FastLimits {
         self.kernel_pages && self.fits_bytes(outline, u64::from(bytes))
     }
 
-    /// How many segments a legal read or write of `segments` has, in one piece, without a flush;
-    /// none if it is not one.
-    pub fn fit_segments(&self, outline: &Outline, segments: &[Segment], limits: &QueueLimits) -> Option<u16> {
-        let count = u16::try_from(segments.len()).ok().filter(|count| *count <= limits.max_segments)?;
-        let fits = self.fits_bytes(outline, u64::from(u32::MAX))
-            && check_memory(limits, segments, outline.sectors << SECTOR_SHIFT).is_ok();
-        fits.then_some(count)
+    /// Whether this is a legal read or write of `segments`, in one piece, without a flush.
+    pub fn fits_segments(&self, outline: &Outline, segments: &[Segment], limits: &QueueLimits) -> bool {
+        segments.len() <= usize::from(limits.max_segments)
+            && self.fits_bytes(outline, u64::from(u32::MAX))
+            && check_memory(limits, segments, outline.sectors << SECTOR_SHIFT).is_ok()
     }
 }

@@ -78,14 +78,13 @@ impl Queue {
             // An operation on the ring names one registered buffer.
             bio.outline.flags.insert(BioFlags::NO_MERGE);
             if self.disk.fast().fits_pages(&bio.outline, pages.len()) {
-                return self.accept_piece(bio, 1, ring);
+                return self.accept_piece(bio, Some(1), ring);
             }
         }
         if let Data::Segments(owner) = &*bio.data
-            && let Some(segments) =
-                self.disk.fast().fit_segments(&bio.outline, owner.segments(), self.disk.limits())
+            && self.disk.fast().fits_segments(&bio.outline, owner.segments(), self.disk.limits())
         {
-            return self.accept_piece(bio, segments, ring);
+            return self.accept_piece(bio, None, ring);
         }
         let index = self.in_flight.insert(bio);
         self.begin(index);
@@ -94,14 +93,15 @@ impl Queue {
         self.leave_if_idle();
     }
 
-    /// The rest of [`Queue::accept`] for a legal piece that is no buffer, in so many segments.
-    fn accept_piece(&mut self, mut bio: NewBio, segments: u16, ring: Option<&mut Ring>) {
+    /// The rest of [`Queue::accept`] for a legal piece that is no buffer. Its `segments` are counted if
+    /// they are not known: of a list, empty ones and those beyond the bio's end are none.
+    fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
         if matches!(*bio.completer, Completer::Owner(_)) {
             bio.marks.insert(SlotMarks::PLAIN);
         }
         let outline = bio.outline;
         let index = self.in_flight.insert(bio);
-        if !self.waiting.is_empty() || !self.admit(index, &outline, Some(segments), ring) {
+        if !self.waiting.is_empty() || !self.admit(index, &outline, segments, ring) {
             self.queue_or_reject(index);
         }
     }
