@@ -75,14 +75,15 @@ fn record(entry: u16) -> usize {
 
 impl PackedInflight {
     /// The record of a ring, and the state of the ring by it. `None` in its place if the record is a new
-    /// one, of a ring whose next used descriptor goes to `used`. `shown` decides if the driver sees what
-    /// was written to a position as used.
+    /// one, of a ring whose next used descriptor goes to `used`. `is_new` if its driver has just
+    /// cleared it; `shown` decides if the driver sees what was written to a position as used.
     ///
     /// # Errors
     /// A version that is not known; another size; entries that name what there is not.
     pub fn open(
         queue: InflightQueue,
         used: UsedPosition,
+        is_new: bool,
         shown: impl FnOnce(UsedPosition) -> bool,
     ) -> Result<(PackedInflight, Option<State>), RingError> {
         let InflightQueue { area, size } = queue;
@@ -98,19 +99,32 @@ impl PackedInflight {
             batch: Vec::with_capacity(count),
         };
         match this.area.load_u16(VERSION, Relaxed) {
-            0 => {
-                for entry in 0..size {
-                    this.area.store_u16(record(entry) + NEXT, entry + 1, Relaxed);
-                    this.area.store_u8(record(entry) + MARK, 0, Relaxed);
-                }
-                this.area.store_u16(COUNT, size, Relaxed);
-                this.settle();
-                this.area.store_u16(VERSION, 1, Release);
-                Ok((this, None))
-            }
-            1 => this.recover(shown).map(|state| (this, Some(state))),
-            _ => Err(RingError::Inflight { what: "a version that is not known" }),
+            0 => this.begin(),
+            // A guest that starts anew clears its ring, and the front end may keep the record.
+            1 if is_new && this.positions().1 != (0, true) => this.begin(),
+            1 => return this.recover(shown).map(|state| (this, Some(state))),
+            _ => return Err(RingError::Inflight { what: "a version that is not known" }),
         }
+        Ok((this, None))
+    }
+
+    /// Makes it a new one.
+    fn begin(&mut self) {
+        self.area.store_u16(VERSION, 0, Release);
+        for entry in 0..self.size {
+            self.area.store_u16(record(entry) + NEXT, entry + 1, Relaxed);
+            self.area.store_u8(record(entry) + MARK, 0, Relaxed);
+        }
+        self.area.store_u16(COUNT, self.size, Relaxed);
+        self.settle();
+        self.area.store_u16(VERSION, 1, Release);
+    }
+
+    /// The new and the old position.
+    fn positions(&self) -> (UsedPosition, UsedPosition) {
+        let positions = self.area.load_u64(POSITIONS, Relaxed);
+        let new = (positions as u16, positions >> 32 & 0xff != 0);
+        (new, ((positions >> 16) as u16, positions >> 40 & 0xff != 0))
     }
 
     fn recover(&mut self, shown: impl FnOnce(UsedPosition) -> bool) -> Result<State, RingError> {
@@ -118,9 +132,7 @@ impl PackedInflight {
         if self.area.load_u16(COUNT, Relaxed) != size {
             return Err(RingError::Inflight { what: "it is that of a ring of another size" });
         }
-        let positions = self.area.load_u64(POSITIONS, Relaxed);
-        let new = (positions as u16, positions >> 32 & 0xff != 0);
-        let old = ((positions >> 16) as u16, positions >> 40 & 0xff != 0);
+        let (new, old) = self.positions();
         if new.0 >= size || old.0 >= size {
             return Err(RingError::Inflight { what: "a position beyond the ring" });
         }

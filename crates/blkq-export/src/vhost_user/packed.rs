@@ -58,6 +58,11 @@ fn turn(flags: u16) -> (bool, bool) {
     (flags & AVAILABLE != 0, flags & USED != 0)
 }
 
+/// Whether a ring is as its driver cleared it: a descriptor that was ever made has an address.
+fn is_cleared(descriptors: &Area, size: u16) -> bool {
+    (0..usize::from(size) * 2).all(|word| descriptors.load_u64(word * 8, Ordering::Relaxed) == 0)
+}
+
 /// The device's side of a packed ring.
 pub struct PackedRing {
     descriptors: Area,
@@ -102,12 +107,11 @@ impl PackedRing {
             return Err(RingError::Base { base });
         }
         let (descriptors, driver_event, device_event) = PackedRing::areas(memory, layout)?;
-        let flags = |index: u16| {
-            descriptors.load_u16(usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT, Ordering::Relaxed)
-        };
+        let flags =
+            |index: usize| descriptors.load_u16(index * DESCRIPTOR_BYTES + FLAGS_AT, Ordering::Relaxed);
         // Some front ends send 0 for a new ring of either kind, and 0 is the second lap of a packed one.
         // But then something was used in the first.
-        if base == 0 && (0..size).all(|index| flags(index) & USED == 0) {
+        if base == 0 && (0..usize::from(size)).all(|index| flags(index) & USED == 0) {
             (next.wrap, used.wrap) = (true, true);
         }
         Ok(PackedRing {
@@ -153,7 +157,9 @@ impl PackedRing {
             let (available, used) = turn(self.load_flags(index, Ordering::Acquire));
             !(available == wrap && used != wrap)
         };
-        let (mut inflight, state) = PackedInflight::open(queue, (self.used.index, self.used.wrap), shown)?;
+        let is_new = is_cleared(&self.descriptors, self.size);
+        let used = (self.used.index, self.used.wrap);
+        let (mut inflight, state) = PackedInflight::open(queue, used, is_new, shown)?;
         if let Some(state) = state {
             self.used = Position { index: state.used.0, wrap: state.used.1 };
             self.hide(state.abandoned);

@@ -314,6 +314,30 @@ fn a_new_record_of_an_old_ring_keeps_descriptor_0() {
     }
 }
 
+/// A guest that starts again, and a front end that keeps the record of the ring that it had.
+#[test]
+fn a_record_that_outlives_its_ring_begins_anew() {
+    for packed in [false, true] {
+        for rounds in 0..3 * SIZE {
+            let guest = guest();
+            let (region, _file) = InflightRegion::create(1, SIZE, packed).unwrap();
+            let mut chain = Chain::new();
+            for rounds in [rounds, 2 * SIZE + 3] {
+                let mut driver = Driver::new(&guest, RINGS, SIZE, packed, false);
+                let queue = region.queue(0, SIZE, packed);
+                let mut ring = Ring::new(Arc::clone(&guest.memory), &driver.spec, queue).unwrap();
+                for _ in 0..rounds {
+                    let head = driver.add(&guest, &[(DATA, 16, false)], true);
+                    let popped = ring.pop(&mut chain).unwrap().unwrap();
+                    ring.push_used(popped, 1);
+                    ring.publish();
+                    assert_eq!(driver.take_used(&guest), Some((head, 1)), "{packed} {rounds}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_record_that_was_written_over_is_refused_or_bounded() {
     use std::os::unix::fs::FileExt;
