@@ -1,5 +1,5 @@
 //! Words of the command line: sizes, addresses, settings, devices, names, and whole
-//! lines. What is understood is understood in the same way when it is written again; what is not is
+//! lines. A word that is understood has the same meaning when it is written again; another is
 //! rejected in one line.
 //!
 //! Input: what it is, then the text; for a line its words, with NUL in between, or choices from which

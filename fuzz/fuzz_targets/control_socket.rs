@@ -4,8 +4,8 @@
 //! Input: the number of bytes that are sent at once, then the request: as it is if that number is
 //! even, else settings, one in a line, for a well-formed `set`. If it is 255 choices come after it,
 //! from which requests are made: those that a model of the device knows, and then the device is what
-//! as in the model, and those that are well-formed but for what was broken in them. What closes the
-//! daemon is not sent.
+//! as in the model, and those that are well-formed but for what was broken in them. A command that
+//! stops the daemon is not sent.
 // Contract: bounded-input
 
 #![no_main]

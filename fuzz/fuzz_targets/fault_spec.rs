@@ -2,7 +2,7 @@
 //! completes once, at the latest when the rules are removed.
 //!
 //! Input: one byte of mode, then the text of a spec (even), or choices from which both a spec and
-//! its text are made. What follows the first NUL of a text, or the choices, are bios of four bytes.
+//! its text are made. Behind the first NUL of a text, or the choices, there are bios of four bytes.
 // Contract: bounded-input
 
 #![no_main]

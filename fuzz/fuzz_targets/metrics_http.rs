@@ -1,6 +1,6 @@
 //! The Prometheus endpoint of a real daemon under arbitrary clients: one answer or, to what is no
-//! whole request, none; then EOF. Answers are bounded and have the length in their head. What is
-//! a request by its making is answered as it must be, and metrics are in the format, and count all
+//! whole request, none; then EOF. Answers are bounded and have the length in their head. A
+//! well-formed request is answered as it must be, and metrics are in the format, and count all
 //! that was asked before.
 //!
 //! Input, as `arbitrary` reads it: how many others occupy places, the bytes sent at once, then either

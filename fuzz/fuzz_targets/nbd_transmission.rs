@@ -96,7 +96,7 @@ fn run(session: Session, stream: &[u8], cut: usize) -> Vec<Found> {
                 assert!(input.len() < 32);
                 end = (end + cut).min(stream.len());
             }
-            Step::Request(_) | Step::Refused { .. } => {
+            Step::Request(_) | Step::Rejected { .. } => {
                 assert!(start >= before + 28);
                 found.push(Found { step, payload: Vec::new() });
             }
@@ -197,7 +197,7 @@ fuzz_target!(|data: &[u8]| {
     assert_eq!(run(session, &stream, cut), found);
 
     let walked = walk(&session, &stream);
-    let answered = found.iter().filter(|f| matches!(f.step, Step::Request(_) | Step::Refused { .. })).count();
+    let answered = found.iter().filter(|f| matches!(f.step, Step::Request(_) | Step::Rejected { .. })).count();
     assert_eq!(answered, walked.len());
     for (found, (cookie, offset, payload)) in found.iter().zip(walked) {
         let to = ReplyTo { cookie, offset };
@@ -224,7 +224,7 @@ fuzz_target!(|data: &[u8]| {
                 }
                 check_reply(session.replies, to, content, &reply);
             }
-            Step::Refused { cookie: c, offset: o, error } => {
+            Step::Rejected { cookie: c, offset: o, error } => {
                 assert_eq!((*c, *o), (cookie, offset));
                 assert!(found.payload.is_empty());
                 session.replies.error(to, *error, &mut reply);

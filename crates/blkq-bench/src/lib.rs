@@ -3,7 +3,7 @@
 //! and blkq beside its peers.
 //!
 //! A table (`tables/`) is a function that runs its cases in turn (A B A B ...) through a
-//! `Bench` (`bench.rs`) and states what it found ([`result`]). What was found is printed (`print.rs`),
+//! `Bench` (`bench.rs`) and states what it found ([`result`]). The result is printed (`print.rs`),
 //! and written as JSON and as a report.
 
 use std::path::PathBuf;

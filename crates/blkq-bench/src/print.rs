@@ -190,8 +190,8 @@ fn paragraph(head: &str, text: &str) -> String {
     paragraph
 }
 
-/// Rows whose columns line up, the first to the left and the others to the right. What is
-/// too long in the first continues in the next line; columns for which there is no room
+/// Rows whose columns line up, the first to the left and the others to the right. Text that
+/// is too long in the first continues in the next line; columns for which there is no room
 /// follow below, beside the first one again.
 fn columns(rows: &[Vec<String>]) -> String {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);

@@ -60,7 +60,7 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
 }
 
 /// The name of the device that `word` means: its name, the path of its image by any name, or where
-/// it is found (a URI, `/dev/ublkb0`, `ublkb0`, or a link to that). What could be a name and is one
+/// it is found (a URI, `/dev/ublkb0`, `ublkb0`, or a link to that). A word that is a device's name
 /// means that device. `None` if there is none.
 ///
 /// # Errors

@@ -45,7 +45,7 @@ impl Failure {
     }
 }
 
-/// Does `what` with one after the other, whatever became of those before. What fails is reported
+/// Does `what` with one after the other, whatever became of those before. Each failure is reported
 /// on the way, and only the exit code remains.
 ///
 /// # Errors

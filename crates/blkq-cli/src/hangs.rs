@@ -243,8 +243,8 @@ fn log_scan(queue: usize, scan: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
 }
 
 fn hang_line(hang: &Hang) -> String {
-    let Hang { subject, age_ns, bios, place, client, .. } = hang;
-    let mut line = format!("hang: {subject}: in flight for {}, {}", seconds(*age_ns), place);
+    let Hang { io, age_ns, bios, place, client, .. } = hang;
+    let mut line = format!("hang: {io}: in flight for {}, {}", seconds(*age_ns), place);
     if *bios != 1 {
         let _ = write!(line, ", {bios} bios");
     }
@@ -260,7 +260,7 @@ fn completion_line(completion: &HangCompletion) -> String {
         Some(Err(status)) => format!("completed with an error: {status},"),
         None => "disappeared".to_owned(),
     };
-    format!("hang over: {}: {how} after {}", completion.subject, seconds(completion.age_ns))
+    format!("hang over: {}: {how} after {}", completion.io, seconds(completion.age_ns))
 }
 
 fn seconds(ns: u64) -> String {

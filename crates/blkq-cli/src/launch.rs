@@ -34,7 +34,7 @@ pub struct Launched {
 /// The failure that it reports, or that it reported nothing.
 pub fn launch_attach(options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
     let name = options.name.clone().unwrap_or_else(|| options.default_name());
-    let input = serde_json::to_vec(&Record::new(options)?).map_err(|e| refuse(e.into()))?;
+    let input = serde_json::to_vec(&Record::new(options)?).map_err(|e| failure(e.into()))?;
     let flags = exit_with_parent.then_some("--exit-with-parent");
     launch(flags, &name, &input)
 }
@@ -55,14 +55,14 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
-        .map_err(refuse)?;
+        .map_err(failure)?;
     if let Some(mut stdin) = child.stdin.take() {
         // A daemon that does not read it reports why.
         let _ = stdin.write_all(input);
     }
     let mut line = Vec::new();
     if let Some(stdout) = child.stdout.take() {
-        stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(refuse)?;
+        stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failure)?;
     }
     match serde_json::from_slice(&line) {
         Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
@@ -70,13 +70,13 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
             // It has reported all; nothing of it may be left when this command returns, unless a
             // bug of the kernel keeps it.
             let until = Instant::now() + EXIT_TIMEOUT;
-            while child.try_wait().map_err(refuse)?.is_none() && Instant::now() < until {
+            while child.try_wait().map_err(failure)?.is_none() && Instant::now() < until {
                 std::thread::sleep(EXIT_POLL_INTERVAL);
             }
             Err(Failure::new(message))
         }
         Err(_) => {
-            let status = child.wait().map_err(refuse)?;
+            let status = child.wait().map_err(failure)?;
             Err(Failure::new(format!("the daemon exited before it was ready ({status})")))
         }
     }
@@ -98,6 +98,6 @@ pub fn warn(info: &DeviceInfo) {
     }
 }
 
-fn refuse(error: std::io::Error) -> Failure {
+fn failure(error: std::io::Error) -> Failure {
     Failure::new(format!("cannot start the daemon: {error}"))
 }

@@ -24,10 +24,10 @@ static PATH: OnceLock<PathBuf> = OnceLock::new();
 /// # Errors
 /// If the file cannot be made.
 pub fn redirect(path: &Path) -> Outcome {
-    let refuse = |e: std::io::Error| Failure::new(format!("log {}: {e}", path.display()));
+    let failure = |e: std::io::Error| Failure::new(format!("log {}: {e}", path.display()));
     let options = || OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(path);
-    let file = options().map_err(refuse)?;
-    rustix::stdio::dup2_stderr(&file).map_err(|e| refuse(e.into()))?;
+    let file = options().map_err(failure)?;
+    rustix::stdio::dup2_stderr(&file).map_err(|e| failure(e.into()))?;
     *FILE.lock().unwrap_or_else(|e| e.into_inner()) = Some(file);
     let _ = PATH.set(path.to_owned());
     Ok(())

@@ -22,9 +22,9 @@ impl PidFile {
     /// If it cannot be written; nothing is left of it then.
     pub fn write(path: &Path) -> Outcome<PidFile> {
         let pid = std::process::id();
-        let refuse = |e: io::Error| Failure::new(format!("--pid-file {}: {e}", path.display()));
-        let path = std::path::absolute(path).map_err(refuse)?;
-        let name = path.file_name().ok_or_else(|| refuse(io::ErrorKind::IsADirectory.into()))?;
+        let failure = |e: io::Error| Failure::new(format!("--pid-file {}: {e}", path.display()));
+        let path = std::path::absolute(path).map_err(failure)?;
+        let name = path.file_name().ok_or_else(|| failure(io::ErrorKind::IsADirectory.into()))?;
         let new = path.with_file_name(format!(".{}.{pid}", name.to_string_lossy()));
         let write = || {
             let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
@@ -36,7 +36,7 @@ impl PidFile {
         };
         let made = write().map_err(|e| {
             let _ = fs::remove_file(&new);
-            refuse(e)
+            failure(e)
         })?;
         Ok(PidFile { path, made })
     }

@@ -166,15 +166,18 @@ fn is_fixed(key: &str) -> bool {
 
 /// The groups of settings that a device has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Has {
+pub struct SettingGroups {
     image: bool,
     faults: bool,
 }
 
-impl Has {
+impl SettingGroups {
     /// Those of a device that is attached with `options`.
-    pub fn new(options: &AttachOptions) -> Has {
-        Has { image: matches!(options.image, DriverSpec::Image(_)), faults: options.fault.is_some() }
+    pub fn new(options: &AttachOptions) -> SettingGroups {
+        SettingGroups {
+            image: matches!(options.image, DriverSpec::Image(_)),
+            faults: options.fault.is_some(),
+        }
     }
 
     fn group(self, of: Of) -> bool {
@@ -271,7 +274,7 @@ mod tests {
     #[test]
     fn a_setting_that_a_device_has_not_is_refused_before_its_value() {
         let why = |words: &[&str], key: &str| {
-            Has::new(&options(words)).read(key, "nonsense").unwrap_err().to_string()
+            SettingGroups::new(&options(words)).read(key, "nonsense").unwrap_err().to_string()
         };
         assert!(why(&["ram:1M"], "direct-io").contains("it is for images"));
         assert!(why(&["disk.img"], "direct-io").contains("on, off or auto"));

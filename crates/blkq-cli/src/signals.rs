@@ -55,23 +55,23 @@ impl Signals {
     /// # Errors
     /// The error of the kernel.
     pub fn install() -> Outcome<Signals> {
-        let refuse = |e: std::io::Error| Failure::new(format!("signals: {e}"));
+        let failure = |e: std::io::Error| Failure::new(format!("signals: {e}"));
         let (pipe, sender) =
-            pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| refuse(e.into()))?;
+            pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| failure(e.into()))?;
         PIPE.store(sender.into_raw_fd(), Ordering::Relaxed);
         // SAFETY: zeroes are an empty sigset_t.
         let mut unblocked: libc::sigset_t = unsafe { std::mem::zeroed() };
         for (number, _) in HANDLED {
             set_action(number, forward as extern "C" fn(libc::c_int) as libc::sighandler_t)
-                .map_err(refuse)?;
+                .map_err(failure)?;
             // SAFETY: a set of our own, and a number that there is.
             unsafe { libc::sigaddset(&mut unblocked, number) };
         }
-        set_action(libc::SIGXFSZ, libc::SIG_IGN).map_err(refuse)?;
+        set_action(libc::SIGXFSZ, libc::SIG_IGN).map_err(failure)?;
         // SAFETY: changes the mask of this thread, which those that it makes get.
         match unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &unblocked, std::ptr::null_mut()) } {
             0 => Ok(Signals { pipe: std::fs::File::from(pipe) }),
-            error => Err(refuse(std::io::Error::from_raw_os_error(error))),
+            error => Err(failure(std::io::Error::from_raw_os_error(error))),
         }
     }
 

@@ -158,7 +158,7 @@ impl Statistics {
         }
     }
 
-    /// The snapshot again. What this version does not know is left out.
+    /// The snapshot again. Fields that this version does not know are left out.
     pub fn snapshot(&self) -> StatsSnapshot {
         let mut snapshot = StatsSnapshot {
             in_flight: self.in_flight,

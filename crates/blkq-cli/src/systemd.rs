@@ -66,7 +66,7 @@ fn is_open(fd: RawFd) -> bool {
 static MANAGER: OnceLock<UnixDatagram> = OnceLock::new();
 
 /// Connects to the service manager's socket: later the process may have neither the mount that its
-/// path is on nor the right to make a socket. That there is none is no error.
+/// path is on nor the right to make a socket. A missing one is no error.
 pub fn connect_manager() {
     let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
     if let Ok(socket) = connect(&address) {
@@ -74,8 +74,8 @@ pub fn connect_manager() {
     }
 }
 
-/// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. What cannot be
-/// delivered is lost, and stops nothing.
+/// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. A line that
+/// cannot be delivered is lost, and stops nothing.
 pub fn notify(lines: &str) {
     if let Some(manager) = MANAGER.get() {
         let _ = manager.send(lines.as_bytes());

@@ -44,7 +44,7 @@ fn one(session: Session, bytes: &[u8]) -> Step {
 }
 
 fn refused(offset: u64, error: NbdError) -> Step {
-    Step::Refused { cookie: COOKIE, offset, error }
+    Step::Rejected { cookie: COOKIE, offset, error }
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)
         match step {
             Step::Receive if end == stream.len() => return found,
             Step::Receive => end = (end + cuts.next().copied().unwrap_or(usize::MAX / 2)).min(stream.len()),
-            Step::Request(_) | Step::Refused { .. } => found.push((step, Vec::new())),
+            Step::Request(_) | Step::Rejected { .. } => found.push((step, Vec::new())),
             Step::Disconnect | Step::Violation => {
                 found.push((step, Vec::new()));
                 return found;
@@ -385,7 +385,7 @@ proptest! {
                     prop_assert_eq!((*c as u16, f.bits(), *cookie, offset, length), (*command, *flags, COOKIE, at, bytes));
                     prop_assert_eq!(payload, content);
                 }
-                Step::Refused { cookie, offset, .. } => prop_assert_eq!((*cookie, offset), (COOKIE, at)),
+                Step::Rejected { cookie, offset, .. } => prop_assert_eq!((*cookie, offset), (COOKIE, at)),
                 Step::Disconnect => prop_assert_eq!(*command, 2),
                 step => prop_assert!(false, "{:?}", step),
             }

@@ -25,8 +25,8 @@ pub struct Faults {
     /// EIO of a sync.
     pub sync_error: u64,
     /// Data that a failed sync, or write with RWF_DSYNC, did not make durable stays in the page cache,
-    /// counts as synced, and never is; each open file reports it once. What Linux does with
-    /// pages that it could not write.
+    /// counts as synced, and never is; each open file reports it once. Linux does the same
+    /// with pages that it could not write.
     pub failed_sync_forgets: bool,
     /// EIO of a discard or of writing zeroes.
     pub allocate_error: u64,

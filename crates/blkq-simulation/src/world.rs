@@ -180,7 +180,7 @@ pub fn cut_power() {
 }
 
 /// The size of the file, of `bytes` now, after the power failed: that, or what it was when the file
-/// was synced last. What was beyond is lost.
+/// was synced last. Bytes beyond it are lost.
 pub fn cut_size(bytes: u64) -> u64 {
     with(|world| world.kernel.file.cut_size(bytes, &mut world.chance))
 }

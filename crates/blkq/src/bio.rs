@@ -89,7 +89,7 @@ pub struct Bio {
     /// Memory to fill or to write; none for other operations, which with memory are
     /// [`Status::Invalid`](crate::Status::Invalid).
     pub data: Data,
-    /// The caller's own mark, returned in the [`Completion`].
+    /// The caller's own number, returned in the [`Completion`].
     pub user_data: u64,
 }
 
@@ -139,7 +139,7 @@ impl Bio {
 /// The completion of a bio.
 #[derive(Debug)]
 pub struct Completion {
-    /// The caller's mark from the bio.
+    /// The `user_data` of the bio.
     pub user_data: u64,
     /// Whether it did all that was asked, or why not. There are no short counts.
     pub result: IoResult,

@@ -14,12 +14,12 @@ pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 
 /// The action taken when a bio completes.
 pub(crate) enum Completer {
-    /// A [`Completion`](crate::Completion) with this mark is delivered to the queue's owner.
+    /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),
     /// The callback runs. Boxed twice to be one word.
     Callback(Box<Callback>),
     /// A waiting thread is woken.
-    Waiter(Arc<Waiter>),
+    Waiter(Arc<BioWaiter>),
     /// Nothing: the slot is a part of another bio, or its completer was taken.
     None,
 }
@@ -43,7 +43,7 @@ impl Completer {
 impl fmt::Debug for Completer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Completer::Owner(mark) => write!(f, "Owner({mark})"),
+            Completer::Owner(user_data) => write!(f, "Owner({user_data})"),
             Completer::Callback(_) => f.write_str("Callback"),
             Completer::Waiter(_) => f.write_str("Waiter"),
             Completer::None => f.write_str("None"),
@@ -52,14 +52,14 @@ impl fmt::Debug for Completer {
 }
 
 /// One bio that a thread waits for.
-pub(crate) struct Waiter {
+pub(crate) struct BioWaiter {
     completed: Mutex<Option<(IoResult, Data)>>,
     signal: Condvar,
 }
 
-impl Waiter {
-    pub fn new() -> Arc<Waiter> {
-        Arc::new(Waiter { completed: Mutex::new(None), signal: Condvar::new() })
+impl BioWaiter {
+    pub fn new() -> Arc<BioWaiter> {
+        Arc::new(BioWaiter { completed: Mutex::new(None), signal: Condvar::new() })
     }
 
     /// Wakes the waiting thread with the result.

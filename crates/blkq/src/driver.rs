@@ -271,8 +271,8 @@ pub unsafe trait DriverQueue {
         let _ = cx;
     }
 
-    /// The queue is about to be dropped; no request is in flight. What it registered with
-    /// the ring, which may live on, is taken out here.
+    /// The queue is about to be dropped; no request is in flight. It unregisters here what
+    /// it registered with the ring, which may live on.
     fn close(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
@@ -355,8 +355,8 @@ impl DriverContext<'_> {
     /// [`DriverQueue::complete_cqe`] with the low 48 bits of `payload`.
     ///
     /// # Safety
-    /// Memory and descriptors of the entry must stay valid until then. What it names of the tables
-    /// of registered files and buffers must be registered with this queue's ring, for this queue.
+    /// Memory and descriptors of the entry must stay valid until then. Registered files and
+    /// buffers that it names must be registered with this queue's ring, for this queue.
     ///
     /// # Panics
     /// If the driver did not declare that it uses a ring.

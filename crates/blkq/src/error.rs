@@ -245,8 +245,8 @@ impl Error {
     /// The same error with the cure, if there is one, after why.
     ///
     /// A library names cures of the system, such as a limit to raise, a permission or another path, which
-    /// help in any program. What a program calls its own operations and options is not among them: the
-    /// program adds that, by the error's [`kind`](Error::kind).
+    /// help in any program. A program's own names of operations and options are not among them: the
+    /// program adds those, by the error's [`kind`](Error::kind).
     pub fn with_cure(self, cure: impl Into<String>) -> Error {
         Error { cure: cure.into(), ..self }
     }

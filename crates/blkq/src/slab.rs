@@ -13,7 +13,7 @@ use crate::sync::Arc;
 /// Where the bytes of a bio in flight come from or go to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub(crate) enum Memory {
+pub(crate) enum DataSource {
     /// Its own `data`.
     Own,
     /// A part of its parent's, from `data_offset` on.
@@ -26,7 +26,7 @@ pub(crate) enum Memory {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum CompleterKind {
-    /// A completion for the queue's owner; the word is its mark.
+    /// A completion for the queue's owner; the word is its `user_data`.
     Owner,
     Callback,
     Waiter,
@@ -54,8 +54,8 @@ pub(crate) struct BioSlot {
     pub parent: u32,
     pub operation: Operation,
     pub flags: BioFlags,
-    pub memory: Memory,
-    pub marks: SlotMarks,
+    pub data_source: DataSource,
+    pub slot_flags: SlotFlags,
     /// The step of the flush sequence that it is in.
     pub step: FlushStep,
     pub error: Option<Status>,
@@ -88,8 +88,8 @@ impl BioSlot {
             parent: NIL,
             operation: Operation::Read,
             flags: BioFlags::empty(),
-            memory: Memory::Own,
-            marks: SlotMarks::empty(),
+            data_source: DataSource::Own,
+            slot_flags: SlotFlags::empty(),
             step: FlushStep::None,
             error: None,
             issued: 0,
@@ -98,7 +98,7 @@ impl BioSlot {
         }
     }
 
-    /// Gives the memory back.
+    /// Takes the memory out.
     #[inline]
     pub fn take_data(&mut self) -> Data {
         ManuallyDrop::into_inner(std::mem::replace(&mut self.data, ManuallyDrop::new(Data::None)))
@@ -113,7 +113,7 @@ impl BioSlot {
     #[inline]
     fn own_buffer(&self) -> Option<Segment> {
         match &*self.data {
-            Data::Buffer(buffer) if self.memory == Memory::Own => {
+            Data::Buffer(buffer) if self.data_source == DataSource::Own => {
                 debug_assert!(
                     self.operation.has_data() && self.sectors << SECTOR_SHIFT <= buffer.len() as u64
                 );
@@ -124,15 +124,15 @@ impl BioSlot {
     }
 
     /// Where the bytes of its parts come from: zeroes stay zeroes, however often they are split.
-    pub fn memory_of_parts(&self) -> Memory {
-        let zeroes = self.memory == Memory::Zeroes || self.marks.contains(SlotMarks::AS_ZEROES);
-        if zeroes { Memory::Zeroes } else { Memory::Parent }
+    pub fn data_source_of_parts(&self) -> DataSource {
+        let zeroes = self.data_source == DataSource::Zeroes || self.slot_flags.contains(SlotFlags::AS_ZEROES);
+        if zeroes { DataSource::Zeroes } else { DataSource::Parent }
     }
 
     #[inline]
     fn set_completer(&mut self, completer: Completer) {
         (self.completer_kind, self.completer_word) = match completer {
-            Completer::Owner(mark) => (CompleterKind::Owner, mark),
+            Completer::Owner(user_data) => (CompleterKind::Owner, user_data),
             Completer::Callback(callback) => (CompleterKind::Callback, Box::into_raw(callback) as u64),
             Completer::Waiter(waiter) => (CompleterKind::Waiter, Arc::into_raw(waiter) as u64),
             Completer::None => (CompleterKind::None, 0),
@@ -156,8 +156,8 @@ impl BioSlot {
         }
     }
 
-    /// The mark of a bio that completes to the queue's owner.
-    pub fn owners_mark(&self) -> Option<u64> {
+    /// The `user_data` of a bio that completes to the queue's owner.
+    pub fn owner_user_data(&self) -> Option<u64> {
         (self.completer_kind == CompleterKind::Owner).then_some(self.completer_word)
     }
 
@@ -166,10 +166,10 @@ impl BioSlot {
         Outline { operation, flags, sector, sectors, start_ns }
     }
 
-    /// The mark of a bio that completes plainly: its owner's, whole, with nothing else to do.
+    /// The `user_data` of a bio that completes plainly: its owner's, whole, with nothing else to do.
     #[inline]
-    pub fn plain_mark(&self) -> Option<u64> {
-        (self.marks == SlotMarks::PLAIN).then_some(self.completer_word)
+    pub fn plain_user_data(&self) -> Option<u64> {
+        (self.slot_flags == SlotFlags::PLAIN).then_some(self.completer_word)
     }
 }
 
@@ -179,13 +179,13 @@ pub(crate) struct NewBio {
     // Never dropped: what might have to be is kept in memory instead of registers.
     pub data: ManuallyDrop<Data>,
     pub completer: ManuallyDrop<Completer>,
-    pub marks: SlotMarks,
+    pub slot_flags: SlotFlags,
 }
 
 bitflags::bitflags! {
-    /// The marks of the block layer on a bio in flight.
+    /// The flags of the block layer on a bio in flight.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-    pub(crate) struct SlotMarks: u8 {
+    pub(crate) struct SlotFlags: u8 {
         /// Its completion releases one allocation of the request gate.
         const GATED = 1 << 0;
         /// It is done through parts: write zeroes that are written as zeroes.
@@ -193,7 +193,7 @@ bitflags::bitflags! {
         /// It is done through parts, in flight at most `PARTS_MAX` of them at a time (`queue/parts.rs`).
         const SPLIT = 1 << 2;
         /// It was accepted as one legal piece of its owner's, which gets a completion.
-        /// Without other marks its completion is nothing more.
+        /// Without other flags its completion is nothing more.
         const PLAIN = 1 << 3;
     }
 }
@@ -266,8 +266,8 @@ impl BioSlab {
         slot.parent = NIL;
         slot.operation = bio.outline.operation;
         slot.flags = bio.outline.flags;
-        slot.memory = Memory::Own;
-        slot.marks = bio.marks;
+        slot.data_source = DataSource::Own;
+        slot.slot_flags = bio.slot_flags;
         slot.step = FlushStep::None;
         slot.error = None;
         index
@@ -292,11 +292,11 @@ impl BioSlab {
     /// of it on.
     pub fn memory_of(&self, index: u32) -> (&BioSlot, u64) {
         let (mut slot, mut skip) = (&self[index], 0);
-        while slot.memory == Memory::Parent {
+        while slot.data_source == DataSource::Parent {
             skip += u64::from(slot.data_offset);
             slot = &self[slot.parent];
         }
-        debug_assert!(slot.memory == Memory::Own, "the page of zeroes is nobody's memory");
+        debug_assert!(slot.data_source == DataSource::Own, "the page of zeroes is nobody's memory");
         (slot, skip)
     }
 
@@ -304,9 +304,11 @@ impl BioSlab {
     #[inline]
     pub fn kernel_pages(&self, index: u32) -> Option<KernelPages> {
         let slot = &self[index];
-        match (&*slot.data, slot.memory) {
-            (Data::Kernel(pages), Memory::Own) => Some(pages.part(0, (slot.sectors << SECTOR_SHIFT) as u32)),
-            (_, Memory::Parent) => self.kernel_pages_of_part(index),
+        match (&*slot.data, slot.data_source) {
+            (Data::Kernel(pages), DataSource::Own) => {
+                Some(pages.part(0, (slot.sectors << SECTOR_SHIFT) as u32))
+            }
+            (_, DataSource::Parent) => self.kernel_pages_of_part(index),
             _ => None,
         }
     }
@@ -342,12 +344,12 @@ impl BioSlab {
             return each(segment);
         }
         let length = (slot.sectors << SECTOR_SHIFT) as u32;
-        match slot.memory {
-            Memory::Own | Memory::Parent => {
+        match slot.data_source {
+            DataSource::Own | DataSource::Parent => {
                 let (root, skip) = self.memory_of(index);
                 root.data.with_segments(|s| slice_segments(s, skip as u32, length, &mut each));
             }
-            Memory::Zeroes => {
+            DataSource::Zeroes => {
                 let page = zeroes.segment();
                 let mut left = length;
                 while left > 0 {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::bio::{Bio, BioFlags, Operation};
 use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment, SegmentOwner};
 use crate::clock::monotonic_ns;
-use crate::completer::{Callback, Completer, Waiter};
+use crate::completer::{BioWaiter, Callback, Completer};
 use crate::disk::{Disk, HardwareQueue};
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
@@ -87,7 +87,7 @@ impl Submitter {
 
     /// Submits `bio` and waits for its completion.
     pub fn submit_and_wait(&mut self, bio: Bio) -> (IoResult, Data) {
-        let waiter = Waiter::new();
+        let waiter = BioWaiter::new();
         self.stage(bio, Completer::Waiter(waiter.clone()));
         waiter.wait()
     }

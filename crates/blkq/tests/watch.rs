@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
-use blkq::hang::{HangScan, NAMED_MAX, Place};
+use blkq::hang::{HangScan, Place, REPORTED_MAX};
 use blkq::{
     Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, Operation, QueueLimits, Sector, Source,
     SourceContext, StatGroup, Status,
@@ -45,14 +45,14 @@ fn a_hung_request_is_reported_once_then_its_completion() {
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((scan.hangs.len(), scan.more, scan.hung), (1, 0, 1));
     let hang = &scan.hangs[0];
-    let subject = &hang.subject;
-    assert_eq!((subject.operation, subject.sector, subject.sectors), (Operation::Write, Sector(8), 8));
-    assert_eq!((subject.queue, subject.tag.is_some(), hang.bios), (0, true, 1));
+    let io = &hang.io;
+    assert_eq!((io.operation, io.sector, io.sectors), (Operation::Write, Sector(8), 8));
+    assert_eq!((io.queue, io.tag.is_some(), hang.bios), (0, true, 1));
     assert_eq!(hang.place, Place::Driver("in the driver".into()));
-    assert_eq!(hang.client.as_deref(), Some("mark 7"));
+    assert_eq!(hang.client.as_deref(), Some("user_data 7"));
     assert!((30 * SECOND_NS..35 * SECOND_NS).contains(&hang.age_ns), "{}", hang.age_ns);
-    let tag = subject.tag.unwrap().0;
-    assert_eq!(subject.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
+    let tag = io.tag.unwrap().0;
+    assert_eq!(io.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
     // Once, however often it is scanned.
     for _ in 0..3 {
         assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), nothing_new(1));
@@ -63,7 +63,7 @@ fn a_hung_request_is_reported_once_then_its_completion() {
     let scan = queue.scan_for_hangs(after(60), LIMIT_NS);
     assert_eq!((scan.hung, scan.hangs.len(), scan.completed.len()), (0, 0, 1));
     let completion = &scan.completed[0];
-    assert_eq!((&completion.subject, completion.result), (subject, Some(Ok(()))));
+    assert_eq!((&completion.io, completion.result), (io, Some(Ok(()))));
     assert!(
         completion.age_ns < 20 * SECOND_NS,
         "its real age, not that of the pretended scan: {}",
@@ -78,7 +78,7 @@ fn a_hung_request_is_reported_once_then_its_completion() {
     // The next one in the same slot is another one.
     queue.submit(read(0, 8)).unwrap();
     queue.poll();
-    assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].subject.number, 2);
+    assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].io.number, 2);
     device.release(1);
     drain(&mut queue);
 }
@@ -94,7 +94,7 @@ fn a_bio_without_a_tag_hangs_too_and_is_reported_once() {
     let places: Vec<&Place> = scan.hangs.iter().map(|hang| &hang.place).collect();
     let driver = Place::Driver("in the driver".into());
     assert_eq!(places, [&driver, &driver, &Place::ForTag(0), &Place::ForTag(1), &Place::ForTag(2)]);
-    assert!(scan.hangs[2..].iter().all(|hang| hang.subject.tag.is_none()));
+    assert!(scan.hangs[2..].iter().all(|hang| hang.io.tag.is_none()));
     device.release(2);
     while queue.in_flight() > 3 {
         queue.poll();
@@ -106,7 +106,7 @@ fn a_bio_without_a_tag_hangs_too_and_is_reported_once() {
     drain(&mut queue);
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((scan.hung, scan.completed.len()), (0, 3));
-    assert!(scan.completed.iter().all(|done| done.subject.tag.is_some()), "they had tags at last");
+    assert!(scan.completed.iter().all(|done| done.io.tag.is_some()), "they had tags at last");
     assert_eq!(disk.stats().counter(Counter::Hangs), 5);
 }
 
@@ -123,16 +123,15 @@ fn a_hung_flush_is_reported_with_the_bios_that_it_serves() {
     (3..5).for_each(|n| queue.submit(Bio::flush(n)).unwrap());
     queue.poll();
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
-    let reported: Vec<_> =
-        scan.hangs.iter().map(|h| (h.subject.operation, h.bios, h.place.clone())).collect();
+    let reported: Vec<_> = scan.hangs.iter().map(|h| (h.io.operation, h.bios, h.place.clone())).collect();
     let driver = Place::Driver("in the driver".into());
     assert_eq!(reported[0], (Operation::Flush, 3, driver));
     assert_eq!(
         reported[1..],
         [(Operation::Flush, 1, Place::ForFlush), (Operation::Flush, 1, Place::ForFlush)]
     );
-    assert_eq!(scan.hangs[0].client.as_deref(), Some("mark 0"));
-    assert!(scan.hangs[0].subject.to_string().starts_with("#0.1 flush, queue 0, tag "));
+    assert_eq!(scan.hangs[0].client.as_deref(), Some("user_data 0"));
+    assert!(scan.hangs[0].io.to_string().starts_with("#0.1 flush, queue 0, tag "));
     device.release(1);
     while queue.in_flight() > 2 {
         queue.poll();
@@ -152,15 +151,15 @@ fn a_hung_flush_is_reported_with_the_bios_that_it_serves() {
 fn of_many_hung_requests_all_are_counted_and_few_reported() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
-    let all = NAMED_MAX as u64 + 40;
+    let all = REPORTED_MAX as u64 + 40;
     (0..all).for_each(|n| queue.submit(read(n * 16, n)).unwrap());
     queue.poll();
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
-    assert_eq!((scan.hangs.len(), scan.more, scan.hung), (NAMED_MAX, 40, all));
+    assert_eq!((scan.hangs.len(), scan.more, scan.hung), (REPORTED_MAX, 40, all));
     assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS), nothing_new(all));
     device.release(all as usize);
     drain(&mut queue);
-    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS).completed.len(), NAMED_MAX);
+    assert_eq!(queue.scan_for_hangs(after(32), LIMIT_NS).completed.len(), REPORTED_MAX);
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (all, 0));
 }
 
@@ -205,8 +204,7 @@ fn merged_bios_and_schedulers_are_seen_into() {
     queue.submit(read(1, 2)).unwrap();
     queue.poll();
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
-    let mut reported: Vec<_> =
-        scan.hangs.iter().map(|h| (h.place.clone(), h.bios, h.subject.sectors)).collect();
+    let mut reported: Vec<_> = scan.hangs.iter().map(|h| (h.place.clone(), h.bios, h.io.sectors)).collect();
     reported.sort_by_key(|(_, bios, _)| *bios);
     assert_eq!(reported, [(Place::Driver("in the driver".into()), 1, 1), (Place::Scheduler, 2, 2)]);
     device.release(2);

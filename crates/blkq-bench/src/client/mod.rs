@@ -1,7 +1,7 @@
 //! A small file system's way of doing I/O, as the client of a device: files laid out in
 //! extents, a bounded page cache, read-ahead for sequential reads, write-back of dirty pages
-//! in the order of the file, and a flush at the end. What the rate of a loop device under a
-//! file system depends on, and nothing else: no directories, no journal.
+//! in the order of the file, and a flush at the end. It has all that the rate of a loop device
+//! under a file system depends on, and nothing else: no directories, no journal.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -320,7 +320,7 @@ fn notes() -> Vec<String> {
          together: then a wake-up carries a whole window also without batching, and batching adds nothing \
          to the rate of sequential streams (neighbours merge)"
             .into(),
-        "a latency runs from asking, so it includes the wait for a request. What batching costs is seen in \
+        "a latency runs from asking, so it includes the wait for a request. The cost of batching is seen in \
          the longest: while one submitter has its batch the others wait for it"
             .into(),
         "random I/O gains on the modelled disk because the requests of a batch lie in one region".into(),

@@ -33,8 +33,9 @@ impl Args {
     /// # Errors
     /// If the kernel cannot be asked.
     pub fn run(self) -> Outcome {
-        let refuse = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", self.device));
-        let info = ControlDevice::open().and_then(|mut control| control.info(self.device)).map_err(refuse)?;
+        let failure = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", self.device));
+        let info =
+            ControlDevice::open().and_then(|mut control| control.info(self.device)).map_err(failure)?;
         match info {
             Some(info) if info.flags & Features::UNPRIVILEGED_DEV.bits() != 0 => {
                 print(&format!("{} {}\n", info.owner_uid, info.owner_gid))

@@ -4,8 +4,8 @@
 //! is not listed here, or if a listed one is neither made nor marked as seldom.
 //!
 //! A refused call seems not to be there (ENOSYS), as on an older kernel: then a newer C library
-//! falls back to what it called before, and the device lives. What nothing here could have called
-//! kills the process, for an attacker controls it.
+//! falls back to what it called before, and the device lives. A call that nothing here could have
+//! made kills the process, for an attacker controls it.
 
 /// A system call that is allowed.
 #[derive(Clone, Copy, Debug)]

@@ -54,7 +54,7 @@ fn check_ublk() -> Outcome {
         .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
 }
 
-/// Loads the kernel's driver where it is a module that is not loaded. That it cannot be is reported
+/// Loads the kernel's driver where it is a module that is not loaded. A failure is reported
 /// by the command that then finds no control device.
 fn load_driver() {
     if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {

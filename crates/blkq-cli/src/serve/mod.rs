@@ -30,7 +30,7 @@ use crate::info::{BlockDevice, StateFile};
 use crate::log;
 use crate::metrics::Endpoint;
 use crate::options::Record;
-use crate::settings::Has;
+use crate::settings::SettingGroups;
 use crate::size::format_size;
 use crate::statistics::Statistics;
 
@@ -63,7 +63,7 @@ pub struct Device {
     /// Readable when the kernel rejected a command of its queues.
     failure_event: Arc<OwnedFd>,
     /// The groups of settings that it has.
-    has: Has,
+    has: SettingGroups,
     /// And what was changed since it was attached, by its last value, as the state file has it.
     settings: Mutex<Vec<(String, String)>>,
     certificates: Option<TlsCertificates>,
@@ -303,7 +303,7 @@ impl Device {
     /// Makes what was written durable.
     ///
     /// # Errors
-    /// That it cannot be, or earlier writes could not; if the device has stopped.
+    /// If this or an earlier write cannot be made durable, or the device has stopped.
     pub fn flush(&self) -> Outcome {
         self.running()?.flush()
     }

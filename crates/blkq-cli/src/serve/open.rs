@@ -30,7 +30,7 @@ use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::metrics::Endpoint;
 use crate::options::{AttachOptions, Export, Format, Record};
-use crate::settings::Has;
+use crate::settings::SettingGroups;
 use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long an image may still be in use by a daemon that was killed, and had another name.
@@ -142,7 +142,7 @@ impl Device {
         let StateFile { attach_options, ublk: block_device, settings, .. } = state;
         let Sockets { nbd: listen, vhost: vhost_listen } = sockets;
         let name = claim.name();
-        let has = Has::new(options);
+        let has = SettingGroups::new(options);
         let mut kept = Kept::read(has, &settings);
         let mut options = options.clone();
         kept.put_into(&mut options);

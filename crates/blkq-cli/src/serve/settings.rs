@@ -11,7 +11,7 @@ use super::running::Running;
 use super::{Device, stopping};
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
-use crate::settings::{Has, Setting};
+use crate::settings::{Setting, SettingGroups};
 
 impl Device {
     /// The setting of this device that `key` and `value` say.
@@ -113,7 +113,7 @@ pub(super) struct Kept {
 
 impl Kept {
     /// Reads those of a state file.
-    pub fn read(has: Has, text: &[(String, String)]) -> Kept {
+    pub fn read(has: SettingGroups, text: &[(String, String)]) -> Kept {
         let mut kept = Kept { settings: Vec::new(), warnings: Vec::new() };
         for (key, value) in text {
             match has.read(key, value) {

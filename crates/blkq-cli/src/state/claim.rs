@@ -159,7 +159,7 @@ impl Claim {
     /// device lives. Without `create`, only a lock file that is there is taken.
     fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Attempt> {
         let path = dir.file(name, ".lock");
-        let refuse = |e: io::Error| {
+        let failure = |e: io::Error| {
             let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
             Failure::new(format!("lock {}: {e}; {cure}", path.display()))
         };
@@ -168,15 +168,15 @@ impl Claim {
             {
                 Ok(lock) => lock,
                 Err(e) if !create && e.kind() == io::ErrorKind::NotFound => return Ok(Attempt::Locked),
-                Err(e) => return Err(refuse(e)),
+                Err(e) => return Err(failure(e)),
             };
             match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Attempt::Locked),
-                Err(e) => return Err(refuse(e.into())),
+                Err(e) => return Err(failure(e.into())),
             }
             // The owner before us may have removed the file between our open and our lock.
-            let ours = lock.metadata().map_err(refuse)?;
+            let ours = lock.metadata().map_err(failure)?;
             match fs::symlink_metadata(&path) {
                 Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
                 _ => continue,
@@ -186,10 +186,10 @@ impl Claim {
             let orphan = orphan(state)?;
             if orphan.is_none() {
                 if create {
-                    keep_log(dir, name).map_err(refuse)?;
+                    keep_log(dir, name).map_err(failure)?;
                 }
                 for suffix in SUFFIXES.iter().filter(|suffix| ![".lock", OLD_LOG].contains(suffix)) {
-                    remove(&dir.file(name, suffix)).map_err(refuse)?;
+                    remove(&dir.file(name, suffix)).map_err(failure)?;
                 }
             }
             // From here on a failure leaves nothing behind.
@@ -201,7 +201,7 @@ impl Claim {
                 .lock
                 .set_len(0)
                 .and_then(|()| claim.lock.write_all_at(pid.as_bytes(), 0))
-                .map_err(refuse)?;
+                .map_err(failure)?;
             return Ok(match orphan {
                 Some(state) => Attempt::Orphan(Box::new(Orphan { claim, state })),
                 None => Attempt::Claim(claim),
@@ -241,8 +241,8 @@ impl Claim {
         (self.kept, self.old_log_kept) = (kept, kept);
     }
 
-    /// Whether the state file names a block device that the kernel has and nobody serves. What is
-    /// left of one that was not started is removed. If the kernel cannot be asked there may be one.
+    /// Whether the state file names a block device that the kernel has and nobody serves. The
+    /// remains of one that was not started are removed. If the kernel cannot be asked there may be one.
     pub fn has_orphan(&self) -> bool {
         !matches!(orphan(read_state(&self.file(".json"))), Ok(None))
     }

@@ -75,21 +75,21 @@ impl StateDir {
     /// # Errors
     /// If it cannot be made, belongs to another user, or others may write to it.
     pub fn create(&self) -> Outcome {
-        let refuse = |why: String| {
+        let failure = |why: String| {
             Failure::new(format!(
                 "state directory {}: {why}; or set {STATE_DIR_VARIABLE} to a directory of yours",
                 self.0.display()
             ))
         };
         if let Err(e) = DirBuilder::new().mode(0o700).recursive(true).create(&self.0) {
-            return Err(refuse(format!("cannot be made ({e}); make it, writable for you alone")));
+            return Err(failure(format!("cannot be made ({e}); make it, writable for you alone")));
         }
-        let metadata = fs::metadata(&self.0).map_err(|e| refuse(e.to_string()))?;
+        let metadata = fs::metadata(&self.0).map_err(|e| failure(e.to_string()))?;
         if metadata.uid() != rustix::process::geteuid().as_raw() {
-            return Err(refuse(format!("belongs to user {}; run blkq as that user", metadata.uid())));
+            return Err(failure(format!("belongs to user {}; run blkq as that user", metadata.uid())));
         }
         if metadata.mode() & 0o022 != 0 {
-            return Err(refuse("others may write to it; chmod it to 700".to_owned()));
+            return Err(failure("others may write to it; chmod it to 700".to_owned()));
         }
         Ok(())
     }
@@ -105,9 +105,9 @@ impl StateDir {
     /// # Errors
     /// If the directory cannot be opened or locked.
     pub fn lock(&self) -> Outcome<File> {
-        let refuse = |e: io::Error| Failure::new(format!("lock state directory {}: {e}", self.0.display()));
-        let directory = File::open(&self.0).map_err(refuse)?;
-        flock(&directory, FlockOperation::LockExclusive).map_err(|e| refuse(e.into()))?;
+        let failure = |e: io::Error| Failure::new(format!("lock state directory {}: {e}", self.0.display()));
+        let directory = File::open(&self.0).map_err(failure)?;
+        flock(&directory, FlockOperation::LockExclusive).map_err(|e| failure(e.into()))?;
         Ok(directory)
     }
 
@@ -171,12 +171,12 @@ impl StateDir {
     pub fn write_state(&self, name: &str, state: &impl serde::Serialize) -> Outcome {
         let path = self.file(name, ".json");
         let new = self.file(name, ".json.new");
-        let refuse = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
-        let mut text = serde_json::to_vec(state).map_err(|e| refuse(e.into()))?;
+        let failure = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
+        let mut text = serde_json::to_vec(state).map_err(|e| failure(e.into()))?;
         text.push(b'\n');
-        let mut file = File::create(&new).map_err(refuse)?;
-        file.write_all(&text).map_err(refuse)?;
-        fs::rename(&new, &path).map_err(refuse)
+        let mut file = File::create(&new).map_err(failure)?;
+        file.write_all(&text).map_err(failure)?;
+        fs::rename(&new, &path).map_err(failure)
     }
 }
 

@@ -24,7 +24,7 @@ impl InFlight {
     }
 }
 
-/// Those requests, by the number that is the mark of their bios.
+/// Those requests, by the number that is the `user_data` of their bios.
 #[derive(Default)]
 pub(super) struct InFlightTable {
     requests: Vec<InFlight>,

@@ -61,7 +61,7 @@ pub enum Listen {
 /// An opened socket, and its address.
 pub(super) struct Opened {
     pub socket: Socket,
-    pub place: Place,
+    pub place: ListenAddress,
 }
 
 pub(super) enum Socket {
@@ -73,11 +73,11 @@ pub(super) enum Socket {
 /// A socket that listens, and its place.
 pub struct Listener {
     socket: OwnedFd,
-    place: Place,
+    place: ListenAddress,
 }
 
 /// Where clients connect. Dropped, the path of a unix socket is removed.
-pub(super) enum Place {
+pub(super) enum ListenAddress {
     /// With device and inode of what was made there.
     Unix(PathBuf, (u64, u64)),
     Tcp(SocketAddr),
@@ -168,7 +168,7 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     // At once: an attach that finds a socket on which nobody listens takes it for a dead server's.
     rustix::net::listen(&socket, BACKLOG).map_err(system)?;
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
-    let place = Place::Unix(path.clone(), (made.dev(), made.ino()));
+    let place = ListenAddress::Unix(path.clone(), (made.dev(), made.ino()));
     grant(&path, (made.dev(), made.ino()), access)?;
     Ok(Opened { socket: Socket::Listening(socket), place })
 }
@@ -213,7 +213,7 @@ fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
     };
     let socket = TcpListener::bind(&addresses[..]).map_err(refused)?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;
-    Ok(Opened { socket: Socket::Listening(socket.into()), place: Place::Tcp(address) })
+    Ok(Opened { socket: Socket::Listening(socket.into()), place: ListenAddress::Tcp(address) })
 }
 
 fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
@@ -247,12 +247,12 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
         }
     };
     if sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))? {
-        let place = Place::Inherited { connected: false, address, open };
+        let place = ListenAddress::Inherited { connected: false, address, open };
         return Ok(Opened { socket: Socket::Listening(socket), place });
     }
     rustix::net::getpeername(&socket)
         .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
-    let place = Place::Inherited { connected: true, address, open: None };
+    let place = ListenAddress::Inherited { connected: true, address, open: None };
     Ok(Opened { socket: Socket::Connected(socket), place })
 }
 
@@ -273,7 +273,7 @@ impl Listener {
     /// Where it listens, if that is TCP.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         match &self.place {
-            Place::Tcp(address) => Some(*address),
+            ListenAddress::Tcp(address) => Some(*address),
             _ => None,
         }
     }
@@ -286,7 +286,7 @@ impl Listener {
     /// Where it listens, if that is a unix socket.
     pub fn unix_path(&self) -> Option<&Path> {
         match &self.place {
-            Place::Unix(path, _) => Some(path),
+            ListenAddress::Unix(path, _) => Some(path),
             _ => None,
         }
     }
@@ -298,29 +298,31 @@ impl AsFd for Listener {
     }
 }
 
-impl Place {
+impl ListenAddress {
     /// As an NBD URI of the export of that name, or without one (empty), for clients that must use TLS
     /// or not.
     pub fn uri(&self, tls: bool, export: &str) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
         let export = escaped(export.as_bytes());
         match self {
-            Place::Unix(path, _) => {
+            ListenAddress::Unix(path, _) => {
                 format!("{scheme}+unix:///{export}?socket={}", escaped(path.as_os_str().as_bytes()))
             }
-            Place::Tcp(address) if export.is_empty() => format!("{scheme}://{address}"),
-            Place::Tcp(address) => format!("{scheme}://{address}/{export}"),
-            Place::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
-            Place::Inherited { connected: true, .. } => format!("{scheme} on an inherited connection"),
+            ListenAddress::Tcp(address) if export.is_empty() => format!("{scheme}://{address}"),
+            ListenAddress::Tcp(address) => format!("{scheme}://{address}/{export}"),
+            ListenAddress::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
+            ListenAddress::Inherited { connected: true, .. } => {
+                format!("{scheme} on an inherited connection")
+            }
         }
     }
 
     /// Its name, if it is a unix socket to which all users may connect.
     pub fn open_to_all_users(&self) -> Option<String> {
         match self {
-            Place::Inherited { open, .. } => open.clone(),
-            Place::Unix(path, _) => is_open_to_all(path).then(|| path.display().to_string()),
-            Place::Tcp(_) => None,
+            ListenAddress::Inherited { open, .. } => open.clone(),
+            ListenAddress::Unix(path, _) => is_open_to_all(path).then(|| path.display().to_string()),
+            ListenAddress::Tcp(_) => None,
         }
     }
 
@@ -332,15 +334,15 @@ impl Place {
     /// Its address, if that is of TCP and for this machine: all of its users may connect.
     pub fn on_loopback(&self) -> Option<SocketAddr> {
         // Of one that is connected no other client comes.
-        let connected = matches!(self, Place::Inherited { connected: true, .. });
+        let connected = matches!(self, ListenAddress::Inherited { connected: true, .. });
         self.address().filter(|address| is_loopback(address) && !connected)
     }
 
     fn address(&self) -> Option<SocketAddr> {
         match self {
-            Place::Tcp(address) => Some(*address),
-            Place::Inherited { address, .. } => *address,
-            Place::Unix(..) => None,
+            ListenAddress::Tcp(address) => Some(*address),
+            ListenAddress::Inherited { address, .. } => *address,
+            ListenAddress::Unix(..) => None,
         }
     }
 }
@@ -355,9 +357,9 @@ fn escaped(text: &[u8]) -> String {
     escaped.collect()
 }
 
-impl Drop for Place {
+impl Drop for ListenAddress {
     fn drop(&mut self) {
-        let Place::Unix(path, made) = &*self else { return };
+        let ListenAddress::Unix(path, made) = &*self else { return };
         // Another server may have taken the place meanwhile.
         if std::fs::symlink_metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == *made) {
             let _ = std::fs::remove_file(path);

@@ -350,7 +350,7 @@ wire! {
         flags: U16,
         /// [`Command`].
         command: U16,
-        /// The client's mark, opaque.
+        /// The client's cookie, opaque.
         cookie: U64,
         /// Where, in bytes.
         offset: U64,
@@ -366,7 +366,7 @@ wire! {
         flags: U16,
         /// [`Command`].
         command: U16,
-        /// The client's mark, opaque.
+        /// The client's cookie, opaque.
         cookie: U64,
         /// Where, in bytes.
         offset: U64,

@@ -12,7 +12,7 @@
 //!
 //! The writes of whole blocks that were submitted before a range was taken are in no table. So a
 //! range is granted only when every member (the server's part on one engine) has found none in
-//! flight there: [`Session::check`]. The load may be relaxed for that reason: before a member
+//! flight there: [`LockedTable::check`]. The load may be relaxed for that reason: before a member
 //! checked, it may overlook the new range, and what it submits until then is found by its check;
 //! since the check it has had the mutex, and sees the range.
 //!
@@ -201,7 +201,7 @@ pub(super) struct Member {
 
 impl Member {
     /// Scans the table, unless another thread does at the moment: then call again soon.
-    pub fn try_enter(&mut self) -> Option<Session<'_>> {
+    pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
         let table = match self.lock.table.try_lock() {
             Ok(table) => table,
             // The table is changed by assignments only: it is whole at any time.
@@ -212,7 +212,7 @@ impl Member {
     }
 
     /// The same for a thread that may wait for others.
-    fn enter(&mut self) -> Session<'_> {
+    fn enter(&mut self) -> LockedTable<'_> {
         let table = self.lock.table.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock.session(table, self.index, &mut self.to_wake)
     }
@@ -224,11 +224,11 @@ impl RangeLock {
         mut table: MutexGuard<'a, Table>,
         member: usize,
         to_wake: &'a mut Vec<Wake>,
-    ) -> Session<'a> {
+    ) -> LockedTable<'a> {
         if let Some(state) = &mut table.members[member] {
             state.woken = false;
         }
-        Session { taken: &self.taken, table: Some(table), member, to_wake }
+        LockedTable { taken: &self.taken, table: Some(table), member, to_wake }
     }
 }
 
@@ -247,7 +247,7 @@ impl Drop for Member {
 
 /// A member with the table in its hands. Those whose ranges were granted are woken when it is
 /// dropped.
-pub(super) struct Session<'a> {
+pub(super) struct LockedTable<'a> {
     taken: &'a AtomicUsize,
     /// Always there but while it is dropped.
     table: Option<MutexGuard<'a, Table>>,
@@ -255,12 +255,12 @@ pub(super) struct Session<'a> {
     to_wake: &'a mut Vec<Wake>,
 }
 
-impl Session<'_> {
+impl LockedTable<'_> {
     fn table(&mut self) -> &mut Table {
         self.table.as_mut().expect("taken out only when the session is dropped")
     }
 
-    /// Queues for `range` exclusively. [`Session::take_granted`] gives `key` when it is granted.
+    /// Queues for `range` exclusively. [`LockedTable::take_granted`] gives `key` when it is granted.
     /// Returns the ticket to release.
     pub fn lock(&mut self, range: Range<u64>, key: u32) -> u64 {
         self.taken.fetch_add(1, Relaxed);
@@ -277,7 +277,7 @@ impl Session<'_> {
     }
 
     /// Queues a write of whole blocks behind the entries that it overlaps: granted as with
-    /// [`Session::lock`]. `None` if there are none, and it may run now.
+    /// [`LockedTable::lock`]. `None` if there are none, and it may run now.
     pub fn wait(&mut self, range: Range<u64>, key: u32) -> Option<u64> {
         self.table().newest.overlaps(&range).then(|| self.insert(range, false, key, 0))
     }
@@ -381,7 +381,7 @@ impl Session<'_> {
     }
 }
 
-impl Drop for Session<'_> {
+impl Drop for LockedTable<'_> {
     fn drop(&mut self) {
         self.table = None;
         self.to_wake.drain(..).for_each(|wake| wake());

@@ -23,7 +23,7 @@ pub enum ReplyStyle {
 /// The fields of a request that its reply repeats.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReplyTo {
-    /// The client's mark.
+    /// The client's cookie.
     pub cookie: u64,
     /// The offset in bytes.
     pub offset: u64,

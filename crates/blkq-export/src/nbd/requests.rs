@@ -52,7 +52,7 @@ pub(super) struct Requests {
     /// When the payload must have arrived, `u64::MAX` if none is expected.
     payload_until_ns: u64,
     /// A request for which there is no room yet.
-    stalled: Option<Request>,
+    parsed: Option<Request>,
     /// Requests received whose replies have not left.
     outstanding: usize,
     /// Bytes in I/O buffers of this client.
@@ -74,7 +74,7 @@ impl Requests {
             counters: RequestCounters::default(),
             incoming: None,
             payload_until_ns: u64::MAX,
-            stalled: None,
+            parsed: None,
             outstanding: 0,
             buffered: 0,
             busy: 0,
@@ -173,7 +173,7 @@ impl Requests {
                 self.submit_write(shared, cx);
             } else if shared.is_full() {
                 return Parsed::Wait;
-            } else if let Some(request) = self.stalled {
+            } else if let Some(request) = self.parsed {
                 let bytes = self.buffer_bytes(&request);
                 if self.buffered > 0 && self.buffered + bytes > shared.options.buffered_bytes_max
                     || !shared.budget.take(self.slot, self.buffered, bytes)
@@ -181,7 +181,7 @@ impl Requests {
                     return Parsed::Wait;
                 }
                 self.buffered += bytes;
-                self.stalled = None;
+                self.parsed = None;
                 self.begin(request, stream.replies(), shared, cx);
             } else if self.outstanding >= shared.options.requests_max {
                 return Parsed::Wait;
@@ -195,9 +195,9 @@ impl Requests {
                     Step::Receive => return Parsed::Receive,
                     Step::Request(request) => {
                         self.count_request();
-                        self.stalled = Some(request);
+                        self.parsed = Some(request);
                     }
-                    Step::Refused { cookie, offset, error } => {
+                    Step::Rejected { cookie, offset, error } => {
                         self.count_request();
                         self.counters.refused_requests += 1;
                         self.error(ReplyTo { cookie, offset }, error, stream.replies());
@@ -234,7 +234,7 @@ impl Requests {
                 let cached = request.command == Command::Cache;
                 let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
                 match shared.buffers.take(length as u32, cx.registrar()) {
-                    None => self.refuse(&request, NbdError::NoMemory, replies, shared),
+                    None => self.reject(&request, NbdError::NoMemory, replies, shared),
                     Some(buffer) if request.command == Command::Write => {
                         self.incoming = Some(Payload::new(request, buffer, 0));
                     }
@@ -271,10 +271,10 @@ impl Requests {
                 self.free(self.buffer_bytes(&request), shared);
                 self.done(self.in_flight(&request).to, replies);
             }
-            Plan::Answer(Err(error)) => self.refuse(&request, error, replies, shared),
+            Plan::Answer(Err(error)) => self.reject(&request, error, replies, shared),
             Plan::Transfer(blocks) => {
                 match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
-                    None => self.refuse(&request, NbdError::NoMemory, replies, shared),
+                    None => self.reject(&request, NbdError::NoMemory, replies, shared),
                     Some(buffer) if request.command == Command::Write => {
                         let from = (request.offset - blocks.start) as usize;
                         self.incoming = Some(Payload::new(request, buffer, from));
@@ -295,7 +295,7 @@ impl Requests {
     }
 
     /// Answers a request with an error before anything was done for it. A payload is dropped.
-    fn refuse(
+    fn reject(
         &mut self,
         request: &Request,
         error: NbdError,

@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use blkq::{EngineHandle, Error, ErrorKind, SourceId};
 
 use super::handshake::TlsPolicy;
-use super::listener::{Listen, Opened, Place, Socket};
+use super::listener::{Listen, ListenAddress, Opened, Socket};
 use super::options::NbdOptions;
 use super::rejections::Rejection;
-use super::source::{Arrivals, Loads, NbdSource};
+use super::source::{ClientOrigin, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
 
 /// The server's part on a simulated engine, and a client for it as a message to it.
@@ -26,7 +26,7 @@ pub mod simulated {
     pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
         let loads: Loads = Box::new([AtomicUsize::new(0)]);
         let registry = Arc::new(Registry::new(None, None));
-        Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, Arrivals::Elsewhere))
+        Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, ClientOrigin::Elsewhere))
     }
 
     /// Brings it a client.
@@ -40,7 +40,7 @@ pub mod simulated {
 pub struct NbdServer {
     address: String,
     /// Kept here, as no engine shall touch the file system. `None` once stopped.
-    place: Mutex<Option<Place>>,
+    place: Mutex<Option<ListenAddress>>,
     registry: Arc<Registry>,
     /// The source that accepts is the first. Empty once stopped: its numbers may then be
     /// those of others.
@@ -68,21 +68,21 @@ impl NbdServer {
         // A single client needs no more than one engine.
         let engines = if matches!(socket, Socket::Connected(_)) { &engines[..1] } else { engines };
         let loads: Arc<Loads> = Arc::new(engines.iter().map(|_| AtomicUsize::new(0)).collect());
-        let add = |engine: usize, arrivals: Arrivals| {
+        let add = |engine: usize, client_origin: ClientOrigin| {
             let (options, registry, loads) = (options.clone(), registry.clone(), loads.clone());
-            let make = move || Box::new(NbdSource::new(options, registry, loads, engine, arrivals)) as _;
+            let make = move || Box::new(NbdSource::new(options, registry, loads, engine, client_origin)) as _;
             let handle = engines[engine].clone();
             handle.add_source(make).map(|id| (handle, id))
         };
         let mut others = Vec::new();
         let first = (1..engines.len())
-            .try_for_each(|engine| add(engine, Arrivals::Elsewhere).map(|source| others.push(source)))
+            .try_for_each(|engine| add(engine, ClientOrigin::Elsewhere).map(|source| others.push(source)))
             .and_then(|()| {
-                let arrivals = match socket {
-                    Socket::Listening(listener) => Arrivals::Listener(listener, others.clone()),
-                    Socket::Connected(client) => Arrivals::Client(Some(client)),
+                let client_origin = match socket {
+                    Socket::Listening(listener) => ClientOrigin::Listener(listener, others.clone()),
+                    Socket::Connected(client) => ClientOrigin::Client(Some(client)),
                 };
-                add(0, arrivals)
+                add(0, client_origin)
             });
         match first {
             Ok(first) => {
@@ -173,7 +173,7 @@ impl NbdServer {
 }
 
 /// Rejects an address that strangers reach, unless they are kept out or let in on purpose.
-fn check_reach(options: &NbdOptions, place: &Place) -> Result<(), Error> {
+fn check_reach(options: &NbdOptions, place: &ListenAddress) -> Result<(), Error> {
     let Some(address) = place.beyond_this_machine() else { return Ok(()) };
     if options.insecure || options.tls_policy() == TlsPolicy::Required {
         return Ok(());

@@ -17,7 +17,7 @@ use super::options::NbdOptions;
 use super::pacing::Pacing;
 use super::status::Registry;
 use super::tls::Tls;
-use super::unaligned::{Finished, OrderedWrite, Ready, Room, Unaligned};
+use super::unaligned::{BufferSource, Finished, OrderedWrite, OrderingResults, Unaligned};
 
 /// Kinds of submissions, in the token above the slot of the connection.
 pub(super) const RECEIVED: u64 = 0;
@@ -53,7 +53,7 @@ pub(super) struct EngineShared {
     in_flight: InFlightTable,
     unaligned: Unaligned,
     /// The results of ordering.
-    ready: Ready,
+    ready: OrderingResults,
     /// Bios for which the queue had no room, with the queue.
     requeued: VecDeque<(usize, Bio)>,
     pacing: Pacing,
@@ -78,7 +78,7 @@ impl EngineShared {
             budget: Budget::new(options.buffered_bytes_total / engines),
             in_flight: InFlightTable::default(),
             unaligned: Unaligned::new(options.unaligned.clone()),
-            ready: Ready::default(),
+            ready: OrderingResults::default(),
             options,
             requeued: VecDeque::new(),
             pacing: Pacing::default(),
@@ -161,7 +161,7 @@ impl EngineShared {
         self.submit_bio(queue, bio, cx);
     }
 
-    /// Submits `bio`, which has its mark, now or as soon as there is room.
+    /// Submits `bio`, which has its `user_data`, now or as soon as there is room.
     fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
         if self.waiting.is_empty() && self.has_room() {
             self.submit_now(queue, bio, cx);
@@ -217,8 +217,8 @@ impl EngineShared {
 
     /// Begins the ordered writes whose ranges were granted. [`EngineShared::next_finished`] comes next.
     pub fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
-        let mut room = Room { buffers: &mut self.buffers, cx };
-        self.unaligned.order_writes(&mut self.in_flight, &mut room, &mut self.ready);
+        let mut memory = BufferSource { buffers: &mut self.buffers, cx };
+        self.unaligned.order_writes(&mut self.in_flight, &mut memory, &mut self.ready);
         self.submit_ready(cx);
     }
 
@@ -230,11 +230,11 @@ impl EngineShared {
         cx: &mut SourceContext<'_>,
     ) -> Option<(InFlight, Completion)> {
         self.pacing.complete();
-        if !Unaligned::is_marked(completion.user_data) {
+        if !Unaligned::is_ordered(completion.user_data) {
             return Some((self.in_flight.recall(completion.user_data as u32), completion));
         }
-        let mut room = Room { buffers: &mut self.buffers, cx };
-        self.unaligned.complete(completion, &mut room, &mut self.ready);
+        let mut memory = BufferSource { buffers: &mut self.buffers, cx };
+        self.unaligned.complete(completion, &mut memory, &mut self.ready);
         self.submit_ready(cx);
         None
     }
@@ -250,11 +250,11 @@ impl EngineShared {
         self.ready.finished.pop()
     }
 
-    /// The request whose bio has this mark.
-    pub fn request_of(&self, mark: u64) -> Option<&InFlight> {
-        match Unaligned::is_marked(mark) {
-            true => self.unaligned.request_of(mark),
-            false => self.in_flight.get(mark as u32),
+    /// The request whose bio has this `user_data`.
+    pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
+        match Unaligned::is_ordered(user_data) {
+            true => self.unaligned.request_of(user_data),
+            false => self.in_flight.get(user_data as u32),
         }
     }
 

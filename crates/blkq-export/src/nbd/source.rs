@@ -31,7 +31,7 @@ const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 const IDLE_NS: u64 = 1_000_000_000;
 
 /// Where clients of this engine come from.
-pub(super) enum Arrivals {
+pub(super) enum ClientOrigin {
     /// A socket that listens, and other engines that may take a client over.
     Listener(OwnedFd, Vec<(EngineHandle, SourceId)>),
     /// One client.
@@ -47,7 +47,7 @@ pub(super) type Loads = Box<[AtomicUsize]>;
 pub(super) struct NbdSource {
     shared: EngineShared,
     registry: Arc<Registry>,
-    arrivals: Arrivals,
+    client_origin: ClientOrigin,
     loads: Arc<Loads>,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
@@ -68,12 +68,12 @@ impl NbdSource {
         registry: Arc<Registry>,
         loads: Arc<Loads>,
         engine: usize,
-        arrivals: Arrivals,
+        client_origin: ClientOrigin,
     ) -> NbdSource {
         NbdSource {
             shared: EngineShared::new(options, loads.len()),
             registry,
-            arrivals,
+            client_origin,
             loads,
             engine,
             connections: Vec::new(),
@@ -88,7 +88,7 @@ impl NbdSource {
     }
 
     fn accept(&mut self, cx: &mut SourceContext<'_>) {
-        let Arrivals::Listener(listener, _) = &self.arrivals else { return };
+        let ClientOrigin::Listener(listener, _) = &self.client_origin else { return };
         // One at a time: the next one may have to wait for others' handshakes.
         let null = std::ptr::null_mut();
         let entry = opcode::Accept::new(types::Fd(listener.as_raw_fd()), null, null.cast())
@@ -102,7 +102,7 @@ impl NbdSource {
     /// Accepts the next client, when it is time. Clients that have not finished their handshake leave
     /// most connections to others, which wait in the listener's backlog meanwhile.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
-        let Arrivals::Listener(_, others) = &self.arrivals else { return };
+        let ClientOrigin::Listener(_, others) = &self.client_origin else { return };
         let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
         if !crowded && self.crowded {
             self.accept_at_ns = 0;
@@ -148,8 +148,8 @@ impl NbdSource {
         let load = |engine: &usize| self.loads[*engine].load(Relaxed);
         let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
         self.loads[engine].fetch_add(1, Relaxed);
-        match &self.arrivals {
-            Arrivals::Listener(_, others) if engine > 0 => {
+        match &self.client_origin {
+            ClientOrigin::Listener(_, others) if engine > 0 => {
                 let (handle, id) = &others[engine - 1];
                 handle.send(*id, Box::new(Message::Client(socket)));
             }
@@ -273,7 +273,7 @@ unsafe impl Source for NbdSource {
             cx.registrar().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
         }
         self.shared.join(cx);
-        if let Arrivals::Client(client) = &mut self.arrivals
+        if let ClientOrigin::Client(client) = &mut self.client_origin
             && let Some(socket) = client.take()
             && self.registry.admit(1, || peer_name(socket.as_fd()))
         {
@@ -386,8 +386,8 @@ unsafe impl Source for NbdSource {
         (deadline_ns < u64::MAX).then_some(deadline_ns)
     }
 
-    fn client_of(&self, mark: u64) -> Option<String> {
-        let request = self.shared.request_of(mark)?;
+    fn client_of(&self, user_data: u64) -> Option<String> {
+        let request = self.shared.request_of(user_data)?;
         let connection = self.connections.get(request.connection as usize)?.as_ref()?;
         let (id, peer) = connection.status().id_and_peer();
         Some(format!("nbd client {id} ({peer}), cookie {:#x}", request.to.cookie))

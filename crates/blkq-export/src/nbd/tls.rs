@@ -55,7 +55,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// `None` if there is no memory for it. What rustls takes by itself cannot fail in this way.
+    /// `None` if there is no memory for it. Allocations of rustls itself cannot fail in this way.
     pub fn new(certificates: &TlsCertificates) -> Option<Tls> {
         let incoming = try_zeroed(INCOMING_BYTES)?;
         let mut outgoing = Vec::new();

@@ -14,7 +14,7 @@ pub struct Request {
     pub command: Command,
     /// How; only flags that the command has.
     pub flags: CommandFlags,
-    /// The client's mark.
+    /// The client's cookie.
     pub cookie: u64,
     /// Where, in bytes. 0 for a flush.
     pub offset: u64,
@@ -38,8 +38,8 @@ pub enum Step {
     /// A request. The payload of a write comes next: see [`Transmission::payload_bytes`].
     Request(Request),
     /// A request to be answered with an error at once. Its payload is dropped by itself.
-    Refused {
-        /// The client's mark.
+    Rejected {
+        /// The client's cookie.
         cookie: u64,
         /// Of the request, as an extended reply repeats it.
         offset: u64,
@@ -149,7 +149,7 @@ impl Transmission {
             Ok(request) => Step::Request(request),
             Err(error) => {
                 self.drop_payload = self.payload > 0;
-                Step::Refused { cookie: header.cookie, offset: header.offset, error }
+                Step::Rejected { cookie: header.cookie, offset: header.offset, error }
             }
         }
     }

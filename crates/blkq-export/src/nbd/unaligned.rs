@@ -21,7 +21,7 @@ use super::ranges::{Member, RangeLock};
 use super::transmission::Request;
 
 /// Marks the bios of this module. Above the key of its write are the kinds.
-const MARK: u64 = 1 << 40;
+const ORDERED_BIT: u64 = 1 << 40;
 const KIND_SHIFT: u32 = 32;
 /// The block at the beginning, or at the end, is being read; or something is being written.
 const READ_HEAD: u64 = 0;
@@ -111,13 +111,13 @@ pub(super) struct Finished {
 
 /// The results of ordering: bios to submit, each with its queue, and writes to answer.
 #[derive(Default)]
-pub(super) struct Ready {
+pub(super) struct OrderingResults {
     pub bios: Vec<(usize, Bio)>,
     pub finished: Vec<Finished>,
 }
 
 /// Where buffers come from.
-pub(super) struct Room<'a, 'b> {
+pub(super) struct BufferSource<'a, 'b> {
     pub buffers: &'a mut BufferPool,
     pub cx: &'a mut SourceContext<'b>,
 }
@@ -132,7 +132,7 @@ pub(super) struct Unaligned {
     /// Those that the lock does not know yet, and the tickets to release.
     arrived: VecDeque<u32>,
     released: Vec<u64>,
-    /// Those that are being begun, with and without the lock. Kept for their room.
+    /// Those that are being begun, with and without the lock. Kept for their capacity.
     granted: Vec<u32>,
     at_once: Vec<(u32, u32)>,
     /// The lock has something for this source.
@@ -189,15 +189,15 @@ impl Unaligned {
         self.writes.len() == self.free.len() && self.released.is_empty()
     }
 
-    /// Whether `mark` is that of a bio of an ordered write.
+    /// Whether `user_data` is that of a bio of an ordered write.
     #[inline]
-    pub fn is_marked(mark: u64) -> bool {
-        mark & MARK != 0
+    pub fn is_ordered(user_data: u64) -> bool {
+        user_data & ORDERED_BIT != 0
     }
 
-    /// The request that the write whose bio has this mark is of.
-    pub fn request_of(&self, mark: u64) -> Option<&InFlight> {
-        Some(&self.writes.get(mark as u32 as usize)?.as_ref()?.write.request)
+    /// The request that the write whose bio has this `user_data` is of.
+    pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
+        Some(&self.writes.get(user_data as u32 as usize)?.as_ref()?.write.request)
     }
 
     /// Takes a write to be ordered; it begins when [`Unaligned::order_writes`] is called.
@@ -235,8 +235,8 @@ impl Unaligned {
     pub fn order_writes(
         &mut self,
         in_flight: &mut InFlightTable,
-        room: &mut Room<'_, '_>,
-        ready: &mut Ready,
+        memory: &mut BufferSource<'_, '_>,
+        ready: &mut OrderingResults,
     ) {
         if self.is_quiet() {
             return;
@@ -271,24 +271,24 @@ impl Unaligned {
         session.take_granted(&mut self.granted);
         drop(session);
         let mut at_once = std::mem::take(&mut self.at_once);
-        for (key, mark) in at_once.drain(..) {
+        for (key, user_data) in at_once.drain(..) {
             let Some(OrderedInFlight { write, .. }) = self.remove(key) else { continue };
             let mut bio = write.bio(&write.range, write.operation, Data::None);
             bio.data = write.data.map_or(Data::None, Data::Buffer);
-            bio.user_data = mark.into();
+            bio.user_data = user_data.into();
             ready.bios.push((write.queue, bio));
         }
         self.at_once = at_once;
         let mut granted = std::mem::take(&mut self.granted);
         for key in granted.drain(..) {
-            self.begin(key, room, ready);
-            self.finish(key, room, ready);
+            self.begin(key, memory, ready);
+            self.finish(key, memory, ready);
         }
         self.granted = granted;
     }
 
     /// Begins a write that has the lock on its blocks.
-    fn begin(&mut self, key: u32, room: &mut Room<'_, '_>, ready: &mut Ready) {
+    fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
         let Some(OrderedInFlight { write, .. }) = self.get(key) else { return };
         let (range, block, operation) = (write.range.clone(), write.block, write.operation);
         if write.is_whole() {
@@ -301,7 +301,7 @@ impl Unaligned {
         }
         for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges) {
             let Some(edge) = edge else { continue };
-            match room.buffers.take(block as u32, room.cx.registrar()) {
+            match memory.buffers.take(block as u32, memory.cx.registrar()) {
                 Some(buffer) => {
                     self.push_bio(key, kind, edge..edge + block, Operation::Read, buffer.into(), ready);
                 }
@@ -311,7 +311,13 @@ impl Unaligned {
     }
 
     /// Writes whole blocks of the write: of its data, zeroes, or a discard.
-    fn write_blocks(&mut self, key: u32, blocks: Range<u64>, operation: Operation, ready: &mut Ready) {
+    fn write_blocks(
+        &mut self,
+        key: u32,
+        blocks: Range<u64>,
+        operation: Operation,
+        ready: &mut OrderingResults,
+    ) {
         let Some(ordered) = self.get(key) else { return };
         let data = ordered.write.data.take().map_or(Data::None, Data::Buffer);
         self.push_bio(key, WRITE, blocks, operation, data, ready);
@@ -324,12 +330,12 @@ impl Unaligned {
         blocks: Range<u64>,
         operation: Operation,
         data: Data,
-        ready: &mut Ready,
+        ready: &mut OrderingResults,
     ) {
         let Some(ordered) = self.get(key) else { return };
         ordered.bios += 1;
         let mut bio = ordered.write.bio(&blocks, operation, data);
-        bio.user_data = MARK | kind << KIND_SHIFT | u64::from(key);
+        bio.user_data = ORDERED_BIT | kind << KIND_SHIFT | u64::from(key);
         ready.bios.push((ordered.write.queue, bio));
     }
 
@@ -340,7 +346,12 @@ impl Unaligned {
     }
 
     /// A bio of an ordered write completed.
-    pub fn complete(&mut self, completion: Completion, room: &mut Room<'_, '_>, ready: &mut Ready) {
+    pub fn complete(
+        &mut self,
+        completion: Completion,
+        memory: &mut BufferSource<'_, '_>,
+        ready: &mut OrderingResults,
+    ) {
         let key = completion.user_data as u32;
         let kind = completion.user_data >> KIND_SHIFT & 0xff;
         let buffer = completion.data.into_buffer();
@@ -349,12 +360,12 @@ impl Unaligned {
         ordered.bios -= 1;
         match buffer {
             Some(edge) if kind != WRITE && completion.result.is_ok() => {
-                self.complete_edge(key, kind, edge, room, ready);
+                self.complete_edge(key, kind, edge, memory, ready);
             }
-            Some(buffer) => room.buffers.put(buffer),
+            Some(buffer) => memory.buffers.put(buffer),
             None => {}
         }
-        self.finish(key, room, ready);
+        self.finish(key, memory, ready);
     }
 
     /// The block at an edge was read.
@@ -363,8 +374,8 @@ impl Unaligned {
         key: u32,
         kind: u64,
         mut edge: IoBuffer,
-        room: &mut Room<'_, '_>,
-        ready: &mut Ready,
+        memory: &mut BufferSource<'_, '_>,
+        ready: &mut OrderingResults,
     ) {
         let Some(OrderedInFlight { write, bios, result, .. }) = self.get(key) else { return };
         let blocks = write.blocks();
@@ -383,20 +394,20 @@ impl Unaligned {
             data[place + until..place + block].copy_from_slice(&edge[until..block]);
         }
         let complete = *bios == 0 && result.is_ok();
-        room.buffers.put(edge);
+        memory.buffers.put(edge);
         if complete {
             self.write_blocks(key, blocks.range, Operation::Write, ready);
         }
     }
 
     /// Removes the write, if it has no bio in flight any more.
-    fn finish(&mut self, key: u32, room: &mut Room<'_, '_>, ready: &mut Ready) {
+    fn finish(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
         if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
             return;
         }
         let Some(OrderedInFlight { write, result, .. }) = self.remove(key) else { return };
         if let Some(data) = write.data {
-            room.buffers.put(data);
+            memory.buffers.put(data);
         }
         ready.finished.push(Finished { request: write.request, result, freed: write.buffered });
     }

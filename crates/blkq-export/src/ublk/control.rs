@@ -342,11 +342,11 @@ impl ControlDevice {
             .map_err(|e| failed("taking over a device", e))
     }
 
-    /// Keeps new requests to device `id` back until another process serves it, and gives the idle
-    /// commands of this one back ([`Features::QUIESCE`]).
+    /// Queues new requests to device `id` until another process serves it, and cancels the idle
+    /// commands of this one ([`Features::QUIESCE`]).
     ///
     /// # Errors
-    /// That it has no idle one for a second, and the kernel's error.
+    /// If it has no idle one for a second, and the kernel's error.
     pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
         let wait_ms = QUIESCE_WAIT.as_millis() as u64;
         self.plain(abi::Control::QuiesceDev, id, wait_ms, ANSWER_TIMEOUT)

@@ -30,7 +30,7 @@ impl CopyMode {
         }
     }
 
-    /// The features of a device that works so. What the kernel cannot register this process copies.
+    /// The features of a device that works so. This process copies whatever the kernel cannot register.
     pub(super) fn features(self) -> Features {
         match self {
             CopyMode::Kernel => Features::empty(),

@@ -160,21 +160,24 @@ impl UblkDevice {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
         let path = identity.path();
-        let refuse = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
+        let unusable = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
-            return refuse(ErrorKind::Mismatch, "the device was made without recovery");
+            return unusable(ErrorKind::Mismatch, "the device was made without recovery");
         }
         if usize::from(info.nr_hw_queues) > engines.len() {
-            return refuse(ErrorKind::Mismatch, "the device has more queues than the disk");
+            return unusable(ErrorKind::Mismatch, "the device has more queues than the disk");
         }
         let limits = disk.limits();
         let copy = CopyMode::of(Features::from_bits_retain(info.flags));
         if copy == CopyMode::None && !limits.kernel_pages {
-            return refuse(ErrorKind::Mismatch, "its data is not copied, and the driver cannot do that now");
+            return unusable(
+                ErrorKind::Mismatch,
+                "its data is not copied, and the driver cannot do that now",
+            );
         }
         if copy == CopyMode::None && !has_kernel_buffers(engines, info.queue_depth) {
-            return refuse(
+            return unusable(
                 ErrorKind::Unsupported,
                 "its data is not copied, and the ring got no table of registered buffers; raise the limit of \
                  locked memory",
@@ -182,10 +185,10 @@ impl UblkDevice {
         }
         let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
-            return refuse(ErrorKind::Mismatch, "the image now has other blocks than the device");
+            return unusable(ErrorKind::Mismatch, "the image now has other blocks than the device");
         }
         if was.dev_sectors > is.dev_sectors {
-            return refuse(
+            return unusable(
                 ErrorKind::Mismatch,
                 "the image is now smaller than the device; make it as large as it was",
             );

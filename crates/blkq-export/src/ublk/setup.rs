@@ -65,10 +65,10 @@ impl SetupProcess {
     /// This process must have one thread only: the new one has but that, and what others had
     /// locked would stay so in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
-        let refuse = |e| Error::system("cannot start the process that gives ublk's commands", e);
-        let (socket, other) = UnixStream::pair().map_err(refuse)?;
+        let failure = |e| Error::system("cannot start the process that gives ublk's commands", e);
+        let (socket, other) = UnixStream::pair().map_err(failure)?;
         let answer_timeout = Some(START_TIMEOUT + SLACK);
-        socket.set_read_timeout(answer_timeout).map_err(refuse)?;
+        socket.set_read_timeout(answer_timeout).map_err(failure)?;
         let body = |[socket]: [OwnedFd; 1]| {
             let mut socket = UnixStream::from(socket);
             if confine() {
@@ -78,7 +78,7 @@ impl SetupProcess {
             Ok(())
         };
         // SAFETY: the caller guarantees that there are no other threads.
-        unsafe { child::fork(c"blkq-setup", [other.into()], body) }.map_err(refuse)?;
+        unsafe { child::fork(c"blkq-setup", [other.into()], body) }.map_err(failure)?;
         Ok(SetupProcess { socket, silent: false, hangs: false })
     }
 

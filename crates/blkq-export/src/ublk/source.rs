@@ -485,8 +485,8 @@ unsafe impl Source for QueueSource {
         }
     }
 
-    fn client_of(&self, mark: u64) -> Option<String> {
-        Some(format!("the kernel's block device, tag {mark} of its queue {}", self.options.queue))
+    fn client_of(&self, user_data: u64) -> Option<String> {
+        Some(format!("the kernel's block device, tag {user_data} of its queue {}", self.options.queue))
     }
 
     /// While the engine lives, the device has been stopped, and all commands come back: the kernel

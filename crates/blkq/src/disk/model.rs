@@ -197,8 +197,8 @@ impl World {
         let handle = self.engines[0].handle().clone();
         let scan = move |hangs: &mut Vec<u64>, completions: &mut Vec<u64>| {
             let scan = handle.scan_for_hangs(u64::MAX, 0).recv().expect("the engine lives");
-            hangs.extend(scan.hangs.iter().map(|hang| hang.subject.number));
-            completions.extend(scan.completed.iter().map(|completion| completion.subject.number));
+            hangs.extend(scan.hangs.iter().map(|hang| hang.io.number));
+            completions.extend(scan.completed.iter().map(|completion| completion.io.number));
             assert_eq!(scan.more, 0);
             scan.hung
         };

@@ -19,7 +19,7 @@ use crate::request::NIL;
 use crate::request::{Request, RequestState};
 use crate::ring::{Cqe, Registrar, Ring, Token};
 use crate::sector::Sector;
-use crate::slab::{BioSlab, NewBio, SlotMarks};
+use crate::slab::{BioSlab, NewBio, SlotFlags};
 use crate::tags::Tag;
 
 pub(super) const TAGS: usize = 64;
@@ -128,7 +128,7 @@ impl Harness {
                 outline: Outline { operation, flags, sector: request.end(), sectors, start_ns: 0 },
                 data: ManuallyDrop::new(data),
                 completer: ManuallyDrop::new(Completer::None),
-                marks: SlotMarks::empty(),
+                slot_flags: SlotFlags::empty(),
             });
             if request.first_bio == NIL {
                 request.first_bio = slot;

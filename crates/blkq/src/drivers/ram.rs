@@ -189,7 +189,7 @@ impl Medium {
     fn words(&self, range: Range<usize>) -> &[AtomicU64] {
         assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));
         // SAFETY: inside the mapping, which outlives the borrow; aligned; accessed only as
-        // atomics. What the kernel does in `discard` is a store of zeroes by another thread.
+        // atomics. The kernel's work in `discard` is a store of zeroes by another thread.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start).cast(), range.len() / WORD) }
     }
 

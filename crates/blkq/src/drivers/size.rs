@@ -9,29 +9,29 @@ use crate::error::{Error, ErrorKind};
 /// # Errors
 /// [`ErrorKind::Invalid`] for anything else, and above 8 EiB.
 pub fn parse_bytes(text: &str) -> Result<u64, Error> {
-    let refuse = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text:?} {why}")));
+    let invalid = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text:?} {why}")));
     const RULE: &str = "is not a size: write a number, and K, M, G, T (or KiB, MiB, ...: powers of 1024), \
                         KB, MB, GB, TB (powers of 1000), or nothing for bytes";
     let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(unit_at);
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
     if whole.is_empty() || fraction.is_empty() || fraction.contains('.') {
-        return refuse(RULE);
+        return invalid(RULE);
     }
-    let Some(unit) = unit_bytes(unit) else { return refuse(RULE) };
+    let Some(unit) = unit_bytes(unit) else { return invalid(RULE) };
     // Digits of the fraction are so many powers of ten to divide by.
     let fraction = fraction.trim_end_matches('0');
     let scale = u32::try_from(fraction.len()).ok().and_then(|digits| 10u128.checked_pow(digits));
     let scaled = format!("{whole}{fraction}").parse::<u128>().ok().and_then(|n| n.checked_mul(unit));
     let Some((scaled, scale)) = scaled.zip(scale) else {
-        return refuse("has too many digits; a device has at most 8 EiB");
+        return invalid("has too many digits; a device has at most 8 EiB");
     };
     if scaled % scale != 0 {
-        return refuse("is not a whole number of bytes; choose one that is");
+        return invalid("is not a whole number of bytes; choose one that is");
     }
     match u64::try_from(scaled / scale) {
         Ok(bytes) if bytes <= i64::MAX as u64 => Ok(bytes),
-        _ => refuse("is more than 8 EiB, the most that the kernel can address; choose less"),
+        _ => invalid("is more than 8 EiB, the most that the kernel can address; choose less"),
     }
 }
 

@@ -159,7 +159,8 @@ impl LocalQueue {
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut scan = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut scan.hangs {
-            hang.client = hang.mark.map(|mark| format!("mark {mark}")).or(hang.client.take());
+            hang.client =
+                hang.user_data.map(|user_data| format!("user_data {user_data}")).or(hang.client.take());
         }
         scan
     }
@@ -188,7 +189,7 @@ impl LocalQueue {
 impl Drop for LocalQueue {
     fn drop(&mut self) {
         // The kernel may still write into buffers of I/O in flight: wait for it.
-        self.queue.close_intake();
+        self.queue.close_to_submitters();
         while self.queue.has_started() {
             self.turn(1);
             self.queue.completions_mut().clear();

@@ -27,7 +27,7 @@ use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
 pub use simulated::SimulatedEngine;
 pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StopReply};
 use source::{FIRST_SOURCE, Message};
-use sources::{Lent, Sources};
+use sources::{EngineParts, Sources};
 pub use thread::EngineThread;
 pub use worker::Worker;
 
@@ -138,17 +138,17 @@ impl Engine {
                 self.queues[usize::from(queue)].complete_cqe(cqe, Some(&mut self.ring));
             }
             source => {
-                let (sources, lent) = self.lend();
-                sources.on_cqe(source, cqe, lent);
+                let (sources, parts) = self.split();
+                sources.on_cqe(source, cqe, parts);
             }
         }
     }
 
-    /// The sources, and what is lent to them.
+    /// The sources, and the rest of the engine.
     #[inline]
-    fn lend(&mut self) -> (&mut Sources, Lent<'_>) {
+    fn split(&mut self) -> (&mut Sources, EngineParts<'_>) {
         let Engine { ring, queues, sources, handle, exit, .. } = self;
-        (sources, Lent { ring, queues, handle, exits: *exit })
+        (sources, EngineParts { ring, queues, handle, exits: *exit })
     }
 
     fn take_messages(&mut self) {
@@ -161,21 +161,21 @@ impl Engine {
                     let _ = reply.send(self.add(make()));
                 }
                 Message::To(id, message) => {
-                    let (sources, lent) = self.lend();
-                    sources.with_named(id, lent, |source, cx| source.on_message(cx, message));
+                    let (sources, parts) = self.split();
+                    sources.with_named(id, parts, |source, cx| source.on_message(cx, message));
                 }
                 Message::Stop { id, force, stopped } => {
-                    let (sources, lent) = self.lend();
-                    sources.stop(id, force, stopped, lent);
+                    let (sources, parts) = self.split();
+                    sources.stop(id, force, stopped, parts);
                 }
                 Message::ScanForHangs { now_ns, limit_ns, found } => {
                     let _ = found.send(self.scan_for_hangs(now_ns, limit_ns));
                 }
                 Message::Exit => {
                     self.exit = true;
-                    self.queues.iter_mut().for_each(Queue::close_intake);
-                    let (sources, lent) = self.lend();
-                    sources.stop_all(lent);
+                    self.queues.iter_mut().for_each(Queue::close_to_submitters);
+                    let (sources, parts) = self.split();
+                    sources.stop_all(parts);
                 }
             }
         }
@@ -187,9 +187,9 @@ impl Engine {
         for queue in &mut self.queues {
             let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut scan.hangs {
-                // Without a mark a thread waits for it, as the queue has noted.
-                let Some(mark) = hang.mark else { continue };
-                hang.client = self.sources.client_of(Token(mark));
+                // Without `user_data` a thread waits for it, as the queue has noted.
+                let Some(user_data) = hang.user_data else { continue };
+                hang.client = self.sources.client_of(Token(user_data));
             }
             all.add(scan);
         }
@@ -200,8 +200,8 @@ impl Engine {
         if self.exit {
             return Err(Error::new(ErrorKind::System, "the engine has exited"));
         }
-        let (sources, lent) = self.lend();
-        sources.add(source, lent)
+        let (sources, parts) = self.split();
+        sources.add(source, parts)
     }
 
     /// Enters the kernel once: submits, and waits if there is nothing else to do.

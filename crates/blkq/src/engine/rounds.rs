@@ -11,8 +11,8 @@ impl Engine {
     pub(super) fn run_rounds(&mut self) {
         for _ in 0..TURN_ROUNDS {
             self.deliver();
-            let (sources, lent) = self.lend();
-            sources.on_turn(lent);
+            let (sources, parts) = self.split();
+            sources.on_turn(parts);
             for queue in &mut self.queues {
                 queue.dispatch_all(Some(&mut self.ring));
             }
@@ -27,8 +27,8 @@ impl Engine {
         for index in 0..self.queues.len() {
             let mut completed = std::mem::take(self.queues[index].completions_mut());
             for completion in completed.drain(..) {
-                let (sources, lent) = self.lend();
-                sources.on_bio(completion, lent);
+                let (sources, parts) = self.split();
+                sources.on_bio(completion, parts);
             }
             // Keep the room that it has grown to, unless bios completed at once meanwhile.
             if self.queues[index].completions().is_empty() {

@@ -58,9 +58,9 @@ pub unsafe trait Source {
         None
     }
 
-    /// The client of the bio submitted with `mark`, which is in flight: for people.
-    fn client_of(&self, mark: u64) -> Option<String> {
-        let _ = mark;
+    /// The client of the bio submitted with `user_data`, which is in flight: for people.
+    fn client_of(&self, user_data: u64) -> Option<String> {
+        let _ = user_data;
         None
     }
 
@@ -102,8 +102,8 @@ impl SourceContext<'_> {
     /// `payload`.
     ///
     /// # Safety
-    /// Memory and descriptors of the entry must stay valid until then. What it names of the tables
-    /// of registered files and buffers must be registered with this engine's ring, for this source.
+    /// Memory and descriptors of the entry must stay valid until then. Registered files and
+    /// buffers that it names must be registered with this engine's ring, for this source.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         // SAFETY: the caller's promise.
@@ -180,7 +180,7 @@ impl SourceContext<'_> {
         Token::new(self.id.owner, payload)
     }
 
-    /// With this another thread can send to the source.
+    /// A handle for sending messages to the source from any thread.
     pub fn handle(&self) -> &EngineHandle {
         self.handle
     }
@@ -321,8 +321,8 @@ impl EngineHandle {
     }
 }
 
-/// Where it arrives that a source has stopped.
+/// The receiver of the notification that a source has stopped.
 pub type StopReply = Receiver<()>;
 
-/// Where what an engine found will arrive.
+/// The receiver of the findings of a scan.
 pub type HangScanReply = Receiver<HangScan>;

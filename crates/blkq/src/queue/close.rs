@@ -33,7 +33,7 @@ impl Drop for Queue {
     fn drop(&mut self) {
         self.abandon();
         // Memory of I/O in flight belongs to the kernel until it completes: LocalQueue and Engine
-        // drain a queue before they drop it. What a panic leaves is leaked, not freed.
+        // drain a queue before they drop it. After a panic it is leaked, not freed.
         if self.in_flight() > 0 {
             for completer in self.in_flight.leak() {
                 completer.notify(Err(Status::Offline), Data::None);

@@ -4,7 +4,7 @@ use crate::bio::{BioFlags, Operation};
 use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::request::{NIL, Request};
-use crate::slab::{FlushStep, SlotMarks};
+use crate::slab::{FlushStep, SlotFlags};
 use crate::stats::{Counter, StatsBatch};
 use crate::tags::Tag;
 
@@ -31,9 +31,9 @@ impl Queue {
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
         self.stats.clock_age(self.clock.age_ns_max());
         let flushes = self.flush.in_flight();
-        if self.watch.has_named() {
+        if self.hang_tracker.has_reported() {
             let iostats = self.disk.settings().iostats;
-            self.watch.note_completed(&completed, &self.in_flight, &mut self.clock, iostats);
+            self.hang_tracker.note_completed(&completed, &self.in_flight, &mut self.clock, iostats);
         }
         for &(tag, result) in &completed {
             self.complete_request(tag, result);
@@ -87,7 +87,7 @@ impl Queue {
         loop {
             let slot = &mut self.in_flight[index];
             let next = slot.next;
-            if let Some(user_data) = slot.plain_mark() {
+            if let Some(user_data) = slot.plain_user_data() {
                 self.completions.push_plain(user_data, slot);
                 self.in_flight.bios_mut().remove(index);
             } else {
@@ -121,7 +121,7 @@ impl Queue {
     pub(super) fn complete_bio(&mut self, index: u32, result: IoResult) {
         let slot = &self.in_flight[index];
         let is_zeroes =
-            slot.operation == Operation::WriteZeroes && !slot.marks.contains(SlotMarks::AS_ZEROES);
+            slot.operation == Operation::WriteZeroes && !slot.slot_flags.contains(SlotFlags::AS_ZEROES);
         // Once it waits for a flush the answer is the flush's, not that of the zeroes.
         let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
         if is_zeroes
@@ -136,7 +136,7 @@ impl Queue {
             return;
         }
         let slot = &mut self.in_flight[index];
-        if slot.marks.contains(SlotMarks::GATED) {
+        if slot.slot_flags.contains(SlotFlags::GATED) {
             self.completions.owe_gate(slot.operation);
         }
         let (data, parent, completer) = (slot.take_data(), slot.parent, slot.take_completer());
@@ -153,7 +153,7 @@ impl Queue {
     /// Completes a bio that never became a request.
     #[cold]
     pub(super) fn reject(&mut self, index: u32, status: Status) {
-        self.stats.refused(self.in_flight[index].operation.into(), status);
+        self.stats.rejected(self.in_flight[index].operation.into(), status);
         self.complete_bio(index, Err(status));
     }
 }

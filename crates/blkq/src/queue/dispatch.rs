@@ -34,7 +34,7 @@ pub(super) struct Dispatch {
     /// When a driver that was out of resources is asked again.
     rerun_at_ns: Option<u64>,
     /// The disk was quiesced when there were requests for the driver.
-    held_back: bool,
+    blocked_by_quiesce: bool,
 }
 
 impl Dispatch {
@@ -46,7 +46,7 @@ impl Dispatch {
             requeued: VecDeque::with_capacity(slots),
             started: 0,
             rerun_at_ns: None,
-            held_back: false,
+            blocked_by_quiesce: false,
         }
     }
 
@@ -103,8 +103,8 @@ impl Dispatch {
     }
 
     /// Whether requests stayed because of a quiesce.
-    pub fn is_held_back(&self) -> bool {
-        self.held_back
+    pub fn is_blocked_by_quiesce(&self) -> bool {
+        self.blocked_by_quiesce
     }
 
     /// When the driver, or a requeued request, wants the queue to run at the latest.
@@ -204,8 +204,8 @@ impl Dispatch {
             return 0;
         }
         // While quiesced nothing reaches the driver; lifting the quiesce kicks the queue.
-        self.held_back = !disk.begin_dispatch();
-        if self.held_back {
+        self.blocked_by_quiesce = !disk.begin_dispatch();
+        if self.blocked_by_quiesce {
             return 0;
         }
         let taken = self.driver.queue_requests(cx, tags);

@@ -21,7 +21,7 @@ use super::in_flight::InFlight;
 
 /// Requests of a queue that are reported one by one, until they complete; of more there is only
 /// the number.
-pub const NAMED_MAX: usize = 32;
+pub const REPORTED_MAX: usize = 32;
 
 /// Where a request is, or a bio that has none yet.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -64,7 +64,7 @@ impl fmt::Display for Place {
 /// A request, or a bio without one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub struct Subject {
+pub struct HungIo {
     /// Counted up from 1 in each queue.
     pub number: u64,
     /// The hardware queue.
@@ -81,9 +81,9 @@ pub struct Subject {
     pub sectors: u64,
 }
 
-impl fmt::Display for Subject {
+impl fmt::Display for HungIo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Subject { number, queue, tag, operation, flags, sector, sectors } = self;
+        let HungIo { number, queue, tag, operation, flags, sector, sectors } = self;
         write!(f, "#{queue}.{number} {}", operation.name())?;
         if *operation != Operation::Flush {
             write!(f, " sector {} + {sectors}", sector.0)?;
@@ -106,7 +106,7 @@ impl fmt::Display for Subject {
 #[non_exhaustive]
 pub struct Hang {
     /// The request or bio that hangs.
-    pub subject: Subject,
+    pub io: HungIo,
     /// For how long it has been in flight, in nanoseconds; without iostats, since a scan first
     /// found it.
     pub age_ns: u64,
@@ -116,8 +116,8 @@ pub struct Hang {
     pub place: Place,
     /// The client of the first of its bios, if that is known.
     pub client: Option<String>,
-    /// That bio's mark, if the owner of the queue submitted it.
-    pub(crate) mark: Option<u64>,
+    /// That bio's `user_data`, if the owner of the queue submitted it.
+    pub(crate) user_data: Option<u64>,
 }
 
 /// The completion of something that hung and was reported.
@@ -125,7 +125,7 @@ pub struct Hang {
 #[non_exhaustive]
 pub struct HangCompletion {
     /// The request or bio that hung.
-    pub subject: Subject,
+    pub io: HungIo,
     /// For how long it was in flight, in nanoseconds, as far as is known.
     pub age_ns: u64,
     /// How it completed; `None` if it did between two scans, without a request.
@@ -136,7 +136,7 @@ pub struct HangCompletion {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct HangScan {
-    /// Found for the first time: at most [`NAMED_MAX`] of a queue until those have completed.
+    /// Found for the first time: at most [`REPORTED_MAX`] of a queue until those have completed.
     pub hangs: Vec<Hang>,
     /// How many more were found for the first time.
     pub more: u64,
@@ -158,8 +158,8 @@ impl HangScan {
 
 /// Something that was reported and has not completed.
 #[derive(Debug)]
-struct Named {
-    subject: Subject,
+struct ReportedHang {
+    io: HungIo,
     /// Its first bio; [`NIL`] for the driver's flush.
     bio: u32,
     start_ns: u64,
@@ -169,23 +169,23 @@ struct Named {
 
 /// The state of a queue between two scans.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(super) struct HangTracker {
     /// For each bio the time of its beginning, once it was counted as hanging: no other bio
     /// in its place began then.
     counted_ns: Vec<u64>,
     /// The same of the driver's flush.
     flush_counted_ns: u64,
-    named: Vec<Named>,
+    reported: Vec<ReportedHang>,
     /// Whether the age is the time of its beginning instead, as no clock was read then.
     completed: Vec<(HangCompletion, bool)>,
-    reported: u64,
+    reported_count: u64,
 }
 
-impl Watch {
+impl HangTracker {
     /// Whether requests that complete are to be compared with those that were reported.
     #[inline]
-    pub fn has_named(&self) -> bool {
-        !self.named.is_empty()
+    pub fn has_reported(&self) -> bool {
+        !self.reported.is_empty()
     }
 
     /// Notes which of the requests that complete now were reported.
@@ -204,10 +204,10 @@ impl Watch {
             let (mut bio, is_flush) = (first_bio, first_bio == NIL);
             while is_flush || bio != NIL {
                 let began_ns = if is_flush { start_ns } else { in_flight[bio].start_ns };
-                let same = |one: &Named| one.bio == bio && one.start_ns == began_ns;
-                if let Some(at) = self.named.iter().position(same) {
-                    let subject = Subject { tag: Some(tag), ..self.named.swap_remove(at).subject };
-                    let completion = HangCompletion { subject, age_ns, result: Some(result) };
+                let same = |one: &ReportedHang| one.bio == bio && one.start_ns == began_ns;
+                if let Some(at) = self.reported.iter().position(same) {
+                    let io = HungIo { tag: Some(tag), ..self.reported.swap_remove(at).io };
+                    let completion = HangCompletion { io, age_ns, result: Some(result) };
                     self.completed.push((completion, !iostats));
                 }
                 if is_flush {
@@ -220,13 +220,13 @@ impl Watch {
 
     /// A scan begins: nothing has been seen.
     pub fn begin_scan(&mut self) {
-        self.named.iter_mut().for_each(|named| named.seen = false);
+        self.reported.iter_mut().for_each(|one| one.seen = false);
     }
 
     /// The bio, or the driver's flush, is still in flight.
     pub fn see(&mut self, bio: u32, start_ns: u64) {
-        let same = |one: &&mut Named| one.bio == bio && one.start_ns == start_ns;
-        if let Some(one) = self.named.iter_mut().find(same) {
+        let same = |one: &&mut ReportedHang| one.bio == bio && one.start_ns == start_ns;
+        if let Some(one) = self.reported.iter_mut().find(same) {
             one.seen = true;
         }
     }
@@ -253,27 +253,27 @@ impl Watch {
 
     /// Whether there are as many reported as are reported one by one.
     pub fn is_full(&self) -> bool {
-        self.named.len() == NAMED_MAX
+        self.reported.len() == REPORTED_MAX
     }
 
     pub fn next_number(&mut self) -> u64 {
-        self.reported += 1;
-        self.reported
+        self.reported_count += 1;
+        self.reported_count
     }
 
-    /// `subject`, which begins with `bio`, is reported.
-    pub fn name(&mut self, subject: &Subject, bio: u32, start_ns: u64) {
-        self.named.push(Named { subject: subject.clone(), bio, start_ns, seen: true });
+    /// `io`, which begins with `bio`, is reported.
+    pub fn add_reported(&mut self, io: &HungIo, bio: u32, start_ns: u64) {
+        self.reported.push(ReportedHang { io: io.clone(), bio, start_ns, seen: true });
     }
 
     /// A scan is over: what was reported and not seen has completed, and what completed since the
     /// last scan.
     pub fn finish_scan(&mut self, now_ns: u64) -> Vec<HangCompletion> {
         let mut all = Vec::new();
-        self.named.retain(|one| {
+        self.reported.retain(|one| {
             if !one.seen {
                 let age_ns = now_ns.saturating_sub(one.start_ns);
-                all.push(HangCompletion { subject: one.subject.clone(), age_ns, result: None });
+                all.push(HangCompletion { io: one.io.clone(), age_ns, result: None });
             }
             one.seen
         });

@@ -2,7 +2,7 @@
 //! [`Queue::submit`], become requests under the plug, reach the driver in batches, and
 //! complete in batches. No lock, no hand-over, no allocation on that way.
 //!
-//! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `intake`,
+//! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `pull_cursor`,
 //! `dispatch`, `flush`, `completions`, `hang`. The steps of a bio lead from one part to the next:
 //! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`.
 //! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
@@ -21,11 +21,11 @@ mod fast_limits;
 mod flush;
 pub mod hang;
 mod in_flight;
-mod intake;
 mod merge;
 mod parts;
 pub mod plug;
 mod pull;
+mod pull_cursor;
 mod scan;
 mod sequence;
 mod submit;
@@ -48,10 +48,10 @@ use completions::Completions;
 use disk_view::DiskView;
 use dispatch::Dispatch;
 use flush::FlushMachine;
-use hang::Watch;
+use hang::HangTracker;
 use in_flight::InFlight;
-use intake::Intake;
 use plug::Plug;
+use pull_cursor::PullCursor;
 use tag_cache::TagCache;
 
 /// One hardware queue of a disk, owned by one thread.
@@ -62,13 +62,13 @@ pub(crate) struct Queue {
     plug: Plug,
     /// Bios that have no tag yet, and parts of split bios, in order.
     waiting: BioList,
-    intake: Intake,
+    pull_cursor: PullCursor,
     dispatch: Dispatch,
     flush: FlushMachine,
     completions: Completions,
     clock: Clock,
     stats: StatsWriter,
-    watch: Watch,
+    hang_tracker: HangTracker,
 }
 
 /// The turn.
@@ -101,13 +101,13 @@ impl Queue {
             tags,
             plug: Plug::new(),
             waiting: BioList::new(),
-            intake: Intake::default(),
+            pull_cursor: PullCursor::default(),
             dispatch: Dispatch::new(owner, driver, view.settings().scheduler, slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completions: Completions::new(slots),
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),
-            watch: Watch::default(),
+            hang_tracker: HangTracker::default(),
             disk: view,
         })
     }
@@ -215,8 +215,8 @@ impl Queue {
     }
 
     /// The owner stops: nothing more is taken from submitters.
-    pub fn close_intake(&mut self) {
-        self.intake.close();
+    pub fn close_to_submitters(&mut self) {
+        self.pull_cursor.close();
     }
 
     /// The owner is about to sleep.
@@ -265,13 +265,13 @@ impl Queue {
             || self.completions.has_requests()
             || self.disk.shared().kick.is_woken()
             || (self.can_take() && self.disk.shared().software.has_pending())
-            || (!self.disk.is_frozen() && self.was_held_up())
-            || (self.dispatch.is_held_back() && !self.disk.is_quiesced())
+            || (!self.disk.is_frozen() && self.can_continue_now())
+            || (self.dispatch.is_blocked_by_quiesce() && !self.disk.is_quiesced())
     }
 
     /// Whether something waits although nothing blocks it now: a freeze was lifted, or another
     /// queue returned tags, after this one had checked and before it marked itself asleep.
-    fn was_held_up(&self) -> bool {
+    fn can_continue_now(&self) -> bool {
         let entered = self.disk.is_entered();
         if !entered && (self.flush.is_due() || self.disk.is_outdated()) {
             return true;

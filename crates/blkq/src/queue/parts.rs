@@ -10,7 +10,7 @@ use crate::buffer::{Data, Segment};
 use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::sector::SECTOR_SHIFT;
-use crate::slab::{Memory, NewBio, SlotMarks};
+use crate::slab::{DataSource, NewBio, SlotFlags};
 use crate::split;
 use crate::stats::Counter;
 
@@ -46,14 +46,14 @@ impl Queue {
         if self.is_whole(index, no_unmap) {
             self.await_tag(index);
         } else {
-            self.issue_first_parts(index, SlotMarks::SPLIT);
+            self.issue_first_parts(index, SlotFlags::SPLIT);
         }
     }
 
     fn is_whole(&self, index: u32, no_unmap: bool) -> bool {
         let slot = &self.in_flight[index];
         let length = slot.sectors << SECTOR_SHIFT;
-        if slot.memory == Memory::Zeroes {
+        if slot.data_source == DataSource::Zeroes {
             let most = self.disk.limits().max_bytes_at(slot.operation, no_unmap, slot.sector.bytes());
             return length <= most.min(self.zeroes_bytes_max());
         }
@@ -81,12 +81,12 @@ impl Queue {
         if self.in_flight[index].flags.contains(BioFlags::NO_FALLBACK) {
             return self.reject(index, Status::NotSupported);
         }
-        self.issue_first_parts(index, SlotMarks::AS_ZEROES | SlotMarks::SPLIT);
+        self.issue_first_parts(index, SlotFlags::AS_ZEROES | SlotFlags::SPLIT);
     }
 
-    fn issue_first_parts(&mut self, index: u32, marks: SlotMarks) {
+    fn issue_first_parts(&mut self, index: u32, slot_flags: SlotFlags) {
         let slot = &mut self.in_flight[index];
-        slot.marks.insert(marks);
+        slot.slot_flags.insert(slot_flags);
         (slot.issued, slot.pending, slot.error) = (0, 0, None);
         self.issue_parts(index);
         let slot = &self.in_flight[index];
@@ -108,7 +108,7 @@ impl Queue {
                 continue;
             }
             let slot = &self.in_flight[index];
-            let as_zeroes = slot.marks.contains(SlotMarks::AS_ZEROES);
+            let as_zeroes = slot.slot_flags.contains(SlotFlags::AS_ZEROES);
             let operation = if as_zeroes { Operation::Write } else { slot.operation };
             let sector = slot.sector + slot.issued;
             let sectors = self.part_sectors(index, operation);
@@ -118,7 +118,7 @@ impl Queue {
                 continue;
             }
             let (mut flags, start_ns, issued) = (slot.flags, slot.start_ns, slot.issued);
-            let memory = slot.memory_of_parts();
+            let data_source = slot.data_source_of_parts();
             if as_zeroes {
                 flags.remove(BioFlags::NO_UNMAP);
             }
@@ -126,11 +126,11 @@ impl Queue {
                 outline: Outline { operation, flags, sector, sectors, start_ns },
                 data: ManuallyDrop::new(Data::None),
                 completer: ManuallyDrop::new(Completer::None),
-                marks: SlotMarks::empty(),
+                slot_flags: SlotFlags::empty(),
             });
             let slot = &mut self.in_flight[part];
             slot.parent = index;
-            slot.memory = memory;
+            slot.data_source = data_source;
             // Only bios with memory have an offset into it, and those are below 4 GiB.
             slot.data_offset = (issued << SECTOR_SHIFT) as u32;
             let slot = &mut self.in_flight[index];
@@ -157,11 +157,11 @@ impl Queue {
             (Operation::WriteZeroes, false) => self.disk.limits().max_write_zeroes_bytes,
             _ => return Ok(()),
         };
-        if bytes == 0 && !slot.marks.contains(SlotMarks::AS_ZEROES) {
+        if bytes == 0 && !slot.slot_flags.contains(SlotFlags::AS_ZEROES) {
             if slot.flags.contains(BioFlags::NO_FALLBACK) {
                 return Err(Status::NotSupported);
             }
-            self.in_flight[index].marks.insert(SlotMarks::AS_ZEROES);
+            self.in_flight[index].slot_flags.insert(SlotFlags::AS_ZEROES);
         }
         Ok(())
     }
@@ -172,7 +172,7 @@ impl Queue {
         let offset = (slot.sector + slot.issued).bytes();
         let left = (slot.sectors - slot.issued) << SECTOR_SHIFT;
         let no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
-        let bytes = if slot.memory_of_parts() == Memory::Zeroes {
+        let bytes = if slot.data_source_of_parts() == DataSource::Zeroes {
             let left = left.min(self.zeroes_bytes_max());
             split::split_point(self.disk.limits(), operation, false, offset, left, &[], 0)
         } else {
@@ -199,7 +199,7 @@ impl Queue {
         let slot = &self.in_flight[index];
         if slot.pending == 0 && (slot.issued == slot.sectors || slot.error.is_some()) {
             let result = slot.error.map_or(Ok(()), Err);
-            self.in_flight[index].marks.remove(SlotMarks::SPLIT);
+            self.in_flight[index].slot_flags.remove(SlotFlags::SPLIT);
             self.complete_bio(index, result);
         }
     }

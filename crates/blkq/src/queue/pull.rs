@@ -2,7 +2,7 @@
 
 use crate::remote::software::SOFTWARE_QUEUES;
 use crate::ring::Ring;
-use crate::slab::SlotMarks;
+use crate::slab::SlotFlags;
 
 use super::Queue;
 
@@ -14,7 +14,7 @@ impl Queue {
     /// for them; what stays can still merge.
     pub(super) fn pull_software_queues(&mut self, mut ring: Option<&mut Ring>) {
         while self.can_take() && self.disk.shared().software.has_pending() {
-            let from = self.intake.from();
+            let from = self.pull_cursor.from();
             let mut rotated = self.disk.shared().software.take_pending().rotate_right(from);
             let mut moved = false;
             while rotated != 0 {
@@ -22,7 +22,7 @@ impl Queue {
                 rotated &= rotated - 1;
                 if self.can_take() {
                     moved |= self.pull_one(index as usize, ring.as_deref_mut());
-                    self.intake.set_from(index + 1);
+                    self.pull_cursor.set_from(index + 1);
                 } else {
                     self.disk.shared().software.set_pending(index as usize);
                 }
@@ -35,7 +35,7 @@ impl Queue {
 
     /// Whether staged bios can become requests now.
     pub(super) fn can_take(&self) -> bool {
-        !self.intake.is_closed()
+        !self.pull_cursor.is_closed()
             && self.waiting.is_empty()
             && !self.dispatch.has_requeued()
             && self.in_flight.in_use() < u32::from(self.disk.settings().requests())
@@ -51,10 +51,10 @@ impl Queue {
             let Some(popped) = self.disk.shared().software.try_pop(index) else { break };
             let Some(staged) = popped else { return moved };
             moved = true;
-            let mut marks = SlotMarks::GATED;
+            let mut slot_flags = SlotFlags::GATED;
             for (bio, completer) in staged.bios {
-                self.accept(bio, completer, marks, ring.as_deref_mut());
-                marks = SlotMarks::empty();
+                self.accept(bio, completer, slot_flags, ring.as_deref_mut());
+                slot_flags = SlotFlags::empty();
             }
             if !self.can_take() {
                 break;

@@ -5,7 +5,7 @@ use crate::stats::Counter;
 use crate::tags::Tag;
 
 use super::Queue;
-use super::hang::{Hang, HangScan, Place, Subject};
+use super::hang::{Hang, HangScan, HungIo, Place};
 
 /// One scan in progress.
 struct Scan {
@@ -25,7 +25,7 @@ impl Queue {
     /// Scans for what began more than `limit_ns` before `now_ns`.
     pub(crate) fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut scan = Scan { now_ns, limit_ns, found: HangScan::default(), new: 0 };
-        self.watch.begin_scan();
+        self.hang_tracker.begin_scan();
         let mut left = self.in_flight.in_use();
         for index in 0..self.in_flight.requests().len() {
             if left == 0 {
@@ -51,10 +51,10 @@ impl Queue {
         }
         // The bios that a running flush serves are part of it.
         for &bio in self.flush.running() {
-            self.watch.see(bio, self.in_flight[bio].start_ns);
+            self.hang_tracker.see(bio, self.in_flight[bio].start_ns);
         }
         let mut found = scan.found;
-        found.completed = self.watch.finish_scan(now_ns);
+        found.completed = self.hang_tracker.finish_scan(now_ns);
         self.stats.count(Counter::Hangs, scan.new);
         self.stats.hung(found.hung);
         found
@@ -75,8 +75,8 @@ impl Queue {
         // Of its bios any may have been reported while it had no request.
         let (mut counted, mut bios, mut bio) = (false, 0, first);
         if bio == NIL {
-            counted = self.watch.has_counted(NIL, start_ns);
-            self.watch.see(NIL, start_ns);
+            counted = self.hang_tracker.has_counted(NIL, start_ns);
+            self.hang_tracker.see(NIL, start_ns);
             bios = self.flush.running().len() as u32;
         }
         while bio != NIL {
@@ -85,8 +85,8 @@ impl Queue {
                 slot.start_ns = start_ns;
             }
             let (began_ns, next) = (slot.start_ns, slot.next);
-            counted |= self.watch.has_counted(bio, began_ns);
-            self.watch.see(bio, began_ns);
+            counted |= self.hang_tracker.has_counted(bio, began_ns);
+            self.hang_tracker.see(bio, began_ns);
             (bio, bios) = (next, bios + 1);
         }
         if !is_hung || counted {
@@ -94,16 +94,16 @@ impl Queue {
         }
         scan.new += 1;
         let key_ns = if first == NIL { start_ns } else { self.in_flight[first].start_ns };
-        self.watch.count(first, key_ns);
-        if self.watch.is_full() {
+        self.hang_tracker.count(first, key_ns);
+        if self.hang_tracker.is_full() {
             scan.found.more += 1;
             return;
         }
         let submitted = if first == NIL { self.flush.running().front().copied() } else { Some(first) };
-        let (mark, client) = submitted.map(|bio| self.submitter_of(bio)).unwrap_or_default();
+        let (user_data, client) = submitted.map(|bio| self.submitter_of(bio)).unwrap_or_default();
         let hang = Hang {
-            subject: Subject {
-                number: self.watch.next_number(),
+            io: HungIo {
+                number: self.hang_tracker.next_number(),
                 queue: self.disk.index(),
                 tag: Some(tag),
                 operation,
@@ -115,9 +115,9 @@ impl Queue {
             bios,
             place: self.place_of(tag),
             client,
-            mark,
+            user_data,
         };
-        self.watch.name(&hang.subject, first, key_ns);
+        self.hang_tracker.add_reported(&hang.io, first, key_ns);
         scan.found.hangs.push(hang);
     }
 
@@ -127,24 +127,24 @@ impl Queue {
             slot.start_ns = scan.now_ns;
         }
         let outline = slot.outline();
-        self.watch.see(bio, outline.start_ns);
+        self.hang_tracker.see(bio, outline.start_ns);
         if !scan.is_hung(outline.start_ns) {
             return;
         }
         scan.found.hung += 1;
-        if self.watch.has_counted(bio, outline.start_ns) {
+        if self.hang_tracker.has_counted(bio, outline.start_ns) {
             return;
         }
         scan.new += 1;
-        self.watch.count(bio, outline.start_ns);
-        if self.watch.is_full() {
+        self.hang_tracker.count(bio, outline.start_ns);
+        if self.hang_tracker.is_full() {
             scan.found.more += 1;
             return;
         }
-        let (mark, client) = self.submitter_of(bio);
+        let (user_data, client) = self.submitter_of(bio);
         let hang = Hang {
-            subject: Subject {
-                number: self.watch.next_number(),
+            io: HungIo {
+                number: self.hang_tracker.next_number(),
                 queue: self.disk.index(),
                 tag: None,
                 operation: outline.operation,
@@ -156,20 +156,20 @@ impl Queue {
             bios: 1,
             place,
             client,
-            mark,
+            user_data,
         };
-        self.watch.name(&hang.subject, bio, outline.start_ns);
+        self.hang_tracker.add_reported(&hang.io, bio, outline.start_ns);
         scan.found.hangs.push(hang);
     }
 
-    /// The submitter of a bio: the mark of one that the queue's owner submitted, or in words.
+    /// The submitter of a bio: the `user_data` of one that the queue's owner submitted, or in words.
     fn submitter_of(&self, bio: u32) -> (Option<u64>, Option<String>) {
         let mut slot = &self.in_flight[bio];
         while slot.parent != NIL {
             slot = &self.in_flight[slot.parent];
         }
-        match slot.owners_mark() {
-            Some(mark) => (Some(mark), None),
+        match slot.owner_user_data() {
+            Some(user_data) => (Some(user_data), None),
             None => (None, Some("a thread of this process".to_owned())),
         }
     }

@@ -10,7 +10,7 @@ use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::request::NIL;
 use crate::ring::Ring;
-use crate::slab::{NewBio, SlotMarks};
+use crate::slab::{NewBio, SlotFlags};
 use crate::split;
 use crate::stats::Counter;
 use crate::tags::Tag;
@@ -18,8 +18,8 @@ use crate::tags::Tag;
 use super::Queue;
 
 impl Queue {
-    /// Takes a bio of the queue's owner. What is wrong with the bio itself its
-    /// completion reports.
+    /// Takes a bio of the queue's owner. The completion reports an error of the bio
+    /// itself.
     ///
     /// # Errors
     /// The bio, when the queue has no room; there will be some after a completion.
@@ -29,7 +29,7 @@ impl Queue {
             return Err(bio);
         }
         let completer = Completer::Owner(bio.user_data);
-        self.accept(bio, completer, SlotMarks::empty(), ring);
+        self.accept(bio, completer, SlotFlags::empty(), ring);
         Ok(())
     }
 
@@ -39,7 +39,7 @@ impl Queue {
         &mut self,
         bio: Bio,
         completer: Completer,
-        marks: SlotMarks,
+        slot_flags: SlotFlags,
         mut ring: Option<&mut Ring>,
     ) {
         let Bio { operation, flags, sector, sectors, data, .. } = bio;
@@ -50,11 +50,12 @@ impl Queue {
         let start_ns = if self.disk.settings().iostats { self.clock.now_ns() } else { 0 };
         let outline = Outline { operation, flags, sector, sectors, start_ns };
         if !self.disk.fast().fits(&outline, &data) {
-            return self.accept_slow(NewBio { outline, data, completer, marks }, ring);
+            return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
         }
         let plain =
-            if matches!(*completer, Completer::Owner(_)) { SlotMarks::PLAIN } else { SlotMarks::empty() };
-        let index = self.in_flight.insert(NewBio { outline, data, completer, marks: marks | plain });
+            if matches!(*completer, Completer::Owner(_)) { SlotFlags::PLAIN } else { SlotFlags::empty() };
+        let index =
+            self.in_flight.insert(NewBio { outline, data, completer, slot_flags: slot_flags | plain });
         // It is one buffer.
         if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
             self.queue_or_reject(index);
@@ -97,7 +98,7 @@ impl Queue {
     /// they are not known: of a list, empty ones and those beyond the bio's end are none.
     fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
         if matches!(*bio.completer, Completer::Owner(_)) {
-            bio.marks.insert(SlotMarks::PLAIN);
+            bio.slot_flags.insert(SlotFlags::PLAIN);
         }
         let outline = bio.outline;
         let index = self.in_flight.insert(bio);

@@ -48,7 +48,7 @@ pub(crate) struct Batcher {
     credit: u32,
     /// When it became a batcher, in nanoseconds.
     last_waited_ns: u64,
-    node: Arc<Waiter>,
+    node: Arc<GateWaiter>,
 }
 
 impl Batcher {
@@ -78,7 +78,7 @@ impl Batcher {
 
 /// A submitter in the queue of one direction.
 #[derive(Debug, Default)]
-struct Waiter {
+struct GateWaiter {
     granted: AtomicBool,
     promise: AtomicU32,
     queue: WaitQueue,
@@ -131,7 +131,7 @@ struct Side {
     /// A thread could not have the lock: its holder checks again.
     again: AtomicBool,
     largest_in_flight: AtomicU32,
-    waiters: Mutex<VecDeque<Arc<Waiter>>>,
+    waiters: Mutex<VecDeque<Arc<GateWaiter>>>,
 }
 
 const ONE_WAITER: u64 = 1 << 32;
@@ -164,7 +164,7 @@ impl RequestGate {
         }
     }
 
-    /// Changes both settings. What is in flight stays so, and submitters with room now are woken.
+    /// Changes both settings. Requests in flight stay so, and submitters with room now are woken.
     pub fn set(&self, nr_requests: u32, batching: bool) {
         self.nr_requests.store(nr_requests.max(1), SeqCst);
         self.batching.store(batching, SeqCst);

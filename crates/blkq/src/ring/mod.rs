@@ -33,7 +33,7 @@ pub(crate) use uring::Ring;
 /// Applies `policy` to all rings that are made from now on. The first one stays.
 pub fn set_policy(policy: Policy) {
     #[cfg(not(any(simulation, loom, shuttle)))]
-    uring::look_at_limits();
+    uring::read_limits();
     policy::set(policy);
 }
 

@@ -19,7 +19,7 @@ impl Token {
         (self.0 >> 48) as u16
     }
 
-    /// The owner's own mark.
+    /// The owner's own number.
     #[inline]
     pub const fn payload(self) -> u64 {
         self.0 & PAYLOAD_MASK

@@ -27,7 +27,7 @@ const KERNEL_SLOTS: u16 = 4096;
 /// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
 /// until then its memory is counted as locked by the user that made it (Linux 6.14 on).
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
-const MEMORY_LOOK: Duration = Duration::from_millis(20);
+const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
 /// The bytes of buffers that one ring registers at most: a 16th of the memory that may be locked
 /// (`RLIMIT_MEMLOCK`). It is one account for all processes of a user, rings that others begin
@@ -338,7 +338,7 @@ impl Ring {
 }
 
 /// A thread that is confined may not ask what rings ask once: this asks.
-pub(super) fn look_at_limits() {
+pub(super) fn read_limits() {
     LazyLock::force(&REGISTERED_MAX);
 }
 
@@ -348,7 +348,7 @@ fn with_patience(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Resul
     loop {
         match build() {
             Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && begin.elapsed() < MEMORY_WAIT => {
-                thread::sleep(MEMORY_LOOK);
+                thread::sleep(MEMORY_RETRY);
             }
             result => return result,
         }

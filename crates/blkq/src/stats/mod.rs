@@ -317,7 +317,7 @@ impl StatsWriter {
 
     /// A bio of `group` completed with an error and never became a request.
     #[cold]
-    pub fn refused(&mut self, group: StatGroup, status: Status) {
+    pub fn rejected(&mut self, group: StatGroup, status: Status) {
         add(&self.0.refused[group as usize][error_index(status)], 1);
     }
 

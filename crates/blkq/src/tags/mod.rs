@@ -64,7 +64,7 @@ pub struct TagHint {
 }
 
 /// Tags of one word of the set, taken together; iterating hands them out in ascending
-/// order. What is left is in use until [`TagSet::put_rest`].
+/// order. The rest is in use until [`TagSet::put_rest`].
 #[derive(Debug, Default)]
 #[must_use = "the tags stay in use until they are put back"]
 pub struct TagBatch {

@@ -8,7 +8,7 @@ fn member(lock: &Arc<RangeLock>) -> (Member, Arc<AtomicUsize>) {
     (lock.join(Arc::new(move || _ = counted.fetch_add(1, Relaxed))), wakes)
 }
 
-fn granted(session: &mut Session<'_>) -> Vec<u32> {
+fn granted(session: &mut LockedTable<'_>) -> Vec<u32> {
     let mut keys = Vec::new();
     session.take_granted(&mut keys);
     keys

@@ -20,7 +20,7 @@ use crate::request::NIL;
 use crate::request::{Request, RequestState};
 use crate::ring::Cqe;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{BioSlab, NewBio, SlotMarks, slice_segments};
+use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
 use crate::sync::atomic::Ordering::{Acquire, Relaxed};
 use crate::tags::Tag;
 
@@ -137,7 +137,7 @@ impl FaultQueue {
         let (mut effect, mut wait_ns) = (None, 0u64);
         let rules = self.rules.clone();
         #[cfg(simulation)]
-        rules.look_in_time();
+        rules.poll_files_when_due();
         for (rule, state) in rules.spec.rules.iter().zip(&rules.states) {
             if !self.hits(rule, state, request) {
                 continue;
@@ -239,7 +239,7 @@ impl FaultQueue {
             outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
             data: ManuallyDrop::new(data),
             completer: ManuallyDrop::new(Completer::None),
-            marks: SlotMarks::empty(),
+            slot_flags: SlotFlags::empty(),
         });
         self.requests[tag.index()] = Request {
             sector,

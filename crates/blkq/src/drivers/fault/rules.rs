@@ -36,7 +36,7 @@ pub(super) struct Rules {
     pub watched: AtomicBool,
     /// When that was, in the simulated world, which has no such thread.
     #[cfg(simulation)]
-    pub looked_ns: AtomicU64,
+    pub polled_ns: AtomicU64,
 }
 
 /// How far a rule has come.
@@ -70,7 +70,7 @@ impl Rules {
             states,
             watched: AtomicBool::new(false),
             #[cfg(simulation)]
-            looked_ns: AtomicU64::new(crate::clock::monotonic_ns()),
+            polled_ns: AtomicU64::new(crate::clock::monotonic_ns()),
         })
     }
 
@@ -85,10 +85,10 @@ impl Rules {
 
     /// The work of the thread, as often as the thread does it.
     #[cfg(simulation)]
-    pub fn look_in_time(&self) {
+    pub fn poll_files_when_due(&self) {
         let now_ns = crate::clock::monotonic_ns();
-        if now_ns >= self.looked_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
-            self.looked_ns.store(now_ns, Relaxed);
+        if now_ns >= self.polled_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
+            self.polled_ns.store(now_ns, Relaxed);
             self.poll_files();
         }
     }

@@ -28,7 +28,7 @@ use super::shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
 /// Bytes of a call that writes several requests: as many as one request may have.
 const GROUP_BYTES: u64 = REQUEST_MAX_BYTES as u64;
 /// Calls in flight up to which more follow: enough to keep the kernel's worker busy until
-/// they do. What waits meanwhile may be joined.
+/// they do. Requests that wait meanwhile may be joined.
 const CALLS_LOW: usize = 16;
 /// Calls in a row after which a queue hands the writer's token to one that waits for it.
 const TOKEN_TURNS: u32 = 16;

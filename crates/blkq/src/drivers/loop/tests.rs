@@ -1,6 +1,6 @@
 //! Tests of the loop driver on real files: those under the system's temporary directory
 //! need a file system with direct I/O, holes and FALLOC_FL_ZERO_RANGE (ext4, xfs), and some
-//! need root for mounting. What is missing is a failure, not a reason to skip.
+//! need root for mounting. A missing one is a failure, not a reason to skip.
 
 mod control;
 mod data;

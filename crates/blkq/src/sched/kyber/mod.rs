@@ -30,7 +30,7 @@ const BUCKETS: usize = 8;
 /// Buckets of latencies within the target, and so the steps in which depths change.
 const GOOD_BUCKETS: usize = 4;
 /// From the first completion to the check of the latencies.
-const LOOK_AFTER_NS: u64 = 100 * NS_PER_MS;
+const EVALUATE_AFTER_NS: u64 = 100 * NS_PER_MS;
 /// Samples that a percentile is taken of, or the age of the first that is enough.
 const SAMPLES: u32 = 500;
 const SAMPLES_AGE_NS: u64 = 1_000 * NS_PER_MS;
@@ -144,7 +144,7 @@ pub(super) struct Kyber {
     /// The domain of the current batch, and how many requests it had.
     batch_domain: usize,
     batched: u32,
-    look_at_ns: Option<u64>,
+    evaluate_at_ns: Option<u64>,
 }
 
 impl Kyber {
@@ -159,7 +159,7 @@ impl Kyber {
             entries: vec![Entry::default(); tags].into_boxed_slice(),
             batch_domain: READ,
             batched: 0,
-            look_at_ns: None,
+            evaluate_at_ns: None,
         }
     }
 
@@ -283,8 +283,8 @@ impl Scheduler for Kyber {
                 domain.sample(entry, now_ns);
             }
         }
-        if now_ns >= *self.look_at_ns.get_or_insert(now_ns + LOOK_AFTER_NS) {
-            self.look_at_ns = None;
+        if now_ns >= *self.evaluate_at_ns.get_or_insert(now_ns + EVALUATE_AFTER_NS) {
+            self.evaluate_at_ns = None;
             self.adjust_depths(now_ns);
         }
     }

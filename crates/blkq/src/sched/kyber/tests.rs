@@ -91,16 +91,16 @@ impl Bed {
 
     fn complete_at(&mut self, tag: Tag, begin_ns: u64) {
         // Latencies are checked by `check_latencies` alone.
-        self.scheduler.look_at_ns = Some(u64::MAX);
+        self.scheduler.evaluate_at_ns = Some(u64::MAX);
         self.complete(&[tag]);
         self.now_ns = begin_ns;
     }
 
     /// The check of the latencies, when it is due.
     fn check_latencies(&mut self) -> [u32; 4] {
-        self.scheduler.look_at_ns = None;
+        self.scheduler.evaluate_at_ns = None;
         self.complete(&[]);
-        self.now_ns += LOOK_AFTER_NS - 1;
+        self.now_ns += EVALUATE_AFTER_NS - 1;
         let before = self.depths();
         self.complete(&[]);
         assert_eq!(self.depths(), before, "it is not due");

@@ -2,13 +2,13 @@
 
 /// Where a queue is in its round over the software queues.
 #[derive(Default)]
-pub(super) struct Intake {
+pub(super) struct PullCursor {
     /// The software queue that comes first.
     from: u32,
     closed: bool,
 }
 
-impl Intake {
+impl PullCursor {
     pub fn from(&self) -> u32 {
         self.from
     }
