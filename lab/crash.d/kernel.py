@@ -130,7 +130,7 @@ def main(scratch, crashes, seed="1"):
                                  f"its console: {machine.console_tail()}")
         if share and not promises:
             raise SystemExit(f"{name}: nothing was promised: this tested nothing")
-        print(f"    {name}: {share} kernels lost, {begun} requests, {promises} promises kept", flush=True)
+        print(f"    {name}: {share} kernel crashes, {begun} requests, {promises} promises kept", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Power cuts from a log of what reached the file: random requests on a device whose image lies in
+"""Power losses from a log of what reached the file: random requests on a device whose image lies in
 the recorder's file system; then, for every moment at which something became durable, the images
 that a loss of power could leave, against the promises of docs/durability.md.
 power.py SCRATCH SECONDS [SEED]"""
@@ -121,7 +121,7 @@ def main(scratch, seconds, seed="1"):
         print(f"    {name:22} {len(entries):6} log entries, {found[0]} syncs, {found[1]} promises, "
               f"{found[2]} images checked", flush=True)
         total = [a + b for a, b in zip(total, found)]
-    print(f"    {total[0]} sync boundaries, {total[1]} promises, {total[2]} power cuts replayed, nothing lost")
+    print(f"    {total[0]} sync boundaries, {total[1]} promises, {total[2]} power losses replayed, nothing lost")
 
 
 if __name__ == "__main__":
