@@ -10,7 +10,6 @@ use blkq::SchedulerKind;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
-use clap::Args;
 
 use crate::failure::{Failure, Outcome};
 use crate::hangs;
@@ -158,11 +157,33 @@ impl Setting {
     }
 }
 
-/// Whether `key` is an option of `attach` with a value that stays as it is.
-fn is_fixed(key: &str) -> bool {
-    let command = AttachOptions::augment_args(clap::Command::new("attach"));
-    !key.starts_with("no-") && command.get_arguments().any(|argument| argument.get_long() == Some(key))
-}
+/// Options of `attach` with a value that stays as it is.
+const FIXED: [&str; 24] = [
+    "copy",
+    "export",
+    "export-name",
+    "fault",
+    "format",
+    "handshake-timeout",
+    "insecure",
+    "listen",
+    "max-connections",
+    "metrics",
+    "name",
+    "offset",
+    "partscan",
+    "pid-file",
+    "queues",
+    "sector-size",
+    "shared",
+    "size-limit",
+    "socket-group",
+    "socket-mode",
+    "tls",
+    "tls-certificates",
+    "vhost-socket",
+    "whole-sectors",
+];
 
 /// The groups of settings that a device has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -206,7 +227,7 @@ impl SettingGroups {
             _ if known.is_some_and(|known| known.of == Of::Images) => {
                 "it is for images, and there is none behind this device".to_owned()
             }
-            _ if is_fixed(key) => format!("it is fixed at attach; detach, and attach with --{key}"),
+            _ if FIXED.contains(&key) => format!("it is fixed at attach; detach, and attach with --{key}"),
             _ => {
                 let names: Vec<&str> =
                     KEYS.iter().filter(|key| self.group(key.of)).map(|key| key.name).collect();
@@ -238,6 +259,8 @@ fn depth(text: &str) -> Outcome<u16> {
 
 #[cfg(test)]
 mod tests {
+    use clap::Args;
+
     use super::*;
     use crate::options::tests::options;
 
@@ -269,6 +292,18 @@ mod tests {
             }
         }
         assert!(Key::find("colour").is_none());
+    }
+
+    #[test]
+    fn every_option_of_attach_can_be_set_or_is_fixed() {
+        let command = AttachOptions::augment_args(clap::Command::new("attach"));
+        let mut fixed: Vec<&str> = command
+            .get_arguments()
+            .filter_map(|argument| argument.get_long())
+            .filter(|name| !name.starts_with("no-") && Key::find(name).is_none_or(|key| key.of == Of::Faults))
+            .collect();
+        fixed.sort_unstable();
+        assert_eq!(fixed, FIXED);
     }
 
     #[test]
