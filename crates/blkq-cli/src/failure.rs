@@ -71,13 +71,37 @@ impl std::error::Error for Failure {}
 
 impl From<blkq::Error> for Failure {
     fn from(error: blkq::Error) -> Failure {
-        Failure::new(error.to_string())
+        Failure::new(format!("{error}{}", direct_io_cure(error.kind())))
+    }
+}
+
+/// What helps if direct I/O was asked for and cannot be: the same for an attach and a live change.
+fn direct_io_cure(kind: ErrorKind) -> String {
+    match kind {
+        ErrorKind::NoDirectIo => "; take direct-io off or auto".to_owned(),
+        ErrorKind::DirectIoSector { needed_bytes, .. } => {
+            format!("; attach with --sector-size {needed_bytes}, or take direct-io off")
+        }
+        ErrorKind::DirectIoOffset { align_bytes, .. } => {
+            format!("; attach with an --offset that is a multiple of {align_bytes}, or take direct-io off")
+        }
+        _ => String::new(),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cure_for_direct_io_has_its_facts() {
+        let of = |kind| Failure::from(blkq::Error::new(kind, "no")).to_string();
+        let sector = ErrorKind::DirectIoSector { needed_bytes: 4096, sector_bytes: 512 };
+        assert_eq!(of(sector), "no; attach with --sector-size 4096, or take direct-io off");
+        let offset = ErrorKind::DirectIoOffset { align_bytes: 4096, offset_bytes: 512 };
+        assert!(of(offset).contains("--offset that is a multiple of 4096"));
+        assert_eq!(of(ErrorKind::System), "no");
+    }
 
     #[test]
     fn a_failure_is_one_line_whatever_it_quotes() {

@@ -204,6 +204,23 @@ pub enum ErrorKind {
     Mismatch,
     /// The kernel, the file system or the device cannot do it.
     Unsupported,
+    /// The image's file system or device has no direct I/O, or demands more of it than any sector size
+    /// or offset meets.
+    NoDirectIo,
+    /// Direct I/O on the image demands longer sectors.
+    DirectIoSector {
+        /// The shortest sector that it can have, in bytes.
+        needed_bytes: u32,
+        /// The sector size that was asked for, in bytes.
+        sector_bytes: u32,
+    },
+    /// Direct I/O on the image demands that the device begins at a multiple of its alignment.
+    DirectIoOffset {
+        /// That alignment, in bytes.
+        align_bytes: u32,
+        /// The offset that was asked for, in bytes.
+        offset_bytes: u64,
+    },
     /// A system call failed.
     System,
 }

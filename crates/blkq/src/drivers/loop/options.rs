@@ -227,12 +227,12 @@ pub(super) fn choose_mode(
     if requested == DirectIo::Off {
         return Ok(Mode { direct: None, reason: "as asked for".to_owned() });
     }
-    let off = || "take direct-io off or auto".to_owned();
-    // The obstacle, and the cure.
-    let obstacle = match possible {
-        Err(why) => (why.clone(), off()),
+    // The obstacle, and its kind with the facts of a cure.
+    let (reason, kind) = match possible {
+        Err(why) => (why.clone(), ErrorKind::NoDirectIo),
         Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
-            (format!("it demands an alignment of {} bytes", align.memory.max(align.offset)), off())
+            let demanded = align.memory.max(align.offset);
+            (format!("it demands an alignment of {demanded} bytes"), ErrorKind::NoDirectIo)
         }
         // Each piece of memory must be a multiple of the alignment, and may be one sector long.
         Ok(align) if logical_block_bytes < align.offset.max(align.memory) => (
@@ -240,23 +240,25 @@ pub(super) fn choose_mode(
                 "it demands an alignment of {} bytes, and the sector size is {logical_block_bytes}",
                 align.offset.max(align.memory)
             ),
-            format!("take sectors of {LOGICAL_BLOCK_MAX_BYTES} bytes, or direct-io off"),
+            ErrorKind::DirectIoSector {
+                needed_bytes: align.offset.max(align.memory).next_power_of_two(),
+                sector_bytes: logical_block_bytes,
+            },
         ),
         Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
             format!("it demands an alignment of {} bytes, and the offset is {offset}", align.offset),
-            "choose another offset, or direct-io off".to_owned(),
+            ErrorKind::DirectIoOffset { align_bytes: align.offset, offset_bytes: offset },
         ),
         Ok(align) if align.assumed && requested == DirectIo::Auto => {
-            ("its file system does not report what direct I/O demands".to_owned(), off())
+            let reason = "its file system does not report what direct I/O demands";
+            (reason.to_owned(), ErrorKind::NoDirectIo)
         }
         Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),
     };
-    let (reason, cure) = obstacle;
     if requested == DirectIo::Auto {
         return Ok(Mode { direct: None, reason });
     }
-    let message = format!("no direct I/O on {}: {reason}; {cure}", path.display());
-    Err(Error::new(ErrorKind::Unsupported, message))
+    Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display())))
 }
 
 /// An error of kind [`ErrorKind::Invalid`].

@@ -147,17 +147,19 @@ fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
     assert!(mode(on, &align(4096, false), 4096, 8192).unwrap());
     assert!(!mode(off, &align(512, false), 512, 0).unwrap());
     assert!(mode(on, &align(512, true), 512, 0).unwrap());
+    let sector = ErrorKind::DirectIoSector { needed_bytes: 4096, sector_bytes: 512 };
+    let place = ErrorKind::DirectIoOffset { align_bytes: 4096, offset_bytes: 512 };
     let obstacles = [
-        (align(4096, false), 512, 0, "take sectors of 4096 bytes"),
-        (fussy.clone(), 512, 0, "take sectors of 4096 bytes"),
-        (align(4096, false), 4096, 512, "choose another offset"),
-        (align(65536, false), 4096, 0, "take direct-io off or auto"),
-        (Err("it is encrypted".to_owned()), 512, 0, "it is encrypted; take direct-io off or auto"),
+        (align(4096, false), 512, 0, "the sector size is 512", sector),
+        (fussy.clone(), 512, 0, "the sector size is 512", sector),
+        (align(4096, false), 4096, 512, "the offset is 512", place),
+        (align(65536, false), 4096, 0, "65536 bytes", ErrorKind::NoDirectIo),
+        (Err("it is encrypted".to_owned()), 512, 0, "it is encrypted", ErrorKind::NoDirectIo),
     ];
-    for (possible, sector, offset, reason) in obstacles {
+    for (possible, sector, offset, reason, kind) in obstacles {
         let error = mode(on, &possible, sector, offset).unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");
-        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert_eq!(error.kind(), kind);
         let fallback = choose_mode(auto, &possible, path, sector, offset).unwrap();
         assert!(fallback.direct.is_none() && !fallback.reason.is_empty());
     }
@@ -200,7 +202,7 @@ fn auto_says_why_it_is_buffered() {
     // There is none to be had, though the kernel lets the flag be set; and a warning vanishes with its cause.
     device.set(&LoopSetting::DirectIo(DirectIo::Off)).unwrap();
     let on = LoopSetting::DirectIo(DirectIo::On);
-    assert_eq!(device.prepare_set(&on).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(device.prepare_set(&on).unwrap_err().kind(), ErrorKind::NoDirectIo);
     assert!(device.warnings().is_empty() && device.set(&on).is_err());
     drop(device);
     assert!(refusal(&options(&directory.file("image"), DirectIo::On)).contains("no direct I/O on"));
