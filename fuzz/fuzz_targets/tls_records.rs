@@ -273,7 +273,8 @@ impl Session {
     fn send(&mut self, bytes: usize) {
         let Some(tls) = &mut self.tls else { return };
         let mut answer = Outgoing::new();
-        answer.headers.extend((self.answered..self.answered + bytes).map(pattern));
+        let range = self.answered..self.answered + bytes;
+        answer.append(|headers| headers.extend(range.map(pattern)));
         if bytes > 0 {
             answer.prepare();
         } else if !tls.wants_send() {

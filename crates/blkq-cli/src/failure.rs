@@ -75,7 +75,7 @@ impl From<blkq::Error> for Failure {
     }
 }
 
-/// What helps if direct I/O was asked for and cannot be: the same for an attach and a live change.
+/// The cure where direct I/O was asked for and cannot be: the same for an attach and a live change.
 fn direct_io_cure(kind: ErrorKind) -> String {
     match kind {
         ErrorKind::NoDirectIo => "; take direct-io off or auto".to_owned(),
