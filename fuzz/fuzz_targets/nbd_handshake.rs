@@ -158,7 +158,10 @@ fuzz_target!(|data: &[u8]| {
             assert!(open || option == option::STARTTLS || option == option::ABORT);
             open |= option == option::STARTTLS;
         }
-        assert!(open || reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP, "answered before TLS");
+        assert!(
+            open || reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP,
+            "answered before TLS"
+        );
         if reply == option_reply::ACK || reply >= option_reply::ERR_UNSUP {
             current = None;
             answered += 1;

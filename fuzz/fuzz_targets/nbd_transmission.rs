@@ -197,7 +197,8 @@ fuzz_target!(|data: &[u8]| {
     assert_eq!(run(session, &stream, cut), found);
 
     let walked = walk(&session, &stream);
-    let answered = found.iter().filter(|f| matches!(f.step, Step::Request(_) | Step::Rejected { .. })).count();
+    let answered =
+        found.iter().filter(|f| matches!(f.step, Step::Request(_) | Step::Rejected { .. })).count();
     assert_eq!(answered, walked.len());
     for (found, (cookie, offset, payload)) in found.iter().zip(walked) {
         let to = ReplyTo { cookie, offset };

@@ -255,7 +255,8 @@ impl Session {
                 Ok(0) => break,
                 Ok(bytes) => {
                     assert!(self.welcome, "data of a client without a certificate was received");
-                    let all = plain[..bytes].iter().zip(self.received..).all(|(byte, at)| *byte == pattern(at));
+                    let all =
+                        plain[..bytes].iter().zip(self.received..).all(|(byte, at)| *byte == pattern(at));
                     self.received += bytes;
                     assert!(all && self.received <= self.sent, "received what was not sent");
                 }
