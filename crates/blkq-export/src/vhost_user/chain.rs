@@ -109,7 +109,7 @@ impl fmt::Display for Part {
 
 /// Why a ring was stopped: what the guest, or its front end, did against the specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[allow(missing_docs, reason = "the text of each says it, and its fields are what it names")]
+#[allow(missing_docs, reason = "the text of each names its fields")]
 pub enum RingError {
     Size { size: u32 },
     Unmapped { part: Part, address: u64 },

@@ -8,7 +8,7 @@ use super::abi::feature;
 /// Most ranges of a discard or write zeroes.
 pub const RANGES_MAX: usize = 32;
 /// Most buffers of data of a request: with header and status they fit a ring of 128 descriptors, the
-/// size that front ends use if nothing else is said.
+/// size that front ends use unless they are configured otherwise.
 pub const SEGMENTS_MAX: u32 = 126;
 /// Bytes of the configuration, up to and with the fields of write zeroes.
 pub const CONFIG_BYTES: usize = 60;

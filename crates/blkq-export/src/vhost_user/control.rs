@@ -149,7 +149,7 @@ impl Control {
         }
     }
 
-    /// The front end is gone, or broke the protocol: its rings are drained, and its memory unmapped.
+    /// The front end has disconnected, or broke the protocol: its rings are drained, and its memory unmapped.
     fn disconnect(&mut self, violation: Option<String>) {
         let Some(Connected { channel, session }) = self.connected.take() else { return };
         drop(channel);

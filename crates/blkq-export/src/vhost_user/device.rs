@@ -25,7 +25,7 @@ pub struct VhostUserOptions {
     pub serial: String,
     /// The users that may connect to the unix socket.
     pub access: SocketAccess,
-    /// An eventfd that does not block, written whenever the front end has gone.
+    /// An eventfd that does not block, written whenever the front end has disconnected.
     pub idle_event: Option<Arc<OwnedFd>>,
     /// An eventfd that does not block, written whenever [`VhostUserDevice::take_reports`] has some;
     /// without one there are none.
@@ -68,7 +68,7 @@ impl VhostUserDevice {
     /// [`VhostUserDevice::serve`].
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if somebody listens there already, [`ErrorKind::Invalid`] for a socket that is
+    /// [`ErrorKind::Busy`] if another process listens there already, [`ErrorKind::Invalid`] for a socket that is
     /// not of unix, or without engines, and the errors of the system.
     pub fn listen(
         listen: Listen,
@@ -174,7 +174,7 @@ impl VhostUserDevice {
         self.shared.registry.pause_if_empty()
     }
 
-    /// Stops the device: its socket is gone when this returns. With `force` the front end is dropped when
+    /// Stops the device: its socket is removed when this returns. With `force` the front end is dropped when
     /// its requests in flight have completed.
     ///
     /// # Errors

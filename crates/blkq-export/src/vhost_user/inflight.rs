@@ -52,7 +52,7 @@ impl InflightRegion {
     /// [`InflightRegion::bytes`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for no queues, too many, or none of a size; whatever the kernel says.
+    /// [`ErrorKind::Invalid`] for no queues, too many, or none of a size; and the kernel's error.
     pub fn create(queues: u16, size: u16, packed: bool) -> Result<(InflightRegion, OwnedFd), Error> {
         check(queues, size)?;
         let bytes = u64::from(queues) * queue_bytes(size, packed) + TRAILER_BYTES;

@@ -386,7 +386,7 @@ fn ring_file(payload: &[u8], file: Option<OwnedFd>) -> Result<(u32, Option<Owned
     let ring = value as u32 & 0xff;
     match (value & NO_FILE != 0, file) {
         (true, None) => Ok((ring, None)),
-        (true, Some(_)) => Err(refuse("it came with a descriptor that it says it has not")),
+        (true, Some(_)) => Err(refuse("it came with a descriptor that its flags deny")),
         (false, file) => Ok((ring, Some(needed(file)?))),
     }
 }

@@ -79,9 +79,9 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// The ring that `spec` describes, in `memory`. What is in flight is recorded in `inflight`; what
-    /// that has from a daemon that died comes out of [`Ring::pop`] first, in the order in which it was
-    /// taken, and the base then follows from it.
+    /// The ring that `spec` describes, in `memory`. Requests in flight are recorded in `inflight`; those
+    /// that a daemon which died left there come out of [`Ring::pop`] first, in the order in which they
+    /// were taken, and the base then follows from the record.
     ///
     /// # Errors
     /// A size or a base that a ring cannot have; a part that is not inside one memory region; a record

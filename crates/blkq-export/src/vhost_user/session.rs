@@ -351,7 +351,7 @@ impl Session {
             Err(errno) => errno.to_string(),
         };
         self.backend = None;
-        let reason = format!("it does not hear of the device's new size: {failed}");
+        let reason = format!("it is not notified of the device's new size: {failed}");
         self.shared.registry.report(&self.peer, Event::Refused(reason));
     }
 
@@ -377,7 +377,7 @@ impl Drop for Session {
     }
 }
 
-/// Whether a request has a reply of its own, which says nothing of errors.
+/// Whether a request has a reply of its own, which reports no errors.
 fn has_reply(code: u32) -> bool {
     matches!(
         code,

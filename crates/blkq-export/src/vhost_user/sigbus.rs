@@ -1,5 +1,5 @@
 //! Memory that shrinks: a front end may truncate the file of its guest's memory while it is mapped
-//! here. A thread that touches a page that is gone gets SIGBUS, which would kill the daemon.
+//! here. A thread that touches a page that was truncated gets SIGBUS, which would kill the daemon.
 //!
 //! So the handler of this module puts memory of this process's own, all zeroes, in the place of the
 //! whole region, notes that the region is broken, and lets the thread go on. Rings on such memory are

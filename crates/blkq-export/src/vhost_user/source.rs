@@ -341,7 +341,7 @@ unsafe impl Source for VringSource {
         match u32::try_from(cqe.result) {
             Ok(events) => {
                 self.counters.kicks += 1;
-                // The other end is gone: the connection says why.
+                // The other end is closed: the connection reports why.
                 self.kick_closed |=
                     events as i32 & i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
                 if self.kick_closed {

@@ -280,7 +280,7 @@ struct State {
 /// The state of a device that its control thread and its owner share. Engines do not take it.
 pub(super) struct Registry {
     state: Mutex<State>,
-    /// An eventfd to be written when the front end has gone.
+    /// An eventfd to be written when the front end has disconnected.
     idle_event: Option<Arc<OwnedFd>>,
     /// An eventfd to be written when there is a report.
     report_event: Option<Arc<OwnedFd>>,
@@ -324,7 +324,7 @@ impl Registry {
         true
     }
 
-    /// The front end has gone, and none of its rings is served any more.
+    /// The front end has disconnected, and none of its rings is served any more.
     pub fn leave(&self) {
         let mut state = self.state();
         if let Some(front_end) = state.front_end.take() {

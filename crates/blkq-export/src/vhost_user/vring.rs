@@ -1,4 +1,4 @@
-//! A ring as the control thread sees it: what a front end says of it, and the source that serves it.
+//! A ring as the control thread sees it: how a front end describes it, and the source that serves it.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -169,7 +169,7 @@ impl Vring {
         }
     }
 
-    /// Starts to serve it, if all that needs is known and it is enabled (`enabled` unless it was said).
+    /// Starts to serve it, if all that needs is known and it is enabled (`enabled` if the front end has not set that).
     ///
     /// # Errors
     /// Why it cannot be: that is reported, too.
@@ -249,7 +249,7 @@ impl Vring {
         self.base
     }
 
-    /// Stops it, and forgets what was said of it, but for how the front end is notified.
+    /// Stops it, and forgets how it was described, but for how the front end is notified.
     pub fn reset(&mut self, shared: &Shared) {
         self.stop(shared);
         let (call, error) = (self.call.take(), self.error.take());

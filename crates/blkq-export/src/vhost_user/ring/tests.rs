@@ -203,7 +203,7 @@ impl Model {
             self.taken.remove(&used.0);
             seen += 1;
         }
-        assert!(seen >= certain, "what was published is gone");
+        assert!(seen >= certain, "what was published is lost");
         self.in_flight.clear();
         self.restart(self.driver.spec.base);
         // In the order in which they were taken; then those of which the device knew nothing yet.
