@@ -18,6 +18,8 @@ const IN: u32 = 0;
 const OUT: u32 = 1;
 const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
 
 #[test]
 fn requests_complete_whatever_they_are() {
@@ -114,8 +116,54 @@ fn writes_are_durable_when_the_write_cache_is_off() {
     drop(front);
     served.until_idle();
     // A driver that does not know to flush has no write cache.
-    let mut front = FrontEnd::started(&served.path, F_VERSION_1 | F_PROTOCOL, 1);
-    assert_eq!(write_flushes(&mut front), fua);
+    let without_flush = [F_VERSION_1 | F_PROTOCOL, F_VERSION_1 | F_PROTOCOL | F_CONFIG_WCE];
+    for features in without_flush {
+        let mut front = FrontEnd::started(&served.path, features, 1);
+        assert_eq!(write_flushes(&mut front), fua);
+        let config = front.connection.ask(GET_CONFIG, &[words(&[32, 1, 0]), vec![0]].concat());
+        assert_eq!(config.payload[12..], [0], "{features:#x}");
+        drop(front);
+        served.until_idle();
+    }
+}
+
+#[test]
+fn requests_beyond_what_was_advertised_fail() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    let capacity = served.disk.limits().capacity_bytes >> 9;
+    assert_eq!(front.run(0, OUT, capacity - 8, DATA, 4096), 0);
+    for sector in [capacity - 7, capacity, u64::MAX - 7] {
+        assert_eq!(front.run(0, OUT, sector, DATA, 4096), 1, "{sector}");
+        assert_eq!(front.run(0, IN, sector, DATA, 4096), 1, "{sector}");
+    }
+    let config = front.connection.ask(GET_CONFIG, &[words(&[0, 60, 0]), vec![0; 60]].concat());
+    let word = |at: usize| u32::from_ne_bytes(config.payload[12 + at..16 + at].try_into().unwrap());
+    for (kind, most) in [(DISCARD, word(36)), (WRITE_ZEROES, word(48))] {
+        let mut range = |sector: u64, sectors: u32| {
+            front.memory.bytes(DATA, 16).copy_from_slice(&[longs(&[sector]), words(&[sectors, 0])].concat());
+            front.run(0, kind, 0, DATA, 16)
+        };
+        assert!(most > 0);
+        assert_eq!(range(0, 8), 0);
+        assert_eq!(range(capacity - 8, 16), 1);
+        assert_eq!(range(0, most.saturating_add(1)), 1);
+    }
+}
+
+#[test]
+fn a_full_error_eventfd_stops_nothing() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    let error = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    front.connection.done(SET_VRING_ERR, &longs(&[0]), &[error.as_fd()]);
+    // The flag is the front end's as much as the daemon's.
+    rustix::fs::fcntl_setfl(&error, rustix::fs::OFlags::empty()).unwrap();
+    rustix::io::write(&error, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    front.make_available(0, SIZE);
+    front.kick(0);
+    assert!(matches!(served.report().event, Event::RingRejected(0, _)));
+    assert!(front.connection.ask(GET_FEATURES, &[]).number() != 0);
 }
 
 #[test]

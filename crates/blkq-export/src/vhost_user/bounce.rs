@@ -65,31 +65,42 @@ fn for_each(guest: &Data, bytes: usize, mut piece: impl FnMut(*mut u8, usize, us
     }
 }
 
-/// Where buffers come from: small ones are kept.
+/// Bytes of buffers in use from which on no more requests are taken: a guest with little memory may
+/// name it in many of them.
+const IN_USE_MAX_BYTES: u64 = 2 * BUFFER_MAX_BYTES as u64;
+
+/// Where buffers come from.
 pub struct Bounces {
     pool: BufferPool,
+    in_use_bytes: u64,
 }
 
 impl Bounces {
     /// Without buffers.
     pub fn new() -> Bounces {
-        Bounces { pool: BufferPool::new() }
+        Bounces { pool: BufferPool::new(), in_use_bytes: 0 }
     }
 
-    /// A buffer of at least `bytes`; `None` if there is no memory.
+    /// A buffer of at least `bytes`; `None` if there is no memory, or that is more than
+    /// [`BUFFER_MAX_BYTES`].
     pub fn take(&mut self, bytes: u32, ring: blkq::Registrar<'_>) -> Option<IoBuffer> {
-        if bytes <= BUFFER_MAX_BYTES {
-            self.pool.take(bytes, ring)
-        } else {
-            IoBuffer::try_zeroed(bytes as usize)
+        if bytes > BUFFER_MAX_BYTES {
+            return None;
         }
+        let buffer = self.pool.take(bytes, ring)?;
+        self.in_use_bytes += buffer.len() as u64;
+        Some(buffer)
     }
 
-    /// Takes back the buffer of a request of `bytes`.
-    pub fn put(&mut self, bytes: u32, buffer: IoBuffer) {
-        if bytes <= BUFFER_MAX_BYTES {
-            self.pool.put(buffer);
-        }
+    /// Takes back a buffer.
+    pub fn put(&mut self, buffer: IoBuffer) {
+        self.in_use_bytes -= buffer.len() as u64;
+        self.pool.put(buffer);
+    }
+
+    /// Whether no more requests are to be taken until a buffer comes back.
+    pub fn is_exhausted(&self) -> bool {
+        self.in_use_bytes >= IN_USE_MAX_BYTES
     }
 
     /// Whether there is memory to release.

@@ -1,7 +1,7 @@
 //! The device as a driver reads it: the features that are offered, and `virtio_blk_config` (virtio
 //! 1.2, 5.2.4), from the limits of a disk.
 
-use blkq::QueueLimits;
+use blkq::{Operation, QueueLimits};
 
 use super::abi::feature;
 
@@ -41,17 +41,26 @@ fn discards(limits: &QueueLimits) -> bool {
     limits.max_discard_bytes > 0 && !limits.read_only
 }
 
+/// Most sectors of a range of `operation`, as the configuration has it.
+pub fn range_sectors_max(limits: &QueueLimits, operation: Operation) -> u64 {
+    let zeroes = limits.max_write_zeroes_bytes.max(limits.max_write_zeroes_no_unmap_bytes);
+    let bytes = match operation {
+        Operation::Discard if discards(limits) => limits.max_discard_bytes,
+        // Without the operation the layer writes zeroes itself.
+        Operation::WriteZeroes if !limits.read_only && zeroes == 0 => RANGE_MAX_BYTES,
+        Operation::WriteZeroes if !limits.read_only => zeroes,
+        _ => 0,
+    };
+    (bytes.min(RANGE_MAX_BYTES) & !(u64::from(limits.logical_block_bytes) - 1)) >> 9
+}
+
 /// The configuration of a device with `limits` and `queues`, whose write cache is on or off for the
 /// driver.
 pub fn config(limits: &QueueLimits, queues: u16, write_cache: bool) -> [u8; CONFIG_BYTES] {
     let block = limits.logical_block_bytes;
     let blocks = |bytes: u32| bytes / block;
-    let range = |bytes: u64| (bytes.min(RANGE_MAX_BYTES) & !(u64::from(block) - 1)) >> 9;
-    let discard = if discards(limits) { range(limits.max_discard_bytes) as u32 } else { 0 };
-    let zeroes = limits.max_write_zeroes_bytes.max(limits.max_write_zeroes_no_unmap_bytes);
-    // Without the operation the layer writes zeroes itself.
-    let zeroes =
-        if limits.read_only { 0 } else { range(if zeroes == 0 { RANGE_MAX_BYTES } else { zeroes }) as u32 };
+    let discard = range_sectors_max(limits, Operation::Discard) as u32;
+    let zeroes = range_sectors_max(limits, Operation::WriteZeroes) as u32;
     let mut bytes = [0; CONFIG_BYTES];
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     put(0, &(limits.whole_bytes() >> 9).to_le_bytes());

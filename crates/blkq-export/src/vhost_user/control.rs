@@ -156,7 +156,8 @@ impl Control {
         if let Some(reason) = violation {
             self.shared.registry.report(session.peer(), Event::Violation(reason));
         }
-        drop(session);
+        // Whatever becomes of it, another one may come.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(session)));
         self.shared.registry.leave();
     }
 }

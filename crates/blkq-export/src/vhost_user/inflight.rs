@@ -22,6 +22,8 @@ const ALIGN: u64 = 64;
 const SPLIT: (u64, u64) = (16, 16);
 /// The same of a packed ring.
 const PACKED: (u64, u64) = (32, 32);
+/// Where a queue's region has its version, which is 0 in a new one.
+pub(super) const VERSION: usize = 8;
 /// Most queues of a device.
 const QUEUES_MAX: u16 = 256;
 
@@ -111,6 +113,15 @@ impl InflightRegion {
         if let Some(trailer) = &self.trailer {
             trailer.store_u64(WRITE_CACHE_AT, on.into(), Ordering::Relaxed);
             trailer.store_u64(0, TRAILER_MARK, Ordering::Release);
+        }
+    }
+
+    /// Forgets all requests: no ring uses it now, and the next ones begin anew.
+    pub fn clear(&self) {
+        for index in 0..self.queues {
+            if let Some(queue) = self.queue(index, self.size, self.packed) {
+                queue.area.store_u16(VERSION, 0, Ordering::Release);
+            }
         }
     }
 

@@ -6,10 +6,9 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use super::area::Area;
 use super::chain::RingError;
 use super::descriptor::Descriptor;
-use super::inflight::InflightQueue;
+use super::inflight::{InflightQueue, VERSION};
 
 /// Fields of the region.
-const VERSION: usize = 8;
 const COUNT: usize = 10;
 const FREE_HEAD: usize = 12;
 const OLD_FREE_HEAD: usize = 14;

@@ -5,10 +5,9 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use super::area::Area;
 use super::chain::RingError;
-use super::inflight::InflightQueue;
+use super::inflight::{InflightQueue, VERSION};
 
 /// Fields of the region.
-const VERSION: usize = 8;
 const COUNT: usize = 10;
 const LAST_BATCH: usize = 12;
 const USED_INDEX: usize = 14;

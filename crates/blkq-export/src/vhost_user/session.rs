@@ -33,6 +33,8 @@ pub struct Session {
     vrings: Vec<Vring>,
     /// Requests in flight are recorded there.
     inflight: Option<Arc<InflightRegion>>,
+    /// A ring was served: what is recorded as in flight is this session's.
+    has_served: bool,
     /// Where its own requests go.
     backend: Option<OwnedFd>,
     /// The write cache, as the driver switched it.
@@ -58,6 +60,7 @@ impl Session {
             memory: Arc::new(GuestMemory::map(Vec::new())?),
             vrings: (0..VRINGS_MAX).map(Vring::new).collect(),
             inflight: None,
+            has_served: false,
             backend: None,
             writeback: true,
             // Until the driver shows that it can flush.
@@ -172,6 +175,7 @@ impl Session {
                 self.status = status;
                 if status == 0 {
                     self.stop_rings();
+                    self.forget_in_flight();
                 }
             }
             Request::GetStatus => {
@@ -190,6 +194,7 @@ impl Session {
         if !self.vrings.iter().any(Vring::is_served) {
             self.memory = Arc::new(GuestMemory::map(Vec::new())?);
             self.inflight = None;
+            self.shared.registry.set_recorded(false);
         }
         Ok(())
     }
@@ -225,12 +230,17 @@ impl Session {
         Ok(())
     }
 
-    /// Virtio 1.2, 5.2.6.2: the write cache is what the driver switched, if it can; else one that it
-    /// does not know to flush is not there.
+    /// Virtio 1.2, 5.2.5.2 and 5.2.6.2: the write cache is what the driver switched, if it can; one that
+    /// it does not know to flush is not there.
     fn switch_cache(&self) {
         let has = |feature: u64| self.features & feature != 0;
-        let writeback = if has(feature::CONFIG_WCE) { self.writeback } else { has(feature::FLUSH) };
+        let writeback = has(feature::FLUSH) && (self.writeback || !has(feature::CONFIG_WCE));
         self.write_through.store(!writeback, Relaxed);
+    }
+
+    /// The write cache as the driver reads it; before it has acknowledged features, what it may have.
+    fn shown_cache(&self) -> bool {
+        self.writeback && (self.features == 0 || self.features & feature::FLUSH != 0)
     }
 
     fn note_cache(&self) {
@@ -252,8 +262,9 @@ impl Session {
     fn start_ring(&mut self, index: u32) {
         let (context, enabled) = (self.context(), self.features & F_PROTOCOL_FEATURES == 0);
         let Some(vring) = self.vrings.get_mut(index as usize) else { return };
-        if let Err(refusal) = vring.start(&self.shared, &context, enabled, &self.peer) {
-            self.not_started = Some(refusal);
+        match vring.start(&self.shared, &context, enabled, &self.peer) {
+            Ok(()) => self.has_served |= vring.is_served(),
+            Err(refusal) => self.not_started = Some(refusal),
         }
     }
 
@@ -282,14 +293,23 @@ impl Session {
     fn reset(&mut self) {
         let shared = self.shared.clone();
         self.vrings.iter_mut().for_each(|vring| vring.reset(&shared));
+        self.forget_in_flight();
         (self.features, self.status, self.writeback) = (0, 0, true);
         self.note_cache();
         self.switch_cache();
     }
 
+    /// The device was reset, and its rings are drained: what a rejected ring left in flight belongs to
+    /// a driver that begins anew.
+    fn forget_in_flight(&self) {
+        if let Some(region) = self.inflight.as_ref().filter(|_| self.has_served) {
+            region.clear();
+        }
+    }
+
     fn config(&self, range: ConfigRange) -> Reply {
         let mut bytes = zerocopy::IntoBytes::as_bytes(&range).to_vec();
-        let config = config(&self.shared.disk.limits(), self.shared.queues(), self.writeback);
+        let config = config(&self.shared.disk.limits(), self.shared.queues(), self.shown_cache());
         // Fields that the device does not have are zero.
         let at = |at: u32| config.get(at as usize).copied().unwrap_or(0);
         bytes.extend((range.offset..range.offset + range.size).map(at));
@@ -330,7 +350,7 @@ impl Session {
         let packed = self.features & feature::RING_PACKED != 0;
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
-        self.shared.registry.set_recorded();
+        self.shared.registry.set_recorded(true);
         // An earlier daemon of this front end knew how the driver had switched the cache, and the front
         // end does not say it again.
         match self.inflight.as_ref().and_then(|region| region.write_cache()) {

@@ -15,9 +15,10 @@ use rustix::event::PollFlags;
 use super::abi::{S_IOERR, S_OK};
 use super::bounce::{Bounces, copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
+use super::config::range_sectors_max;
 use super::event::{is_ready, signal};
 use super::memory::GuestMemory;
-use super::request::{Action, BlockRequest, Parser, status_of};
+use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
 use super::status::{RingCounters, RingStatus};
 
@@ -158,7 +159,7 @@ impl VringSource {
         self.more = false;
         let mut left = self.slots.len();
         loop {
-            if self.rejected || !self.refused.is_empty() {
+            if self.rejected || !self.refused.is_empty() || self.bounces.is_exhausted() {
                 return;
             }
             match self.start.ring.pop(&mut self.chain) {
@@ -196,18 +197,27 @@ impl VringSource {
         let mut slot =
             Slot { head, status, writable, bios: 1, result: Ok(()), read: false, bytes: 0, bounced: None };
         let user_data = u64::from(head.index);
+        let limits = cx.limits(ENGINE_QUEUE);
+        // For the guest the device ends where its configuration says.
+        let end = limits.whole_bytes() >> 9;
+        let is_inside = |sector: u64, sectors: u64| sector.checked_add(sectors).is_some_and(|at| at <= end);
         match action {
             Action::Reply(status) => self.finish(slot, status),
             Action::Transfer { bytes: 0, .. } => self.finish(slot, S_OK),
+            Action::Transfer { sector, bytes, data, .. } if !is_inside(sector.0, bytes >> 9) => {
+                self.parser.recycle(data);
+                self.finish(slot, S_IOERR);
+            }
             Action::Transfer { operation, sector, bytes, data, unaligned } => {
                 slot.read = operation == Operation::Read;
                 slot.bytes = bytes as u32;
                 let flags = if slot.read { BioFlags::empty() } else { self.write_flags() };
-                let align = cx.limits(ENGINE_QUEUE).memory_align as usize;
+                let align = limits.memory_align as usize;
                 let data = if unaligned & (align - 1) == 0 {
                     data
                 } else {
-                    let Some(mut buffer) = self.bounces.take(slot.bytes, cx.registrar()) else {
+                    let buffer = self.bounces.take(slot.bytes, cx.registrar());
+                    let Some(mut buffer) = buffer else {
                         self.parser.recycle(data);
                         return self.finish(slot, S_IOERR);
                     };
@@ -218,6 +228,10 @@ impl VringSource {
                     slot.bounced = Some(data);
                     Data::Buffer(buffer)
                 };
+                // Zeroes in the place of memory that was lost meanwhile do not reach the disk.
+                if self.start.ring.is_broken() {
+                    return self.reject(&RingError::MemoryLost);
+                }
                 self.keep(slot);
                 self.submit(cx, Bio { operation, flags, sector, sectors: bytes >> 9, data, user_data });
             }
@@ -226,6 +240,15 @@ impl VringSource {
                 self.submit(cx, Bio::flush(user_data));
             }
             Action::Ranges { operation } => {
+                let sectors_max = range_sectors_max(limits, operation);
+                let is_legal =
+                    |range: &Range| range.sectors <= sectors_max && is_inside(range.sector.0, range.sectors);
+                if !self.parser.ranges.iter().all(is_legal) {
+                    return self.finish(slot, S_IOERR);
+                }
+                if self.start.ring.is_broken() {
+                    return self.reject(&RingError::MemoryLost);
+                }
                 let ranges = std::mem::take(&mut self.parser.ranges);
                 slot.bios = ranges.len() as u32;
                 self.keep(slot);
@@ -365,7 +388,7 @@ unsafe impl Source for VringSource {
                 if slot.read && completion.result.is_ok() {
                     copy_out(&buffer[..slot.bytes as usize], &guest);
                 }
-                self.bounces.put(slot.bytes, buffer);
+                self.bounces.put(buffer);
                 self.parser.recycle(guest);
             }
             (_, data) => self.parser.recycle(data),

@@ -338,9 +338,9 @@ impl Registry {
     }
 
     /// The front end keeps a record of its requests in flight.
-    pub fn set_recorded(&self) {
+    pub fn set_recorded(&self, recorded: bool) {
         if let Some(front_end) = &mut self.state().front_end {
-            front_end.recorded = true;
+            front_end.recorded = recorded;
         }
     }
 

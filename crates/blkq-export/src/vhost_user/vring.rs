@@ -8,10 +8,11 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use blkq::{EngineHandle, SourceId};
+use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::abi::feature;
-use super::event::{check_event, signal};
+use super::event::{check_event, is_ready, signal};
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::message::{Refusal, VringAddresses, refuse};
@@ -261,7 +262,9 @@ impl Vring {
         let serving = self.serving.as_mut().filter(|serving| !serving.reported)?;
         let reason = serving.status.rejected.get()?.clone();
         serving.reported = true;
-        if let Some(error) = &self.error {
+        if let Some(error) = &self.error
+            && is_ready(error, PollFlags::OUT)
+        {
             signal(error);
         }
         Some(reason)

@@ -271,7 +271,7 @@ proptest! {
     /// Header, data and status are found in whatever buffers they lie.
     #[test]
     fn the_driver_may_cut_a_request_anywhere(
-        cuts in prop::collection::vec(1u32..200, 0..12), sectors in 1u32..8, writes: bool, gap in 0u64..3,
+        cuts in prop::collection::vec(8u32..200, 0..12), sectors in 1u32..8, writes: bool, gap in 0u64..3,
     ) {
         let guest = guest();
         let bytes = sectors * 512;

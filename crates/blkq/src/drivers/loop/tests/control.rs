@@ -311,7 +311,8 @@ fn the_sector_follows_the_block_of_a_block_device() {
     assert!(fact(&device, "direct-io").starts_with("on"));
     drop(device);
     let small = LoopOptions { logical_block_bytes: Some(512), ..options(&block.node, DirectIo::On) };
-    assert!(refusal(&small).contains("sectors of 4096 bytes"));
+    let needed = ErrorKind::DirectIoSector { needed_bytes: 4096, sector_bytes: 512 };
+    assert_eq!(LoopDevice::open(&small).err().map(|error| error.kind()), Some(needed));
     let small = LoopOptions { direct_io: DirectIo::Auto, ..small };
     let device = LoopDevice::open(&small).unwrap();
     let limits = device.limits();
