@@ -15,22 +15,39 @@ LINE = re.compile(r"^(\d+) +(<\.\.\. )?(\w+)")
 CHILD = re.compile(r"^\d+ +(?:<\.\.\. )?clone3?\b.* = (\d+)$")
 
 
-def calls(path):
-    """Pairs of call and result line of threads, from when their filter holds."""
-    confined = set()
+def whole_lines(path):
+    """Thread, call and line; a line that another thread's interrupted is whole."""
+    begun = {}
     with open(path, errors="replace") as trace:
         for line in map(str.rstrip, trace):
             found = LINE.match(line)
             if not found:
                 continue
             thread, name = found[1], found[3]
-            if thread in confined:
-                yield name, line
+            if line.endswith("<unfinished ...>"):
+                begun[thread] = line
+                continue
+            if found[2]:
+                line = f"{begun.pop(thread, '')} {line}".strip()
+            yield thread, name, line
+
+
+def calls(path):
+    """Pairs of call and line of threads, from when their filter holds."""
+    lines = list(whole_lines(path))
+    # Where in the trace it holds. A thread of a confined one has it from its begin, and may have made
+    # calls before its maker's line is printed: so until nothing is found any more.
+    since, before = {}, None
+    while before != since:
+        before = dict(since)
+        for number, (thread, name, line) in enumerate(lines):
+            if number >= since.get(thread, len(lines)):
                 child = CHILD.match(line)
                 if child:
-                    confined.add(child[1])
+                    since[child[1]] = 0
             elif name == "seccomp" and "SECCOMP_SET_MODE_FILTER" in line and line.endswith("= 0"):
-                confined.add(thread)
+                since[thread] = min(since.get(thread, number + 1), number + 1)
+    return ((name, line) for number, (thread, name, line) in enumerate(lines) if number >= since.get(thread, len(lines)))
 
 
 def main():
