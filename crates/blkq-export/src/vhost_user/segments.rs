@@ -7,10 +7,14 @@ use std::sync::Arc;
 use blkq::{Data, Segment, SegmentOwner};
 
 use super::chain::{Buffer, RingError};
+use super::config::SEGMENTS_MAX;
 use super::memory::{Cursor, GuestMemory};
 
 /// Most owners that are kept for the next request.
 const IDLE_MAX: usize = 1024;
+/// Most segments that one of these has room for: more than a request as advertised has. Others would
+/// keep the memory of the largest request that a guest ever made.
+const IDLE_SEGMENTS_MAX: usize = 2 * SEGMENTS_MAX as usize;
 
 /// Pieces of guest memory, which stay mapped as long as the value has them.
 #[derive(Default)]
@@ -133,7 +137,7 @@ impl SegmentPool {
     pub fn recycle(&mut self, data: Data) {
         if let Data::Segments(mut owner) = data
             && self.idle.len() < IDLE_MAX
-            && segments_of(&mut owner).is_some()
+            && segments_of(&mut owner).is_some_and(|it| it.segments.capacity() <= IDLE_SEGMENTS_MAX)
         {
             self.idle.push(owner);
         }
@@ -156,4 +160,19 @@ fn fresh() -> Box<Box<dyn SegmentOwner>> {
 fn segments_of(owner: &mut Box<Box<dyn SegmentOwner>>) -> Option<&mut GuestSegments> {
     let owner: &mut dyn Any = &mut ***owner;
     owner.downcast_mut()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_for_many_segments_is_not_kept() {
+        let mut pool = SegmentPool::default();
+        for (capacity, kept) in [(4, 1), (IDLE_SEGMENTS_MAX, 2), (IDLE_SEGMENTS_MAX + 1, 2)] {
+            let owner = GuestSegments { segments: Vec::with_capacity(capacity), memory: None };
+            pool.recycle(Data::Segments(Box::new(Box::new(owner))));
+            assert_eq!(pool.idle.len(), kept, "{capacity}");
+        }
+    }
 }

@@ -141,8 +141,8 @@ pub struct Report {
     pub unreported: u64,
 }
 
-/// Counters of a ring, written by its engine once per turn, and what its engine and the control
-/// thread say to each other without a lock.
+/// Counters of a ring, written by its engine once per turn, and the state that its engine and the
+/// control thread share.
 #[derive(Default)]
 pub(super) struct RingStatus {
     pub index: u32,
@@ -267,7 +267,7 @@ struct Limit {
 #[derive(Default)]
 struct State {
     front_end: Option<FrontEnd>,
-    /// The counters of front ends that are gone, and of all that concern none.
+    /// The counters of front ends that have disconnected, and of events that concern none.
     sum: VhostUserCounters,
     /// No more are let in.
     closed: bool,
@@ -395,7 +395,7 @@ impl Registry {
         self.state().front_end.is_some()
     }
 
-    /// Lets nobody in any more; false, and all as before, if a front end is there.
+    /// Turns all front ends away from now on; false, and nothing has changed, if one is connected.
     pub fn close_if_empty(&self) -> bool {
         let mut state = self.state();
         let empty = state.front_end.is_none();
@@ -407,7 +407,7 @@ impl Registry {
         self.state().closed = true;
     }
 
-    /// Lets nobody in until what this returns is dropped; `None` if a front end is there.
+    /// Turns front ends away until what this returns is dropped; `None` if one is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         let mut state = self.state();
         if state.front_end.is_some() {
