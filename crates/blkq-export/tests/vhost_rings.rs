@@ -41,6 +41,19 @@ fn requests_complete_whatever_they_are() {
     until("they are counted", || counted() == (3, 8));
 }
 
+/// As virtio_uml of the kernel does.
+#[test]
+fn the_message_that_negotiates_replies_has_one() {
+    let served = serve(ram(), 1);
+    let mut connection = Connection::new(&served.path);
+    connection.send(SET_OWNER, &[], &[]);
+    let offered = connection.ask(GET_PROTOCOL_FEATURES, &[]).number();
+    connection.done(SET_PROTOCOL_FEATURES, &offered.to_ne_bytes(), &[]);
+    // Without them there is none: what comes next is the reply to the next request.
+    connection.raw([SET_PROTOCOL_FEATURES, 1 | NEED_REPLY, 8], &0u64.to_ne_bytes(), &[]);
+    assert_eq!(connection.ask(GET_PROTOCOL_FEATURES, &[]).number(), offered);
+}
+
 /// 512-byte aligned buffers of a guest, for a file that needs 4096.
 #[test]
 fn misaligned_memory_is_copied_and_counted() {

@@ -76,10 +76,11 @@ impl Session {
     /// connection.
     pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Refusal> {
         let Incoming { header, payload, files } = incoming;
-        let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
         self.not_started = None;
         let done = Request::parse(&header, &payload, files)
             .and_then(|request| self.execute(request, header.size as usize));
+        // User-mode Linux waits for the acknowledgement of the very message that negotiates them.
+        let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
         match done {
             Ok(Some(reply)) => Ok(Some(reply)),
             Ok(None) => {
