@@ -226,6 +226,31 @@ fn a_full_call_eventfd_stops_nothing() {
     served.device.stop(true).unwrap();
 }
 
+/// As user-mode Linux has it: a stream, of which each call is 8 bytes.
+#[test]
+fn a_call_may_be_a_socket_and_may_be_full_or_closed() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
+    front.connection.done(SET_VRING_CALL, &longs(&[0]), &[writer.as_fd()]);
+    front.rings[0].call = reader.into();
+    for _ in 0..3 {
+        assert_eq!(front.run(0, OUT, 0, DATA, 512), 0);
+    }
+    writer.set_nonblocking(true).unwrap();
+    while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+    writer.set_nonblocking(false).unwrap();
+    let completes = |front: &mut FrontEnd| {
+        front.submit(0, OUT, 0, DATA, 512);
+        front.kick(0);
+        until("it completes", || !front.completed(0).is_empty());
+    };
+    completes(&mut front);
+    front.rings[0].call = eventfd(0, EventfdFlags::empty()).unwrap();
+    completes(&mut front);
+    served.device.stop(true).unwrap();
+}
+
 #[test]
 fn memory_that_is_truncated_stops_the_ring_and_nothing_else() {
     let served = serve(ram(), 1);

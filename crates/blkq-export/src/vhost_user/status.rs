@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::PollFlags;
 use serde::{Deserialize, Serialize};
 
-use super::event::{is_ready, signal};
+use super::event::{signal, unblock};
 
 /// Reports of one kind within [`WINDOW`]; more are only counted.
 const REPORTED_MAX: u32 = 8;
@@ -188,17 +187,14 @@ impl RingStatus {
         *self.call.lock().unwrap_or_else(PoisonError::into_inner) = call;
     }
 
-    /// Reads the call eventfd, if the engine has blocked in writing to it: its front end filled it.
+    /// Lets the engine go on, if it is blocked in writing to the call eventfd.
     fn release_blocked_call(&self) {
         if !self.calling.load(SeqCst) {
             return;
         }
         let call = self.call.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(call) = call
-            && !is_ready(&call, PollFlags::OUT)
-            && is_ready(&call, PollFlags::IN)
-        {
-            let _ = rustix::io::read(&*call, &mut [0; 8]);
+        if let Some(call) = call {
+            unblock(&call);
         }
     }
 
