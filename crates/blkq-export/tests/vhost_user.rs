@@ -115,7 +115,7 @@ fn steps(blocks: u64) -> impl Strategy<Value = Vec<(Step, usize)>> {
         (range, any::<bool>()).prop_map(|((from, count), unmap)| Step::WriteZeroes(from, count, unmap)),
         Just(Step::Flush),
     ];
-    proptest::collection::vec((step, 0..4usize), 1..40)
+    proptest::collection::vec((step, 0..4usize), 1..140)
 }
 
 /// Each step alone, and then reads of all of it at once.
@@ -171,7 +171,8 @@ fn rings() -> impl Strategy<Value = VirtioFeatureFlags> {
         VirtioFeatureFlags::RING_INDIRECT_DESC,
         VirtioFeatureFlags::RING_INDIRECT_DESC | VirtioFeatureFlags::RING_EVENT_IDX,
     ];
-    proptest::sample::select(any_of.to_vec())
+    let packed = any_of.map(|ring| ring | VirtioFeatureFlags::RING_PACKED);
+    proptest::sample::select([any_of, packed].concat())
 }
 
 proptest! {
