@@ -109,7 +109,7 @@ pub use queue::hang;
 pub use remote::gate;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
-pub use buffer::{BUFFER_ALIGN, Data, IoBuffer, KernelPages, Segment, SegmentOwner};
+pub use buffer::{BUFFER_ALIGN, Data, IoBuffer, KernelPages, RegisteredMemory, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Setting, Settings};

@@ -10,6 +10,7 @@ use std::any::Any;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
@@ -41,6 +42,48 @@ impl Segment {
     /// The `len` bytes from `ptr` on.
     pub const fn new(ptr: *mut u8, len: u32) -> Segment {
         Segment { ptr, len, registered: Segment::UNREGISTERED }
+    }
+
+    /// The `len` bytes from `ptr` on, all of them in `memory`: I/O on its ring need not pin their pages.
+    /// I/O on bytes that are not fails.
+    #[inline]
+    pub fn registered(ptr: *mut u8, len: u32, memory: &RegisteredMemory) -> Segment {
+        Segment { ptr, len, registered: memory.0 }
+    }
+
+    /// Whether it is in memory that was registered.
+    #[inline]
+    pub fn is_registered(&self) -> bool {
+        self.registered != Segment::UNREGISTERED
+    }
+
+    /// Whether both are in memory that was registered as one, or neither in any.
+    #[inline]
+    pub fn same_registration(&self, other: &Segment) -> bool {
+        self.registered == other.registered
+    }
+}
+
+/// Keeps memory mapped that is not a buffer's.
+pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
+
+/// Memory of another owner that a ring has registered
+/// ([`Registrar::register_memory`](crate::Registrar::register_memory)), until this is dropped.
+#[derive(Debug)]
+pub struct RegisteredMemory(u16);
+
+impl RegisteredMemory {
+    /// Of registration `number`.
+    #[cfg(not(model_check))]
+    pub(crate) fn new(number: u16) -> RegisteredMemory {
+        RegisteredMemory(number)
+    }
+}
+
+impl Drop for RegisteredMemory {
+    fn drop(&mut self) {
+        #[cfg(not(model_check))]
+        registration::drop_buffer(self.0);
     }
 }
 

@@ -16,12 +16,12 @@ use std::sync::Arc;
 
 use crate::clock::time_until;
 use crate::disk::Disk;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::queue::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
-use crate::ring::{Cqe, ENGINE_OPERATIONS, Ring, Token};
+use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, Token};
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
@@ -168,6 +168,7 @@ impl Engine {
                     let (sources, parts) = self.split();
                     sources.stop(id, force, stopped, parts);
                 }
+                Message::Register(job) => job(Registrar::new(&mut self.ring)),
                 Message::ScanForHangs { now_ns, limit_ns, found } => {
                     let _ = found.send(self.scan_for_hangs(now_ns, limit_ns));
                 }
@@ -198,7 +199,7 @@ impl Engine {
 
     fn add(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         if self.exit {
-            return Err(Error::new(ErrorKind::System, "the engine has exited"));
+            return Err(source::exited());
         }
         let (sources, parts) = self.split();
         sources.add(source, parts)

@@ -214,6 +214,7 @@ pub(super) enum Message {
     Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<SourceId, Error>>),
     To(SourceId, Box<dyn Any + Send>),
     Stop { id: SourceId, force: bool, stopped: Sender<()> },
+    Register(Box<dyn FnOnce(Registrar<'_>) + Send>),
     ScanForHangs { now_ns: u64, limit_ns: u64, found: Sender<HangScan> },
     Exit,
 }
@@ -289,7 +290,22 @@ impl EngineHandle {
     ) -> Result<SourceId, Error> {
         let (sender, receiver) = channel();
         self.post(Message::Add(Box::new(make), sender));
-        receiver.recv().map_err(|_| Error::new(ErrorKind::System, "the engine has exited"))?
+        receiver.recv().map_err(|_| exited())?
+    }
+
+    /// Has the engine's thread call `job` with the registrar of its ring, between two turns, and waits
+    /// for what that returns. The engine does nothing else meanwhile.
+    ///
+    /// # Errors
+    /// That the engine has exited.
+    pub fn with_registrar<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(Registrar<'_>) -> R + Send + 'static,
+    ) -> Result<R, Error> {
+        let (sender, receiver) = channel();
+        // The receiver waits for it.
+        self.post(Message::Register(Box::new(move |registrar| _ = sender.send(job(registrar)))));
+        receiver.recv().map_err(|_| exited())
     }
 
     /// Sends `message` to source `id`; a message to a stopped one is dropped.
@@ -319,6 +335,10 @@ impl EngineHandle {
         self.post(Message::Stop { id, force, stopped });
         receiver
     }
+}
+
+pub(super) fn exited() -> Error {
+    Error::new(ErrorKind::System, "the engine has exited")
 }
 
 /// The receiver of the notification that a source has stopped.

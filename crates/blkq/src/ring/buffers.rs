@@ -1,16 +1,27 @@
 //! The table of a ring's registered buffers.
 
-use crate::buffer::IoBuffer;
 use crate::buffer::registration::{self, CLOSED, DROPPED};
+use crate::buffer::{IoBuffer, MemoryOwner};
+
+/// A buffer in the table.
+struct Held {
+    /// Of its registration.
+    number: u16,
+    /// Its length, if it counts.
+    bytes: usize,
+    /// Kept as long as the kernel has the memory: at its address is nothing else.
+    #[allow(dead_code, reason = "it is there to be dropped")]
+    owner: Option<MemoryOwner>,
+}
 
 /// One ring's table of registered buffers.
 pub(crate) struct BufferTable {
     ring: u64,
     /// Places that are free.
     free: Vec<u16>,
-    /// By place: the number of the registration and the length of the buffer.
-    held: Box<[Option<(u16, usize)>]>,
-    /// Bytes registered, and the most that there may be.
+    /// By place.
+    held: Box<[Option<Held>]>,
+    /// Bytes registered of buffers, and the most that there may be.
     bytes: usize,
     pub bytes_max: usize,
 }
@@ -18,7 +29,7 @@ pub(crate) struct BufferTable {
 impl BufferTable {
     /// A table of `places` for buffers of up to `bytes_max` together, of ring number `ring`.
     pub fn new(ring: u64, places: u16, bytes_max: usize) -> BufferTable {
-        let held = vec![None; usize::from(places)].into_boxed_slice();
+        let held = (0..places).map(|_| None).collect();
         BufferTable { ring, free: (0..places).rev().collect(), held, bytes: 0, bytes_max }
     }
 
@@ -32,15 +43,26 @@ impl BufferTable {
         if buffer.is_registered() || !self.has_room(buffer.len()) {
             return None;
         }
+        let (place, number) = self.claim(buffer.len(), None)?;
+        buffer.set_registration(number);
+        Some(place)
+    }
+
+    /// Gives memory of `owner` a place, whatever its size. Returns the place and the number of its
+    /// registration; none if the table is full.
+    pub fn insert_memory(&mut self, owner: MemoryOwner) -> Option<(u16, u16)> {
+        self.claim(0, Some(owner))
+    }
+
+    fn claim(&mut self, bytes: usize, owner: Option<MemoryOwner>) -> Option<(u16, u16)> {
         let place = self.free.pop()?;
         let Some(number) = registration::claim(self.ring, place) else {
             self.free.push(place);
             return None;
         };
-        self.held[usize::from(place)] = Some((number, buffer.len()));
-        self.bytes += buffer.len();
-        buffer.set_registration(number);
-        Some(place)
+        self.held[usize::from(place)] = Some(Held { number, bytes, owner });
+        self.bytes += bytes;
+        Some((place, number))
     }
 
     /// The place of the buffer with registration `number`, if it is one of this table.
@@ -51,8 +73,9 @@ impl BufferTable {
 
     /// A place whose buffer was dropped.
     pub fn next_dropped(&self) -> Option<u16> {
-        let dropped = |held: &Option<(u16, usize)>| {
-            held.and_then(|(number, _)| registration::entry(number))
+        let dropped = |held: &Option<Held>| {
+            held.as_ref()
+                .and_then(|held| registration::entry(held.number))
                 .is_some_and(|entry| entry.has_left(DROPPED))
         };
         self.held.iter().position(dropped).map(|place| place as u16)
@@ -61,21 +84,24 @@ impl BufferTable {
     /// Frees a place, which is `reusable` if the kernel has no buffer in it any more. Its buffer
     /// was dropped or is no longer registered.
     pub fn remove(&mut self, place: u16, reusable: bool) {
-        let Some((number, bytes)) = self.held[usize::from(place)].take() else { return };
-        self.bytes -= bytes;
-        if let Some(entry) = registration::entry(number) {
+        let Some(held) = self.held[usize::from(place)].take() else { return };
+        self.bytes -= held.bytes;
+        if let Some(entry) = registration::entry(held.number) {
             entry.free();
         }
         if reusable {
             self.free.push(place);
+        } else {
+            // The kernel still has the memory, and the place keeps its name.
+            std::mem::forget(held);
         }
     }
 }
 
 impl Drop for BufferTable {
     fn drop(&mut self) {
-        for (number, _) in self.held.iter().flatten() {
-            if let Some(entry) = registration::entry(*number) {
+        for held in self.held.iter().flatten() {
+            if let Some(entry) = registration::entry(held.number) {
                 entry.leave(CLOSED);
             }
         }

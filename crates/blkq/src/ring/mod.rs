@@ -37,6 +37,9 @@ pub fn set_policy(policy: Policy) {
     policy::set(policy);
 }
 
+/// Most bytes that are registered as one: 1 GiB (io_uring/rsrc.c, `io_buffer_validate`).
+pub const REGISTERED_MEMORY_MAX_BYTES: u64 = 1 << 30;
+
 /// Asks the kernel what the rings of an engine can do.
 ///
 /// # Errors

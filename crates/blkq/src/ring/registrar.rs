@@ -3,9 +3,10 @@
 //! reach a queue that did not submit.
 
 use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 
 use super::{FileSlot, Ring};
-use crate::buffer::IoBuffer;
+use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory};
 use crate::error::Error;
 
 /// Registers files and buffers with the ring of this thread (`io_uring_register(2)`), and answers
@@ -58,6 +59,36 @@ impl<'a> Registrar<'a> {
     /// Undoes [`Registrar::register_buffer`]; does nothing with a buffer of another ring.
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
         self.0.unregister_buffer(buffer);
+    }
+
+    /// Registers memory that is not a buffer's: the `bytes` from `start` on, 1 to
+    /// [`REGISTERED_MEMORY_MAX_BYTES`](crate::ring::REGISTERED_MEMORY_MAX_BYTES). The kernel pins all of
+    /// its pages, and makes those that are not there yet, which takes long; they stay what I/O on it
+    /// reaches, whatever becomes of the mapping. [`Segment::registered`](crate::Segment::registered)
+    /// makes pieces of it. It stays registered until the value is dropped and
+    /// [`Registrar::unregister_dropped`] is called, or the ring is dropped; so does `owner`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full, or with the kernel's reason:
+    /// ENOMEM if so much memory may not be locked or is not there, EOPNOTSUPP or EFAULT for pages of a
+    /// file that is not on tmpfs or hugetlbfs.
+    ///
+    /// # Safety
+    /// The bytes must be mapped, and nothing else be mapped in their place but by code that knows of
+    /// it, for as long as `owner` lives.
+    pub unsafe fn register_memory(
+        &mut self,
+        start: NonNull<u8>,
+        bytes: usize,
+        owner: MemoryOwner,
+    ) -> Result<RegisteredMemory, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.register_memory(start, bytes, owner) }
+    }
+
+    /// Unregisters buffers and memory that were dropped. Operations in flight keep their pages pinned.
+    pub fn unregister_dropped(&mut self) {
+        self.0.unregister_dropped();
     }
 
     /// Reserves `count` slots of the table of registered buffers for the kernel to fill, for as

@@ -1,13 +1,14 @@
 //! The ring of the simulated kernel: the interface of the real one.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
 use std::time::Duration;
 
 use io_uring::{squeue, types};
 
 use super::buffers::BufferTable;
 use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
-use crate::buffer::{IoBuffer, Segment};
+use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::simulation::world;
 
@@ -89,10 +90,30 @@ impl Ring {
     }
 
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        self.unregister_dropped();
+        self.buffers.insert(buffer);
+    }
+
+    /// # Safety
+    /// As of the real one.
+    pub unsafe fn register_memory(
+        &mut self,
+        _start: NonNull<u8>,
+        _bytes: usize,
+        owner: MemoryOwner,
+    ) -> Result<RegisteredMemory, Error> {
+        self.unregister_dropped();
+        let (_, number) = self
+            .buffers
+            .insert_memory(owner)
+            .ok_or_else(|| Error::new(ErrorKind::System, "the ring's table of registered buffers is full"))?;
+        Ok(RegisteredMemory::new(number))
+    }
+
+    pub fn unregister_dropped(&mut self) {
         while let Some(place) = self.buffers.next_dropped() {
             self.buffers.remove(place, true);
         }
-        self.buffers.insert(buffer);
     }
 
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {

@@ -1,13 +1,14 @@
 //! The ring under the model checkers: it waits for kicks, and knows no other operation.
 
 use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{squeue, types};
 
 use super::token::{Cqe, FileSlot, RingCounters, Token};
-use crate::buffer::{IoBuffer, Segment};
+use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::kick::Kick;
 use crate::sync::thread;
@@ -83,6 +84,19 @@ impl Ring {
     pub fn register_buffer(&mut self, _buffer: &mut IoBuffer) {}
 
     pub fn unregister_buffer(&mut self, _buffer: &mut IoBuffer) {}
+
+    /// # Safety
+    /// As of the real one.
+    pub unsafe fn register_memory(
+        &mut self,
+        _start: NonNull<u8>,
+        _bytes: usize,
+        _owner: MemoryOwner,
+    ) -> Result<RegisteredMemory, Error> {
+        Err(Error::new(ErrorKind::Unsupported, "a model registers nothing"))
+    }
+
+    pub fn unregister_dropped(&mut self) {}
 
     pub fn registered_buffer(&self, _segment: &Segment) -> Option<u16> {
         None

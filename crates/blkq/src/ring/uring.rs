@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::ptr::NonNull;
 use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use rustix::process::{Resource, getrlimit};
 
 use super::policy::policy;
 use super::token::{Cqe, FileSlot, RingCounters, Token, new_ring_id};
-use crate::buffer::{IoBuffer, Segment};
+use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::ring::buffers::BufferTable;
 
@@ -101,7 +102,9 @@ impl Ring {
         };
         let files = (0..file_slots).rev().collect();
         if let Some(policy) = policy() {
-            restrict(&uring, policy.operations)
+            // The kernel rejects a list with numbers that it does not know.
+            let known = policy.operations.iter().copied().filter(|code| probe.is_supported(*code));
+            restrict(&uring, known)
                 .map_err(|e| Error::system("cannot restrict io_uring to what is needed", e))?;
         }
         let id = new_ring_id();
@@ -281,6 +284,41 @@ impl Ring {
         buffer.clear_registration();
     }
 
+    /// Registers the `bytes` from `start` on: at most [`REGISTERED_MEMORY_MAX_BYTES`]. Memory that was
+    /// dropped leaves the table first.
+    ///
+    /// [`REGISTERED_MEMORY_MAX_BYTES`]: super::REGISTERED_MEMORY_MAX_BYTES
+    ///
+    /// # Errors
+    /// As [`Registrar::register_memory`](super::Registrar::register_memory).
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn register_memory(
+        &mut self,
+        start: NonNull<u8>,
+        bytes: usize,
+        owner: MemoryOwner,
+    ) -> Result<RegisteredMemory, Error> {
+        self.unregister_dropped();
+        let Some((place, number)) = self.buffers.insert_memory(owner) else {
+            let message = "the ring's table of registered buffers is full";
+            return Err(Error::new(ErrorKind::System, message));
+        };
+        let iovec = libc::iovec { iov_base: start.as_ptr().cast(), iov_len: bytes };
+        // SAFETY: as in `register_buffer`; the caller promises that the memory is mapped for as long as
+        // its owner lives, which the table keeps until the kernel has let go of the pages.
+        let done =
+            unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };
+        match done {
+            Ok(_) => Ok(RegisteredMemory::new(number)),
+            Err(error) => {
+                self.buffers.remove(place, true);
+                Err(Error::system("cannot register memory with io_uring", error))
+            }
+        }
+    }
+
     /// The place of the registered buffer that `segment` lies in, to be named in an entry; none if
     /// this ring has none.
     #[inline]
@@ -291,8 +329,8 @@ impl Ring {
         self.buffers.place(segment.registered)
     }
 
-    /// Takes buffers out of the table that were dropped while they were registered.
-    fn unregister_dropped(&mut self) {
+    /// Takes buffers and memory out of the table that were dropped while they were registered.
+    pub fn unregister_dropped(&mut self) {
         while let Some(place) = self.buffers.next_dropped() {
             self.unregister_place(place);
         }
@@ -356,11 +394,11 @@ fn with_patience(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Resul
 }
 
 /// Has `uring`, which is not enabled yet, carry out `operations` and nothing else, and enables it.
-fn restrict(uring: &IoUring, operations: &[u8]) -> std::io::Result<()> {
+fn restrict(uring: &IoUring, operations: impl Iterator<Item = u8>) -> std::io::Result<()> {
     let flags = (squeue::Flags::FIXED_FILE | squeue::Flags::ASYNC).bits();
     let mut all = vec![Restriction::sqe_flags_allowed(flags)];
     all.extend(REGISTER_OPERATIONS.map(Restriction::register_op));
-    all.extend(operations.iter().map(|operation| Restriction::sqe_op(*operation)));
+    all.extend(operations.map(Restriction::sqe_op));
     uring.submitter().register_restrictions(&mut all)?;
     uring.submitter().register_enable_rings()
 }
@@ -514,7 +552,7 @@ mod tests {
         builder.setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
         let mut uring: IoUring = builder.build(4).unwrap();
         uring.submitter().register_files_sparse(4).unwrap();
-        restrict(&uring, &[opcode::Nop::CODE, opcode::Read::CODE]).unwrap();
+        restrict(&uring, [opcode::Nop::CODE, opcode::Read::CODE].into_iter()).unwrap();
         uring.submitter().register_files_update(0, &[file.as_raw_fd()]).unwrap();
         let mut bytes = [0u8; 4];
         let path = c"/etc/passwd";
