@@ -3,13 +3,15 @@
 use io_uring::opcode;
 
 /// Operations of io_uring: name, number, what they are for. A confined daemon can do no others.
-pub const OPERATIONS: [(&str, u8, &str); 17] = [
+pub const OPERATIONS: [(&str, u8, &str); 19] = [
     ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
     ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),
     ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE, "direct reads into registered buffers"),
     ("IORING_OP_WRITE", opcode::Write::CODE, "writing files"),
     ("IORING_OP_WRITEV", opcode::Writev::CODE, "writing from several buffers"),
     ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE, "direct writes from registered buffers"),
+    ("IORING_OP_READV_FIXED", opcode::ReadvFixed::CODE, "reading into several pieces of registered memory"),
+    ("IORING_OP_WRITEV_FIXED", opcode::WritevFixed::CODE, "writing from several pieces of registered memory"),
     ("IORING_OP_FSYNC", opcode::Fsync::CODE, "flush"),
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE, "discard, write zeroes"),
     ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE, "waking an engine"),

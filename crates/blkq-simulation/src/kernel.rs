@@ -253,12 +253,16 @@ impl Kernel {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
                 completed(self.read(slot, sqe.off as usize, &[vector], chance))
             }
-            opcode::Readv::CODE => completed(self.read(slot, sqe.off as usize, vectors(&sqe), chance)),
+            opcode::Readv::CODE | opcode::ReadvFixed::CODE => {
+                completed(self.read(slot, sqe.off as usize, vectors(&sqe), chance))
+            }
             opcode::Write::CODE | opcode::WriteFixed::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
                 completed(self.write(slot, &sqe, &[vector], chance))
             }
-            opcode::Writev::CODE => completed(self.write(slot, &sqe, vectors(&sqe), chance)),
+            opcode::Writev::CODE | opcode::WritevFixed::CODE => {
+                completed(self.write(slot, &sqe, vectors(&sqe), chance))
+            }
             opcode::Fsync::CODE => {
                 // Writes that arrived while it ran may be durable or not.
                 let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };

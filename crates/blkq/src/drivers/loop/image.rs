@@ -45,6 +45,8 @@ pub(super) struct Image {
     /// Unit in which a direct transfer makes progress; 1 if buffered.
     align: u64,
     tail: Tail,
+    /// Whether vectored calls reach registered memory (Linux 6.15).
+    vectors_registered: bool,
     /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
     /// initialised, so that what is never used takes no memory.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
@@ -76,6 +78,8 @@ impl Image {
             synced,
             align: settings.align,
             tail,
+            vectors_registered: ring.supports(opcode::ReadvFixed::CODE)
+                && ring.supports(opcode::WritevFixed::CODE),
             iovecs: Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX)),
             scratch: IoBuffer::zeroed(SCRATCH_BYTES),
         })
@@ -221,12 +225,15 @@ impl Image {
         let mut skip = done;
         let mut count = 0;
         let mut only = Segment::new(std::ptr::null_mut(), 0);
+        // All pieces are in memory that was registered as one.
+        let mut together = true;
         for &tag in tags {
             cx.for_each_segment(tag, |segment| {
                 if skip >= u64::from(segment.len) {
                     skip -= u64::from(segment.len);
                     return;
                 }
+                together &= count == 0 || only.same_registration(&segment);
                 // The remainder may begin in the middle of a segment.
                 only = Segment {
                     ptr: segment.ptr.wrapping_add(skip as usize),
@@ -245,16 +252,24 @@ impl Image {
         }
         let Segment { ptr, len, .. } = only;
         let vectors = iovecs.as_ptr().cast();
-        let registered = if count == 1 { cx.registered_buffer(&only) } else { None };
+        let is_reached = count == 1 || together && self.vectors_registered;
+        let registered = if is_reached { cx.registered_buffer(&only) } else { None };
         match (read, count, registered) {
             (true, 1, Some(index)) => opcode::ReadFixed::new(file, ptr, len, index).offset(offset).build(),
             (true, 1, None) => opcode::Read::new(file, ptr, len).offset(offset).build(),
-            (true, ..) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
+            (true, _, Some(index)) => {
+                opcode::ReadvFixed::new(file, vectors, count as u32, index).offset(offset).build()
+            }
+            (true, _, None) => opcode::Readv::new(file, vectors, count as u32).offset(offset).build(),
             (false, 1, Some(index)) => {
                 opcode::WriteFixed::new(file, ptr, len, index).offset(offset).rw_flags(rw_flags).build()
             }
             (false, 1, None) => opcode::Write::new(file, ptr, len).offset(offset).rw_flags(rw_flags).build(),
-            (false, ..) => {
+            (false, _, Some(index)) => opcode::WritevFixed::new(file, vectors, count as u32, index)
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .build(),
+            (false, _, None) => {
                 opcode::Writev::new(file, vectors, count as u32).offset(offset).rw_flags(rw_flags).build()
             }
         }
