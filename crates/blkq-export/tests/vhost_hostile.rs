@@ -184,7 +184,7 @@ proptest! {
         let front = if negotiated {
             FrontEnd::started(&served.path, FEATURES, 2)
         } else {
-            FrontEnd { connection: Connection::new(&served.path), memory: Memory::new(), rings: vec![Ring::new(0)] }
+            FrontEnd { connection: Connection::new(&served.path), memory: Memory::new(), shared: MEMORY, rings: vec![Ring::new(0)] }
         };
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let files = [event.as_fd(), front.memory.file.as_fd()];

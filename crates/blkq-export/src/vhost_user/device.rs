@@ -11,6 +11,7 @@ use blkq::{Disk, EngineHandle, Error, ErrorKind};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::control::Control;
+use super::registration::RegisterMemory;
 use super::shared::Shared;
 use super::status::{FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::nbd::{Listen, Listener, SocketAccess};
@@ -30,6 +31,10 @@ pub struct VhostUserOptions {
     /// An eventfd that does not block, written whenever [`VhostUserDevice::take_reports`] has some;
     /// without one there are none.
     pub report_event: Option<Arc<OwnedFd>>,
+    /// Register guest memory with the engines' rings, so that direct I/O need not pin its pages each time.
+    /// All of it is then taken, and what the guest frees (a balloon, free page reporting) is lost to
+    /// it: see docs/vhost-user.md.
+    pub register_memory: Option<RegisterMemory>,
 }
 
 enum State {
@@ -99,6 +104,7 @@ impl VhostUserDevice {
             engines: engines.to_vec(),
             serial: options.serial.into(),
             registry: Registry::new(options.idle_event, options.report_event),
+            register_memory: options.register_memory,
             wake: Arc::new(wake),
             stopping: AtomicBool::new(false),
             config_changed: AtomicBool::new(false),
@@ -144,6 +150,11 @@ impl VhostUserDevice {
     /// The front end, if one is connected.
     pub fn front_end(&self) -> Option<FrontEndInfo> {
         self.shared.registry.front_end()
+    }
+
+    /// Whether guest memory is registered, where it fits.
+    pub fn registers_memory(&self) -> bool {
+        self.shared.register_memory.is_some()
     }
 
     /// Front ends connected: 0 or 1.

@@ -113,6 +113,17 @@ impl Mapping {
         unsafe { self.base.add(self.skip) }
     }
 
+    /// Has the kernel make the pages of the `bytes` from byte `at` of the region on, which is inside, as
+    /// far as it can: what it cannot is found by the one that needs them.
+    pub fn populate(&self, at: usize, bytes: usize) {
+        let first = (self.skip + at) & !(page_bytes() as usize - 1);
+        let end = (self.skip + at + bytes).min(self.mapped);
+        // SAFETY: inside the mapping.
+        let start = unsafe { self.base.add(first) };
+        // SAFETY: the pages are made as if they were written to, and keep their bytes.
+        let _ = unsafe { madvise(start.as_ptr().cast(), end - first, Advice::LinuxPopulateWrite) };
+    }
+
     /// Whether pages of it vanished, and zeroes of this process's own stand in their place.
     #[inline]
     pub fn is_broken(&self) -> bool {

@@ -4,12 +4,12 @@
 //! The guest goes on using its memory meanwhile. So nothing here makes a reference to plain bytes of
 //! it: what is looked at is copied out first, once, and then checked.
 
-use std::marker::PhantomData;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use blkq::{Error, ErrorKind};
+use blkq::ring::REGISTERED_MEMORY_MAX_BYTES;
+use blkq::{Error, ErrorKind, RegisteredMemory, Segment};
 
 use super::area::Area;
 use super::mapping::Mapping;
@@ -38,7 +38,11 @@ struct Region {
     length: u64,
     start: NonNull<u8>,
     mapping: Arc<Mapping>,
+    registrations: Option<Registrations>,
 }
+
+/// The registrations of a region with one ring: of each [`REGISTERED_MEMORY_MAX_BYTES`] of it.
+pub type Registrations = Arc<[RegisteredMemory]>;
 
 // SAFETY: the pointer is into the mapping, which is both.
 unsafe impl Send for Region {}
@@ -54,7 +58,8 @@ impl Region {
             }
         }
         let mapping = Arc::new(Mapping::new(file.as_fd(), file_offset, length)?);
-        Ok(Region { guest_start, user_start, length, start: mapping.start(), mapping })
+        let start = mapping.start();
+        Ok(Region { guest_start, user_start, length, start, mapping, registrations: None })
     }
 }
 
@@ -71,7 +76,7 @@ pub struct Cursor(usize);
 pub struct Span<'a> {
     start: NonNull<u8>,
     bytes: u32,
-    memory: PhantomData<&'a GuestMemory>,
+    registration: Option<&'a RegisteredMemory>,
 }
 
 /// The table of a guest's memory. A changed table is a new value; regions that both have are mapped
@@ -149,6 +154,31 @@ impl GuestMemory {
         GuestMemory::of(regions)
     }
 
+    /// The table with the registrations that regions of it have in `other`.
+    pub fn with_registrations_of(&self, other: Option<&GuestMemory>) -> GuestMemory {
+        let mut regions = self.regions.clone();
+        for region in &mut regions {
+            let is_it = |other: &&Region| Arc::ptr_eq(&other.mapping, &region.mapping);
+            let same = other.and_then(|other| other.regions.iter().find(is_it));
+            region.registrations = same.and_then(|same| same.registrations.clone());
+        }
+        GuestMemory { regions }
+    }
+
+    /// Has `register` register the regions that are not yet: it is passed their mapping and length.
+    ///
+    /// # Errors
+    /// The first error of `register`.
+    pub fn register_missing<E>(
+        &mut self,
+        mut register: impl FnMut(&Arc<Mapping>, u64) -> Result<Registrations, E>,
+    ) -> Result<(), E> {
+        for region in self.regions.iter_mut().filter(|region| region.registrations.is_none()) {
+            region.registrations = Some(register(&region.mapping, region.length)?);
+        }
+        Ok(())
+    }
+
     /// Number of regions.
     pub fn region_count(&self) -> usize {
         self.regions.len()
@@ -182,14 +212,20 @@ impl GuestMemory {
     }
 
     /// The first piece of the `bytes` (at least one) from guest address `address` on that is
-    /// contiguous here: all of it, up to the end of a region. `None` if not even the first byte is
-    /// memory.
+    /// contiguous here: all of it, up to the end of a region, or of what is registered as one. `None` if
+    /// not even the first byte is memory.
     #[inline]
     pub fn span(&self, cursor: &mut Cursor, address: u64, bytes: u32) -> Option<Span<'_>> {
         let (region, offset) = self.find(cursor, address)?;
-        let bytes = u64::from(bytes).min(region.length - offset) as u32;
+        let mut bytes = u64::from(bytes).min(region.length - offset);
+        let mut registration = None;
+        if let Some(registrations) = &region.registrations {
+            bytes = bytes.min(REGISTERED_MEMORY_MAX_BYTES - offset % REGISTERED_MEMORY_MAX_BYTES);
+            registration = registrations.get((offset / REGISTERED_MEMORY_MAX_BYTES) as usize);
+        }
         // SAFETY: inside the region, which is mapped as long as `self`.
-        Some(Span { start: unsafe { region.start.add(offset as usize) }, bytes, memory: PhantomData })
+        let start = unsafe { region.start.add(offset as usize) };
+        Some(Span { start, bytes: bytes as u32, registration })
     }
 
     /// Copies `N` bytes at guest address `address` out, each of them once.
@@ -284,6 +320,15 @@ impl Span<'_> {
         self.bytes
     }
 
+    /// All of it, for I/O.
+    #[inline]
+    pub fn segment(self) -> Segment {
+        match self.registration {
+            Some(memory) => Segment::registered(self.start.as_ptr(), self.bytes, memory),
+            None => Segment::new(self.start.as_ptr(), self.bytes),
+        }
+    }
+
     /// Copies the `N` bytes at `offset` out, each of them once; `None` if they are not all inside.
     #[inline]
     pub fn load<const N: usize>(self, offset: u32) -> Option<[u8; N]> {
@@ -294,7 +339,7 @@ impl Span<'_> {
         let mut bytes = [0; N];
         // SAFETY: inside the span.
         let start = unsafe { self.start.add(offset as usize) };
-        Span { start, bytes: left, memory: PhantomData }.copy_to(&mut bytes);
+        Span { start, bytes: left, registration: None }.copy_to(&mut bytes);
         Some(bytes)
     }
 

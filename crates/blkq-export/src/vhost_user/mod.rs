@@ -5,7 +5,8 @@
 //! memory, and has each `vring` served by a `source` on an engine. `shared` and `status` are what all of
 //! them see.
 //!
-//! `memory` is the guest's memory, made of `mapping`s, with `sigbus` for those that shrink; `ring` a
+//! `memory` is the guest's memory, made of `mapping`s, with `sigbus` for those that shrink, and `registration` for
+//! rings of the kernel that know it; `ring` a
 //! ring of either kind, `split` or `packed`, in `area`s of it, with `descriptor` and `chain` in common;
 //! `request` what a chain asks for, with its data as `segments`, which `bounce` copies if it must;
 //! `config` what a driver reads of the device, and `abi` the numbers of virtio.
@@ -31,6 +32,7 @@ mod mapping;
 mod memory;
 mod message;
 mod packed;
+mod registration;
 mod request;
 mod ring;
 mod segments;
@@ -43,6 +45,7 @@ mod status;
 mod vring;
 
 pub use device::{VhostUserDevice, VhostUserOptions};
+pub use registration::RegisterMemory;
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
 
 /// The parts that a fuzzer drives: a guest's memory, rings in it, and requests.

@@ -43,6 +43,8 @@ pub enum Action {
         /// All addresses and lengths of its pieces, in one: where this has a bit below the device's
         /// `memory_align`, the data must be copied.
         unaligned: usize,
+        /// How many pieces there are, if all are in memory that was registered as one; else 0.
+        registered_pieces: usize,
     },
     /// Discards or writes zeroes: [`Parser::ranges`] has where, at least one and at most
     /// [`RANGES_MAX`].
@@ -194,10 +196,12 @@ impl Parser {
             return Ok(Action::Reply(S_IOERR));
         }
         if bytes == 0 {
-            return Ok(Action::Transfer { operation, sector, bytes, data: Data::None, unaligned: 0 });
+            let (data, unaligned, registered_pieces) = (Data::None, 0, 0);
+            return Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces });
         }
-        let Gathered { data, unaligned } = self.segments.gather(memory, buffers, skip, bytes)?;
-        Ok(Action::Transfer { operation, sector, bytes, data, unaligned })
+        let Gathered { data, unaligned, registered_pieces } =
+            self.segments.gather(memory, buffers, skip, bytes)?;
+        Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces })
     }
 
     /// Writes the serial number, as much of it as there is room for.

@@ -61,7 +61,7 @@ impl GuestSegments {
                 let span =
                     memory.span(cursor, at, left).ok_or(RingError::BufferUnmapped { address, length })?;
                 unaligned |= span.start().as_ptr().addr() | span.len() as usize;
-                self.push(Segment::new(span.start().as_ptr(), span.len()));
+                self.push(span.segment());
                 at += u64::from(span.len());
                 left -= span.len();
             }
@@ -73,11 +73,20 @@ impl GuestSegments {
         Ok(unaligned)
     }
 
+    /// How many pieces there are, if all are in memory that was registered as one; else 0.
+    #[inline]
+    fn registered_pieces(&self) -> usize {
+        let Some(first) = self.segments.first().filter(|first| first.is_registered()) else { return 0 };
+        let together = self.segments.iter().all(|other| other.same_registration(first));
+        if together { self.segments.len() } else { 0 }
+    }
+
     /// Adds a piece, or makes the last one longer.
     #[inline]
     fn push(&mut self, segment: Segment) {
         if let Some(last) = self.segments.last_mut()
             && last.ptr.addr().wrapping_add(last.len as usize) == segment.ptr.addr()
+            && last.same_registration(&segment)
             && let Some(len) = last.len.checked_add(segment.len)
             && len <= i32::MAX as u32
         {
@@ -102,6 +111,8 @@ pub struct Gathered {
     pub data: Data,
     /// All addresses and lengths of the pieces, in one: its low zero bits are their alignment.
     pub unaligned: usize,
+    /// How many pieces it has, if all are in memory that was registered as one; else 0.
+    pub registered_pieces: usize,
 }
 
 impl SegmentPool {
@@ -124,7 +135,10 @@ impl SegmentPool {
             return Err(RingError::MemoryLost);
         };
         match segments.fill(memory, &mut self.cursor, buffers, skip, bytes) {
-            Ok(unaligned) => Ok(Gathered { data: Data::Segments(owner), unaligned }),
+            Ok(unaligned) => {
+                let registered_pieces = segments.registered_pieces();
+                Ok(Gathered { data: Data::Segments(owner), unaligned, registered_pieces })
+            }
             Err(error) => {
                 self.idle.push(owner);
                 Err(error)

@@ -15,6 +15,7 @@ use super::message::{
     ConfigRange, F_PROTOCOL_FEATURES, InflightArea, Refusal, Region, Reply, Request, VringState, code,
     config_change, name, protocol, refuse,
 };
+use super::registration::RegisteredTables;
 use super::shared::Shared;
 use super::status::Event;
 use super::vring::{RingContext, VRINGS_MAX, Vring};
@@ -30,6 +31,8 @@ pub struct Session {
     features: u64,
     status: u64,
     memory: Arc<GuestMemory>,
+    /// The same as engines have it registered, if that is asked for.
+    registered: Option<RegisteredTables>,
     vrings: Vec<Vring>,
     /// Requests in flight are recorded there.
     inflight: Option<Arc<InflightRegion>>,
@@ -51,8 +54,11 @@ impl Session {
     /// # Errors
     /// An empty table of memory that cannot be made.
     pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, blkq::Error> {
+        let registered =
+            shared.register_memory.map(|limits| RegisteredTables::new(shared.engines.clone(), limits));
         Ok(Session {
             shared,
+            registered,
             peer: peer.into(),
             protocol: 0,
             features: 0,
@@ -193,7 +199,7 @@ impl Session {
     /// and is plugged in again, and hands all of its memory over once more.
     fn begin(&mut self) -> Result<(), Refusal> {
         if !self.vrings.iter().any(Vring::is_served) {
-            self.memory = Arc::new(GuestMemory::map(Vec::new())?);
+            self.set_memory(GuestMemory::map(Vec::new())?);
             self.inflight = None;
             self.shared.registry.set_recorded(false);
         }
@@ -250,9 +256,11 @@ impl Session {
         }
     }
 
-    fn context(&self) -> RingContext {
+    fn context(&self, index: u32) -> RingContext {
+        let registered = self.registered.as_ref();
+        let memory = registered.and_then(|tables| tables.table(self.shared.engine_of(index)));
         RingContext {
-            memory: self.memory.clone(),
+            memory: memory.unwrap_or(&self.memory).clone(),
             features: self.features,
             inflight: self.inflight.clone(),
             write_through: self.write_through.clone(),
@@ -261,7 +269,7 @@ impl Session {
 
     /// Starts ring `index`, if it can be started.
     fn start_ring(&mut self, index: u32) {
-        let (context, enabled) = (self.context(), self.features & F_PROTOCOL_FEATURES == 0);
+        let (context, enabled) = (self.context(index), self.features & F_PROTOCOL_FEATURES == 0);
         let Some(vring) = self.vrings.get_mut(index as usize) else { return };
         match vring.start(&self.shared, &context, enabled, &self.peer) {
             Ok(()) => self.has_served |= vring.is_served(),
@@ -279,7 +287,22 @@ impl Session {
             self.vrings[*index as usize].stop(&shared);
         }
         self.memory = Arc::new(memory);
+        self.register_memory();
         served.into_iter().for_each(|index| self.start_ring(index));
+    }
+
+    /// Registers the memory, if that is asked for. Memory that does not fit is served unregistered.
+    fn register_memory(&mut self) {
+        let Some(tables) = &mut self.registered else { return };
+        let registered = match tables.replace(&self.memory) {
+            Ok(()) => Some(Ok(self.memory.bytes())).filter(|_| self.memory.region_count() > 0),
+            Err(error) => {
+                let reason = error.to_string();
+                self.shared.registry.report(&self.peer, Event::MemoryUnregistered(reason.clone()));
+                Some(Err(reason))
+            }
+        };
+        self.shared.registry.set_registered_memory(registered);
     }
 
     fn stop_rings(&mut self) {

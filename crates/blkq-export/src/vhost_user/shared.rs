@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 use blkq::{Disk, EngineHandle};
 
 use super::event::signal;
+use super::registration::RegisterMemory;
 use super::status::Registry;
 
 /// That state.
@@ -17,6 +18,8 @@ pub struct Shared {
     /// The serial number that guests see: its first 20 bytes.
     pub serial: Arc<str>,
     pub registry: Registry,
+    /// Guest memory is registered with the engines' rings.
+    pub register_memory: Option<RegisterMemory>,
     /// An eventfd that does not block: there is something for the control thread.
     pub wake: Arc<OwnedFd>,
     pub stopping: AtomicBool,
@@ -27,6 +30,11 @@ impl Shared {
     /// Queues that drivers are shown: one for each engine.
     pub fn queues(&self) -> u16 {
         self.engines.len() as u16
+    }
+
+    /// The number of the engine of ring `index`.
+    pub fn engine_of(&self, index: u32) -> usize {
+        index as usize % self.engines.len()
     }
 
     /// Wakes the control thread.

@@ -97,6 +97,8 @@ pub struct VringSource {
     next_poll_ns: u64,
     rejected: bool,
     stopping: bool,
+    /// Whether the kernel's vectored calls reach registered memory.
+    vectors_registered: bool,
 }
 
 impl VringSource {
@@ -121,6 +123,7 @@ impl VringSource {
             next_poll_ns: 0,
             rejected: false,
             stopping: false,
+            vectors_registered: false,
             start,
         }
     }
@@ -208,12 +211,14 @@ impl VringSource {
                 self.parser.recycle(data);
                 self.finish(slot, S_IOERR);
             }
-            Action::Transfer { operation, sector, bytes, data, unaligned } => {
+            Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces } => {
                 slot.read = operation == Operation::Read;
                 slot.bytes = bytes as u32;
                 let flags = if slot.read { BioFlags::empty() } else { self.write_flags() };
                 let align = limits.memory_align as usize;
                 let data = if unaligned & (align - 1) == 0 {
+                    let is_reached = registered_pieces == 1 || self.vectors_registered;
+                    self.counters.registered += u64::from(registered_pieces > 0 && is_reached);
                     data
                 } else {
                     let buffer = self.bounces.take(slot.bytes, cx.registrar());
@@ -352,6 +357,7 @@ impl VringSource {
 unsafe impl Source for VringSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         self.watch_kicks(cx);
+        self.vectors_registered = cx.registrar().supports(opcode::ReadvFixed::CODE);
         Ok(())
     }
 

@@ -39,6 +39,9 @@ pub struct VhostUserCounters {
     pub written_bytes: u64,
     /// Requests whose data was copied, because the guest's memory is not aligned as the disk needs it.
     pub bounced: u64,
+    /// Requests whose data is in registered memory of the guest: the kernel did not pin its pages.
+    #[serde(default)]
+    pub registered: u64,
 }
 
 impl VhostUserCounters {
@@ -61,6 +64,7 @@ impl VhostUserCounters {
             read_bytes: with(self.read_bytes, other.read_bytes),
             written_bytes: with(self.written_bytes, other.written_bytes),
             bounced: with(self.bounced, other.bounced),
+            registered: with(self.registered, other.registered),
         }
     }
 }
@@ -101,6 +105,9 @@ pub struct FrontEndInfo {
     pub in_flight: u64,
     /// It keeps a record of its requests in flight: another daemon can go on with them.
     pub recorded: bool,
+    /// Bytes of its memory that are registered with each engine's ring, or why none are; `None` if that
+    /// is not asked for, or it has not shared its memory yet.
+    pub registered_memory: Option<Result<u64, String>>,
 }
 
 /// Something happened to a front end, or a ring of it, that its owner may want to log.
@@ -114,6 +121,8 @@ pub enum Event {
     Refused(String),
     /// A ring was stopped, or not started: which, and why.
     RingRejected(u32, String),
+    /// Its memory was not registered, and is served all the same: why.
+    MemoryUnregistered(String),
 }
 
 impl Event {
@@ -123,11 +132,12 @@ impl Event {
             Event::Violation(_) => 1,
             Event::Refused(_) => 2,
             Event::RingRejected(..) => 3,
+            Event::MemoryUnregistered(_) => 4,
         }
     }
 }
 
-const KINDS: usize = 4;
+const KINDS: usize = 5;
 
 /// An event of a front end.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -153,6 +163,7 @@ pub(super) struct RingStatus {
     pub read_bytes: AtomicU64,
     pub written_bytes: AtomicU64,
     pub bounced: AtomicU64,
+    pub registered: AtomicU64,
     pub in_flight: AtomicU64,
     /// Where the ring goes on: good once its source has stopped.
     pub base: AtomicU32,
@@ -174,6 +185,7 @@ pub(super) struct RingCounters {
     pub read_bytes: u64,
     pub written_bytes: u64,
     pub bounced: u64,
+    pub registered: u64,
 }
 
 impl RingStatus {
@@ -207,6 +219,7 @@ impl RingStatus {
         self.read_bytes.store(counters.read_bytes, Relaxed);
         self.written_bytes.store(counters.written_bytes, Relaxed);
         self.bounced.store(counters.bounced, Relaxed);
+        self.registered.store(counters.registered, Relaxed);
         self.in_flight.store(in_flight as u64, Relaxed);
     }
 
@@ -219,6 +232,7 @@ impl RingStatus {
             read_bytes: self.read_bytes.load(Relaxed),
             written_bytes: self.written_bytes.load(Relaxed),
             bounced: self.bounced.load(Relaxed),
+            registered: self.registered.load(Relaxed),
             ..VhostUserCounters::default()
         }
     }
@@ -243,6 +257,7 @@ struct FrontEnd {
     /// Of those before them.
     earlier: VhostUserCounters,
     recorded: bool,
+    registered_memory: Option<Result<u64, String>>,
 }
 
 impl FrontEnd {
@@ -315,8 +330,15 @@ impl Registry {
         state.sum.connections += 1;
         let (id, peer) = (state.sum.connections, peer.to_owned());
         let earlier = VhostUserCounters::default();
-        state.front_end =
-            Some(FrontEnd { id, peer, since: Instant::now(), rings: Vec::new(), earlier, recorded: false });
+        state.front_end = Some(FrontEnd {
+            id,
+            peer,
+            since: Instant::now(),
+            rings: Vec::new(),
+            earlier,
+            recorded: false,
+            registered_memory: None,
+        });
         true
     }
 
@@ -337,6 +359,13 @@ impl Registry {
     pub fn set_recorded(&self, recorded: bool) {
         if let Some(front_end) = &mut self.state().front_end {
             front_end.recorded = recorded;
+        }
+    }
+
+    /// So many bytes of the front end's memory are registered, or why none are; `None` if it has none.
+    pub fn set_registered_memory(&self, registered: Option<Result<u64, String>>) {
+        if let Some(front_end) = &mut self.state().front_end {
+            front_end.registered_memory = registered;
         }
     }
 
@@ -431,6 +460,7 @@ impl Registry {
             in_flight: rings.iter().map(|ring| ring.in_flight).sum(),
             rings,
             recorded: front_end.recorded,
+            registered_memory: front_end.registered_memory.clone(),
             counters: front_end.counters(),
         })
     }

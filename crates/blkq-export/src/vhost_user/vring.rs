@@ -30,7 +30,7 @@ const BLOCKED_CHECK: Duration = Duration::from_millis(20);
 
 /// The things that rings share, while they are served.
 pub struct RingContext {
-    /// The guest's memory.
+    /// The guest's memory, as the ring's engine has it.
     pub memory: Arc<GuestMemory>,
     /// Virtio's features, as acknowledged.
     pub features: u64,
@@ -224,7 +224,7 @@ impl Vring {
             wake: shared.wake.clone(),
             peer: peer.clone(),
         };
-        let engine = shared.engines[self.index as usize % shared.engines.len()].clone();
+        let engine = shared.engines[shared.engine_of(self.index)].clone();
         shared.registry.add_ring(&status);
         let added = engine.add_source(move || Box::new(VringSource::new(start)));
         let id = added.map_err(|e| rejected(e.to_string()))?;

@@ -60,6 +60,8 @@ pub const GUEST: u64 = 1 << 20;
 /// Bytes of the shared memory, and of a ring in it.
 pub const MEMORY: usize = 8 << 20;
 const RING: usize = 64 << 10;
+/// Addresses of regions for the front end, beside those of the guest.
+const USER: u64 = 1 << 45;
 /// Where headers and statuses are: 32 bytes for each request of a ring.
 const HEADERS: usize = 32 << 10;
 /// Where data may be.
@@ -244,14 +246,21 @@ impl Ring {
 pub struct FrontEnd {
     pub connection: Connection,
     pub memory: Memory,
+    /// Bytes of it that it shares.
+    pub shared: usize,
     pub rings: Vec<Ring>,
 }
 
 impl FrontEnd {
     /// One that has negotiated `features` and shares its memory; no ring is started.
     pub fn new(path: &Path, features: u64, rings: u32) -> FrontEnd {
+        FrontEnd::sharing(path, features, rings, MEMORY)
+    }
+
+    /// As [`FrontEnd::new`], but it shares the first `shared` bytes of its memory only.
+    pub fn sharing(path: &Path, features: u64, rings: u32, shared: usize) -> FrontEnd {
         let rings = (0..rings).map(Ring::new).collect();
-        let mut front = FrontEnd { connection: Connection::new(path), memory: Memory::new(), rings };
+        let mut front = FrontEnd { connection: Connection::new(path), memory: Memory::new(), shared, rings };
         front.begin(features);
         front
     }
@@ -266,7 +275,7 @@ impl FrontEnd {
     /// Negotiates, and shares the memory.
     pub fn begin(&mut self, features: u64) {
         self.connection.negotiate(features);
-        let region = longs(&[GUEST, MEMORY as u64, self.memory.user(), 0]);
+        let region = longs(&[GUEST, self.shared as u64, self.memory.user(), 0]);
         let table = [words(&[1, 0]), region].concat();
         self.connection.done(SET_MEM_TABLE, &table, &[self.memory.file.as_fd()]);
     }
@@ -302,6 +311,43 @@ impl FrontEnd {
 
     pub fn guest(at: usize) -> u64 {
         GUEST + at as u64
+    }
+
+    /// Shares one more region: the `bytes` of `file`, at address `guest` of the guest.
+    pub fn add_region(&mut self, guest: u64, bytes: u64, file: BorrowedFd<'_>) -> u64 {
+        self.connection.acknowledged(ADD_MEM_REG, &longs(&[0, guest, bytes, guest | USER, 0]), &[file])
+    }
+
+    /// Takes it back.
+    pub fn remove_region(&mut self, guest: u64, bytes: u64) {
+        self.connection.done(REM_MEM_REG, &longs(&[0, guest, bytes, guest | USER, 0]), &[]);
+    }
+
+    /// Makes a request of the pieces of data in `data`, addresses of the guest with lengths, available,
+    /// and does not kick. At most two.
+    pub fn submit_pieces(&mut self, ring: usize, kind: u32, sector: u64, data: &[(u64, u32)]) -> u16 {
+        let head = self.rings[ring].free.pop().expect("a free descriptor");
+        let header = self.rings[ring].base() + HEADERS + usize::from(head) * 32;
+        self.memory.bytes(header, 16).copy_from_slice(&[words(&[kind, 0]), longs(&[sector])].concat());
+        self.memory.bytes(header + 16, 1)[0] = 0xff;
+        self.descriptor(ring, head, Self::guest(header), 16, 1, head + 1);
+        let mut last = head + 1;
+        for (at, bytes) in data {
+            self.descriptor(ring, last, *at, *bytes, if kind == 0 { 3 } else { 1 }, last + 1);
+            last += 1;
+        }
+        self.descriptor(ring, last, Self::guest(header + 16), 1, 2, 0);
+        self.make_available(ring, head);
+        head
+    }
+
+    /// One such request alone: its status.
+    pub fn run_pieces(&mut self, ring: usize, kind: u32, sector: u64, data: &[(u64, u32)]) -> u8 {
+        let head = self.submit_pieces(ring, kind, sector, data);
+        self.kick(ring);
+        let all = self.wait(ring, 1);
+        assert_eq!((all.len(), all[0].0), (1, head));
+        all[0].1
     }
 
     /// Makes a request of `bytes` of data at `at` of the memory available, and does not kick. Returns

@@ -12,7 +12,7 @@ use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::{Disk, Driver, EngineThread};
 use blkq_export::nbd::Listen;
-use blkq_export::vhost_user::{Report, VhostUserDevice, VhostUserOptions};
+use blkq_export::vhost_user::{RegisterMemory, Report, VhostUserDevice, VhostUserOptions};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -54,7 +54,17 @@ pub fn serve(driver: Box<dyn Driver>, queues: usize) -> Served {
     serve_disk(Disk::builder(driver).queues(queues).build().unwrap(), unique("sock"))
 }
 
+/// As [`serve`], with guest memory registered.
+pub fn serve_registered(driver: Box<dyn Driver>, queues: usize, limits: RegisterMemory) -> Served {
+    let disk = Disk::builder(driver).queues(queues).build().unwrap();
+    serve_with(disk, unique("sock"), Some(limits))
+}
+
 pub fn serve_disk(disk: Arc<Disk>, path: PathBuf) -> Served {
+    serve_with(disk, path, None)
+}
+
+fn serve_with(disk: Arc<Disk>, path: PathBuf, register_memory: Option<RegisterMemory>) -> Served {
     let engines: Vec<EngineThread> = (0..disk.queue_count())
         .map(|queue| EngineThread::spawn("vhost-test", vec![(disk.clone(), queue)]).unwrap())
         .collect();
@@ -64,6 +74,7 @@ pub fn serve_disk(disk: Arc<Disk>, path: PathBuf) -> Served {
         serial: "a disk of a test with a long name".into(),
         report_event: event(),
         idle_event: event(),
+        register_memory,
         ..VhostUserOptions::default()
     };
     let device = VhostUserDevice::start(Listen::Unix(path.clone()), options, &disk, &handles).unwrap();

@@ -62,7 +62,7 @@ fn reads_and_writes_have_their_data_where_the_guest_has_it() {
         };
         let request = parse(&guest, &chain).unwrap();
         assert_eq!(request.status, STATUS);
-        let Action::Transfer { operation: found, sector, bytes, data, unaligned } = request.action else {
+        let Action::Transfer { operation: found, sector, bytes, data, unaligned, .. } = request.action else {
             panic!()
         };
         assert_eq!((found, sector, bytes), (operation, Sector(0x1_2345_6789), 4608));
