@@ -158,7 +158,7 @@ impl Setting {
 }
 
 /// Options of `attach` with a value that stays as it is.
-const FIXED: [&str; 24] = [
+const FIXED: [&str; 25] = [
     "copy",
     "export",
     "export-name",
@@ -174,6 +174,7 @@ const FIXED: [&str; 24] = [
     "partscan",
     "pid-file",
     "queues",
+    "register-memory",
     "sector-size",
     "shared",
     "size-limit",

@@ -128,15 +128,15 @@ fn a_socket_elsewhere_is_for_its_group() {
     assert!(!fs::exists(path).unwrap());
 }
 
-/// A daemon that is killed under load is attached anew, and each request completes exactly once.
-#[test]
-fn requests_survive_a_killed_daemon() {
+/// Has a daemon killed under load, and attaches it anew with `options`: each request completes exactly
+/// once.
+fn kill_under_load(test: &str, options: &[&str]) {
     use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
-    let place = Place::new("vhost-kill");
+    let place = Place::new(test);
     let image = place.image("image", 8 << 20);
     let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--queues", "2"];
     // Some complete before the daemon dies, and others do not.
-    let slow = [&attach[..], &["--fault", "delay=60ms,op=write,rate=50%;seed=3"]].concat();
+    let slow = [&attach[..], options, &["--fault", "delay=60ms,op=write,rate=50%;seed=3"]].concat();
     // It warns of the faults.
     let attached = || assert!(place.run(&slow).status.success());
     attached();
@@ -180,6 +180,114 @@ fn requests_survive_a_killed_daemon() {
     for number in 0..next as usize {
         let block = &bytes[number * 4096..][..4096];
         assert!(block.iter().all(|byte| *byte == number as u8 + 1), "block {number}");
+    }
+}
+
+#[test]
+fn requests_survive_a_killed_daemon() {
+    kill_under_load("vhost-kill", &[]);
+}
+
+#[test]
+fn requests_in_registered_memory_survive_it_too() {
+    // Without a sandbox root's engines may lock as much as they like.
+    kill_under_load("vhost-kill-reg", &["--register-memory", "--no-sandbox"]);
+}
+
+/// Pages that the kernel counts as pinned by a process, in KiB.
+fn pinned_kib(pid: i32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPin:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn registered_memory_is_shown_and_survives_an_upgrade() {
+    use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
+    // Less than what a user may lock by default.
+    const SHARED: usize = 2 << 20;
+    let place = Place::new("vhost-reg");
+    let image = place.image("image", 8 << 20);
+    let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--register-memory"];
+    let null = ["attach", "null:1M", "--export", "vhost-user-blk", "--register-memory"];
+    assert!(place.refused(&null).contains("--register-memory is for images"));
+    let nbd = ["attach", &image, "--export", "nbd", "--register-memory"];
+    assert!(place.refused(&nbd).contains("add --export vhost-user-blk"));
+    place.done(&attach);
+    let shown = || place.json(&["show", "d", "--json"])["settings"]["register-memory"].clone();
+    assert_eq!(shown(), "on, without a virtual machine yet");
+    let before = pinned_kib(place.pid("d"));
+
+    let path = place.state().join("d.vhost");
+    let mut front = FrontEnd::sharing(&path, FEATURES, 1, SHARED);
+    let area = [longs(&[0, 0]), [1u16, SIZE].iter().flat_map(|it| it.to_ne_bytes()).collect(), vec![0; 4]];
+    let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
+    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[inflight.file.as_ref().unwrap().as_fd()]);
+    front.start(0, 0);
+    assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
+    assert_eq!(shown(), "on, 2 MiB with each engine");
+    let registered = || place.json(&["stat", "d", "--json"])["vhost_user"]["registered"].as_u64().unwrap();
+    wait_until("it is counted", || registered() == 1);
+    assert!(place.done(&["stat", "d"]).contains(" 1 registered,"));
+    assert!(pinned_kib(place.pid("d")) >= before + (SHARED as u64 >> 10));
+
+    place.done(&["upgrade", "d"]);
+    assert_eq!(shown(), "on, without a virtual machine yet");
+    front.reconnect(&path, FEATURES, &inflight);
+    assert_eq!(front.run(0, 0, 0, DATA, 4096), 0);
+    assert_eq!(shown(), "on, 2 MiB with each engine");
+    drop(front);
+    let pid = place.pid("d");
+    wait_until("it is unpinned", || pinned_kib(pid) < SHARED as u64 >> 10);
+    // The option is one of the record only if it is given: an earlier program reads the others.
+    let options = &place.json(&["show", "d", "--json"])["attach_options"]["options"];
+    assert_eq!(options["register_memory"], true);
+}
+
+/// A daemon without privileges, of a user that may lock as much as the guest has and no more: the ring
+/// takes some of that, and the kernel refuses.
+#[test]
+fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
+    use front_end::{DATA, FEATURES, FrontEnd, MEMORY};
+    use std::os::unix::fs::chown;
+    use std::os::unix::process::CommandExt;
+    const USER: u32 = 61_234;
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not run: only root becomes another user");
+        return;
+    }
+    for (bytes, says) in [
+        (MEMORY as u64 - 4096, "8 MiB of locked memory, and 7 MiB may be locked"),
+        (MEMORY as u64, "Cannot allocate memory (os error 12); others of this user lock memory too"),
+    ] {
+        let place = Place::new("vhost-limit");
+        let image = place.image("image", 8 << 20);
+        // A program that the other user may run.
+        let program = place.dir.join("blkq");
+        fs::copy(env!("CARGO_BIN_EXE_blkq"), &program).unwrap();
+        for path in [place.dir.to_str().unwrap(), &image] {
+            chown(path, Some(USER), Some(USER)).unwrap();
+        }
+        let words = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--register-memory"];
+        let mut attach = std::process::Command::new(&program);
+        attach.args(words).env("BLKQ_STATE_DIR", place.state()).uid(USER).gid(USER);
+        // SAFETY: one system call, which allocates nothing.
+        unsafe {
+            attach.pre_exec(move || {
+                let limit = rustix::process::Rlimit { current: Some(bytes), maximum: Some(bytes) };
+                Ok(rustix::process::setrlimit(rustix::process::Resource::Memlock, limit)?)
+            })
+        };
+        let output = attach.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let path = place.state().join("d.vhost");
+        let mut front = FrontEnd::started(&path, FEATURES, 1);
+        assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
+        let log = fs::read_to_string(place.state().join("d.log")).unwrap();
+        assert!(log.contains("is served without --register-memory") && log.contains(says), "{log}");
+        let info = place.json(&["show", "d", "--json"]);
+        assert_eq!(info["settings"]["register-memory"], "on, but it does not fit");
+        assert!(info["warnings"].to_string().contains(says), "{info}");
     }
 }
 

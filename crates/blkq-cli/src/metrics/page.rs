@@ -198,6 +198,11 @@ impl Page {
                 "Requests copied, because memory of the guest is not aligned as the disk needs it.",
                 counters.bounced,
             ),
+            (
+                "vhost_user_registered",
+                "Requests whose data is in registered memory of the guest.",
+                counters.registered,
+            ),
         ] {
             self.counter(name, help, value);
         }

@@ -26,6 +26,11 @@ impl AttachOptions {
                 "--vhost-socket is for vhost-user-blk; add --export vhost-user-blk, or omit it",
             ));
         }
+        if self.register_memory && !self.exports.contains(&Export::VhostUserBlk) {
+            return Err(Failure::new(
+                "--register-memory is for vhost-user-blk; add --export vhost-user-blk, or omit it",
+            ));
+        }
         self.check_image()?;
         let is_unix = |address: &Address| matches!(address, Address::Unix(_));
         let has_socket = self.vhost_socket.is_some() || self.listen.iter().any(is_unix);
@@ -104,6 +109,7 @@ impl AttachOptions {
             (self.direct_io == DirectIo::On, "--direct-io on"),
             (self.dispatch == Dispatch::Serial, "--dispatch serial"),
             (self.shared, "--shared"),
+            (self.register_memory, "--register-memory"),
             (self.format.is_some(), "--format"),
         ];
         match of_images.iter().find(|(given, _)| *given) {

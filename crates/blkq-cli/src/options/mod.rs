@@ -59,6 +59,12 @@ pub struct AttachOptions {
     #[arg(long, value_name = "PATH")]
     #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
     pub vhost_socket: Option<PathBuf>,
+    /// Pin the memory of a virtual machine for as long as it is connected, so that direct I/O need not
+    /// do it for each request (vhost-user-blk). All of it is then taken, and the guest must not free it:
+    /// no balloon, no free page reporting (docs/vhost-user.md)
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub register_memory: bool,
     /// The mode of the sockets of --listen unix:PATH and --vhost-socket, as of chmod: 660 for the
     /// members of the group, 666 for all users of this machine [default: 600, or 660 with
     /// --socket-group]

@@ -80,6 +80,7 @@ mod tests {
             "--listen=tcp:[::1]:0",
             "--export=vhost-user-blk",
             "--vhost-socket=/v",
+            "--register-memory",
             "--socket-mode=060",
             "--socket-group=g",
             "--read-only",

@@ -47,6 +47,10 @@ impl Device {
             },
         };
         let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
+        let front_end = running.vhost.as_ref().and_then(VhostUserDevice::front_end);
+        let register_memory = running.vhost.as_ref().filter(|vhost| vhost.registers_memory());
+        let register_memory =
+            register_memory.map(|_| ("register-memory", registered_memory(front_end.as_ref())));
         let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
         let queues = ("queues", disk.queue_count().to_string());
         let settings = [
@@ -57,7 +61,6 @@ impl Device {
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),
         ];
-        let front_end = running.vhost.as_ref().and_then(VhostUserDevice::front_end);
         let served = !running.servers.is_empty();
         let of_nbd = [
             Setting::Pacing(self.switches.pacing.load(Relaxed)),
@@ -95,6 +98,7 @@ impl Device {
                 .chain(settings.into_iter().chain(of_nbd).map(|setting| (setting.key(), setting.value())))
                 .chain(dispatch)
                 .chain(ublk)
+                .chain(register_memory)
                 .chain(watching)
                 .map(owned)
                 .collect(),
@@ -105,6 +109,7 @@ impl Device {
                 .into_iter()
                 .chain(self.warnings.iter().cloned())
                 .chain(front_end.iter().flat_map(rejected_rings))
+                .chain(front_end.iter().filter_map(unregistered_memory))
                 .collect(),
         })
     }
@@ -142,6 +147,21 @@ fn rejected_rings(front_end: &FrontEndInfo) -> impl Iterator<Item = String> {
         let reason = ring.rejected.as_ref()?;
         Some(format!("ring {} of the virtual machine was stopped: {reason}; reset its device", ring.index))
     })
+}
+
+/// How much of a virtual machine's memory is registered, in words.
+fn registered_memory(front_end: Option<&FrontEndInfo>) -> String {
+    match front_end.and_then(|front_end| front_end.registered_memory.as_ref()) {
+        None => "on, without a virtual machine yet".to_owned(),
+        Some(Ok(bytes)) => format!("on, {} MiB with each engine", bytes >> 20),
+        Some(Err(_)) => "on, but it does not fit".to_owned(),
+    }
+}
+
+/// Why the memory of a virtual machine is not registered, in words.
+fn unregistered_memory(front_end: &FrontEndInfo) -> Option<String> {
+    let reason = front_end.registered_memory.as_ref()?.as_ref().err()?;
+    Some(format!("the virtual machine is served without --register-memory: {reason}"))
 }
 
 fn capabilities(limits: &QueueLimits) -> Vec<String> {

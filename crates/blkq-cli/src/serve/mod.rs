@@ -4,6 +4,7 @@ mod exports;
 mod facts;
 mod image;
 mod listen;
+mod memory_limits;
 mod meter;
 mod open;
 mod rehearsal;

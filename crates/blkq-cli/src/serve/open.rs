@@ -18,6 +18,7 @@ use super::listen::{
     addresses, directories_of, listen_at, no_server, tls, vhost_address, warn_of_access,
     warn_of_closed_directories,
 };
+use super::memory_limits::memory_limits;
 use super::running::Running;
 use super::settings::Kept;
 use super::{BackgroundThreads, Device, Meter, rejections};
@@ -246,6 +247,7 @@ impl Device {
                 access,
                 idle_event: Some(autoclear.idle_event().clone()),
                 report_event: Some(rejection_event.clone()),
+                register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
             };
             match VhostUserDevice::listen(listen, vhost_options, &running.disk, &handles) {
                 Ok(device) => running.vhost = Some(device),

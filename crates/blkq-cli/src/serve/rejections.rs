@@ -46,6 +46,7 @@ fn describe_report(report: &Report) -> String {
         Event::Violation(why) => format!("dropped: it broke the protocol: {why}"),
         Event::Refused(why) => format!("was refused a request: {why}"),
         Event::RingRejected(ring, why) => format!("has ring {ring} stopped: {why}"),
+        Event::MemoryUnregistered(why) => format!("is served without --register-memory: {why}"),
     };
     let before = match report.unreported {
         0 => String::new(),

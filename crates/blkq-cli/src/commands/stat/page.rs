@@ -162,7 +162,7 @@ impl Figures {
             let VhostUser { connected, counters } = vhost;
             let VhostUserCounters { connections, refused_connections, violations, rejected_rings, .. } =
                 counters;
-            let VhostUserCounters { requests, errors, kicks, calls, bounced, .. } = counters;
+            let VhostUserCounters { requests, errors, kicks, calls, bounced, registered, .. } = counters;
             row(
                 "vhost-user",
                 format!(
@@ -172,7 +172,7 @@ impl Figures {
             row(
                 "",
                 format!(
-                    "{requests} requests, {errors} errors, {bounced} copied, {kicks} kicks, {calls} calls"
+                    "{requests} requests, {errors} errors, {bounced} copied, {registered} registered, {kicks} kicks, {calls} calls"
                 ),
             );
         }
