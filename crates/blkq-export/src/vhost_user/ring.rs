@@ -168,6 +168,15 @@ impl Ring {
         }
     }
 
+    /// Whether [`Ring::pop`] has yet to return chains that a daemon left in flight which died.
+    #[inline]
+    pub fn has_recovered(&self) -> bool {
+        match &self.kind {
+            Kind::Split(ring) => ring.recovered().next().is_some(),
+            Kind::Packed(ring) => ring.recovered().next().is_some(),
+        }
+    }
+
     /// Shows the driver what was entered. Returns whether it wants to be called.
     #[inline]
     pub fn publish(&mut self) -> bool {

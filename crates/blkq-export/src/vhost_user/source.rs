@@ -99,6 +99,8 @@ pub struct VringSource {
     stopping: bool,
     /// Whether the kernel's vectored calls reach registered memory.
     vectors_registered: bool,
+    /// The engine exits: what a daemon that died left in flight stays for the next one.
+    engine_exits: bool,
 }
 
 impl VringSource {
@@ -124,6 +126,7 @@ impl VringSource {
             rejected: false,
             stopping: false,
             vectors_registered: false,
+            engine_exits: false,
             start,
         }
     }
@@ -157,12 +160,22 @@ impl VringSource {
         }
     }
 
-    /// Takes what is available, up to as many requests as the ring has descriptors.
+    /// Whether requests of a daemon that died have yet to begin. They are no longer available, and so they
+    /// begin before the ring stops.
+    fn has_recovered(&self) -> bool {
+        !self.rejected && !self.engine_exits && self.start.ring.has_recovered()
+    }
+
+    /// Takes what is available, up to as many requests as the ring has descriptors; once it stops, what was
+    /// in flight before.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.more = false;
         let mut left = self.slots.len();
         loop {
             if self.rejected || !self.refused.is_empty() || self.bounces.is_exhausted() {
+                return;
+            }
+            if self.stopping && !self.has_recovered() {
                 return;
             }
             match self.start.ring.pop(&mut self.chain) {
@@ -425,10 +438,12 @@ unsafe impl Source for VringSource {
         }
         self.retry_refused(cx);
         self.publish();
-        if !self.stopping {
+        if !self.stopping || self.has_recovered() {
             self.take_requests(cx);
             // Those that needed no bio.
             self.publish();
+        }
+        if !self.stopping {
             if self.start.kick.is_none() {
                 self.next_poll_ns = cx.now_ns() + POLL_NS;
             }
@@ -462,11 +477,12 @@ unsafe impl Source for VringSource {
 
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
+        self.engine_exits |= cx.engine_exits();
         self.cancel_watch(cx);
     }
 
     fn is_stopped(&self) -> bool {
-        let idle = self.in_flight == 0 && (!self.unpublished || self.rejected);
+        let idle = self.in_flight == 0 && (!self.unpublished || self.rejected) && !self.has_recovered();
         self.stopping && idle && !self.poll_armed && !self.cancel_armed
     }
 }
