@@ -118,6 +118,15 @@ fn writes_are_durable_when_the_write_cache_is_off() {
     assert_eq!(write_flushes(&mut front), fua);
     let config = front.connection.ask(GET_CONFIG, &[words(&[32, 1, 0]), vec![0]].concat());
     assert_eq!(config.payload[12..], [0]);
+    // As front ends show a driver what was written last, a reset changes nothing.
+    for (code, payload) in [(SET_STATUS, longs(&[0])), (RESET_DEVICE, vec![])] {
+        front.stop(0);
+        front.connection.done(code, &payload, &[]);
+        front.connection.done(SET_FEATURES, &FEATURES.to_ne_bytes(), &[]);
+        let base = front.used_index(0);
+        front.start(0, base);
+        assert_eq!(write_flushes(&mut front), fua, "{code}");
+    }
     front.connection.done(SET_CONFIG, &writeback(1), &[]);
     assert_eq!(write_flushes(&mut front), 0);
     // Nothing else may be written, nor another value.
@@ -275,5 +284,38 @@ fn a_ring_without_a_kick_eventfd_is_polled() {
     for _ in 0..3 {
         front.submit(0, OUT, 0, DATA, 512);
         assert_eq!(front.wait(0, 1)[0].1, 0);
+    }
+}
+
+/// A front end that pauses as soon as it has connected to the next daemon.
+#[test]
+fn a_ring_that_stops_begins_what_was_in_flight_first() {
+    let served = serve(ram(), 1);
+    for _ in 0..30 {
+        let mut front = FrontEnd::new(&served.path, FEATURES, 1);
+        let sizes = [1u16, SIZE].map(u16::to_ne_bytes).concat();
+        let inflight = front.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
+        let file = inflight.file.as_ref().unwrap().as_fd();
+        // Three requests that a daemon took and did not complete, and one that it did not take.
+        let heads = [0; 4].map(|_| front.submit(0, OUT, 0, DATA, 512));
+        let mut record = vec![0; 16 + 16 * usize::from(SIZE)];
+        record[8..16].copy_from_slice(&[1, SIZE, 0, 0].map(u16::to_ne_bytes).concat());
+        for (number, head) in heads.into_iter().take(3).enumerate() {
+            let at = 16 + 16 * usize::from(head);
+            record[at] = 1;
+            record[at + 8..at + 16].copy_from_slice(&(number as u64).to_ne_bytes());
+        }
+        assert_eq!(rustix::io::pwrite(file, &record, 0).unwrap(), record.len());
+        front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
+        // Started and stopped by messages that arrive as one.
+        front.prepare(0, 0);
+        let start = [words(&[SET_VRING_ENABLE, 1, 8, 0, 1]), words(&[GET_VRING_BASE, 1, 8, 0, 0])].concat();
+        front.connection.bytes(&start, &[]);
+        let base = u32::from_ne_bytes(front.connection.reply().unwrap().payload[4..8].try_into().unwrap());
+        assert!((3..=4).contains(&base), "{base}");
+        let done: Vec<u16> = front.completed(0).iter().map(|it| it.0).collect();
+        assert_eq!(done, heads[..base as usize], "all that was taken has completed");
+        drop(front);
+        served.until_idle();
     }
 }

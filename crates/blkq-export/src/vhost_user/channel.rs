@@ -5,18 +5,25 @@
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    SendAncillaryMessage, SendFlags, Shutdown, recvmsg, sendmsg, shutdown,
 };
 
+use super::foreign::Foreign;
 use super::message::{FILES_MAX, HEADER_BYTES, Header, Refusal, Reply, refuse};
 
 /// Replies that wait for a front end that does not read them; then its requests are not read either.
 const WAITING_MAX: usize = 1;
+/// How long the rest of a message, or the reading of a reply, may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Most descriptors that the kernel passes at once (SCM_MAX_FD): what it cannot deliver it closes itself,
+/// on the thread that receives.
+const PASSED_MAX: usize = 253;
 
 /// Why a connection is over.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -37,7 +44,7 @@ pub struct Incoming {
     /// Its payload.
     pub payload: Vec<u8>,
     /// Its descriptors.
-    pub files: Vec<OwnedFd>,
+    pub files: Vec<Foreign>,
 }
 
 /// A reply that has not left as a whole.
@@ -48,24 +55,44 @@ struct Waiting {
 
 /// The socket of a front end.
 pub struct Channel {
-    socket: OwnedFd,
+    socket: Foreign,
     /// The bytes that have arrived of the next message.
     bytes: Vec<u8>,
     header: Option<Header>,
-    files: Vec<OwnedFd>,
+    files: Vec<Foreign>,
     waiting: VecDeque<Waiting>,
+    /// Since when the rest of a message, or the reading of a reply, is waited for.
+    since: Option<Instant>,
 }
 
 impl Channel {
     /// The channel over `socket`, which need not be set not to block.
-    pub fn new(socket: OwnedFd) -> Channel {
+    pub fn new(socket: Foreign) -> Channel {
         Channel {
             socket,
             bytes: Vec::with_capacity(HEADER_BYTES),
             header: None,
             files: Vec::new(),
             waiting: VecDeque::new(),
+            since: None,
         }
+    }
+
+    /// When the front end must have sent the rest of a message, or read a reply.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.since.map(|since| since + PATIENCE)
+    }
+
+    /// Whether it has, at `now`. To be called after all was received and sent that can be.
+    ///
+    /// # Errors
+    /// That it has not.
+    pub fn check_deadline(&self, now: Instant) -> Result<(), Closed> {
+        if self.deadline().is_none_or(|deadline| now < deadline) {
+            return Ok(());
+        }
+        let what = if self.waiting.is_empty() { "sent the rest of a message" } else { "read a reply" };
+        Err(Closed::Violation(refuse(format!("it has not {what} for {} s", PATIENCE.as_secs()))))
     }
 
     /// Whether requests are read, and whether replies wait: what to poll for.
@@ -83,7 +110,12 @@ impl Channel {
             if self.bytes.len() < wanted {
                 match self.receive_some(wanted) {
                     Ok(()) => {}
-                    Err(Closed::Socket(Errno::AGAIN)) => return Ok(None),
+                    Err(Closed::Socket(Errno::AGAIN)) => {
+                        if !self.bytes.is_empty() {
+                            self.since.get_or_insert_with(Instant::now);
+                        }
+                        return Ok(None);
+                    }
                     Err(Closed::Socket(Errno::INTR)) => continue,
                     Err(closed) => return Err(closed),
                 }
@@ -98,7 +130,7 @@ impl Channel {
                     self.header = Some(Header::parse(bytes).map_err(Closed::Violation)?);
                 }
                 Some(header) => {
-                    self.header = None;
+                    (self.header, self.since) = (None, None);
                     let payload = self.bytes.split_off(HEADER_BYTES);
                     self.bytes.clear();
                     return Ok(Some(Incoming { header, payload, files: std::mem::take(&mut self.files) }));
@@ -111,15 +143,14 @@ impl Channel {
     fn receive_some(&mut self, wanted: usize) -> Result<(), Closed> {
         let before = self.bytes.len();
         self.bytes.resize(wanted, 0);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut into = [IoSliceMut::new(&mut self.bytes[before..])];
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let received = recvmsg(&self.socket, &mut into, &mut control, flags);
-        // Those that are not taken are closed with the buffer.
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(files) = message {
-                self.files.extend(files);
+                self.files.extend(files.map(Foreign::new));
             }
         }
         let received = match received {
@@ -162,15 +193,26 @@ impl Channel {
             match send_some(self.socket.as_fd(), &reply.bytes[*sent..], file) {
                 Ok(bytes) => *sent += bytes,
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::AGAIN) => {
+                    self.since.get_or_insert_with(Instant::now);
+                    return Ok(());
+                }
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(Closed::ByPeer),
                 Err(errno) => return Err(Closed::Socket(errno)),
             }
             if *sent == reply.bytes.len() {
                 self.waiting.pop_front();
+                self.since = None;
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // For the front end it is closed now, whenever that is done.
+        let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
 
@@ -205,7 +247,7 @@ mod tests {
 
     fn pair() -> (UnixStream, Channel) {
         let (front, back) = UnixStream::pair().unwrap();
-        (front, Channel::new(back.into()))
+        (front, Channel::new(Foreign::new(back.into())))
     }
 
     fn header(code: u32, flags: u32, size: u32) -> Vec<u8> {

@@ -1,7 +1,7 @@
 //! The control thread of a device: accepts front ends, one at a time, and does what they ask for. It
 //! waits in poll(2), and for engines that drain a ring; for no front end.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 
 use super::channel::{Channel, Closed};
+use super::foreign::{Foreign, are_too_many};
+use super::message::refuse;
 use super::session::Session;
 use super::shared::Shared;
 use super::status::Event;
@@ -42,7 +44,9 @@ pub struct Control {
 struct Ready {
     woken: bool,
     arrival: bool,
-    front_end: PollFlags,
+    front_end: bool,
+    /// Of the socket of this side's requests.
+    requests: PollFlags,
 }
 
 impl Control {
@@ -61,33 +65,40 @@ impl Control {
             }
         }
         self.disconnect(None);
+        close_listener(self.listener);
     }
 
     fn wait(&mut self) -> Ready {
         let now = Instant::now();
         let pause = self.accept_at.map(|at| at.saturating_duration_since(now));
         let accepts = pause.is_none_or(|pause| pause.is_zero());
-        let timeout = if accepts { None } else { pause };
+        let deadline = self.connected.as_ref().and_then(|connected| connected.channel.deadline());
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(now));
+        let timeout = pause.filter(|_| !accepts).into_iter().chain(left).min();
         let timeout = timeout
             .map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: i64::from(it.subsec_nanos()) + 1 });
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];
         let events = if accepts { PollFlags::IN } else { PollFlags::empty() };
         polls.push(PollFd::from_borrowed_fd(self.listener.as_fd(), events));
-        if let Some(Connected { channel, .. }) = &self.connected {
+        if let Some(Connected { channel, session }) = &self.connected {
             let (read, write) = channel.interest();
             let mut events = PollFlags::empty();
             events.set(PollFlags::IN, read);
             events.set(PollFlags::OUT, write);
             polls.push(PollFd::from_borrowed_fd(channel.as_fd(), events));
+            if let Some(socket) = session.request_socket() {
+                polls.push(PollFd::from_borrowed_fd(socket, PollFlags::IN));
+            }
         }
         // An error, and an interruption, are looked at as if all were ready: nothing here blocks.
         match poll(&mut polls, timeout.as_ref()) {
             Ok(_) => Ready {
                 woken: !polls[0].revents().is_empty(),
                 arrival: accepts && !polls[1].revents().is_empty(),
-                front_end: polls.get(2).map_or(PollFlags::empty(), |poll| poll.revents()),
+                front_end: polls.get(2).is_some_and(|poll| !poll.revents().is_empty()),
+                requests: polls.get(3).map_or(PollFlags::empty(), PollFd::revents),
             },
-            Err(_) => Ready { woken: true, arrival: false, front_end: PollFlags::empty() },
+            Err(_) => Ready { woken: true, arrival: false, front_end: true, requests: PollFlags::empty() },
         }
     }
 
@@ -101,9 +112,13 @@ impl Control {
                 session.report_rejections();
             }
         }
-        if !ready.front_end.is_empty()
-            && let Err(closed) = self.exchange()
+        if !ready.requests.is_empty()
+            && let Some(Connected { session, .. }) = &mut self.connected
         {
+            session.close_request_socket(ready.requests);
+        }
+        let exchanged = if ready.front_end { self.exchange() } else { Ok(()) };
+        if let Err(closed) = exchanged.and_then(|()| self.check_deadline()) {
             self.disconnect(match closed {
                 Closed::ByPeer => None,
                 Closed::Violation(refusal) => Some(refusal.0),
@@ -123,6 +138,9 @@ impl Control {
             if !channel.interest().0 || self.shared.stopping.load(SeqCst) {
                 break;
             }
+            if are_too_many() {
+                return Err(Closed::Violation(refuse("too many descriptors of front ends cannot be closed")));
+            }
             let Some(message) = channel.receive()? else { break };
             if let Some(reply) = session.handle(message).map_err(Closed::Violation)? {
                 channel.send(reply)?;
@@ -131,10 +149,18 @@ impl Control {
         Ok(())
     }
 
+    fn check_deadline(&self) -> Result<(), Closed> {
+        self.connected.as_ref().map_or(Ok(()), |connected| connected.channel.check_deadline(Instant::now()))
+    }
+
     fn accept(&mut self) {
         self.accept_at = None;
+        if are_too_many() {
+            // One more socket could not be closed either.
+            return self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
+        }
         let socket = match accept_with(&self.listener, SocketFlags::CLOEXEC) {
-            Ok(socket) => socket,
+            Ok(socket) => Foreign::new(socket),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
             // Out of descriptors or memory: again at once would only fail again.
             Err(_) => return self.accept_at = Some(Instant::now() + ACCEPT_PAUSE),
@@ -162,7 +188,18 @@ impl Control {
     }
 }
 
-fn peer_name(socket: &OwnedFd) -> String {
+/// Closes `listener`. Connections that wait there, with whatever descriptors in their queues, are
+/// closed by other threads.
+pub fn close_listener(listener: Listener) {
+    // An inherited socket is that of other processes too.
+    if listener.unix_path().is_some() && shutdown(&listener, Shutdown::Both).is_ok() {
+        while let Ok(socket) = accept_with(&listener, SocketFlags::CLOEXEC) {
+            drop(Foreign::new(socket));
+        }
+    }
+}
+
+fn peer_name(socket: &Foreign) -> String {
     match Peer::of(socket) {
         Ok(Peer { pid, uid }) => {
             format!("pid {}, uid {}", rustix::process::Pid::as_raw(pid), uid.as_raw())

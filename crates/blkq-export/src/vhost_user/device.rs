@@ -10,10 +10,10 @@ use std::time::Duration;
 use blkq::{Disk, EngineHandle, Error, ErrorKind};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::control::Control;
+use super::control::{Control, close_listener};
 use super::registration::RegisterMemory;
 use super::shared::Shared;
-use super::status::{FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
+use super::status::{FrontEnd, FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::nbd::{Listen, Listener, SocketAccess};
 
 /// How often a device that stops checks whether a front end has blocked one of its engines.
@@ -103,6 +103,7 @@ impl VhostUserDevice {
             disk: disk.clone(),
             engines: engines.to_vec(),
             serial: options.serial.into(),
+            address: rustix::net::getsockname(&listener).ok(),
             registry: Registry::new(options.idle_event, options.report_event),
             register_memory: options.register_memory,
             wake: Arc::new(wake),
@@ -193,20 +194,43 @@ impl VhostUserDevice {
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         if force {
             self.shared.registry.close();
-        } else if !self.shared.registry.close_if_empty() {
+        } else if !self.shared.registry.close_if(|front_end| front_end.is_none()) {
             return Err(Error::new(ErrorKind::Busy, "a front end is connected"));
         }
+        self.finish();
+        Ok(())
+    }
+
+    /// Stops the device for another daemon that goes on with it: as [`VhostUserDevice::stop`] with force,
+    /// but the front end that is connected must keep a record of its requests in flight.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if it keeps none; the device goes on.
+    pub fn stop_for_next(&self) -> Result<(), Error> {
+        let may_close = |front_end: Option<&FrontEnd>| front_end.is_none_or(FrontEnd::is_recorded);
+        if !self.shared.registry.close_if(may_close) {
+            return Err(Error::new(ErrorKind::Busy, "the front end keeps no record of requests in flight"));
+        }
+        self.finish();
+        Ok(())
+    }
+
+    /// Front ends are turned away: drops the one that there is.
+    fn finish(&self) {
         self.shared.stopping.store(true, SeqCst);
         self.shared.wake();
         let state = std::mem::replace(&mut *self.state(), State::Stopped);
-        if let State::Serving(thread) = state {
-            while !thread.is_finished() {
-                self.shared.registry.release_blocked_calls();
-                std::thread::sleep(STOP_POLL);
+        match state {
+            State::Listening(listener) => close_listener(listener),
+            State::Serving(thread) => {
+                while !thread.is_finished() {
+                    self.shared.registry.release_blocked_calls();
+                    std::thread::sleep(STOP_POLL);
+                }
+                let _ = thread.join();
             }
-            let _ = thread.join();
+            State::Stopped => {}
         }
-        Ok(())
     }
 }
 

@@ -1,32 +1,9 @@
-//! The eventfds of a front end: what one may be, and how not to wait for it.
+//! The eventfds of a front end, and how not to wait for them.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
-use rustix::net::sockopt::{socket_domain, socket_type};
-use rustix::net::{AddressFamily, Shutdown, SocketType, shutdown};
-
-use super::message::{Refusal, refuse};
-
-/// Refuses what is neither an eventfd nor a unix stream socket (user-mode Linux has a pair of those, and
-/// calls it a pipe): an engine writes to it, and must not wait for a file system. A pipe would be as good,
-/// but for [`unblock`].
-pub fn check_event(file: &OwnedFd) -> Result<(), Refusal> {
-    let found = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::TYPE)
-        .map_err(|errno| refuse(format!("its descriptor: {errno}")))?;
-    // The kernel's anonymous files have no type.
-    let kind = u32::from(found.stx_mode) & libc::S_IFMT;
-    let is_stream = || {
-        FileType::from_raw_mode(kind) == FileType::Socket
-            && socket_domain(file) == Ok(AddressFamily::UNIX)
-            && socket_type(file) == Ok(SocketType::STREAM)
-    };
-    if kind == 0 || is_stream() {
-        return Ok(());
-    }
-    Err(refuse("its descriptor is neither an eventfd nor a unix stream socket"))
-}
+use rustix::net::{Shutdown, shutdown};
 
 /// Whether a write to it ([`PollFlags::OUT`]) or a read of it would not block now.
 pub fn is_ready(file: &OwnedFd, events: PollFlags) -> bool {
@@ -55,25 +32,12 @@ pub fn unblock(file: &OwnedFd) {
 mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{OFlags, fcntl_setfl};
-    use rustix::net::{SocketFlags, socketpair};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::*;
 
     fn sockets(kind: SocketType) -> (OwnedFd, OwnedFd) {
         socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap()
-    }
-
-    #[test]
-    fn eventfds_and_stream_sockets_are_accepted_and_nothing_else() {
-        let event = eventfd(0, EventfdFlags::empty()).unwrap();
-        assert_eq!(check_event(&event), Ok(()));
-        assert_eq!(check_event(&sockets(SocketType::STREAM).0), Ok(()));
-        assert!(check_event(&sockets(SocketType::DGRAM).0).is_err());
-        assert!(check_event(&std::net::UdpSocket::bind("127.0.0.1:0").unwrap().into()).is_err());
-        assert!(check_event(&rustix::pipe::pipe().unwrap().1).is_err());
-        for path in ["/dev/null", "/proc/self/exe", "/tmp"] {
-            assert!(check_event(&std::fs::File::open(path).unwrap().into()).is_err(), "{path}");
-        }
     }
 
     #[test]

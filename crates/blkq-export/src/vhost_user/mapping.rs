@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 
 use blkq::{Error, ErrorKind};
 use rustix::fs::{FileType, fstat, fstatfs};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::sigbus::Guard;
@@ -39,6 +40,33 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
+fn invalid(what: String) -> Error {
+    Error::new(ErrorKind::Invalid, format!("guest memory: {what}"))
+}
+
+fn failed(what: &'static str) -> impl FnOnce(Errno) -> Error {
+    move |errno| Error::system(format!("guest memory: {what}"), errno)
+}
+
+/// Asks the file system of `file` of which type it is, which may take as long as that likes. Returns the
+/// bytes of its pages.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] if it is none of [`LOCAL_FILE_SYSTEMS`]; the kernel's error.
+pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
+    let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
+    let kind = system.f_type as u64 & 0xffff_ffff;
+    if !LOCAL_FILE_SYSTEMS.iter().any(|(known, _)| *known == kind) {
+        let names: Vec<&str> = LOCAL_FILE_SYSTEMS.iter().map(|(_, name)| *name).collect();
+        return Err(invalid(format!(
+            "the file lies on a file system of type {kind:#x}, not on one of {}",
+            names.join(", ")
+        )));
+    }
+    // Huge pages are mapped, and unmapped, as a whole.
+    Ok(if kind == HUGETLBFS { system.f_bsize as u64 } else { page_bytes() })
+}
+
 impl Mapping {
     /// Maps `length` bytes of `file` from `offset` on; the file need not stay open.
     ///
@@ -46,8 +74,6 @@ impl Mapping {
     /// [`ErrorKind::Invalid`] for a file that is too short, or that lies where a page fault may never
     /// be answered; [`ErrorKind::System`] with the kernel's words.
     pub fn new(file: BorrowedFd<'_>, offset: u64, length: u64) -> Result<Mapping, Error> {
-        let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("guest memory: {what}"));
-        let failed = |what: &'static str| move |e| Error::system(format!("guest memory: {what}"), e);
         let status = fstat(file).map_err(failed("cannot examine the file"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(invalid("the descriptor is not of a memory file".into()));
@@ -60,17 +86,7 @@ impl Mapping {
         if end > bytes {
             return Err(invalid(format!("the file has {bytes} bytes, and the region needs {end}")));
         }
-        let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
-        let kind = system.f_type as u64 & 0xffff_ffff;
-        if !LOCAL_FILE_SYSTEMS.iter().any(|(known, _)| *known == kind) {
-            let names: Vec<&str> = LOCAL_FILE_SYSTEMS.iter().map(|(_, name)| *name).collect();
-            return Err(invalid(format!(
-                "the file lies on a file system of type {kind:#x}, not on one of {}",
-                names.join(", ")
-            )));
-        }
-        // Huge pages are mapped, and unmapped, as a whole.
-        let page = if kind == HUGETLBFS { system.f_bsize as u64 } else { page_bytes() };
+        let page = check_file_system(file)?;
         if !page.is_power_of_two() {
             return Err(invalid(format!("a page of {page} bytes")));
         }

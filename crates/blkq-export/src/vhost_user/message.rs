@@ -5,6 +5,8 @@ use std::os::fd::OwnedFd;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::foreign::Foreign;
+
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = size_of::<Header>();
 /// Longest payload that any known request has, rounded up: a longer one is a violation.
@@ -248,26 +250,26 @@ pub enum Request {
     SetFeatures(u64),
     SetOwner,
     ResetOwner,
-    SetMemTable(Vec<(Region, OwnedFd)>),
+    SetMemTable(Vec<(Region, Foreign)>),
     SetVringNum(VringState),
     SetVringAddr(VringAddresses),
     SetVringBase(VringState),
     GetVringBase(VringState),
-    SetVringKick(u32, Option<OwnedFd>),
-    SetVringCall(u32, Option<OwnedFd>),
-    SetVringErr(u32, Option<OwnedFd>),
+    SetVringKick(u32, Option<Foreign>),
+    SetVringCall(u32, Option<Foreign>),
+    SetVringErr(u32, Option<Foreign>),
     GetProtocolFeatures,
     SetProtocolFeatures(u64),
     GetQueueNum,
     SetVringEnable(VringState),
-    SetBackendReqFd(OwnedFd),
+    SetBackendReqFd(Foreign),
     GetConfig(ConfigRange),
     SetConfig(ConfigRange, Vec<u8>),
     GetInflightFd(InflightArea),
-    SetInflightFd(InflightArea, OwnedFd),
+    SetInflightFd(InflightArea, Foreign),
     ResetDevice,
     GetMaxMemSlots,
-    AddMemReg(Region, OwnedFd),
+    AddMemReg(Region, Foreign),
     RemMemReg(Region),
     SetStatus(u64),
     GetStatus,
@@ -279,7 +281,7 @@ impl Request {
     ///
     /// # Errors
     /// An unknown request, a payload of a wrong size, descriptors missing or superfluous.
-    pub fn parse(header: &Header, payload: &[u8], files: Vec<OwnedFd>) -> Result<Request, Refusal> {
+    pub fn parse(header: &Header, payload: &[u8], files: Vec<Foreign>) -> Result<Request, Refusal> {
         let mut files = files.into_iter();
         let request = match header.code {
             code::GET_FEATURES => empty(payload, Request::GetFeatures)?,
@@ -341,7 +343,7 @@ fn wrong_size(payload: &[u8]) -> Refusal {
     refuse(format!("its payload has {} bytes", payload.len()))
 }
 
-fn needed(file: Option<OwnedFd>) -> Result<OwnedFd, Refusal> {
+fn needed(file: Option<Foreign>) -> Result<Foreign, Refusal> {
     file.ok_or_else(|| refuse("its descriptor is missing"))
 }
 
@@ -354,7 +356,7 @@ fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
     T::read_from_bytes(payload).map_err(|_| wrong_size(payload))
 }
 
-fn mem_table(payload: &[u8], files: Vec<OwnedFd>) -> Result<Vec<(Region, OwnedFd)>, Refusal> {
+fn mem_table(payload: &[u8], files: Vec<Foreign>) -> Result<Vec<(Region, Foreign)>, Refusal> {
     let (counts, mut rest) = <[u32; 2]>::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     let count = counts[0] as usize;
     if count > FILES_MAX || rest.len() != count * size_of::<Region>() {
@@ -378,7 +380,7 @@ fn single_region(payload: &[u8]) -> Result<Region, Refusal> {
 }
 
 /// The number of a ring, and its eventfd.
-fn ring_file(payload: &[u8], file: Option<OwnedFd>) -> Result<(u32, Option<OwnedFd>), Refusal> {
+fn ring_file(payload: &[u8], file: Option<Foreign>) -> Result<(u32, Option<Foreign>), Refusal> {
     let value: u64 = whole(payload)?;
     if value & !(NO_FILE | 0xff) != 0 {
         return Err(refuse(format!("ring {value:#x}")));

@@ -3,7 +3,7 @@
 //! A `device` has a thread that serves one front end at a time (`control`): whole messages arrive over
 //! a `channel`, are parsed by `message`, and a `session` does what they ask for: it makes the table of
 //! memory, and has each `vring` served by a `source` on an engine. `shared` and `status` are what all of
-//! them see.
+//! them see, and `foreign` are the descriptors of a front end, which may hang.
 //!
 //! `memory` is the guest's memory, made of `mapping`s, with `sigbus` for those that shrink, and `registration` for
 //! rings of the kernel that know it; `ring` a
@@ -23,6 +23,7 @@ mod control;
 mod descriptor;
 mod device;
 mod event;
+mod foreign;
 #[cfg(test)]
 mod harness;
 mod inflight;

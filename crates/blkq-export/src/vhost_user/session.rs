@@ -1,14 +1,18 @@
 //! A front end that is connected: it negotiates, and its requests change the table of memory and the
 //! rings. This runs on the control thread, which may wait for engines; they never wait for it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+
 use super::abi::feature;
 use super::channel::{Incoming, send_some};
 use super::config::{WRITEBACK_AT, config, features};
+use super::foreign::Foreign;
 use super::inflight::InflightRegion;
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
@@ -38,8 +42,8 @@ pub struct Session {
     inflight: Option<Arc<InflightRegion>>,
     /// A ring was served: what is recorded as in flight is this session's.
     has_served: bool,
-    /// Where its own requests go.
-    backend: Option<OwnedFd>,
+    /// Where requests of this side go.
+    request_socket: Option<Foreign>,
     /// The write cache, as the driver switched it.
     writeback: bool,
     /// Writes are durable when they complete.
@@ -67,7 +71,7 @@ impl Session {
             vrings: (0..VRINGS_MAX).map(Vring::new).collect(),
             inflight: None,
             has_served: false,
-            backend: None,
+            request_socket: None,
             writeback: true,
             // Until the driver shows that it can flush.
             write_through: Arc::new(AtomicBool::new(true)),
@@ -112,8 +116,9 @@ impl Session {
             Request::SetOwner => self.begin()?,
             Request::ResetOwner => self.stop_rings(),
             Request::SetMemTable(regions) => {
-                let specs = regions.into_iter().map(|(region, file)| spec(region, file)).collect();
-                self.set_memory(GuestMemory::map(specs)?);
+                let specs: Result<_, _> =
+                    regions.into_iter().map(|(region, file)| spec(region, file)).collect();
+                self.set_memory(GuestMemory::map(specs?)?);
             }
             Request::SetVringNum(VringState { index, number }) => self.vring(index)?.set_size(number)?,
             Request::SetVringAddr(addresses) => self.vring(addresses.index)?.set_addresses(addresses)?,
@@ -129,8 +134,14 @@ impl Session {
                 self.vring(index)?.set_kick(&shared, file)?;
                 self.start_ring(index);
             }
-            Request::SetVringCall(index, file) => self.vring(index)?.set_call(file)?,
-            Request::SetVringErr(index, file) => self.vring(index)?.set_error(file)?,
+            Request::SetVringCall(index, file) => {
+                let shared = self.shared.clone();
+                self.vring(index)?.set_call(&shared, file)?;
+            }
+            Request::SetVringErr(index, file) => {
+                let shared = self.shared.clone();
+                self.vring(index)?.set_error(&shared, file)?;
+            }
             Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
             Request::SetProtocolFeatures(features) => {
                 if features & !protocol::OFFERED != 0 {
@@ -152,7 +163,8 @@ impl Session {
             }
             Request::SetBackendReqFd(socket) => {
                 self.need(protocol::BACKEND_REQ, "BACKEND_REQ")?;
-                self.backend = Some(socket);
+                socket.check_socket(self.shared.address.as_ref())?;
+                self.request_socket = Some(socket);
             }
             Request::GetConfig(range) => return Ok(Some(self.config(range))),
             Request::SetConfig(range, bytes) => self.set_config(range, &bytes)?,
@@ -168,7 +180,7 @@ impl Session {
             }
             Request::AddMemReg(region, file) => {
                 self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
-                self.set_memory(self.memory.with_region(spec(region, file))?);
+                self.set_memory(self.memory.with_region(spec(region, file)?)?);
             }
             Request::RemMemReg(region) => {
                 self.need(protocol::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")?;
@@ -312,14 +324,14 @@ impl Session {
         }
     }
 
-    /// As it was, but for what the front end thinks that this side keeps: the protocol features and the
-    /// memory.
+    /// As it was, but for what the front end thinks that this side keeps: the protocol features, the
+    /// memory, and the write cache (virtio 1.2, 5.2.5: after a reset it may be on or off). QEMU goes on to
+    /// show drivers what was last written there, and writes no more than changes.
     fn reset(&mut self) {
         let shared = self.shared.clone();
         self.vrings.iter_mut().for_each(|vring| vring.reset(&shared));
         self.forget_in_flight();
-        (self.features, self.status, self.writeback) = (0, 0, true);
-        self.note_cache();
+        (self.features, self.status) = (0, 0);
         self.switch_cache();
     }
 
@@ -365,7 +377,7 @@ impl Session {
         Ok(Reply { file: Some(file), ..Reply::new(code::GET_INFLIGHT_FD, payload) })
     }
 
-    fn set_inflight(&mut self, area: InflightArea, file: OwnedFd) -> Result<(), Refusal> {
+    fn set_inflight(&mut self, area: InflightArea, file: Foreign) -> Result<(), Refusal> {
         self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         check_inflight(&area)?;
         if self.vrings.iter().any(Vring::is_served) {
@@ -373,6 +385,7 @@ impl Session {
         }
         let packed = self.features & feature::RING_PACKED != 0;
         let InflightArea { size, offset, queues, queue_size, .. } = area;
+        let file = file.into_memory()?;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
         self.shared.registry.set_recorded(true);
         // An earlier daemon of this front end knew how the driver had switched the cache, and the front
@@ -387,15 +400,35 @@ impl Session {
 
     /// The configuration has changed: the front end is notified, if it can be.
     pub fn config_changed(&mut self) {
-        let Some(socket) = &self.backend else { return };
+        let Some(socket) = &self.request_socket else { return };
         let message = config_change();
-        let failed = match send_some(socket.as_fd(), &message, None) {
-            Ok(bytes) if bytes == message.len() => return,
-            Ok(_) => "a part of a message left".to_owned(),
-            Err(errno) => errno.to_string(),
-        };
-        self.backend = None;
-        let reason = format!("it is not notified of the device's new size: {failed}");
+        match send_some(socket.as_fd(), &message, None) {
+            Ok(bytes) if bytes == message.len() => {}
+            // Such messages wait there already: it has yet to read the configuration.
+            Err(Errno::AGAIN) => {}
+            Ok(_) => self.give_up_requests("a part of a message left"),
+            Err(errno) => self.give_up_requests(&errno.to_string()),
+        }
+    }
+
+    /// Where requests of this side go: to be polled, for input that does not come.
+    pub fn request_socket(&self) -> Option<BorrowedFd<'_>> {
+        self.request_socket.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Closes that socket, of which poll(2) returned `events`. In its queue could be a descriptor of the
+    /// front end's own connection, which then would not close.
+    pub fn close_request_socket(&mut self, events: PollFlags) {
+        if events.contains(PollFlags::HUP) {
+            self.request_socket = None;
+        } else {
+            self.give_up_requests("it sends what is no reply, as none is asked for");
+        }
+    }
+
+    fn give_up_requests(&mut self, why: &str) {
+        self.request_socket = None;
+        let reason = format!("it is not notified of the device's new size: {why}");
         self.shared.registry.report(&self.peer, Event::Refused(reason));
     }
 
@@ -444,7 +477,8 @@ fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn spec(region: Region, file: OwnedFd) -> RegionSpec {
+fn spec(region: Region, file: Foreign) -> Result<RegionSpec, Refusal> {
     let Region { guest, size, user, offset } = region;
-    RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset }
+    let file = file.into_memory()?;
+    Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use blkq::{Disk, EngineHandle};
+use rustix::net::SocketAddrAny;
 
 use super::event::signal;
 use super::registration::RegisterMemory;
@@ -17,6 +18,8 @@ pub struct Shared {
     pub engines: Vec<EngineHandle>,
     /// The serial number that guests see: its first 20 bytes.
     pub serial: Arc<str>,
+    /// Where it listens.
+    pub address: Option<SocketAddrAny>,
     pub registry: Registry,
     /// Guest memory is registered with the engines' rings.
     pub register_memory: Option<RegisterMemory>,

@@ -248,7 +248,7 @@ impl RingStatus {
 }
 
 /// The front end that is connected.
-struct FrontEnd {
+pub(super) struct FrontEnd {
     id: u64,
     peer: String,
     since: Instant,
@@ -261,6 +261,11 @@ struct FrontEnd {
 }
 
 impl FrontEnd {
+    /// It keeps a record of its requests in flight.
+    pub fn is_recorded(&self) -> bool {
+        self.recorded
+    }
+
     fn counters(&self) -> VhostUserCounters {
         let mut sum = self.earlier;
         self.rings.iter().for_each(|ring| sum += ring.counters());
@@ -420,12 +425,13 @@ impl Registry {
         self.state().front_end.is_some()
     }
 
-    /// Turns all front ends away from now on; false, and nothing has changed, if one is connected.
-    pub fn close_if_empty(&self) -> bool {
+    /// Turns all front ends away from now on, if `may` allows it by the one that is connected; false, and
+    /// nothing has changed, if not.
+    pub fn close_if(&self, may: impl FnOnce(Option<&FrontEnd>) -> bool) -> bool {
         let mut state = self.state();
-        let empty = state.front_end.is_none();
-        state.closed |= empty;
-        empty
+        let closes = may(state.front_end.as_ref());
+        state.closed |= closes;
+        closes
     }
 
     pub fn close(&self) {
@@ -474,7 +480,7 @@ mod tests {
     fn one_front_end_at_a_time() {
         let registry = Registry::new(None, None);
         assert!(registry.admit("a") && !registry.admit("b"));
-        assert!(!registry.close_if_empty() && registry.pause_if_empty().is_none());
+        assert!(!registry.close_if(|front_end| front_end.is_none()) && registry.pause_if_empty().is_none());
         registry.leave();
         let paused = registry.pause_if_empty();
         assert!(paused.is_some() && !registry.admit("c"));
@@ -482,7 +488,7 @@ mod tests {
         assert!(registry.admit("d"));
         assert_eq!(registry.front_end().unwrap().id, 2);
         registry.leave();
-        assert!(registry.close_if_empty() && !registry.admit("e"));
+        assert!(registry.close_if(|front_end| front_end.is_none()) && !registry.admit("e"));
         let counters = registry.counters();
         assert_eq!((counters.connections, counters.refused_connections), (2, 3));
     }

@@ -8,11 +8,9 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use blkq::{EngineHandle, SourceId};
-use rustix::event::PollFlags;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::abi::feature;
-use super::event::{check_event, is_ready, signal};
+use super::foreign::{Foreign, signal_elsewhere};
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::message::{Refusal, VringAddresses, refuse};
@@ -68,7 +66,7 @@ pub struct Vring {
     base: u32,
     kick: Kick,
     call: Option<Arc<OwnedFd>>,
-    error: Option<OwnedFd>,
+    error: Option<Arc<OwnedFd>>,
     enabled: Option<bool>,
     serving: Option<Serving>,
 }
@@ -128,20 +126,16 @@ impl Vring {
     }
 
     /// Sets the eventfd that the guest kicks; the ring is started with it.
-    pub fn set_kick(&mut self, shared: &Shared, file: Option<OwnedFd>) -> Result<(), Refusal> {
-        if let Some(file) = &file {
-            check_event(file)?;
-        }
+    pub fn set_kick(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
+        let file = file.map(|file| file.into_event()).transpose()?;
         self.stop(shared);
         self.kick = file.map_or(Kick::Polled, |file| Kick::Event(Arc::new(file)));
         Ok(())
     }
 
     /// Sets the eventfd by which the guest is called.
-    pub fn set_call(&mut self, file: Option<OwnedFd>) -> Result<(), Refusal> {
-        if let Some(file) = &file {
-            check_event(file)?;
-        }
+    pub fn set_call(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
+        let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         self.call = file.map(Arc::new);
         if let Some(Serving { engine, id, status, .. }) = &self.serving {
             status.set_call(self.call.clone());
@@ -151,14 +145,9 @@ impl Vring {
     }
 
     /// Sets the eventfd that is written when the ring is rejected.
-    pub fn set_error(&mut self, file: Option<OwnedFd>) -> Result<(), Refusal> {
-        if let Some(file) = &file {
-            check_event(file)?;
-            // Nobody waits for it by reading, and this thread shall not wait by writing.
-            let flags = fcntl_getfl(file).and_then(|flags| fcntl_setfl(file, flags | OFlags::NONBLOCK));
-            flags.map_err(|errno| refuse(format!("its descriptor: {errno}")))?;
-        }
-        self.error = file;
+    pub fn set_error(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
+        let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
+        self.error = file.map(Arc::new);
         Ok(())
     }
 
@@ -262,10 +251,8 @@ impl Vring {
         let serving = self.serving.as_mut().filter(|serving| !serving.reported)?;
         let reason = serving.status.rejected.get()?.clone();
         serving.reported = true;
-        if let Some(error) = &self.error
-            && is_ready(error, PollFlags::OUT)
-        {
-            signal(error);
+        if let Some(error) = &self.error {
+            signal_elsewhere(error.clone());
         }
         Some(reason)
     }

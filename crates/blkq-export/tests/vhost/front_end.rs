@@ -138,14 +138,18 @@ impl Connection {
 
     /// Sends a message as it is.
     pub fn raw(&self, header: [u32; 3], payload: &[u8], files: &[BorrowedFd<'_>]) {
-        let bytes = [words(&header), payload.to_vec()].concat();
+        self.bytes(&[words(&header), payload.to_vec()].concat(), files);
+    }
+
+    /// Sends bytes, with descriptors.
+    pub fn bytes(&self, bytes: &[u8], files: &[BorrowedFd<'_>]) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() {
             assert!(control.push(SendAncillaryMessage::ScmRights(files)));
         }
         // The other end may have closed it: then the reply says so.
-        let _ = sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+        let _ = sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
     }
 
     pub fn send(&self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
@@ -282,6 +286,12 @@ impl FrontEnd {
 
     /// Starts ring `ring` at `base`.
     pub fn start(&mut self, ring: u32, base: u16) {
+        self.prepare(ring, base);
+        self.connection.done(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
+    }
+
+    /// Describes ring `ring`, which begins at `base` when it is enabled.
+    pub fn prepare(&mut self, ring: u32, base: u16) {
         let it = &self.rings[ring as usize];
         let user = self.memory.user();
         let places = [it.base(), it.used_at(), it.available_at()].map(|at| user + at as u64);
@@ -292,7 +302,6 @@ impl FrontEnd {
         connection.done(SET_VRING_ADDR, &address, &[]);
         connection.done(SET_VRING_CALL, &longs(&[ring.into()]), &[it.call.as_fd()]);
         connection.done(SET_VRING_KICK, &longs(&[ring.into()]), &[it.kick.as_fd()]);
-        connection.done(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
     }
 
     pub fn stop(&mut self, ring: u32) -> u16 {
