@@ -116,12 +116,13 @@ mod tests {
 
     #[test]
     fn no_line_of_a_disk_is_contended() {
-        for queues in [1, 4] {
+        for (queues, shared) in [(1, false), (4, false), (4, true)] {
             let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap()));
-            let disk = disk.queues(queues).depth(1024).build().unwrap();
+            let disk = disk.queues(queues).shared_tags(shared).depth(1024).build().unwrap();
             let fields = disk.hot_fields();
             let owned = |queue| fields.iter().filter(|field| field.writer == Writer::Owner(queue)).count();
-            assert!((0..queues).all(|queue| owned(queue) > 2), "{fields:?}");
+            assert!((0..queues).all(|queue| owned(queue) >= 2), "{fields:?}");
+            assert_eq!(fields.iter().any(|field| field.name == "tags"), shared);
             assert_eq!(contended_lines(&fields), Vec::<Vec<HotField>>::new());
         }
     }

@@ -33,7 +33,8 @@ pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
 /// The part of a hardware queue that other threads see.
 pub(crate) struct HardwareQueue {
-    pub tags: Arc<TagSet>,
+    /// The tags that all queues share, if they do; else each queue's owner has its own.
+    pub tags: Option<Arc<TagSet>>,
     pub kick: Arc<Kick>,
     pub software: SoftwareQueues,
     pub stats: Arc<CachePadded<QueueStats>>,
@@ -49,6 +50,8 @@ pub struct Disk {
     changing: Mutex<()>,
     /// Changed while frozen, read when limits are.
     read_only: AtomicBool,
+    /// The tags of a queue, or of all that share them, at most.
+    depth_max: u16,
     shared_tags: bool,
     pub(crate) control: DiskControl,
     pub(crate) gate: RequestGate,
@@ -66,16 +69,15 @@ impl Disk {
         shared_tags: bool,
         read_only: bool,
     ) -> Result<Arc<Disk>, Error> {
-        let capacity = settings.tags();
-        let new_tags = || {
-            let tags = TagSet::new(capacity);
+        let depth_max = settings.tags();
+        let shared = shared_tags.then(|| {
+            let tags = TagSet::new(depth_max);
             tags.set_depth(settings.requests());
             Arc::new(tags)
-        };
-        let shared = shared_tags.then(new_tags);
+        });
         let hardware = || -> Result<HardwareQueue, Error> {
             Ok(HardwareQueue {
-                tags: shared.clone().unwrap_or_else(new_tags),
+                tags: shared.clone(),
                 kick: Arc::new(Kick::new()?),
                 software: SoftwareQueues::new(),
                 stats: QueueStats::shared(),
@@ -91,6 +93,7 @@ impl Disk {
             settings: Mutex::new(settings),
             changing: Mutex::new(()),
             read_only: AtomicBool::new(read_only),
+            depth_max,
             shared_tags,
             next_queue: AtomicUsize::new(0),
         };
@@ -122,7 +125,7 @@ impl Disk {
     /// The greatest depth that [`Setting::Depth`] can set: the disk was built with room for so many
     /// requests per queue.
     pub fn depth_max(&self) -> u16 {
-        self.queues[0].tags.capacity()
+        self.depth_max
     }
 
     /// Number of hardware queues.
@@ -171,10 +174,10 @@ impl Disk {
             fields.push(HotField::of("open", Writer::Nobody, open));
             fields.push(HotField::of("counters", Writer::Owner(index), &***stats));
             software.hot_fields(index, &mut fields);
-            // A set that the queues share has one field each, not one per queue.
-            if !self.shared_tags {
-                tags.hot_fields(index, &mut fields);
-            }
+        }
+        if let Some(tags) = &self.queues[0].tags {
+            // The gate has two numbers, and the software queues one of each queue.
+            tags.hot_fields(2 + self.queues.len(), &mut fields);
         }
         fields
     }
@@ -211,8 +214,8 @@ impl Disk {
         }
         self.frozen(|| {
             *lock(&self.settings) = settings;
-            for queue in &self.queues {
-                queue.tags.set_depth(settings.requests());
+            if let Some(tags) = &self.queues[0].tags {
+                tags.set_depth(settings.requests());
             }
             let requests = settings.gate_requests(self.queues.len(), self.shared_tags);
             self.gate.set(requests, settings.batching);
@@ -294,10 +297,6 @@ impl Disk {
 
     pub(crate) fn hardware_queue(&self, index: usize) -> &HardwareQueue {
         &self.queues[index]
-    }
-
-    pub(crate) fn has_shared_tags(&self) -> bool {
-        self.shared_tags
     }
 
     pub(crate) fn next_queue(&self) -> usize {

@@ -43,6 +43,7 @@ impl Queue {
         if let Some(scheduler) = self.disk.reload_settings() {
             self.dispatch.set_scheduler(scheduler, self.in_flight.requests().len());
         }
+        self.tags.set_depth(self.disk.settings().requests());
         self.clock.set_mode(self.disk.settings().clock);
         let _ = self.completions.take_limits_changed();
         self.reload_limits();

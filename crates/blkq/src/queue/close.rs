@@ -34,15 +34,15 @@ impl Drop for Queue {
         self.abandon();
         // Memory of I/O in flight belongs to the kernel until it completes: LocalQueue and Engine
         // drain a queue before they drop it. After a panic it is leaked, not freed.
-        if self.in_flight() > 0 {
+        let leaks = self.in_flight() > 0;
+        if leaks {
             for completer in self.in_flight.leak() {
                 completer.notify(Err(Status::Offline), Data::None);
             }
         }
-        self.tags.return_rest();
         self.in_flight.reset();
         self.leave_if_idle();
-        self.tags.close();
+        self.tags.close(self.disk.settings().requests(), leaks);
         self.disk.disk().release_queue(self.disk.index());
     }
 }

@@ -98,7 +98,7 @@ impl Queue {
         if let Some(scheduler) = self.dispatch.scheduler_mut() {
             scheduler.joined(first, second);
         }
-        self.tags.put(second);
+        self.tags.put_batch(std::iter::once(second));
         if self.disk.settings().iostats {
             self.stats.joined(operation.into());
         }

@@ -91,11 +91,11 @@ impl Queue {
         let view = DiskView::new(disk, index)?;
         let shared = view.shared();
         // One request beyond the tags is the queue's own flush.
-        let slots = usize::from(shared.tags.capacity()) + 1;
+        let slots = usize::from(disk.depth_max()) + 1;
         let (ring, wake) = (ring.map(Registrar::new), shared.kick.clone());
         let cx = OpenContext { index: index as u16, tags: slots, ring, wake };
         let driver = disk.driver().open_queue(cx)?;
-        let tags = TagCache::new(shared.tags.clone(), disk.has_shared_tags(), &shared.kick)?;
+        let tags = TagCache::new(shared, view.settings().requests(), disk.depth_max())?;
         Ok(Queue {
             in_flight: InFlight::new(slots, view.limits()),
             tags,
@@ -141,7 +141,6 @@ impl Queue {
             self.complete_batch();
             self.admit_waiting(ring.as_deref_mut());
         }
-        self.tags.return_rest();
         self.clock.invalidate();
         self.leave_if_idle();
         self.completions.pay_gate(&self.disk.disk().gate);

@@ -32,8 +32,6 @@ pub(crate) struct Plug {
     grown: bool,
     /// How many of the requests are of each operation.
     operations: [u32; Operation::COUNT],
-    /// How many requests the last plug had: so many tags the next one takes at once.
-    last_len: usize,
 }
 
 impl Plug {
@@ -44,7 +42,6 @@ impl Plug {
             tail: NOWHERE,
             grown: false,
             operations: [0; Operation::COUNT],
-            last_len: 1,
         }
     }
 
@@ -109,7 +106,6 @@ impl Plug {
             }
         }
         (self.tail, self.grown) = (NOWHERE, false);
-        self.last_len = self.requests.len();
         std::mem::take(&mut self.requests)
     }
 
@@ -118,10 +114,5 @@ impl Plug {
     pub fn put_back(&mut self, mut batch: Vec<Tag>) {
         batch.clear();
         self.requests = batch;
-    }
-
-    /// How many tags to take at once: as many as the last plug used, or as bios wait.
-    pub fn tags_wanted(&self, waiting: usize) -> usize {
-        self.last_len.max(waiting).clamp(1, PLUG_REQUESTS)
     }
 }

@@ -239,23 +239,14 @@ impl Queue {
         true
     }
 
-    /// A tag, out of those taken ahead.
+    /// A tag for a new request, if there is one now.
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
-        match self.tags.next() {
-            Some(tag) => Some(tag),
-            None => self.refill_tags(),
-        }
-    }
-
-    #[cold]
-    fn refill_tags(&mut self) -> Option<Tag> {
         // A frozen disk takes no new request; those in flight complete.
         if !self.disk.is_entered() || self.disk.is_frozen() {
             return None;
         }
-        let want = self.plug.tags_wanted(self.waiting.len() as usize);
-        let tag = self.tags.refill(want, self.in_flight.in_use());
+        let tag = self.tags.next().or_else(|| self.tags.next_shared(self.in_flight.in_use()));
         if tag.is_none() {
             self.stats.count(Counter::TagWaits, 1);
         }

@@ -1,90 +1,101 @@
-//! The tags of a queue: taken out of its tag set in batches, and returned in batches. A set that
-//! other queues use too is shared fairly, and a queue that finds no tag in it waits for one.
+//! The tags of a queue: a stack of its own, or a set that it shares fairly with other queues, where
+//! it waits for a tag if it finds none.
 
 use std::sync::Arc;
 
+use crate::disk::HardwareQueue;
 use crate::error::{Error, ErrorKind};
-use crate::kick::Kick;
-use crate::tags::{Tag, TagBatch, TagHint, TagSet, WaiterId};
+use crate::tags::{Tag, TagHint, TagSet, WaiterId};
 
 /// One queue's tags.
 pub(super) struct TagCache {
+    /// Free tags that no other queue can take. The last one returned is the next one taken: its
+    /// request is the likeliest to be in the processor's cache.
+    free: Vec<Tag>,
+    shared: Option<SharedTags>,
+}
+
+/// A queue's part in tags that other queues use too.
+struct SharedTags {
     set: Arc<TagSet>,
     hint: TagHint,
-    /// Tags taken ahead, not used yet.
-    batch: TagBatch,
-    /// The place among the set's waiters, if other queues use the set too.
-    waiter: Option<WaiterId>,
+    waiter: WaiterId,
 }
 
 impl TagCache {
-    /// The tags of `set`. If it is `shared`, `kick` wakes the queue when there are some again.
+    /// The tags of `queue`: `depth` of its own now and at most `capacity` later, or those of the set
+    /// that it shares.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if too many queues share the set.
-    pub fn new(set: Arc<TagSet>, shared: bool, kick: &Arc<Kick>) -> Result<TagCache, Error> {
+    pub fn new(queue: &HardwareQueue, depth: u16, capacity: u16) -> Result<TagCache, Error> {
         let too_many = || Error::new(ErrorKind::Busy, "too many queues share the tags");
-        let waiter = match shared {
-            true => Some(set.register(kick.clone()).ok_or_else(too_many)?),
-            false => None,
+        let shared = match &queue.tags {
+            Some(set) => {
+                let waiter = set.register(queue.kick.clone()).ok_or_else(too_many)?;
+                Some(SharedTags { hint: set.hint(), set: set.clone(), waiter })
+            }
+            None => None,
         };
-        Ok(TagCache { hint: set.hint(), set, batch: TagBatch::default(), waiter })
+        let mut tags = TagCache { free: Vec::with_capacity(usize::from(capacity)), shared };
+        tags.set_depth(depth);
+        Ok(tags)
+    }
+
+    /// Takes over a changed depth, while no tag is in use.
+    pub fn set_depth(&mut self, depth: u16) {
+        if self.shared.is_none() {
+            self.free.clear();
+            self.free.extend((0..depth).rev().map(Tag));
+        }
     }
 
     /// The queue begins to use its share.
+    #[inline]
     pub fn join(&self) {
-        if self.waiter.is_some() {
-            self.set.join();
+        if let Some(SharedTags { set, .. }) = &self.shared {
+            set.join();
         }
     }
 
     /// The queue leaves its share to the others.
     #[inline]
     pub fn leave(&self) {
-        if self.waiter.is_some() {
-            self.set.leave();
+        if let Some(SharedTags { set, .. }) = &self.shared {
+            set.leave();
         }
     }
 
-    /// A tag out of those taken ahead.
+    /// A free tag that is the queue's own.
     #[inline]
     pub fn next(&mut self) -> Option<Tag> {
-        self.batch.next()
+        self.free.pop()
     }
 
-    /// Takes up to `want` tags out of the set, for a queue with `in_use` requests. The first of
-    /// them, if there is one.
-    pub fn refill(&mut self, want: usize, in_use: u32) -> Option<Tag> {
-        self.batch = match &self.waiter {
-            None => self.set.get_batch(&mut self.hint, want),
-            Some(_) => self.get_shared(in_use),
-        };
-        self.batch.next()
-    }
-
-    /// A tag of a set that other queues use too: never more than the fair share, and a
-    /// queue that finds none is woken when another returns some.
-    fn get_shared(&mut self, in_use: u32) -> TagBatch {
-        let Some(waiter) = &mut self.waiter else { return TagBatch::default() };
-        if !self.set.may_get(in_use) {
-            return TagBatch::default();
+    /// A tag of the shared set for a queue with `in_use` requests: never more than the fair share,
+    /// and a queue that finds none is woken when another returns some.
+    #[cold]
+    pub fn next_shared(&mut self, in_use: u32) -> Option<Tag> {
+        let SharedTags { set, hint, waiter } = self.shared.as_mut()?;
+        if !set.may_get(in_use) {
+            return None;
         }
-        let mut batch = self.set.get_batch(&mut self.hint, 1);
-        if batch.is_empty() {
-            self.set.prepare_wait(waiter);
-            batch = self.set.get_batch(&mut self.hint, 1);
+        let mut tag = set.get_batch(hint, 1).next();
+        if tag.is_none() {
+            set.prepare_wait(waiter);
+            tag = set.get_batch(hint, 1).next();
         }
-        if !batch.is_empty() {
-            self.set.finish_wait(waiter);
+        if tag.is_some() {
+            set.finish_wait(waiter);
         }
-        batch
+        tag
     }
 
     /// The queue needs no tag: a wake-up is for another.
     #[inline]
     pub fn cancel_wait(&mut self) {
-        if let Some(waiter) = &mut self.waiter {
-            self.set.cancel_wait(waiter);
+        if let Some(SharedTags { set, waiter, .. }) = &mut self.shared {
+            set.cancel_wait(waiter);
         }
     }
 
@@ -92,30 +103,26 @@ impl TagCache {
     /// come: a queue that was woken while it ran must try again, as nothing wakes it twice. None
     /// if the set is not shared.
     pub fn may_get_shared(&self, in_use: u32) -> Option<bool> {
-        let waiter = self.waiter.as_ref()?;
-        Some(self.set.may_get(in_use) && !self.set.is_waiting(waiter))
+        let SharedTags { set, waiter, .. } = self.shared.as_ref()?;
+        Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
-    /// Returns a tag to the set.
-    pub fn put(&self, tag: Tag) {
-        self.set.put(tag);
-    }
-
+    /// Returns tags, which no request has any more.
     #[inline]
-    pub fn put_batch(&self, tags: impl IntoIterator<Item = Tag>) {
-        self.set.put_batch(tags);
+    pub fn put_batch(&mut self, tags: impl ExactSizeIterator<Item = Tag>) {
+        match &self.shared {
+            None => self.free.extend(tags),
+            Some(SharedTags { set, .. }) => set.put_batch(tags),
+        }
     }
 
-    /// Returns what was taken ahead and not used, so that others can have it.
-    #[inline]
-    pub fn return_rest(&mut self) {
-        self.set.put_rest(std::mem::take(&mut self.batch));
-    }
-
-    /// The queue uses the set no more.
-    pub fn close(&mut self) {
-        if let Some(waiter) = self.waiter.take() {
-            self.set.unregister(waiter);
+    /// The queue uses the tags no more; unless requests were leaked it returned all `depth` of them.
+    pub fn close(&mut self, depth: u16, leaked: bool) {
+        if let Some(SharedTags { set, waiter, .. }) = self.shared.take() {
+            set.unregister(waiter);
+        } else {
+            let whole = self.free.len() == usize::from(depth);
+            debug_assert!(whole || leaked || std::thread::panicking(), "a tag was lost");
         }
     }
 }

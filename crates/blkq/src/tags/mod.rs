@@ -52,8 +52,9 @@ pub struct TagSet {
     shift: u32,
     depth_max: u16,
     depth: AtomicU32,
-    users: AtomicU32,
     hints: AtomicU32,
+    /// Active queues: written each time that one becomes idle, and read by all for each tag.
+    users: CachePadded<AtomicU32>,
     waiters: wait::Waiters,
 }
 
@@ -64,7 +65,7 @@ pub struct TagHint {
 }
 
 /// Tags of one word of the set, taken together; iterating hands them out in ascending
-/// order. The rest is in use until [`TagSet::put_rest`].
+/// order. They are in use, whether they were handed out or not.
 #[derive(Debug, Default)]
 #[must_use = "the tags stay in use until they are put back"]
 pub struct TagBatch {
@@ -74,7 +75,7 @@ pub struct TagBatch {
 
 impl TagBatch {
     /// Whether nothing is left.
-    #[inline]
+    #[cfg(all(test, not(model_check)))]
     pub fn is_empty(&self) -> bool {
         self.bits == 0
     }
@@ -144,8 +145,8 @@ impl TagSet {
             shift,
             depth_max: depth,
             depth: AtomicU32::new(0),
-            users: AtomicU32::new(0),
             hints: AtomicU32::new(0),
+            users: CachePadded::new(AtomicU32::new(0)),
             waiters: wait::Waiters::new(),
         };
         set.free_first(depth);
@@ -165,10 +166,20 @@ impl TagSet {
         self.depth.store(u32::from(depth), Ordering::SeqCst);
     }
 
-    /// The words that the owner of queue `owner` uses, with their addresses.
-    pub(crate) fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
-        for word in &self.words {
-            fields.push(HotField::of("tags", Writer::Owner(owner), &**word));
+    /// The fields that the owners of queues use, with their addresses. Those that they write have
+    /// the numbers from `first` on.
+    pub(crate) fn hot_fields(&self, first: usize, fields: &mut Vec<HotField>) {
+        let TagSet { words, shift, depth_max, depth, hints, users, waiters } = self;
+        fields.push(HotField::of("tag words", Writer::Nobody, words));
+        fields.push(HotField::of("tag shift", Writer::Nobody, shift));
+        fields.push(HotField::of("most tags", Writer::Nobody, depth_max));
+        fields.push(HotField::of("tag depth", Writer::Nobody, depth));
+        // Written when a queue opens.
+        fields.push(HotField::of("tag hints", Writer::Nobody, hints));
+        fields.push(HotField::of("tag users", Writer::Everybody(first), &**users));
+        fields.push(HotField::of("tag waiters", Writer::Everybody(first + 1), waiters.waiting()));
+        for (index, word) in words.iter().enumerate() {
+            fields.push(HotField::of("tags", Writer::Everybody(first + 2 + index), &**word));
         }
     }
 
@@ -176,11 +187,6 @@ impl TagSet {
     #[inline]
     pub fn depth(&self) -> u16 {
         self.depth.load(Ordering::Relaxed) as u16
-    }
-
-    /// How many tags it was made with, and can be set to at most.
-    pub fn capacity(&self) -> u16 {
-        self.depth_max
     }
 
     /// How many tags are in use; while others take and put tags, about that many.
@@ -242,8 +248,8 @@ impl TagSet {
         0
     }
 
-    /// Gives one tag back.
-    #[inline]
+    /// Frees one tag.
+    #[cfg(all(test, not(model_check)))]
     pub fn put(&self, tag: Tag) {
         self.put_batch([tag]);
     }
@@ -274,15 +280,6 @@ impl TagSet {
         if count > 0 {
             self.give(word, bits);
             self.freed(count);
-        }
-    }
-
-    /// Frees what is left of `batch`, with one atomic operation.
-    #[inline]
-    pub fn put_rest(&self, batch: TagBatch) {
-        if batch.bits != 0 {
-            self.give(usize::from(batch.base) >> self.shift, batch.bits);
-            self.freed(batch.bits.count_ones());
         }
     }
 

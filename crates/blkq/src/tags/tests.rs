@@ -165,7 +165,6 @@ fn every_waiter_of_a_full_table_has_its_turn() {
 enum Step {
     Get { hint: usize, want: usize },
     Put { from: usize, count: usize },
-    GetAndPutRest { hint: usize, want: usize, keep: usize },
     Resize(u16),
 }
 
@@ -173,8 +172,6 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (0..3usize, 0..70usize).prop_map(|(hint, want)| Step::Get { hint, want }),
         4 => (0..300usize, 0..70usize).prop_map(|(from, count)| Step::Put { from, count }),
-        2 => (0..3usize, 1..40usize, 0..40usize)
-            .prop_map(|(hint, want, keep)| Step::GetAndPutRest { hint, want, keep }),
         1 => (1..300u16).prop_map(Step::Resize),
     ]
 }
@@ -200,14 +197,6 @@ proptest! {
                         prop_assert!(tag.0 < now && used.insert(tag));
                         order.push(tag);
                     }
-                }
-                Step::GetAndPutRest { hint, want, keep } => {
-                    let mut batch = set.get_batch(&mut hints[hint], want);
-                    for tag in batch.by_ref().take(keep) {
-                        prop_assert!(tag.0 < now && used.insert(tag));
-                        order.push(tag);
-                    }
-                    set.put_rest(batch);
                 }
                 Step::Put { from, count } => {
                     let from = from.min(order.len());

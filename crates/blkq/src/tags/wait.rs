@@ -40,7 +40,7 @@ type Slot = RwLock<Option<Arc<dyn Wake>>>;
 
 pub(super) struct Waiters {
     /// How many bits of all queues are set, or about to be.
-    waiting: AtomicU32,
+    waiting: CachePadded<AtomicU32>,
     counters: CachePadded<Counters>,
     /// The waiters that sleep or are about to.
     queues: [CachePadded<AtomicU32>; QUEUES],
@@ -60,7 +60,7 @@ struct Counters {
 impl Waiters {
     pub fn new() -> Waiters {
         Waiters {
-            waiting: AtomicU32::new(0),
+            waiting: CachePadded::new(AtomicU32::new(0)),
             counters: CachePadded::new(Counters {
                 freed: AtomicU32::new(0),
                 woken: AtomicU32::new(0),
@@ -83,6 +83,11 @@ impl Waiters {
     pub fn unregister(&self, waiter: WaiterId) {
         let slot = &self.slots[usize::from(waiter.number)];
         *slot.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// The word that says whether anybody waits.
+    pub fn waiting(&self) -> &AtomicU32 {
+        &self.waiting
     }
 
     /// Whether anybody waits.
