@@ -85,6 +85,13 @@ impl Clock {
         (now_ns, more as usize + 1)
     }
 
+    /// So many stamps of `ns`, which [`Clock::now_ns_for`] returned, were not used after all.
+    pub fn return_uses(&mut self, ns: u64, count: usize) {
+        if ns == self.cached_ns && self.uses_left > 0 {
+            self.uses_left += count as u32;
+        }
+    }
+
     #[inline(never)]
     fn read(&mut self) -> u64 {
         let now = monotonic_ns();

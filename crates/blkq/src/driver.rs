@@ -318,7 +318,11 @@ impl DriverContext<'_> {
     /// none of [`DriverContext::kernel_pages`].
     #[inline]
     pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
-        let mut bio = self.requests[tag.index()].first_bio;
+        let request = &self.requests[tag.index()];
+        if request.is_plain() {
+            return self.bios.plain_segment(request).into_iter().for_each(each);
+        }
+        let mut bio = request.first_bio;
         while bio != NIL {
             self.bios.for_each_segment(bio, self.zeroes, &mut each);
             bio = self.bios[bio].next;

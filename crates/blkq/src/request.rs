@@ -15,6 +15,25 @@ pub(crate) enum RequestState {
     Idle,
     /// Built, and not completed.
     Busy,
+    /// The same, of one plain bio that reads, alone: in the slot of the tag's number. Where it is, how
+    /// long, and when it began is the request's, until `BioSlab::fill_plain`.
+    PlainRead,
+    /// The same of one that writes.
+    PlainWrite,
+    /// The same of a plain bio and others that merged with it.
+    PlainMerged,
+}
+
+impl RequestState {
+    /// The state of a request of one plain bio alone, if those of `operation` can be plain.
+    #[inline(always)]
+    pub(crate) const fn of_plain(operation: Operation) -> Option<RequestState> {
+        match operation {
+            Operation::Read => Some(RequestState::PlainRead),
+            Operation::Write => Some(RequestState::PlainWrite),
+            Operation::Discard | Operation::WriteZeroes | Operation::Flush => None,
+        }
+    }
 }
 
 /// One slot of the tag set. Drivers read it through its methods and keep words of
@@ -74,6 +93,34 @@ impl Request {
         self.state = RequestState::Busy;
         self.segments = segments;
         self.pdu = [0; 2];
+    }
+
+    /// The idle request of `tag`: as that of a plain bio is, as far as those are alike.
+    pub(crate) const fn of_tag(tag: u16) -> Request {
+        Request { first_bio: tag as u32, last_bio: tag as u32, segments: 1, ..Request::idle() }
+    }
+
+    /// Becomes the request of the plain bio in the slot of its tag's number: of one buffer. The fields
+    /// that are not written are as [`Request::of_tag`] has them.
+    #[inline(always)]
+    pub(crate) fn begin_plain(&mut self, outline: &Outline) {
+        debug_assert!(
+            self.state == RequestState::Idle && self.first_bio == self.last_bio && self.segments == 1
+        );
+        self.sector = outline.sector;
+        self.sectors = outline.sectors;
+        self.start_ns = outline.start_ns;
+        self.operation = outline.operation;
+        self.flags = outline.flags;
+        self.state =
+            if outline.operation.is_write() { RequestState::PlainWrite } else { RequestState::PlainRead };
+        self.pdu = [0; 2];
+    }
+
+    /// Whether it is of a plain bio alone.
+    #[inline]
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(self.state, RequestState::PlainRead | RequestState::PlainWrite)
     }
 
     /// The operation. A driver sees only those that its limits declare.

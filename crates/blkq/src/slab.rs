@@ -6,9 +6,10 @@ use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, IoBuffer, KernelPages, Segment};
 use crate::completer::Completer;
 use crate::error::Status;
-use crate::request::NIL;
+use crate::request::{NIL, Request};
 use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::sync::Arc;
+use crate::tags::Tag;
 
 /// Where the bytes of a bio in flight come from or go to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -98,6 +99,11 @@ impl BioSlot {
         }
     }
 
+    /// The slot of a tag, for plain bios of one buffer. Those write no more than they must.
+    const fn of_tag() -> BioSlot {
+        BioSlot { completer_kind: CompleterKind::Owner, slot_flags: SlotFlags::PLAIN, ..BioSlot::empty() }
+    }
+
     /// Takes the memory out.
     #[inline]
     pub fn take_data(&mut self) -> Data {
@@ -161,6 +167,13 @@ impl BioSlot {
         (self.completer_kind == CompleterKind::Owner).then_some(self.completer_word)
     }
 
+    /// The `user_data` of a plain bio.
+    #[inline(always)]
+    pub fn user_data(&self) -> u64 {
+        debug_assert!(self.completer_kind == CompleterKind::Owner);
+        self.completer_word
+    }
+
     pub fn outline(&self) -> Outline {
         let &BioSlot { operation, flags, sector, sectors, start_ns, .. } = self;
         Outline { operation, flags, sector, sectors, start_ns }
@@ -218,17 +231,25 @@ pub(crate) enum FlushStep {
 /// The bios in flight of one queue: a slab with a stack of its free slots. (A list through the
 /// slots takes fewer instructions but more time: each bio would wait for the slot of the one
 /// before.) It never allocates but when parts of bios go over its capacity.
+///
+/// Before all others come the slots of plain bios, one for each tag: such a bio needs none of the
+/// others, as long as it is submitted while there is a tag for it.
 pub(crate) struct BioSlab {
     slots: Vec<BioSlot>,
     free: Vec<u32>,
+    /// How many slots belong to tags, and how many of these are in use.
+    tags: u32,
+    plain: u32,
     /// How many slots were added beyond the capacity, for parts.
     extra: usize,
 }
 
 impl BioSlab {
-    pub fn new(capacity: u32) -> BioSlab {
-        let slots = (0..capacity).map(|_| BioSlot::empty()).collect();
-        BioSlab { slots, free: (0..capacity).rev().collect(), extra: 0 }
+    /// A slab for one plain bio of each of `tags` tags, and `capacity` others.
+    pub fn new(tags: u32, capacity: u32) -> BioSlab {
+        let of_tags = (0..tags).map(|_| BioSlot::of_tag());
+        let slots = of_tags.chain((0..capacity).map(|_| BioSlot::empty())).collect();
+        BioSlab { slots, free: (tags..tags + capacity).rev().collect(), tags, plain: 0, extra: 0 }
     }
 
     /// Takes the completers of all bios in flight, to be notified that they failed. Their
@@ -239,10 +260,10 @@ impl BioSlab {
 
     /// Bios in flight.
     pub fn len(&self) -> u32 {
-        (self.slots.len() - self.free.len()) as u32
+        (self.slots.len() - self.free.len()) as u32 - self.tags + self.plain
     }
 
-    /// Whether there is room for one more bio of a caller.
+    /// Whether there is room for one more bio of a caller that is not plain, or has no tag.
     #[inline]
     pub fn has_room(&self) -> bool {
         self.free.len() > self.extra
@@ -273,6 +294,49 @@ impl BioSlab {
         index
     }
 
+    /// Takes the plain bio of a tag into its slot. The fields that are not written are as
+    /// [`BioSlot::of_tag`] has them, or the request's.
+    #[inline(always)]
+    pub fn insert_plain(&mut self, tag: Tag, data: ManuallyDrop<Data>, user_data: u64) {
+        let slot = &mut self.slots[tag.index()];
+        slot.data = data;
+        slot.completer_word = user_data;
+        self.plain += 1;
+    }
+
+    /// Writes what the slot of a plain bio lacks as long as it is alone in its `request`: before it is
+    /// handled as any other bio.
+    pub fn fill_plain(&mut self, request: &Request) {
+        debug_assert!(request.is_plain());
+        let slot = &mut self.slots[request.first_bio as usize];
+        slot.sector = request.sector;
+        slot.sectors = request.sectors;
+        slot.start_ns = request.start_ns;
+        slot.operation = request.operation;
+        slot.flags = request.flags;
+    }
+
+    /// The memory of a plain bio alone in its `request`.
+    #[inline]
+    pub fn plain_segment(&self, request: &Request) -> Option<Segment> {
+        match &*self[request.first_bio].data {
+            Data::Buffer(buffer) => Some(Segment { len: request.bytes() as u32, ..buffer.segment() }),
+            _ => None,
+        }
+    }
+
+    /// Plain bios in the slots of tags.
+    #[inline]
+    pub fn plain(&self) -> u32 {
+        self.plain
+    }
+
+    /// So many plain bios completed alone; their memory has been taken.
+    #[inline]
+    pub fn release_plain(&mut self, count: u32) {
+        self.plain -= count;
+    }
+
     #[cold]
     fn grow(&mut self) -> u32 {
         self.slots.push(BioSlot::empty());
@@ -285,7 +349,12 @@ impl BioSlab {
     #[inline]
     pub fn remove(&mut self, index: u32) {
         debug_assert!(matches!(*self[index].data, Data::None));
-        self.free.push(index);
+        if index < self.tags {
+            self[index] = BioSlot::of_tag();
+            self.plain -= 1;
+        } else {
+            self.free.push(index);
+        }
     }
 
     /// The bio whose memory bio `index` uses, which is not the page of zeroes, and from which byte

@@ -66,7 +66,7 @@ impl Harness {
         let queue = driver.open_queue(cx)?;
         Ok(Harness {
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
-            bios: BioSlab::new(256),
+            bios: BioSlab::new(0, 256),
             zeroes: IoBuffer::zeroed(4096),
             completed: Vec::new(),
             clock: Clock::new(ClockMode::Precise),

@@ -85,7 +85,8 @@ struct NullQueue {
 unsafe impl DriverQueue for NullQueue {
     // The heart of a driver. Requests that are not taken are requeued, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
-        for &tag in tags.iter().filter(|_| self.zero_reads) {
+        let zeroed = if self.zero_reads { tags } else { &[] };
+        for &tag in zeroed {
             if cx.request(tag).operation() == Operation::Read {
                 cx.for_each_segment(tag, |segment| {
                     // SAFETY: the memory of a read in flight is valid and the device's to fill.

@@ -20,7 +20,6 @@ use crate::error::Error;
 use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
-use crate::queue::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, Token};
 
 #[cfg(simulation)]
@@ -71,7 +70,7 @@ impl Engine {
         };
         let mut queues: Vec<Queue> = queues.iter().enumerate().map(open).collect::<Result<_, _>>()?;
         if queues.len() > 1 {
-            queues.iter_mut().for_each(|queue| queue.set_plug_limit(PLUG_REQUESTS_SEVERAL_QUEUES));
+            queues.iter_mut().for_each(|queue| queue.set_several_queues());
         }
         let mut engine = Engine {
             ring,

@@ -23,6 +23,7 @@ impl Queue {
     #[inline]
     pub(super) fn leave_if_idle(&mut self) {
         if self.disk.is_entered() && self.in_flight.in_use() == 0 {
+            self.close_lane();
             self.clock.idle();
             self.tags.leave();
             self.disk.leave();

@@ -15,9 +15,12 @@ impl Queue {
 
     /// Completes with [`Status::Offline`] what the driver never got.
     fn abandon(&mut self) {
-        let stats = if self.disk.settings().iostats { Some(&mut self.stats) } else { None };
-        let plugged = self.plug.take(self.in_flight.requests(), stats);
-        let abandoned = self.dispatch.abandon(plugged, self.in_flight.requests().len());
+        self.close_lane();
+        if self.disk.settings().iostats {
+            self.plug.count(self.in_flight.requests(), &mut self.stats);
+        }
+        let abandoned = self.dispatch.abandon(self.plug.requests(), self.in_flight.requests().len());
+        self.plug.clear();
         self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
         self.complete_batch();
         self.abandon_flushes(Err(Status::Offline));

@@ -5,7 +5,7 @@ use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::request::{NIL, Request};
 use crate::slab::{FlushStep, SlotFlags};
-use crate::stats::{Counter, StatsBatch};
+use crate::stats::Counter;
 use crate::tags::Tag;
 
 use super::Queue;
@@ -25,19 +25,15 @@ impl Queue {
         if self.dispatch.has_scheduler() {
             self.dispatch.notify_scheduler(&completed, &mut self.clock);
         }
-        if self.disk.settings().iostats {
-            self.account(&completed);
-        }
-        self.stats.count(Counter::ClockReads, self.clock.take_reads());
-        self.stats.clock_age(self.clock.age_ns_max());
         let flushes = self.flush.in_flight();
         if self.hang_tracker.has_reported() {
             let iostats = self.disk.settings().iostats;
+            completed.iter().for_each(|&(tag, _)| self.in_flight.fill_plain(tag));
             self.hang_tracker.note_completed(&completed, &self.in_flight, &mut self.clock, iostats);
         }
-        for &(tag, result) in &completed {
-            self.complete_request(tag, result);
-        }
+        self.complete_requests(&completed);
+        self.stats.count(Counter::ClockReads, self.clock.take_reads());
+        self.stats.clock_age(self.clock.age_ns_max());
         if flushes {
             // Its tag is none of the set's.
             completed.retain(|&(tag, _)| tag != self.flush.tag());
@@ -45,45 +41,61 @@ impl Queue {
         self.tags.put_batch(completed.iter().map(|&(tag, _)| tag));
         self.completions.put_back_requests(completed);
         self.dispatch.release(count);
-        self.in_flight.release(count);
         self.completions.pay_gate(&self.disk.disk().gate);
         self.completions.notify_remote();
     }
 
-    /// Counts requests that completed: those alike, and stamped alike, together.
-    fn account(&mut self, completed: &[(Tag, IoResult)]) {
-        let requests = self.in_flight.requests();
-        let mut batch = StatsBatch::default();
+    /// Completes requests and counts them: those alike, and stamped alike, together.
+    #[inline]
+    fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
+        let iostats = self.disk.settings().iostats;
         let mut rest = completed;
         while !rest.is_empty() {
-            let (now_ns, stamped) = self.clock.now_ns_for(rest.len());
+            let (now_ns, stamped) = if iostats { self.clock.now_ns_for(rest.len()) } else { (0, rest.len()) };
             let mut alike = &rest[..stamped];
             rest = &rest[stamped..];
             while let Some(&(first, _)) = alike.first() {
-                let Request { operation, start_ns, .. } = requests[first.index()];
-                let (mut count, mut sectors) = (0, 0);
-                for &(tag, _) in alike {
-                    let request = &requests[tag.index()];
-                    if request.start_ns != start_ns || request.operation != operation {
-                        break;
-                    }
-                    count += 1;
-                    sectors += request.sectors;
+                let Request { operation, start_ns, .. } = self.in_flight[first];
+                let (count, sectors) = self.complete_run(alike, operation, start_ns);
+                if iostats {
+                    self.stats.done(operation.into(), (count as u64, sectors), start_ns, now_ns);
                 }
-                batch.done(&mut self.stats, operation.into(), (count as u64, sectors), start_ns, now_ns);
                 alike = &alike[count..];
             }
         }
-        batch.finish(&mut self.stats);
     }
 
-    #[inline(always)]
-    fn complete_request(&mut self, tag: Tag, result: IoResult) {
-        let request = self.in_flight.complete(tag);
-        let mut index = request.first_bio;
-        if result.is_err() || request.operation == Operation::Flush {
-            return self.complete_request_slow(tag, result);
+    /// Completes requests until one is not of `operation` or was not begun at `start_ns`. Returns how
+    /// many, and the sum of their sectors.
+    #[inline]
+    fn complete_run(
+        &mut self,
+        completed: &[(Tag, IoResult)],
+        operation: Operation,
+        start_ns: u64,
+    ) -> (usize, u64) {
+        let (mut count, mut sectors) = (0, 0);
+        loop {
+            let rest = &completed[count..];
+            let plain = self.completions.complete_plain(&mut self.in_flight, rest, operation, start_ns);
+            (count, sectors) = (count + plain.0, sectors + plain.1);
+            let Some(&(tag, result)) = completed.get(count) else { break };
+            let request = &self.in_flight[tag];
+            if request.operation != operation || request.start_ns != start_ns {
+                break;
+            }
+            (count, sectors) = (count + 1, sectors + request.sectors);
+            self.complete_request(tag, result);
         }
+        (count, sectors)
+    }
+
+    fn complete_request(&mut self, tag: Tag, result: IoResult) {
+        let (operation, first) = self.in_flight.complete(tag);
+        if result.is_err() || operation == Operation::Flush {
+            return self.complete_request_slow(operation, first, result);
+        }
+        let mut index = first;
         loop {
             let slot = &mut self.in_flight[index];
             let next = slot.next;
@@ -101,9 +113,8 @@ impl Queue {
     }
 
     #[cold]
-    fn complete_request_slow(&mut self, tag: Tag, result: IoResult) {
-        let request = &self.in_flight[tag];
-        let (operation, mut index) = (request.operation, request.first_bio);
+    fn complete_request_slow(&mut self, operation: Operation, first: u32, result: IoResult) {
+        let mut index = first;
         if let Err(status) = result {
             self.stats.failed(operation.into(), status);
         }

@@ -8,8 +8,11 @@ use crate::buffer::Data;
 use crate::completer::Completer;
 use crate::error::IoResult;
 use crate::remote::gate::{Direction, RequestGate};
+use crate::request::RequestState;
 use crate::slab::BioSlot;
 use crate::tags::Tag;
+
+use super::in_flight::InFlight;
 
 /// The completions of one queue.
 pub(super) struct Completions {
@@ -83,24 +86,48 @@ impl Completions {
         self.remote.push((completer, result, data));
     }
 
-    /// The bio in `slot` completed well, with nothing else to do. Written where it is to be: a
-    /// literal would go through the stack (see `BioSlot`).
-    #[inline(always)]
+    /// The bio in `slot` completed well, with nothing else to do.
+    #[inline]
     pub fn push_plain(&mut self, user_data: u64, slot: &mut BioSlot) {
-        let own = &mut self.own;
-        if own.len() == own.capacity() {
-            own.reserve(1);
+        self.own.push(Completion { user_data, result: Ok(()), data: slot.take_data() });
+    }
+
+    /// Completes requests of `completed` until one is not of a plain bio alone, of `operation` and
+    /// begun at `start_ns`, or has failed. Returns how many, and the sum of their sectors.
+    #[inline]
+    pub fn complete_plain(
+        &mut self,
+        in_flight: &mut InFlight,
+        completed: &[(Tag, IoResult)],
+        operation: Operation,
+        start_ns: u64,
+    ) -> (usize, u64) {
+        let Some(state) = RequestState::of_plain(operation) else { return (0, 0) };
+        self.own.reserve(completed.len());
+        let room = self.own.spare_capacity_mut();
+        let (mut count, mut sectors) = (0, 0);
+        for (&(tag, result), place) in completed.iter().zip(room) {
+            if result.is_err() {
+                break;
+            }
+            let Some((slot, of_this)) = in_flight.complete_plain(tag, state, start_ns) else { break };
+            let place = place.as_mut_ptr();
+            // Written where it is to be: a literal would go through the stack (see `BioSlot`).
+            // SAFETY: the place is valid for writing, all of its fields are written, and the data
+            // is read once, as it is none from then on.
+            unsafe {
+                (&raw mut (*place).user_data).write(slot.user_data());
+                (&raw mut (*place).result).write(Ok(()));
+                (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
+            }
+            slot.data = ManuallyDrop::new(Data::None);
+            sectors += of_this;
+            count += 1;
         }
-        // SAFETY: there is room for one more, all of its fields are written, and the data is
-        // read once, as it is none from then on.
-        unsafe {
-            let place = own.as_mut_ptr().add(own.len());
-            (&raw mut (*place).user_data).write(user_data);
-            (&raw mut (*place).result).write(Ok(()));
-            (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
-            own.set_len(own.len() + 1);
-        }
-        slot.data = ManuallyDrop::new(Data::None);
+        // SAFETY: so many places behind the others have been written.
+        unsafe { self.own.set_len(self.own.len() + count) };
+        in_flight.release_plain(count);
+        (count, sectors)
     }
 
     /// A bio that came through the request gate completed.

@@ -254,7 +254,7 @@ impl Dispatch {
 
     /// Takes out every request that the driver never got, `plugged` among them, as if it had
     /// them: they are to complete.
-    pub fn abandon(&mut self, plugged: Vec<Tag>, slots: usize) -> Vec<Tag> {
+    pub fn abandon(&mut self, plugged: &[Tag], slots: usize) -> Vec<Tag> {
         self.requeued.extend(plugged);
         if let Some(scheduler) = &mut self.scheduler {
             // Not by dispatching: it may want others to complete before.

@@ -6,6 +6,8 @@ use crate::limits::QueueLimits;
 use crate::sector::SECTOR_SHIFT;
 use crate::split::check_memory;
 
+use super::plug::PLUG_FLUSH_BYTES;
+
 /// The limits in the units of the fast path, so that it is a few compares.
 #[derive(Clone, Copy)]
 pub(super) struct FastLimits {
@@ -14,6 +16,8 @@ pub(super) struct FastLimits {
     block_mask: u64,
     /// Largest read and write that surely need no split; 0 sends all through the slow path.
     whole_sectors: [u64; 2],
+    /// The same, but below what flushes the plug.
+    small_sectors: [u64; 2],
     kernel_pages: bool,
 }
 
@@ -21,10 +25,12 @@ impl FastLimits {
     pub fn new(limits: &QueueLimits) -> FastLimits {
         let whole = limits.max_request_bytes.min(limits.max_segment_bytes);
         let whole = if limits.chunk_bytes == 0 { u64::from(whole >> SECTOR_SHIFT) } else { 0 };
+        let small = whole.min((PLUG_FLUSH_BYTES >> SECTOR_SHIFT) - 1);
         FastLimits {
             capacity_sectors: limits.capacity_bytes >> SECTOR_SHIFT,
             block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
             whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
+            small_sectors: [small, if limits.read_only { 0 } else { small }],
             kernel_pages: limits.kernel_pages,
         }
     }
@@ -33,31 +39,38 @@ impl FastLimits {
     #[inline]
     pub fn fits(&self, outline: &Outline, data: &Data) -> bool {
         let Data::Buffer(buffer) = data else { return false };
-        self.fits_bytes(outline, buffer.len() as u64)
+        self.fits_bytes(outline, buffer.len() as u64, self.whole_sectors)
     }
 
-    /// The same for memory of `bytes`.
+    /// The same, if it is too small to flush the plug.
     #[inline(always)]
-    fn fits_bytes(&self, outline: &Outline, bytes: u64) -> bool {
+    pub fn fits_small(&self, outline: &Outline, data: &Data) -> bool {
+        let Data::Buffer(buffer) = data else { return false };
+        self.fits_bytes(outline, buffer.len() as u64, self.small_sectors)
+    }
+
+    /// The same for memory of `bytes`, and lengths up to `most` of reads and writes.
+    #[inline(always)]
+    fn fits_bytes(&self, outline: &Outline, bytes: u64, most: [u64; 2]) -> bool {
         let &Outline { operation, flags, sector, sectors, .. } = outline;
         // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
-        let Some(&whole) = self.whole_sectors.get(operation as usize) else { return false };
+        let Some(&most) = most.get(operation as usize) else { return false };
         (sector.0 | sectors) & self.block_mask == 0
-            && sectors.wrapping_sub(1) < whole
+            && sectors.wrapping_sub(1) < most
             && sectors <= bytes >> SECTOR_SHIFT
-            && self.capacity_sectors.checked_sub(sector.0).is_some_and(|left| sectors <= left)
+            && sector.0.checked_add(sectors).is_some_and(|end| end <= self.capacity_sectors)
             && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
 
     /// Whether this is a legal read or write of kernel pages of `bytes`, in one piece.
     pub fn fits_pages(&self, outline: &Outline, bytes: u32) -> bool {
-        self.kernel_pages && self.fits_bytes(outline, u64::from(bytes))
+        self.kernel_pages && self.fits_bytes(outline, u64::from(bytes), self.whole_sectors)
     }
 
     /// Whether this is a legal read or write of `segments`, in one piece, without a flush.
     pub fn fits_segments(&self, outline: &Outline, segments: &[Segment], limits: &QueueLimits) -> bool {
         segments.len() <= usize::from(limits.max_segments)
-            && self.fits_bytes(outline, u64::from(u32::MAX))
+            && self.fits_bytes(outline, u64::from(u32::MAX), self.whole_sectors)
             && check_memory(limits, segments, outline.sectors << SECTOR_SHIFT).is_ok()
     }
 }

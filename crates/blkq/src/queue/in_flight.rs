@@ -1,10 +1,11 @@
 //! A queue's I/O in flight: the slots of its requests and of its bios, and the zeroes that
 //! emulated write-zeroes write from.
 
+use std::mem::ManuallyDrop;
 use std::ops::{Index, IndexMut};
 
-use crate::bio::Outline;
-use crate::buffer::IoBuffer;
+use crate::bio::{Operation, Outline};
+use crate::buffer::{Data, IoBuffer};
 use crate::completer::Completer;
 use crate::limits::{MergeSide, QueueLimits};
 use crate::request::{NIL, Request, RequestState};
@@ -29,15 +30,15 @@ pub(super) struct InFlight {
     requests: Box<[Request]>,
     bios: BioSlab,
     zeroes: IoBuffer,
-    /// Requests built and not completed.
+    /// Requests built and not completed that began without a plain bio.
     in_use: u32,
 }
 
 impl InFlight {
     pub fn new(slots: usize, limits: &QueueLimits) -> InFlight {
         InFlight {
-            requests: (0..slots).map(|_| Request::idle()).collect(),
-            bios: BioSlab::new((slots as u32 * BIOS_PER_TAG).max(BIOS_MIN)),
+            requests: (0..slots).map(|tag| Request::of_tag(tag as u16)).collect(),
+            bios: BioSlab::new(slots as u32, (slots as u32 * BIOS_PER_TAG).max(BIOS_MIN)),
             zeroes: zeroes_for(limits),
             in_use: 0,
         }
@@ -79,7 +80,7 @@ impl InFlight {
     /// Requests built and not completed.
     #[inline]
     pub fn in_use(&self) -> u32 {
-        self.in_use
+        self.in_use + self.bios.plain()
     }
 
     #[inline(always)]
@@ -100,36 +101,77 @@ impl InFlight {
         self.in_use += 1;
     }
 
+    /// Request `tag` begins, with a plain bio alone.
+    #[inline(always)]
+    pub fn begin_plain(&mut self, tag: Tag, outline: &Outline, data: ManuallyDrop<Data>, user_data: u64) {
+        self.bios.insert_plain(tag, data, user_data);
+        self.requests[tag.index()].begin_plain(outline);
+    }
+
     /// The queue's own flush begins.
     pub fn begin_flush(&mut self, tag: Tag, start_ns: u64) {
         self.requests[tag.index()] = Request::flush(start_ns);
         self.in_use += 1;
     }
 
-    /// Request `tag` completes; its bios are still there. Returns it.
+    /// Request `tag` completes; its bios are still there. Returns its operation and the first of them.
     ///
     /// # Panics
     /// If it has completed before. Always on: such a request has already lost data.
-    #[inline(always)]
-    pub fn complete(&mut self, tag: Tag) -> &Request {
+    pub fn complete(&mut self, tag: Tag) -> (Operation, u32) {
+        self.fill_plain(tag);
         let request = &mut self.requests[tag.index()];
-        if request.state != RequestState::Busy {
-            completed_twice(tag);
+        match request.state {
+            RequestState::Idle => completed_twice(tag),
+            RequestState::Busy => self.in_use -= 1,
+            // Counted as long as the plain bio is in its slot.
+            RequestState::PlainRead | RequestState::PlainWrite | RequestState::PlainMerged => {}
         }
-        request.state = RequestState::Idle;
-        request
+        let completed = std::mem::replace(request, Request::of_tag(tag.0));
+        (completed.operation, completed.first_bio)
     }
 
-    /// So many requests have completed.
+    /// If request `tag` is of a plain bio alone, completes what the bio's slot lacks.
     #[inline]
-    pub fn release(&mut self, count: u32) {
-        self.in_use -= count;
+    pub fn fill_plain(&mut self, tag: Tag) {
+        let request = &self.requests[tag.index()];
+        if request.is_plain() {
+            self.bios.fill_plain(request);
+        }
+    }
+
+    /// Completes request `tag` if it is in `state`, that of a plain bio alone, and began at `start_ns`:
+    /// returns the bio, whose memory is to be taken, and its length in sectors. [`InFlight::release_plain`] counts it.
+    #[inline(always)]
+    pub fn complete_plain(
+        &mut self,
+        tag: Tag,
+        state: RequestState,
+        start_ns: u64,
+    ) -> Option<(&mut BioSlot, u64)> {
+        let request = &mut self.requests[tag.index()];
+        if request.state != state || request.start_ns != start_ns {
+            return None;
+        }
+        request.state = RequestState::Idle;
+        Some((&mut self.bios[u32::from(tag.0)], request.sectors))
+    }
+
+    /// So many requests of a plain bio alone have completed.
+    #[inline]
+    pub fn release_plain(&mut self, count: usize) {
+        self.bios.release_plain(count as u32);
     }
 
     /// Bio `index` becomes part of request `tag`, on `side`; together they have `segments`.
+    #[inline]
     pub fn merge(&mut self, tag: Tag, index: u32, side: MergeSide, segments: u16) {
+        self.fill_plain(tag);
         let request = &mut self.requests[tag.index()];
         let bio = &mut self.bios[index];
+        if request.state != RequestState::Busy {
+            request.state = RequestState::PlainMerged;
+        }
         request.sectors += bio.sectors;
         request.segments = segments;
         match side {
@@ -149,7 +191,8 @@ impl InFlight {
     /// Request `second`, which begins where `first` ends, becomes part of that: the earlier of
     /// their times counts.
     pub fn join(&mut self, first: Tag, second: Tag) {
-        let tail = std::mem::replace(&mut self.requests[second.index()], Request::idle());
+        let tail = std::mem::replace(&mut self.requests[second.index()], Request::of_tag(second.0));
+        debug_assert!(tail.state == RequestState::Busy, "schedulers have no request of a plain bio");
         let head = &mut self.requests[first.index()];
         self.bios[head.last_bio].next = tail.first_bio;
         head.last_bio = tail.last_bio;
@@ -163,7 +206,7 @@ impl InFlight {
     /// still use.
     pub fn leak(&mut self) -> Vec<Completer> {
         let completers = self.bios.take_completers().collect();
-        std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0)));
+        std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0, 0)));
         std::mem::forget(std::mem::replace(&mut self.zeroes, IoBuffer::zeroed(0)));
         completers
     }

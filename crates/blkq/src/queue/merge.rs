@@ -9,28 +9,30 @@ use super::Queue;
 
 impl Queue {
     /// Merges bio `index` into the youngest request of the plug, or into a neighbour
-    /// that the scheduler knows.
-    #[inline]
-    pub(super) fn try_merge(&mut self, index: u32, outline: &Outline) -> bool {
-        (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index))
-            || (self.dispatch.has_scheduler() && self.try_scheduler_merge(index))
+    /// that the scheduler knows. Its `segments` are counted if they are not known.
+    #[inline(always)]
+    pub(super) fn try_merge(&mut self, index: u32, outline: &Outline, segments: Option<u16>) -> bool {
+        (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index, segments))
+            || (self.dispatch.has_scheduler() && self.try_scheduler_merge(index, segments))
     }
 
-    fn try_plug_merge(&mut self, index: u32) -> bool {
+    #[inline(always)]
+    fn try_plug_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
         let slot = &self.in_flight[index];
         let Some(tag) = self.plug.last() else { return false };
         let request = &self.in_flight[tag];
         let Some(side) = MergeSide::of(request.sector, request.end(), slot.sector, slot.sectors) else {
             return false;
         };
-        let merged = self.disk.settings().merge && self.merge_into(tag, index, side);
+        let merged = self.disk.settings().merge && self.merge_into(tag, index, side, segments);
         if merged {
             self.plug.merged(&self.in_flight[tag]);
         }
         merged
     }
 
-    fn try_scheduler_merge(&mut self, index: u32) -> bool {
+    #[cold]
+    fn try_scheduler_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
         let slot = &self.in_flight[index];
         if !self.disk.settings().merge || !is_mergeable(slot.operation, slot.flags) {
             return false;
@@ -41,7 +43,7 @@ impl Queue {
         else {
             return false;
         };
-        if !self.merge_into(tag, index, side) {
+        if !self.merge_into(tag, index, side, segments) {
             return false;
         }
         if let Some(scheduler) = self.dispatch.scheduler_mut() {
@@ -55,8 +57,10 @@ impl Queue {
         true
     }
 
-    /// Makes bio `index` a part of request `tag`, if operation, flags and limits allow.
-    fn merge_into(&mut self, tag: Tag, index: u32, side: MergeSide) -> bool {
+    /// Makes bio `index` a part of request `tag`, if operation, flags and limits allow. Its `segments` are
+    /// counted if they are not known.
+    #[inline(always)]
+    fn merge_into(&mut self, tag: Tag, index: u32, side: MergeSide, segments: Option<u16>) -> bool {
         let slot = &self.in_flight[index];
         let request = &self.in_flight[tag];
         if slot.operation != request.operation
@@ -66,7 +70,7 @@ impl Queue {
         {
             return false;
         }
-        let segments = self.in_flight.count_segments(index);
+        let segments = segments.unwrap_or_else(|| self.in_flight.count_segments(index));
         let total_segments = u32::from(request.segments) + u32::from(segments);
         let sectors = request.sectors + slot.sectors;
         let start = if side == MergeSide::Back { request.sector } else { slot.sector };

@@ -115,6 +115,7 @@ impl Queue {
     /// The first part of a turn: completes what the driver finished, and takes in what other
     /// threads submitted.
     pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
+        self.close_lane();
         self.disk.shared().kick.take_woken();
         self.poll_driver(ring.as_deref_mut());
         if self.completions.has_requests() {
@@ -132,7 +133,7 @@ impl Queue {
     /// The second part, any number of times: flushes the plug and dispatches until nothing moves any more.
     #[inline]
     pub fn dispatch_all(&mut self, mut ring: Option<&mut Ring>) {
-        loop {
+        while self.can_dispatch() {
             self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());
             if !self.completions.has_requests() {
@@ -141,6 +142,7 @@ impl Queue {
             self.complete_batch();
             self.admit_waiting(ring.as_deref_mut());
         }
+        self.close_lane();
         self.clock.invalidate();
         self.leave_if_idle();
         self.completions.pay_gate(&self.disk.disk().gate);
@@ -150,6 +152,15 @@ impl Queue {
 
 /// Where the driver is called.
 impl Queue {
+    /// Whether there may be something to dispatch, or to complete.
+    #[inline]
+    fn can_dispatch(&self) -> bool {
+        !self.plug.is_empty()
+            || self.completions.has_requests()
+            || self.dispatch.has_ready()
+            || self.flush.is_wanted()
+    }
+
     /// Passes a completion of the ring to the driver.
     #[inline]
     pub fn complete_cqe(&mut self, cqe: Cqe, ring: Option<&mut Ring>) {
@@ -167,6 +178,7 @@ impl Queue {
     /// cached time is dropped with the plug.
     #[inline]
     fn flush_plug(&mut self, ring: Option<&mut Ring>) {
+        self.close_lane();
         self.clock.invalidate();
         if !self.plug.is_empty() {
             self.flush_requests(ring);
@@ -175,19 +187,23 @@ impl Queue {
         }
     }
 
+    #[inline]
     fn flush_requests(&mut self, ring: Option<&mut Ring>) {
-        let stats = if self.disk.settings().iostats { Some(&mut self.stats) } else { None };
-        let batch = self.plug.take(self.in_flight.requests(), stats);
+        if self.disk.settings().iostats {
+            self.plug.count(self.in_flight.requests(), &mut self.stats);
+        }
+        let batch = self.plug.requests();
         self.stats.count(Counter::PlugFlushes, 1);
         if self.dispatch.is_direct() {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
-            self.dispatch.issue_directly(&batch, &self.disk, &mut self.stats, &mut cx);
+            self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);
         } else {
-            self.dispatch.insert(&batch, &self.in_flight, &mut self.clock);
-            self.run_dispatch(ring);
+            self.dispatch.insert(batch, &self.in_flight, &mut self.clock);
+            self.plug.clear();
+            return self.run_dispatch(ring);
         }
-        self.plug.put_back(batch);
+        self.plug.clear();
     }
 
     fn run_dispatch(&mut self, ring: Option<&mut Ring>) {
@@ -208,9 +224,9 @@ impl Queue {
         self.disk.limits()
     }
 
-    /// How many requests the plug takes, for a thread with several queues.
-    pub fn set_plug_limit(&mut self, limit: usize) {
-        self.plug.set_limit(limit);
+    /// The thread has several queues: the plug takes more requests.
+    pub fn set_several_queues(&mut self) {
+        self.plug.set_several_queues();
     }
 
     /// The owner stops: nothing more is taken from submitters.

@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::bio::{Operation, Outline};
 use crate::request::Request;
 use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::stats::StatsWriter;
+use crate::stats::{StatGroup, StatsWriter};
 use crate::tags::Tag;
 
 /// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT).
@@ -20,38 +20,58 @@ pub const PLUG_FLUSH_BYTES: u64 = 128 << 10;
 /// The tail of an empty plug: no device is large enough to have anything that touches it.
 const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
-/// The plug of one queue.
+/// The plug of one queue, and with it the fast lane: plain bios of the owner that follow each other
+/// into the plug. What is the same for all of them, until the plug is flushed, is checked once when the
+/// lane opens (`Queue::open_lane`), and their tags are taken together.
 pub(crate) struct Plug {
-    /// Waiting requests, oldest first.
-    requests: Vec<Tag>,
-    /// Requests before a flush: see the constants.
-    limit: usize,
+    /// The waiting requests, oldest first, and behind them the tags of those that the lane still takes.
+    tags: [Tag; PLUG_REQUESTS_SEVERAL_QUEUES],
+    /// How many requests wait.
+    len: usize,
+    /// Where the tags of the lane end; it is closed if none is left.
+    ready: usize,
+    /// The time stamp of all bios that the lane takes; 0 without iostats.
+    start_ns: u64,
     /// Where the youngest request begins and ends: what touches it may merge with it.
     tail: Range<Sector>,
+    /// How many of the requests are reads, and how many are not.
+    directions: [u32; 2],
+    /// Requests before a flush: see the constants.
+    limit: usize,
     /// The youngest request has become large by merging.
     grown: bool,
-    /// How many of the requests are of each operation.
-    operations: [u32; Operation::COUNT],
+    /// How many requests the last plug had: so many tags the lane takes at once.
+    last_len: usize,
 }
 
 impl Plug {
     pub fn new() -> Plug {
         Plug {
-            requests: Vec::with_capacity(PLUG_REQUESTS_SEVERAL_QUEUES),
-            limit: PLUG_REQUESTS,
+            tags: [Tag(0); PLUG_REQUESTS_SEVERAL_QUEUES],
+            len: 0,
+            ready: 0,
+            start_ns: 0,
             tail: NOWHERE,
+            directions: [0; 2],
+            limit: PLUG_REQUESTS,
             grown: false,
-            operations: [0; Operation::COUNT],
+            last_len: 0,
         }
+    }
+
+    /// The waiting requests, oldest first.
+    #[inline]
+    pub fn requests(&self) -> &[Tag] {
+        &self.tags[..self.len]
     }
 
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.requests.is_empty()
+        self.len == 0
     }
 
     /// Whether so many sectors, which are within the device, touch the youngest request.
-    #[inline]
+    #[inline(always)]
     pub fn is_touched(&self, sector: Sector, sectors: u64) -> bool {
         sector == self.tail.end || sector + sectors == self.tail.start
     }
@@ -63,18 +83,20 @@ impl Plug {
     }
 
     /// The thread has several queues.
-    pub fn set_limit(&mut self, limit: usize) {
-        self.limit = limit;
+    pub fn set_several_queues(&mut self) {
+        self.limit = PLUG_REQUESTS_SEVERAL_QUEUES;
+    }
+
+    /// Whether it is to be flushed before it takes another request.
+    #[inline]
+    pub fn is_full(&self) -> bool {
+        self.len >= self.limit
     }
 
     /// The youngest request.
     #[inline]
     pub fn last(&self) -> Option<Tag> {
-        self.requests.last().copied()
-    }
-
-    pub fn contains(&self, tag: Tag) -> bool {
-        self.requests.contains(&tag)
+        self.requests().last().copied()
     }
 
     /// Whether the youngest request has become large by merging: it goes before a new one comes.
@@ -84,35 +106,88 @@ impl Plug {
     }
 
     /// Takes a request. True if the plug is to be flushed: it is full, or the request is as large
-    /// as one becomes by merging, if it may.
-    #[inline(always)]
+    /// as one becomes by merging, if it may. The lane is closed.
+    #[inline]
     pub fn push(&mut self, tag: Tag, outline: &Outline, merge: bool) -> bool {
-        self.requests.push(tag);
-        self.operations[outline.operation as usize] += 1;
-        self.tail = outline.sector..outline.sector + outline.sectors;
-        self.requests.len() >= self.limit || (outline.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT && merge)
+        debug_assert!(!self.is_open());
+        self.tags[self.len] = tag;
+        self.note_pushed(outline);
+        self.ready = self.len;
+        self.is_full() || (outline.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT && merge)
     }
 
-    /// Takes the requests out, after `stats`, if any, has counted them.
+    #[inline(always)]
+    fn note_pushed(&mut self, outline: &Outline) {
+        self.len += 1;
+        self.tail = outline.sector..outline.sector + outline.sectors;
+        self.directions[usize::from(outline.operation != Operation::Read)] += 1;
+    }
+
+    /// Counts its requests, which are about to be dispatched.
     #[inline]
-    pub fn take(&mut self, requests: &[Request], stats: Option<&mut StatsWriter>) -> Vec<Tag> {
-        let operations = std::mem::take(&mut self.operations);
-        if let (Some(stats), Some(first)) = (stats, self.requests.first()) {
-            let first_ns = requests[first.index()].start_ns;
-            for (operation, count) in Operation::ALL.into_iter().zip(operations) {
-                if count > 0 {
-                    stats.start(operation.into(), u64::from(count), first_ns);
-                }
+    pub fn count(&self, requests: &[Request], stats: &mut StatsWriter) {
+        let Some(first) = self.requests().first() else { return };
+        let first_ns = requests[first.index()].start_ns;
+        // Only the direction counts.
+        for (group, count) in [StatGroup::Read, StatGroup::Write].into_iter().zip(self.directions) {
+            if count > 0 {
+                stats.start(group, u64::from(count), first_ns);
             }
         }
-        (self.tail, self.grown) = (NOWHERE, false);
-        std::mem::take(&mut self.requests)
     }
 
-    /// Keeps the room of the requests that were taken out and dispatched.
+    /// Its requests were dispatched.
     #[inline]
-    pub fn put_back(&mut self, mut batch: Vec<Tag>) {
-        batch.clear();
-        self.requests = batch;
+    pub fn clear(&mut self) {
+        self.last_len = self.len;
+        (self.len, self.ready, self.directions) = (0, 0, [0; 2]);
+        (self.tail, self.grown) = (NOWHERE, false);
+    }
+}
+
+/// The fast lane.
+impl Plug {
+    /// Whether the lane takes another bio.
+    #[inline(always)]
+    pub fn is_open(&self) -> bool {
+        self.len != self.ready
+    }
+
+    /// How many bios the lane is to be opened for: as many as the last plug had, or as this has.
+    pub fn lane_len(&self) -> usize {
+        self.last_len.max(self.len).clamp(1, self.limit.saturating_sub(self.len))
+    }
+
+    /// Opens the lane for as many bios as there are `tags`, with this time stamp.
+    pub fn open(&mut self, tags: &[Tag], start_ns: u64) {
+        self.ready = self.len + tags.len();
+        if let [tag] = *tags {
+            self.tags[self.len] = tag;
+        } else {
+            self.tags[self.len..self.ready].copy_from_slice(tags);
+        }
+        self.start_ns = start_ns;
+    }
+
+    /// The time stamp of the bios that the lane takes.
+    #[inline(always)]
+    pub fn start_ns(&self) -> u64 {
+        self.start_ns
+    }
+
+    /// The open lane takes the bio of `outline`: returns its tag.
+    #[inline(always)]
+    pub fn take(&mut self, outline: &Outline) -> Tag {
+        // Masked instead of checked: it is smaller anyway.
+        let tag = self.tags[self.len % PLUG_REQUESTS_SEVERAL_QUEUES];
+        self.note_pushed(outline);
+        tag
+    }
+
+    /// Closes the lane. Returns the tags that it did not use.
+    pub fn close(&mut self) -> &[Tag] {
+        let rest = self.len..self.ready;
+        self.ready = self.len;
+        &self.tags[rest]
     }
 }

@@ -32,7 +32,7 @@ impl Queue {
                 break;
             }
             let tag = Tag(index as u16);
-            if self.in_flight[tag].state == RequestState::Busy {
+            if self.in_flight[tag].state != RequestState::Idle {
                 left -= 1;
                 self.scan_request(tag, &mut scan);
             }
@@ -61,6 +61,7 @@ impl Queue {
     }
 
     fn scan_request(&mut self, tag: Tag, scan: &mut Scan) {
+        self.in_flight.fill_plain(tag);
         let request = &mut self.in_flight[tag];
         if request.start_ns == 0 {
             request.start_ns = scan.now_ns;
@@ -176,7 +177,7 @@ impl Queue {
 
     fn place_of(&self, tag: Tag) -> Place {
         let scheduled = self.dispatch.is_scheduled(tag);
-        let plugged = self.plug.contains(tag);
+        let plugged = self.plug.requests().contains(&tag);
         let requeued = self.dispatch.is_requeued(tag);
         if (scheduled || plugged || requeued) && self.disk.is_quiesced() {
             return Place::Quiesced;

@@ -24,7 +24,62 @@ impl Queue {
     /// # Errors
     /// The bio, when the queue has no room; there will be some after a completion.
     #[inline(always)]
-    pub fn submit(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
+    pub fn submit(&mut self, bio: Bio, mut ring: Option<&mut Ring>) -> Result<(), Bio> {
+        // In parts from the beginning, and whole again only for the slow path: a bio that is passed on
+        // as it is goes through the stack (see `BioSlot`).
+        let Bio { operation, flags, sector, sectors, data, user_data } = bio;
+        let data = ManuallyDrop::new(data);
+        let outline = Outline { operation, flags, sector, sectors, start_ns: 0 };
+        if (self.plug.is_open() || self.open_lane(&data, ring.as_deref_mut()))
+            && self.disk.fast().fits_small(&outline, &data)
+            && !self.plug.is_touched(sector, sectors)
+        {
+            let outline = Outline { start_ns: self.plug.start_ns(), ..outline };
+            let tag = self.plug.take(&outline);
+            self.in_flight.begin_plain(tag, &outline, data, user_data);
+            if !self.plug.is_open() && self.plug.is_full() {
+                self.flush_plug(ring);
+            }
+            return Ok(());
+        }
+        let data = ManuallyDrop::into_inner(data);
+        self.submit_slow(Bio { operation, flags, sector, sectors, data, user_data }, ring)
+    }
+
+    /// Opens the fast lane for a bio with this memory, if it can be: the queue has entered the disk, no
+    /// freeze has begun, no bio waits, no scheduler wants to merge, and there are tags.
+    #[inline(never)]
+    fn open_lane(&mut self, data: &Data, ring: Option<&mut Ring>) -> bool {
+        if !matches!(data, Data::Buffer(_))
+            || !(self.disk.is_entered() || self.enter(ring))
+            || self.disk.is_frozen()
+            || !self.waiting.is_empty()
+            || self.dispatch.has_scheduler()
+            || self.plug.has_grown()
+            || self.tags.own() == 0
+        {
+            return false;
+        }
+        let bios = self.plug.lane_len().min(self.tags.own());
+        let (start_ns, bios) =
+            if self.disk.settings().iostats { self.clock.now_ns_for(bios) } else { (0, bios) };
+        self.tags.take_own(bios, |tags| self.plug.open(tags, start_ns));
+        true
+    }
+
+    /// Closes the fast lane: the plug is flushed, or something is not as it has to be.
+    #[inline]
+    pub(super) fn close_lane(&mut self) {
+        if self.plug.is_open() {
+            let start_ns = self.plug.start_ns();
+            let rest = self.plug.close();
+            self.clock.return_uses(start_ns, rest.len());
+            self.tags.put_own(rest);
+        }
+    }
+
+    #[inline(never)]
+    fn submit_slow(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
         if !self.in_flight.bios().has_room() {
             return Err(bio);
         }
@@ -69,6 +124,7 @@ impl Queue {
             self.reject(index, Status::Again);
             return self.want_no_tags();
         }
+        self.close_lane();
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
 
@@ -229,7 +285,7 @@ impl Queue {
         segments: Option<u16>,
         ring: Option<&mut Ring>,
     ) -> bool {
-        if self.try_merge(index, outline) {
+        if self.try_merge(index, outline, segments) {
             return true;
         }
         let Some(tag) = self.take_tag() else { return false };
@@ -242,6 +298,7 @@ impl Queue {
     /// A tag for a new request, if there is one now.
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
+        self.close_lane();
         // A frozen disk takes no new request; those in flight complete.
         if !self.disk.is_entered() || self.disk.is_frozen() {
             return None;

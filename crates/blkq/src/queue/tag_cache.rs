@@ -72,6 +72,26 @@ impl TagCache {
         self.free.pop()
     }
 
+    /// How many free tags are the queue's own.
+    #[inline]
+    pub fn own(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Takes `count` free tags of the queue's own, or all if there are fewer.
+    #[inline]
+    pub fn take_own(&mut self, count: usize, take: impl FnOnce(&[Tag])) {
+        let left = self.free.len().saturating_sub(count);
+        take(&self.free[left..]);
+        self.free.truncate(left);
+    }
+
+    /// Returns tags that were taken at once and not used.
+    #[inline]
+    pub fn put_own(&mut self, tags: &[Tag]) {
+        self.free.extend_from_slice(tags);
+    }
+
     /// A tag of the shared set for a queue with `in_use` requests: never more than the fair share,
     /// and a queue that finds none is woken when another returns some.
     #[cold]

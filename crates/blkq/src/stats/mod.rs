@@ -338,10 +338,21 @@ impl StatsWriter {
         raise(&self.0.clock_age_max_ns, age_ns);
     }
 
-    /// `requests` of `group` are in flight no more.
+    /// Requests of `group`, built at `start_ns`, completed at `now_ns`: so many (1 or more), with so
+    /// many sectors together.
     #[inline]
-    fn end(&mut self, group: StatGroup, requests: u64, now_ns: u64) {
+    pub fn done(&mut self, group: StatGroup, (requests, sectors): (u64, u64), start_ns: u64, now_ns: u64) {
         let stats = &**self.0;
+        let latency_ns = now_ns.saturating_sub(start_ns);
+        if now_ns < start_ns {
+            add(&stats.counters[Counter::NegativeLatencies as usize], requests);
+        }
+        let counters = &stats.groups[group as usize];
+        add(&stats.latencies[group as usize][bucket_of(latency_ns)], requests);
+        raise(&counters.latency_max_ns, latency_ns);
+        add(&counters.ios, requests);
+        add(&counters.sectors, sectors);
+        add(&counters.nanoseconds, latency_ns.wrapping_mul(requests));
         add(&stats.in_flight[group.direction()], requests.wrapping_neg());
         if stats.in_flight[0].load(Relaxed) | stats.in_flight[1].load(Relaxed) == 0 {
             stats.busy.store(busy_ns(stats.busy.load(Relaxed), now_ns) << 1, Relaxed);
@@ -351,65 +362,6 @@ impl StatsWriter {
 
 const fn error_index(status: Status) -> usize {
     status as usize - 1
-}
-
-/// The completions of one batch, summed up before they go to the shared counters: most
-/// are of one group.
-#[must_use = "what was not finished is not counted"]
-#[derive(Debug, Default)]
-pub(crate) struct StatsBatch {
-    group: StatGroup,
-    ios: u64,
-    sectors: u64,
-    nanoseconds: u64,
-    now_ns: u64,
-}
-
-impl StatsBatch {
-    /// Requests of `group`, built at `start_ns`, completed at `now_ns`: so many (1 or more),
-    /// with so many sectors together.
-    pub fn done(
-        &mut self,
-        writer: &mut StatsWriter,
-        group: StatGroup,
-        (requests, sectors): (u64, u64),
-        start_ns: u64,
-        now_ns: u64,
-    ) {
-        if group != self.group {
-            self.end_group(writer);
-            self.group = group;
-        }
-        let latency_ns = now_ns.saturating_sub(start_ns);
-        if now_ns < start_ns {
-            writer.count(Counter::NegativeLatencies, requests);
-        }
-        add(&writer.0.latencies[group as usize][bucket_of(latency_ns)], requests);
-        raise(&writer.0.groups[group as usize].latency_max_ns, latency_ns);
-        self.nanoseconds = self.nanoseconds.wrapping_add(latency_ns.wrapping_mul(requests));
-        self.ios += requests;
-        self.sectors += sectors;
-        self.now_ns = now_ns;
-    }
-
-    /// Adds the batch to the queue's counters.
-    #[inline]
-    pub fn finish(mut self, writer: &mut StatsWriter) {
-        self.end_group(writer);
-    }
-
-    #[inline]
-    fn end_group(&mut self, writer: &mut StatsWriter) {
-        if self.ios == 0 {
-            return;
-        }
-        let counters = &writer.0.groups[self.group as usize];
-        add(&counters.ios, self.ios);
-        add(&counters.sectors, self.sectors);
-        add(&counters.nanoseconds, self.nanoseconds);
-        writer.end(self.group, self.ios, self.now_ns);
-        (self.ios, self.sectors, self.nanoseconds) = (0, 0, 0);
-    }
 }
 
 /// The counts of one group of operations.

@@ -107,7 +107,6 @@ proptest! {
                     }
                 }
                 Step::Done(completions) => {
-                    let mut batch = StatsBatch::default();
                     for (at, later_ns, fails) in completions {
                         if model.in_flight.is_empty() {
                             break;
@@ -115,7 +114,7 @@ proptest! {
                         model.wait(u64::from(later_ns));
                         let at = usize::from(at) % model.in_flight.len();
                         let (group, sectors, start_ns) = model.in_flight.swap_remove(at);
-                        batch.done(&mut writer, group, (1, sectors as _), start_ns, model.now_ns);
+                        writer.done(group, (1, sectors as _), start_ns, model.now_ns);
                         if fails {
                             writer.failed(group, Status::Io);
                             model.failed[group as usize] += 1;
@@ -123,7 +122,6 @@ proptest! {
                         model.completed[group as usize].push(model.now_ns - start_ns);
                         model.sectors[group as usize] += u64::from(sectors);
                     }
-                    batch.finish(&mut writer);
                 }
                 Step::Wait(ns) => model.wait(u64::from(ns)),
                 Step::Merge(_) | Step::Join(..) => {}
@@ -131,13 +129,11 @@ proptest! {
             model.check(&snapshot_at(&writer, model.now_ns));
         }
         let before = snapshot_at(&writer, model.now_ns);
-        let mut batch = StatsBatch::default();
         for (group, sectors, start_ns) in std::mem::take(&mut model.in_flight) {
-            batch.done(&mut writer, group, (1, sectors as _), start_ns, model.now_ns);
+            writer.done(group, (1, sectors as _), start_ns, model.now_ns);
             model.completed[group as usize].push(model.now_ns - start_ns);
             model.sectors[group as usize] += u64::from(sectors);
         }
-        batch.finish(&mut writer);
         let rest = snapshot_at(&writer, model.now_ns + 1_000_000);
         model.check(&rest);
         prop_assert!(rest.busy_ns <= model.now_ns - begin_ns);
@@ -159,19 +155,15 @@ fn fields_are_in_the_order_and_units_of_sysfs() {
     let ms = NS_PER_MS;
     writer.start(StatGroup::Read, 3, 10 * ms);
     writer.merged(StatGroup::Read);
-    let mut batch = StatsBatch::default();
-    batch.done(&mut writer, StatGroup::Read, (1, 16), 10 * ms, 12 * ms);
-    batch.done(&mut writer, StatGroup::Read, (1, 8), 10 * ms, 13 * ms);
-    batch.finish(&mut writer);
+    writer.done(StatGroup::Read, (1, 16), 10 * ms, 12 * ms);
+    writer.done(StatGroup::Read, (1, 8), 10 * ms, 13 * ms);
     writer.start(StatGroup::from(Operation::WriteZeroes), 1, 13 * ms);
     writer.start(StatGroup::Discard, 1, 13 * ms);
     writer.start(StatGroup::Flush, 1, 13 * ms);
     writer.merged(StatGroup::Discard);
-    let mut batch = StatsBatch::default();
-    batch.done(&mut writer, StatGroup::Write, (1, 100), 13 * ms, 20 * ms);
-    batch.done(&mut writer, StatGroup::Discard, (1, 200), 13 * ms, 22 * ms);
-    batch.done(&mut writer, StatGroup::Flush, (1, 0), 13 * ms, 24 * ms);
-    batch.finish(&mut writer);
+    writer.done(StatGroup::Write, (1, 100), 13 * ms, 20 * ms);
+    writer.done(StatGroup::Discard, (1, 200), 13 * ms, 22 * ms);
+    writer.done(StatGroup::Flush, (1, 0), 13 * ms, 24 * ms);
     let now = snapshot_at(&writer, 30 * ms);
     assert_eq!(now.fields(), [2, 1, 24, 5, 1, 0, 100, 7, 1, 20, 32, 1, 1, 200, 9, 1, 11]);
     assert_eq!(now.sysfs_line().split_whitespace().count(), 17);
@@ -184,9 +176,7 @@ fn fields_are_in_the_order_and_units_of_sysfs() {
 fn a_completion_before_the_start_counts_as_no_time() {
     let mut writer = StatsWriter::default();
     writer.start(StatGroup::Write, 1, 1000);
-    let mut batch = StatsBatch::default();
-    batch.done(&mut writer, StatGroup::Write, (1, 8), 1000, 990);
-    batch.finish(&mut writer);
+    writer.done(StatGroup::Write, (1, 8), 1000, 990);
     let now = snapshot_at(&writer, 2000);
     assert_eq!(now.counter(Counter::NegativeLatencies), 1);
     assert_eq!((now[StatGroup::Write].nanoseconds, now.busy_ns), (0, 0));
@@ -221,9 +211,7 @@ fn a_reader_sees_busy_time_rise_and_no_torn_value() {
         for _ in 0..200_000 {
             writer.start(StatGroup::Read, 1, monotonic_ns());
             let start_ns = monotonic_ns();
-            let mut batch = StatsBatch::default();
-            batch.done(&mut writer, StatGroup::Read, (1, 8), start_ns, monotonic_ns());
-            batch.finish(&mut writer);
+            writer.done(StatGroup::Read, (1, 8), start_ns, monotonic_ns());
         }
         done.store(true, Relaxed);
     });

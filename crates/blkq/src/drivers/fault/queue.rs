@@ -106,7 +106,7 @@ impl FaultQueue {
             generation,
             index,
             requests: (0..tags).map(|_| Request::idle()).collect(),
-            bios: BioSlab::new(tags as u32),
+            bios: BioSlab::new(0, tags as u32),
             completed: Vec::with_capacity(tags),
             plans: (0..tags).map(|_| Plan::default()).collect(),
             timers: BinaryHeap::with_capacity(tags),
