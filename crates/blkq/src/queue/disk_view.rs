@@ -3,10 +3,12 @@
 
 use std::sync::Arc;
 
+use crate::bio::Operation;
 use crate::disk::{Disk, HardwareQueue, Settings};
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::sched::SchedulerKind;
+use crate::sector::Sector;
 
 use super::fast_limits::FastLimits;
 
@@ -61,6 +63,14 @@ impl DiskView {
     #[inline]
     pub fn limits(&self) -> &QueueLimits {
         &self.limits
+    }
+
+    /// Whether one request of `operation` may have so many sectors from `start` on, in so many pieces
+    /// of memory.
+    #[inline]
+    pub fn allows(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
+        self.fast.allows(operation, sectors, segments)
+            || self.limits.allow(operation, start, sectors, segments)
     }
 
     #[inline]

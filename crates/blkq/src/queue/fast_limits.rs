@@ -1,6 +1,6 @@
 //! The limits as the fast path of a submission checks them.
 
-use crate::bio::{BioFlags, Outline};
+use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, Segment};
 use crate::limits::QueueLimits;
 use crate::sector::SECTOR_SHIFT;
@@ -18,6 +18,7 @@ pub(super) struct FastLimits {
     whole_sectors: [u64; 2],
     /// The same, but below what flushes the plug.
     small_sectors: [u64; 2],
+    max_segments: u32,
     kernel_pages: bool,
 }
 
@@ -31,6 +32,7 @@ impl FastLimits {
             block_mask: u64::from(limits.logical_block_bytes >> SECTOR_SHIFT) - 1,
             whole_sectors: [whole, if limits.read_only { 0 } else { whole }],
             small_sectors: [small, if limits.read_only { 0 } else { small }],
+            max_segments: u32::from(limits.max_segments),
             kernel_pages: limits.kernel_pages,
         }
     }
@@ -60,6 +62,13 @@ impl FastLimits {
             && sectors <= bytes >> SECTOR_SHIFT
             && sector.0.checked_add(sectors).is_some_and(|end| end <= self.capacity_sectors)
             && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
+    }
+
+    /// Whether one read or write surely may have so many sectors, in so many pieces of memory.
+    #[inline]
+    pub fn allows(&self, operation: Operation, sectors: u64, segments: u32) -> bool {
+        let most = self.whole_sectors.get(operation as usize);
+        most.is_some_and(|&most| sectors <= most) && segments <= self.max_segments
     }
 
     /// Whether this is a legal read or write of kernel pages of `bytes`, in one piece.

@@ -74,7 +74,7 @@ impl Queue {
         let total_segments = u32::from(request.segments) + u32::from(segments);
         let sectors = request.sectors + slot.sectors;
         let start = if side == MergeSide::Back { request.sector } else { slot.sector };
-        if !self.disk.limits().allow(slot.operation, start, sectors, total_segments) {
+        if !self.disk.allows(slot.operation, start, sectors, total_segments) {
             return false;
         }
         let operation = slot.operation;
