@@ -4,7 +4,7 @@ use std::mem::ManuallyDrop;
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, IoBuffer, KernelPages, Segment};
-use crate::completer::Completer;
+use crate::completer::{Completer, ThinCallback};
 use crate::error::Status;
 use crate::request::{NIL, Request};
 use crate::sector::{SECTOR_SHIFT, Sector};
@@ -139,7 +139,7 @@ impl BioSlot {
     fn set_completer(&mut self, completer: Completer) {
         (self.completer_kind, self.completer_word) = match completer {
             Completer::Owner(user_data) => (CompleterKind::Owner, user_data),
-            Completer::Callback(callback) => (CompleterKind::Callback, Box::into_raw(callback) as u64),
+            Completer::Callback(callback) => (CompleterKind::Callback, callback.into_raw()),
             Completer::Waiter(waiter) => (CompleterKind::Waiter, Arc::into_raw(waiter) as u64),
             Completer::None => (CompleterKind::None, 0),
         };
@@ -152,7 +152,7 @@ impl BioSlot {
             CompleterKind::Owner => Completer::Owner(self.completer_word),
             CompleterKind::Callback => {
                 // SAFETY: `set_completer` took it apart, and the kind shows that it was not taken since.
-                Completer::Callback(unsafe { Box::from_raw(self.completer_word as *mut _) })
+                Completer::Callback(unsafe { ThinCallback::from_raw(self.completer_word) })
             }
             CompleterKind::Waiter => {
                 // SAFETY: as above.

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use crate::bio::{Bio, BioFlags, Operation};
 use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment, SegmentOwner};
 use crate::clock::monotonic_ns;
-use crate::completer::{BioWaiter, Callback, Completer};
+use crate::completer::{BioWaiter, Callback, Completer, ThinCallback};
 use crate::disk::{Disk, HardwareQueue};
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::remote::gate::{Batcher, Direction};
+use crate::remote::software::Staging;
 use crate::sector::Sector;
 
 /// Submits bios from any thread. One for each thread: make it with
@@ -65,8 +66,7 @@ impl Submitter {
     /// Submits `bio`, waiting while the device is full. `callback` runs as in [`Callback`]:
     /// if no thread owns the queue, before this returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
-        let callback: Callback = Box::new(callback);
-        self.stage(bio, Completer::Callback(Box::new(callback)));
+        self.stage(bio, Completer::Callback(ThinCallback::new(callback)));
     }
 
     /// Submits `bio` if the device has room for it.
@@ -79,7 +79,7 @@ impl Submitter {
         if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
         }
-        self.shared().software.push(self.software, bio, Completer::Callback(Box::new(callback)));
+        self.shared().software.push(self.software, bio, Completer::Callback(ThinCallback::new(callback)));
         self.shared().kick.kick();
         disk.fail_staged_if_closed(self.queue);
         Ok(())
@@ -107,16 +107,17 @@ impl Submitter {
         self.refresh();
         let disk = &*self.disk;
         let shared = disk.hardware_queue(self.queue);
-        let (bio, completer) = if self.merge {
-            match shared.software.try_merge(self.software, bio, completer, &self.limits) {
-                Ok(()) => return,
-                Err(back) => back,
+        let (direction, batcher) = (Direction::of(bio.operation), &mut self.batcher);
+        let limits = self.merge.then_some(&self.limits);
+        let may_enter = || disk.gate.try_enter(direction, batcher, monotonic_ns);
+        match shared.software.stage(self.software, bio, completer, limits, may_enter) {
+            Staging::Merged => return,
+            Staging::Pushed => {}
+            Staging::Full(bio, completer) => {
+                disk.gate.enter(direction, &mut self.batcher, monotonic_ns, || shared.kick.kick());
+                shared.software.push(self.software, bio, completer);
             }
-        } else {
-            (bio, completer)
-        };
-        disk.gate.enter(Direction::of(bio.operation), &mut self.batcher, monotonic_ns, || shared.kick.kick());
-        shared.software.push(self.software, bio, completer);
+        }
         shared.kick.kick();
         disk.fail_staged_if_closed(self.queue);
     }

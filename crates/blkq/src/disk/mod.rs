@@ -337,10 +337,11 @@ impl Disk {
 
     fn fail_staged(&self, index: usize) {
         for staged in self.queues[index].software.take_all() {
-            for (bio, completer) in staged.bios {
+            let direction = Direction::of(staged.operation);
+            for (bio, completer) in staged.into_bios() {
                 completer.notify(Err(Status::Offline), bio.data);
             }
-            self.gate.leave(Direction::of(staged.operation), 1);
+            self.gate.leave(direction, 1);
         }
     }
 }

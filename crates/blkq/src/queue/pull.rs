@@ -45,22 +45,24 @@ impl Queue {
 
     /// Takes some of one software queue. False if nothing could be taken.
     fn pull_one(&mut self, index: usize, mut ring: Option<&mut Ring>) -> bool {
-        let mut moved = false;
-        for _ in 0..TAKE_AT_ONCE {
-            // A submitter has the lock just now: the next turn takes what is there.
-            let Some(popped) = self.disk.shared().software.try_pop(index) else { break };
-            let Some(staged) = popped else { return moved };
-            moved = true;
+        // As many as there are tags for: of shared ones that is not known.
+        let free = usize::from(self.disk.settings().requests()) - self.in_flight.in_use() as usize;
+        let count = if self.tags.is_shared() { 1 } else { free.min(TAKE_AT_ONCE) };
+        let mut taken = self.pull_cursor.room();
+        let more = self.disk.shared().software.try_take(index, count, &mut taken);
+        let moved = !taken.is_empty();
+        for staged in taken.drain(..) {
             let mut slot_flags = SlotFlags::GATED;
-            for (bio, completer) in staged.bios {
+            for (bio, completer) in staged.into_bios() {
                 self.accept(bio, completer, slot_flags, ring.as_deref_mut());
                 slot_flags = SlotFlags::empty();
             }
-            if !self.can_take() {
-                break;
-            }
         }
-        self.disk.shared().software.set_pending(index);
+        self.pull_cursor.return_room(taken);
+        // If a submitter had the lock just now, the next turn takes what is there.
+        if more.unwrap_or(true) {
+            self.disk.shared().software.set_pending(index);
+        }
         moved
     }
 }

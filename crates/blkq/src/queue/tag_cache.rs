@@ -72,6 +72,12 @@ impl TagCache {
         self.free.pop()
     }
 
+    /// Whether other queues use the tags too.
+    #[inline]
+    pub fn is_shared(&self) -> bool {
+        self.shared.is_some()
+    }
+
     /// How many free tags are the queue's own.
     #[inline]
     pub fn own(&self) -> usize {

@@ -27,7 +27,9 @@ pub(crate) struct Staged {
     end: Sector,
     segments: u32,
     mergeable: bool,
-    pub bios: VecDeque<(Bio, Completer)>,
+    /// The first, in place: most are alone.
+    first: (Bio, Completer),
+    others: VecDeque<(Bio, Completer)>,
 }
 
 impl Staged {
@@ -39,8 +41,14 @@ impl Staged {
             end: Sector(bio.sector.0.saturating_add(bio.sectors)),
             segments: segments(&bio),
             mergeable: is_mergeable(&bio),
-            bios: VecDeque::from([(bio, completer)]),
+            first: (bio, completer),
+            others: VecDeque::new(),
         }
+    }
+
+    /// The bios, each of which continues the one before.
+    pub fn into_bios(self) -> impl Iterator<Item = (Bio, Completer)> {
+        std::iter::once(self.first).chain(self.others)
     }
 
     /// Where the bio joins, if it may.
@@ -59,11 +67,12 @@ impl Staged {
         match side {
             MergeSide::Back => {
                 self.end = bio.sector + bio.sectors;
-                self.bios.push_back((bio, completer));
+                self.others.push_back((bio, completer));
             }
             MergeSide::Front => {
                 self.start = bio.sector;
-                self.bios.push_front((bio, completer));
+                let second = std::mem::replace(&mut self.first, (bio, completer));
+                self.others.push_front(second);
             }
         }
     }
@@ -79,6 +88,16 @@ fn is_mergeable(bio: &Bio) -> bool {
 
 fn segments(bio: &Bio) -> u32 {
     bio.data.with_shape(|segments| segments.len() as u32)
+}
+
+/// What became of a bio that was to be staged.
+pub(crate) enum Staging {
+    /// It is part of another that the owner knows of.
+    Merged,
+    /// It is in the software queue: the owner is to be kicked.
+    Pushed,
+    /// There may be no more requests now.
+    Full(Bio, Completer),
 }
 
 /// The software queues of one hardware queue.
@@ -102,28 +121,34 @@ impl SoftwareQueues {
         self.next.fetch_add(1, Ordering::Relaxed) % SOFTWARE_QUEUES
     }
 
-    /// Merges the bio with one that waits in software queue `index`.
-    ///
-    /// # Errors
-    /// The bio and its end, if it merges with none.
-    pub fn try_merge(
+    /// Merges the bio with one that waits in software queue `index`, if there are `limits` for that;
+    /// else puts it there if `may_enter` permits one more request. Takes the lock once.
+    pub fn stage(
         &self,
         index: usize,
         bio: Bio,
         completer: Completer,
-        limits: &QueueLimits,
-    ) -> Result<(), (Bio, Completer)> {
-        if !is_mergeable(&bio) {
-            return Err((bio, completer));
-        }
+        limits: Option<&QueueLimits>,
+        may_enter: impl FnOnce() -> bool,
+    ) -> Staging {
         let mut queue = lock(&self.queues[index]);
-        for staged in queue.iter_mut().rev().take(MERGE_CANDIDATES) {
-            if let Some(side) = staged.side(&bio, limits) {
-                staged.join(bio, completer, side);
-                return Ok(());
+        if let Some(limits) = limits
+            && is_mergeable(&bio)
+        {
+            for staged in queue.iter_mut().rev().take(MERGE_CANDIDATES) {
+                if let Some(side) = staged.side(&bio, limits) {
+                    staged.join(bio, completer, side);
+                    return Staging::Merged;
+                }
             }
         }
-        Err((bio, completer))
+        if !may_enter() {
+            return Staging::Full(bio, completer);
+        }
+        queue.push_back(Staged::new(bio, completer));
+        drop(queue);
+        self.pending.set(index);
+        Staging::Pushed
     }
 
     /// Puts the bio into software queue `index`.
@@ -161,11 +186,16 @@ impl SoftwareQueues {
         self.pending.set(index);
     }
 
-    /// The oldest that is staged in software queue `index`, if anything is. None while a
-    /// submitter has its lock.
+    /// Takes the oldest that are staged in software queue `index`, at most `count`, and whether there are
+    /// more. None while a submitter has its lock.
     #[inline]
-    pub fn try_pop(&self, index: usize) -> Option<Option<Staged>> {
-        Some(try_lock(&self.queues[index])?.pop_front())
+    pub fn try_take(&self, index: usize, count: usize, into: &mut Vec<Staged>) -> Option<bool> {
+        let mut queue = try_lock(&self.queues[index])?;
+        for _ in 0..count {
+            let Some(staged) = queue.pop_front() else { return Some(false) };
+            into.push(staged);
+        }
+        Some(!queue.is_empty())
     }
 
     /// Takes everything out: the queue's owner will never come.

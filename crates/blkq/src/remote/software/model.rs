@@ -25,11 +25,14 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
                     let mark = ((submitter as u64) << 32) + number;
                     let bio = Bio::write(sector, IoBuffer::zeroed(BLOCK_BYTES), mark);
                     let index = submitter % queues;
-                    if let Err((bio, completer)) =
-                        software.try_merge(index, bio, Completer::Owner(mark), &limits)
-                    {
-                        software.push(index, bio, completer);
-                        kick.kick();
+                    let completer = Completer::Owner(mark);
+                    match software.stage(index, bio, completer, Some(&limits), || number % 3 != 2) {
+                        Staging::Merged => {}
+                        Staging::Pushed => kick.kick(),
+                        Staging::Full(bio, completer) => {
+                            software.push(index, bio, completer);
+                            kick.kick();
+                        }
                     }
                 }
             })
@@ -39,13 +42,13 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
     let mut left = submitters as u64 * count;
     while left > 0 {
         software.pending.take_all(|index| {
-            let Some(mut queue) = try_lock(&software.queues[index]) else {
+            let mut taken = Vec::new();
+            if software.try_take(index, 2, &mut taken).unwrap_or(true) {
                 software.pending.set(index);
-                return;
-            };
-            while let Some(staged) = queue.pop_front() {
-                let mut at = staged.start;
-                for (bio, _) in staged.bios {
+            }
+            for staged in taken {
+                let (mut at, end) = (staged.start, staged.end);
+                for (bio, _) in staged.into_bios() {
                     assert_eq!(bio.sector, at, "merged bios continue each other");
                     at = at + bio.sectors;
                     let (submitter, number) = ((bio.user_data >> 32) as usize, bio.user_data & 0xffff_ffff);
@@ -53,7 +56,7 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
                     next[submitter] += 1;
                     left -= 1;
                 }
-                assert_eq!(at, staged.end);
+                assert_eq!(at, end);
             }
         });
         if left == 0 {
