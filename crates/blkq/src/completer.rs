@@ -17,7 +17,7 @@ pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 /// A callback in one allocation, behind one word: a box of a trait object is two.
 pub(crate) struct ThinCallback(NonNull<CallbackHead>);
 
-/// What is known of a callback of any type.
+/// The part of a callback that is the same for all types.
 #[repr(C)]
 struct CallbackHead {
     /// Frees it, and calls it if it is to be called.

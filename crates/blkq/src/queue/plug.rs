@@ -21,8 +21,8 @@ pub const PLUG_FLUSH_BYTES: u64 = 128 << 10;
 const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
 /// The plug of one queue, and with it the fast lane: plain bios of the owner that follow each other
-/// into the plug. What is the same for all of them, until the plug is flushed, is checked once when the
-/// lane opens (`Queue::open_lane`), and their tags are taken together.
+/// into the plug. `Queue::open_lane` checks once for all of them, until the plug is flushed, what they
+/// have in common, and takes their tags together.
 pub(crate) struct Plug {
     /// The waiting requests, oldest first, and behind them the tags of those that the lane still takes.
     tags: [Tag; PLUG_REQUESTS_SEVERAL_QUEUES],

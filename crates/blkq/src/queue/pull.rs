@@ -12,8 +12,15 @@ const TAKE_AT_ONCE: usize = 8;
 impl Queue {
     /// Takes staged bios in, round robin over the software queues, while there are tags
     /// for them; what stays can still merge.
-    pub(super) fn pull_software_queues(&mut self, mut ring: Option<&mut Ring>) {
-        while self.can_take() && self.disk.shared().software.has_pending() {
+    #[inline]
+    pub(super) fn pull_software_queues(&mut self, ring: Option<&mut Ring>) {
+        if self.disk.shared().software.has_pending() {
+            self.pull_pending(ring);
+        }
+    }
+
+    fn pull_pending(&mut self, mut ring: Option<&mut Ring>) {
+        while self.disk.shared().software.has_pending() && self.can_take() {
             let from = self.pull_cursor.from();
             let mut rotated = self.disk.shared().software.take_pending().rotate_right(from);
             let mut moved = false;
@@ -44,6 +51,7 @@ impl Queue {
     }
 
     /// Takes some of one software queue. False if nothing could be taken.
+    #[inline(never)]
     fn pull_one(&mut self, index: usize, mut ring: Option<&mut Ring>) -> bool {
         // As many as there are tags for: of shared ones that is not known.
         let free = usize::from(self.disk.settings().requests()) - self.in_flight.in_use() as usize;

@@ -90,7 +90,7 @@ fn segments(bio: &Bio) -> u32 {
     bio.data.with_shape(|segments| segments.len() as u32)
 }
 
-/// What became of a bio that was to be staged.
+/// The outcome of staging a bio.
 pub(crate) enum Staging {
     /// It is part of another that the owner knows of.
     Merged,

@@ -1,8 +1,7 @@
 //! The tag set: a bitmap of free tags that many threads share without a lock
 //! (the kernel's sbitmap and `blk-mq-tag.c`).
 //!
-//! Tags are taken and put a word at a time: one atomic operation for a plug,
-//! one per word for a completion batch. A thread that finds no tag waits as in `tags/wait.rs`.
+//! Tags are freed a word at a time, with one atomic operation for each word of a completion batch. A thread that finds no tag waits as in `tags/wait.rs`.
 
 mod wait;
 
