@@ -1,7 +1,8 @@
 //! The tag set: a bitmap of free tags that many threads share without a lock
 //! (the kernel's sbitmap and `blk-mq-tag.c`).
 //!
-//! Tags are freed a word at a time, with one atomic operation for each word of a completion batch. A thread that finds no tag waits as in `tags/wait.rs`.
+//! Tags are freed a word at a time, with one atomic operation for each word of a completion
+//! batch. A thread that finds no tag waits as in `tags/wait.rs`.
 
 mod wait;
 
