@@ -31,7 +31,8 @@ pub struct Segment {
     pub ptr: *mut u8,
     /// Length in bytes.
     pub len: u32,
-    /// The registration of the buffer that all of it lies in, or [`Segment::UNREGISTERED`].
+    /// The registration of the buffer that all of it lies in, or [`Segment::UNREGISTERED`]. Of the
+    /// buffer perhaps only a front is registered.
     pub(crate) registered: u16,
 }
 

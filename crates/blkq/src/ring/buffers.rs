@@ -1,13 +1,13 @@
 //! The table of a ring's registered buffers.
 
 use crate::buffer::registration::{self, CLOSED, DROPPED};
-use crate::buffer::{IoBuffer, MemoryOwner};
+use crate::buffer::{IoBuffer, MemoryOwner, Segment};
 
 /// A buffer in the table.
 struct Held {
     /// Of its registration.
     number: u16,
-    /// Its length, if it counts.
+    /// How many bytes of it are registered, if they count.
     bytes: usize,
     /// Kept as long as the kernel has the memory: at its address is nothing else.
     #[allow(dead_code, reason = "it is there to be dropped")]
@@ -21,6 +21,8 @@ pub(crate) struct BufferTable {
     free: Vec<u16>,
     /// By place.
     held: Box<[Option<Held>]>,
+    /// By place: the address behind the registered bytes.
+    ends: Box<[usize]>,
     /// Bytes registered of buffers, and the most that there may be.
     bytes: usize,
     pub bytes_max: usize,
@@ -30,7 +32,8 @@ impl BufferTable {
     /// A table of `places` for buffers of up to `bytes_max` together, of ring number `ring`.
     pub fn new(ring: u64, places: u16, bytes_max: usize) -> BufferTable {
         let held = (0..places).map(|_| None).collect();
-        BufferTable { ring, free: (0..places).rev().collect(), held, bytes: 0, bytes_max }
+        let ends = vec![0; usize::from(places)].into_boxed_slice();
+        BufferTable { ring, free: (0..places).rev().collect(), held, ends, bytes: 0, bytes_max }
     }
 
     /// Whether there is room for a buffer of `bytes`.
@@ -38,12 +41,14 @@ impl BufferTable {
         !self.free.is_empty() && self.bytes + bytes <= self.bytes_max
     }
 
-    /// Gives `buffer` a place; none if the table is full, or the buffer has one somewhere.
-    pub fn insert(&mut self, buffer: &mut IoBuffer) -> Option<u16> {
-        if buffer.is_registered() || !self.has_room(buffer.len()) {
+    /// Gives the first `bytes` of `buffer` a place; none if the table is full, or the buffer has one
+    /// somewhere, or is shorter.
+    pub fn insert(&mut self, buffer: &mut IoBuffer, bytes: usize) -> Option<u16> {
+        if buffer.is_registered() || !self.has_room(bytes) || bytes > buffer.len() {
             return None;
         }
-        let (place, number) = self.claim(buffer.len(), None)?;
+        let end = buffer.segment().ptr.addr() + bytes;
+        let (place, number) = self.claim(bytes, end, None)?;
         buffer.set_registration(number);
         Some(place)
     }
@@ -51,16 +56,18 @@ impl BufferTable {
     /// Gives memory of `owner` a place, whatever its size. Returns the place and the number of its
     /// registration; none if the table is full.
     pub fn insert_memory(&mut self, owner: MemoryOwner) -> Option<(u16, u16)> {
-        self.claim(0, Some(owner))
+        // Who names a part of it knows its bounds.
+        self.claim(0, usize::MAX, Some(owner))
     }
 
-    fn claim(&mut self, bytes: usize, owner: Option<MemoryOwner>) -> Option<(u16, u16)> {
+    fn claim(&mut self, bytes: usize, end: usize, owner: Option<MemoryOwner>) -> Option<(u16, u16)> {
         let place = self.free.pop()?;
         let Some(number) = registration::claim(self.ring, place) else {
             self.free.push(place);
             return None;
         };
         self.held[usize::from(place)] = Some(Held { number, bytes, owner });
+        self.ends[usize::from(place)] = end;
         self.bytes += bytes;
         Some((place, number))
     }
@@ -69,6 +76,14 @@ impl BufferTable {
     #[inline]
     pub fn place(&self, number: u16) -> Option<u16> {
         registration::entry(number)?.place(self.ring)
+    }
+
+    /// The place of the buffer that `segment` lies in, if it is one of this table and all of the
+    /// segment is registered.
+    #[inline]
+    pub fn place_of(&self, segment: &Segment) -> Option<u16> {
+        let place = self.place(segment.registered)?;
+        (segment.ptr.addr() + segment.len as usize <= self.ends[usize::from(place)]).then_some(place)
     }
 
     /// A place whose buffer was dropped.
@@ -105,5 +120,34 @@ impl Drop for BufferTable {
                 entry.leave(CLOSED);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring::token::new_ring_id;
+
+    #[test]
+    fn only_what_lies_in_the_registered_front_is_registered() {
+        let mut table = BufferTable::new(new_ring_id(), 2, 4096);
+        let mut buffer = IoBuffer::zeroed(16384);
+        assert_eq!(table.insert(&mut buffer, 16384), None, "it is larger than what may be locked");
+        let place = table.insert(&mut buffer, 4096).unwrap();
+        let part = |skip: usize, len| Segment {
+            ptr: buffer.segment().ptr.wrapping_add(skip),
+            len,
+            ..buffer.segment()
+        };
+        for (skip, len, registered) in
+            [(0, 4096, true), (512, 3584, true), (0, 4097, false), (3584, 1024, false), (4096, 512, false)]
+        {
+            assert_eq!(table.place_of(&part(skip, len)).is_some(), registered, "{skip}, {len}");
+        }
+        assert_eq!(table.place_of(&buffer.segment()), None);
+        table.remove(place, true);
+        assert!(table.has_room(4096), "its bytes count no more");
+        let mut small = IoBuffer::zeroed(512);
+        assert_eq!(table.insert(&mut small, 4096), None, "it has no such front");
     }
 }

@@ -56,7 +56,14 @@ impl<'a> Registrar<'a> {
         self.0.register_buffer(buffer);
     }
 
-    /// Undoes [`Registrar::register_buffer`]; does nothing with a buffer of another ring.
+    /// [`Registrar::register_buffer`] for the first `bytes` of `buffer`, which has at least so many:
+    /// data in these is registered. All of the buffer keeps its pages until that is undone.
+    pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
+        self.0.register_front(buffer, bytes);
+    }
+
+    /// Undoes [`Registrar::register_buffer`] and [`Registrar::register_front`]; does nothing with a
+    /// buffer of another ring.
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
         self.0.unregister_buffer(buffer);
     }

@@ -90,8 +90,12 @@ impl Ring {
     }
 
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
+        self.register_front(buffer, buffer.len());
+    }
+
+    pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
         self.unregister_dropped();
-        self.buffers.insert(buffer);
+        self.buffers.insert(buffer, bytes);
     }
 
     /// # Safety
@@ -117,14 +121,14 @@ impl Ring {
     }
 
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        if let Some(place) = self.registered_buffer(&buffer.segment()) {
+        if let Some(place) = self.buffers.place(buffer.segment().registered) {
             self.buffers.remove(place, true);
             buffer.clear_registration();
         }
     }
 
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
-        self.buffers.place(segment.registered)
+        self.buffers.place_of(segment)
     }
 
     pub fn kernel_buffers_left(&self) -> u16 {

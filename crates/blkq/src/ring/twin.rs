@@ -83,6 +83,8 @@ impl Ring {
 
     pub fn register_buffer(&mut self, _buffer: &mut IoBuffer) {}
 
+    pub fn register_front(&mut self, _buffer: &mut IoBuffer, _bytes: usize) {}
+
     pub fn unregister_buffer(&mut self, _buffer: &mut IoBuffer) {}
 
     /// # Safety

@@ -262,11 +262,16 @@ impl Ring {
     /// time. Not being able to (locked-memory limit, table full) is no error: the buffer
     /// then stays as it is.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
-        if !self.buffers.has_room(buffer.len()) {
+        self.register_front(buffer, buffer.len());
+    }
+
+    /// [`Ring::register_buffer`] for the first `bytes` of `buffer`.
+    pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
+        if !self.buffers.has_room(bytes) {
             self.unregister_dropped();
         }
-        let Some(place) = self.buffers.insert(buffer) else { return };
-        let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        let Some(place) = self.buffers.insert(buffer, bytes) else { return };
+        let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: bytes };
         // SAFETY: the kernel pins the pages itself; unregistering or closing the ring unpins them.
         // An entry names the place only for memory of the buffer (`Ring::registered_buffer`).
         let done =
@@ -277,9 +282,9 @@ impl Ring {
         }
     }
 
-    /// Undoes [`Ring::register_buffer`].
+    /// Undoes [`Ring::register_buffer`] and [`Ring::register_front`].
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
-        let Some(place) = self.registered_buffer(&buffer.segment()) else { return };
+        let Some(place) = self.buffers.place(buffer.segment().registered) else { return };
         self.unregister_place(place);
         buffer.clear_registration();
     }
@@ -320,13 +325,13 @@ impl Ring {
     }
 
     /// The place of the registered buffer that `segment` lies in, to be named in an entry; none if
-    /// this ring has none.
+    /// this ring has none, or not all of the segment is registered.
     #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
         if segment.registered == Segment::UNREGISTERED {
             return None;
         }
-        self.buffers.place(segment.registered)
+        self.buffers.place_of(segment)
     }
 
     /// Takes buffers and memory out of the table that were dropped while they were registered.
