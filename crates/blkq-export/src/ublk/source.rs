@@ -35,6 +35,10 @@ const ENGINE_QUEUE: usize = 0;
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
 /// The token of that, beyond those of the tags.
 const IDLE: u64 = 1 << 16;
+/// Where the kernel copies: the front of a tag's buffer that is registered with the ring while the
+/// tag is in use, so that direct I/O of small requests need not pin its pages each time. All tags
+/// together may lock some hundred KiB.
+const FRONT_BYTES: u32 = 4096;
 /// In the token of reading or writing the data of a tag's request.
 const COPY: u64 = 1 << 17;
 
@@ -95,6 +99,9 @@ pub(super) struct QueueOptions {
 struct Slot {
     /// Where the kernel copies: the tag's own, away while a bio has it.
     buffer: Option<IoBuffer>,
+    /// The requests for its front since its memory was released, as far as they matter: with the
+    /// second one the front is registered, which costs as much as several requests.
+    front_requests: u8,
     /// The data's place for the kernel: the address of that buffer, or the index in the ring's
     /// table.
     place: u64,
@@ -106,6 +113,30 @@ struct Slot {
     reads: bool,
     /// The result for the kernel if the request succeeds.
     good_result: i32,
+}
+
+impl Slot {
+    /// A request for the front of the buffer has arrived.
+    #[inline]
+    fn register_front(&mut self, cx: &mut SourceContext<'_>) {
+        match (self.front_requests, &mut self.buffer) {
+            (0, _) => self.front_requests = 1,
+            (1, Some(buffer)) => {
+                self.front_requests = 2;
+                cx.registrar().register_front(buffer, FRONT_BYTES as usize);
+            }
+            _ => {}
+        }
+    }
+
+    /// Releases the memory of the buffer, which is here.
+    fn release_memory(&mut self, cx: &mut SourceContext<'_>) {
+        if let Some(buffer) = &mut self.buffer {
+            cx.registrar().unregister_buffer(buffer);
+            buffer.give_back_pages();
+            self.front_requests = 0;
+        }
+    }
 }
 
 /// The next step when the data of a request has been copied.
@@ -187,7 +218,8 @@ impl QueueSource {
                 CopyMode::User => (None, 0),
                 CopyMode::None => (None, u64::from(first + tag)),
             };
-            self.slots.push(Slot { buffer, place, copy, copying: None, reads: false, good_result: 0 });
+            let (copying, reads, good_result, front_requests) = (None, false, 0, 0);
+            self.slots.push(Slot { buffer, front_requests, place, copy, copying, reads, good_result });
         }
         Ok(())
     }
@@ -241,6 +273,9 @@ impl QueueSource {
         slot.copy = copy_of(&descriptor, self.options.copy);
         match slot.copy {
             CopyMode::Kernel => {
+                if bytes <= FRONT_BYTES {
+                    slot.register_front(cx);
+                }
                 let data = slot.buffer.take().map_or(Data::None, Data::Buffer);
                 self.use_memory(cx);
                 self.submit(cx, Bio { data, ..bio });
@@ -349,7 +384,7 @@ impl QueueSource {
             return self.watch(cx);
         }
         // Nothing is in flight, so all are here; and the kernel is not in them (see above).
-        self.slots.iter_mut().filter_map(|slot| slot.buffer.as_mut()).for_each(IoBuffer::give_back_pages);
+        self.slots.iter_mut().for_each(|slot| slot.release_memory(cx));
         if self.pool.is_idle() {
             self.pool.trim(cx.registrar());
         }
