@@ -136,6 +136,14 @@ impl Landlock {
         self.allow_path(path, access::READ_FILE)
     }
 
+    /// Allows to write to files of the directory at `path`.
+    ///
+    /// # Errors
+    /// If it is not there, or the kernel refuses.
+    pub fn allow_writing(&mut self, path: &Path) -> Outcome {
+        self.allow_path(path, access::WRITE_FILE)
+    }
+
     /// Allows to remove files of the directory at `path`.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use blkq::ring::{self, Policy};
-use blkq_export::ublk::{self, CONTROL_PATH};
+use blkq_export::ublk::{self, CONTROL_PATH, SETTINGS_DIRECTORY};
 use rustix::thread::{CapabilitySet, set_no_new_privs};
 use serde::{Deserialize, Serialize};
 
@@ -128,13 +128,18 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     Ok(confinement)
 }
 
-/// Confines the process that gives commands to ublk's control device to just that.
+/// Confines the process that gives commands to ublk's control device to that, and to settings of
+/// block devices without hardware.
 ///
 /// # Errors
 /// Confinement that the kernel has, and refuses.
 pub fn ublk_commands() -> Outcome {
     let mut landlock = Landlock::new()?;
     landlock.allow_device(Path::new(CONTROL_PATH))?;
+    let settings = Path::new(SETTINGS_DIRECTORY);
+    if settings.is_dir() {
+        landlock.allow_writing(settings)?;
+    }
     enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
 }
 

@@ -35,5 +35,5 @@ pub use copy::CopyMode;
 pub use device::{Claimed, UblkDevice, UblkOptions};
 pub use identity::Identity;
 pub use idle::IdleWatch;
-pub use setup::SetupProcess;
+pub use setup::{SETTINGS_DIRECTORY, SetupProcess};
 pub use usage::check_unopened;

@@ -13,8 +13,10 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// Never killed for memory (`OOM_SCORE_ADJ_MIN`).
 const OOM_SCORE_ADJ: &str = "-1000";
-/// Mounts of the system that the process needs later.
+/// Mounts of the system that the process needs later, with those below them.
 const SYSTEM: [&str; 2] = ["/dev", "/proc"];
+/// The one that it needs without those: settings of the block device.
+const SETTINGS: &str = "/sys";
 
 /// Makes this process, which must have no other thread yet, fit to serve a block device; threads
 /// that it makes later are, too. Of the mounts it keeps those that `kept` lies on.
@@ -67,7 +69,8 @@ fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
 fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
     let points = mountinfo.lines().filter_map(|line| Some(unescape(line.split(' ').nth(4)?)));
     let needed = |point: &Path| {
-        SYSTEM.iter().any(|path| point.starts_with(path)) || kept.iter().any(|path| path.starts_with(point))
+        let system = SYSTEM.iter().any(|path| point.starts_with(path)) || point == Path::new(SETTINGS);
+        system || kept.iter().any(|path| path.starts_with(point))
     };
     let mut points: Vec<PathBuf> =
         points.filter(|point| !needed(point) && *point != Path::new("/")).collect();
@@ -108,12 +111,15 @@ mod tests {
 23 21 0:6 / /dev rw - devtmpfs dev rw
 24 23 0:7 / /dev/pts rw - devpts devpts rw
 25 21 0:8 / /run rw - tmpfs tmpfs rw
+29 21 0:10 / /sys rw - sysfs sysfs rw
+30 29 0:11 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw
 26 25 0:9 / /run/user/1000 rw - tmpfs tmpfs rw
 27 21 8:2 / /mnt/my\\040disk rw - ext4 /dev/sdb1 rw
 28 27 8:3 / /mnt/my\\040disk/inner rw - ext4 /dev/sdc1 rw
 ";
         let unneeded = unneeded(mountinfo, &["/run/blkq".into(), "/mnt/other/socket".into()]);
-        let expected = ["/mnt/my disk/inner", "/mnt/my disk", "/run/user/1000"].map(PathBuf::from);
+        let expected =
+            ["/mnt/my disk/inner", "/mnt/my disk", "/sys/fs/cgroup", "/run/user/1000"].map(PathBuf::from);
         assert_eq!(unneeded, expected);
     }
 }

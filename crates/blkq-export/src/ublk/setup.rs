@@ -5,6 +5,7 @@
 //! Then only this process hangs, which holds nothing, and neither a server with its image nor a command.
 //! It lives as long as the server, and exits with it.
 
+use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -23,6 +24,9 @@ use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits than the process.
 const SLACK: Duration = Duration::from_secs(2);
+
+/// Where block devices without hardware have their settings. The process writes there, if it can.
+pub const SETTINGS_DIRECTORY: &str = "/sys/devices/virtual/block";
 
 /// A request to the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
@@ -166,7 +170,11 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
         None => ControlDevice::open().map(|mut control| {
             let done = match what {
                 ADD => control.add(&mut info),
-                START => while_server_runs(request.pid, || control.start(id, request.pid)),
+                START => while_server_runs(request.pid, || {
+                    control.start(id, request.pid)?;
+                    remove_scheduler(id);
+                    Ok(())
+                }),
                 _ => control.give(what, id),
             };
             (done, control)
@@ -207,6 +215,16 @@ fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io:
     let started = start();
     set_parent_process_death_signal(None)?;
     started
+}
+
+/// Removes the kernel's scheduler of a new device, which its loop devices do not have either: the disk
+/// below the image has one, and the server can have one. Where that is not permitted, the kernel keeps
+/// the one that it gives to every device with one queue, which costs time and changes nothing else.
+fn remove_scheduler(id: u32) {
+    let setting =
+        OpenOptions::new().write(true).open(format!("{SETTINGS_DIRECTORY}/ublkb{id}/queue/scheduler"));
+    // The kernel waits for the requests that it has passed on: the server, which completes them, is another process.
+    let _ = setting.and_then(|mut setting| setting.write_all(b"none"));
 }
 
 fn raw(error: &io::Error) -> i32 {

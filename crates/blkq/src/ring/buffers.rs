@@ -56,7 +56,7 @@ impl BufferTable {
     /// Gives memory of `owner` a place, whatever its size. Returns the place and the number of its
     /// registration; none if the table is full.
     pub fn insert_memory(&mut self, owner: MemoryOwner) -> Option<(u16, u16)> {
-        // Who names a part of it knows its bounds.
+        // Its users name parts of it only, as they promise.
         self.claim(0, usize::MAX, Some(owner))
     }
 
