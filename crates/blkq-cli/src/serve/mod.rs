@@ -276,7 +276,8 @@ impl Device {
                 "there is no block device that another daemon could take over; detach it, and attach it again",
             ));
         }
-        running.check_no_clients()?;
+        // A client that connects from here on is turned away.
+        let _unused = (running.pause_servers()?, running.pause_guest()?);
         running.close_servers();
         if let Some(ublk) = &running.ublk {
             ublk.quiesce(&running.disk);
@@ -289,15 +290,14 @@ impl Device {
         if self.image.starts_with("ram:") {
             return Err(Failure::new("its data is in the memory of its daemon, and would be lost"));
         }
-        if vhost.front_end().is_some_and(|front_end| !front_end.recorded) {
-            return Err(Failure::new(
+        // A client that connects from here on is turned away.
+        let _unused = running.pause_servers()?;
+        vhost.stop_for_next().map_err(|_| {
+            Failure::new(
                 "its virtual machine keeps no record of requests in flight, and cannot go on with another daemon; remove the disk there first",
-            ));
-        }
-        match running.connections().count() {
-            0 => running.close_servers(),
-            clients => return Err(busy(clients)),
-        }
+            )
+        })?;
+        running.close_servers();
         Ok(())
     }
 

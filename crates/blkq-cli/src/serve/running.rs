@@ -59,12 +59,27 @@ impl Running {
         if let Some(user) = user {
             return Err(Failure::new(user));
         }
-        let paused = self.servers.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
-        let in_use = || busy(self.client_count().max(1));
-        let paused = paused.ok_or_else(in_use)?;
-        let vhost = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or_else(in_use));
+        let (servers, guest) = (self.pause_servers()?, self.pause_guest()?);
         let claimed = self.ublk.as_ref().map(UblkDevice::claim).transpose();
-        Ok(Unused(paused, vhost.transpose()?, claimed.map_err(Failure::unless_forced)?))
+        Ok(Unused(servers, guest, claimed.map_err(Failure::unless_forced)?))
+    }
+
+    /// Keeps NBD clients away until what this returns is dropped.
+    ///
+    /// # Errors
+    /// If there are some.
+    pub(super) fn pause_servers(&self) -> Outcome<Vec<Paused<'_>>> {
+        let paused = self.servers.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
+        paused.ok_or_else(|| busy(self.connections().count().max(1)))
+    }
+
+    /// Keeps virtual machines away until what this returns is dropped.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub(super) fn pause_guest(&self) -> Outcome<Option<vhost_user::Paused<'_>>> {
+        let paused = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or_else(|| busy(1)));
+        paused.transpose()
     }
 
     /// As [`Device::flush`].

@@ -494,6 +494,17 @@ mod tests {
     }
 
     #[test]
+    fn only_a_front_end_with_a_record_is_left_to_another_daemon() {
+        let registry = Registry::new(None, None);
+        let close = || registry.close_if(|front_end| front_end.is_none_or(FrontEnd::is_recorded));
+        assert!(registry.admit("a") && !close());
+        registry.set_recorded(true);
+        assert!(close() && registry.is_connected());
+        registry.leave();
+        assert!(!registry.admit("b"));
+    }
+
+    #[test]
     fn counters_never_decrease() {
         let registry = Registry::new(None, None);
         assert!(registry.admit("a"));
