@@ -125,11 +125,6 @@ impl InflightRegion {
         }
     }
 
-    /// Whether the front end truncated it.
-    pub fn is_broken(&self) -> bool {
-        self.mapping.is_broken()
-    }
-
     /// The record of queue `index`, for a ring of `size` descriptors of that kind; `None` if there is
     /// none, or not for such a ring.
     pub fn queue(&self, index: u16, size: u16, packed: bool) -> Option<InflightQueue> {

@@ -11,8 +11,6 @@
 //! `request` what a chain asks for, with its data as `segments`, which `bounce` copies if it must;
 //! `config` what a driver reads of the device, and `abi` the numbers of virtio.
 
-#![allow(dead_code, reason = "rings and memory have methods that only their tests and fuzz targets call")]
-
 mod abi;
 mod area;
 mod bounce;

@@ -115,12 +115,6 @@ impl Parser {
         self.segments.recycle(data);
     }
 
-    /// The memory has changed, or there is none any more: keeps none of it mapped.
-    pub fn release_memory(&mut self) {
-        self.segments.release_memory();
-        self.cursor = Cursor::default();
-    }
-
     /// Writes a status byte.
     #[inline]
     pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {

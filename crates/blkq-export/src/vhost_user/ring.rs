@@ -184,6 +184,7 @@ impl Ring {
     }
 
     /// Asks the driver for no kicks: the ring is looked at anyway.
+    #[cfg(any(test, fuzzing))]
     #[inline]
     pub fn disable_kicks(&mut self) {
         either!(self, ring => ring.disable_kicks())
@@ -216,6 +217,7 @@ impl Ring {
     }
 
     /// Chains that were taken and are not used yet.
+    #[cfg(any(test, fuzzing))]
     pub fn in_flight(&self) -> usize {
         self.count
     }

@@ -156,12 +156,6 @@ impl SegmentPool {
             self.idle.push(owner);
         }
     }
-
-    /// Lets go of the guest's memory, which has changed: what no bio has would keep it mapped.
-    pub fn release_memory(&mut self) {
-        self.idle.clear();
-        self.cursor = Cursor::default();
-    }
 }
 
 #[cold]
