@@ -39,6 +39,16 @@ pub enum Metric {
     KicksPerIo,
     /// Its calls per I/O: those for which the front end slept.
     CallsPerIo,
+    /// Receive operations of an NBD server per I/O.
+    ReceivesPerIo,
+    /// Its send operations per I/O.
+    SendsPerIo,
+    /// Mean number of requests that its pacing delayed.
+    PacedMean,
+    /// Share of the time in which its pacing delayed any.
+    PacedShare,
+    /// Times that it received later, as its client was busy reading, per I/O.
+    ReceiveBackoffsPerIo,
     /// Calls of io_uring_enter per I/O.
     EntersPerIo,
     /// Submissions to the ring per I/O.
@@ -101,6 +111,11 @@ impl Metric {
             Metric::ClientSwitchesPerIo => "client sw/IO",
             Metric::KicksPerIo => "kicks/IO",
             Metric::CallsPerIo => "calls/IO",
+            Metric::ReceivesPerIo => "receives/IO",
+            Metric::SendsPerIo => "sends/IO",
+            Metric::PacedMean => "paced mean",
+            Metric::PacedShare => "paced share",
+            Metric::ReceiveBackoffsPerIo => "back-offs/IO",
             Metric::EntersPerIo => "enters/IO",
             Metric::SubmissionsPerIo => "sqes/IO",
             Metric::ClockReadsPerIo => "clock/IO",

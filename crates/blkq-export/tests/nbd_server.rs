@@ -22,7 +22,7 @@ use blkq::{
     Tag, Taken,
 };
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
+use blkq_export::nbd::{Listen, NbdCounters, NbdOptions, NbdServer};
 use nbd::*;
 use rustix::net::{AddressFamily, SocketType};
 
@@ -526,7 +526,7 @@ fn a_silent_tcp_client_is_probed_within_half_a_minute() {
 }
 
 /// Lets a client read 64 at a time from a device that completes them in bursts; what was counted.
-fn paced(pacing: bool) -> u64 {
+fn paced(pacing: bool) -> NbdCounters {
     let options = options();
     options.switches.pacing.store(pacing, Ordering::Relaxed);
     let served = serve(slow(1_000_000..=1_000_000), 1, options);
@@ -537,13 +537,39 @@ fn paced(pacing: bool) -> u64 {
         client.stream.write_all(&requests).unwrap();
         (0..64).for_each(|_| assert_eq!(client.reply(|_| 512).error, 0));
     }
-    served.server.counters().paced_requests
+    served.server.counters()
 }
 
 #[test]
 fn pacing_counts_what_it_holds_back_and_can_be_turned_off() {
-    assert!(paced(true) > 0);
-    assert_eq!(paced(false), 0);
+    let counters = paced(true);
+    assert!(counters.paced_requests > 0);
+    // Each waits for completions, which come a millisecond after the last submission.
+    assert!(counters.pacing_ns > 1_000_000, "{counters:?}");
+    assert!(counters.paced_ns >= counters.pacing_ns, "{counters:?}");
+    let counters = paced(false);
+    assert_eq!((counters.paced_requests, counters.paced_ns, counters.pacing_ns), (0, 0, 0));
+}
+
+#[test]
+fn receives_and_sends_of_all_connections_are_counted() {
+    let served = serve(ram(), 1, options());
+    let counters = || served.server.counters();
+    let one_after_the_other = || {
+        let mut client = served.client(ReplyStyle::Simple);
+        for cookie in 0..20 {
+            client.send(0, 0, cookie, 0, 512, &[]);
+            assert_eq!(client.reply(|_| 512).error, 0);
+        }
+    };
+    one_after_the_other();
+    wait_until("the connection has closed", || served.server.connections().is_empty());
+    let first = counters();
+    // Each request is received and answered by itself, and the receive of the end is one more.
+    assert!(first.receives >= 20 && (20..=21).contains(&first.sends), "{first:?}");
+    one_after_the_other();
+    wait_until("the connection has closed", || served.server.connections().is_empty());
+    assert!(counters().sends >= first.sends + 20 && counters().receives >= first.receives + 20);
 }
 
 #[test]

@@ -235,8 +235,20 @@ impl Page {
                 "How often requests were left to gather while their NBD client read replies.",
                 counters.receive_backoffs,
             ),
+            ("nbd_receives", "Receive operations on the sockets of NBD clients.", counters.receives),
+            ("nbd_sends", "Send operations on them.", counters.sends),
         ] {
             self.counter(name, help, value);
+        }
+        for (name, help, ns) in [
+            (
+                "nbd_paced_seconds",
+                "Time that NBD requests were delayed by pacing, added up.",
+                counters.paced_ns,
+            ),
+            ("nbd_pacing_seconds", "Time in which pacing delayed any.", counters.pacing_ns),
+        ] {
+            self.counter(name, help, seconds(ns));
         }
     }
 

@@ -360,6 +360,9 @@ impl Connection {
     }
 
     fn push_send(&mut self, cx: &mut SourceContext<'_>) {
+        if let Phase::Transmission(requests) = &mut self.phase {
+            requests.count_send();
+        }
         if !self.stream.push_send(cx) {
             self.break_off();
         }
@@ -386,6 +389,7 @@ impl Connection {
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
             Phase::Transmission(requests) => {
+                requests.count_receive();
                 requests.expect_payload(shared, cx);
                 requests.missing_payload()
             }

@@ -86,6 +86,16 @@ impl Requests {
         &self.counters
     }
 
+    /// A receive operation begins.
+    pub fn count_receive(&mut self) {
+        self.counters.receives += 1;
+    }
+
+    /// A send operation begins.
+    pub fn count_send(&mut self) {
+        self.counters.sends += 1;
+    }
+
     /// Requests received whose replies have not left.
     pub fn outstanding(&self) -> usize {
         self.outstanding

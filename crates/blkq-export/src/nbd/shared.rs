@@ -15,7 +15,7 @@ use super::budget::Budget;
 use super::in_flight::{InFlight, InFlightTable};
 use super::options::NbdOptions;
 use super::pacing::Pacing;
-use super::status::Registry;
+use super::status::{DelayCounters, Registry};
 use super::tls::Tls;
 use super::unaligned::{BufferSource, Finished, OrderedWrite, OrderingResults, Unaligned};
 
@@ -59,10 +59,11 @@ pub(super) struct EngineShared {
     pacing: Pacing,
     /// Bios that wait for room in the pacing, with the queue.
     waiting: VecDeque<(usize, Bio)>,
-    /// Bios that had to wait there, and times that a connection received later, which the
-    /// registry does not count yet.
-    paced: u64,
-    receive_backoffs: u64,
+    /// How many they were, and when, as of the last turn.
+    delayed: u64,
+    delayed_ns: u64,
+    /// The counts that are not in the registry yet.
+    delays: DelayCounters,
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
     /// Makes the signatures of handshakes.
@@ -83,8 +84,9 @@ impl EngineShared {
             requeued: VecDeque::new(),
             pacing: Pacing::default(),
             waiting: VecDeque::new(),
-            paced: 0,
-            receive_backoffs: 0,
+            delayed: 0,
+            delayed_ns: 0,
+            delays: DelayCounters::default(),
             deadline_ns: u64::MAX,
             handshakes: Worker::new("blkq-worker-tls"),
         }
@@ -136,7 +138,7 @@ impl EngineShared {
 
     /// Counts a connection that receives later.
     pub fn count_backoff(&mut self) {
-        self.receive_backoffs += 1;
+        self.delays.receive_backoffs += 1;
     }
 
     /// Whether writes of whole blocks have to be ordered now.
@@ -166,7 +168,7 @@ impl EngineShared {
         if self.waiting.is_empty() && self.has_room() {
             self.submit_now(queue, bio, cx);
         } else {
-            self.paced += 1;
+            self.delays.paced += 1;
             self.waiting.push_back((queue, bio));
         }
     }
@@ -285,6 +287,22 @@ impl EngineShared {
     /// Finishes a turn: updates the pacing, and has `registry` count what waited.
     pub fn finish_turn(&mut self, registry: &Registry, cx: &SourceContext<'_>) {
         self.pacing.turn(|| cx.now_ns());
-        registry.count_waits(&mut self.paced, &mut self.receive_backoffs);
+        self.measure_delays(cx);
+        registry.count_delays(&mut self.delays);
+    }
+
+    /// Adds the time since the last turn for the bios that pacing delayed meanwhile.
+    fn measure_delays(&mut self, cx: &SourceContext<'_>) {
+        let delayed = self.waiting.len() as u64;
+        if delayed == 0 && self.delayed == 0 {
+            return;
+        }
+        let now_ns = cx.now_ns();
+        if self.delayed > 0 {
+            let passed_ns = now_ns.saturating_sub(self.delayed_ns);
+            self.delays.pacing_ns += passed_ns;
+            self.delays.paced_ns += passed_ns * self.delayed;
+        }
+        (self.delayed, self.delayed_ns) = (delayed, now_ns);
     }
 }

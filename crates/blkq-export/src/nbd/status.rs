@@ -61,9 +61,22 @@ pub struct NbdCounters {
     /// Requests that pacing delayed, because the device completes its work in bursts.
     #[serde(default)]
     pub paced_requests: u64,
+    /// The time that those waited, in nanoseconds, added up. By the time that passed meanwhile it is
+    /// the mean number of requests that pacing delays.
+    #[serde(default)]
+    pub paced_ns: u64,
+    /// The time in which pacing delayed any, in nanoseconds, added up over the engines.
+    #[serde(default)]
+    pub pacing_ns: u64,
     /// How often a connection received later, because its client was busy reading replies.
     #[serde(default)]
     pub receive_backoffs: u64,
+    /// Receive operations on the sockets of clients that have chosen an export.
+    #[serde(default)]
+    pub receives: u64,
+    /// Send operations on them.
+    #[serde(default)]
+    pub sends: u64,
 }
 
 impl NbdCounters {
@@ -80,7 +93,11 @@ impl NbdCounters {
             read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
             written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
             paced_requests: self.paced_requests.saturating_sub(earlier.paced_requests),
+            paced_ns: self.paced_ns.saturating_sub(earlier.paced_ns),
+            pacing_ns: self.pacing_ns.saturating_sub(earlier.pacing_ns),
             receive_backoffs: self.receive_backoffs.saturating_sub(earlier.receive_backoffs),
+            receives: self.receives.saturating_sub(earlier.receives),
+            sends: self.sends.saturating_sub(earlier.sends),
         }
     }
 
@@ -93,6 +110,8 @@ impl NbdCounters {
         self.refused_requests += get(&status.refused_requests);
         self.read_bytes += get(&status.read_bytes);
         self.written_bytes += get(&status.written_bytes);
+        self.receives += get(&status.receives);
+        self.sends += get(&status.sends);
     }
 }
 
@@ -109,7 +128,11 @@ impl std::ops::AddAssign for NbdCounters {
         self.read_bytes += other.read_bytes;
         self.written_bytes += other.written_bytes;
         self.paced_requests += other.paced_requests;
+        self.paced_ns += other.paced_ns;
+        self.pacing_ns += other.pacing_ns;
         self.receive_backoffs += other.receive_backoffs;
+        self.receives += other.receives;
+        self.sends += other.sends;
     }
 }
 
@@ -127,6 +150,8 @@ pub(super) struct ConnectionStatus {
     timeouts: AtomicU64,
     read_bytes: AtomicU64,
     written_bytes: AtomicU64,
+    receives: AtomicU64,
+    sends: AtomicU64,
     in_flight: AtomicU64,
 }
 
@@ -138,6 +163,20 @@ pub(super) struct RequestCounters {
     pub refused_requests: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,
+    pub receives: u64,
+    pub sends: u64,
+}
+
+/// The delays of the requests of an engine, counted in a turn and published after it.
+#[derive(Default)]
+pub(super) struct DelayCounters {
+    /// Requests that pacing delayed.
+    pub paced: u64,
+    /// The time that they waited, added up, and the time in which there were any.
+    pub paced_ns: u64,
+    pub pacing_ns: u64,
+    /// Times that a connection received later.
+    pub receive_backoffs: u64,
 }
 
 impl ConnectionStatus {
@@ -148,6 +187,8 @@ impl ConnectionStatus {
         self.refused_requests.store(counters.refused_requests, Ordering::Relaxed);
         self.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
         self.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
+        self.receives.store(counters.receives, Ordering::Relaxed);
+        self.sends.store(counters.sends, Ordering::Relaxed);
         self.in_flight.store(in_flight as u64, Ordering::Relaxed);
     }
 
@@ -195,6 +236,8 @@ pub(super) struct Registry {
     accepted: AtomicU64,
     refused: AtomicU64,
     paced_requests: AtomicU64,
+    paced_ns: AtomicU64,
+    pacing_ns: AtomicU64,
     receive_backoffs: AtomicU64,
     /// A client chose an export and has disconnected.
     served: AtomicBool,
@@ -224,6 +267,8 @@ impl Registry {
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             paced_requests: AtomicU64::new(0),
+            paced_ns: AtomicU64::new(0),
+            pacing_ns: AtomicU64::new(0),
             receive_backoffs: AtomicU64::new(0),
             served: AtomicBool::new(false),
             established: Arc::default(),
@@ -286,6 +331,8 @@ impl Registry {
             timeouts: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
+            receives: AtomicU64::new(0),
+            sends: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         });
         self.connections().open.push(status.clone());
@@ -329,11 +376,17 @@ impl Registry {
         self.open.load(Ordering::SeqCst)
     }
 
-    /// Counts what an engine counted in a turn: delayed requests, back-offs. Both are 0 then.
-    pub fn count_waits(&self, paced: &mut u64, backoffs: &mut u64) {
-        for (counter, counted) in [(&self.paced_requests, paced), (&self.receive_backoffs, backoffs)] {
-            if *counted > 0 {
-                counter.fetch_add(std::mem::take(counted), Ordering::Relaxed);
+    /// Adds what an engine counted in a turn, and resets it.
+    pub fn count_delays(&self, counted: &mut DelayCounters) {
+        let DelayCounters { paced, paced_ns, pacing_ns, receive_backoffs } = std::mem::take(counted);
+        for (counter, counted) in [
+            (&self.paced_requests, paced),
+            (&self.paced_ns, paced_ns),
+            (&self.pacing_ns, pacing_ns),
+            (&self.receive_backoffs, receive_backoffs),
+        ] {
+            if counted > 0 {
+                counter.fetch_add(counted, Ordering::Relaxed);
             }
         }
     }
@@ -356,6 +409,8 @@ impl Registry {
         sum.connections = self.accepted.load(Ordering::Relaxed);
         sum.refused_connections = self.refused();
         sum.paced_requests = self.paced_requests.load(Ordering::Relaxed);
+        sum.paced_ns = self.paced_ns.load(Ordering::Relaxed);
+        sum.pacing_ns = self.pacing_ns.load(Ordering::Relaxed);
         sum.receive_backoffs = self.receive_backoffs.load(Ordering::Relaxed);
         sum
     }

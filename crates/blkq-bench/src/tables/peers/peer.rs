@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use super::child::{Child, POLL_INTERVAL};
 use super::fio::{self, Job, Target};
 use super::kernel_loop::KernelLoop;
@@ -268,6 +270,10 @@ impl Peer {
         if let (Some(child), Some(pid)) = (child, pid) {
             let resident_max = resident_max_bytes(&pid.to_string())?;
             let cpu = Usage::of(pid)?.since(before).cpu;
+            if matches!(self.way, Way::Nbd(words) if words.starts_with("blkq ")) {
+                run =
+                    with_nbd_counters(run, place, Duration::from_secs_f64(report.ios as f64 / report.iops))?;
+            }
             let switches = child.stop().since(before).context_switches;
             run = run
                 .per_io(Metric::ServerCpuNsPerIo, cpu.as_nanos() as u64)
@@ -287,6 +293,25 @@ impl Peer {
         }
         Ok(run.with(Metric::CachedMib, mib(cached)))
     }
+}
+
+/// Adds what the server of this program counted, which did all of `run` in `length`.
+fn with_nbd_counters(run: Run, place: &Place, length: Duration) -> Result<Run> {
+    let output = command("blkq stat disk --json", place)?.output()?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).trim().into());
+    }
+    let report: Value = serde_json::from_slice(&output.stdout)?;
+    let counter = |name: &str| {
+        report["nbd"][name].as_u64().ok_or_else(|| crate::Error::from(format!("blkq stat: no nbd.{name}")))
+    };
+    let by_length = |ns: u64| ns as f64 / length.as_nanos() as f64;
+    Ok(run
+        .per_io(Metric::ReceivesPerIo, counter("receives")?)
+        .per_io(Metric::SendsPerIo, counter("sends")?)
+        .with(Metric::PacedMean, by_length(counter("paced_ns")?))
+        .with(Metric::PacedShare, by_length(counter("pacing_ns")?))
+        .per_io(Metric::ReceiveBackoffsPerIo, counter("receive_backoffs")?))
 }
 
 /// The line about a peer that did not start, with the package that has it if that is why.

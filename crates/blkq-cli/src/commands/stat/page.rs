@@ -153,8 +153,17 @@ impl Figures {
                 "",
                 format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once"),
             );
-            let NbdCounters { paced_requests, receive_backoffs, .. } = counters;
-            row("", format!("{paced_requests} delayed by pacing, {receive_backoffs} receive back-offs"));
+            let NbdCounters { paced_requests, paced_ns, pacing_ns, receive_backoffs, .. } = counters;
+            let paced_us = *paced_ns as f64 / 1e3 / (*paced_requests).max(1) as f64;
+            let pacing_s = *pacing_ns as f64 / 1e9;
+            row(
+                "",
+                format!(
+                    "{paced_requests} delayed by pacing for {paced_us:.1} us each, in {pacing_s:.3} s, {receive_backoffs} receive back-offs"
+                ),
+            );
+            let NbdCounters { receives, sends, .. } = counters;
+            row("", format!("{receives} receives, {sends} sends"));
         }
         if let Some(vhost) =
             self.vhost_user.as_ref().filter(|vhost| verbose || **vhost != VhostUser::default())
