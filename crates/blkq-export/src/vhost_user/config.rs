@@ -17,21 +17,25 @@ pub const WRITEBACK_AT: usize = 32;
 /// Largest discard and write zeroes, in bytes: others wait for it.
 const RANGE_MAX_BYTES: u64 = 1 << 30;
 
-/// The features that a device with `limits` and `queues` offers.
-pub fn features(limits: &QueueLimits, queues: u16) -> u64 {
+/// Largest segment of a request: [`SEGMENTS_MAX`] of them are less than the 1 GiB of a request, and than the
+/// 31 bits in which libblkio computes their sum.
+const SEGMENT_MAX_BYTES: u32 = 1 << 23;
+
+/// The features that a device with `limits` offers. It may have more queues than it has engines.
+pub fn features(limits: &QueueLimits) -> u64 {
     let mut features = feature::SEG_MAX
         | feature::SIZE_MAX
         | feature::BLK_SIZE
         | feature::TOPOLOGY
         | feature::FLUSH
         | feature::CONFIG_WCE
+        | feature::MQ
         | feature::RING_INDIRECT_DESC
         | feature::RING_EVENT_IDX
         | feature::VERSION_1
         | feature::RING_PACKED;
     let mut offer = |has: bool, bit: u64| features |= if has { bit } else { 0 };
     offer(limits.read_only, feature::RO);
-    offer(queues > 1, feature::MQ);
     offer(discards(limits), feature::DISCARD);
     offer(!limits.read_only, feature::WRITE_ZEROES);
     features
@@ -64,7 +68,7 @@ pub fn config(limits: &QueueLimits, queues: u16, write_cache: bool) -> [u8; CONF
     let mut bytes = [0; CONFIG_BYTES];
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     put(0, &(limits.whole_bytes() >> 9).to_le_bytes());
-    put(8, &limits.max_segment_bytes.min(1 << 30).to_le_bytes());
+    put(8, &limits.max_segment_bytes.min(SEGMENT_MAX_BYTES).to_le_bytes());
     put(12, &SEGMENTS_MAX.to_le_bytes());
     put(20, &block.to_le_bytes());
     put(24, &[blocks(limits.physical_block_bytes).ilog2() as u8, 0]);

@@ -219,7 +219,7 @@ impl Session {
     }
 
     fn offered(&self) -> u64 {
-        features(&self.shared.disk.limits(), self.shared.queues()) | F_PROTOCOL_FEATURES
+        features(&self.shared.disk.limits()) | F_PROTOCOL_FEATURES
     }
 
     fn need(&self, feature: u64, name: &str) -> Result<(), Refusal> {
