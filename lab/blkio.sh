@@ -5,22 +5,10 @@
 # shellcheck source-path=SCRIPTDIR source=guest.d/fetch.sh
 . "$LAB/guest.d/fetch.sh"
 
-apt_trixie() { # COMMAND ARGUMENT...: as if nothing was installed here
-    local apt=$LAB_CACHE/apt-trixie command=$1
-    shift
-    mkdir -p "$apt/state/lists/partial" "$apt/archives/partial"
-    printf 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s/debian trixie main\n' "$DEBIAN" \
-        >"$apt/sources.list"
-    "$command" -qq -o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State="$apt/state" \
-        -o Dir::State::status=/dev/null -o Dir::Cache="$apt" -o Dir::Cache::archives="$apt/archives" \
-        -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o Acquire::Languages=none -o Acquire::Retries=3 \
-        -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
-}
-
 make_blkio() { # DIRECTORY
     local package
-    apt_trixie apt-get update
-    apt_trixie apt-get install -y --download-only --no-install-recommends qemu-utils qemu-block-extra libblkio1
+    apt_of trixie apt-get update
+    apt_of trixie apt-get install -y --download-only --no-install-recommends qemu-utils qemu-block-extra libblkio1
     for package in "$LAB_CACHE"/apt-trixie/archives/*.deb; do
         dpkg-deb -x "$package" "$1"
     done

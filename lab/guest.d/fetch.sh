@@ -20,6 +20,19 @@ apt_own() { # COMMAND ARGUMENT...: apt-get or apt-cache on the lists of the lab
         -o Acquire::Retries=3 -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
 }
 
+# apt_of SUITE COMMAND ARGUMENT...: as if nothing was installed here, in $LAB_CACHE/apt-SUITE
+apt_of() {
+    local suite=$1 apt=$LAB_CACHE/apt-$1 command=$2
+    shift 2
+    mkdir -p "$apt/state/lists/partial" "$apt/archives/partial"
+    printf 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s/debian %s main\n' "$DEBIAN" "$suite" \
+        >"$apt/sources.list"
+    "$command" -qq -o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State="$apt/state" \
+        -o Dir::State::status=/dev/null -o Dir::Cache="$apt" -o Dir::Cache::archives="$apt/archives" \
+        -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o Acquire::Languages=none -o Acquire::Retries=3 \
+        -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
+}
+
 # Lists that are up to date today.
 apt_lists() {
     local apt=$LAB_CACHE/apt suite
