@@ -30,6 +30,8 @@ pub enum Setting {
     DirectIo(DirectIo),
     /// How requests are put to the file.
     Dispatch(Dispatch),
+    /// Whether I/O reaches the kernel a few at a time.
+    EarlySubmission(bool),
     /// The faults that are injected.
     Fault(FaultSpec),
     /// After what time in flight a request is logged; zero is never.
@@ -70,13 +72,14 @@ pub struct Key {
 }
 
 /// The keys, in the order of their names.
-pub static KEYS: [Key; 14] = [
+pub static KEYS: [Key; 15] = [
     Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
     Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
     Key::all("clock", |_, text| Ok(Setting::Clock(text.parse()?))),
     Key::all("depth", |_, text| depth(text).map(Setting::Depth)),
     Key::new("direct-io", Of::Images, |_, text| Ok(Setting::DirectIo(text.parse()?))),
     Key::new("dispatch", Of::Images, |_, text| Ok(Setting::Dispatch(text.parse()?))),
+    Key::all("early-submission", |key, text| switch(key, text).map(Setting::EarlySubmission)),
     Key::new("fault", Of::Faults, |_, text| Ok(Setting::Fault(text.parse()?))),
     Key::all("hang-warning", |_, text| hangs::parse(text).map(Setting::HangWarning).map_err(Failure::new)),
     Key::all("iostats", |key, text| switch(key, text).map(Setting::Iostats)),
@@ -120,6 +123,7 @@ impl Setting {
             Setting::Depth(_) => "depth",
             Setting::DirectIo(_) => "direct-io",
             Setting::Dispatch(_) => "dispatch",
+            Setting::EarlySubmission(_) => "early-submission",
             Setting::Fault(_) => "fault",
             Setting::HangWarning(_) => "hang-warning",
             Setting::Iostats(_) => "iostats",
@@ -136,6 +140,7 @@ impl Setting {
         match self {
             Setting::Autoclear(on)
             | Setting::Batching(on)
+            | Setting::EarlySubmission(on)
             | Setting::Iostats(on)
             | Setting::Merge(on)
             | Setting::Pacing(on)

@@ -369,7 +369,7 @@ impl DriverContext<'_> {
         let token = Token::new(self.owner, payload);
         let ring = self.ring.as_mut().expect("a driver that pushes declares uses_ring");
         // SAFETY: the caller's promise.
-        unsafe { ring.push(entry, token) }
+        unsafe { ring.push_io(entry, token) }
     }
 
     /// The registrar of files with the queue's ring; `None` if the driver did not declare that it uses one.

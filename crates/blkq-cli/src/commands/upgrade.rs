@@ -82,8 +82,8 @@ fn hand_over(dir: &StateDir, name: &str, mut options: AttachOptions) -> Outcome<
 
 /// The settings of a device that can be changed.
 fn current_settings(info: &DeviceInfo) -> impl Iterator<Item = (&'static str, String)> {
-    const OF_LAYER: [&str; 7] =
-        ["scheduler", "depth", "merge", "batching", "iostats", "clock", "hang-warning"];
+    const OF_LAYER: [&str; 8] =
+        ["scheduler", "depth", "merge", "early-submission", "batching", "iostats", "clock", "hang-warning"];
     const OF_OTHERS: [&str; 3] = ["pacing", "receive-backoff", "dispatch"];
     let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
     let set = |key: &&str| {

@@ -131,6 +131,12 @@ impl Page {
             (Counter::Requeues, "requeues", "Requests that found the driver busy, and were requeued."),
             (Counter::Splits, "splits", "Parts of I/Os that were larger than the limits."),
             (Counter::TagWaits, "tag_waits", "I/Os that found no free tag."),
+            (Counter::Enters, "enters", "Calls of io_uring_enter by engines."),
+            (
+                Counter::EarlySubmissions,
+                "early_submissions",
+                "Calls of io_uring_enter that submitted a part of a batch.",
+            ),
             (Counter::ClockReads, "clock_reads", "Readings of the clock."),
             (
                 Counter::NegativeLatencies,

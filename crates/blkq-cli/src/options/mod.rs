@@ -128,6 +128,10 @@ pub struct AttachOptions {
     /// Tags are handed out in batches.
     #[arg(long = "no-batching", action = ArgAction::SetFalse, help = "Do not hand out tags in batches")]
     pub batching: bool,
+    /// I/O reaches the kernel a few at a time.
+    #[arg(long = "no-early-submission", action = ArgAction::SetFalse, help = "Submit the I/O of a batch all at once, not a few at a time")]
+    #[serde(default = "on", skip_serializing_if = "is_on")]
+    pub early_submission: bool,
     /// Requests are counted and timed.
     #[arg(long = "no-iostats", action = ArgAction::SetFalse, help = "Do not count and time requests")]
     pub iostats: bool,
@@ -240,6 +244,15 @@ impl AttachOptions {
         files.into_iter().flatten().try_for_each(make_absolute)?;
         Ok(self)
     }
+}
+
+/// The default of a switch.
+fn on() -> bool {
+    true
+}
+
+fn is_on(switch: &bool) -> bool {
+    *switch
 }
 
 fn in_range(range: RangeInclusive<u16>) -> RangedI64ValueParser<u16> {

@@ -99,6 +99,7 @@ mod tests {
             "--scheduler=mq-deadline",
             "--no-merge",
             "--no-batching",
+            "--no-early-submission",
             "--no-iostats",
             "--no-pacing",
             "--no-receive-backoff",

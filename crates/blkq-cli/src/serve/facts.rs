@@ -57,6 +57,7 @@ impl Device {
             Setting::Depth(settings.depth),
             Setting::Scheduler(settings.scheduler),
             Setting::Merge(settings.merge),
+            Setting::EarlySubmission(settings.early_submission),
             Setting::Batching(settings.batching),
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),

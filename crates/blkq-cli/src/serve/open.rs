@@ -156,6 +156,7 @@ impl Device {
             .depth(options.depth)
             .scheduler(options.scheduler.kind())
             .merge(options.merge)
+            .early_submission(options.early_submission)
             .batching(options.batching)
             .iostats(options.iostats)
             .clock(options.clock)

@@ -87,6 +87,7 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
         Setting::Depth(depth) => disk.set(blkq::Setting::Depth(*depth)),
         Setting::Iostats(on) => disk.set(blkq::Setting::Iostats(*on)),
         Setting::Merge(on) => disk.set(blkq::Setting::Merge(*on)),
+        Setting::EarlySubmission(on) => disk.set(blkq::Setting::EarlySubmission(*on)),
         Setting::ReadOnly(on) => disk.set(blkq::Setting::ReadOnly(*on)),
         Setting::Scheduler(kind) => disk.set(blkq::Setting::Scheduler(*kind)),
         Setting::DirectIo(mode) => disk.set_driver(&LoopSetting::DirectIo(*mode)),

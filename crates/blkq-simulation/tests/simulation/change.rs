@@ -33,10 +33,15 @@ impl Change {
             1 => Change::Disk(Setting::Scheduler(SchedulerKind::ALL[below(SchedulerKind::ALL.len())])),
             2 => Change::Dispatch([Dispatch::Serial, Dispatch::Concurrent][below(2)]),
             3 => {
-                let (switch, on) = (below(4), below(2) == 0);
+                let (switch, on) = (below(5), below(2) == 0);
                 let mode = if on { ClockMode::Cached } else { ClockMode::Precise };
-                let settings =
-                    [Setting::Merge(on), Setting::Batching(on), Setting::Iostats(on), Setting::Clock(mode)];
+                let settings = [
+                    Setting::Merge(on),
+                    Setting::EarlySubmission(!on),
+                    Setting::Batching(on),
+                    Setting::Iostats(on),
+                    Setting::Clock(mode),
+                ];
                 Change::Disk(settings[switch])
             }
             4 => Change::DirectIo([DirectIo::On, DirectIo::Off][below(2)]),

@@ -71,6 +71,13 @@ impl DiskBuilder {
         self
     }
 
+    /// Whether a driver's I/O reaches the kernel a few at a time; true by default.
+    #[must_use]
+    pub fn early_submission(mut self, early_submission: bool) -> DiskBuilder {
+        self.settings.early_submission = early_submission;
+        self
+    }
+
     /// Whether submitters get requests in batches; true by default.
     #[must_use]
     pub fn batching(mut self, batching: bool) -> DiskBuilder {
@@ -127,6 +134,7 @@ impl Disk {
                 depth: DEPTH_DEFAULT,
                 scheduler: SchedulerKind::None,
                 merge: true,
+                early_submission: true,
                 batching: true,
                 iostats: true,
                 clock: ClockMode::Cached,

@@ -204,6 +204,7 @@ impl Disk {
                 settings.depth = depth;
             }
             Setting::Merge(on) => settings.merge = on,
+            Setting::EarlySubmission(on) => settings.early_submission = on,
             Setting::Batching(on) => settings.batching = on,
             Setting::Iostats(on) => settings.iostats = on,
             Setting::Clock(mode) => settings.clock = mode,

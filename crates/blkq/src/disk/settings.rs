@@ -21,6 +21,8 @@ pub enum Setting {
     Merge(bool),
     /// [`Settings::batching`].
     Batching(bool),
+    /// [`Settings::early_submission`].
+    EarlySubmission(bool),
     /// [`Settings::iostats`].
     Iostats(bool),
     /// [`Settings::clock`].
@@ -40,6 +42,9 @@ pub struct Settings {
     pub merge: bool,
     /// Whether submitters get requests in batches when the device is full.
     pub batching: bool,
+    /// Whether a driver's I/O reaches the kernel a few at a time, for the device to begin while the rest of
+    /// a batch is prepared; else all at once, when a turn is over.
+    pub early_submission: bool,
     /// Whether I/O is counted and timed.
     pub iostats: bool,
     /// How time stamps are taken.

@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::kick::Kick;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
-use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, Token};
+use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
 
 #[cfg(simulation)]
 pub use simulated::SimulatedEngine;
@@ -55,6 +55,8 @@ struct Engine {
     kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
+    /// The ring's counters when they were last added to the statistics.
+    counted: RingCounters,
     exit: bool,
 }
 
@@ -80,6 +82,7 @@ impl Engine {
             kicks,
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
+            counted: RingCounters::default(),
             exit: false,
         };
         (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));
@@ -117,12 +120,21 @@ impl Engine {
             self.route(cqe);
         }
         self.cqes = cqes;
+        self.count_enters();
         self.take_messages();
         for queue in &mut self.queues {
             queue.begin_turn(Some(&mut self.ring));
         }
         self.run_rounds();
         self.sources.drop_stopped();
+    }
+
+    /// The queues are of one disk, mostly: the first counts for all.
+    fn count_enters(&mut self) {
+        let now = self.ring.counters();
+        let before = std::mem::replace(&mut self.counted, now);
+        let early = now.early_submissions - before.early_submissions;
+        self.queues[0].count_enters(now.enters - before.enters, early);
     }
 
     #[inline]

@@ -40,7 +40,7 @@ impl Queue {
 
     /// Takes over limits and settings that were changed under a freeze.
     #[cold]
-    fn reload(&mut self, ring: Option<&mut Ring>) {
+    fn reload(&mut self, mut ring: Option<&mut Ring>) {
         if let Some(scheduler) = self.disk.reload_settings() {
             self.dispatch.set_scheduler(scheduler, self.in_flight.requests().len());
         }
@@ -48,6 +48,9 @@ impl Queue {
         self.clock.set_mode(self.disk.settings().clock);
         let _ = self.completions.take_limits_changed();
         self.reload_limits();
+        if let Some(ring) = ring.as_deref_mut() {
+            ring.set_early_submission(self.disk.settings().early_submission);
+        }
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.reload(&mut cx);
     }

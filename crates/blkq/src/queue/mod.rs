@@ -86,9 +86,12 @@ impl Queue {
         disk: &Arc<Disk>,
         index: usize,
         owner: u16,
-        ring: Option<&mut Ring>,
+        mut ring: Option<&mut Ring>,
     ) -> Result<Queue, Error> {
         let view = DiskView::new(disk, index)?;
+        if let Some(ring) = ring.as_deref_mut() {
+            ring.set_early_submission(view.settings().early_submission);
+        }
         let shared = view.shared();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(disk.depth_max()) + 1;
@@ -217,6 +220,12 @@ impl Queue {
     /// The disk.
     pub fn disk(&self) -> &Arc<Disk> {
         self.disk.disk()
+    }
+
+    /// The calls into the kernel since the last time, by its owner's ring.
+    pub fn count_enters(&mut self, enters: u64, early_submissions: u64) {
+        self.stats.count(Counter::Enters, enters);
+        self.stats.count(Counter::EarlySubmissions, early_submissions);
     }
 
     /// The limits in force.

@@ -22,6 +22,7 @@ pub struct Ring {
     files: Vec<i32>,
     buffers: BufferTable,
     counters: RingCounters,
+    early_submission: bool,
 }
 
 #[allow(missing_docs, reason = "as those of the real ring")]
@@ -34,6 +35,7 @@ impl Ring {
             files: Vec::new(),
             buffers: BufferTable::new(id, BUFFER_SLOTS, usize::MAX),
             counters: RingCounters::default(),
+            early_submission: false,
         })
     }
 
@@ -51,6 +53,21 @@ impl Ring {
         world().instant();
         self.counters.submissions += 1;
         self.queued.push(entry.user_data(token.0));
+    }
+
+    /// # Safety
+    /// As of the real one.
+    pub unsafe fn push_io(&mut self, entry: squeue::Entry, token: Token) {
+        if self.early_submission && !self.queued.is_empty() {
+            self.counters.early_submissions += 1;
+            self.submit();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.push(entry, token) }
+    }
+
+    pub fn set_early_submission(&mut self, on: bool) {
+        self.early_submission = on;
     }
 
     pub fn has_submissions(&mut self) -> bool {

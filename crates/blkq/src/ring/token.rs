@@ -53,6 +53,8 @@ impl Cqe {
 pub struct RingCounters {
     /// Calls of io_uring_enter.
     pub enters: u64,
+    /// Of these, those that submitted what drivers had pushed before they pushed more.
+    pub early_submissions: u64,
     /// Submissions.
     pub submissions: u64,
     /// Completions.

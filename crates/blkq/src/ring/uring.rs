@@ -25,6 +25,9 @@ const BUFFER_SLOTS: u16 = 1024;
 /// Slots behind them that are kept for the kernel to fill: as many as a ublk queue has tags.
 const KERNEL_SLOTS: u16 = 4096;
 
+/// Submissions of drivers that wait for more of them at most, while early submission is on.
+const EARLY_SUBMISSIONS: u32 = 4;
+
 /// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
 /// until then its memory is counted as locked by the user that made it (Linux 6.14 on).
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
@@ -51,6 +54,10 @@ pub struct Ring {
     /// The slots for the kernel to fill that nobody has.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
+    /// Drivers' submissions reach the kernel a few at a time.
+    early_submission: bool,
+    /// Submissions of drivers since the last call into the kernel.
+    waiting: u32,
     /// Completions taken before they were asked for.
     early: Vec<Cqe>,
     /// Dropping it does not wait for what is in flight.
@@ -116,6 +123,8 @@ impl Ring {
             buffers: BufferTable::new(id, buffer_slots, *REGISTERED_MAX),
             kernel_buffers,
             counters: RingCounters::default(),
+            early_submission: false,
+            waiting: 0,
             early: Vec::new(),
             abandoned: false,
         })
@@ -159,6 +168,27 @@ impl Ring {
         }
     }
 
+    /// As [`Ring::push`], for I/O on a disk: with early submission, what was pushed before is submitted
+    /// first if it is enough, so that the device works on that while the rest is prepared.
+    ///
+    /// # Safety
+    /// As of [`Ring::push`].
+    #[inline]
+    pub unsafe fn push_io(&mut self, entry: squeue::Entry, token: Token) {
+        if self.early_submission && self.waiting >= EARLY_SUBMISSIONS {
+            self.counters.early_submissions += 1;
+            self.submit();
+        }
+        self.waiting += 1;
+        // SAFETY: the caller's promise.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Turns early submission on or off.
+    pub fn set_early_submission(&mut self, on: bool) {
+        self.early_submission = on;
+    }
+
     /// The kernel takes nothing more while its completions are not taken (EBUSY), or while
     /// it has no memory (EAGAIN): takes them, for [`Ring::reap_all`] to give out.
     #[cold]
@@ -183,6 +213,7 @@ impl Ring {
     /// has passed. Being interrupted, or timed out, is not an error: check for completions.
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
+        self.waiting = 0;
         // Completions taken early have arrived: there is nothing to wait for.
         let want = if self.early.is_empty() { want } else { 0 };
         let submitter = self.uring.submitter();
@@ -419,177 +450,4 @@ impl Drop for Ring {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-    use std::os::fd::AsFd;
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
-    use io_uring::opcode;
-
-    use super::*;
-
-    #[test]
-    fn slots_for_the_kernel_are_allocated_once_apart_from_others() {
-        let mut ring = Ring::new(4).unwrap();
-        assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS);
-        let first = ring.keep_kernel_buffers(4000).unwrap();
-        assert_eq!(ring.kernel_buffers_left(), KERNEL_SLOTS - 4000);
-        let mut buffer = IoBuffer::zeroed(4096);
-        ring.register_buffer(&mut buffer);
-        assert!(ring.registered_buffer(&buffer.segment()).unwrap() < first);
-        assert_eq!(ring.keep_kernel_buffers(90).unwrap(), first + 4000);
-        assert!(ring.keep_kernel_buffers(7).is_err());
-        ring.unregister_buffer(&mut buffer);
-    }
-
-    #[test]
-    fn a_file_slot_is_valid_for_its_ring_until_it_is_unregistered() {
-        let file = std::fs::File::open("/proc/self/exe").unwrap();
-        let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
-        let mut slot = ring.register_file(file.as_fd()).unwrap();
-        let mut foreign = other.register_file(file.as_fd()).unwrap();
-        assert_eq!(ring.file(&slot).0, other.file(&foreign).0, "both tables have it in the same place");
-        let mut refused = |attempt: &mut dyn FnMut(&mut Ring)| {
-            catch_unwind(AssertUnwindSafe(|| attempt(&mut ring))).is_err()
-        };
-        assert!(refused(&mut |ring| _ = ring.file(&foreign)));
-        assert!(refused(&mut |ring| ring.unregister_file(&mut foreign)));
-        assert!(!refused(&mut |ring| ring.unregister_file(&mut slot)));
-        assert!(refused(&mut |ring| _ = ring.file(&slot)));
-        assert!(refused(&mut |ring| ring.unregister_file(&mut slot)));
-        other.unregister_file(&mut foreign);
-    }
-
-    #[test]
-    fn a_ring_waits_for_memory_and_for_nothing_else() {
-        let calls = Cell::new(0);
-        let fail = |errno| {
-            calls.set(calls.get() + 1);
-            Err(std::io::Error::from_raw_os_error(errno))
-        };
-        let late = || if calls.get() < 3 { fail(libc::ENOMEM) } else { IoUring::new(4) };
-        assert!(with_patience(late).is_ok());
-        assert_eq!(calls.replace(0), 3);
-        let refused = with_patience(|| fail(libc::EPERM)).err().unwrap();
-        assert_eq!((calls.get(), refused.raw_os_error()), (1, Some(libc::EPERM)));
-    }
-
-    #[test]
-    fn buffers_are_registered_up_to_a_share_of_what_may_be_locked() {
-        let mut ring = Ring::new(4).unwrap();
-        ring.buffers.bytes_max = 8192;
-        let mut buffers = [IoBuffer::zeroed(4096), IoBuffer::zeroed(4096), IoBuffer::zeroed(4096)];
-        buffers.iter_mut().for_each(|buffer| ring.register_buffer(buffer));
-        assert_eq!(buffers.each_ref().map(IoBuffer::is_registered), [true, true, false]);
-        ring.unregister_buffer(&mut buffers[0]);
-        ring.register_buffer(&mut buffers[2]);
-        assert!(buffers[2].is_registered());
-        buffers.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
-    }
-
-    /// Reads the beginning of this program into `buffer`, by its registration if the ring
-    /// has it, else by address.
-    fn read_into(ring: &mut Ring, buffer: &mut IoBuffer) -> i32 {
-        let file = std::fs::File::open("/proc/self/exe").unwrap();
-        let segment = buffer.segment();
-        let file_fd = types::Fd(file.as_raw_fd());
-        let entry = match ring.registered_buffer(&segment) {
-            Some(place) => opcode::ReadFixed::new(file_fd, segment.ptr, segment.len, place).build(),
-            None => opcode::Read::new(file_fd, segment.ptr, segment.len).build(),
-        };
-        // SAFETY: buffer and file live until the completion below.
-        unsafe { ring.push(entry, Token::new(1, 1)) };
-        let mut cqes = Vec::new();
-        while cqes.is_empty() {
-            ring.enter(1, None);
-            ring.reap_all(&mut cqes);
-        }
-        cqes[0].result
-    }
-
-    #[test]
-    fn a_registered_buffer_means_nothing_to_another_ring() {
-        let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
-        let (mut buffer, mut foreign) = (IoBuffer::zeroed(4096), IoBuffer::zeroed(4096));
-        ring.register_buffer(&mut buffer);
-        other.register_buffer(&mut foreign);
-        assert_eq!(ring.registered_buffer(&buffer.segment()), other.registered_buffer(&foreign.segment()));
-        assert_eq!(ring.registered_buffer(&foreign.segment()), None);
-        // A second registration, or unregistering with the wrong ring, changes nothing.
-        ring.register_buffer(&mut foreign);
-        ring.unregister_buffer(&mut foreign);
-        assert!(foreign.is_registered() && buffer.is_registered());
-        for buffer in [&mut buffer, &mut foreign] {
-            assert_eq!(read_into(&mut ring, buffer), 4096);
-            assert_eq!(&buffer[..4], b"\x7fELF");
-        }
-        drop(other);
-        assert!(!foreign.is_registered());
-        ring.register_buffer(&mut foreign);
-        assert!(ring.registered_buffer(&foreign.segment()).is_some());
-    }
-
-    #[test]
-    fn a_buffer_dropped_while_registered_leaves_nothing_behind() {
-        let mut ring = Ring::new(4).unwrap();
-        ring.buffers.bytes_max = 4 * 4096;
-        let mut kept = IoBuffer::zeroed(4096);
-        ring.register_buffer(&mut kept);
-        // Many more than places and bytes; on the heap they have the same addresses.
-        for _ in 0..2000 {
-            let mut buffer = IoBuffer::zeroed(4096);
-            ring.register_buffer(&mut buffer);
-            assert!(buffer.is_registered());
-            std::thread::scope(|scope| _ = scope.spawn(move || drop(buffer)));
-        }
-        assert_eq!(read_into(&mut ring, &mut kept), 4096);
-        let mut last = IoBuffer::zeroed(4096);
-        ring.register_buffer(&mut last);
-        assert_eq!(read_into(&mut ring, &mut last), 4096);
-        assert_eq!(&last[..4], b"\x7fELF");
-    }
-
-    // Contract: bounded-input
-    #[test]
-    fn a_restricted_ring_does_what_it_may_and_nothing_else() {
-        let file = std::fs::File::open("/proc/self/exe").unwrap();
-        let mut builder = IoUring::builder();
-        builder.setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
-        let mut uring: IoUring = builder.build(4).unwrap();
-        uring.submitter().register_files_sparse(4).unwrap();
-        restrict(&uring, [opcode::Nop::CODE, opcode::Read::CODE].into_iter()).unwrap();
-        uring.submitter().register_files_update(0, &[file.as_raw_fd()]).unwrap();
-        let mut bytes = [0u8; 4];
-        let path = c"/etc/passwd";
-        let entries = [
-            opcode::Nop::new().build(),
-            opcode::Read::new(types::Fixed(0), bytes.as_mut_ptr(), 4).build(),
-            opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build(),
-            opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
-        ];
-        let mut run = |entry: &squeue::Entry| {
-            // SAFETY: path, file and bytes live until the completion below.
-            unsafe { uring.submission().push(entry).unwrap() };
-            uring.submit_and_wait(1).unwrap();
-            uring.completion().next().unwrap().result()
-        };
-        let results: Vec<i32> = entries.iter().map(&mut run).collect();
-        assert_eq!(results, [0, 4, -libc::EACCES, -libc::EACCES]);
-        assert_eq!(&bytes, b"\x7fELF");
-        let error = uring.submitter().register_eventfd(file.as_raw_fd()).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(libc::EACCES));
-    }
-
-    #[test]
-    fn what_was_taken_early_is_neither_waited_for_nor_lost() {
-        let mut ring = Ring::new(4).unwrap();
-        // SAFETY: a NOP uses nothing.
-        unsafe { ring.push(opcode::Nop::new().build(), Token::new(1, 7)) };
-        ring.enter(1, None);
-        ring.make_room();
-        ring.enter(1, None);
-        let mut cqes = Vec::new();
-        ring.reap_all(&mut cqes);
-        assert_eq!(cqes.iter().map(|cqe| cqe.token).collect::<Vec<_>>(), [Token::new(1, 7)]);
-    }
-}
+mod tests;

@@ -103,11 +103,15 @@ pub enum Counter {
     /// A request, or a bio without one, was found to be in flight for too long: see
     /// [`hang`](crate::queue::hang).
     Hangs,
+    /// The owner of a queue called io_uring_enter: counted of engines.
+    Enters,
+    /// One of these calls submitted a part of a batch, for the device to begin with it.
+    EarlySubmissions,
 }
 
 impl Counter {
     /// Number of counters.
-    pub const COUNT: usize = 11;
+    pub const COUNT: usize = 13;
     /// Every counter, in the order of its number.
     pub const ALL: [Counter; Self::COUNT] = [
         Counter::PlugFlushes,
@@ -121,6 +125,8 @@ impl Counter {
         Counter::FlushesSent,
         Counter::FlushesCoalesced,
         Counter::Hangs,
+        Counter::Enters,
+        Counter::EarlySubmissions,
     ];
 
     /// The name used in tables.
@@ -137,6 +143,8 @@ impl Counter {
             Counter::FlushesSent => "flushes-sent",
             Counter::FlushesCoalesced => "flushes-coalesced",
             Counter::Hangs => "hangs",
+            Counter::Enters => "enters",
+            Counter::EarlySubmissions => "early-submissions",
         }
     }
 }

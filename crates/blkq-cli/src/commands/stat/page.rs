@@ -101,7 +101,8 @@ impl Figures {
         if verbose || asked + sent + coalesced > 0 {
             row("flushes", format!("{asked} asked, {sent} sent, {coalesced} coalesced"));
         }
-        let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits } = batches;
+        let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits, .. } =
+            batches;
         if verbose || plugs + dispatches + requeues + splits + tag_waits > 0 {
             row(
                 "batches",

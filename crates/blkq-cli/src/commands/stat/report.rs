@@ -110,6 +110,9 @@ pub struct Batches {
     pub requeues: u64,
     pub splits: u64,
     pub tag_waits: u64,
+    /// Calls of io_uring_enter by engines, and those of them that submitted a part of a batch.
+    pub enters: u64,
+    pub early_submissions: u64,
 }
 
 #[derive(Serialize)]
@@ -185,6 +188,8 @@ impl Report {
                 requeues: count(Counter::Requeues),
                 splits: count(Counter::Splits),
                 tag_waits: count(Counter::TagWaits),
+                enters: count(Counter::Enters),
+                early_submissions: count(Counter::EarlySubmissions),
             },
             gate: now.gate.since(&before.gate),
             clock: Clock {
