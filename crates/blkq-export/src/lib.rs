@@ -26,5 +26,6 @@
 mod buffers;
 pub mod nbd;
 pub mod peer;
+mod sync;
 pub mod ublk;
 pub mod vhost_user;

@@ -30,6 +30,8 @@ mod inflight_split;
 mod mapping;
 mod memory;
 mod message;
+#[cfg(all(test, model_check))]
+mod model;
 mod packed;
 mod registration;
 mod request;

@@ -1,0 +1,149 @@
+//! The properties of a served ring that the model checkers prove: the control thread starts and stops it,
+//! with other tables of memory, on a real engine, while the guest adds requests and another thread looks
+//! on. The ring is polled, so that nothing is submitted to the kernel; only the engine's ring is a twin.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::{Disk, EngineThread};
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::abi::feature;
+use super::harness::{Driver, Guest};
+use super::message::VringAddresses;
+use super::shared::Shared;
+use super::status::{FrontEnd, Registry};
+use super::vring::{RingContext, Vring};
+#[cfg(loom)]
+use loom::thread;
+#[cfg(shuttle)]
+use shuttle::thread;
+
+const RING: u64 = 0x10000;
+const HEADERS: u64 = 0x100000;
+const REQUESTS: u32 = 2;
+
+/// Orders that loom tries: a ring that is polled has far more.
+#[cfg(loom)]
+const ORDERS_MAX: usize = 10_000;
+
+/// Runs `body` in the first orders that loom finds with at most one forced switch, or in random ones.
+fn model(name: &str, body: impl Fn() + Send + Sync + 'static) {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = {
+        let runs = runs.clone();
+        move || {
+            runs.fetch_add(1, Ordering::Relaxed);
+            body();
+        }
+    };
+    #[cfg(loom)]
+    {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = builder.preemption_bound.or(Some(1));
+        builder.max_branches = 10_000;
+        builder.max_permutations = builder.max_permutations.or(Some(ORDERS_MAX));
+        builder.check(counted);
+    }
+    #[cfg(shuttle)]
+    {
+        let mut config = shuttle::Config::new();
+        config.stack_size = 256 << 10;
+        shuttle::Runner::new(shuttle::scheduler::RandomScheduler::new(5000), config).run(counted);
+    }
+    println!("{name}: {} schedules", runs.load(Ordering::Relaxed));
+}
+
+fn start_and_stop_with_new_memory() {
+    let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
+    let engine = EngineThread::spawn("model", vec![(disk.clone(), 0)]).unwrap();
+    let shared = Arc::new(Shared {
+        disk,
+        engines: vec![engine.handle().clone()],
+        serial: "model".into(),
+        address: None,
+        registry: Registry::new(None, None),
+        register_memory: None,
+        wake: Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()),
+        stopping: AtomicBool::new(false),
+        config_changed: AtomicBool::new(false),
+    });
+    let peer: Arc<str> = "model".into();
+    assert!(shared.registry.admit(&peer));
+    let guest = Guest::new(&[(RING, Driver::BYTES), (HEADERS, 0x1000)]);
+    let mut driver = Driver::new(&guest, RING, 16, false, false);
+    let add = |driver: &mut Driver, number: u64| {
+        let at = HEADERS + number * 0x400;
+        guest.write(at, &[0; 16]);
+        driver.add(&guest, &[(at, 16, false), (at + 0x200, 512, true), (at + 16, 1, true)], false);
+    };
+    let onlooker = {
+        let shared = shared.clone();
+        thread::spawn(move || {
+            let front_end = shared.registry.front_end().unwrap();
+            assert!(front_end.in_flight <= u64::from(REQUESTS));
+            assert!(shared.registry.counters().requests >= front_end.counters.requests);
+            assert!(!shared.registry.close_if(|it| it.is_none_or(FrontEnd::is_recorded)));
+        })
+    };
+    let mut vring = Vring::new(0);
+    let [descriptors, available, used] =
+        [driver.spec.descriptors, driver.spec.driver_area, driver.spec.device_area];
+    vring.set_size(16).unwrap();
+    vring.set_addresses(VringAddresses { index: 0, flags: 0, descriptors, used, available, log: 0 }).unwrap();
+    let mut taken = 0;
+    for round in 0..2 {
+        // Another table of the same memory.
+        let memory = Arc::new(guest.memory.with_registrations_of(None));
+        vring.set_kick(&shared, None).unwrap();
+        let context = RingContext {
+            memory: memory.clone(),
+            features: feature::VERSION_1,
+            inflight: None,
+            write_through: Arc::new(AtomicBool::new(false)),
+        };
+        if round == 0 {
+            add(&mut driver, 0);
+        }
+        vring.start(&shared, &context, true, &peer).unwrap();
+        drop(context);
+        if round == 0 {
+            add(&mut driver, 1);
+        } else {
+            while taken < REQUESTS {
+                match driver.take_used(&guest) {
+                    Some(_) => taken += 1,
+                    None => thread::yield_now(),
+                }
+            }
+        }
+        let base = vring.stop_for_base(&shared);
+        taken += std::iter::from_fn(|| driver.take_used(&guest)).count() as u32;
+        assert_eq!(base, taken, "all that was taken has completed");
+        assert!(vring.take_rejection().is_none());
+        assert_eq!(Arc::strong_count(&memory), 1, "nothing keeps memory that was replaced");
+    }
+    assert_eq!(taken, REQUESTS);
+    onlooker.join().unwrap();
+    let counters = shared.registry.counters();
+    assert_eq!((counters.requests, counters.errors), (u64::from(REQUESTS), 0));
+    assert_eq!(shared.registry.front_end().unwrap().in_flight, 0);
+    shared.registry.leave();
+    assert!(shared.registry.close_if(|it| it.is_none()));
+    guest.assert_intact();
+    drop(engine);
+}
+
+#[cfg(loom)]
+#[test]
+fn loom_a_ring_stops_with_all_that_it_took() {
+    model("loom_a_ring_stops_with_all_that_it_took", start_and_stop_with_new_memory);
+}
+
+#[cfg(shuttle)]
+#[test]
+fn shuttle_a_ring_stops_with_all_that_it_took() {
+    model("shuttle_a_ring_stops_with_all_that_it_took", start_and_stop_with_new_memory);
+}
