@@ -426,6 +426,8 @@ unsafe impl Source for VringSource {
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         let _ = cx;
         if let Ok(message) = message.downcast::<SetCall>() {
+            // From now on: until here the engine could have been blocked in writing to the one before.
+            self.start.status.set_call(message.0.clone());
             self.start.call = message.0;
             // A completion may have been announced to the one before, which nobody reads any more.
             self.call();

@@ -196,7 +196,7 @@ impl RingStatus {
         RingStatus { index, size, base, call, ..RingStatus::default() }
     }
 
-    /// The call eventfd is another one.
+    /// The engine writes to another call eventfd from now on.
     pub fn set_call(&self, call: Option<Arc<OwnedFd>>) {
         *self.call.lock().unwrap_or_else(PoisonError::into_inner) = call;
     }

@@ -140,8 +140,7 @@ impl Vring {
     pub fn set_call(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         self.call = file.map(Arc::new);
-        if let Some(Serving { engine, id, status, .. }) = &self.serving {
-            status.set_call(self.call.clone());
+        if let Some(Serving { engine, id, .. }) = &self.serving {
             engine.send(*id, Box::new(SetCall(self.call.clone())));
         }
         Ok(())
