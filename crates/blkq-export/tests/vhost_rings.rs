@@ -7,12 +7,13 @@ mod vhost;
 
 use std::os::fd::AsFd;
 
+use blkq::Disk;
 use blkq::drivers::fault::{Fault, FaultSpec};
-use blkq::drivers::r#loop::DirectIo;
+use blkq::drivers::r#loop::{DirectIo, LoopSetting};
 use blkq_export::vhost_user::Event;
 use front_end::*;
 use rustix::event::{EventfdFlags, eventfd};
-use vhost::{image, ram, serve, until};
+use vhost::{image, ram, serve, serve_disk, until};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -73,6 +74,23 @@ fn misaligned_memory_is_copied_and_counted() {
     }
     let expected = if align > 8 { 4 } else { 0 };
     until("it is counted", || served.device.counters().bounced == expected);
+}
+
+#[test]
+fn misaligned_requests_outlive_a_switch_to_direct_io() {
+    let image = image(DirectIo::Off, Some(4096));
+    let fault = Fault::new(image, "delay=20ms".parse::<FaultSpec>().unwrap()).unwrap();
+    let disk = Disk::builder(Box::new(fault)).depth(1).build().unwrap();
+    let served = serve_disk(disk, std::env::temp_dir().join(format!("blkq-direct-{}", std::process::id())));
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    for number in 0..8 {
+        // All but the first wait for its tag.
+        front.submit(0, IN, number * 8, DATA + 8, 4096);
+    }
+    front.kick(0);
+    until("requests are in flight", || served.device.front_end().unwrap().in_flight > 0);
+    served.disk.set_driver(&LoopSetting::DirectIo(DirectIo::On)).unwrap();
+    assert!(front.wait(0, 8).iter().all(|(_, status, _)| *status == 0));
 }
 
 #[test]

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, Release, SeqCst};
 
-use blkq::{Bio, BioFlags, Completion, Cqe, Data, Error, IoResult, Operation, Source, SourceContext};
+use blkq::{
+    Bio, BioFlags, Completion, Cqe, Data, Error, IoResult, Operation, Sector, Source, SourceContext, Status,
+};
 use io_uring::{opcode, types};
 use rustix::event::PollFlags;
 
@@ -67,7 +69,10 @@ struct Slot {
     bios: u32,
     result: IoResult,
     read: bool,
+    sector: Sector,
     bytes: u32,
+    /// All addresses and lengths of its data, in one: [`Action::Transfer`].
+    unaligned: usize,
     /// The guest's memory, while the data is in a buffer.
     bounced: Option<Data>,
 }
@@ -210,8 +215,18 @@ impl VringSource {
                 Ok(request) => request,
                 Err(error) => return self.reject(&error),
             };
-        let mut slot =
-            Slot { head, status, writable, bios: 1, result: Ok(()), read: false, bytes: 0, bounced: None };
+        let mut slot = Slot {
+            head,
+            status,
+            writable,
+            bios: 1,
+            result: Ok(()),
+            read: false,
+            sector: Sector(0),
+            bytes: 0,
+            unaligned: 0,
+            bounced: None,
+        };
         let user_data = u64::from(head.index);
         let limits = cx.limits(ENGINE_QUEUE);
         // For the guest the device ends where its configuration says.
@@ -226,32 +241,8 @@ impl VringSource {
             }
             Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces } => {
                 slot.read = operation == Operation::Read;
-                slot.bytes = bytes as u32;
-                let flags = if slot.read { BioFlags::empty() } else { self.write_flags() };
-                let align = limits.memory_align as usize;
-                let data = if unaligned & (align - 1) == 0 {
-                    let is_reached = registered_pieces == 1 || self.vectors_registered;
-                    self.counters.registered += u64::from(registered_pieces > 0 && is_reached);
-                    data
-                } else {
-                    let buffer = self.bounces.take(slot.bytes, cx.registrar());
-                    let Some(mut buffer) = buffer else {
-                        self.parser.recycle(data);
-                        return self.finish(slot, S_IOERR);
-                    };
-                    self.counters.bounced += 1;
-                    if !slot.read {
-                        copy_in(&data, &mut buffer[..bytes as usize]);
-                    }
-                    slot.bounced = Some(data);
-                    Data::Buffer(buffer)
-                };
-                // Zeroes in the place of memory that was lost meanwhile do not reach the disk.
-                if self.start.ring.is_broken() {
-                    return self.reject(&RingError::MemoryLost);
-                }
-                self.keep(slot);
-                self.submit(cx, Bio { operation, flags, sector, sectors: bytes >> 9, data, user_data });
+                (slot.sector, slot.bytes, slot.unaligned) = (sector, bytes as u32, unaligned);
+                self.transfer(cx, slot, data, registered_pieces);
             }
             Action::Flush => {
                 self.keep(slot);
@@ -282,6 +273,37 @@ impl VringSource {
                 self.parser.ranges = ranges;
             }
         }
+    }
+
+    /// Submits a read or a write of `data`, through a buffer if that is not aligned as the disk needs it.
+    fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: u32) {
+        let data = if is_aligned(cx, &slot) {
+            let is_reached = registered_pieces == 1 || self.vectors_registered;
+            self.counters.registered += u64::from(registered_pieces > 0 && is_reached);
+            data
+        } else {
+            let Some(mut buffer) = self.bounces.take(slot.bytes, cx.registrar()) else {
+                self.parser.recycle(data);
+                return self.finish(slot, S_IOERR);
+            };
+            self.counters.bounced += 1;
+            if !slot.read {
+                copy_in(&data, &mut buffer[..slot.bytes as usize]);
+            }
+            slot.bounced = Some(data);
+            Data::Buffer(buffer)
+        };
+        // Zeroes in the place of memory that was lost meanwhile do not reach the disk.
+        if self.start.ring.is_broken() {
+            return self.reject(&RingError::MemoryLost);
+        }
+        let (operation, flags) = match slot.read {
+            true => (Operation::Read, BioFlags::empty()),
+            false => (Operation::Write, self.write_flags()),
+        };
+        let (sector, sectors, user_data) = (slot.sector, u64::from(slot.bytes) >> 9, slot.head.index.into());
+        self.keep(slot);
+        self.submit(cx, Bio { operation, flags, sector, sectors, data, user_data });
     }
 
     fn write_flags(&self) -> BioFlags {
@@ -366,6 +388,11 @@ impl VringSource {
     }
 }
 
+/// Whether the disk takes its data as it is.
+fn is_aligned(cx: &SourceContext<'_>, slot: &Slot) -> bool {
+    slot.unaligned & (cx.limits(ENGINE_QUEUE).memory_align as usize - 1) == 0
+}
+
 // SAFETY: it is stopped when its poll and all bios are back.
 unsafe impl Source for VringSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
@@ -399,9 +426,20 @@ unsafe impl Source for VringSource {
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
-        let _ = cx;
         let index = completion.user_data as usize;
         let Some(slot) = self.slots.get_mut(index).and_then(Option::as_mut) else { return };
+        if completion.result == Err(Status::Invalid)
+            && slot.bounced.is_none()
+            && !self.rejected
+            && !is_aligned(cx, slot)
+        {
+            // It waited while a live change raised the alignment.
+            if let Some(slot) = self.slots[index].take() {
+                self.in_flight -= 1;
+                self.transfer(cx, slot, completion.data, 0);
+            }
+            return;
+        }
         match (slot.bounced.take(), completion.data) {
             (Some(guest), Data::Buffer(buffer)) => {
                 if slot.read && completion.result.is_ok() {
