@@ -1,5 +1,7 @@
 //! Command lines made from what clap knows of the commands, for the targets that need such lines:
-//! random bytes seldom spell an option.
+//! random bytes seldom spell an option. And the front end of [`vhost`].
+
+pub mod vhost;
 
 use std::sync::{LazyLock, Mutex, PoisonError};
 

@@ -86,6 +86,10 @@ const _: () = assert!(size_of::<Sqe>() == 64 && size_of::<squeue::Entry>() == 64
 
 /// IOSQE_FIXED_FILE.
 const FIXED_FILE: u8 = 1;
+/// IORING_POLL_ADD_MULTI, in the length of a poll.
+const POLL_MULTI: u32 = 1;
+/// IORING_CQE_F_MORE.
+const MORE: u32 = 1 << 1;
 /// IORING_CQE_F_SOCK_NONEMPTY.
 const SOCK_NONEMPTY: u32 = 1 << 2;
 
@@ -194,6 +198,10 @@ impl Kernel {
                     return;
                 }
                 self.complete(pending.sqe.user_data, result, flags);
+                if flags & MORE != 0 {
+                    self.pending.push(pending);
+                    return;
+                }
                 // Not of one that continues: its memory would be used by the rest, after its completion.
                 let whole = !matches!(-result, libc::EAGAIN | libc::EINTR) && self.faults.short == 0;
                 if of_file && whole && self.has_defect(Defect::CompletedTwice, chance) {
@@ -269,7 +277,9 @@ impl Kernel {
                 completed(self.sync(sqe.fd, upto, chance))
             }
             opcode::Fallocate::CODE => completed(self.allocate(&sqe, chance)),
+            opcode::PollAdd::CODE if sqe.len & POLL_MULTI != 0 => poll_event(sqe.fd),
             opcode::PollAdd::CODE => poll(sqe.fd),
+            opcode::AsyncCancel::CODE => completed(self.cancel(sqe.addr)),
             opcode::Recv::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
                 receive(sqe.fd, &[vector], chance)
@@ -278,6 +288,16 @@ impl Kernel {
             opcode::SendMsg::CODE => send(sqe.fd, message(&sqe), &mut pending.sent, chance),
             other => panic!("the simulated kernel has no operation {other}"),
         }
+    }
+
+    /// Cancels the operation with this number, if it is not executed yet.
+    fn cancel(&mut self, user_data: u64) -> i32 {
+        let Some(at) = self.pending.iter().position(|pending| pending.sqe.user_data == user_data) else {
+            return -libc::ENOENT;
+        };
+        self.pending.swap_remove(at);
+        self.complete(user_data, -libc::ECANCELED, 0);
+        0
     }
 
     /// A sync of all there is, outside of the ring.
@@ -437,7 +457,11 @@ fn sectors(offset: usize, bytes: usize) -> Range<usize> {
 fn is_of_file(code: u8) -> bool {
     !matches!(
         code,
-        opcode::PollAdd::CODE | opcode::Recv::CODE | opcode::RecvMsg::CODE | opcode::SendMsg::CODE
+        opcode::PollAdd::CODE
+            | opcode::AsyncCancel::CODE
+            | opcode::Recv::CODE
+            | opcode::RecvMsg::CODE
+            | opcode::SendMsg::CODE
     )
 }
 
@@ -461,6 +485,15 @@ fn poll(fd: i32) -> Tried {
         1 => Tried::Completed(i32::from(poll.revents), 0),
         _ => Tried::Blocked,
     }
+}
+
+/// A poll that goes on, of an eventfd that nobody else reads: it completes with each time it is written.
+fn poll_event(fd: i32) -> Tried {
+    let Tried::Completed(events, _) = poll(fd) else { return Tried::Blocked };
+    let mut count = 0_u64;
+    // SAFETY: eight bytes, which are ours; it is readable.
+    unsafe { libc::read(fd, (&raw mut count).cast(), size_of::<u64>()) };
+    Tried::Completed(events, MORE)
 }
 
 /// The part of `vectors` that begins at byte `skip` and is at most `length` long.

@@ -166,7 +166,10 @@ pub fn trace() -> (u64, u64) {
 /// and nothing it still submits is. It completes with ECANCELED, so that the process' memory can
 /// be taken apart.
 pub fn kill() {
-    with(|world| world.kernel.kill(&mut world.chance));
+    with(|world| {
+        world.panics_in = None;
+        world.kernel.kill(&mut world.chance);
+    });
 }
 
 /// A new process may submit, through files that it opens.

@@ -96,7 +96,7 @@ mod request;
 pub mod ring;
 pub mod sched;
 mod sector;
-#[cfg(simulation)]
+#[cfg(any(simulation, fuzzing))]
 pub mod simulation;
 mod slab;
 mod split;

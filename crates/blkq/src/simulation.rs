@@ -1,6 +1,7 @@
-//! The seam to the simulated world, in builds with `--cfg simulation` and no others: the ring, the
+//! The seam to the simulated world, in builds with `--cfg simulation`: the ring, the
 //! clock, a sync and waiting are then what a [`World`] makes of them. The world itself is the
-//! crate `blkq-simulation`, which is for the tests of this repository.
+//! crate `blkq-simulation`, which is for the tests of this repository. In those with `--cfg fuzzing` only
+//! waiting is, on threads that turn their engines themselves. No others have any of it.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -14,7 +15,8 @@ thread_local! {
 
 /// The parts of the system that a simulation exchanges. Each thread has a world of its own.
 pub trait World {
-    /// An instant at which an engine uses its ring or reads its clock: it may panic here.
+    /// An instant at which an engine uses its ring, reads its clock, or stores into memory that outlives
+    /// the process: it may panic here.
     fn instant(&self);
 
     /// Nanoseconds of the world's clock.
@@ -48,10 +50,33 @@ pub fn install(world: &'static dyn World) {
     WORLD.set(Some(world));
 }
 
+/// Whether this thread lives in a world, and is its only one.
+pub(crate) fn is_one_thread() -> bool {
+    WORLD.get().is_some()
+}
+
+/// The thread waits for something: the rest of its world takes a step. False without a world.
+pub(crate) fn step() -> bool {
+    WORLD.get().is_some_and(|world| {
+        world.step();
+        true
+    })
+}
+
+/// This process may die here: see [`World::instant`].
+///
+/// # Panics
+/// If this thread has no world; and as the world wants it.
+#[cfg(simulation)]
+pub fn instant() {
+    world().instant();
+}
+
 /// The world of this thread.
 ///
 /// # Panics
 /// If none was installed.
+#[cfg(simulation)]
 pub(crate) fn world() -> &'static dyn World {
     WORLD.get().expect("this thread has no simulated world")
 }

@@ -59,6 +59,19 @@ pub(crate) fn seq_cst_for_loom() {
     atomic::fence(SeqCst);
 }
 
+/// Waits for a message of an engine, which may have exited.
+pub(crate) fn receive<T>(receiver: &mpsc::Receiver<T>) -> Result<T, mpsc::RecvError> {
+    #[cfg(any(simulation, fuzzing))]
+    loop {
+        match receiver.try_recv() {
+            Ok(message) => return Ok(message),
+            Err(mpsc::TryRecvError::Empty) if crate::simulation::step() => {}
+            Err(_) => break,
+        }
+    }
+    receiver.recv()
+}
+
 /// Threads that sleep until a condition is true (the kernel's `wait_event`). Waking takes
 /// no lock, so that a thread that must not block can do it.
 #[derive(Default, Debug)]

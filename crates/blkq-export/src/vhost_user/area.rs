@@ -43,6 +43,8 @@ macro_rules! word {
             if !crash::survives() {
                 return;
             }
+            #[cfg(simulation)]
+            blkq::simulation::instant();
             // SAFETY: a valid place, see `place`; the guest reads it as another process.
             unsafe { self.place::<$atomic>(offset).as_ref() }.store(value.to_le(), order);
         }

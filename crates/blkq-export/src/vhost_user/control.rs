@@ -68,6 +68,12 @@ impl Control {
         close_listener(self.listener);
     }
 
+    /// Does all that there is to do, and waits for nothing.
+    #[cfg(fuzzing)]
+    pub fn poll(&mut self) {
+        self.turn(&Ready { woken: true, arrival: true, front_end: PollFlags::all() });
+    }
+
     fn wait(&mut self) -> Ready {
         let now = Instant::now();
         let pause = self.accept_at.map(|at| at.saturating_duration_since(now));

@@ -134,6 +134,18 @@ impl VhostUserDevice {
         Ok(())
     }
 
+    /// As [`VhostUserDevice::serve`], without a thread: the caller polls what this returns.
+    ///
+    /// # Panics
+    /// If it is served, or has stopped.
+    #[cfg(fuzzing)]
+    pub fn control(&self) -> Control {
+        match std::mem::replace(&mut *self.state(), State::Stopped) {
+            State::Listening(listener) => Control::new(self.shared.clone(), listener),
+            _ => panic!("it does not listen"),
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

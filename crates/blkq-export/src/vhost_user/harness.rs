@@ -1,10 +1,12 @@
 //! A guest for tests: memory with canaries around it, and the driver's side of both kinds of ring,
 //! written from the specification without a look at the device's side.
+#![allow(clippy::unwrap_used, missing_docs, reason = "of tests")]
+#![allow(dead_code, reason = "unit tests and the simulation each use a part of it")]
 
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -20,9 +22,10 @@ const PAGE: u64 = 4096;
 pub struct Guest {
     pub memory: Arc<GuestMemory>,
     pub file: File,
-    /// Where each region is in the file.
-    places: Vec<(u64, u64)>,
-    bytes: u64,
+    /// The address of each region, and where it is in the file.
+    places: Vec<(u64, u64, u64)>,
+    /// The file, but for what the device wrote since that was expected.
+    expected: Mutex<Vec<u8>>,
 }
 
 impl Guest {
@@ -31,14 +34,14 @@ impl Guest {
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
         let mut places = Vec::new();
         let mut at = PAGE;
-        for (_, length) in regions {
+        for (address, length) in regions {
             // Not at the begin of a page.
             at += 64;
-            places.push((at, *length));
+            places.push((*address, at, *length));
             at = (at + length).next_multiple_of(PAGE) + PAGE;
         }
         ftruncate(&file, at).unwrap();
-        let specs = regions.iter().zip(&places).map(|((guest_start, length), (file_offset, _))| RegionSpec {
+        let specs = places.iter().map(|(guest_start, file_offset, length)| RegionSpec {
             guest_start: *guest_start,
             user_start: guest_start + USER_OFFSET,
             length: *length,
@@ -46,30 +49,75 @@ impl Guest {
             file_offset: *file_offset,
         });
         let memory = Arc::new(GuestMemory::map(specs.collect()).unwrap());
-        let guest = Guest { memory, file, places, bytes: at };
-        guest.gaps().for_each(|(start, end)| {
-            guest.file.write_all_at(&vec![CANARY; (end - start) as usize], start).unwrap();
-        });
-        guest
+        let mut expected = vec![CANARY; at as usize];
+        places.iter().for_each(|(_, at, length)| expected[*at as usize..(at + length) as usize].fill(0));
+        file.write_all_at(&expected, 0).unwrap();
+        Guest { memory, file, places, expected: Mutex::new(expected) }
     }
 
-    fn gaps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        let starts = std::iter::once(0).chain(self.places.iter().map(|(at, length)| at + length));
-        let ends = self.places.iter().map(|(at, _)| *at).chain(std::iter::once(self.bytes));
-        starts.zip(ends)
+    /// The address of each region, where it is in the file, and its length.
+    pub fn places(&self) -> &[(u64, u64, u64)] {
+        &self.places
     }
 
     /// Nobody wrote beside the regions.
     pub fn assert_intact(&self) {
-        for (start, end) in self.gaps() {
-            let mut bytes = vec![0; (end - start) as usize];
-            self.file.read_exact_at(&mut bytes, start).unwrap();
-            assert!(bytes.iter().all(|byte| *byte == CANARY), "written beside a region");
+        let whole: Vec<(u64, u64)> =
+            self.places.iter().map(|(address, _, length)| (*address, *length)).collect();
+        assert_eq!(self.changed_beside(&whole), None, "written beside a region");
+    }
+
+    /// Calls with the parts of the file that `bytes` from `address` on are, and where they begin in those.
+    fn parts(&self, address: u64, bytes: u64, mut part: impl FnMut(std::ops::Range<usize>, usize)) {
+        for (start, at, length) in &self.places {
+            let (from, to) = (address.max(*start), (address + bytes).min(start + length));
+            if from < to {
+                part((at + from - start) as usize..(at + to - start) as usize, (from - address) as usize);
+            }
         }
+    }
+
+    /// The device may write these parts of the memory, by address and length: that is expected from now on.
+    pub fn expect(&self, written: &[(u64, u64)]) {
+        let mut expected = self.expected.lock().unwrap();
+        for (address, bytes) in written {
+            self.parts(*address, *bytes, |range, _| {
+                self.file.read_exact_at(&mut expected[range.clone()], range.start as u64).unwrap();
+            });
+        }
+    }
+
+    /// Where in the file something was changed that neither the guest wrote nor is in `written`, which is
+    /// expected from now on.
+    pub fn changed_beside(&self, written: &[(u64, u64)]) -> Option<usize> {
+        self.expect(written);
+        let expected = self.expected.lock().unwrap();
+        let mut seen = vec![0; expected.len()];
+        self.file.read_exact_at(&mut seen, 0).unwrap();
+        if seen == *expected {
+            return None;
+        }
+        seen.iter().zip(&*expected).position(|(seen, expected)| seen != expected)
     }
 
     pub fn write(&self, address: u64, bytes: &[u8]) {
         assert!(self.memory.write(&mut Cursor::default(), address, bytes), "{address:#x}");
+        let mut expected = self.expected.lock().unwrap();
+        self.parts(address, bytes.len() as u64, |range, at| {
+            let length = range.len();
+            expected[range].copy_from_slice(&bytes[at..at + length]);
+        });
+    }
+
+    /// Writes what nobody expects: a device that has a defect.
+    pub fn memory_of_device(&self, address: u64, bytes: &[u8]) {
+        assert!(self.memory.write(&mut Cursor::default(), address, bytes), "{address:#x}");
+    }
+
+    pub fn read_bytes(&self, address: u64, bytes: usize) -> Vec<u8> {
+        let mut all = vec![0; bytes];
+        assert!(self.memory.read(&mut Cursor::default(), address, &mut all), "{address:#x}");
+        all
     }
 
     pub fn read<const N: usize>(&self, address: u64) -> [u8; N] {
@@ -310,6 +358,12 @@ impl Driver {
             0
         };
         guest.put16(self.driver_area + 2, flags);
+    }
+
+    /// Where a device goes on that knows of nothing in flight: behind what the driver has seen as used.
+    pub fn used_position(&self) -> u32 {
+        let at = u32::from(self.used | u16::from(self.spec.packed && self.used_wrap) << 15);
+        if self.spec.packed { at | at << 16 } else { at }
     }
 
     /// The next chain that the device has used: its head, and the bytes written.

@@ -22,7 +22,7 @@ mod descriptor;
 mod device;
 mod event;
 mod foreign;
-#[cfg(test)]
+#[cfg(any(test, simulation))]
 mod harness;
 mod inflight;
 mod inflight_packed;
@@ -40,6 +40,8 @@ mod segments;
 mod session;
 mod shared;
 mod sigbus;
+#[cfg(simulation)]
+pub mod simulated;
 mod source;
 mod split;
 mod status;
@@ -49,12 +51,13 @@ pub use device::{VhostUserDevice, VhostUserOptions};
 pub use registration::RegisterMemory;
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
 
-/// The parts that a fuzzer drives: a guest's memory, rings in it, and requests.
+/// The parts that a fuzzer drives: a guest's memory, rings in it, and requests; a device's thread.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::abi::S_OK;
     pub use super::chain::{Chain, Head};
     pub use super::config::RANGES_MAX;
+    pub use super::control::Control;
     pub use super::inflight::InflightRegion;
     pub use super::memory::{Cursor, GuestMemory, RegionSpec};
     pub use super::request::{Action, BlockRequest, Parser};

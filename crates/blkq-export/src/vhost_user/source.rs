@@ -276,7 +276,7 @@ impl VringSource {
     }
 
     /// Submits a read or a write of `data`, through a buffer if that is not aligned as the disk needs it.
-    fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: u32) {
+    fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: usize) {
         let data = if is_aligned(cx, &slot) {
             let is_reached = registered_pieces == 1 || self.vectors_registered;
             self.counters.registered += u64::from(registered_pieces > 0 && is_reached);

@@ -5,8 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Acquire;
 #[cfg(not(model_check))]
-use std::sync::mpsc::RecvTimeoutError;
-#[cfg(not(model_check))]
 use std::time::Duration;
 
 use blkq::{EngineHandle, SourceId};
@@ -230,9 +228,9 @@ impl Vring {
         let stopped = engine.begin_stop_source(id, true);
         // The checkers know no time.
         #[cfg(model_check)]
-        let _ = (shared, stopped.recv());
+        let _ = (shared, stopped.wait());
         #[cfg(not(model_check))]
-        while stopped.recv_timeout(BLOCKED_CHECK) == Err(RecvTimeoutError::Timeout) {
+        while !stopped.wait_timeout(BLOCKED_CHECK) {
             shared.registry.release_blocked_calls();
         }
         self.base = status.base.load(Acquire);

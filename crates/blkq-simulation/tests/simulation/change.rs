@@ -129,9 +129,9 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
 /// Changes what the fault driver does.
 pub fn make_faults(world: &Rc<RefCell<World>>) {
     let mut world = world.borrow_mut();
-    let sectors_max = world.sectors_max;
+    let (sectors_max, loud) = (world.sectors_max, world.machine.is_some());
     let mut spec =
-        if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max) };
+        if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max, loud) };
     if let Some(file) = world.trigger().filter(|_| spec != "none") {
         // Of the last rule, or of all.
         let file = format!(",file={}", file.display());
@@ -146,8 +146,9 @@ pub fn make_faults(world: &Rc<RefCell<World>>) {
     world.disk().set_driver(&spec.parse::<FaultSpec>().unwrap()).unwrap();
 }
 
-/// Rules for the fault driver, as docs/fault.md has them.
-fn faults(chance: &mut Random, sectors_max: u64) -> String {
+/// Rules for the fault driver, as docs/fault.md has them; `loud`: none that changes data and reports
+/// success.
+fn faults(chance: &mut Random, sectors_max: u64, loud: bool) -> String {
     let mut spec = format!("seed={}", chance.word());
     for _ in 0..1 + chance.below(3) {
         let mut number = |from: u64, to: u64| from + chance.below(to - from);
@@ -155,7 +156,9 @@ fn faults(chance: &mut Random, sectors_max: u64) -> String {
         let changing = ["write", "discard+write-zeroes", "flush", "write+flush"][number(0, 4) as usize];
         let any = ["read", "write", "discard+write-zeroes+flush", "read+write+flush"][number(0, 4) as usize];
         let error = ["EIO", "ENOSPC", "ENOMEM", "EOPNOTSUPP", "EINVAL", "EAGAIN"][number(0, 6) as usize];
-        let (effect, operations, few) = match number(0, 9) {
+        let effect = number(0, 9);
+        let (effect, operations, few) = match if loud { [0, 1, 6, 7, 8][effect as usize % 5] } else { effect }
+        {
             0 => (format!("error={error}"), any, false),
             1 => (format!("short={error}"), data, false),
             2 => ("torn".into(), data, false),

@@ -25,11 +25,12 @@ use super::change;
 use super::client::{Client, Common, History};
 use super::hits::KINDS;
 use super::model::Model;
+use super::vhost::Machine;
 
 /// How a life stops, beside the four random ways.
 const PANIC: u64 = 4;
 /// Turns within which everything must be answered once nothing goes wrong any more.
-const TURNS_MAX: u64 = 200_000;
+pub const TURNS_MAX: u64 = 200_000;
 
 /// The export of each queue.
 const EXPORTS: [&str; 2] = ["disk", "second"];
@@ -58,6 +59,11 @@ impl Worlds {
     pub const TWO_QUEUES: Worlds = Worlds { queues: 2, ..Worlds::NONE };
     pub const TRIGGERS: Worlds = Worlds { triggers: true, ..Worlds::NONE };
 
+    /// Those of a seed whose client is a virtual machine.
+    pub fn of_machine(seed: u64) -> Worlds {
+        Worlds { loses_size: Random::new(!seed).one_in(2), ..Worlds::NONE }
+    }
+
     /// Those of a seed.
     pub fn of(seed: u64) -> Worlds {
         let mut chance = Random::new(!seed);
@@ -73,7 +79,7 @@ impl Worlds {
 
 /// How the device is attached.
 #[derive(Clone, Debug)]
-struct Setup {
+pub struct Setup {
     /// The image's size in the beginning, and the one that it can grow to.
     sectors: u64,
     sectors_max: u64,
@@ -109,7 +115,7 @@ impl Setup {
         }
     }
 
-    fn open(&self, faulty: bool, worlds: Worlds) -> Server {
+    fn open(&self, faulty: bool, worlds: Worlds) -> (Arc<Disk>, SimulatedEngine) {
         let mut driver: Box<dyn Driver> = Box::new(LoopDevice::open(&self.options).unwrap());
         if faulty {
             driver = Box::new(Fault::new(driver, FaultSpec::default()).unwrap());
@@ -125,7 +131,10 @@ impl Setup {
             .build()
             .unwrap();
         let queues = (0..worlds.queues).map(|queue| (disk.clone(), queue)).collect();
-        let mut engine = SimulatedEngine::new(queues).unwrap();
+        (disk, SimulatedEngine::new(queues).unwrap())
+    }
+
+    fn serve(&self, engine: &mut SimulatedEngine, worlds: Worlds) -> SourceId {
         let export =
             |queue: usize| NbdExport { name: EXPORTS[queue].into(), description: String::new(), queue };
         let options = NbdOptions {
@@ -137,8 +146,7 @@ impl Setup {
             transfer_timeout_s: 1_000_000,
             ..NbdOptions::default()
         };
-        let source = engine.add_source(simulated::source(options)).unwrap();
-        Server { disk, engine, source, clients: Vec::new(), sockets: Vec::new() }
+        engine.add_source(simulated::source(options)).unwrap()
     }
 }
 
@@ -177,10 +185,11 @@ pub struct Seen {
 }
 
 /// A server with its clients.
-struct Server {
-    disk: Arc<Disk>,
-    engine: SimulatedEngine,
-    source: SourceId,
+pub struct Server {
+    pub disk: Arc<Disk>,
+    pub engine: SimulatedEngine,
+    /// That of NBD's server, which a machine has no use for.
+    source: Option<SourceId>,
     clients: Vec<Client>,
     /// Of the clients' sockets the server's side: descriptor and inode.
     sockets: Vec<(RawFd, u64)>,
@@ -211,11 +220,23 @@ pub struct World {
     pub extra: Random,
     image: PathBuf,
     /// None between two lives.
-    server: Option<Server>,
+    pub server: Option<Server>,
+    /// The one client, if the device is that of a virtual machine.
+    pub machine: Option<Machine>,
 }
 
 /// Lives through the fate of `seed`, over a kernel that may have a defect.
 pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
+    let (setup, world) = begin(seed, defect, worlds);
+    let lives = 1 + world.borrow_mut().chance.below(4);
+    for _ in 0..lives {
+        life(&setup, &world);
+    }
+    finish(&world)
+}
+
+/// Makes the world of `seed`, and how its device is attached.
+pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<RefCell<World>>) {
     let mut chance = Random::new(seed);
     let image = std::env::temp_dir().join(format!(
         "blkq-simulation-{}-{:?}",
@@ -228,7 +249,6 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
     simulation::begin(chance.word(), setup.sectors_max << 9, Faults::default());
     simulation::set_defect(defect);
     simulation::set_durable_size(setup.sectors << 9);
-    let lives = 1 + chance.below(4);
     let world = Rc::new(RefCell::new(World {
         chance,
         common: Common {
@@ -255,23 +275,31 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
         faults: Faults::default(),
         worlds,
         extra: Random::new(seed.rotate_left(32)),
-        image: image.clone(),
+        image,
         server: None,
+        machine: None,
     }));
-    let meanwhile = Rc::downgrade(&world);
+    set_meanwhile(&world);
+    (setup, world)
+}
+
+/// The world runs while its thread waits.
+pub fn set_meanwhile(world: &Rc<RefCell<World>>) {
+    let meanwhile = Rc::downgrade(world);
     simulation::set_meanwhile(Some(Box::new(move || {
         meanwhile.upgrade().unwrap().borrow_mut().meanwhile();
     })));
-    for _ in 0..lives {
-        life(&setup, &world);
-    }
+}
+
+/// Removes what is left of the world.
+pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
     simulation::set_meanwhile(None);
-    std::fs::remove_file(&image).unwrap();
-    if world.borrow().common.trigger_removed_ns.is_none() {
-        std::fs::remove_file(image.with_extension("trigger")).unwrap();
+    let world = world.borrow();
+    std::fs::remove_file(&world.image).unwrap();
+    if world.common.trigger_removed_ns.is_none() {
+        std::fs::remove_file(world.image.with_extension("trigger")).unwrap();
     }
     let (operations, digest) = simulation::trace();
-    let world = world.borrow();
     Seen {
         replies: world.common.replies,
         errors: world.common.errors,
@@ -309,7 +337,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
 impl World {
     /// A server begins its life. Whether it is to be changed in it, and whether the fault driver
     /// takes part.
-    fn begin(&mut self, setup: &Setup) -> (bool, bool) {
+    pub fn begin(&mut self, setup: &Setup) -> (bool, bool) {
         let (chance, common) = (&mut self.chance, &mut self.common);
         let calm = chance.one_in(4);
         common.errors_allowed = !calm;
@@ -328,11 +356,13 @@ impl World {
             failed_sync_forgets: !calm && setup.options.direct_io == DirectIo::Off,
             ..faults
         });
-        self.server = Some(setup.open(faulty, self.worlds));
+        let (disk, mut engine) = setup.open(faulty, self.worlds);
+        let source = self.machine.is_none().then(|| setup.serve(&mut engine, self.worlds));
+        self.server = Some(Server { disk, engine, source, clients: Vec::new(), sockets: Vec::new() });
         (changing, faulty)
     }
 
-    fn set_faults(&mut self, faults: Faults) {
+    pub fn set_faults(&mut self, faults: Faults) {
         self.faults = faults;
         simulation::set_faults(faults);
     }
@@ -367,11 +397,13 @@ impl World {
     }
 
     /// A client does something, and the server perhaps.
-    fn step(&mut self) {
+    pub fn step(&mut self) {
         self.toggle_trigger();
-        let World { chance, common, server, extra, worlds, .. } = self;
+        let World { chance, common, server, extra, worlds, machine, .. } = self;
         let Some(Server { engine, source, clients, sockets, .. }) = server else { return };
-        let source = *source;
+        let Some(source) = *source else {
+            return machine.as_mut().unwrap().step(chance, common, engine);
+        };
         if clients.len() < 3 && chance.one_in(6) || clients.is_empty() {
             let export = if worlds.queues > 1 { EXPORTS[extra.below(2) as usize] } else { "" };
             let (client, socket) = Client::new(chance, export);
@@ -412,7 +444,7 @@ impl World {
         if panicked {
             self.panic();
         }
-        let World { chance, common, seen, server, extra, worlds, image, .. } = self;
+        let World { chance, common, seen, server, extra, .. } = self;
         let Server { disk, mut engine, mut clients, sockets, .. } = server.take().unwrap();
         let how = if panicked { PANIC } else { chance.below(4) };
         // An orderly stop works under the faults, too, which block nothing for ever.
@@ -452,24 +484,35 @@ impl World {
                 }
                 drop(disk);
                 if how == 3 || panicked && extra.one_in(2) {
-                    simulation::cut_power();
-                    seen.power_cuts += 1;
-                    if worlds.loses_size {
-                        let file = std::fs::File::options().write(true).open(image).unwrap();
-                        let before = file.metadata().unwrap().len();
-                        let left = simulation::cut_size(before);
-                        seen.lost_sizes += u64::from(left < before);
-                        file.set_len(left).unwrap();
-                    }
                     common.now += 1;
                     common.model.settle(common.now);
-                    check_all(common, |model, sector, bytes| model.check_after_power_cut(sector, bytes));
+                    self.cut_power();
                 }
             }
         }
+        self.common.now += 1;
+        self.common.model.settle(self.common.now);
+        self.restart(syncs_failed);
+    }
+
+    /// The image loses its power, and holds what it may hold.
+    pub fn cut_power(&mut self) {
+        simulation::cut_power();
+        self.seen.power_cuts += 1;
+        if self.worlds.loses_size {
+            let file = std::fs::File::options().write(true).open(&self.image).unwrap();
+            let before = file.metadata().unwrap().len();
+            let left = simulation::cut_size(before);
+            self.seen.lost_sizes += u64::from(left < before);
+            file.set_len(left).unwrap();
+        }
+        check_all(&mut self.common, |model, sector, bytes| model.check_after_power_cut(sector, bytes));
+    }
+
+    /// The process has exited, and another one may start. So many syncs had failed before it began.
+    pub fn restart(&mut self, syncs_failed: u64) {
+        let common = &mut self.common;
         simulation::restart();
-        common.now += 1;
-        common.model.settle(common.now);
         if simulation::syncs_failed() > syncs_failed {
             common.model.doubt();
         }

@@ -13,6 +13,7 @@ mod client;
 mod hits;
 mod life;
 mod model;
+mod vhost;
 
 use std::ops::Range;
 use std::sync::Once;
@@ -21,6 +22,7 @@ use std::time::Instant;
 use blkq_simulation::Defect;
 
 use life::{Seen, Worlds, live};
+use vhost::Tamper;
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name)
@@ -29,11 +31,18 @@ fn number(name: &str, default: u64) -> u64 {
 }
 
 /// Runs a seed so that a failure names it.
-fn run(seed: u64, worlds: Worlds) -> Seen {
-    let named = format!("seed {seed}");
-    let body = move || live(seed, None, worlds);
+fn run_named<T: Send + 'static>(seed: u64, whose: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
+    let named = format!("seed {seed}{whose}");
     let thread = std::thread::Builder::new().name(named.clone()).spawn(body).unwrap();
-    thread.join().unwrap_or_else(|_| panic!("{named} failed; BLKQ_SEED={seed} lab/simulate runs it again"))
+    thread.join().unwrap_or_else(|_| panic!("{named} failed; lab/simulate --seed {seed} runs it again"))
+}
+
+fn run(seed: u64, worlds: Worlds) -> Seen {
+    run_named(seed, "", move || live(seed, None, worlds))
+}
+
+fn run_machine(seed: u64) -> vhost::Seen {
+    run_named(seed, " of a machine", move || vhost::live(seed, None, None))
 }
 
 #[test]
@@ -76,6 +85,22 @@ fn seeds() {
     assert!(count < 100 || rare.iter().chain(&all.hits).all(|count| *count > 0));
 }
 
+/// Virtual machines over vhost-user-blk.
+#[test]
+fn machines() {
+    if let Ok(seed) = std::env::var("BLKQ_SEED") {
+        let seed = seed.parse().unwrap();
+        return println!("seed {seed} of a machine: {:?}", run_machine(seed));
+    }
+    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let begin = Instant::now();
+    let mut all = vhost::Seen::default();
+    (first..first + count).for_each(|seed| all += run_machine(seed));
+    let seconds = begin.elapsed().as_secs_f64();
+    println!("{count} seeds of machines from {first} in {seconds:.1} s: {all:?}");
+    assert!(count < 100 || all.rare().iter().all(|count| *count > 0));
+}
+
 /// Seeds that found defects which there were, in a world without those of [`Worlds`]. Which they
 /// are changes with what the seeds mean.
 ///
@@ -96,6 +121,7 @@ fn seeds_that_found_defects() {
 fn a_seed_has_one_fate() {
     for seed in (0..16).chain([1 << 40]) {
         assert_eq!(run(seed, Worlds::of(seed)), run(seed, Worlds::of(seed)));
+        assert_eq!(run_machine(seed), run_machine(seed));
     }
 }
 
@@ -123,16 +149,14 @@ const NOTICED_IN: [(Defect, &[&str], Worlds); 2] = [
 /// Within how many seeds one of it does, and none without it.
 const NOTICED_IN_WITHIN: u64 = 32;
 
-/// The first of `seeds` that fails with this defect, and its message.
-fn first_that_fails(
-    defect: Defect,
+/// The first of `seeds` whose life fails, and its message.
+fn first_that_fails<T: Send + 'static>(
     seeds: Range<u64>,
-    worlds: impl Fn(u64) -> Worlds,
+    live: impl Fn(u64) -> T + Copy + Send + 'static,
 ) -> Option<(u64, String)> {
     seeds.into_iter().find_map(|seed| {
         let thread = std::thread::Builder::new().name(QUIET.to_owned());
-        let worlds = worlds(seed);
-        let failed = thread.spawn(move || live(seed, Some(defect), worlds)).unwrap().join().err()?;
+        let failed = thread.spawn(move || live(seed)).unwrap().join().err()?;
         let message = failed.downcast_ref::<String>().cloned();
         Some((seed, message.or_else(|| failed.downcast_ref::<&str>().map(|message| (*message).to_owned()))?))
     })
@@ -154,8 +178,13 @@ fn quiet() {
     });
 }
 
-fn check_noticed(defect: Defect, expected: &[&str], within: u64, worlds: impl Fn(u64) -> Worlds) {
-    let (seed, message) = first_that_fails(defect, 0..within, worlds)
+fn check_noticed<T: Send + 'static>(
+    defect: &dyn std::fmt::Debug,
+    expected: &[&str],
+    within: u64,
+    live: impl Fn(u64) -> T + Copy + Send + 'static,
+) {
+    let (seed, message) = first_that_fails(0..within, live)
         .unwrap_or_else(|| panic!("{defect:?} is not noticed in {within} seeds"));
     assert!(expected.iter().any(|expected| message.contains(expected)), "{defect:?}, seed {seed}: {message}");
     println!("{defect:?} is noticed by seed {seed}: {}", message.split(';').next().unwrap_or(&message));
@@ -166,11 +195,52 @@ fn check_noticed(defect: Defect, expected: &[&str], within: u64, worlds: impl Fn
 fn defects_are_noticed() {
     quiet();
     for (defect, expected, within) in NOTICED {
-        check_noticed(defect, expected, within, Worlds::of);
+        check_noticed(&defect, expected, within, move |seed| live(seed, Some(defect), Worlds::of(seed)));
     }
     // The remains of a panic are checked as those of a kill.
     for (defect, expected, within) in [NOTICED[0], NOTICED[1]] {
-        check_noticed(defect, expected, within, |_| Worlds::PANICS);
+        check_noticed(&defect, expected, within, move |seed| live(seed, Some(defect), Worlds::PANICS));
+    }
+}
+
+/// The complaint of a machine for each defect of the kernel, and of a device.
+const NOTICED_BY_MACHINES: [(Defect, &[&str]); 7] = [
+    (Defect::LostSync, &["the file holds what cannot be"]),
+    (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"]),
+    (Defect::MisplacedWrite, &["a read brought what cannot be", "the file holds what cannot be"]),
+    (Defect::StaleRead, &["a read brought what cannot be"]),
+    (Defect::IgnoredDsync, &["the file holds what cannot be"]),
+    (Defect::CompletedTwice, &["twice"]),
+    (
+        Defect::NeverCompleted,
+        &[
+            "requests are not answered",
+            "the engine does not stop",
+            "did not complete within",
+            "waits too long",
+        ],
+    ),
+];
+const TAMPERS_NOTICED: [(Tamper, &[&str]); 5] = [
+    (Tamper::ForgetsInFlight, &["requests are not answered", "in flight in a stopped ring"]),
+    (Tamper::CompletesTwice, &["used, and not available", "used with status 255"]),
+    (Tamper::UsedBeforeData, &["a read brought what cannot be"]),
+    (Tamper::StrayByte, &["memory that is not the device's has changed"]),
+    (Tamper::WritesAfterStop, &["memory that is not the device's has changed"]),
+];
+const MACHINES_NOTICE_WITHIN: u64 = 64;
+
+// Contract: durability
+#[test]
+fn machines_notice_defects() {
+    quiet();
+    for (defect, expected) in NOTICED_BY_MACHINES {
+        let live = move |seed| vhost::live(seed, Some(defect), None);
+        check_noticed(&defect, expected, MACHINES_NOTICE_WITHIN, live);
+    }
+    for (tamper, expected) in TAMPERS_NOTICED {
+        let live = move |seed| vhost::live(seed, None, Some(tamper));
+        check_noticed(&tamper, expected, MACHINES_NOTICE_WITHIN, live);
     }
 }
 
@@ -179,8 +249,9 @@ fn defects_are_noticed() {
 fn defects_that_take_a_world_are_noticed_in_it_alone() {
     quiet();
     for (defect, expected, worlds) in NOTICED_IN {
-        check_noticed(defect, expected, NOTICED_IN_WITHIN, |_| worlds);
-        let without = first_that_fails(defect, 0..NOTICED_IN_WITHIN, |_| Worlds::NONE);
+        check_noticed(&defect, expected, NOTICED_IN_WITHIN, move |seed| live(seed, Some(defect), worlds));
+        let without =
+            first_that_fails(0..NOTICED_IN_WITHIN, move |seed| live(seed, Some(defect), Worlds::NONE));
         assert_eq!(without, None, "{defect:?} takes no world of its own");
     }
 }

@@ -5,7 +5,7 @@
 
 pub(crate) mod local;
 mod rounds;
-#[cfg(simulation)]
+#[cfg(any(simulation, fuzzing))]
 mod simulated;
 mod source;
 mod sources;
@@ -22,7 +22,7 @@ use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
 
-#[cfg(simulation)]
+#[cfg(any(simulation, fuzzing))]
 pub use simulated::SimulatedEngine;
 pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StopReply};
 use source::{FIRST_SOURCE, Message};

@@ -1,6 +1,8 @@
-//! An engine without a thread of its own.
+//! An engine without a thread of its own, for the simulated world and for fuzzers.
 
 use std::sync::Arc;
+#[cfg(fuzzing)]
+use std::time::Duration;
 
 use crate::disk::Disk;
 use crate::error::Error;
@@ -8,7 +10,7 @@ use crate::error::Error;
 use super::Engine;
 use super::source::{EngineHandle, Message, Source, SourceId};
 
-/// An engine that its owner turns, in the simulated world.
+/// An engine that its owner turns.
 pub struct SimulatedEngine(Engine);
 
 impl SimulatedEngine {
@@ -39,6 +41,13 @@ impl SimulatedEngine {
     pub fn turn(&mut self) {
         self.0.turn();
         self.0.enter();
+    }
+
+    /// One turn, and what the kernel has for the next one: waits for nothing.
+    #[cfg(fuzzing)]
+    pub fn poll(&mut self) {
+        self.0.turn();
+        self.0.ring.enter(1, Some(Duration::ZERO));
     }
 
     /// Turns until nothing is in flight, then closes the queues.

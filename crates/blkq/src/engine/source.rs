@@ -1,7 +1,11 @@
 //! [`Source`]: what an engine serves, what it sees of the engine, and how other threads reach it.
 
 use std::any::Any;
+#[cfg(not(model_check))]
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, OnceLock};
+#[cfg(not(model_check))]
+use std::time::Duration;
 
 use io_uring::{squeue, types};
 
@@ -15,7 +19,7 @@ use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
 use crate::sync::mpsc::{Receiver, Sender, channel};
-use crate::sync::{Mutex, lock, try_lock};
+use crate::sync::{Mutex, lock, receive, try_lock};
 
 use super::worker::{Job, Worker};
 
@@ -290,7 +294,7 @@ impl EngineHandle {
     ) -> Result<SourceId, Error> {
         let (sender, receiver) = channel();
         self.post(Message::Add(Box::new(make), sender));
-        receiver.recv().map_err(|_| exited())?
+        receive(&receiver).map_err(|_| exited())?
     }
 
     /// Has the engine's thread call `job` with the registrar of its ring, between two turns, and waits
@@ -305,7 +309,7 @@ impl EngineHandle {
         let (sender, receiver) = channel();
         // The receiver waits for it.
         self.post(Message::Register(Box::new(move |registrar| _ = sender.send(job(registrar)))));
-        receiver.recv().map_err(|_| exited())
+        receive(&receiver).map_err(|_| exited())
     }
 
     /// Sends `message` to source `id`; a message to a stopped one is dropped.
@@ -324,16 +328,14 @@ impl EngineHandle {
 
     /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
     pub fn stop_source(&self, id: SourceId, force: bool) {
-        // An error means that the engine has exited, and the source with it.
-        let _ = self.begin_stop_source(id, force).recv();
+        self.begin_stop_source(id, force).wait();
     }
 
-    /// Begins to stop source `id`, and does not wait: what this returns receives a value, or an error if
-    /// the engine has exited, when nothing of the source is in flight and it is dropped.
+    /// Begins to stop source `id`, and does not wait: [`StopReply`] does.
     pub fn begin_stop_source(&self, id: SourceId, force: bool) -> StopReply {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
-        receiver
+        StopReply(receiver)
     }
 }
 
@@ -341,8 +343,29 @@ pub(super) fn exited() -> Error {
     Error::new(ErrorKind::System, "the engine has exited")
 }
 
-/// The receiver of the notification that a source has stopped.
-pub type StopReply = Receiver<()>;
+/// The receiver of the notification that a source has stopped: nothing of it is in flight, and it is
+/// dropped.
+#[derive(Debug)]
+pub struct StopReply(Receiver<()>);
+
+impl StopReply {
+    /// Waits for it.
+    pub fn wait(self) {
+        // An error means that the engine has exited, and the source with it.
+        let _ = receive(&self.0);
+    }
+
+    /// Waits for it, for `timeout` at most. Returns whether it has come.
+    #[cfg(not(model_check))]
+    pub fn wait_timeout(&self, timeout: Duration) -> bool {
+        #[cfg(any(simulation, fuzzing))]
+        if crate::simulation::is_one_thread() {
+            let _ = receive(&self.0);
+            return true;
+        }
+        self.0.recv_timeout(timeout) != Err(RecvTimeoutError::Timeout)
+    }
+}
 
 /// The receiver of the findings of a scan.
 pub type HangScanReply = Receiver<HangScan>;

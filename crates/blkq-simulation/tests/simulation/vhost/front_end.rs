@@ -1,0 +1,424 @@
+//! The front end: the messages that it sends on behalf of its machine, and what it keeps when a daemon dies.
+
+use std::cell::RefCell;
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::rc::Rc;
+
+use blkq_export::vhost_user::simulated::{Device, Reply, USER_OFFSET};
+use blkq_simulation as simulation;
+
+use super::super::life::World;
+use super::machine::Machine;
+use super::wiring::Tamper;
+
+const NEED_REPLY: u32 = 1 << 3;
+const F_FLUSH: u64 = 1 << 9;
+const F_CONFIG_WCE: u64 = 1 << 11;
+const F_DISCARD: u64 = 1 << 13;
+const F_INDIRECT: u64 = 1 << 28;
+const F_EVENT_IDX: u64 = 1 << 29;
+const F_PACKED: u64 = 1 << 34;
+/// Where the configuration has the write cache.
+const WRITEBACK_AT: u32 = 32;
+/// In the status of a device: a ring was rejected.
+const NEEDS_RESET: u64 = 0x40;
+/// Turns in which a stopped device does nothing.
+const QUIET_TURNS: u64 = 20;
+
+mod code {
+    pub const GET_FEATURES: u32 = 1;
+    pub const SET_FEATURES: u32 = 2;
+    pub const SET_OWNER: u32 = 3;
+    pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_VRING_NUM: u32 = 8;
+    pub const SET_VRING_ADDR: u32 = 9;
+    pub const SET_VRING_BASE: u32 = 10;
+    pub const GET_VRING_BASE: u32 = 11;
+    pub const SET_VRING_KICK: u32 = 12;
+    pub const SET_VRING_CALL: u32 = 13;
+    pub const GET_PROTOCOL_FEATURES: u32 = 15;
+    pub const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub const SET_VRING_ENABLE: u32 = 18;
+    pub const SET_BACKEND_REQ_FD: u32 = 21;
+    pub const GET_CONFIG: u32 = 24;
+    pub const SET_CONFIG: u32 = 25;
+    pub const GET_INFLIGHT_FD: u32 = 31;
+    pub const SET_INFLIGHT_FD: u32 = 32;
+    pub const RESET_DEVICE: u32 = 34;
+    pub const SET_STATUS: u32 = 39;
+    pub const GET_STATUS: u32 = 40;
+}
+
+fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+fn longs(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+fn number(payload: &[u8]) -> u64 {
+    u64::from_ne_bytes(payload[..8].try_into().unwrap())
+}
+
+/// The record of requests in flight, as the front end keeps it.
+struct Record {
+    /// The payload that came with it.
+    area: Vec<u8>,
+    file: OwnedFd,
+}
+
+/// The front end of a machine.
+#[derive(Default)]
+pub struct FrontEnd {
+    device: Option<Device>,
+    /// As the driver acknowledged them; 0 before it has.
+    features: u64,
+    record: Option<Record>,
+    backend: Option<UnixStream>,
+    /// The write cache, as the driver switched it last; `None` if that is its default.
+    switched: Option<bool>,
+    pub stops: u64,
+    pub resets: u64,
+    pub switches: u64,
+    pub bounced: u64,
+}
+
+/// The machine's world. Nothing of it is borrowed while the device handles a message: it runs meanwhile.
+type Shared = Rc<RefCell<World>>;
+
+fn with<R>(world: &Shared, f: impl FnOnce(&mut Machine) -> R) -> R {
+    f(world.borrow_mut().machine.as_mut().unwrap())
+}
+
+fn one_in(world: &Shared, count: u64) -> bool {
+    world.borrow_mut().chance.one_in(count)
+}
+
+impl FrontEnd {
+    fn ask(&mut self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) -> Option<Reply> {
+        let message = [words(&[code, 1 | NEED_REPLY, payload.len() as u32]), payload.to_vec()].concat();
+        let files = files.iter().map(|file| file.try_clone_to_owned().unwrap()).collect();
+        let reply = self.device.as_mut().unwrap().handle(&message, files);
+        let reply = reply.unwrap_or_else(|refusal| panic!("request {code} is refused: {refusal}"));
+        reply.map(|(bytes, file)| (bytes[12..].to_vec(), file))
+    }
+
+    /// Sends a message that has no reply but an acknowledgement.
+    fn send(&mut self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
+        let reply = self.ask(code, payload, files);
+        assert!(reply.is_none_or(|(payload, _)| number(&payload) == 0), "request {code} is not done");
+    }
+
+    fn get(&mut self, code: u32, payload: &[u8]) -> Vec<u8> {
+        self.ask(code, payload, &[]).unwrap().0
+    }
+
+    /// Connects to a new daemon, and has it serve the machine's rings.
+    pub fn connect(&mut self, world: &Shared) {
+        {
+            let World { server, machine, common, .. } = &mut *world.borrow_mut();
+            let (server, machine) = (server.as_ref().unwrap(), machine.as_mut().unwrap());
+            machine.daemon_began = common.tick();
+            let device = Device::connect(&server.disk, server.engine.handle(), machine.wiring.rings);
+            self.device = Some(device.unwrap());
+        }
+        self.send(code::SET_OWNER, &[], &[]);
+        let protocol = number(&self.get(code::GET_PROTOCOL_FEATURES, &[]));
+        self.send(code::SET_PROTOCOL_FEATURES, &longs(&[protocol]), &[]);
+        let (front, back) = UnixStream::pair().unwrap();
+        front.set_nonblocking(true).unwrap();
+        self.send(code::SET_BACKEND_REQ_FD, &[], &[back.as_fd()]);
+        self.backend = Some(front);
+        self.negotiate(world);
+        self.share_record(world);
+        self.share_memory(world);
+        self.read_config(world);
+        self.start_all(world);
+    }
+
+    fn negotiate(&mut self, world: &Shared) {
+        let offered = number(&self.get(code::GET_FEATURES, &[]));
+        if self.features == 0 {
+            let lacking = with(world, |machine| {
+                let wiring = &machine.wiring;
+                let bits = [
+                    (wiring.packed, F_PACKED),
+                    (wiring.event_idx, F_EVENT_IDX),
+                    (wiring.indirect, F_INDIRECT),
+                    (wiring.flushes, F_FLUSH),
+                    (wiring.switches, F_CONFIG_WCE),
+                ];
+                bits.iter().filter(|(has, _)| !has).fold(0, |all, (_, bit)| all | bit)
+            });
+            self.features = offered & !lacking;
+        }
+        self.send(code::SET_FEATURES, &longs(&[self.features]), &[]);
+    }
+
+    fn share_record(&mut self, world: &Shared) {
+        let (has, rings, size) = with(world, |machine| {
+            (machine.wiring.inflight, machine.wiring.rings as u32, u32::from(machine.wiring.size))
+        });
+        if !has {
+            return;
+        }
+        let Record { area, file } = match self.record.take() {
+            Some(record) => record,
+            None => {
+                let area = [longs(&[0, 0]), words(&[rings | size << 16])].concat();
+                let (area, file) = self.ask(code::GET_INFLIGHT_FD, &area, &[]).unwrap();
+                Record { area, file: file.unwrap() }
+            }
+        };
+        // Kept before it is used: the daemon may die over it.
+        let copy = file.try_clone().unwrap();
+        self.record = Some(Record { area: area.clone(), file });
+        self.send(code::SET_INFLIGHT_FD, &area, &[copy.as_fd()]);
+    }
+
+    fn share_memory(&mut self, world: &Shared) {
+        let (file, places) =
+            with(world, |machine| (machine.guest.file.try_clone().unwrap(), machine.guest.places().to_vec()));
+        let mut table = words(&[places.len() as u32, 0]);
+        for (address, at, length) in &places {
+            table.extend(longs(&[*address, *length, address + USER_OFFSET, *at]));
+        }
+        self.send(code::SET_MEM_TABLE, &table, &vec![file.as_fd(); places.len()]);
+    }
+
+    /// Reads the configuration, which is that of the disk.
+    fn read_config(&mut self, world: &Shared) {
+        let range = |offset: u32, size: u32| [words(&[offset, size, 0]), vec![0; size as usize]].concat();
+        let capacity = self.get(code::GET_CONFIG, &range(0, 8));
+        let cache = self.get(code::GET_CONFIG, &range(WRITEBACK_AT, 1))[12] == 1;
+        let world = &mut *world.borrow_mut();
+        let machine = world.machine.as_mut().unwrap();
+        machine.sectors = number(&capacity[12..]);
+        assert_eq!(machine.sectors << 9, world.server.as_ref().unwrap().disk.limits().whole_bytes());
+        machine.discards = self.features & F_DISCARD != 0;
+        let Some(switched) = self.switched else { return };
+        if machine.wiring.inflight {
+            let expected = switched && machine.wiring.flushes;
+            assert_eq!(cache, expected, "the write cache is not as the driver switched it");
+        } else {
+            // This daemon does not know how it was.
+            self.switched = None;
+            machine.cache.settle(world.common.tick(), machine.wiring.flushes);
+        }
+    }
+
+    fn start_all(&mut self, world: &Shared) {
+        let rings = with(world, |machine| machine.rings.len());
+        (0..rings).for_each(|index| self.start(world, index));
+    }
+
+    fn start(&mut self, world: &Shared, index: usize) {
+        let ring = index as u32;
+        let (spec, base, kick, call) = with(world, |machine| {
+            let ring = &mut machine.rings[index];
+            ring.served = true;
+            let base = ring.base.take().unwrap_or_else(|| ring.driver.used_position());
+            (ring.driver.spec.clone(), base, ring.kick.try_clone().unwrap(), ring.call.try_clone().unwrap())
+        });
+        self.send(code::SET_VRING_NUM, &words(&[ring, spec.size.into()]), &[]);
+        self.send(code::SET_VRING_BASE, &words(&[ring, base]), &[]);
+        let places = longs(&[spec.descriptors, spec.device_area, spec.driver_area, 0]);
+        self.send(code::SET_VRING_ADDR, &[words(&[ring, 0]), places].concat(), &[]);
+        let call = |this: &mut FrontEnd| {
+            this.send(code::SET_VRING_CALL, &longs(&[ring.into()]), &[call.as_fd()]);
+        };
+        let before = one_in(world, 2);
+        if before {
+            call(self);
+        }
+        self.send(code::SET_VRING_KICK, &longs(&[ring.into()]), &[kick.as_fd()]);
+        self.send(code::SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
+        if !before {
+            call(self);
+        }
+    }
+
+    /// Stops a ring: what was taken of it has completed, and nothing else of it will.
+    fn stop(&mut self, world: &Shared, index: usize) {
+        let reply = self.get(code::GET_VRING_BASE, &words(&[index as u32, 0]));
+        let base = u32::from_ne_bytes(reply[4..8].try_into().unwrap());
+        let World { machine, common, chance, .. } = &mut *world.borrow_mut();
+        machine.as_mut().unwrap().stopped(index, base, common, chance);
+        self.stops += 1;
+    }
+
+    /// Stops all rings.
+    pub fn stop_all(&mut self, world: &Shared) {
+        let rings = with(world, |machine| machine.rings.len());
+        (0..rings).for_each(|index| self.stop(world, index));
+    }
+
+    /// Stops all rings for a while, in which neither the image nor the memory is written.
+    fn pause(&mut self, world: &Shared) {
+        self.stop_all(world);
+        let writes = || simulation::with_file(|file| file.writes());
+        let before = writes();
+        for _ in 0..QUIET_TURNS {
+            world.borrow_mut().step();
+        }
+        assert_eq!(writes(), before, "the image is written though all rings are stopped");
+        with(world, |machine| machine.check());
+        self.start_all(world);
+    }
+
+    /// Does one of the things that front ends do while a machine runs.
+    pub fn act(&mut self, world: &Shared) {
+        let (pick, index) = {
+            let World { chance, machine, .. } = &mut *world.borrow_mut();
+            let rings = machine.as_ref().unwrap().rings.len() as u64;
+            (chance.below(9), chance.below(rings) as usize)
+        };
+        match pick {
+            0 | 1 => {
+                self.stop(world, index);
+                world.borrow_mut().step();
+                self.start(world, index);
+            }
+            2 => self.pause(world),
+            3 => {
+                // Drained, and on again.
+                self.send(code::SET_VRING_ENABLE, &words(&[index as u32, 0]), &[]);
+                world.borrow_mut().step();
+                self.send(code::SET_VRING_ENABLE, &words(&[index as u32, 1]), &[]);
+            }
+            4 => self.share_memory(world),
+            5 => {
+                let call = with(world, |machine| machine.rings[index].call.try_clone().unwrap());
+                self.send(code::SET_VRING_CALL, &longs(&[index as u64]), &[call.as_fd()]);
+            }
+            6 | 7 if with(world, |machine| machine.wiring.switches) => {
+                let on = one_in(world, 2);
+                self.switch(world, on);
+            }
+            8 if one_in(world, 3) => self.reset(world),
+            _ => {}
+        }
+        let status = number(&self.get(code::GET_STATUS, &[]));
+        assert_eq!(self.device.as_ref().unwrap().rejection(), None, "a ring was rejected");
+        assert_eq!(status & NEEDS_RESET, 0, "a ring was rejected");
+    }
+
+    /// The driver switches the write cache.
+    fn switch(&mut self, world: &Shared, on: bool) {
+        let change = |settles: bool| {
+            let World { machine, common, .. } = &mut *world.borrow_mut();
+            let machine = machine.as_mut().unwrap();
+            let cached = on && machine.wiring.flushes;
+            match settles {
+                false => machine.cache.begin(common.tick(), cached),
+                true => machine.cache.settle(common.tick(), cached),
+            }
+        };
+        // Unknown, if the daemon dies over it.
+        self.switched = None;
+        change(false);
+        self.send(code::SET_CONFIG, &[words(&[WRITEBACK_AT, 1, 0]), vec![on.into()]].concat(), &[]);
+        change(true);
+        self.switched = Some(on);
+        self.switches += 1;
+    }
+
+    /// The device is reset, in one of three ways, and the driver begins anew.
+    fn reset(&mut self, world: &Shared) {
+        let how = world.borrow_mut().chance.below(3);
+        match how {
+            0 => self.send(code::RESET_DEVICE, &[], &[]),
+            1 => self.send(code::SET_STATUS, &longs(&[0]), &[]),
+            _ => self.stop_all(world),
+        }
+        self.resets += 1;
+        {
+            let World { machine, common, chance, .. } = &mut *world.borrow_mut();
+            let machine = machine.as_mut().unwrap();
+            machine.reset(chance, common);
+            if how == 0 {
+                machine.cache.settle(common.tick(), machine.wiring.flushes);
+            }
+        }
+        match how {
+            0 => {
+                (self.features, self.switched) = (0, None);
+                self.negotiate(world);
+                self.read_config(world);
+            }
+            1 => {}
+            // The device does not know of it: what is in the record is of the driver before.
+            _ => {
+                self.record = None;
+                self.share_record(world);
+            }
+        }
+        self.start_all(world);
+    }
+
+    /// The device may have another size: the front end is notified, and reads it.
+    pub fn changed(&mut self, world: &Shared) {
+        self.device.as_mut().unwrap().resized();
+        let mut message = [0; 12];
+        self.backend.as_mut().unwrap().read_exact(&mut message).unwrap();
+        assert_eq!(message[..4], 2u32.to_ne_bytes());
+        self.read_config(world);
+    }
+
+    /// Closes the connection, if there is one.
+    pub fn disconnect(&mut self) {
+        if let Some(device) = self.device.take() {
+            assert_eq!(device.rejection(), None, "a ring was rejected");
+            self.bounced += device.counters().bounced;
+        }
+        if let Some(mut backend) = self.backend.take() {
+            assert!(!matches!(backend.read(&mut [0; 12]), Ok(1..)), "a message that nobody asked for");
+        }
+    }
+
+    /// The machine was killed, and with it all that its driver knew of the device.
+    pub fn forget(&mut self) {
+        (self.features, self.switched, self.record) = (0, None, None);
+    }
+
+    /// The daemon was killed: the machine sees what it showed.
+    pub fn killed(&mut self, world: &Shared) {
+        let World { machine, common, chance, .. } = &mut *world.borrow_mut();
+        let machine = machine.as_mut().unwrap();
+        let heads: Vec<Vec<u16>> =
+            (0..machine.rings.len()).map(|index| self.in_flight(index, machine)).collect();
+        machine.killed(common, |index, head| heads[index].contains(&head));
+        if machine.tamper == Some(Tamper::ForgetsInFlight) && !machine.wiring.packed {
+            let index = chance.below(heads.len() as u64) as usize;
+            if let (Some(head), Some(Record { file, .. })) = (machine.heads(index).next(), &self.record) {
+                let at = Self::region(index, machine) + 16 + 16 * u64::from(head);
+                std::fs::File::from(file.try_clone().unwrap()).write_all_at(&[0], at).unwrap();
+            }
+        }
+    }
+
+    /// Where the record of ring `index` is.
+    fn region(index: usize, machine: &Machine) -> u64 {
+        let unit = if machine.wiring.packed { 32 } else { 16 };
+        index as u64 * (unit + unit * u64::from(machine.wiring.size)).next_multiple_of(64)
+    }
+
+    /// The heads that the record of ring `index` has in flight.
+    fn in_flight(&self, index: usize, machine: &Machine) -> Vec<u16> {
+        let Some(Record { file, .. }) = &self.record else { return Vec::new() };
+        let file = std::fs::File::from(file.try_clone().unwrap());
+        let (unit, id) = if machine.wiring.packed { (32, Some(16)) } else { (16, None) };
+        let entry = |entry: u16| {
+            let mut bytes = [0; 32];
+            let at = Self::region(index, machine) + unit + unit * u64::from(entry);
+            file.read_exact_at(&mut bytes[..unit as usize], at).unwrap();
+            let head = id.map_or(entry, |at| u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+            (bytes[0] != 0).then_some(head)
+        };
+        (0..machine.wiring.size).filter_map(entry).collect()
+    }
+}
