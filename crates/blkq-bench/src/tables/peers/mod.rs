@@ -8,6 +8,7 @@ use crate::{Result, What};
 mod child;
 mod fio;
 mod kernel_loop;
+mod modelled;
 mod peer;
 mod vhost;
 
@@ -62,7 +63,7 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     let jobs = chosen(&JOBS, pace.quick, |job| job.quick).count();
     let peers = chosen(&OVER_FILE, pace.quick, |peer| peer.quick).filter(|peer| peer.may_be_there()).count();
     let nbd = pace.cost(jobs * peers + 1 + chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count());
-    nbd + vhost::planned_seconds(&pace)
+    nbd + modelled::planned_seconds(&pace) + vhost::planned_seconds(&pace)
 }
 
 /// Measures it.
@@ -111,6 +112,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let null = bench.compare_at(pace, &title, visits(&over_nothing, &place, RANDOM))?;
     state_targets(&mut table, &mut comparisons, &null);
     comparisons.push(null);
+    comparisons.push(modelled::run(bench, pace, &place, &RANDOM, &mut table)?);
     comparisons.extend(vhost::run(bench, pace, &place, &mut table)?);
     table.comparisons = vec![memory(&mut comparisons)];
     table.comparisons.splice(0..0, comparisons);

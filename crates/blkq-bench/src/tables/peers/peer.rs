@@ -50,6 +50,11 @@ impl Place {
         Ok(Place { image: image.to_owned(), bytes, scratch, _made: made })
     }
 
+    /// The size of the image.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// The image.
     pub(super) fn image(&self) -> &Path {
         &self.image
@@ -183,6 +188,11 @@ struct Ready {
 }
 
 impl Peer {
+    /// A server of this program, by its words.
+    pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Peer {
+        Peer { name, package: "", quick: true, way: Way::Nbd(words) }
+    }
+
     /// The reason why it cannot be measured here, if it cannot.
     pub fn lacks(&self, place: &Place) -> Option<String> {
         let error = match self.start(place) {

@@ -26,7 +26,7 @@ const QEMU: &str = "qemu-storage-daemon vhost-user";
 const RAW_ONE_BY_ONE: &str = "raw io_uring, one by one";
 
 /// A load on all of them.
-struct Job {
+pub(super) struct Job {
     title: &'static str,
     pattern: Pattern,
     block_bytes: u32,
@@ -35,12 +35,13 @@ struct Job {
 }
 
 impl Job {
-    fn load(&self) -> Load {
+    pub(super) fn load(&self) -> Load {
         Load { block_bytes: self.block_bytes, ..Load::read(self.pattern, self.depth) }
     }
 }
 
-const RANDOM: Job = Job {
+/// The one that all others are variants of.
+pub(super) const RANDOM: Job = Job {
     title: "vhost-user-blk, 4 KiB random read, depth 64",
     pattern: Pattern::Random,
     block_bytes: 4096,
@@ -81,8 +82,10 @@ enum Way {
     Server { words: &'static str, socket: &'static str, queues: usize },
 }
 
-struct Server {
-    name: &'static str,
+/// A server, or what is measured beside it.
+pub(super) struct Server {
+    /// Its name.
+    pub name: &'static str,
     package: &'static str,
     way: Way,
 }
@@ -156,6 +159,11 @@ const OVER_NOTHING: [Server; 4] = [
 ];
 
 impl Server {
+    /// A server of this program with one queue, by its words.
+    pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Server {
+        Server { name, package: "", way: Way::Server { words, socket: "state/disk.vhost", queues: 1 } }
+    }
+
     /// Whether `job` is one for it: calls one by one are the base of what merging is worth.
     fn takes(&self, job: &Job) -> bool {
         !matches!(self.way, Way::Raw { one_by_one: true }) || job.pattern == Pattern::Sequential
@@ -181,7 +189,10 @@ impl Server {
     }
 
     /// Starts it afresh, does `load` for `length`, and stops it.
-    fn visit(&self, place: &Place, load: &Load, length: Duration) -> Result<Run> {
+    ///
+    /// # Errors
+    /// The error that it printed, or the client's.
+    pub(super) fn visit(&self, place: &Place, load: &Load, length: Duration) -> Result<Run> {
         let image = std::fs::File::open(place.image())?;
         evict(&image)?;
         match self.way {
