@@ -1,4 +1,4 @@
-//! What serving costs apart from any real disk, whose bursts hide it: a device that does a fixed number
+//! The cost of serving apart from any real disk, whose bursts hide it: a device that does a fixed number
 //! of requests at a time, each in the same time, used in this process, and served.
 
 use std::time::Duration;
