@@ -1,5 +1,6 @@
 //! A thread that waits on its own queue is woken by all that it waits for: deadlines that the
-//! driver sets while the plug is flushed, and other queues' writes to the same file.
+//! driver sets while the plug is flushed, and other queues' writes to the same file. A batch
+//! reaches the kernel in parts.
 // Contract: accepted-once
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -9,7 +10,7 @@ use std::sync::Arc;
 
 use blkq::drivers::fault::Fault;
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
-use blkq::{Bio, Disk, Driver, Sector, Status};
+use blkq::{Bio, Disk, Driver, IoBuffer, Sector, Setting, Status};
 use common::{filled, within};
 
 const IMAGE_BYTES: u64 = 1 << 20;
@@ -81,4 +82,26 @@ fn a_deadline_that_is_set_while_the_plug_is_flushed_wakes() {
         });
         assert_eq!(completion, result, "{spec}");
     }
+}
+
+#[test]
+fn a_batch_is_submitted_early_unless_that_is_turned_off() {
+    let image = Image::new("early");
+    let disk = disk(image.open(DirectIo::Off, Dispatch::Concurrent), 1);
+    let mut queue = disk.open_queue(0).unwrap();
+    let mut early = |count: u64| {
+        let before = queue.ring_counters().early_submissions;
+        for n in 0..count {
+            // Apart from each other, so that none merge.
+            queue.submit(Bio::read(Sector(n * 16), IoBuffer::zeroed(4096), n)).unwrap();
+        }
+        queue.wait(count as usize);
+        assert!(queue.completions().all(|completion| completion.result.is_ok()));
+        queue.ring_counters().early_submissions - before
+    };
+    assert_eq!((early(4), early(9)), (0, 2));
+    disk.set(Setting::EarlySubmission(false)).unwrap();
+    assert_eq!(early(9), 0);
+    disk.set(Setting::EarlySubmission(true)).unwrap();
+    assert_eq!(early(9), 2);
 }
