@@ -22,7 +22,7 @@ type Turn = Box<dyn FnMut()>;
 /// Name, I/Os of a turn, and how to get it ready.
 type Case = (&'static str, usize, fn(usize) -> Result<Turn, Error>);
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 15] = [
     ("null-32", 32, |ios| local(null()?, ios, SCATTERED)),
     ("null-32-precise", 32, |ios| local(null()?.clock(ClockMode::Precise), ios, SCATTERED)),
     ("null-32-no-iostats", 32, |ios| local(null()?.iostats(false), ios, SCATTERED)),
@@ -33,6 +33,14 @@ const CASES: [Case; 8] = [
     ("ram-32-read", 32, |ios| {
         local(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)
     }),
+    // What must not matter: how much is in flight, of how many disks, and how large they are.
+    ("null-128", 128, |ios| local(null()?.depth(1024), ios, SCATTERED)),
+    ("null-1024", 1024, |ios| local(null()?.depth(1024), ios, SCATTERED)),
+    ("null-32-8-disks", 8 * 32, |ios| several(8, ios)),
+    ("null-32-64-disks", 64 * 32, |ios| several(64, ios)),
+    ("null-32-1MiB", 32, |ios| local(null_of(1 << 20)?, ios, SCATTERED)),
+    ("null-32-16TiB", 32, |ios| local(null_of(16 << 40)?, ios, SCATTERED)),
+    ("null-32-taken", 32, |ios| taken(null()?, ios)),
 ];
 
 fn main() -> ExitCode {
@@ -64,16 +72,20 @@ fn counted(turn: &mut Turn, turns: usize) {
 }
 
 fn null() -> Result<DiskBuilder, Error> {
-    let mut options = NullOptions::new(DISK_BYTES);
+    null_of(DISK_BYTES)
+}
+
+fn null_of(bytes: u64) -> Result<DiskBuilder, Error> {
+    let mut options = NullOptions::new(bytes);
     options.zero_reads = false;
     Ok(Disk::builder(Box::new(Null::new(options)?)))
 }
 
-/// Where I/Os go: so many blocks apart, around the disk.
-fn places(stride: u64) -> impl FnMut() -> Sector {
+/// Where I/Os go: so many blocks apart, around a disk of so many bytes.
+fn places(stride: u64, bytes: u64) -> impl FnMut() -> Sector {
     let mut block = 0;
     move || {
-        block = (block + stride) % (DISK_BYTES / BLOCK_BYTES as u64);
+        block = (block + stride) % (bytes / BLOCK_BYTES as u64);
         Sector(block * BLOCK_SECTORS)
     }
 }
@@ -81,7 +93,7 @@ fn places(stride: u64) -> impl FnMut() -> Sector {
 /// By the thread that owns the queue.
 fn local(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
     let mut queue = disk.build()?.open_queue(0)?;
-    let mut place = places(stride);
+    let mut place = places(stride, queue.limits().capacity_bytes);
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {
         for buffer in buffers.drain(..) {
@@ -93,12 +105,36 @@ fn local(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
     }))
 }
 
+/// The same over several disks, one after the other, with as many I/Os each.
+fn several(disks: usize, ios: usize) -> Result<Turn, Error> {
+    let mut turns =
+        (0..disks).map(|_| local(null()?, ios / disks, SCATTERED)).collect::<Result<Vec<_>, Error>>()?;
+    Ok(Box::new(move || turns.iter_mut().for_each(|turn| turn())))
+}
+
+/// By the thread that owns the queue, which takes the completions one by one.
+fn taken(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
+    let mut queue = disk.build()?.open_queue(0)?;
+    let mut place = places(SCATTERED, DISK_BYTES);
+    let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
+    Ok(Box::new(move || {
+        for buffer in buffers.drain(..) {
+            queue.submit(Bio::read(place(), buffer, 0)).expect("the queue has room for a batch");
+        }
+        queue.poll();
+        while let Some(completion) = queue.take_completion() {
+            buffers.extend(completion.data.into_buffer());
+        }
+        assert_eq!(buffers.len(), ios);
+    }))
+}
+
 /// Through the software queues, as from another thread.
 fn submitter(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let disk = disk.build()?;
     let mut queue = disk.open_queue(0)?;
     let mut submitter = disk.submitter();
-    let mut place = places(SCATTERED);
+    let mut place = places(SCATTERED, DISK_BYTES);
     let (completed, completions) = mpsc::channel();
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {

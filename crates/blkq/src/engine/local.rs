@@ -139,13 +139,9 @@ impl LocalQueue {
         self.queue.dispatch_all(self.ring.as_deref_mut());
     }
 
-    /// The next completion, oldest first. Those behind it move up: where there are many,
-    /// [`LocalQueue::completions`] is the way.
+    /// The next completion, oldest first.
     pub fn take_completion(&mut self) -> Option<Completion> {
-        if self.queue.completions().is_empty() {
-            return None;
-        }
-        Some(self.queue.completions_mut().remove(0))
+        self.queue.take_completion()
     }
 
     /// All completions that are there, oldest first.

@@ -22,6 +22,8 @@ pub(super) struct Completions {
     limits_changed: bool,
     /// Bios that the queue's owner submitted.
     own: Vec<Completion>,
+    /// How many of these have been taken one by one: they come first, and are empty.
+    taken: usize,
     /// Bios that other threads submitted.
     remote: Vec<(Completer, IoResult, Data)>,
     /// Allocations owed to the request gate: reads, writes.
@@ -34,6 +36,7 @@ impl Completions {
             requests: Vec::with_capacity(slots),
             limits_changed: false,
             own: Vec::with_capacity(slots),
+            taken: 0,
             remote: Vec::new(),
             gate_owed: [0; 2],
         }
@@ -167,11 +170,59 @@ impl Completions {
     /// Completions for the queue's owner that have not been taken, oldest first.
     #[inline]
     pub fn own(&self) -> &[Completion] {
-        &self.own
+        &self.own[self.taken..]
     }
 
+    /// The same, to be taken out.
     #[inline]
     pub fn own_mut(&mut self) -> &mut Vec<Completion> {
+        self.forget_taken();
         &mut self.own
+    }
+
+    fn forget_taken(&mut self) {
+        if self.taken > 0 {
+            self.own.drain(..self.taken);
+            self.taken = 0;
+        }
+    }
+
+    /// Takes the oldest of them, in constant time: those behind it move up when they are no more
+    /// than have been taken.
+    pub fn take_own(&mut self) -> Option<Completion> {
+        let place = self.own.get_mut(self.taken)?;
+        let empty = Completion { user_data: 0, result: Ok(()), data: Data::None };
+        let completion = std::mem::replace(place, empty);
+        self.taken += 1;
+        if self.taken * 2 >= self.own.len() {
+            self.forget_taken();
+        }
+        Some(completion)
+    }
+}
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn completions_are_taken_oldest_first_one_by_one_or_all() {
+        let mut completions = Completions::new(4);
+        let (mut pushed, mut taken) = (0, 0);
+        for (push, take) in [(10, 3), (2, 0), (0, 4), (40, 1), (0, 44), (1, 2), (3, 1)] {
+            for _ in 0..push {
+                completions.push_own(pushed, Ok(()), Data::None);
+                pushed += 1;
+            }
+            for _ in 0..take {
+                let next = completions.take_own().map(|completion| completion.user_data);
+                assert_eq!(next, (taken < pushed).then_some(taken));
+                taken += u64::from(next.is_some());
+            }
+            assert!(completions.own().iter().map(|completion| completion.user_data).eq(taken..pushed));
+        }
+        let rest = completions.own_mut().drain(..).map(|completion| completion.user_data);
+        assert!(rest.eq(taken..pushed));
+        assert!(completions.take_own().is_none() && completions.own().is_empty());
     }
 }

@@ -254,6 +254,11 @@ impl Queue {
         self.completions.own()
     }
 
+    /// Takes the oldest of them.
+    pub fn take_completion(&mut self) -> Option<Completion> {
+        self.completions.take_own()
+    }
+
     #[inline]
     pub fn completions_mut(&mut self) -> &mut Vec<Completion> {
         self.completions.own_mut()

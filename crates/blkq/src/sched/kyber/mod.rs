@@ -132,6 +132,8 @@ impl Domain {
 struct Entry {
     inserted_ns: u64,
     dispatched_ns: u64,
+    /// The scheduler has it.
+    held: bool,
     /// The domain whose token it has.
     token: Option<usize>,
 }
@@ -173,7 +175,7 @@ impl Kyber {
         domain.in_flight += 1;
         self.batched += 1;
         let entry = &mut self.entries[tag.index()];
-        (entry.dispatched_ns, entry.token) = (now_ns, Some(self.batch_domain));
+        (entry.held, entry.dispatched_ns, entry.token) = (false, now_ns, Some(self.batch_domain));
         Some(tag)
     }
 
@@ -208,8 +210,8 @@ impl Kyber {
 impl Scheduler for Kyber {
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64) {
         let entry = &mut self.entries[tag.index()];
-        debug_assert!(entry.token.is_none());
-        entry.inserted_ns = now_ns;
+        debug_assert!(entry.token.is_none() && !entry.held);
+        (entry.held, entry.inserted_ns) = (true, now_ns);
         self.domains[domain_of(requests[tag.index()].operation)].held.push_back(tag);
     }
 
@@ -260,10 +262,13 @@ impl Scheduler for Kyber {
     }
 
     fn holds(&self, tag: Tag) -> bool {
-        self.domains.iter().any(|domain| domain.held.contains(&tag))
+        self.entries[tag.index()].held
     }
 
     fn remove(&mut self, tag: Tag) -> bool {
+        if !std::mem::take(&mut self.entries[tag.index()].held) {
+            return false;
+        }
         self.domains.iter_mut().any(|domain| {
             let place = domain.held.iter().position(|&held| held == tag);
             place.and_then(|place| domain.held.remove(place)).is_some()
