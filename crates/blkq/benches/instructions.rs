@@ -81,11 +81,11 @@ fn null_of(bytes: u64) -> Result<DiskBuilder, Error> {
     Ok(Disk::builder(Box::new(Null::new(options)?)))
 }
 
-/// Where I/Os go: so many blocks apart, around a disk of so many bytes.
+/// Where I/Os go: so many blocks apart, around a disk of so many bytes, a power of two.
 fn places(stride: u64, bytes: u64) -> impl FnMut() -> Sector {
-    let mut block = 0;
+    let (mut block, last) = (0, bytes / BLOCK_BYTES as u64 - 1);
     move || {
-        block = (block + stride) % (bytes / BLOCK_BYTES as u64);
+        block = (block + stride) & last;
         Sector(block * BLOCK_SECTORS)
     }
 }

@@ -339,7 +339,8 @@ impl Disk {
     fn fail_staged(&self, index: usize) {
         for staged in self.queues[index].software.take_all() {
             let direction = Direction::of(staged.operation);
-            for (bio, completer) in staged.into_bios() {
+            let (first, others) = staged.into_bios();
+            for (bio, completer) in std::iter::once(first).chain(others) {
                 completer.notify(Err(Status::Offline), bio.data);
             }
             self.gate.leave(direction, 1);

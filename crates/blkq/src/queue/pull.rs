@@ -60,10 +60,10 @@ impl Queue {
         let more = self.disk.shared().software.try_take(index, count, &mut taken);
         let moved = !taken.is_empty();
         for staged in taken.drain(..) {
-            let mut slot_flags = SlotFlags::GATED;
-            for (bio, completer) in staged.into_bios() {
-                self.accept(bio, completer, slot_flags, ring.as_deref_mut());
-                slot_flags = SlotFlags::empty();
+            let ((bio, completer), others) = staged.into_bios();
+            self.accept(bio, completer, SlotFlags::GATED, ring.as_deref_mut());
+            for (bio, completer) in others {
+                self.accept(bio, completer, SlotFlags::empty(), ring.as_deref_mut());
             }
         }
         self.pull_cursor.return_room(taken);

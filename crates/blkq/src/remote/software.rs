@@ -46,9 +46,10 @@ impl Staged {
         }
     }
 
-    /// The bios, each of which continues the one before.
-    pub fn into_bios(self) -> impl Iterator<Item = (Bio, Completer)> {
-        std::iter::once(self.first).chain(self.others)
+    /// The first bio, and the others, each of which continues the one before.
+    #[inline]
+    pub fn into_bios(self) -> ((Bio, Completer), VecDeque<(Bio, Completer)>) {
+        (self.first, self.others)
     }
 
     /// Where the bio joins, if it may.
