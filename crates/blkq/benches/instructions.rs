@@ -13,6 +13,8 @@ use blkq::{Bio, ClockMode, Disk, DiskBuilder, Error, IoBuffer, Sector};
 const BLOCK_BYTES: usize = 4096;
 const BLOCK_SECTORS: u64 = 8;
 const DISK_BYTES: u64 = 1 << 30;
+const MIB: u64 = 1 << 20;
+const TIB: u64 = 1 << 40;
 
 /// Blocks between one I/O and the next. Where they are not adjacent, nothing merges.
 const SCATTERED: u64 = 7;
@@ -23,23 +25,23 @@ type Turn = Box<dyn FnMut()>;
 type Case = (&'static str, usize, fn(usize) -> Result<Turn, Error>);
 
 const CASES: [Case; 15] = [
-    ("null-32", 32, |ios| local(null()?, ios, SCATTERED)),
-    ("null-32-precise", 32, |ios| local(null()?.clock(ClockMode::Precise), ios, SCATTERED)),
-    ("null-32-no-iostats", 32, |ios| local(null()?.iostats(false), ios, SCATTERED)),
-    ("null-8", 8, |ios| local(null()?, ios, SCATTERED)),
-    ("null-1", 1, |ios| local(null()?, ios, SCATTERED)),
-    ("null-32-merged", 32, |ios| local(null()?, ios, ADJACENT)),
+    ("null-32", 32, |ios| local::<DISK_BYTES>(null()?, ios, SCATTERED)),
+    ("null-32-precise", 32, |ios| local::<DISK_BYTES>(null()?.clock(ClockMode::Precise), ios, SCATTERED)),
+    ("null-32-no-iostats", 32, |ios| local::<DISK_BYTES>(null()?.iostats(false), ios, SCATTERED)),
+    ("null-8", 8, |ios| local::<DISK_BYTES>(null()?, ios, SCATTERED)),
+    ("null-1", 1, |ios| local::<DISK_BYTES>(null()?, ios, SCATTERED)),
+    ("null-32-merged", 32, |ios| local::<DISK_BYTES>(null()?, ios, ADJACENT)),
     ("null-32-submitter", 32, |ios| submitter(null()?, ios)),
     ("ram-32-read", 32, |ios| {
-        local(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)
+        local::<DISK_BYTES>(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)
     }),
-    // What must not matter: how much is in flight, of how many disks, and how large they are.
-    ("null-128", 128, |ios| local(null()?.depth(1024), ios, SCATTERED)),
-    ("null-1024", 1024, |ios| local(null()?.depth(1024), ios, SCATTERED)),
+    // The cost does not depend on how much is in flight, of how many disks, or how large they are.
+    ("null-128", 128, |ios| local::<DISK_BYTES>(null()?.depth(1024), ios, SCATTERED)),
+    ("null-1024", 1024, |ios| local::<DISK_BYTES>(null()?.depth(1024), ios, SCATTERED)),
     ("null-32-8-disks", 8 * 32, |ios| several(8, ios)),
     ("null-32-64-disks", 64 * 32, |ios| several(64, ios)),
-    ("null-32-1MiB", 32, |ios| local(null_of(1 << 20)?, ios, SCATTERED)),
-    ("null-32-16TiB", 32, |ios| local(null_of(16 << 40)?, ios, SCATTERED)),
+    ("null-32-1MiB", 32, |ios| local::<MIB>(null_of(MIB)?, ios, SCATTERED)),
+    ("null-32-16TiB", 32, |ios| local::<{ 16 * TIB }>(null_of(16 * TIB)?, ios, SCATTERED)),
     ("null-32-taken", 32, |ios| taken(null()?, ios)),
 ];
 
@@ -81,19 +83,19 @@ fn null_of(bytes: u64) -> Result<DiskBuilder, Error> {
     Ok(Disk::builder(Box::new(Null::new(options)?)))
 }
 
-/// Where I/Os go: so many blocks apart, around a disk of so many bytes, a power of two.
-fn places(stride: u64, bytes: u64) -> impl FnMut() -> Sector {
-    let (mut block, last) = (0, bytes / BLOCK_BYTES as u64 - 1);
+/// Where I/Os go: so many blocks apart, around the disk.
+fn places<const BYTES: u64>(stride: u64) -> impl FnMut() -> Sector {
+    let mut block = 0;
     move || {
-        block = (block + stride) & last;
+        block = (block + stride) % (BYTES / BLOCK_BYTES as u64);
         Sector(block * BLOCK_SECTORS)
     }
 }
 
 /// By the thread that owns the queue.
-fn local(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
+fn local<const BYTES: u64>(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
     let mut queue = disk.build()?.open_queue(0)?;
-    let mut place = places(stride, queue.limits().capacity_bytes);
+    let mut place = places::<BYTES>(stride);
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {
         for buffer in buffers.drain(..) {
@@ -107,15 +109,16 @@ fn local(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
 
 /// The same over several disks, one after the other, with as many I/Os each.
 fn several(disks: usize, ios: usize) -> Result<Turn, Error> {
-    let mut turns =
-        (0..disks).map(|_| local(null()?, ios / disks, SCATTERED)).collect::<Result<Vec<_>, Error>>()?;
+    let mut turns = (0..disks)
+        .map(|_| local::<DISK_BYTES>(null()?, ios / disks, SCATTERED))
+        .collect::<Result<Vec<_>, Error>>()?;
     Ok(Box::new(move || turns.iter_mut().for_each(|turn| turn())))
 }
 
 /// By the thread that owns the queue, which takes the completions one by one.
 fn taken(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let mut queue = disk.build()?.open_queue(0)?;
-    let mut place = places(SCATTERED, DISK_BYTES);
+    let mut place = places::<DISK_BYTES>(SCATTERED);
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {
         for buffer in buffers.drain(..) {
@@ -134,7 +137,7 @@ fn submitter(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let disk = disk.build()?;
     let mut queue = disk.open_queue(0)?;
     let mut submitter = disk.submitter();
-    let mut place = places(SCATTERED, DISK_BYTES);
+    let mut place = places::<DISK_BYTES>(SCATTERED);
     let (completed, completions) = mpsc::channel();
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {

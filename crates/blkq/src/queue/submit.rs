@@ -30,7 +30,7 @@ impl Queue {
         let Bio { operation, flags, sector, sectors, data, user_data } = bio;
         let data = ManuallyDrop::new(data);
         let outline = Outline { operation, flags, sector, sectors, start_ns: 0 };
-        if (self.plug.is_open() || self.open_lane(&data, ring.as_deref_mut()))
+        if (self.plug.is_open() || self.open_lane(matches!(*data, Data::Buffer(_)), ring.as_deref_mut()))
             && self.disk.fast().fits_small(&outline, &data)
             && !self.plug.is_touched(sector, sectors)
         {
@@ -46,11 +46,11 @@ impl Queue {
         self.submit_slow(Bio { operation, flags, sector, sectors, data, user_data }, ring)
     }
 
-    /// Opens the fast lane for a bio with this memory, if it can be: the queue has entered the disk, no
-    /// freeze has begun, no bio waits, no scheduler wants to merge, and there are tags.
+    /// Opens the fast lane for a bio, of one buffer or not, if it can be: the queue has entered the disk,
+    /// no freeze has begun, no bio waits, no scheduler wants to merge, and there are tags.
     #[inline(never)]
-    fn open_lane(&mut self, data: &Data, ring: Option<&mut Ring>) -> bool {
-        if !matches!(data, Data::Buffer(_))
+    fn open_lane(&mut self, is_buffer: bool, ring: Option<&mut Ring>) -> bool {
+        if !is_buffer
             || !(self.disk.is_entered() || self.enter(ring))
             || self.disk.is_frozen()
             || !self.waiting.is_empty()
