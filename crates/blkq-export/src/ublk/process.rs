@@ -119,7 +119,7 @@ mod tests {
 ";
         let unneeded = unneeded(mountinfo, &["/run/blkq".into(), "/mnt/other/socket".into()]);
         let expected =
-            ["/mnt/my disk/inner", "/mnt/my disk", "/sys/fs/cgroup", "/run/user/1000"].map(PathBuf::from);
+            ["/mnt/my disk/inner", "/mnt/my disk", "/run/user/1000", "/sys/fs/cgroup"].map(PathBuf::from);
         assert_eq!(unneeded, expected);
     }
 }
