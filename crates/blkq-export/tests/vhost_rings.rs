@@ -305,35 +305,46 @@ fn a_ring_without_a_kick_eventfd_is_polled() {
     }
 }
 
-/// A front end that pauses as soon as it has connected to the next daemon.
+/// A front end that pauses as soon as it has connected to the next daemon, while other rings have all the
+/// room of the engine's queue.
 #[test]
 fn a_ring_that_stops_begins_what_was_in_flight_first() {
-    let served = serve(ram(), 1);
-    for _ in 0..30 {
-        let mut front = FrontEnd::new(&served.path, FEATURES, 1);
-        let sizes = [1u16, SIZE].map(u16::to_ne_bytes).concat();
-        let inflight = front.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
-        let file = inflight.file.as_ref().unwrap().as_fd();
-        // Three requests that a daemon took and did not complete, and one that it did not take.
-        let heads = [0; 4].map(|_| front.submit(0, OUT, 0, DATA, 512));
-        let mut record = vec![0; 16 + 16 * usize::from(SIZE)];
-        record[8..16].copy_from_slice(&[1, SIZE, 0, 0].map(u16::to_ne_bytes).concat());
-        for (number, head) in heads.into_iter().take(3).enumerate() {
-            let at = 16 + 16 * usize::from(head);
-            record[at] = 1;
-            record[at + 8..at + 16].copy_from_slice(&(number as u64).to_ne_bytes());
-        }
-        assert_eq!(rustix::io::pwrite(file, &record, 0).unwrap(), record.len());
-        front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
-        // Started and stopped by messages that arrive as one.
-        front.prepare(0, 0);
-        let start = [words(&[SET_VRING_ENABLE, 1, 8, 0, 1]), words(&[GET_VRING_BASE, 1, 8, 0, 0])].concat();
-        front.connection.bytes(&start, &[]);
-        let base = u32::from_ne_bytes(front.connection.reply().unwrap().payload[4..8].try_into().unwrap());
-        assert!((3..=4).contains(&base), "{base}");
-        let done: Vec<u16> = front.completed(0).iter().map(|it| it.0).collect();
-        assert_eq!(done, heads[..base as usize], "all that was taken has completed");
-        drop(front);
-        served.until_idle();
+    const WRITE_ZEROES: u32 = 13;
+    const RANGES: usize = 32;
+    const BUSY: u32 = 4;
+    let fault = Fault::new(ram(), "delay=50ms".parse::<FaultSpec>().unwrap()).unwrap();
+    let served = serve(Box::new(fault), 1);
+    let mut front = FrontEnd::new(&served.path, FEATURES, BUSY + 1);
+    let ranges: Vec<u8> =
+        (0..RANGES as u64).flat_map(|number| [longs(&[number * 16]), words(&[8, 0])].concat()).collect();
+    front.memory.bytes(DATA, ranges.len()).copy_from_slice(&ranges);
+    let submit = |front: &mut FrontEnd, ring| front.submit(ring, WRITE_ZEROES, 0, DATA, ranges.len() as u32);
+    for ring in 1..=BUSY as usize {
+        (0..SIZE / 4).for_each(|_| _ = submit(&mut front, ring));
     }
+    let sizes = [BUSY as u16 + 1, SIZE].map(u16::to_ne_bytes).concat();
+    let inflight = front.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
+    let file = inflight.file.as_ref().unwrap().as_fd();
+    // Three requests that a daemon took and did not complete, and one that it did not take.
+    let heads = [0; 4].map(|_| submit(&mut front, 0));
+    let mut record = vec![0; 16 + 16 * usize::from(SIZE)];
+    record[8..16].copy_from_slice(&[1, SIZE, 0, 0].map(u16::to_ne_bytes).concat());
+    for (number, head) in heads.into_iter().take(3).enumerate() {
+        let at = 16 + 16 * usize::from(head);
+        record[at] = 1;
+        record[at + 8..at + 16].copy_from_slice(&(number as u64).to_ne_bytes());
+    }
+    assert_eq!(rustix::io::pwrite(file, &record, 0).unwrap(), record.len());
+    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
+    front.prepare(0, 0);
+    (1..=BUSY).for_each(|ring| front.start(ring, 0));
+    let in_flight = || served.device.front_end().unwrap().in_flight;
+    until("requests wait for room", || in_flight() > u64::from(SIZE / 2));
+    // Started and stopped by messages that arrive as one.
+    let start = [words(&[SET_VRING_ENABLE, 1, 8, 0, 1]), words(&[GET_VRING_BASE, 1, 8, 0, 0])].concat();
+    front.connection.bytes(&start, &[]);
+    let base = u32::from_ne_bytes(front.connection.reply().unwrap().payload[4..8].try_into().unwrap());
+    assert!((3..=4).contains(&base), "{base}");
+    let done: Vec<u16> = front.completed(0).iter().map(|it| it.0).collect();
+    assert_eq!(done, heads[..base as usize], "all that was taken has completed");
 }
