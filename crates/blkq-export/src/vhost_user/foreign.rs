@@ -19,7 +19,7 @@ use super::mapping::check_file_system;
 
 /// Threads of a kind: so many descriptors may hang, and others are closed.
 const THREADS_MAX: usize = 4;
-/// Descriptors that may wait to be closed; with more of them front ends are kept away.
+/// Descriptors that may wait to be closed, or to be examined; with more of them front ends are kept away.
 const WAITING_MAX: usize = 256;
 /// How long the file system of a front end's file may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -138,9 +138,9 @@ pub fn signal_elsewhere(event: Arc<OwnedFd>) {
     CLOSERS.run(Box::new(move || signal(&event)));
 }
 
-/// Whether descriptors that cannot be closed are so many that no more should be received.
+/// Whether descriptors that can be neither closed nor examined are so many that no more should be received.
 pub fn are_too_many() -> bool {
-    CLOSERS.state().jobs.len() > WAITING_MAX
+    [&CLOSERS, &EXAMINERS].iter().any(|threads| threads.state().jobs.len() > WAITING_MAX)
 }
 
 fn unfit(why: &str) -> Error {
@@ -280,6 +280,24 @@ mod tests {
         drop(other);
         assert!(foreign(listener).check_socket(Some(&own)).is_err());
         assert!(foreign(eventfd(0, EventfdFlags::empty()).unwrap()).check_socket(None).is_err());
+    }
+
+    #[test]
+    fn descriptors_that_wait_to_be_examined_are_limited() {
+        let (release, hangs) = std::sync::mpsc::channel::<()>();
+        let hangs = Arc::new(Mutex::new(hangs));
+        assert!(!are_too_many());
+        for _ in 0..THREADS_MAX + WAITING_MAX + 1 {
+            let hangs = hangs.clone();
+            EXAMINERS.run(Box::new(move || assert!(hangs.lock().unwrap().recv().is_err())));
+        }
+        assert!(are_too_many());
+        drop(release);
+        let begin = Instant::now();
+        while are_too_many() {
+            assert!(begin.elapsed() < Duration::from_secs(30), "they are examined");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     #[test]
