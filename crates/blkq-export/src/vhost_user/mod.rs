@@ -9,7 +9,7 @@
 //! rings of the kernel that know it; `ring` a
 //! ring of either kind, `split` or `packed`, in `area`s of it, with `descriptor` and `chain` in common;
 //! `request` what a chain asks for, with its data as `segments`, which `bounce` copies if it must;
-//! `config` what a driver reads of the device, and `abi` the numbers of virtio.
+//! `config` what a driver reads of the device, and `abi` the numbers of virtio. `slots` are what a ring has in flight.
 
 mod abi;
 mod area;
@@ -42,6 +42,7 @@ mod shared;
 mod sigbus;
 #[cfg(simulation)]
 pub mod simulated;
+mod slots;
 mod source;
 mod split;
 mod status;

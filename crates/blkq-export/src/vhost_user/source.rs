@@ -22,6 +22,7 @@ use super::event::{is_ready, signal};
 use super::memory::GuestMemory;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
+use super::slots::Slots;
 use super::status::{RingCounters, RingStatus};
 
 /// The engine's queue behind its rings: each engine has one.
@@ -82,9 +83,7 @@ pub struct VringSource {
     start: VringStart,
     parser: Parser,
     chain: Chain,
-    /// By the number of their heads.
-    slots: Box<[Option<Slot>]>,
-    in_flight: usize,
+    slots: Slots<Slot>,
     /// Bios for which the queue had no room.
     refused: VecDeque<Bio>,
     bounces: Bounces,
@@ -111,12 +110,10 @@ pub struct VringSource {
 impl VringSource {
     /// Serves the ring of `start`.
     pub fn new(start: VringStart) -> VringSource {
-        let size = usize::from(start.ring.size());
         VringSource {
             parser: Parser::new(&start.serial),
             chain: Chain::new(),
-            slots: std::iter::repeat_with(|| None).take(size).collect(),
-            in_flight: 0,
+            slots: Slots::default(),
             refused: VecDeque::new(),
             bounces: Bounces::new(),
             idle_since_ns: None,
@@ -175,7 +172,7 @@ impl VringSource {
     /// in flight before.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.more = false;
-        let mut left = self.slots.len();
+        let mut left = self.start.ring.size();
         loop {
             if self.rejected || !self.refused.is_empty() || self.bounces.is_exhausted() {
                 return;
@@ -227,7 +224,6 @@ impl VringSource {
             unaligned: 0,
             bounced: None,
         };
-        let user_data = u64::from(head.index);
         let limits = cx.limits(ENGINE_QUEUE);
         // For the guest the device ends where its configuration says.
         let end = limits.whole_bytes() >> 9;
@@ -245,7 +241,7 @@ impl VringSource {
                 self.transfer(cx, slot, data, registered_pieces);
             }
             Action::Flush => {
-                self.keep(slot);
+                let user_data = self.slots.insert(slot);
                 self.submit(cx, Bio::flush(user_data));
             }
             Action::Ranges { operation } => {
@@ -260,7 +256,7 @@ impl VringSource {
                 }
                 let ranges = std::mem::take(&mut self.parser.ranges);
                 slot.bios = ranges.len() as u32;
-                self.keep(slot);
+                let user_data = self.slots.insert(slot);
                 for range in &ranges {
                     let mut flags = BioFlags::empty();
                     if operation == Operation::WriteZeroes {
@@ -301,19 +297,13 @@ impl VringSource {
             true => (Operation::Read, BioFlags::empty()),
             false => (Operation::Write, self.write_flags()),
         };
-        let (sector, sectors, user_data) = (slot.sector, u64::from(slot.bytes) >> 9, slot.head.index.into());
-        self.keep(slot);
+        let (sector, sectors) = (slot.sector, u64::from(slot.bytes) >> 9);
+        let user_data = self.slots.insert(slot);
         self.submit(cx, Bio { operation, flags, sector, sectors, data, user_data });
     }
 
     fn write_flags(&self) -> BioFlags {
         if self.start.write_through.load(Relaxed) { BioFlags::FUA } else { BioFlags::empty() }
-    }
-
-    fn keep(&mut self, slot: Slot) {
-        let index = usize::from(slot.head.index);
-        self.slots[index] = Some(slot);
-        self.in_flight += 1;
     }
 
     fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
@@ -426,16 +416,15 @@ unsafe impl Source for VringSource {
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
-        let index = completion.user_data as usize;
-        let Some(slot) = self.slots.get_mut(index).and_then(Option::as_mut) else { return };
+        let number = completion.user_data;
+        let Some(slot) = self.slots.get_mut(number) else { return };
         if completion.result == Err(Status::Invalid)
             && slot.bounced.is_none()
             && !self.rejected
             && !is_aligned(cx, slot)
         {
             // It waited while a live change raised the alignment.
-            if let Some(slot) = self.slots[index].take() {
-                self.in_flight -= 1;
+            if let Some(slot) = self.slots.take(number) {
                 self.transfer(cx, slot, completion.data, 0);
             }
             return;
@@ -453,9 +442,8 @@ unsafe impl Source for VringSource {
         slot.result = slot.result.and(completion.result);
         slot.bios -= 1;
         if slot.bios == 0
-            && let Some(slot) = self.slots[index].take()
+            && let Some(slot) = self.slots.take(number)
         {
-            self.in_flight -= 1;
             let status = status_of(slot.result);
             self.finish(slot, status);
         }
@@ -494,7 +482,7 @@ unsafe impl Source for VringSource {
             }
         }
         self.trim(cx);
-        self.start.status.publish(&self.counters, self.in_flight);
+        self.start.status.publish(&self.counters, self.slots.len());
         self.start.status.base.store(self.start.ring.base(), Release);
     }
 
@@ -512,7 +500,8 @@ unsafe impl Source for VringSource {
 
     fn client_of(&self, mark: u64) -> Option<String> {
         let VringStart { status, peer, .. } = &self.start;
-        Some(format!("vhost-user front end ({peer}), ring {}, descriptor {mark}", status.index))
+        let descriptor = self.slots.get(mark)?.head.index;
+        Some(format!("vhost-user front end ({peer}), ring {}, descriptor {descriptor}", status.index))
     }
 
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
@@ -522,7 +511,7 @@ unsafe impl Source for VringSource {
     }
 
     fn is_stopped(&self) -> bool {
-        let idle = self.in_flight == 0 && (!self.unpublished || self.rejected) && !self.has_recovered();
+        let idle = self.slots.len() == 0 && (!self.unpublished || self.rejected) && !self.has_recovered();
         self.stopping && idle && !self.poll_armed && !self.cancel_armed
     }
 }

@@ -1,0 +1,73 @@
+//! Requests in flight of a ring, by numbers that are used again: they take as much memory as was ever in
+//! use at once, whatever size the front end gave the ring.
+
+/// Values in numbered slots.
+pub struct Slots<T> {
+    slots: Vec<Option<T>>,
+    free: Vec<u32>,
+}
+
+impl<T> Default for Slots<T> {
+    fn default() -> Slots<T> {
+        Slots { slots: Vec::new(), free: Vec::new() }
+    }
+}
+
+impl<T> Slots<T> {
+    /// Keeps `value`. Returns its number: of the slots that are free, that of the one used last.
+    #[inline]
+    pub fn insert(&mut self, value: T) -> u64 {
+        let Some(number) = self.free.pop() else {
+            self.slots.push(Some(value));
+            return self.slots.len() as u64 - 1;
+        };
+        self.slots[number as usize] = Some(value);
+        number.into()
+    }
+
+    /// The value with this number, if there is one.
+    #[inline]
+    pub fn get(&self, number: u64) -> Option<&T> {
+        self.slots.get(number as usize)?.as_ref()
+    }
+
+    /// As [`Slots::get`].
+    #[inline]
+    pub fn get_mut(&mut self, number: u64) -> Option<&mut T> {
+        self.slots.get_mut(number as usize)?.as_mut()
+    }
+
+    /// Removes the value with this number, if there is one.
+    #[inline]
+    pub fn take(&mut self, number: u64) -> Option<T> {
+        let value = self.slots.get_mut(number as usize)?.take()?;
+        self.free.push(number as u32);
+        Some(value)
+    }
+
+    /// How many values there are.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_that_of_what_was_in_flight_at_once() {
+        let mut slots = Slots::default();
+        let (one, other) = (slots.insert('a'), slots.insert('b'));
+        for value in 'c'..='z' {
+            assert_eq!(slots.take(one).map(|_| slots.len()), Some(1));
+            assert_eq!(slots.take(one), None);
+            assert_eq!(slots.get(one), None);
+            assert_eq!(slots.insert(value), one);
+        }
+        assert_eq!(slots.get_mut(other), Some(&mut 'b'));
+        assert_eq!((slots.len(), slots.slots.len()), (2, 2));
+        assert_eq!(slots.take(7), None);
+    }
+}
