@@ -60,7 +60,7 @@ pub(crate) fn seq_cst_for_loom() {
 }
 
 /// Waits for a message of an engine, which may have exited.
-pub(crate) fn receive<T>(receiver: &mpsc::Receiver<T>) -> Result<T, mpsc::RecvError> {
+pub(crate) fn receive<T>(receiver: &mpsc::Receiver<T>) -> Result<T, std::sync::mpsc::RecvError> {
     #[cfg(any(simulation, fuzzing))]
     loop {
         match receiver.try_recv() {
