@@ -24,7 +24,7 @@ const RING: u64 = 0x10000;
 const HEADERS: u64 = 0x100000;
 const REQUESTS: u32 = 2;
 
-/// Orders that loom tries: a ring that is polled has far more.
+/// Orders that loom tries, unless LOOM_MAX_PERMUTATIONS has another limit: a ring that is polled has far more.
 #[cfg(loom)]
 const ORDERS_MAX: usize = 10_000;
 
@@ -44,7 +44,9 @@ fn model(name: &str, body: impl Fn() + Send + Sync + 'static) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = builder.preemption_bound.or(Some(1));
         builder.max_branches = 10_000;
-        builder.max_permutations = builder.max_permutations.or(Some(ORDERS_MAX));
+        let orders_max = *builder.max_permutations.get_or_insert(ORDERS_MAX);
+        // loom compares the number of orders with the limit only at checkpoints.
+        builder.checkpoint_interval = orders_max + 1;
         builder.check(counted);
     }
     #[cfg(shuttle)]
