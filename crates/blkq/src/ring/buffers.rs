@@ -3,11 +3,11 @@
 use crate::buffer::registration::{self, CLOSED, DROPPED};
 use crate::buffer::{IoBuffer, MemoryOwner, Segment};
 
-/// A buffer in the table.
-struct Held {
-    /// Of its registration.
+/// A place of the table that is in use, by a buffer or by other memory.
+struct TableEntry {
+    /// The number of its registration.
     number: u16,
-    /// How many bytes of it are registered, if they count.
+    /// How many bytes of a buffer are registered; 0 of other memory, which does not count.
     bytes: usize,
     /// Kept as long as the kernel has the memory: at its address is nothing else.
     #[allow(dead_code, reason = "it is there to be dropped")]
@@ -20,7 +20,7 @@ pub(crate) struct BufferTable {
     /// Places that are free.
     free: Vec<u16>,
     /// By place.
-    held: Box<[Option<Held>]>,
+    entries: Box<[Option<TableEntry>]>,
     /// By place: the address behind the registered bytes.
     ends: Box<[usize]>,
     /// Bytes registered of buffers, and the most that there may be.
@@ -31,9 +31,9 @@ pub(crate) struct BufferTable {
 impl BufferTable {
     /// A table of `places` for buffers of up to `bytes_max` together, of ring number `ring`.
     pub fn new(ring: u64, places: u16, bytes_max: usize) -> BufferTable {
-        let held = (0..places).map(|_| None).collect();
+        let entries = (0..places).map(|_| None).collect();
         let ends = vec![0; usize::from(places)].into_boxed_slice();
-        BufferTable { ring, free: (0..places).rev().collect(), held, ends, bytes: 0, bytes_max }
+        BufferTable { ring, free: (0..places).rev().collect(), entries, ends, bytes: 0, bytes_max }
     }
 
     /// Whether there is room for a buffer of `bytes`.
@@ -66,7 +66,7 @@ impl BufferTable {
             self.free.push(place);
             return None;
         };
-        self.held[usize::from(place)] = Some(Held { number, bytes, owner });
+        self.entries[usize::from(place)] = Some(TableEntry { number, bytes, owner });
         self.ends[usize::from(place)] = end;
         self.bytes += bytes;
         Some((place, number))
@@ -88,36 +88,37 @@ impl BufferTable {
 
     /// A place whose buffer was dropped.
     pub fn next_dropped(&self) -> Option<u16> {
-        let dropped = |held: &Option<Held>| {
-            held.as_ref()
-                .and_then(|held| registration::entry(held.number))
-                .is_some_and(|entry| entry.has_left(DROPPED))
+        let dropped = |entry: &Option<TableEntry>| {
+            entry
+                .as_ref()
+                .and_then(|entry| registration::entry(entry.number))
+                .is_some_and(|registration| registration.has_left(DROPPED))
         };
-        self.held.iter().position(dropped).map(|place| place as u16)
+        self.entries.iter().position(dropped).map(|place| place as u16)
     }
 
     /// Frees a place, which is `reusable` if the kernel has no buffer in it any more. Its buffer
     /// was dropped or is no longer registered.
     pub fn remove(&mut self, place: u16, reusable: bool) {
-        let Some(held) = self.held[usize::from(place)].take() else { return };
-        self.bytes -= held.bytes;
-        if let Some(entry) = registration::entry(held.number) {
-            entry.free();
+        let Some(entry) = self.entries[usize::from(place)].take() else { return };
+        self.bytes -= entry.bytes;
+        if let Some(registration) = registration::entry(entry.number) {
+            registration.free();
         }
         if reusable {
             self.free.push(place);
         } else {
             // The kernel still has the memory, and the place keeps its name.
-            std::mem::forget(held);
+            std::mem::forget(entry);
         }
     }
 }
 
 impl Drop for BufferTable {
     fn drop(&mut self) {
-        for held in self.held.iter().flatten() {
-            if let Some(entry) = registration::entry(held.number) {
-                entry.leave(CLOSED);
+        for entry in self.entries.iter().flatten() {
+            if let Some(registration) = registration::entry(entry.number) {
+                registration.leave(CLOSED);
             }
         }
     }

@@ -25,8 +25,9 @@ const BUFFER_SLOTS: u16 = 1024;
 /// Slots behind them that are kept for the kernel to fill: as many as a ublk queue has tags.
 const KERNEL_SLOTS: u16 = 4096;
 
-/// Submissions of drivers that wait for more of them at most, while early submission is on.
-const EARLY_SUBMISSIONS: u32 = 4;
+/// Drivers' submissions that reach the kernel together while early submission is on; neither fewer nor
+/// more were faster (docs/decisions.md).
+const EARLY_SUBMISSION_BATCH: u32 = 4;
 
 /// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
 /// until then its memory is counted as locked by the user that made it (Linux 6.14 on).
@@ -57,9 +58,9 @@ pub struct Ring {
     /// Drivers' submissions reach the kernel a few at a time.
     early_submission: bool,
     /// Submissions of drivers since the last call into the kernel.
-    waiting: u32,
-    /// Completions taken before they were asked for.
-    early: Vec<Cqe>,
+    unsubmitted_io: u32,
+    /// Completions reaped to make room, before they were asked for.
+    reaped: Vec<Cqe>,
     /// Dropping it does not wait for what is in flight.
     abandoned: bool,
 }
@@ -124,8 +125,8 @@ impl Ring {
             kernel_buffers,
             counters: RingCounters::default(),
             early_submission: false,
-            waiting: 0,
-            early: Vec::new(),
+            unsubmitted_io: 0,
+            reaped: Vec::new(),
             abandoned: false,
         })
     }
@@ -169,17 +170,17 @@ impl Ring {
     }
 
     /// As [`Ring::push`], for I/O on a disk: with early submission, what was pushed before is submitted
-    /// first if it is enough, so that the device works on that while the rest is prepared.
+    /// first if it is a batch of four, so that the device works on that while the rest is prepared.
     ///
     /// # Safety
     /// As of [`Ring::push`].
     #[inline]
     pub unsafe fn push_io(&mut self, entry: squeue::Entry, token: Token) {
-        if self.early_submission && self.waiting >= EARLY_SUBMISSIONS {
+        if self.early_submission && self.unsubmitted_io >= EARLY_SUBMISSION_BATCH {
             self.counters.early_submissions += 1;
             self.submit();
         }
-        self.waiting += 1;
+        self.unsubmitted_io += 1;
         // SAFETY: the caller's promise.
         unsafe { self.push(entry, token) }
     }
@@ -193,9 +194,9 @@ impl Ring {
     /// it has no memory (EAGAIN): takes them, for [`Ring::reap_all`] to give out.
     #[cold]
     fn make_room(&mut self) {
-        let mut early = std::mem::take(&mut self.early);
-        self.reap_all(&mut early);
-        self.early = early;
+        let mut reaped = std::mem::take(&mut self.reaped);
+        self.reap_all(&mut reaped);
+        self.reaped = reaped;
     }
 
     /// Whether there is anything to submit.
@@ -213,9 +214,9 @@ impl Ring {
     /// has passed. Being interrupted, or timed out, is not an error: check for completions.
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
-        self.waiting = 0;
-        // Completions taken early have arrived: there is nothing to wait for.
-        let want = if self.early.is_empty() { want } else { 0 };
+        self.unsubmitted_io = 0;
+        // Completions that were reaped have arrived: there is nothing to wait for.
+        let want = if self.reaped.is_empty() { want } else { 0 };
         let submitter = self.uring.submitter();
         let result = match timeout {
             Some(timeout) if want > 0 => {
@@ -238,7 +239,7 @@ impl Ring {
 
     /// Moves every completion that has arrived to the end of `into`.
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
-        into.append(&mut self.early);
+        into.append(&mut self.reaped);
         let before = into.len();
         into.extend(self.uring.completion().map(|cqe| Cqe {
             token: Token(cqe.user_data()),

@@ -184,7 +184,7 @@ fn early_submission_submits_before_the_fifth() {
 }
 
 #[test]
-fn what_was_taken_early_is_neither_waited_for_nor_lost() {
+fn completions_reaped_to_make_room_are_not_waited_for_nor_lost() {
     let mut ring = Ring::new(4).unwrap();
     // SAFETY: a NOP uses nothing.
     unsafe { ring.push(opcode::Nop::new().build(), Token::new(1, 7)) };
