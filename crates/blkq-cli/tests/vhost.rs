@@ -189,7 +189,7 @@ fn requests_survive_a_killed_daemon() {
 }
 
 #[test]
-fn requests_in_registered_memory_survive_it_too() {
+fn requests_in_registered_memory_survive_a_killed_daemon() {
     // Without a sandbox root's engines may lock as much as they like.
     kill_under_load("vhost-kill-reg", &["--register-memory", "--no-sandbox"]);
 }

@@ -78,7 +78,7 @@ fn make_room(connection: &mut Connection) {
 }
 
 #[test]
-fn a_socket_that_lingers_holds_nobody() {
+fn a_socket_that_lingers_delays_no_front_end() {
     let (served, lingering) = (serve(ram(), 1), Lingering::new());
     let begin = Instant::now();
     let messages: [([u32; 3], Vec<u8>); 4] = [
@@ -115,9 +115,9 @@ fn a_socket_that_lingers_holds_nobody() {
     assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
 }
 
-/// A front end that keeps its own connection open in the hands of the device.
+/// A front end passes its own connection to the device as a descriptor, which would keep it open.
 #[test]
-fn a_front_end_cannot_outlive_itself() {
+fn a_connection_passed_to_the_device_closes_all_the_same() {
     let served = serve(ram(), 1);
     let begun = || {
         let mut connection = Connection::new(&served.path);
@@ -195,7 +195,7 @@ fn a_kick_is_an_eventfd_and_nothing_else() {
 }
 
 #[test]
-fn kicks_that_are_strange_are_kicks() {
+fn semaphores_and_full_eventfds_kick_as_others_do() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     for flags in [EventfdFlags::SEMAPHORE, EventfdFlags::empty()] {

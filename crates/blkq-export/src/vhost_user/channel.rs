@@ -19,8 +19,8 @@ use super::message::{FILES_MAX, HEADER_BYTES, Header, Refusal, Reply, refuse};
 
 /// Replies that wait for a front end that does not read them; then its requests are not read either.
 const WAITING_MAX: usize = 1;
-/// How long the rest of a message, or the reading of a reply, may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the front end may take to send the rest of a message, or to read a reply.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most descriptors that the kernel passes at once (SCM_MAX_FD): what it cannot deliver it closes itself,
 /// on the thread that receives.
 const PASSED_MAX: usize = 253;
@@ -80,19 +80,20 @@ impl Channel {
 
     /// When the front end must have sent the rest of a message, or read a reply.
     pub fn deadline(&self) -> Option<Instant> {
-        self.since.map(|since| since + PATIENCE)
+        self.since.map(|since| since + MESSAGE_TIMEOUT)
     }
 
-    /// Whether it has, at `now`. To be called after all was received and sent that can be.
+    /// Checks at `now` that [`Channel::deadline`] has not passed. To be called after all was received and
+    /// sent that can be.
     ///
     /// # Errors
-    /// That it has not.
+    /// That the front end is late, and with what.
     pub fn check_deadline(&self, now: Instant) -> Result<(), Closed> {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Ok(());
         }
         let what = if self.waiting.is_empty() { "sent the rest of a message" } else { "read a reply" };
-        Err(Closed::Violation(refuse(format!("it has not {what} for {} s", PATIENCE.as_secs()))))
+        Err(Closed::Violation(refuse(format!("it has not {what} for {} s", MESSAGE_TIMEOUT.as_secs()))))
     }
 
     /// Whether requests are read, and whether replies wait: what to poll for.

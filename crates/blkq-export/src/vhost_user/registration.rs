@@ -19,12 +19,13 @@ use blkq::{EngineHandle, Error, ErrorKind, RegisteredMemory};
 use super::mapping::Mapping;
 use super::memory::{GuestMemory, Registrations};
 
-/// How long memory may be locked that is no longer in use: the kernel takes the rings of a process that
-/// was killed apart some time later.
+/// How long registering is tried again when too little memory may be locked (ENOMEM): that of a daemon
+/// that was just killed counts until the kernel has closed its rings, some time later.
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
+/// The time between two tries.
 const MEMORY_RETRY: Duration = Duration::from_millis(100);
 
-/// How much guest memory may be registered. `None`: as much as there is.
+/// The limits within which guest memory is registered. `None`: as much as there is.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct RegisterMemory {
     /// The memory in bytes that may be locked, by all engines together: RLIMIT_MEMLOCK, unless engines

@@ -495,7 +495,7 @@ impl World {
         self.restart(syncs_failed);
     }
 
-    /// The image loses its power, and holds what it may hold.
+    /// A power loss of the image's disk: the image holds what it may hold then.
     pub fn cut_power(&mut self) {
         simulation::cut_power();
         self.seen.power_cuts += 1;

@@ -20,7 +20,7 @@ use crate::result::{Comparison, Expected, Table};
 
 /// Requests that the device does at a time: its tags. With [`FAULT`] it does 100,000 a second.
 const DEPTH: u16 = 32;
-/// The time of each. The words of the servers have both.
+/// The time of each. [`NBD`] and [`VHOST`] have both among their options.
 const FAULT: &str = "delay=320us";
 
 const IN_PROCESS: &str = "in process";

@@ -188,7 +188,7 @@ struct Ready {
 }
 
 impl Peer {
-    /// A server of this program, by its words.
+    /// A server of this program, by its command line.
     pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Peer {
         Peer { name, package: "", quick: true, way: Way::Nbd(words) }
     }

@@ -159,7 +159,7 @@ const OVER_NOTHING: [Server; 4] = [
 ];
 
 impl Server {
-    /// A server of this program with one queue, by its words.
+    /// A server of this program with one queue, by its command line.
     pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Server {
         Server { name, package: "", way: Way::Server { words, socket: "state/disk.vhost", queues: 1 } }
     }

@@ -24,11 +24,11 @@ enum Stop {
     Loaded,
     /// Killed at any instant; front end and machine live on.
     Killed,
-    /// The same, and the image loses its power.
+    /// The same, and what the image had not synced is lost.
     ImageLoss,
     /// The machine is killed as well.
     MachineKilled,
-    /// The host loses its power.
+    /// A power loss of the host, with the machine on it.
     PowerLoss,
 }
 
