@@ -52,6 +52,21 @@ fn a_request_of_128_kib_flushes_the_plug_unless_merging_is_off() {
     }
 }
 
+#[test]
+fn what_became_large_by_merging_goes_before_the_next() {
+    let device = Device::plain(Behaviour::default());
+    let (_disk, mut queue) = device.open();
+    // So many the next plug expects.
+    (0..8).for_each(|n| read(&mut queue, n * 16, 4096));
+    drain(&mut queue);
+    (0..4).for_each(|n| read(&mut queue, 1024 + n * 64, 32 << 10));
+    assert_eq!(device.log().len(), 8);
+    read(&mut queue, 0, 4096);
+    assert_eq!(device.log().len(), 9);
+    drain(&mut queue);
+    assert_eq!(device.log().len(), 10);
+}
+
 // Contract: data
 #[test]
 fn neighbours_merge_on_both_sides_and_in_order() {

@@ -27,6 +27,9 @@ impl Queue {
         let merged = self.disk.settings().merge && self.merge_into(tag, index, side, segments);
         if merged {
             self.plug.merged(&self.in_flight[tag]);
+            if self.plug.has_grown() {
+                self.close_lane();
+            }
         }
         merged
     }
