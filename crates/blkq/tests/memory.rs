@@ -7,7 +7,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::channel;
 
 use blkq::{
     Bio, Disk, Driver, DriverContext, DriverQueue, Error, OpenContext, Operation, QueueLimits, Sector,
@@ -46,7 +47,11 @@ fn operations_without_data_that_carry_memory_are_rejected() {
 #[derive(Clone, Default)]
 struct Panicking {
     taken: Arc<AtomicBool>,
+    /// How many requests it was given.
+    offered: Arc<AtomicUsize>,
     panics: Arc<AtomicBool>,
+    /// The same as soon as it has taken requests.
+    panics_with_requests: Arc<AtomicBool>,
 }
 
 impl Driver for Panicking {
@@ -65,8 +70,10 @@ impl Driver for Panicking {
 
 // SAFETY: nothing uses the memory of a request, and none completes.
 unsafe impl DriverQueue for Panicking {
-    fn queue_requests(&mut self, _: &mut DriverContext<'_>, _: &[Tag]) -> Taken {
+    fn queue_requests(&mut self, _: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         self.taken.store(true, SeqCst);
+        self.offered.fetch_add(tags.len(), SeqCst);
+        assert!(!self.panics_with_requests.load(SeqCst), "as it is to");
         Taken::All
     }
 
@@ -79,11 +86,9 @@ const CHILD: &str = "BLKQ_MEMORY_CHILD";
 /// The exit code of a child in which memory that was in flight went back to its owner.
 const RETURNED: i32 = 77;
 
-#[test]
-#[ignore = "run by the test below, in a process of its own"]
-fn a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight() {
+/// Reads into lent memory while the driver keeps it or, if it is to, panics; then drops the queue.
+fn drop_with_lent_memory_in_flight(driver: Panicking) {
     assert!(std::env::var_os(CHILD).is_some());
-    let driver = Panicking::default();
     let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     let mut submitter = disk.submitter();
@@ -94,7 +99,7 @@ fn a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight() {
         std::process::exit(RETURNED);
     });
     while !driver.taken.load(SeqCst) {
-        queue.poll();
+        let _ = catch_unwind(AssertUnwindSafe(|| queue.poll()));
     }
     driver.panics.store(true, SeqCst);
     let _ = catch_unwind(AssertUnwindSafe(|| drop(queue)));
@@ -102,9 +107,62 @@ fn a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight() {
 }
 
 #[test]
+#[ignore = "run by the test below, in a process of its own"]
+fn a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight() {
+    drop_with_lent_memory_in_flight(Panicking::default());
+}
+
+#[test]
+#[ignore = "run by the test below, in a process of its own"]
+fn a_driver_panics_as_it_takes_lent_memory() {
+    let driver = Panicking::default();
+    driver.panics_with_requests.store(true, SeqCst);
+    drop_with_lent_memory_in_flight(driver);
+}
+
+#[test]
 fn memory_of_a_caller_never_returns_while_it_is_in_flight() {
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    let name = "a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight";
-    let output = child.args(["--exact", name, "--ignored", "--nocapture"]).env(CHILD, "1").output().unwrap();
-    assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
+    for name in [
+        "a_queue_is_dropped_by_a_panic_with_lent_memory_in_flight",
+        "a_driver_panics_as_it_takes_lent_memory",
+    ] {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let output =
+            child.args(["--exact", name, "--ignored", "--nocapture"]).env(CHILD, "1").output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{name}: {output:?}");
+    }
+}
+
+#[test]
+fn a_driver_that_panics_is_given_no_request_twice() {
+    let driver = Panicking::default();
+    let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    (0..3).for_each(|n| queue.submit(Bio::read(Sector(n * 16), filled(4096, 0), n)).unwrap());
+    driver.panics_with_requests.store(true, SeqCst);
+    catch_unwind(AssertUnwindSafe(|| queue.poll())).unwrap_err();
+    driver.panics_with_requests.store(false, SeqCst);
+    queue.poll();
+    assert_eq!(driver.offered.load(SeqCst), 3);
+    drop(queue);
+}
+
+#[test]
+fn a_panic_of_the_owner_loses_no_staged_bio() {
+    let driver = Panicking::default();
+    let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let mut submitter = disk.submitter();
+    let (results, completed) = channel();
+    // The first is so large that it reaches the driver before the others are taken in.
+    for (sector, bytes) in [(0, 128 << 10), (512, 4096), (520, 4096), (1024, 4096)] {
+        let results = results.clone();
+        let bio = Bio::read(Sector(sector), filled(bytes, 0), 0);
+        submitter.submit(bio, move |result, _| results.send(result).unwrap());
+    }
+    drop(results);
+    driver.panics_with_requests.store(true, SeqCst);
+    catch_unwind(AssertUnwindSafe(|| queue.poll())).unwrap_err();
+    drop(queue);
+    assert_eq!(completed.iter().collect::<Vec<_>>(), [Err(Status::Offline); 4]);
 }

@@ -18,7 +18,7 @@ use crate::kick::Kick;
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
 use crate::remote::gate::{Direction, GateCounters, RequestGate};
-use crate::remote::software::SoftwareQueues;
+use crate::remote::software::{SoftwareQueues, Staged};
 use crate::stats::{QueueStats, StatsSnapshot};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
@@ -337,7 +337,12 @@ impl Disk {
     }
 
     fn fail_staged(&self, index: usize) {
-        for staged in self.queues[index].software.take_all() {
+        self.fail(self.queues[index].software.take_all());
+    }
+
+    /// Completes bios that submitters staged with [`Status::Offline`].
+    pub(crate) fn fail(&self, staged: impl IntoIterator<Item = Staged>) {
+        for staged in staged {
             let direction = Direction::of(staged.operation);
             let (first, others) = staged.into_bios();
             for (bio, completer) in std::iter::once(first).chain(others) {

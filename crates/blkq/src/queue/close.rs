@@ -19,14 +19,14 @@ impl Queue {
         if self.disk.settings().iostats {
             self.plug.count(self.in_flight.requests(), &mut self.stats);
         }
-        let abandoned = self.dispatch.abandon(self.plug.requests(), self.in_flight.requests().len());
-        self.plug.clear();
+        let abandoned = self.dispatch.abandon(self.plug.take_requests(), self.in_flight.requests().len());
         self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
         self.complete_batch();
         self.abandon_flushes(Err(Status::Offline));
         while let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) {
             self.reject(index, Status::Offline);
         }
+        self.disk.disk().fail(self.pull_cursor.taken().drain(..));
         self.completions.pay_gate(&self.disk.disk().gate);
         self.completions.notify_remote();
     }

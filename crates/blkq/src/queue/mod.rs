@@ -195,7 +195,7 @@ impl Queue {
         if self.disk.settings().iostats {
             self.plug.count(self.in_flight.requests(), &mut self.stats);
         }
-        let batch = self.plug.requests();
+        let batch = self.plug.take_requests();
         self.stats.count(Counter::PlugFlushes, 1);
         if self.dispatch.is_direct() {
             let mut cx =
@@ -203,10 +203,8 @@ impl Queue {
             self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);
         } else {
             self.dispatch.insert(batch, &self.in_flight, &mut self.clock);
-            self.plug.clear();
-            return self.run_dispatch(ring);
+            self.run_dispatch(ring);
         }
-        self.plug.clear();
     }
 
     fn run_dispatch(&mut self, ring: Option<&mut Ring>) {

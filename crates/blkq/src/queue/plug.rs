@@ -136,12 +136,14 @@ impl Plug {
         }
     }
 
-    /// Its requests were dispatched.
+    /// Takes the requests out, oldest first: before they are dispatched, as a driver that panics has
+    /// perhaps taken some.
     #[inline]
-    pub fn clear(&mut self) {
+    pub fn take_requests(&mut self) -> &[Tag] {
         self.last_len = self.len;
         (self.len, self.ready, self.directions) = (0, 0, [0; 2]);
         (self.tail, self.grown) = (NOWHERE, false);
+        &self.tags[..self.last_len]
     }
 }
 

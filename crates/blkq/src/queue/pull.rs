@@ -56,17 +56,16 @@ impl Queue {
         // As many as there are tags for: of shared ones that is not known.
         let free = usize::from(self.disk.settings().requests()) - self.in_flight.in_use() as usize;
         let count = if self.tags.is_shared() { 1 } else { free.min(TAKE_AT_ONCE) };
-        let mut taken = self.pull_cursor.room();
-        let more = self.disk.shared().software.try_take(index, count, &mut taken);
-        let moved = !taken.is_empty();
-        for staged in taken.drain(..) {
+        let more = self.disk.shared().software.try_take(index, count, self.pull_cursor.taken());
+        let mut moved = false;
+        while let Some(staged) = self.pull_cursor.taken().pop_front() {
+            moved = true;
             let ((bio, completer), others) = staged.into_bios();
             self.accept(bio, completer, SlotFlags::GATED, ring.as_deref_mut());
             for (bio, completer) in others {
                 self.accept(bio, completer, SlotFlags::empty(), ring.as_deref_mut());
             }
         }
-        self.pull_cursor.return_room(taken);
         // If a submitter had the lock just now, the next turn takes what is there.
         if more.unwrap_or(true) {
             self.disk.shared().software.set_pending(index);

@@ -1,5 +1,7 @@
 //! From which software queue staged bios are taken next, and whether they are at all.
 
+use std::collections::VecDeque;
+
 use crate::remote::software::Staged;
 
 /// Where a queue is in its round over the software queues.
@@ -8,8 +10,8 @@ pub(super) struct PullCursor {
     /// The software queue that comes first.
     from: u32,
     closed: bool,
-    /// Room for what is taken at once.
-    taken: Vec<Staged>,
+    /// Staged requests that were taken at once and are not the queue's own yet.
+    taken: VecDeque<Staged>,
 }
 
 impl PullCursor {
@@ -21,15 +23,11 @@ impl PullCursor {
         self.from = index;
     }
 
-    /// Room for what is taken at once, to be returned empty.
+    /// The staged requests that were taken at once, oldest first. Each stays here until it is the queue's
+    /// own: a panic loses none of them.
     #[inline]
-    pub fn room(&mut self) -> Vec<Staged> {
-        std::mem::take(&mut self.taken)
-    }
-
-    #[inline]
-    pub fn return_room(&mut self, room: Vec<Staged>) {
-        self.taken = room;
+    pub fn taken(&mut self) -> &mut VecDeque<Staged> {
+        &mut self.taken
     }
 
     /// The owner of the queue stops: nothing more is taken from submitters.

@@ -190,11 +190,11 @@ impl SoftwareQueues {
     /// Takes the oldest that are staged in software queue `index`, at most `count`, and whether there are
     /// more. None while a submitter has its lock.
     #[inline]
-    pub fn try_take(&self, index: usize, count: usize, into: &mut Vec<Staged>) -> Option<bool> {
+    pub fn try_take(&self, index: usize, count: usize, into: &mut VecDeque<Staged>) -> Option<bool> {
         let mut queue = try_lock(&self.queues[index])?;
         for _ in 0..count {
             let Some(staged) = queue.pop_front() else { return Some(false) };
-            into.push(staged);
+            into.push_back(staged);
         }
         Some(!queue.is_empty())
     }

@@ -42,7 +42,7 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
     let mut left = submitters as u64 * count;
     while left > 0 {
         software.pending.take_all(|index| {
-            let mut taken = Vec::new();
+            let mut taken = VecDeque::new();
             if software.try_take(index, 2, &mut taken).unwrap_or(true) {
                 software.pending.set(index);
             }
