@@ -7,9 +7,9 @@ mod vhost;
 
 use std::os::fd::AsFd;
 
-use blkq::Disk;
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, LoopSetting};
+use blkq::{Disk, Setting};
 use blkq_export::vhost_user::Event;
 use front_end::*;
 use rustix::event::{EventfdFlags, eventfd};
@@ -21,6 +21,7 @@ const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
 const DISCARD: u32 = 11;
 const WRITE_ZEROES: u32 = 13;
+const F_RO: u64 = 1 << 5;
 
 #[test]
 fn requests_complete_whatever_they_are() {
@@ -188,6 +189,24 @@ fn requests_beyond_what_was_advertised_fail() {
         assert_eq!(range(0, 8), 0);
         assert_eq!(range(capacity - 8, 16), 1);
         assert_eq!(range(0, most.saturating_add(1)), 1);
+    }
+}
+
+/// It was offered them by a daemon that was killed, whose disk was read-only, or is not.
+#[test]
+fn features_of_another_daemon_are_acknowledged() {
+    let served = serve(ram(), 1);
+    for (read_only, feature) in [(false, F_RO), (true, F_WRITE_ZEROES)] {
+        served.disk.set(Setting::ReadOnly(read_only)).unwrap();
+        let mut front = FrontEnd::new(&served.path, F_FLUSH | F_PROTOCOL | F_VERSION_1, 1);
+        assert_eq!(front.connection.ask(GET_FEATURES, &[]).number() & feature, 0, "it is not offered");
+        let features = F_FLUSH | F_PROTOCOL | F_VERSION_1 | feature;
+        front.connection.done(SET_FEATURES, &features.to_ne_bytes(), &[]);
+        front.start(0, 0);
+        assert_eq!(front.run(0, IN, 0, DATA, 512), 0);
+        assert_eq!(front.run(0, OUT, 0, DATA, 512), u8::from(read_only), "as the disk has it");
+        drop(front);
+        served.until_idle();
     }
 }
 

@@ -21,6 +21,10 @@ const RANGE_MAX_BYTES: u64 = 1 << 30;
 /// 31 bits in which libblkio computes their sum.
 const SEGMENT_MAX_BYTES: u32 = 1 << 23;
 
+/// Features that come and go with the limits. A driver keeps what it was offered when a live change, or the
+/// daemon that follows a killed one, offers something else: its requests are checked by the limits.
+pub const FEATURES_OF_LIMITS: u64 = feature::RO | feature::DISCARD | feature::WRITE_ZEROES;
+
 /// The features that a device with `limits` offers. It may have more queues than it has engines.
 pub fn features(limits: &QueueLimits) -> u64 {
     let mut features = feature::SEG_MAX

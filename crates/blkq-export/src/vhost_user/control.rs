@@ -51,14 +51,14 @@ struct Ready {
 
 impl Control {
     /// The control thread of the device of `shared`, which accepts from `listener`.
-    pub fn new(shared: Arc<Shared>, listener: Listener) -> Control {
+    pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Control {
         Control { shared, listener, connected: None, accept_at: None }
     }
 
     /// Serves front ends until the device stops.
     pub fn run(mut self) {
         while !self.shared.stopping.load(SeqCst) {
-            let ready = self.wait();
+            let ready = self.wait(None);
             // Nothing that a front end sends shall end the thread.
             if catch_unwind(AssertUnwindSafe(|| self.turn(&ready))).is_err() {
                 self.disconnect(Some("an internal error: please report it".to_owned()));
@@ -71,16 +71,18 @@ impl Control {
     /// Does all that there is to do, and waits for nothing.
     #[cfg(fuzzing)]
     pub fn poll(&mut self) {
-        self.turn(&Ready { woken: true, arrival: true, front_end: PollFlags::all() });
+        let ready = self.wait(Some(Duration::ZERO));
+        self.turn(&ready);
     }
 
-    fn wait(&mut self) -> Ready {
+    /// Waits until there is something to do, for `most` at the longest.
+    fn wait(&mut self, most: Option<Duration>) -> Ready {
         let now = Instant::now();
         let pause = self.accept_at.map(|at| at.saturating_duration_since(now));
         let accepts = pause.is_none_or(|pause| pause.is_zero());
         let deadline = self.connected.as_ref().and_then(|connected| connected.channel.deadline());
         let left = deadline.map(|deadline| deadline.saturating_duration_since(now));
-        let timeout = pause.filter(|_| !accepts).into_iter().chain(left).min();
+        let timeout = pause.filter(|_| !accepts).into_iter().chain(left).chain(most).min();
         let timeout = timeout
             .map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: i64::from(it.subsec_nanos()) + 1 });
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::abi::feature;
 use super::channel::{Incoming, send_some};
-use super::config::{WRITEBACK_AT, config, features};
+use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, features};
 use super::foreign::Foreign;
 use super::inflight::InflightRegion;
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
@@ -234,8 +234,7 @@ impl Session {
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
-        // A driver goes on to acknowledge a feature that a live change took away.
-        let strange = features & !self.offered() & !self.features;
+        let strange = features & !self.offered() & !FEATURES_OF_LIMITS;
         if strange != 0 {
             return Err(refuse(format!("{strange:#x} was not offered")));
         }

@@ -223,6 +223,8 @@ pub struct World {
     pub server: Option<Server>,
     /// The one client, if the device is that of a virtual machine.
     pub machine: Option<Machine>,
+    /// Steps that its thread has waited for one thing.
+    waited: u64,
 }
 
 /// Lives through the fate of `seed`, over a kernel that may have a defect.
@@ -278,6 +280,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
         image,
         server: None,
         machine: None,
+        waited: 0,
     }));
     set_meanwhile(&world);
     (setup, world)
@@ -398,6 +401,7 @@ impl World {
 
     /// A client does something, and the server perhaps.
     pub fn step(&mut self) {
+        self.waited = 0;
         self.toggle_trigger();
         let World { chance, common, server, extra, worlds, machine, .. } = self;
         let Some(Server { engine, source, clients, sockets, .. }) = server else { return };
@@ -428,9 +432,12 @@ impl World {
         }
     }
 
-    /// The world while a change waits for requests in flight.
+    /// The world while a change, or a ring that stops, waits for requests in flight.
     fn meanwhile(&mut self) {
+        let waited = self.waited + 1;
+        assert!(waited < TURNS_MAX, "its one thread waits too long");
         self.step();
+        self.waited = waited;
         if self.chance.one_in(4) {
             simulation::pass(self.chance.below(100_000_000));
         }

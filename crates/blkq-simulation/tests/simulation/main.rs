@@ -222,7 +222,14 @@ const NOTICED_BY_MACHINES: [(Defect, &[&str]); 7] = [
     ),
 ];
 const TAMPERS_NOTICED: [(Tamper, &[&str]); 5] = [
-    (Tamper::ForgetsInFlight, &["requests are not answered", "in flight in a stopped ring"]),
+    (
+        Tamper::ForgetsInFlight,
+        &[
+            "requests are not answered",
+            "in flight in a stopped ring",
+            "available again while it is in flight",
+        ],
+    ),
     (Tamper::CompletesTwice, &["used, and not available", "used with status 255"]),
     (Tamper::UsedBeforeData, &["a read brought what cannot be"]),
     (Tamper::StrayByte, &["memory that is not the device's has changed"]),

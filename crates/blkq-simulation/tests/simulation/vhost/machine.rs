@@ -22,7 +22,7 @@ const RINGS: u64 = 0x1_0000;
 const DATA: u64 = 0x100_0000;
 const REGION_BYTES: u64 = 0x1_8000;
 /// Each request has so much of the data, one of them in both regions.
-const SLOT_BYTES: u64 = 0x4400;
+const SLOT_BYTES: u64 = 0x4800;
 const SLOTS: u64 = 2 * REGION_BYTES / SLOT_BYTES;
 /// Largest data of a request.
 const DATA_MAX_BYTES: u64 = 12 << 10;
@@ -491,6 +491,8 @@ impl Machine {
             }
             _ => offers.push((asked.status, 1, true)),
         }
+        let end = offers.iter().map(|(at, length, _)| at + u64::from(*length)).max();
+        assert!(end <= Some(asked.slot + SLOT_BYTES), "it does not fit into its slot: {asked:?}");
         offers
     }
 
