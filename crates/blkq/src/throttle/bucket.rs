@@ -1,0 +1,128 @@
+//! The word of a limit: the time until which what was let through has used the limit up (the
+//! theoretical arrival time of the generic cell rate algorithm, ITU-T I.371).
+//!
+//! A request may begin when that time has come, and moves it on by its cost, in nanoseconds of the
+//! monotonic clock. Nothing ticks, and an idle limit is a word that nobody writes. The rest of a
+//! division is kept by the one who charges, so rates are exact however long it lasts.
+
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+const NS_PER_S: u64 = 1_000_000_000;
+/// A word further in the future than this was damaged, or is of one request that is too large for its limit;
+/// it counts as so far.
+pub(crate) const DEBT_NS_MAX: u64 = 60 * NS_PER_S;
+
+/// The words of one set of limits: by the number of the key.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Buckets {
+    pub average: [AtomicU64; 6],
+    /// Of the rate of a burst.
+    pub peak: [AtomicU64; 6],
+}
+
+impl Buckets {
+    pub fn new() -> Buckets {
+        Buckets {
+            average: std::array::from_fn(|_| AtomicU64::new(0)),
+            peak: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    /// Limits have changed: nobody waits for what was let through under those before.
+    pub fn forgive_debt(&self, now_ns: u64) {
+        self.average.iter().chain(&self.peak).for_each(|word| forgive_debt(word, now_ns));
+    }
+}
+
+/// Has the word be no later than `now_ns`.
+pub(crate) fn forgive_debt(word: &AtomicU64, now_ns: u64) {
+    let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| (spent_ns > now_ns).then_some(now_ns));
+}
+
+/// The word, which is cut to [`DEBT_NS_MAX`] first: for good, as a bound that is counted from each look would
+/// move along with the time.
+#[inline]
+pub(crate) fn spent_ns(word: &AtomicU64, now_ns: u64) -> u64 {
+    let (spent_ns, most_ns) = (word.load(Relaxed), now_ns.saturating_add(DEBT_NS_MAX));
+    if spent_ns <= most_ns {
+        return spent_ns;
+    }
+    word.fetch_min(most_ns, Relaxed).min(most_ns)
+}
+
+/// When the next request may begin, from the word: no earlier than `credit_ns` ago, as what was not used
+/// until then is lost.
+#[inline]
+pub(crate) fn start_of(spent_ns: u64, now_ns: u64, credit_ns: u64) -> u64 {
+    spent_ns.max(now_ns.saturating_sub(credit_ns))
+}
+
+/// How many units at `rate` per second have accrued since `start_ns`; `None` before it.
+#[inline]
+pub(crate) fn accrued(start_ns: u64, now_ns: u64, rate: u64) -> Option<u64> {
+    let ns = now_ns.checked_sub(start_ns)?;
+    Some(match ns.checked_mul(rate) {
+        Some(product) => product / NS_PER_S,
+        None => u64::try_from(u128::from(ns) * u128::from(rate) / u128::from(NS_PER_S)).unwrap_or(u64::MAX),
+    })
+}
+
+/// The nanoseconds that `units` take at `rate` per second, and the rest for the next time: less than `rate`.
+#[inline]
+pub(crate) fn cost_ns(units: u64, rate: u64, rest: u64) -> (u64, u64) {
+    match units.checked_mul(NS_PER_S).and_then(|product| product.checked_add(rest)) {
+        Some(product) => (product / rate, product % rate),
+        None => {
+            let product = u128::from(units) * u128::from(NS_PER_S) + u128::from(rest);
+            let rate = u128::from(rate);
+            (u64::try_from(product / rate).unwrap_or(u64::MAX), (product % rate) as u64)
+        }
+    }
+}
+
+/// `value * numerator / denominator`, where the denominator is not 0.
+#[inline]
+pub(crate) fn scaled(value: u64, numerator: u64, denominator: u64) -> u64 {
+    match value.checked_mul(numerator) {
+        Some(product) => product / denominator,
+        None => u64::try_from(u128::from(value) * u128::from(numerator) / u128::from(denominator))
+            .unwrap_or(u64::MAX),
+    }
+}
+
+/// How much longer a burst may be than its limit alone would allow: the credit, in nanoseconds of the rate.
+pub(crate) fn burst_credit_ns(rate: u64, burst_rate: u64, length_ns: u64) -> u64 {
+    scaled(length_ns, burst_rate.saturating_sub(rate), rate)
+}
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_do_not_drift() {
+        for rate in [1, 3, 7, 999_983, 10_000_000, 1 << 40] {
+            let (mut ns, mut rest) = (0, 0);
+            for units in 0..10_000 {
+                let (cost, left) = cost_ns(units % 97, rate, rest);
+                (ns, rest) = (ns + u128::from(cost), left);
+            }
+            let units: u128 = (0..10_000).map(|units| units % 97).sum();
+            assert_eq!(ns, units * 1_000_000_000 / u128::from(rate), "{rate}");
+        }
+        assert_eq!(cost_ns(u64::MAX, 1, 0), (u64::MAX, 0));
+    }
+
+    #[test]
+    fn a_word_of_the_far_future_blocks_for_a_minute_at_most() {
+        let word = AtomicU64::new(u64::MAX);
+        assert_eq!(spent_ns(&word, 5), 5 + DEBT_NS_MAX);
+        // The bound does not move.
+        assert_eq!(spent_ns(&word, 900), 5 + DEBT_NS_MAX);
+        assert_eq!(start_of(0, 5, 9), 0);
+        assert_eq!(start_of(0, 50, 9), 41);
+        assert_eq!(accrued(6, 5, 1), None);
+        assert_eq!(accrued(0, u64::MAX, u64::MAX), Some(u64::MAX));
+    }
+}

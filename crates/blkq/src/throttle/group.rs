@@ -1,0 +1,368 @@
+//! A group: limits that devices share, of one process or, in memory that they map, of several.
+//!
+//! All of it is atomic words, so that another process may write anything there: the worst is a wrong
+//! rate. The limits are behind a sequence that is odd while they change. Each member has a slot with its weight and
+//! its own words: the time until which it has used its share up.
+
+#[cfg(not(model_check))]
+use std::any::Any;
+#[cfg(not(model_check))]
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::bucket::{Buckets, forgive_debt};
+use super::limits::{LIMIT_WORDS, LimitKey, RateLimits};
+use crate::clock::monotonic_ns;
+use crate::error::{Error, ErrorKind};
+use crate::sync::atomic::{
+    AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+    fence,
+};
+
+/// Devices in a group.
+pub const MEMBERS_MAX: usize = 120;
+/// A member's weight: from 1 to this.
+pub const WEIGHT_MAX: u32 = 10_000;
+/// The weight of a member that has none of its own.
+pub const WEIGHT_DEFAULT: u32 = 100;
+/// How long a member counts among those that share the limit after its last request.
+pub(super) const ACTIVE_NS: u64 = 100_000_000;
+/// `blkqgrp` and the version of the layout.
+const MAGIC: u64 = u64::from_le_bytes(*b"blkqgrp\x01");
+/// Bytes of a member's name that are kept.
+const NAME_WORDS: usize = 14;
+/// How often a reader that meets a change of the limits tries again at once.
+const READ_TRIES: usize = 4;
+
+#[repr(C, align(64))]
+struct Header {
+    magic: AtomicU64,
+    boot: [AtomicU64; 2],
+    /// Odd while the limits change.
+    sequence: AtomicU64,
+    limits: [AtomicU64; LIMIT_WORDS],
+    /// Slots that were ever used.
+    used: AtomicU64,
+}
+
+#[repr(C, align(64))]
+struct SharedBuckets(Buckets);
+
+#[repr(C, align(64))]
+struct Slot {
+    weight: AtomicU64,
+    spent_ns: [AtomicU64; LimitKey::COUNT],
+    /// Until when it counts among the active members, by limit.
+    active_until_ns: [AtomicU64; LimitKey::COUNT],
+    name: [AtomicU64; NAME_WORDS],
+}
+
+#[repr(C)]
+struct Words {
+    header: Header,
+    buckets: SharedBuckets,
+    slots: [Slot; MEMBERS_MAX],
+}
+
+fn zeroes<const N: usize>() -> [AtomicU64; N] {
+    std::array::from_fn(|_| AtomicU64::new(0))
+}
+
+impl Words {
+    fn new() -> Words {
+        let header = Header {
+            magic: AtomicU64::new(0),
+            boot: zeroes(),
+            sequence: AtomicU64::new(0),
+            limits: zeroes(),
+            used: AtomicU64::new(0),
+        };
+        let slot = |_| Slot {
+            weight: AtomicU64::new(0),
+            spent_ns: zeroes(),
+            active_until_ns: zeroes(),
+            name: zeroes(),
+        };
+        Words { header, buckets: SharedBuckets(Buckets::new()), slots: std::array::from_fn(slot) }
+    }
+}
+
+enum Memory {
+    Own(Box<Words>),
+    #[cfg(not(model_check))]
+    Shared {
+        words: NonNull<Words>,
+        /// Keeps the memory mapped.
+        _mapping: Box<dyn Any + Send + Sync>,
+    },
+}
+
+/// A group of devices with limits in common.
+pub struct Group {
+    memory: Memory,
+}
+
+// SAFETY: the words are atomic, and stay mapped as long as this.
+unsafe impl Send for Group {}
+// SAFETY: as above.
+unsafe impl Sync for Group {}
+
+/// A slot of a group, as far as it is for reports.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct MemberInfo {
+    /// The number of the slot.
+    pub slot: usize,
+    /// The member's name, up to 112 bytes.
+    pub name: String,
+    /// Its weight.
+    pub weight: u32,
+}
+
+impl Default for Group {
+    fn default() -> Group {
+        Group::new()
+    }
+}
+
+impl Group {
+    /// Bytes of a group in memory that processes share.
+    pub const BYTES: usize = size_of::<Words>();
+
+    /// A group of this process, without limits.
+    pub fn new() -> Group {
+        let group = Group { memory: Memory::Own(Box::new(Words::new())) };
+        group.reset([0; 2], 0);
+        group
+    }
+
+    /// The group in memory that is shared with other processes; `mapping` is dropped with the group.
+    ///
+    /// # Safety
+    /// From `start` on, which is aligned to 64 bytes, [`Group::BYTES`] are readable and writable until
+    /// `mapping` is dropped, and are accessed by atomic operations only.
+    #[cfg(not(model_check))]
+    pub unsafe fn over(start: NonNull<u8>, mapping: Box<dyn Any + Send + Sync>) -> Group {
+        Group { memory: Memory::Shared { words: start.cast(), _mapping: mapping } }
+    }
+
+    fn words(&self) -> &Words {
+        match &self.memory {
+            Memory::Own(words) => words,
+            #[cfg(not(model_check))]
+            // SAFETY: valid for as long as the mapping is there, as `over` demands; atomics all through, which
+            // any bytes are.
+            Memory::Shared { words, .. } => unsafe { words.as_ref() },
+        }
+    }
+
+    /// Begins the group anew, without limits. For memory of zeroes, or damaged; `boot` names the time that
+    /// the monotonic clock is of, and no member that is there has a slot from `used` on.
+    pub fn reset(&self, boot: [u64; 2], used: usize) {
+        self.restart(boot, used);
+        let Header { sequence, limits, magic, .. } = &self.words().header;
+        limits.iter().for_each(|word| word.store(0, Relaxed));
+        sequence.store(0, Release);
+        magic.store(MAGIC, Release);
+    }
+
+    /// Whether the memory has a group of this version.
+    pub fn is_group(&self) -> bool {
+        self.words().header.magic.load(Acquire) == MAGIC
+    }
+
+    /// Whether its times are of the boot of this name.
+    pub fn is_of(&self, boot: [u64; 2]) -> bool {
+        self.words().header.boot.iter().zip(boot).all(|(word, boot)| word.load(Relaxed) == boot)
+    }
+
+    /// The machine was booted anew, with another name of the boot: no time in it means anything. No member
+    /// that is there has a slot from `used` on. The limits stay.
+    pub fn restart(&self, boot: [u64; 2], used: usize) {
+        let Words { header, buckets, slots } = self.words();
+        buckets.0.average.iter().chain(&buckets.0.peak).for_each(|word| word.store(0, Relaxed));
+        for slot in slots {
+            slot.active_until_ns.iter().chain(&slot.spent_ns).for_each(|word| word.store(0, Relaxed));
+        }
+        header.used.store(used as u64, Relaxed);
+        header.boot.iter().zip(boot).for_each(|(word, boot)| word.store(boot, Relaxed));
+    }
+
+    /// Whether the memory has a group of this version, and its limits.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Format`] if it has not, or if a change of the limits was not completed; for a
+    /// caller that lets nobody else change them meanwhile.
+    pub fn check(&self) -> Result<RateLimits, Error> {
+        let damaged = |what: &str| Err(Error::new(ErrorKind::Format, what.to_owned()));
+        let sequence = &self.words().header.sequence;
+        if !self.is_group() {
+            return damaged("it is no group of this version of blkq");
+        }
+        if !sequence.load(Acquire).is_multiple_of(2) {
+            return damaged("a change of its limits was interrupted");
+        }
+        self.limits().map_or_else(|| damaged("its limits are out of range"), |(_, limits)| Ok(limits))
+    }
+
+    /// The limits, and the number of their change; `None` while they change, or if they are damaged.
+    pub fn limits(&self) -> Option<(u64, RateLimits)> {
+        let Header { sequence, limits, .. } = &self.words().header;
+        if !self.is_group() {
+            return None;
+        }
+        for _ in 0..READ_TRIES {
+            let before = sequence.load(Acquire);
+            let mut words = [0; LIMIT_WORDS];
+            words.iter_mut().zip(limits).for_each(|(word, limit)| *word = limit.load(Relaxed));
+            fence(Acquire);
+            if before.is_multiple_of(2) && sequence.load(Relaxed) == before {
+                return RateLimits::from_words(&words).map(|limits| (before, limits));
+            }
+        }
+        None
+    }
+
+    /// The number of the last change of the limits: another one after each.
+    #[inline]
+    pub(crate) fn sequence(&self) -> u64 {
+        self.words().header.sequence.load(Relaxed)
+    }
+
+    /// Changes the limits, also where a change was interrupted; one caller at a time. Nobody waits for what was
+    /// let through under those before.
+    pub fn set_limits(&self, limits: &RateLimits) {
+        let Words { header, buckets, slots } = self.words();
+        let odd = header.sequence.load(Relaxed) | 1;
+        header.sequence.store(odd, Relaxed);
+        fence(Release);
+        header.limits.iter().zip(limits.to_words()).for_each(|(word, limit)| word.store(limit, Relaxed));
+        let now_ns = monotonic_ns();
+        buckets.0.forgive_debt(now_ns);
+        slots.iter().flat_map(|slot| &slot.spent_ns).for_each(|word| forgive_debt(word, now_ns));
+        header.sequence.store(odd.wrapping_add(1), Release);
+    }
+
+    /// Takes a slot, which no other member has: see [`MEMBERS_MAX`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for a slot that there is not, or a weight not from 1 to [`WEIGHT_MAX`].
+    pub fn join(self: Arc<Group>, slot: usize, name: &str, weight: u32) -> Result<Member, Error> {
+        check_weight(weight)?;
+        let words = self.words();
+        let Some(own) = words.slots.get(slot) else {
+            return Err(Error::new(ErrorKind::Invalid, format!("a group has at most {MEMBERS_MAX} members")));
+        };
+        own.active_until_ns.iter().chain(&own.spent_ns).for_each(|word| word.store(0, Relaxed));
+        own.weight.store(weight.into(), Relaxed);
+        let mut bytes = [0; NAME_WORDS * 8];
+        let length = name.len().min(bytes.len());
+        bytes[..length].copy_from_slice(&name.as_bytes()[..length]);
+        for (word, bytes) in own.name.iter().zip(bytes.chunks_exact(8)) {
+            word.store(u64::from_le_bytes(bytes.try_into().unwrap_or_default()), Relaxed);
+        }
+        let used = &words.header.used;
+        let _ = used.fetch_update(Relaxed, Relaxed, |used| (used <= slot as u64).then_some(slot as u64 + 1));
+        Ok(Member { group: self, slot })
+    }
+
+    /// The contents of the slot, whether its member is still there or not; `None` if it was never used.
+    pub fn member(&self, slot: usize) -> Option<MemberInfo> {
+        if slot >= self.used() {
+            return None;
+        }
+        let words = &self.words().slots[slot];
+        let bytes: Vec<u8> = words.name.iter().flat_map(|word| word.load(Relaxed).to_le_bytes()).collect();
+        let length = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+        let name = String::from_utf8_lossy(&bytes[..length]).into_owned();
+        Some(MemberInfo { slot, name, weight: weight_of(words) })
+    }
+
+    /// Slots that were ever used.
+    #[inline]
+    fn used(&self) -> usize {
+        (self.words().header.used.load(Relaxed) as usize).min(MEMBERS_MAX)
+    }
+}
+
+fn weight_of(slot: &Slot) -> u32 {
+    slot.weight.load(Relaxed).clamp(1, WEIGHT_MAX.into()) as u32
+}
+
+fn check_weight(weight: u32) -> Result<(), Error> {
+    if (1..=WEIGHT_MAX).contains(&weight) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Invalid, format!("a weight is from 1 to {WEIGHT_MAX}, not {weight}")))
+}
+
+/// A device in a group.
+pub struct Member {
+    group: Arc<Group>,
+    slot: usize,
+}
+
+impl Member {
+    /// The group.
+    pub fn group(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// Its weight.
+    pub fn weight(&self) -> u32 {
+        weight_of(self.words())
+    }
+
+    /// Changes it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if it is not from 1 to [`WEIGHT_MAX`].
+    pub fn set_weight(&self, weight: u32) -> Result<(), Error> {
+        check_weight(weight)?;
+        self.words().weight.store(weight.into(), Relaxed);
+        Ok(())
+    }
+
+    #[inline]
+    fn words(&self) -> &Slot {
+        &self.group.words().slots[self.slot]
+    }
+
+    /// The words of the group's limits.
+    #[inline]
+    pub(crate) fn buckets(&self) -> &Buckets {
+        &self.group.words().buckets.0
+    }
+
+    /// The word of this member's share of a limit.
+    #[inline]
+    pub(crate) fn spent_ns(&self, key: LimitKey) -> &AtomicU64 {
+        &self.words().spent_ns[key as usize]
+    }
+
+    /// Its weight, and that of all members that use the limit now, this one among them.
+    pub(crate) fn weights(&self, key: LimitKey, now_ns: u64) -> (u64, u64) {
+        let slots = &self.group.words().slots[..self.group.used()];
+        let is_active = |slot: &Slot| slot.active_until_ns[key as usize].load(Relaxed) > now_ns;
+        let others = slots.iter().enumerate().filter(|(index, slot)| *index != self.slot && is_active(slot));
+        let own = u64::from(self.weight());
+        (own, own + others.map(|(_, slot)| u64::from(weight_of(slot))).sum::<u64>())
+    }
+
+    /// It uses the limit, and will at `next_ns` again.
+    #[inline]
+    pub(crate) fn note_active(&self, key: LimitKey, next_ns: u64) {
+        let word = &self.words().active_until_ns[key as usize];
+        let until_ns = next_ns.saturating_add(ACTIVE_NS);
+        // Not at every request: others read the line.
+        if word.load(Relaxed) < until_ns - ACTIVE_NS / 8 {
+            word.store(until_ns, Relaxed);
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.words().active_until_ns.iter().for_each(|word| word.store(0, Relaxed));
+    }
+}

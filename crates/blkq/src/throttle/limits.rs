@@ -1,0 +1,391 @@
+//! The limits of a device or a group, and their text: `read-iops=500,burst=2000x10s,bps=100M`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::drivers::parse_bytes;
+use crate::error::{Error, ErrorKind};
+
+/// Without limits.
+const NONE: &str = "none";
+/// Most requests per second.
+pub const IOPS_MAX: u64 = 10_000_000;
+/// Least and most bytes per second.
+pub const BPS_MIN: u64 = 1 << 10;
+/// See [`BPS_MIN`].
+pub const BPS_MAX: u64 = 1 << 40;
+/// Least and most bytes that cost one I/O.
+const IOPS_SIZE: std::ops::RangeInclusive<u64> = 512..=1 << 30;
+/// Shortest and longest burst.
+const BURST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=3_600_000_000_000;
+const BURST_RULE: &str = "write a burst as RATExLENGTH, such as 2000x10s or 200Mx500ms";
+
+/// The quantity that a limit counts, and of which requests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum LimitKey {
+    /// I/Os per second.
+    Iops,
+    /// Reads per second.
+    ReadIops,
+    /// All other I/Os per second: writes, write zeroes, discards, flushes.
+    WriteIops,
+    /// Bytes read and written per second.
+    Bps,
+    /// Bytes read per second.
+    ReadBps,
+    /// Bytes written per second.
+    WriteBps,
+}
+
+impl LimitKey {
+    /// Number of keys.
+    pub const COUNT: usize = 6;
+    /// Every key, in the order of its number.
+    pub const ALL: [LimitKey; Self::COUNT] = [
+        LimitKey::Iops,
+        LimitKey::ReadIops,
+        LimitKey::WriteIops,
+        LimitKey::Bps,
+        LimitKey::ReadBps,
+        LimitKey::WriteBps,
+    ];
+
+    /// The name in the text.
+    pub const fn name(self) -> &'static str {
+        match self {
+            LimitKey::Iops => "iops",
+            LimitKey::ReadIops => "read-iops",
+            LimitKey::WriteIops => "write-iops",
+            LimitKey::Bps => "bps",
+            LimitKey::ReadBps => "read-bps",
+            LimitKey::WriteBps => "write-bps",
+        }
+    }
+
+    /// Whether it counts bytes, not I/Os.
+    pub const fn is_bytes(self) -> bool {
+        matches!(self, LimitKey::Bps | LimitKey::ReadBps | LimitKey::WriteBps)
+    }
+
+    fn range(self) -> std::ops::RangeInclusive<u64> {
+        if self.is_bytes() { BPS_MIN..=BPS_MAX } else { 1..=IOPS_MAX }
+    }
+
+    fn parse_rate(self, text: &str) -> Result<u64, Error> {
+        let rate = if self.is_bytes() { parse_bytes(text).ok() } else { text.parse().ok() };
+        rate.filter(|rate| self.range().contains(rate)).ok_or_else(|| {
+            invalid(match self.is_bytes() {
+                true => format!("{} is a number of bytes from 1K to 1T, not {text:?}", self.name()),
+                false => format!("{} is a number from 1 to {IOPS_MAX}, not {text:?}", self.name()),
+            })
+        })
+    }
+}
+
+/// A higher rate, for a while.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Burst {
+    /// Per second, more than that of the limit.
+    pub rate: u64,
+    /// For how long, in nanoseconds, from 1 ms to 1 hour; it is available again when the device stayed
+    /// below its rate for long enough.
+    pub length_ns: u64,
+}
+
+/// A limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RateLimit {
+    /// Per second: I/Os from 1 to [`IOPS_MAX`], or bytes from [`BPS_MIN`] to [`BPS_MAX`].
+    pub rate: u64,
+    /// Exceeded for a while.
+    pub burst: Option<Burst>,
+}
+
+/// The limits of a device or a group; a request obeys all of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RateLimits {
+    /// By the number of [`LimitKey`].
+    limits: [Option<RateLimit>; LimitKey::COUNT],
+    /// An I/O of more bytes counts as several; 0: each counts as one.
+    iops_size_bytes: u64,
+}
+
+/// Words of [`RateLimits::to_words`].
+pub(super) const LIMIT_WORDS: usize = 3 * LimitKey::COUNT + 1;
+
+impl RateLimits {
+    /// The limit of `key`.
+    pub fn get(&self, key: LimitKey) -> Option<RateLimit> {
+        self.limits[key as usize]
+    }
+
+    /// Bytes that cost one I/O; a larger request costs several. 0 if each costs one.
+    pub fn iops_size_bytes(&self) -> u64 {
+        self.iops_size_bytes
+    }
+
+    /// Whether there is none.
+    pub fn is_none(&self) -> bool {
+        self.limits.iter().all(Option::is_none)
+    }
+
+    /// Sets the limit of `key`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for a rate or a burst out of range.
+    pub fn set(&mut self, key: LimitKey, limit: RateLimit) -> Result<(), Error> {
+        check(key, limit)?;
+        self.limits[key as usize] = Some(limit);
+        Ok(())
+    }
+
+    /// Has an I/O cost one for each `bytes`, begun ones too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if that is not from 512 bytes to 1 GiB.
+    pub fn set_iops_size(&mut self, bytes: u64) -> Result<(), Error> {
+        if !IOPS_SIZE.contains(&bytes) {
+            return Err(invalid(format!("iops-size is from 512 bytes to 1G, not {bytes}")));
+        }
+        self.iops_size_bytes = bytes;
+        Ok(())
+    }
+
+    /// As words in memory that processes share.
+    pub(super) fn to_words(self) -> [u64; LIMIT_WORDS] {
+        let mut words = [0; LIMIT_WORDS];
+        for (limit, words) in self.limits.iter().zip(words.chunks_exact_mut(3)) {
+            if let Some(RateLimit { rate, burst }) = limit {
+                let (burst_rate, burst_ns) = burst.map_or((0, 0), |burst| (burst.rate, burst.length_ns));
+                words.copy_from_slice(&[*rate, burst_rate, burst_ns]);
+            }
+        }
+        words[LIMIT_WORDS - 1] = self.iops_size_bytes;
+        words
+    }
+
+    /// From such words; `None` if they are not those of limits.
+    pub(super) fn from_words(words: &[u64; LIMIT_WORDS]) -> Option<RateLimits> {
+        let mut limits = RateLimits::default();
+        for (key, words) in LimitKey::ALL.into_iter().zip(words.chunks_exact(3)) {
+            let (rate, burst) = (words[0], Burst { rate: words[1], length_ns: words[2] });
+            if rate > 0 {
+                let burst = (burst.rate > 0).then_some(burst);
+                limits.set(key, RateLimit { rate, burst }).ok()?;
+            }
+        }
+        match words[LIMIT_WORDS - 1] {
+            0 => {}
+            bytes => limits.set_iops_size(bytes).ok()?,
+        }
+        Some(limits)
+    }
+}
+
+fn invalid(why: String) -> Error {
+    Error::new(ErrorKind::Invalid, why)
+}
+
+fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
+    let (name, range) = (key.name(), key.range());
+    if !range.contains(&limit.rate) {
+        return Err(invalid(format!(
+            "{name} is from {} to {}, not {}",
+            range.start(),
+            range.end(),
+            limit.rate
+        )));
+    }
+    let Some(burst) = limit.burst else { return Ok(()) };
+    if burst.rate <= limit.rate || burst.rate > *range.end() {
+        return Err(invalid(format!(
+            "the burst of {name} is more than its rate, and at most {}, not {}",
+            range.end(),
+            burst.rate
+        )));
+    }
+    if !BURST_NS.contains(&burst.length_ns) {
+        return Err(invalid(format!("the burst of {name} lasts from 1ms to 3600s")));
+    }
+    Ok(())
+}
+
+/// A time with its unit, `s` or `ms`, in nanoseconds.
+fn parse_length(text: &str) -> Option<u64> {
+    let (number, unit_ns) = match text.strip_suffix("ms") {
+        Some(number) => (number, 1e6),
+        None => (text.strip_suffix('s')?, 1e9),
+    };
+    let is_plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    let number: f64 = number.parse().ok().filter(|_| is_plain)?;
+    Some((number * unit_ns).round() as u64)
+}
+
+impl FromStr for RateLimits {
+    type Err = Error;
+
+    /// Reads `KEY=RATE` separated by commas; `burst=RATExLENGTH` is for the key before it,
+    /// `iops-size=BYTES` for all that count I/Os; `none` is no limit.
+    fn from_str(text: &str) -> Result<RateLimits, Error> {
+        let mut limits = RateLimits::default();
+        if text == NONE {
+            return Ok(limits);
+        }
+        let mut last: Option<LimitKey> = None;
+        for item in text.split(',') {
+            let Some((name, value)) = item.split_once('=') else {
+                let names: Vec<&str> = LimitKey::ALL.map(LimitKey::name).into();
+                return Err(invalid(format!(
+                    "a limit is KEY=RATE, with a key of {}, or none; not {item:?}",
+                    names.join(", ")
+                )));
+            };
+            if let Some(key) = LimitKey::ALL.into_iter().find(|key| key.name() == name) {
+                if limits.get(key).is_some() {
+                    return Err(invalid(format!("{name} stands there twice")));
+                }
+                limits.set(key, RateLimit { rate: key.parse_rate(value)?, burst: None })?;
+                last = Some(key);
+            } else if name == "burst" {
+                let Some(key) = last else {
+                    return Err(invalid("burst stands behind the limit that it is of".to_owned()));
+                };
+                let Some(limit) = limits.get(key).filter(|limit| limit.burst.is_none()) else {
+                    return Err(invalid(format!("{} has two bursts", key.name())));
+                };
+                let (rate, length) = value.split_once('x').ok_or_else(|| invalid(BURST_RULE.to_owned()))?;
+                let length_ns = parse_length(length).ok_or_else(|| invalid(BURST_RULE.to_owned()))?;
+                let burst = Some(Burst { rate: key.parse_rate(rate)?, length_ns });
+                limits.set(key, RateLimit { burst, ..limit })?;
+            } else if name == "iops-size" {
+                if limits.iops_size_bytes != 0 {
+                    return Err(invalid("iops-size stands there twice".to_owned()));
+                }
+                limits.set_iops_size(parse_bytes(value)?)?;
+            } else {
+                let names: Vec<&str> = LimitKey::ALL.map(LimitKey::name).into();
+                return Err(invalid(format!(
+                    "no limit is named {name:?}: there are {}, burst, iops-size",
+                    names.join(", ")
+                )));
+            }
+        }
+        let counts_ios = LimitKey::ALL.into_iter().any(|key| !key.is_bytes() && limits.get(key).is_some());
+        if limits.iops_size_bytes != 0 && !counts_ios {
+            return Err(invalid("iops-size is for limits of I/Os per second, and there is none".to_owned()));
+        }
+        Ok(limits)
+    }
+}
+
+/// Bytes with the largest suffix of which they are a multiple.
+fn bytes_text(bytes: u64) -> String {
+    let suffixes = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
+    let fits = |(_, shift): &(char, u32)| bytes != 0 && bytes.trailing_zeros() >= *shift;
+    match suffixes.into_iter().find(fits) {
+        Some((letter, shift)) => format!("{}{letter}", bytes >> shift),
+        None => bytes.to_string(),
+    }
+}
+
+impl fmt::Display for RateLimits {
+    /// As [`RateLimits::from_str`] reads it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut items = Vec::new();
+        for key in LimitKey::ALL {
+            let rate_text = |rate: u64| if key.is_bytes() { bytes_text(rate) } else { rate.to_string() };
+            let Some(RateLimit { rate, burst }) = self.get(key) else { continue };
+            items.push(format!("{}={}", key.name(), rate_text(rate)));
+            if let Some(Burst { rate, length_ns }) = burst {
+                let length = match length_ns {
+                    ns if ns % 1_000_000_000 == 0 => format!("{}s", ns / 1_000_000_000),
+                    ns => format!("{}ms", ns as f64 / 1e6),
+                };
+                items.push(format!("burst={}x{length}", rate_text(rate)));
+            }
+        }
+        if self.iops_size_bytes != 0 {
+            items.push(format!("iops-size={}", bytes_text(self.iops_size_bytes)));
+        }
+        f.write_str(if items.is_empty() { NONE } else { "" })?;
+        f.write_str(&items.join(","))
+    }
+}
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_come_back_as_they_were() {
+        for (text, canonical) in [
+            ("none", "none"),
+            ("iops=1", "iops=1"),
+            ("read-iops=500,burst=2000x10s", "read-iops=500,burst=2000x10s"),
+            (
+                "write-bps=100M,burst=200Mx500ms,iops=10,iops-size=16k",
+                "iops=10,write-bps=100M,burst=200Mx500ms,iops-size=16K",
+            ),
+            ("bps=1000", ""),
+            ("iops=10000000,bps=1T", "iops=10000000,bps=1T"),
+            ("iops=7,burst=8x0.5s", "iops=7,burst=8x500ms"),
+        ] {
+            match text.parse::<RateLimits>() {
+                Ok(limits) => {
+                    assert_eq!(limits.to_string(), canonical);
+                    assert_eq!(canonical.parse::<RateLimits>().ok(), Some(limits));
+                    assert_eq!(RateLimits::from_words(&limits.to_words()), Some(limits));
+                }
+                Err(error) => assert_eq!(canonical, "", "{text}: {error}"),
+            }
+        }
+    }
+
+    #[test]
+    fn invalid_limits_are_rejected_in_one_short_line() {
+        for bad in [
+            "",
+            "iops",
+            "iops=",
+            "iops=0",
+            "iops=-1",
+            "iops=1.5",
+            "iops=10000001",
+            "iops=1,iops=2",
+            "bps=1",
+            "bps=2T",
+            "burst=2x1s",
+            "iops=5,burst=5x1s",
+            "iops=5,burst=6",
+            "iops=5,burst=6x1",
+            "iops=5,burst=6x0s",
+            "iops=5,burst=6x1s,burst=7x1s",
+            "iops=5,burst=6x2h",
+            "iops=5,burst=6x3601s",
+            "iops=5,burst=6xinfs",
+            "iops-size=4k",
+            "iops=1,iops-size=1",
+            "iops=1,iops-size=4k,iops-size=4k",
+            "total=1",
+            "iops=5,",
+            "none,iops=1",
+            "iops=5,burst=6x1e99s",
+        ] {
+            let why = bad.parse::<RateLimits>().unwrap_err().to_string();
+            assert!(!why.is_empty() && why.len() < 200 && !why.contains('\n'), "{bad}: {why}");
+        }
+    }
+
+    #[test]
+    fn words_that_are_no_limits_are_rejected() {
+        let mut words = RateLimits::default().to_words();
+        words[0] = u64::MAX;
+        assert_eq!(RateLimits::from_words(&words), None);
+        words[..3].copy_from_slice(&[5, 4, 1_000_000]);
+        assert_eq!(RateLimits::from_words(&words), None);
+        words[..3].copy_from_slice(&[5, 6, 1_000_000]);
+        words[LIMIT_WORDS - 1] = 1;
+        assert_eq!(RateLimits::from_words(&words), None);
+    }
+}

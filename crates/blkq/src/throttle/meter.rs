@@ -1,0 +1,269 @@
+//! One limit as one queue applies it to its requests.
+
+use std::sync::Arc;
+
+use super::bucket::{accrued, burst_credit_ns, cost_ns, scaled, spent_ns, start_of};
+use super::group::Member;
+use super::limits::{LimitKey, RateLimit, RateLimits};
+use super::{bucket, group};
+use crate::bio::Operation;
+use crate::request::Request;
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::tags::Tag;
+
+/// An idle limit accrues no more than this, without a burst: it makes up for a thread that comes late, and is
+/// that much of a second by which a device may be ahead.
+const CREDIT_NS: u64 = 2_000_000;
+/// The same of a queue whose requests waited: however late its thread was, the rate is kept.
+const LATE_CREDIT_NS: u64 = 100_000_000;
+/// How far ahead of its share a member may be that uses what others leave.
+const AHEAD_NS_MAX: u64 = 100_000_000;
+/// How much later than the limit would allow a waiting member tries to use what others leave, so that these
+/// come first to what is theirs.
+const SPARE_DELAY_NS: u64 = 500_000;
+/// How long the weights of the active members are taken for those of now.
+const WEIGHTS_NS: u64 = 1_000_000;
+
+enum Place {
+    Own(Arc<bucket::Buckets>),
+    Group(Arc<Member>),
+}
+
+/// The part of a request that a limit counts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unit {
+    One,
+    /// One for so many bytes, begun ones too.
+    PerBytes(u64),
+    Bytes,
+}
+
+/// A limit, or the rate of its burst.
+pub(crate) struct Meter {
+    place: Place,
+    key: LimitKey,
+    is_peak: bool,
+    unit: Unit,
+    rate: u64,
+    credit_ns: u64,
+    /// The rest of the last division, for the next.
+    rest: u64,
+    /// The member's weight and that of all active members, and until when they are taken for those of now.
+    weights: (u64, u64),
+    weights_until_ns: u64,
+}
+
+/// The answer to a batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Admitted {
+    /// So many of its requests may begin, from the first on.
+    pub count: usize,
+    /// When the next may, in nanoseconds of the monotonic clock, if that is not all of them.
+    pub next_ns: u64,
+}
+
+impl Meter {
+    /// The meters of a device's own limits.
+    pub fn of_device(limits: &RateLimits, buckets: &Arc<bucket::Buckets>) -> Vec<Meter> {
+        Meter::all(limits, || Place::Own(buckets.clone()))
+    }
+
+    /// Those of a group's, for a member of it.
+    pub fn of_group(limits: &RateLimits, member: &Arc<Member>) -> Vec<Meter> {
+        Meter::all(limits, || Place::Group(member.clone()))
+    }
+
+    fn all(limits: &RateLimits, place: impl Fn() -> Place) -> Vec<Meter> {
+        let mut all = Vec::new();
+        for key in LimitKey::ALL {
+            let Some(RateLimit { rate, burst }) = limits.get(key) else { continue };
+            let unit = match limits.iops_size_bytes() {
+                _ if key.is_bytes() => Unit::Bytes,
+                0 => Unit::One,
+                bytes => Unit::PerBytes(bytes),
+            };
+            let meter = |rate, is_peak, credit_ns| Meter {
+                place: place(),
+                key,
+                is_peak,
+                unit,
+                rate,
+                credit_ns,
+                rest: 0,
+                weights: (1, 1),
+                weights_until_ns: 0,
+            };
+            let credit_ns = burst.map_or(0, |burst| burst_credit_ns(rate, burst.rate, burst.length_ns));
+            all.push(meter(rate, false, credit_ns.max(CREDIT_NS)));
+            all.extend(burst.map(|burst| meter(burst.rate, true, CREDIT_NS)));
+        }
+        all
+    }
+
+    fn word(&self) -> &AtomicU64 {
+        let buckets = match &self.place {
+            Place::Own(buckets) => buckets,
+            Place::Group(member) => member.buckets(),
+        };
+        if self.is_peak { &buckets.peak[self.key as usize] } else { &buckets.average[self.key as usize] }
+    }
+
+    /// The member whose share this is.
+    fn member(&self) -> Option<&Arc<Member>> {
+        match &self.place {
+            Place::Group(member) if !self.is_peak => Some(member),
+            _ => None,
+        }
+    }
+
+    /// The cost of the request, in units of the rate; 0 if the limit does not concern it.
+    #[inline]
+    fn cost(&self, request: &Request) -> u64 {
+        let concerned = match self.key {
+            LimitKey::Iops | LimitKey::Bps => true,
+            LimitKey::ReadIops | LimitKey::ReadBps => request.operation() == Operation::Read,
+            LimitKey::WriteIops | LimitKey::WriteBps => request.operation() != Operation::Read,
+        };
+        let bytes = if request.operation().has_data() { request.bytes() } else { 0 };
+        match self.unit {
+            _ if !concerned => 0,
+            Unit::One => 1,
+            Unit::PerBytes(size) => bytes.div_ceil(size).max(1),
+            Unit::Bytes => bytes,
+        }
+    }
+
+    /// Whether it counts reads, or all others.
+    pub fn concerns(&self, reads: bool) -> bool {
+        match self.key {
+            LimitKey::Iops | LimitKey::Bps => true,
+            LimitKey::ReadIops | LimitKey::ReadBps => reads,
+            LimitKey::WriteIops | LimitKey::WriteBps => !reads,
+        }
+    }
+
+    /// When a request that it counts may begin; it charges nothing.
+    pub fn next_ns(&mut self, now_ns: u64, is_late: bool) -> u64 {
+        self.admit(&[], &[], now_ns, is_late).next_ns
+    }
+
+    /// How many requests of the batch begin within `room`, and what they cost.
+    #[inline]
+    fn count(&self, batch: &[Tag], requests: &[Request], room: Option<u64>) -> (usize, u64) {
+        if self.key == LimitKey::Iops && self.unit == Unit::One {
+            // The first one needs no more than that its time has come.
+            let count = room.map_or(0, |room| usize::try_from(room.saturating_add(1)).unwrap_or(usize::MAX));
+            let count = count.min(batch.len());
+            return (count, count as u64);
+        }
+        let (mut count, mut units) = (0, 0_u64);
+        for tag in batch {
+            let cost = self.cost(&requests[tag.index()]);
+            if cost > 0 && room.is_none_or(|room| units > room) {
+                break;
+            }
+            (count, units) = (count + 1, units.saturating_add(cost));
+        }
+        (count, units)
+    }
+
+    /// Lets through what conforms of a batch, in order, and charges it. `is_late` if requests of
+    /// this queue waited for the limit.
+    pub fn admit(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> Admitted {
+        let credit_ns = if is_late { self.credit_ns.max(LATE_CREDIT_NS) } else { self.credit_ns };
+        if self.member().is_some() {
+            return self.admit_member(batch, requests, now_ns, credit_ns, is_late);
+        }
+        loop {
+            let seen_ns = spent_ns(self.word(), now_ns);
+            let start_ns = start_of(seen_ns, now_ns, credit_ns);
+            let (count, units) = self.count(batch, requests, accrued(start_ns, now_ns, self.rate));
+            if units == 0 {
+                return Admitted { count, next_ns: start_ns };
+            }
+            let (ns, rest) = cost_ns(units, self.rate, self.rest);
+            let spent_ns = start_ns.saturating_add(ns);
+            if self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_ok() {
+                self.rest = rest;
+                return Admitted { count, next_ns: spent_ns };
+            }
+        }
+    }
+
+    /// The same for a member of a group, which may begin a request when its own share allows it, or when
+    /// the limit has room: nobody waits while there is any. Both are charged, so what a member took beyond
+    /// its share is that of others until the share has caught up.
+    fn admit_member(
+        &mut self,
+        batch: &[Tag],
+        requests: &[Request],
+        now_ns: u64,
+        credit_ns: u64,
+        is_late: bool,
+    ) -> Admitted {
+        let Place::Group(member) = &self.place else { return Admitted { count: 0, next_ns: now_ns } };
+        let member = member.clone();
+        if now_ns >= self.weights_until_ns {
+            self.weights = member.weights(self.key, now_ns);
+            self.weights_until_ns = now_ns + WEIGHTS_NS;
+        }
+        let (weight, all) = self.weights;
+        let share = member.spent_ns(self.key);
+        let share_credit_ns = if is_late { LATE_CREDIT_NS } else { CREDIT_NS };
+        loop {
+            let (seen_ns, share_ns) = (spent_ns(self.word(), now_ns), spent_ns(share, now_ns));
+            let start_ns = start_of(seen_ns, now_ns, credit_ns);
+            let share_start_ns = start_of(share_ns, now_ns, share_credit_ns);
+            let mut room = accrued(start_ns, now_ns, self.rate);
+            let (mut count, mut units) = self.count(batch, requests, room);
+            if count < batch.len() && all > weight {
+                let own_ns = now_ns.checked_sub(share_start_ns).map(|ns| scaled(ns, weight, all));
+                room = room.max(own_ns.and_then(|own_ns| accrued(0, own_ns, self.rate)));
+                (count, units) = self.count(batch, requests, room);
+            }
+            let (ns, rest) = cost_ns(units, self.rate, self.rest);
+            let spent_ns = start_ns.saturating_add(ns);
+            if units > 0 && self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_err() {
+                continue;
+            }
+            let own_ns = scaled(ns, all, weight);
+            // A member that used what others left repays that for a moment only.
+            let ahead_ns = now_ns.saturating_add(own_ns.max(AHEAD_NS_MAX));
+            let charged = |share_ns: u64| {
+                let start_ns = start_of(share_ns, now_ns, share_credit_ns);
+                start_ns.saturating_add(own_ns).min(ahead_ns.max(start_ns))
+            };
+            let mut own_spent_ns = share_start_ns;
+            if units > 0 {
+                self.rest = rest;
+                // Another queue of the device may charge it at the same time.
+                let before_ns = share.fetch_update(Relaxed, Relaxed, |share_ns| Some(charged(share_ns)));
+                own_spent_ns = charged(before_ns.unwrap_or(share_ns));
+            }
+            let next_ns = match all > weight {
+                true => own_spent_ns.min(spent_ns.saturating_add(SPARE_DELAY_NS)),
+                false => spent_ns,
+            };
+            if units > 0 || count < batch.len() {
+                member.note_active(self.key, next_ns.max(now_ns));
+            }
+            return Admitted { count, next_ns };
+        }
+    }
+
+    /// The requests, which were charged as the last of a batch, do not begin after all.
+    pub fn refund(&mut self, batch: &[Tag], requests: &[Request]) {
+        let units = batch.iter().map(|tag| self.cost(&requests[tag.index()])).sum();
+        let (ns, _) = cost_ns(units, self.rate, 0);
+        let refund = |word: &AtomicU64, ns: u64| {
+            let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| Some(spent_ns.saturating_sub(ns)));
+        };
+        refund(self.word(), ns);
+        if let Some(member) = self.member() {
+            let (weight, all) = self.weights;
+            refund(member.spent_ns(self.key), scaled(ns, all, weight));
+        }
+    }
+}
+
+const _: () = assert!(WEIGHTS_NS < group::ACTIVE_NS);

@@ -1,0 +1,115 @@
+//! Limits of I/Os and bytes per second, of a device and of a [`Group`] of devices.
+//!
+//! A limit is one word of virtual time (`bucket`), charged where requests are dispatched: they keep their
+//! place in plug, scheduler and queue, and their chances to merge, until it lets them through. The
+//! members of a group have shares by weight, and use what others leave.
+
+mod bucket;
+mod group;
+mod limits;
+mod meter;
+#[cfg(all(test, model_check))]
+mod model;
+#[cfg(all(test, not(model_check)))]
+mod tests;
+
+use std::sync::Arc;
+
+use crate::clock::monotonic_ns;
+use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use crate::sync::{Mutex, lock};
+
+use bucket::Buckets;
+pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
+pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, RateLimit, RateLimits};
+pub(crate) use meter::Meter;
+
+/// The limits of a disk, for its queues.
+#[derive(Clone)]
+pub(crate) struct Throttle {
+    limits: RateLimits,
+    buckets: Arc<Buckets>,
+    member: Option<Arc<Member>>,
+}
+
+impl Throttle {
+    /// The disk's own limits.
+    pub fn limits(&self) -> &RateLimits {
+        &self.limits
+    }
+
+    /// Its membership in a group.
+    pub fn member(&self) -> Option<&Arc<Member>> {
+        self.member.as_ref()
+    }
+
+    /// Whether requests can have to wait, now or when the limits of the group change.
+    pub fn is_on(&self) -> bool {
+        !self.limits.is_none() || self.member.is_some()
+    }
+
+    /// The meters of all limits, for a queue: of those of the group too, which are `group`.
+    pub fn meters(&self, group: &RateLimits) -> Vec<Meter> {
+        let mut meters = Meter::of_device(&self.limits, &self.buckets);
+        meters.extend(self.member.iter().flat_map(|member| Meter::of_group(group, member)));
+        meters
+    }
+}
+
+/// The limits of a disk, for its control threads.
+pub(crate) struct ThrottleControl {
+    throttle: Mutex<Throttle>,
+    generation: AtomicU64,
+    /// How many want the limits to be bypassed.
+    bypasses: AtomicU64,
+}
+
+impl ThrottleControl {
+    pub fn new() -> ThrottleControl {
+        let throttle =
+            Throttle { limits: RateLimits::default(), buckets: Arc::new(Buckets::new()), member: None };
+        ThrottleControl {
+            throttle: Mutex::new(throttle),
+            generation: AtomicU64::new(0),
+            bypasses: AtomicU64::new(0),
+        }
+    }
+
+    /// The limits in force.
+    pub fn get(&self) -> Throttle {
+        lock(&self.throttle).clone()
+    }
+
+    /// Changes the disk's own limits. The queues are to be woken.
+    pub fn set_limits(&self, limits: &RateLimits) {
+        let mut throttle = lock(&self.throttle);
+        throttle.limits = *limits;
+        throttle.buckets.forgive_debt(monotonic_ns());
+        self.generation.fetch_add(1, SeqCst);
+    }
+
+    /// Makes the disk a member of a group. The queues are to be woken.
+    pub fn set_member(&self, member: Member) {
+        lock(&self.throttle).member = Some(Arc::new(member));
+        self.generation.fetch_add(1, SeqCst);
+    }
+
+    /// Another number after each change.
+    pub fn generation(&self) -> u64 {
+        self.generation.load(SeqCst)
+    }
+
+    /// Begins or stops to let everything through. The queues are to be woken.
+    pub fn set_bypassed(&self, bypassed: bool) {
+        let _ = self.bypasses.fetch_update(SeqCst, SeqCst, |count| match bypassed {
+            true => Some(count + 1),
+            false => count.checked_sub(1),
+        });
+        self.generation.fetch_add(1, SeqCst);
+    }
+
+    /// Whether everything is let through.
+    pub fn is_bypassed(&self) -> bool {
+        self.bypasses.load(SeqCst) > 0
+    }
+}

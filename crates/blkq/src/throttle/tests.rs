@@ -1,0 +1,223 @@
+//! Virtual time against a plain model: how much is let through, whatever the times and batches are.
+
+use proptest::prelude::*;
+
+use super::bucket::DEBT_NS_MAX;
+use super::*;
+use crate::bio::{BioFlags, Operation, Outline};
+use crate::request::Request;
+use crate::sector::Sector;
+use crate::tags::Tag;
+
+const MS: u64 = 1_000_000;
+const S: u64 = 1_000 * MS;
+/// Some time after the boot.
+const BEGIN_NS: u64 = 5_000 * S;
+
+fn request(operation: Operation, bytes: u64) -> Request {
+    let mut request = Request::of_tag(0);
+    let outline =
+        Outline { operation, flags: BioFlags::empty(), sector: Sector(0), sectors: bytes / 512, start_ns: 0 };
+    request.begin(0, &outline, 1);
+    request
+}
+
+/// Queues whose batches of equal requests pass the same limits.
+struct Bed {
+    requests: Vec<Request>,
+    tags: Vec<Tag>,
+    queues: Vec<Vec<Meter>>,
+}
+
+impl Bed {
+    fn device(limits: &str, queues: usize, request: impl Fn() -> Request) -> Bed {
+        let (limits, buckets) = (limits.parse().expect("limits"), Arc::new(Buckets::new()));
+        Bed::new((0..queues).map(|_| Meter::of_device(&limits, &buckets)).collect(), request)
+    }
+
+    fn group(limits: &str, weights: &[u32], request: impl Fn() -> Request) -> Bed {
+        let limits = limits.parse().expect("limits");
+        let group = Arc::new(Group::new());
+        group.set_limits(&limits);
+        let join =
+            |(slot, weight): (usize, &u32)| Arc::new(group.clone().join(slot, "m", *weight).expect("a slot"));
+        let members = weights.iter().enumerate().map(join);
+        Bed::new(members.map(|member| Meter::of_group(&limits, &member)).collect(), request)
+    }
+
+    fn new(queues: Vec<Vec<Meter>>, request: impl Fn() -> Request) -> Bed {
+        let requests = (0..64).map(|_| request()).collect();
+        Bed { requests, tags: (0..64).map(Tag).collect(), queues }
+    }
+
+    /// How many of a batch of `wanted` queue `index` lets through at `now_ns`, and when the next may begin.
+    fn admit(&mut self, index: usize, wanted: usize, now_ns: u64, is_late: bool) -> (usize, u64) {
+        let (mut count, mut next_ns) = (wanted, now_ns);
+        let meters = &mut self.queues[index];
+        for at in 0..meters.len() {
+            let admitted = meters[at].admit(&self.tags[..count], &self.requests, now_ns, is_late);
+            if admitted.count < count {
+                let unused = &self.tags[admitted.count..count];
+                meters[..at].iter_mut().for_each(|meter| meter.refund(unused, &self.requests));
+                (count, next_ns) = (admitted.count, next_ns.max(admitted.next_ns));
+            }
+        }
+        (count, next_ns)
+    }
+
+    /// All queues always have more, and wake `late_ns(turn)` after the time for which they wait. Returns how
+    /// many each lets through in `length_ns`.
+    fn flood(&mut self, length_ns: u64, mut late_ns: impl FnMut(u64) -> u64) -> Vec<u64> {
+        let mut counts = vec![0; self.queues.len()];
+        let mut wake_ns = vec![BEGIN_NS; self.queues.len()];
+        let mut turn = 0;
+        loop {
+            let (index, now_ns) =
+                wake_ns.iter().copied().enumerate().min_by_key(|(_, ns)| *ns).expect("a queue");
+            if now_ns >= BEGIN_NS + length_ns {
+                return counts;
+            }
+            turn += 1;
+            let (count, next_ns) = self.admit(index, 64, now_ns, counts[index] > 0);
+            counts[index] += count as u64;
+            assert!(next_ns >= now_ns && next_ns < now_ns + DEBT_NS_MAX);
+            // One that was let through whole is followed by the next at once.
+            wake_ns[index] = if count == 64 { now_ns } else { next_ns.max(now_ns + 1) + late_ns(turn) };
+        }
+    }
+}
+
+fn read() -> Request {
+    request(Operation::Read, 4096)
+}
+
+#[test]
+fn rates_are_exact_alone_and_for_eight_members() {
+    for rate in [10_u64, 100, 1_000, 10_000, 100_000, 1_000_000, 999_983] {
+        // Late by up to 3 ms, as threads on a busy machine are.
+        let late = |turn: u64| (turn * 7_919) % 3_000_000;
+        let seconds = if rate <= 10 { 10 } else { 2 };
+        let exact = |counts: &[u64]| {
+            let (sum, want) = (counts.iter().sum::<u64>(), rate * seconds);
+            // The credit of an idle limit, and the request that was there at the first nanosecond.
+            let more = rate / 200 + 8 * u64::try_from(counts.len()).unwrap();
+            assert!(
+                sum >= want - want / 100 - 8 && sum <= want + more,
+                "{rate}: {sum} of {want}: {counts:?}"
+            );
+        };
+        exact(&Bed::device(&format!("iops={rate}"), 1, read).flood(seconds * S, late));
+        exact(&Bed::device(&format!("iops={rate}"), 4, read).flood(seconds * S, late));
+        exact(&Bed::group(&format!("iops={rate}"), &[100; 8], read).flood(seconds * S, late));
+    }
+}
+
+#[test]
+fn shares_follow_weights_and_leave_nothing_unused() {
+    let counts = Bed::group("iops=10000", &[100, 200, 500], read).flood(4 * S, |turn| turn * 37 % 400_000);
+    for (count, weight) in counts.iter().zip([100, 200, 500]) {
+        let want = 40_000 * weight / 800;
+        assert!(count.abs_diff(want) < want / 20, "{counts:?}");
+    }
+    // One that wants little gets that; the other has all the rest.
+    let mut bed = Bed::group("iops=1000", &[900, 100], read);
+    let (mut small, mut large, mut wake_ns) = (0, 0, BEGIN_NS);
+    for ms in 0..4_000 {
+        let now_ns = BEGIN_NS + ms * MS;
+        if ms % 10 == 0 {
+            let (count, _) = bed.admit(0, 1, now_ns, false);
+            assert_eq!(count, 1, "it is within its share, and never waits");
+            small += 1;
+        }
+        while wake_ns <= now_ns {
+            let (count, next_ns) = bed.admit(1, 8, wake_ns, true);
+            large += count;
+            wake_ns = next_ns.max(wake_ns + 1);
+        }
+    }
+    assert!(small == 400 && (3_500..3_650).contains(&large), "{small} {large}");
+}
+
+#[test]
+fn a_burst_has_its_rate_and_its_length() {
+    let mut bed = Bed::device("iops=500,burst=2000x10s", 1, read);
+    let burst = bed.flood(10 * S, |_| 0)[0];
+    assert!((20_000..20_100).contains(&burst), "{burst}");
+    let mut bed = Bed::device("iops=500,burst=2000x10s", 1, read);
+    let all = bed.flood(20 * S, |_| 0)[0];
+    assert!((25_000..25_150).contains(&all), "{all}");
+}
+
+#[test]
+fn bytes_and_sizes_cost_what_they_are() {
+    let flood = |limits: &str, bytes| {
+        Bed::device(limits, 1, || request(Operation::Write, bytes)).flood(4 * S, |_| 0)[0]
+    };
+    assert!((99..=101).contains(&(flood("bps=100M", 1 << 20) / 4)));
+    assert!((249..=252).contains(&(flood("iops=1000,iops-size=16K", 64 << 10) / 4)));
+    assert!((333..=335).contains(&(flood("iops=1000,iops-size=16K", 33 << 10) / 4)));
+    // The stricter of two limits counts, and the other is not charged for what that blocks.
+    assert!((99..=101).contains(&(flood("iops=1000,write-iops=100", 4096) / 4)));
+    assert!((99..=101).contains(&(flood("iops=100,write-iops=1000", 4096) / 4)));
+    // Reads and discards are not limited by the bytes of writes.
+    for other in [read(), request(Operation::Discard, 1 << 30)] {
+        let mut bed = Bed::device("write-bps=1M", 1, || request(other.operation(), other.bytes()));
+        assert_eq!((0..100).map(|_| bed.admit(0, 64, BEGIN_NS, false).0).sum::<usize>(), 6400);
+    }
+}
+
+#[test]
+fn a_member_that_died_blocks_nobody_for_long() {
+    let mut bed = Bed::group("iops=1000", &[10_000, 1], read);
+    // It took what it could, and is never heard of again.
+    bed.admit(0, 64, BEGIN_NS, true);
+    let mut others = 0;
+    let mut wake_ns = BEGIN_NS;
+    while wake_ns < BEGIN_NS + S {
+        let (count, next_ns) = bed.admit(1, 8, wake_ns, true);
+        others += count;
+        wake_ns = next_ns.max(wake_ns + 1);
+    }
+    assert!(others >= 880, "{others}");
+}
+
+#[test]
+fn a_word_of_garbage_blocks_for_a_minute_at_most() {
+    let limits: RateLimits = "iops=1000".parse().unwrap();
+    let buckets = Arc::new(Buckets::new());
+    buckets.average[0].store(u64::MAX, SeqCst);
+    let mut bed = Bed::new(vec![Meter::of_device(&limits, &buckets)], read);
+    assert_eq!(bed.admit(0, 1, BEGIN_NS, true), (0, BEGIN_NS + DEBT_NS_MAX));
+    assert_eq!(bed.admit(0, 1, BEGIN_NS + DEBT_NS_MAX, true).0, 1);
+    buckets.average[0].store(u64::MAX, SeqCst);
+    assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 0);
+    buckets.forgive_debt(BEGIN_NS);
+    assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 1);
+}
+
+proptest! {
+    /// In any window, no more begins than rate and credit allow; and a queue that wants more never waits
+    /// longer than for its next request.
+    #[test]
+    fn no_window_has_more_than_its_rate(
+        rate in 1_u64..2_000_000,
+        steps in prop::collection::vec((0_u64..5_000_000, 1_usize..64, 0_usize..3), 1..200),
+    ) {
+        let mut bed = Bed::device(&format!("iops={rate}"), 3, read);
+        let mut now_ns = BEGIN_NS;
+        let (mut passed, mut next_free_ns) = (0_u64, None::<u64>);
+        for (gap_ns, wanted, queue) in steps {
+            now_ns += gap_ns;
+            let (count, next_ns) = bed.admit(queue, wanted, now_ns, false);
+            if let Some(free_ns) = next_free_ns {
+                prop_assert!(now_ns < free_ns || count > 0, "{now_ns} {free_ns}");
+            }
+            passed += count as u64;
+            let elapsed_ns = u128::from(now_ns - BEGIN_NS) + 2_000_000;
+            // A batch of each queue may round in its favour by a nanosecond.
+            let most = elapsed_ns * u128::from(rate) / 1_000_000_000 + 1 + u128::from(passed * rate / 1_000_000_000);
+            prop_assert!(u128::from(passed) <= most, "{passed} {most}");
+            next_free_ns = (count < wanted).then_some(next_ns);
+        }
+    }
+}
