@@ -1,0 +1,179 @@
+//! The events of a queue's I/O, while it is traced.
+
+use std::sync::Arc;
+
+use crate::bio::{BioFlags, Operation};
+use crate::clock::Clock;
+use crate::error::IoResult;
+use crate::limits::MergeSide;
+use crate::request::{NIL, Request};
+use crate::sector::{SECTOR_BYTES, Sector};
+use crate::slab::BioSlot;
+use crate::tags::Tag;
+use crate::trace::{EventKind, TraceClient, TraceEvent, TraceMemory, TraceWriter};
+
+/// Writes the events of a queue.
+pub(super) struct Tracer {
+    writer: TraceWriter,
+    /// The client that submits the next bio, if that is known.
+    next_client: TraceClient,
+    /// The client of each bio in flight.
+    clients: Vec<TraceClient>,
+}
+
+impl Tracer {
+    /// Writes the events of queue `index` into `memory`; none if that has no place for them.
+    pub fn new(memory: &Arc<TraceMemory>, index: usize) -> Option<Tracer> {
+        let writer = TraceWriter::new(memory, index)?;
+        Some(Tracer { writer, next_client: TraceClient::NONE, clients: Vec::new() })
+    }
+
+    /// `client` submits the next bio.
+    pub fn set_client(&mut self, client: TraceClient) {
+        self.next_client = client;
+    }
+
+    fn set_client_of(&mut self, bio: u32, client: TraceClient) {
+        let index = bio as usize;
+        if self.clients.len() <= index {
+            self.clients.resize((index + 1).next_power_of_two(), TraceClient::NONE);
+        }
+        self.clients[index] = client;
+    }
+
+    fn client_of(&self, bio: u32) -> TraceClient {
+        self.clients.get(bio as usize).copied().unwrap_or_default()
+    }
+
+    fn bio(&self, kind: EventKind, bio: u32, slot: &BioSlot, time_ns: u64) -> TraceEvent {
+        TraceEvent {
+            time_ns,
+            kind,
+            operation: slot.operation,
+            flags: slot.flags,
+            sector: slot.sector,
+            bytes: bytes_of(slot.sectors),
+            bio,
+            tag: None,
+            client: self.client_of(bio),
+            status: None,
+            other: 0,
+        }
+    }
+
+    fn request(&self, kind: EventKind, tag: Tag, request: &Request, time_ns: u64) -> TraceEvent {
+        TraceEvent {
+            time_ns,
+            kind,
+            operation: request.operation,
+            flags: request.flags,
+            sector: request.sector,
+            bytes: bytes_of(request.sectors),
+            bio: request.first_bio,
+            tag: Some(tag),
+            client: self.client_of(request.first_bio),
+            status: None,
+            other: 0,
+        }
+    }
+
+    /// A bio was submitted, and is in its slot.
+    pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
+        let client = std::mem::take(&mut self.next_client);
+        self.set_client_of(bio, client);
+        let event = self.bio(EventKind::Queue, bio, slot, clock.now_ns());
+        self.writer.push(event);
+    }
+
+    /// Bio `part` of `parent` was made.
+    pub fn split(&mut self, parent: u32, part: u32, slot: &BioSlot, clock: &mut Clock) {
+        self.set_client_of(part, self.client_of(parent));
+        let event = self.bio(EventKind::Split, part, slot, clock.now_ns());
+        self.writer.push(TraceEvent { other: parent, ..event });
+    }
+
+    /// A bio completes that never became a request.
+    pub fn completed_bio(&mut self, bio: u32, slot: &BioSlot, result: IoResult, clock: &mut Clock) {
+        let event = self.bio(EventKind::Complete, bio, slot, clock.now_ns());
+        self.writer.push(TraceEvent { status: result.err(), ..event });
+    }
+
+    /// A bio, or the request that begins with it, becomes part of request `tag`.
+    pub fn merged(&mut self, tag: Tag, bio: u32, slot: &BioSlot, side: MergeSide, clock: &mut Clock) {
+        let kind = if side == MergeSide::Back { EventKind::BackMerge } else { EventKind::FrontMerge };
+        let event = self.bio(kind, bio, slot, clock.now_ns());
+        self.writer.push(TraceEvent { tag: Some(tag), ..event });
+    }
+
+    /// The request of `second`, which is still there, becomes part of request `first`.
+    pub fn joined(&mut self, first: Tag, second: Tag, requests: &[Request], clock: &mut Clock) {
+        let event = self.request(EventKind::BackMerge, first, &requests[second.index()], clock.now_ns());
+        self.writer.push(event);
+    }
+
+    /// A bio became request `tag`, the first of the plug or not.
+    pub fn begun(&mut self, tag: Tag, request: &Request, is_first: bool, clock: &mut Clock) {
+        let now_ns = clock.now_ns();
+        let event = self.request(EventKind::GetRequest, tag, request, now_ns);
+        self.writer.push(event);
+        if is_first {
+            self.plug_event(EventKind::Plug, 0, now_ns);
+        }
+    }
+
+    /// The driver's flush became request `tag`, and serves so many bios.
+    pub fn flush_begun(&mut self, tag: Tag, served: usize, clock: &mut Clock) {
+        self.writer.push(TraceEvent {
+            kind: EventKind::GetRequest,
+            operation: Operation::Flush,
+            tag: Some(tag),
+            ..bare(clock.now_ns(), served as u32)
+        });
+    }
+
+    /// The plug is flushed, with so many requests.
+    pub fn unplugged(&mut self, requests: usize, clock: &mut Clock) {
+        self.plug_event(EventKind::Unplug, requests as u32, clock.now_ns());
+    }
+
+    fn plug_event(&mut self, kind: EventKind, other: u32, time_ns: u64) {
+        self.writer.push(TraceEvent { kind, ..bare(time_ns, other) });
+    }
+
+    /// Something happens to each of these requests at the same time: they are inserted, issued, requeued.
+    pub fn requests(&mut self, kind: EventKind, tags: &[Tag], requests: &[Request], clock: &mut Clock) {
+        for &tag in tags {
+            let event = self.request(kind, tag, &requests[tag.index()], clock.now_ns());
+            self.writer.push(event);
+        }
+    }
+
+    /// These requests complete, and are still what they were.
+    pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], clock: &mut Clock) {
+        for &(tag, result) in completed {
+            let event = self.request(EventKind::Complete, tag, &requests[tag.index()], clock.now_ns());
+            self.writer.push(TraceEvent { status: result.err(), ..event });
+        }
+    }
+}
+
+/// An event of no bio.
+fn bare(time_ns: u64, other: u32) -> TraceEvent {
+    TraceEvent {
+        time_ns,
+        kind: EventKind::Plug,
+        operation: Operation::Read,
+        flags: BioFlags::empty(),
+        sector: Sector(0),
+        bytes: 0,
+        bio: NIL,
+        tag: None,
+        client: TraceClient::NONE,
+        status: None,
+        other,
+    }
+}
+
+fn bytes_of(sectors: u64) -> u32 {
+    u32::try_from(sectors.saturating_mul(SECTOR_BYTES)).unwrap_or(!(SECTOR_BYTES as u32 - 1))
+}
