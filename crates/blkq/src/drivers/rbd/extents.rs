@@ -1,0 +1,87 @@
+//! The parts of an image that are allocated: the cluster knows them by object, and where the image has no
+//! `fast-diff`, within each.
+
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+
+use crate::driver::Extent;
+
+/// Bytes of an image that are asked about at a time: without `fast-diff` each object of them is.
+pub const WINDOW_BYTES: u64 = 1 << 30;
+
+/// The argument of [`found`]: the allocated parts, in any order.
+pub type Allocated = Vec<Range<u64>>;
+
+/// Called by `rbd_diff_iterate2` for each part that is not a hole.
+///
+/// # Safety
+/// `argument` is an [`Allocated`], which the caller has borrowed to it.
+pub unsafe extern "C" fn found(offset: u64, bytes: usize, exists: c_int, argument: *mut c_void) -> c_int {
+    // SAFETY: as promised.
+    let allocated = unsafe { &mut *argument.cast::<Allocated>() };
+    if exists != 0 {
+        allocated.push(offset..offset.saturating_add(bytes as u64));
+    }
+    0
+}
+
+/// A range of which nothing is known.
+pub fn unknown(range: &Range<u64>) -> Vec<Extent> {
+    vec![Extent { length: range.end - range.start, hole: false, zero: false }]
+}
+
+/// The first `max` extents of `range`, of which these parts are allocated.
+pub fn describe(range: Range<u64>, mut allocated: Allocated, max: usize) -> Vec<Extent> {
+    allocated.sort_unstable_by_key(|part| part.start);
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut push = |length: u64, hole: bool| match extents.last_mut() {
+        _ if length == 0 => {}
+        Some(last) if last.hole == hole => last.length += length,
+        _ => extents.push(Extent { length, hole, zero: hole }),
+    };
+    let mut at = range.start;
+    for part in allocated {
+        let (start, end) = (part.start.clamp(at, range.end), part.end.clamp(at, range.end));
+        push(start - at, true);
+        push(end - start, false);
+        at = end;
+    }
+    push(range.end - at, true);
+    extents.truncate(max);
+    extents
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn extents_are_those_of_the_bytes(
+            range in (0u64..64, 1u64..64).prop_map(|(start, length)| start..start + length),
+            parts in proptest::collection::vec((0u64..128, 0usize..16, 0..2), 0..12),
+            max in 1usize..8,
+        ) {
+            let mut allocated = Allocated::new();
+            let mut bytes = [false; 256];
+            for (offset, length, exists) in parts {
+                // SAFETY: a list, borrowed for the call.
+                unsafe { found(offset, length, exists, (&raw mut allocated).cast()) };
+                bytes[offset as usize..][..length].iter_mut().for_each(|byte| *byte |= exists != 0);
+            }
+            let extents = describe(range.clone(), allocated, max);
+            prop_assert!(!extents.is_empty() && extents.len() <= max);
+            prop_assert!(extents.windows(2).all(|pair| pair[0].hole != pair[1].hole));
+            let described = extents.iter().flat_map(|extent| (0..extent.length).map(|_| extent.hole));
+            let mut at = range.start as usize;
+            for hole in described {
+                prop_assert_eq!(hole, !bytes[at]);
+                at += 1;
+            }
+            prop_assert!(at as u64 == range.end || extents.len() == max);
+        }
+    }
+}

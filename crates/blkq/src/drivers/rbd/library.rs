@@ -1,0 +1,276 @@
+//! Ceph's libraries, loaded when the first image is opened: a program that uses none needs neither
+//! of them. The declarations are those of rados/librados.h and rbd/librbd.h of Ceph 15 and later.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::error::{Error, ErrorKind};
+
+/// `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t`: each is a pointer to what only the
+/// libraries know.
+pub type Handle = *mut c_void;
+
+/// `EVENT_TYPE_EVENTFD`.
+pub const EVENT_TYPE_EVENTFD: c_int = 2;
+/// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`: the range stays allocated.
+pub const WRITE_ZEROES_THICK: c_int = 1;
+/// `RBD_LOCK_MODE_EXCLUSIVE`, of an enumeration.
+pub const LOCK_MODE_EXCLUSIVE: c_int = 0;
+/// `RBD_FEATURE_EXCLUSIVE_LOCK`.
+pub const FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
+
+/// `RBD_FEATURE_FAST_DIFF`: the cluster has a map of the objects that there are.
+pub const FEATURE_FAST_DIFF: u64 = 1 << 4;
+
+/// `rbd_image_info_t`.
+#[repr(C)]
+pub struct ImageInfo {
+    /// Bytes of the image.
+    pub size: u64,
+    /// Bytes of an object.
+    pub object_size: u64,
+    /// Objects that the image has at most.
+    pub objects: u64,
+    order: c_int,
+    block_name_prefix: [c_char; 24],
+    parent_pool: i64,
+    parent_name: [c_char; 96],
+}
+const _: () = assert!(size_of::<ImageInfo>() == 160 && std::mem::offset_of!(ImageInfo, parent_pool) == 56);
+
+/// `rbd_image_watcher_t`.
+#[repr(C)]
+pub struct Watcher {
+    /// The address of a client that has the image open.
+    pub address: *mut c_char,
+    id: i64,
+    cookie: u64,
+}
+const _: () = assert!(size_of::<Watcher>() == 24);
+
+/// `rbd_config_option_t`.
+#[repr(C)]
+pub struct ImageSetting {
+    /// The name of a setting, and its value.
+    pub name: *mut c_char,
+    /// As above.
+    pub value: *mut c_char,
+    source: c_int,
+}
+const _: () = assert!(size_of::<ImageSetting>() == 24);
+// An argument of the vectored calls, and the number that a handle's argument carries.
+const _: () = assert!(size_of::<libc::iovec>() == 16 && size_of::<Handle>() == size_of::<usize>());
+
+macro_rules! libraries {
+    ($($file:literal { $($name:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* })*) => {
+        /// The functions that are called, by the names that they have in C.
+        #[allow(missing_docs, reason = "each is documented in its header")]
+        pub struct Library {
+            $($(pub $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*)*
+        }
+
+        impl Library {
+            fn open() -> Result<Library, Error> {
+                $(let library = Loaded::open($file)?;
+                $(
+                    // SAFETY: the symbol is a function of this type in every version of the library.
+                    let $name = unsafe {
+                        std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(
+                            library.symbol(stringify!($name))?,
+                        )
+                    };
+                )*)*
+                Ok(Library { $($($name,)*)* })
+            }
+        }
+    };
+}
+
+libraries! {
+    "librados.so.2" {
+        rados_create2: fn(*mut Handle, *const c_char, *const c_char, u64) -> c_int;
+        rados_conf_read_file: fn(Handle, *const c_char) -> c_int;
+        rados_conf_set: fn(Handle, *const c_char, *const c_char) -> c_int;
+        rados_conf_get: fn(Handle, *const c_char, *mut c_char, usize) -> c_int;
+        rados_connect: fn(Handle) -> c_int;
+        rados_shutdown: fn(Handle);
+        rados_ioctx_create: fn(Handle, *const c_char, *mut Handle) -> c_int;
+        rados_ioctx_set_namespace: fn(Handle, *const c_char);
+        rados_ioctx_destroy: fn(Handle);
+    }
+    "librbd.so.1" {
+        rbd_version: fn(*mut c_int, *mut c_int, *mut c_int);
+        rbd_open: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
+        rbd_open_read_only: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
+        rbd_close: fn(Handle) -> c_int;
+        rbd_stat: fn(Handle, *mut ImageInfo, usize) -> c_int;
+        rbd_get_features: fn(Handle, *mut u64) -> c_int;
+        rbd_get_stripe_unit: fn(Handle, *mut u64) -> c_int;
+        rbd_get_stripe_count: fn(Handle, *mut u64) -> c_int;
+        rbd_get_size: fn(Handle, *mut u64) -> c_int;
+        rbd_lock_acquire: fn(Handle, c_int) -> c_int;
+        rbd_lock_break: fn(Handle, c_int, *const c_char) -> c_int;
+        rbd_lock_get_owners: fn(Handle, *mut c_int, *mut *mut c_char, *mut usize) -> c_int;
+        rbd_lock_get_owners_cleanup: fn(*mut *mut c_char, usize);
+        rbd_watchers_list: fn(Handle, *mut Watcher, *mut usize) -> c_int;
+        rbd_watchers_list_cleanup: fn(*mut Watcher, usize);
+        rbd_config_image_list: fn(Handle, *mut ImageSetting, *mut c_int) -> c_int;
+        rbd_config_image_list_cleanup: fn(*mut ImageSetting, c_int);
+        rbd_update_watch: fn(Handle, *mut u64, Option<unsafe extern "C" fn(*mut c_void)>, *mut c_void) -> c_int;
+        rbd_update_unwatch: fn(Handle, u64) -> c_int;
+        rbd_diff_iterate2: fn(Handle, *const c_char, u64, u64, u8, u8, Option<unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int>, *mut c_void) -> c_int;
+        rbd_set_image_notification: fn(Handle, c_int, c_int) -> c_int;
+        rbd_poll_io_events: fn(Handle, *mut Handle, c_int) -> c_int;
+        rbd_aio_create_completion: fn(*mut c_void, Option<unsafe extern "C" fn(Handle, *mut c_void)>, *mut Handle) -> c_int;
+        rbd_aio_get_arg: fn(Handle) -> *mut c_void;
+        rbd_aio_get_return_value: fn(Handle) -> isize;
+        rbd_aio_release: fn(Handle);
+        rbd_aio_readv: fn(Handle, *const libc::iovec, c_int, u64, Handle) -> c_int;
+        rbd_aio_writev: fn(Handle, *const libc::iovec, c_int, u64, Handle) -> c_int;
+        rbd_aio_discard: fn(Handle, u64, u64, Handle) -> c_int;
+        rbd_aio_write_zeroes: fn(Handle, u64, usize, Handle, c_int, c_int) -> c_int;
+        rbd_aio_flush: fn(Handle, Handle) -> c_int;
+    }
+}
+
+impl Library {
+    /// The libraries, loaded by the first call, for as long as the process.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if they are not there, or older than Ceph 15.
+    pub fn get() -> Result<&'static Library, Error> {
+        static LIBRARY: OnceLock<Library> = OnceLock::new();
+        if let Some(library) = LIBRARY.get() {
+            return Ok(library);
+        }
+        let library = Library::open()?;
+        Ok(LIBRARY.get_or_init(|| {
+            exit_without_destructors();
+            library
+        }))
+    }
+
+    /// The version of librbd.
+    pub fn version(&self) -> String {
+        let [mut major, mut minor, mut extra] = [0; 3];
+        // SAFETY: the function writes to each of these.
+        unsafe { (self.rbd_version)(&mut major, &mut minor, &mut extra) };
+        format!("{major}.{minor}.{extra}")
+    }
+}
+
+/// A library that stays loaded.
+struct Loaded {
+    name: &'static str,
+    handle: Handle,
+}
+
+impl Loaded {
+    fn open(name: &'static str) -> Result<Loaded, Error> {
+        let file = std::ffi::CString::new(name).expect("the name has no zero byte");
+        // SAFETY: the initialisers of Ceph's libraries run, which are made for any program.
+        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if handle.is_null() {
+            let message = format!(
+                "RBD images need Ceph's libraries: {}; install them (librbd1 of Debian, librbd1 of Fedora)",
+                last_error()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(Loaded { name, handle })
+    }
+
+    fn symbol(&self, name: &str) -> Result<Handle, Error> {
+        let symbol = std::ffi::CString::new(name).expect("the name has no zero byte");
+        // SAFETY: the library is loaded, and stays so.
+        let address = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
+        if address.is_null() {
+            let message = format!("{} has no {name}: RBD images need Ceph 15 or newer; update it", self.name);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(address)
+    }
+}
+
+/// Clients of clusters that have not been shut down: they may have threads.
+pub static CLIENTS: AtomicUsize = AtomicUsize::new(0);
+
+/// Has a process that exits while it has [`CLIENTS`] do so without the destructors of the libraries, which must not
+/// run while their threads do: a dead cluster keeps an image, and so its threads, from being closed, and a process
+/// may exit with images open. Any other exits as usual: what it registered to be called then is not ours to omit.
+fn exit_without_destructors() {
+    #[cfg(target_env = "gnu")]
+    {
+        unsafe extern "C" {
+            fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+        }
+        extern "C" fn exit_at_once(status: c_int, _: *mut c_void) {
+            if CLIENTS.load(Ordering::SeqCst) > 0 {
+                // SAFETY: returns to nobody. The standard library has written what it had to before.
+                unsafe { libc::_exit(status) }
+            }
+        }
+        // The libraries are loaded, and the function that was registered last runs first.
+        // SAFETY: a function of the C library, with one that may be called at any time.
+        unsafe { on_exit(exit_at_once, std::ptr::null_mut()) };
+    }
+}
+
+/// Why the last call of the loader failed on this thread.
+fn last_error() -> String {
+    // SAFETY: the loader's own text, or null, until its next call on this thread.
+    unsafe {
+        let text = libc::dlerror();
+        if text.is_null() {
+            return "they cannot be loaded".to_owned();
+        }
+        CStr::from_ptr(text).to_string_lossy().into_owned()
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_named_with_its_cure() {
+        let error = Loaded::open("libblkq-missing.so.1").err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        let text = error.to_string();
+        assert!(text.contains("libblkq-missing.so.1") && text.contains("install"), "{text}");
+        let old = Loaded::open("libc.so.6").unwrap().symbol("rbd_open").unwrap_err().to_string();
+        assert!(old.contains("rbd_open") && old.contains("Ceph 15"), "{old}");
+    }
+
+    #[test]
+    #[cfg(target_env = "gnu")]
+    fn only_a_process_with_an_open_image_exits_at_once() {
+        const AT_ONCE: c_int = 3;
+        const AS_USUAL: c_int = 7;
+        extern "C" fn registered_before() {
+            // SAFETY: returns to nobody.
+            unsafe { libc::_exit(AS_USUAL) }
+        }
+        let status = |clients| {
+            // SAFETY: the child calls functions of the C library that need none of the other threads.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                CLIENTS.store(clients, Ordering::SeqCst);
+                // SAFETY: as above.
+                unsafe {
+                    libc::atexit(registered_before);
+                    exit_without_destructors();
+                    libc::exit(AT_ONCE)
+                }
+            }
+            let mut status = 0;
+            // SAFETY: a child of this process, and room for its status.
+            assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+            libc::WEXITSTATUS(status)
+        };
+        assert_eq!(status(1), AT_ONCE);
+        assert_eq!(status(0), AS_USUAL);
+    }
+}

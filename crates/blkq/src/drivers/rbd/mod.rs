@@ -1,0 +1,259 @@
+//! The RBD driver: an image in a Ceph cluster, over the library that Ceph maintains.
+//!
+//! `spec` is an image's name, `options` what may be asked for, `library` Ceph's functions, `image` opens
+//! and closes, on the thread of `thread`, `queue` is the data path, `outcome` what comes back.
+
+mod extents;
+mod image;
+mod library;
+mod options;
+mod outcome;
+mod queue;
+mod shared;
+mod spec;
+mod thread;
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::driver::{Driver, DriverQueue, Extent, OpenContext};
+use crate::error::{Error, ErrorKind};
+use crate::limits::QueueLimits;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+
+use super::size::check_logical_block;
+use image::{Facts, Image, Lock};
+use library::Library;
+pub use options::RbdOptions;
+use outcome::Losses;
+use queue::RbdQueue;
+use shared::{SEGMENTS_MAX, Shared};
+pub use spec::RbdSpec;
+use thread::ImageThread;
+
+/// Largest read or write request in bytes, and the largest that is zeroes to be written: the usual object.
+const REQUEST_MAX_BYTES: u64 = 4 << 20;
+/// Largest discard and write zeroes in bytes.
+const DISCARD_MAX_BYTES: u64 = 1 << 30;
+/// The unit in which OSDs store, unless they are set otherwise, in bytes.
+const PHYSICAL_BLOCK_BYTES: u32 = 4096;
+/// How long the cluster may take to return an image's size.
+const SIZE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the cluster may take to return the extents of a range.
+const EXTENTS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Loads Ceph's libraries, for a process that cannot do it later.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] if they are missing or too old.
+pub fn load() -> Result<(), Error> {
+    Library::get().map(|_| ())
+}
+
+/// A device backed by an image in a Ceph cluster.
+pub struct Rbd {
+    shared: Arc<Shared>,
+    options: RbdOptions,
+    facts: Facts,
+    logical_block_bytes: u32,
+    /// Bytes of the device: whole logical blocks.
+    capacity: AtomicU64,
+    /// Written to by the image when it may have changed its size.
+    changed: Arc<OwnedFd>,
+    /// Whether the cluster is asked for extents.
+    querying: Arc<AtomicBool>,
+}
+
+impl Rbd {
+    /// Opens an image. Waits for the cluster, for at most a minute.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] without Ceph's libraries, [`ErrorKind::Busy`] if another client has the image's
+    /// exclusive lock, and what the cluster reports.
+    pub fn open(options: &RbdOptions) -> Result<Rbd, Error> {
+        let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
+        load()?;
+        let changed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::system("cannot make an eventfd", e))
+            .map(Arc::new)?;
+        let (image, facts) = ImageThread::open(options, changed.clone())?;
+        let capacity = AtomicU64::new(facts.size - facts.size % u64::from(logical_block_bytes));
+        let losses = Losses::new(facts.lock == Lock::Held);
+        let shared = Arc::new(Shared { spec: options.spec.clone(), image, losses });
+        Ok(Rbd {
+            shared,
+            options: options.clone(),
+            facts,
+            logical_block_bytes,
+            capacity,
+            changed,
+            querying: Arc::default(),
+        })
+    }
+
+    /// The size of the image, as it is now, in whole logical blocks.
+    fn size_now(&self) -> Result<u64, Error> {
+        let changed = self.changed.clone();
+        // The change that was asked about is to be taken over when the cluster answers.
+        let late = move || image::notify(&changed);
+        let size = self.shared.image.call(SIZE_TIMEOUT, |image| image.size(), late)?;
+        Ok(size - size % u64::from(self.logical_block_bytes))
+    }
+}
+
+impl Driver for Rbd {
+    fn name(&self) -> &'static str {
+        "rbd"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        let Facts { object_size, stripe_unit, stripe_count, discard_granularity, .. } = self.facts;
+        let writes = !self.options.reads_only();
+        let most = |bytes: u64| if writes { bytes } else { 0 };
+        let block = self.logical_block_bytes;
+        // A request of one object is one operation of one OSD, and completes when that does.
+        let chunk = u32::try_from(object_size).unwrap_or(0);
+        let chunk_bytes = if stripe_count <= 1 && chunk.is_multiple_of(block) { chunk } else { 0 };
+        QueueLimits {
+            capacity_bytes: self.capacity.load(Relaxed),
+            logical_block_bytes: block,
+            physical_block_bytes: PHYSICAL_BLOCK_BYTES.max(block),
+            io_opt_bytes: u32::try_from(stripe_unit.saturating_mul(stripe_count.max(1))).unwrap_or(0),
+            max_request_bytes: REQUEST_MAX_BYTES as u32,
+            max_segments: SEGMENTS_MAX,
+            chunk_bytes,
+            max_discard_bytes: most(DISCARD_MAX_BYTES),
+            discard_granularity: discard_granularity.max(block),
+            max_write_zeroes_bytes: most(DISCARD_MAX_BYTES),
+            max_write_zeroes_no_unmap_bytes: most(REQUEST_MAX_BYTES),
+            // librbd has a cache of its own, and completes writes that are in it.
+            write_cache: writes,
+            read_only: !writes,
+            ..QueueLimits::default()
+        }
+    }
+
+    fn uses_ring(&self) -> bool {
+        true
+    }
+
+    /// One: librbd hands out the completions of an image, and not of a thread.
+    fn queues_max(&self) -> usize {
+        1
+    }
+
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(RbdQueue::open(self.shared.clone(), cx.tags, cx.ring)?))
+    }
+
+    /// Data, where the cluster does not answer soon: then nothing is known.
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        let window = range.start..range.end.min(range.start.saturating_add(extents::WINDOW_BYTES));
+        if self.querying.swap(true, Relaxed) {
+            // The query before still waits.
+            return Ok(extents::unknown(&range));
+        }
+        let (asked, querying) = (window.clone(), self.querying.clone());
+        let query = move |image: &Image| {
+            let allocated = image.allocated(asked);
+            querying.store(false, Relaxed);
+            allocated
+        };
+        match self.shared.image.call(EXTENTS_TIMEOUT, query, || {}) {
+            Ok(allocated) => Ok(extents::describe(window, allocated, max)),
+            Err(_) => Ok(extents::unknown(&range)),
+        }
+    }
+
+    fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
+        let now = self.size_now()?;
+        match bytes {
+            None => Ok(now),
+            Some(bytes) if bytes <= now && bytes.is_multiple_of(u64::from(self.logical_block_bytes)) => {
+                Ok(bytes)
+            }
+            Some(_) => {
+                let spec = &self.options.spec;
+                let message = format!(
+                    "rbd:{spec} has {now} bytes, and its cluster changes that: use `rbd resize`, and the device takes the new size over"
+                );
+                Err(Error::new(ErrorKind::Invalid, message))
+            }
+        }
+    }
+
+    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+        self.capacity.store(self.prepare_resize(bytes)?, Relaxed);
+        Ok(())
+    }
+
+    fn size_event(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.changed.as_fd())
+    }
+
+    fn owner(&self) -> Option<String> {
+        self.facts.owner.clone()
+    }
+
+    unsafe fn release(&self) -> Result<(), Error> {
+        // SAFETY: without requests the queue calls nothing of the image.
+        match unsafe { self.shared.image.close() } {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::System, "the cluster does not answer")),
+        }
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let missing = self.facts.lock == Lock::Missing;
+        let missing = missing.then(|| {
+            "the image has no exclusive lock: nothing keeps other clients from writing to it (`rbd feature enable POOL/IMAGE exclusive-lock`)".to_owned()
+        });
+        let cached =
+            self.options.write_through && !self.options.reads_only() && self.facts.cached == Some(true);
+        let cached = cached.then(|| {
+            "settings in the cluster turn librbd's cache on, and a daemon that is killed loses what it acknowledged (`rbd config image set POOL/IMAGE rbd_cache false`, and attach again)".to_owned()
+        });
+        self.shared.losses.describe().map(str::to_owned).chain(missing).chain(cached).collect()
+    }
+
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let Facts { object_size, stripe_unit, stripe_count, lock, cached, .. } = &self.facts;
+        let spec = &self.options.spec;
+        let lock = match lock {
+            Lock::None => "not taken",
+            Lock::Missing => "the image has none",
+            Lock::Held if self.shared.losses.describe().next().is_some() => "lost",
+            Lock::Held => "held",
+        };
+        let cached = match cached {
+            Some(true) => "on",
+            Some(false) => "off",
+            None => "unknown",
+        };
+        let mut facts = vec![("pool", spec.pool().to_owned())];
+        facts.extend(spec.namespace().map(|namespace| ("namespace", namespace.to_owned())));
+        facts.push(("rbd-image", spec.image().to_owned()));
+        facts.extend(spec.snapshot().map(|snapshot| ("snapshot", snapshot.to_owned())));
+        facts.push(("ceph-user", self.options.client()));
+        facts.extend(self.facts.owner.clone().map(|owner| ("ceph-client", owner)));
+        facts.extend([
+            ("object-size", object_size.to_string()),
+            ("stripe-unit", stripe_unit.to_string()),
+            ("stripe-count", stripe_count.to_string()),
+            ("exclusive-lock", lock.to_owned()),
+            ("rbd-cache", cached.to_owned()),
+            ("librbd", self.shared.image.submission().library.version()),
+        ]);
+        facts
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests;

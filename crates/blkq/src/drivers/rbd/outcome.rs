@@ -1,0 +1,127 @@
+//! How librbd's results become statuses, and what people are to know of them.
+
+use crate::bio::Operation;
+use crate::error::{IoResult, Status};
+use crate::sync::atomic::AtomicBool;
+use crate::sync::atomic::Ordering::Relaxed;
+
+/// The reasons for which an image is lost to this client until it is attached anew.
+pub struct Losses {
+    /// Whether this client has the image's lock, which another takes from it by force only.
+    locked: bool,
+    excluded: AtomicBool,
+    unlocked: AtomicBool,
+    removed: AtomicBool,
+}
+
+impl Losses {
+    /// Of a client that has the image's lock if it is `locked`.
+    pub fn new(locked: bool) -> Losses {
+        let no = || AtomicBool::new(false);
+        Losses { locked, excluded: no(), unlocked: no(), removed: no() }
+    }
+
+    /// One line for each.
+    pub fn describe(&self) -> impl Iterator<Item = &'static str> {
+        let reasons = [
+            (
+                &self.excluded,
+                "the cluster keeps this client from the image (its address is blocklisted): another one has taken its exclusive lock, or an administrator asked for it; I/O fails until it is attached anew",
+            ),
+            (
+                &self.unlocked,
+                "the image's exclusive lock is another client's by now: writes fail until it is attached anew",
+            ),
+            (&self.removed, "the image, or a part of it, is no longer in the cluster: it was removed"),
+        ];
+        reasons.into_iter().filter(|(lost, _)| lost.load(Relaxed)).map(|(_, reason)| reason)
+    }
+
+    /// The result of an operation for which librbd returned `value`: the bytes of a read, or a negative
+    /// errno. `bytes` is what was asked for.
+    pub fn result(&self, operation: Operation, bytes: u64, value: i64) -> IoResult {
+        match value {
+            // The image has become shorter than the device: never less than was asked for.
+            0.. if operation == Operation::Read && (value as u64) < bytes => Err(Status::Io),
+            0.. => Ok(()),
+            _ => Err(self.status(operation, i32::try_from(-value).unwrap_or(libc::EIO))),
+        }
+    }
+
+    #[cold]
+    fn status(&self, operation: Operation, errno: i32) -> Status {
+        match errno {
+            // Ceph's EBLOCKLISTED.
+            libc::ESHUTDOWN => {
+                self.excluded.store(true, Relaxed);
+                Status::Offline
+            }
+            // Else another client has the lock just now, and may pass it on later.
+            libc::EROFS if self.locked => {
+                self.unlocked.store(true, Relaxed);
+                Status::Offline
+            }
+            libc::ENOENT => {
+                self.removed.store(true, Relaxed);
+                Status::Offline
+            }
+            // The user's capabilities do not include it.
+            libc::EPERM | libc::EACCES if operation == Operation::Read => Status::Io,
+            libc::EACCES => Status::ReadOnly,
+            // Beyond the end of an image that has become shorter: the request was within the device.
+            libc::EINVAL => Status::Io,
+            errno => Status::from_errno(errno),
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const OPERATIONS: [Operation; 5] =
+        [Operation::Read, Operation::Write, Operation::Flush, Operation::Discard, Operation::WriteZeroes];
+
+    fn result(operation: Operation, value: i64) -> (IoResult, usize) {
+        let losses = Losses::new(true);
+        let result = losses.result(operation, 4096, value);
+        (result, losses.describe().count())
+    }
+
+    #[test]
+    fn losses_are_explained_and_other_errors_are_not() {
+        for operation in OPERATIONS {
+            for errno in [libc::ESHUTDOWN, libc::EROFS, libc::ENOENT] {
+                assert_eq!(result(operation, -i64::from(errno)), (Err(Status::Offline), 1), "{errno}");
+            }
+            for errno in [libc::ENOSPC, libc::EDQUOT] {
+                assert_eq!(result(operation, -i64::from(errno)), (Err(Status::NoSpace), 0), "{errno}");
+            }
+            assert_eq!(result(operation, -i64::from(libc::ETIMEDOUT)), (Err(Status::Timeout), 0));
+            assert_eq!(result(operation, -i64::from(libc::EINVAL)), (Err(Status::Io), 0));
+        }
+        assert_eq!(result(Operation::Write, -i64::from(libc::EPERM)).0, Err(Status::ReadOnly));
+        assert_eq!(result(Operation::Read, -i64::from(libc::EPERM)).0, Err(Status::Io));
+        assert_eq!(result(Operation::Read, 4095).0, Err(Status::Io), "a read is never short");
+        assert_eq!(result(Operation::Read, 4096).0, Ok(()));
+        assert_eq!(result(Operation::Write, 0).0, Ok(()));
+    }
+
+    #[test]
+    fn a_lock_that_was_not_held_is_not_lost() {
+        let losses = Losses::new(false);
+        let value = -i64::from(libc::EROFS);
+        assert_eq!(losses.result(Operation::Write, 4096, value), Err(Status::ReadOnly));
+        assert_eq!(losses.describe().count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn no_negative_value_is_a_success(value in i64::MIN..0, operation in 0..OPERATIONS.len()) {
+            prop_assert!(result(OPERATIONS[operation], value).0.is_err());
+        }
+    }
+}

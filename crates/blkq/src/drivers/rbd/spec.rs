@@ -1,0 +1,142 @@
+//! The name of an image: `POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`, as Ceph's own `rbd` command has it.
+
+use std::ffi::CString;
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, ErrorKind};
+
+/// The name of an image in a cluster, or of a snapshot of it. No part is empty or contains a slash,
+/// and none but the pool an `@`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RbdSpec {
+    pool: String,
+    namespace: Option<String>,
+    image: String,
+    snapshot: Option<String>,
+}
+
+impl RbdSpec {
+    /// The pool.
+    pub fn pool(&self) -> &str {
+        &self.pool
+    }
+
+    /// The namespace within the pool, if it is not the pool's own.
+    pub fn namespace(&self) -> Option<&str> {
+        self.namespace.as_deref()
+    }
+
+    /// The image.
+    pub fn image(&self) -> &str {
+        &self.image
+    }
+
+    /// The snapshot, if it is one: it is never written to.
+    pub fn snapshot(&self) -> Option<&str> {
+        self.snapshot.as_deref()
+    }
+}
+
+impl FromStr for RbdSpec {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<RbdSpec, Error> {
+        let invalid = |why: &str| {
+            let message = format!("{text:?} {why}: an RBD image is POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]");
+            Err(Error::new(ErrorKind::Invalid, message))
+        };
+        let (pool, namespace, image) = match text.split('/').collect::<Vec<_>>()[..] {
+            [pool, image] => (pool, None, image),
+            [pool, namespace, image] => (pool, Some(namespace), image),
+            [_] => return invalid("names no pool"),
+            _ => return invalid("has more than three parts"),
+        };
+        let (image, snapshot) = match image.split_once('@') {
+            Some((image, snapshot)) => (image, Some(snapshot)),
+            None => (image, None),
+        };
+        let parts = [Some(pool), namespace, Some(image), snapshot];
+        if parts.iter().flatten().any(|part| part.is_empty()) {
+            return invalid("has an empty part");
+        }
+        if [namespace, snapshot].iter().flatten().any(|part| part.contains('@')) {
+            return invalid("has an @ that begins no snapshot");
+        }
+        if CString::new(text).is_err() {
+            return invalid("contains a zero byte");
+        }
+        Ok(RbdSpec {
+            pool: pool.to_owned(),
+            namespace: namespace.map(str::to_owned),
+            image: image.to_owned(),
+            snapshot: snapshot.map(str::to_owned),
+        })
+    }
+}
+
+/// As it is read.
+impl fmt::Display for RbdSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let RbdSpec { pool, namespace, image, snapshot } = self;
+        write!(f, "{pool}/")?;
+        if let Some(namespace) = namespace {
+            write!(f, "{namespace}/")?;
+        }
+        f.write_str(image)?;
+        match snapshot {
+            Some(snapshot) => write!(f, "@{snapshot}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parts(text: &str) -> Option<(String, Option<String>, String, Option<String>)> {
+        let RbdSpec { pool, namespace, image, snapshot } = text.parse().ok()?;
+        Some((pool, namespace, image, snapshot))
+    }
+
+    #[test]
+    fn the_parts_of_a_name_are_found() {
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(parts("p/i"), Some(("p".into(), None, "i".into(), None)));
+        assert_eq!(parts("p/n/i"), Some(("p".into(), some("n"), "i".into(), None)));
+        assert_eq!(parts("p/i@s"), Some(("p".into(), None, "i".into(), some("s"))));
+        assert_eq!(parts("p@q/n/i@s"), Some(("p@q".into(), some("n"), "i".into(), some("s"))));
+        for bad in
+            ["", "i", "p/", "/i", "p//i", "p/n/", "p/@s", "p/i@", "p/i@s@t", "p/n@m/i", "a/b/c/d", "p/i\0"]
+        {
+            let error = bad.parse::<RbdSpec>().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{bad:?}");
+            assert!(error.to_string().contains("POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]"), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_name_that_is_understood_reads_back(text in "[a-c@/\0. ]{0,12}|\\PC{0,12}") {
+            if let Ok(spec) = text.parse::<RbdSpec>() {
+                prop_assert_eq!(spec.to_string(), text);
+                prop_assert!(!spec.image.contains(['@', '/']) && !spec.image.is_empty());
+            }
+        }
+
+        #[test]
+        fn every_combination_of_parts_reads_back(
+            pool in "[^/\0]{1,8}",
+            namespace in proptest::option::of("[^/@\0]{1,8}"),
+            image in "[^/@\0]{1,8}",
+            snapshot in proptest::option::of("[^/@\0]{1,8}"),
+        ) {
+            let spec = RbdSpec { pool, namespace, image, snapshot };
+            prop_assert_eq!(spec.to_string().parse::<RbdSpec>().ok(), Some(spec));
+        }
+    }
+}
