@@ -1,0 +1,366 @@
+//! Clusters of the file: finding what is free, and making room for more refcounts.
+
+use std::ops::Range;
+
+use crate::buffer::IoBuffer;
+use crate::error::{IoResult, Status};
+
+use super::cache::{Key, Table};
+use super::commit::{begin, commit, commit_refcounts, sync};
+use super::entry::{COPIED, table_offset};
+use super::env::Env;
+use super::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
+use super::io::Op;
+use super::refcounts::{refcount, refcount_place, set_refcount};
+use super::state::{Lack, State};
+
+/// Slices that are searched in one go.
+const SEARCH_MAX: usize = 64;
+
+/// Clusters of the file that follow each other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Clusters {
+    /// The first byte.
+    pub host: u64,
+    pub count: u64,
+    /// They read as zeroes.
+    pub fresh: bool,
+}
+
+/// Waits until what was lacking is there, or may be.
+///
+/// # Errors
+/// That of bringing it about.
+pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
+    match lack {
+        Lack::Slice(key, table) => {
+            if !env.load(key, table).await? {
+                commit(env, false).await?;
+            }
+            Ok(())
+        }
+        // A table is allocated first, which may lack something itself.
+        Lack::L2(index) => Box::pin(make_l2(env, index)).await,
+        Lack::Block(block) => Box::pin(make_block(env, block)).await,
+        Lack::Room(block) => Box::pin(make_room(env, block)).await,
+        Lack::Turn => {
+            env.io.wait().await;
+            Ok(())
+        }
+        Lack::Commit => commit(env, false).await,
+        Lack::Pause => {
+            env.io.pause().await;
+            Ok(())
+        }
+        Lack::Failed(status) => Err(status),
+    }
+}
+
+/// Allocates `count` clusters that follow each other, or as many as there are together.
+///
+/// # Errors
+/// [`Status::NoSpace`] if the file can have no more.
+pub(super) async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
+    loop {
+        let found = find_free(&mut env.state(), count);
+        match found {
+            Ok(clusters) => return Ok(clusters),
+            Err(lack) => provide(env, lack).await?,
+        }
+    }
+}
+
+/// Frees clusters that were allocated and that nothing refers to.
+pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
+    let mut cluster = clusters.host >> env.state().cluster_bits();
+    let end = cluster + clusters.count;
+    while cluster < end {
+        let lack = {
+            let mut state = env.state();
+            match (
+                refcount_place(&mut state, cluster),
+                state.top().map(|tables| tables.header.refcount_order),
+            ) {
+                (Ok((slot, index)), Ok(order)) => {
+                    set_refcount(state.cache.change(slot), index, order, 0);
+                    state.writer.next_free = state.writer.next_free.min(cluster);
+                    cluster += 1;
+                    continue;
+                }
+                (Err(lack), _) => lack,
+                (_, Err(status)) => Lack::Failed(status),
+            }
+        };
+        // Else they stay allocated, which harms nobody.
+        if provide(env, lack).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Allocates up to `wanted` free clusters that follow each other.
+fn find_free(state: &mut State, wanted: u64) -> Result<Clusters, Lack> {
+    if state.writer.failed {
+        return Err(Lack::Failed(Status::Io));
+    }
+    let (bits, order) = (state.cluster_bits(), state.top()?.header.refcount_order);
+    let in_slice = (state.cache.slice_bytes() * 8) >> order;
+    for _ in 0..SEARCH_MAX {
+        let cluster = state.writer.next_free;
+        if cluster >= state.writer.clusters_max {
+            return Err(Lack::Failed(Status::NoSpace));
+        }
+        let (slot, index) = refcount_place(state, cluster)?;
+        let slice = state.cache.get(slot);
+        let is_free = |at: &usize| refcount(slice, *at, order) == 0;
+        let Some(first) = (index..in_slice).find(is_free) else {
+            state.writer.next_free = cluster + (in_slice - index) as u64;
+            continue;
+        };
+        let host = cluster + (first - index) as u64;
+        let most = wanted.min(state.writer.clusters_max.saturating_sub(host)) as usize;
+        let last =
+            (first..in_slice.min(first + most)).find(|at| !is_free(at)).unwrap_or(in_slice.min(first + most));
+        if last == first {
+            return Err(Lack::Failed(Status::NoSpace));
+        }
+        let count = (last - first) as u64;
+        state.check_target(host << bits..(host + count) << bits)?;
+        let slice = state.cache.change(slot);
+        (first..last).for_each(|at| set_refcount(slice, at, order, 1));
+        let writer = &mut state.writer;
+        writer.next_free = host + count;
+        let fresh = host >= writer.fresh_from;
+        writer.fresh_from = writer.fresh_from.max(host + count);
+        return Ok(Clusters { host: host << bits, count, fresh });
+    }
+    Err(Lack::Pause)
+}
+
+/// Makes an L2 table that may be changed for entry `index` of the L1 table: a new one, or a copy of one
+/// that a snapshot has too.
+async fn make_l2(env: &Env, index: usize) -> IoResult {
+    let is_mine = |state: &mut State| -> Result<bool, Status> {
+        let entry = state.top()?.l1.get(index).copied().ok_or(Status::Io)?;
+        // An entry may be marked as one to be changed and name no table.
+        let may_change = entry & COPIED != 0 && table_offset(entry, state.cluster_bits())?.is_some();
+        Ok(!may_change && state.writer.making_l2.insert(index))
+    };
+    if !is_mine(&mut env.state())? {
+        if env.state().writer.making_l2.contains(&index) {
+            env.io.wait().await;
+        }
+        return Ok(());
+    }
+    let made = write_l2(env, index).await;
+    env.state().writer.making_l2.remove(&index);
+    env.io.changed();
+    made
+}
+
+async fn write_l2(env: &Env, index: usize) -> IoResult {
+    let clusters = allocate(env, 1).await?;
+    let written = copy_l2(env, index, clusters.host).await;
+    if written.is_err() {
+        free_unused(env, clusters).await;
+    }
+    written
+}
+
+async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
+    let (old, bytes) = {
+        let mut state = env.state();
+        let (bits, tables) = (state.cluster_bits(), state.top()?);
+        let old = table_offset(tables.l1[index], bits)?;
+        let bytes = tables.header.cluster_bytes();
+        state.cache.forget(0, host..host + bytes);
+        (old, bytes)
+    };
+    let mut buffer = IoBuffer::zeroed(bytes as usize);
+    if let Some(old) = old {
+        let mut read = env.io.run(env.read_op(0, old).with_buffer(buffer)).await?;
+        buffer = read.buffers.pop().ok_or(Status::Io)?;
+    }
+    env.io.run(env.write_op(host).with_buffer(buffer)).await?;
+    let mut state = env.state();
+    state.top_mut()?.l1[index] = host | COPIED;
+    state.writer.l1_dirty.insert(index);
+    state.writer.released.extend(old);
+    Ok(())
+}
+
+/// Whether it is this task's turn to make refcounts, which it has then.
+fn begin_growing(state: &mut State) -> bool {
+    !std::mem::replace(&mut state.writer.growing, true)
+}
+
+fn stop_growing(env: &Env) {
+    env.state().writer.growing = false;
+    env.io.changed();
+}
+
+/// Makes a refcount block: the first of the clusters that it has the refcounts of, which are all free.
+async fn make_block(env: &Env, block: u64) -> IoResult {
+    if !begin_growing(&mut env.state()) {
+        env.io.wait().await;
+        return Ok(());
+    }
+    let made = write_block(env, block).await;
+    stop_growing(env);
+    made
+}
+
+async fn write_block(env: &Env, block: u64) -> IoResult {
+    let (range, order, slice_bytes) = {
+        let mut state = env.state();
+        let header = &state.top()?.header;
+        let (bits, order) = (header.cluster_bits, header.refcount_order);
+        let first = block * header.refcounts_per_block();
+        let is_there = state.writer.refcount_table.get(block as usize).is_none_or(|entry| *entry != 0);
+        if is_there {
+            return Ok(());
+        }
+        let range = first << bits..(first + 1) << bits;
+        if first >= state.writer.clusters_max {
+            return Err(Status::NoSpace);
+        }
+        state.check_target(range.clone())?;
+        state.cache.forget(0, range.clone());
+        state.writer.fresh_from = state.writer.fresh_from.max(first + 1);
+        (range, order, state.cache.slice_bytes())
+    };
+    let zeroes = IoBuffer::zeroed((range.end - range.start) as usize);
+    env.io.run(env.write_op(range.start).with_buffer(zeroes)).await?;
+    loop {
+        {
+            let mut state = env.state();
+            let key = Key { layer: 0, offset: range.start };
+            if let Some(slot) = state.cache.insert(key, Table::Refcounts, &vec![0; slice_bytes]) {
+                set_refcount(state.cache.change(slot), 0, order, 1);
+                state.writer.refcount_table[block as usize] = range.start;
+                state.writer.refcount_table_dirty.insert(block as usize);
+                return Ok(());
+            }
+        }
+        commit(env, false).await?;
+    }
+}
+
+/// Makes a larger refcount table, with an entry for `block` at least, behind all clusters that have
+/// refcounts; with it, the blocks of its own clusters.
+async fn make_room(env: &Env, block: u64) -> IoResult {
+    if !begin_growing(&mut env.state()) {
+        env.io.wait().await;
+        return Ok(());
+    }
+    let mut made = Ok(());
+    if block >= env.state().writer.refcount_table.len() as u64 {
+        // Nobody else writes entries of the old table meanwhile.
+        made = loop {
+            match begin(&mut env.state()) {
+                Ok(true) => break Ok(()),
+                Ok(false) => {}
+                Err(status) => break Err(status),
+            }
+            env.io.wait().await;
+        };
+        if made.is_ok() {
+            made = move_table(env, block).await;
+            env.state().writer.committing = false;
+        }
+    }
+    stop_growing(env);
+    made
+}
+
+/// A refcount table to be, and where.
+struct Growth {
+    table: Vec<u64>,
+    place: Range<u64>,
+    blocks: Vec<u8>,
+    at: u64,
+}
+
+fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
+    let header = &state.top()?.header;
+    let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
+    let per_block = header.refcounts_per_block();
+    let old = &state.writer.refcount_table;
+    let mut count = 1;
+    let (entries, clusters) = loop {
+        let entries = (block + count).max(old.len() as u64 * 3 / 2);
+        let clusters = (entries * 8).div_ceil(cluster);
+        if count * per_block >= count + clusters {
+            break (clusters * cluster / 8, clusters);
+        }
+        count += 1;
+    };
+    let first = block * per_block;
+    let used = first + count + clusters;
+    if entries * 8 > REFCOUNT_TABLE_MAX_BYTES.max(cluster) || used > state.writer.clusters_max {
+        return Err(Status::NoSpace);
+    }
+    let mut table = old.clone();
+    table.resize(entries as usize, 0);
+    let mut blocks = vec![0; (count * cluster) as usize];
+    for number in 0..count {
+        table[(block + number) as usize] = (first + number) * cluster;
+        let content = &mut blocks[(number * cluster) as usize..][..cluster as usize];
+        let here = (used - first).saturating_sub(number * per_block).min(per_block);
+        (0..here as usize).for_each(|index| set_refcount(content, index, order, 1));
+    }
+    let place = (first + count) * cluster..used * cluster;
+    state.check_target(first * cluster..place.end)?;
+    Ok(Growth { table, place, blocks, at: first * cluster })
+}
+
+async fn move_table(env: &Env, block: u64) -> IoResult {
+    // The new table names all blocks: their content comes first.
+    commit_refcounts(env).await?;
+    let growth = plan_growth(&env.state(), block)?;
+    {
+        let mut state = env.state();
+        let bits = state.cluster_bits();
+        state.cache.forget(0, growth.at..growth.place.end);
+        state.writer.fresh_from = state.writer.fresh_from.max(growth.place.end >> bits);
+    }
+    let mut content = IoBuffer::zeroed((growth.place.end - growth.at) as usize);
+    content[..growth.blocks.len()].copy_from_slice(&growth.blocks);
+    for (place, entry) in content[growth.blocks.len()..].chunks_exact_mut(8).zip(&growth.table) {
+        place.copy_from_slice(&entry.to_be_bytes());
+    }
+    env.io.run(env.write_op(growth.at).with_buffer(content)).await?;
+    sync(env).await?;
+    let clusters = (growth.place.end - growth.place.start) >> env.state().cluster_bits();
+    let mut place = growth.place.start.to_be_bytes().to_vec();
+    place.extend((clusters as u32).to_be_bytes());
+    change_header(env, REFCOUNT_TABLE_AT, &place).await?;
+    let mut state = env.state();
+    let tables = state.top_mut()?;
+    let old = tables.header.refcount_table_offset;
+    let (old_clusters, cluster) = (tables.header.refcount_table_clusters, tables.header.cluster_bytes());
+    tables.header.refcount_table_offset = growth.place.start;
+    tables.header.refcount_table_clusters = clusters as u32;
+    state.writer.refcount_table = growth.table;
+    state.writer.refcount_table_dirty.clear();
+    state.writer.released.extend((0..u64::from(old_clusters)).map(|number| old + number * cluster));
+    Ok(())
+}
+
+/// Changes bytes of the header, and makes that durable.
+///
+/// # Errors
+/// That of the file; after one of a write or a sync, nothing more is written to the tables.
+pub(super) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
+    let sector = env.state().layers[0].align.max(512) as usize;
+    let mut read: Op = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(sector))).await?;
+    let mut buffer = read.buffers.pop().ok_or(Status::Io)?;
+    buffer[at..at + bytes.len()].copy_from_slice(bytes);
+    let written = env.io.run(env.write_op(0).with_buffer(buffer)).await;
+    if written.is_err() {
+        // The file may have either.
+        env.state().writer.failed = true;
+    }
+    written?;
+    sync(env).await
+}

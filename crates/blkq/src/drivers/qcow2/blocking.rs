@@ -1,0 +1,77 @@
+//! Tasks run to their completion on the calling thread, whose system calls complete their operations: for
+//! changes while no queue does I/O, and for the last commit. Threads that do this may make no ring.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::future::Future;
+use std::os::fd::{AsRawFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crate::error::{Error, ErrorKind, IoResult};
+
+use super::env::{Env, Shared};
+use super::io::{Action, Executor, Submitted};
+
+/// Runs what `task` makes, on the files of the chain.
+///
+/// # Errors
+/// The task's.
+pub(super) fn run<F: Future<Output = IoResult> + 'static>(
+    shared: &Arc<Shared>,
+    files: &[Arc<File>],
+    what: &str,
+    task: impl FnOnce(Rc<Env>) -> F,
+) -> Result<(), Error> {
+    let env = Env::new(Arc::clone(shared));
+    let mut executor = Executor::default();
+    let result = Rc::new(RefCell::new(None));
+    let (task, kept) = (task(Rc::clone(&env)), Rc::clone(&result));
+    executor.spawn(&env.io, async move {
+        let done = task.await;
+        *kept.borrow_mut() = Some(done);
+    });
+    while !executor.is_idle() {
+        executor.run(&env.io);
+        let mut idle = !env.io.has_paused();
+        while let Some(operation) = env.io.next_operation() {
+            idle = false;
+            let done = perform(files[usize::from(operation.layer)].as_raw_fd(), &operation);
+            env.io.complete(operation.place, done);
+        }
+        if idle && !executor.is_idle() {
+            // It waits for a change, which nobody else makes.
+            return Err(Error::new(ErrorKind::System, format!("cannot {what}: it is being changed")));
+        }
+    }
+    match result.take() {
+        Some(Ok(())) => Ok(()),
+        Some(Err(status)) => Err(Error::system(format!("cannot {what}"), status)),
+        None => Err(Error::new(ErrorKind::System, format!("cannot {what}"))),
+    }
+}
+
+/// Performs an operation, of a transfer the first piece at least: the result is a ring's.
+pub(super) fn perform(file: RawFd, operation: &Submitted) -> i32 {
+    let (offset, bytes) = (operation.range.start, operation.range.end - operation.range.start);
+    let (Ok(offset), Ok(bytes)) = (i64::try_from(offset), i64::try_from(bytes)) else { return -libc::EINVAL };
+    let (memory, length) = operation
+        .pieces
+        .first()
+        .map_or((std::ptr::null_mut(), 0), |piece| (piece.iov_base, piece.iov_len.min(i32::MAX as usize)));
+    let mode = operation.action.fallocate_mode();
+    // SAFETY: the memory of an operation that has not completed is valid for its pieces, and nothing else uses
+    // that of a read; the file is open.
+    let result = unsafe {
+        match operation.action {
+            Action::Read => libc::pread64(file, memory, length, offset) as i64,
+            Action::Write => libc::pwrite64(file, memory, length, offset) as i64,
+            Action::Sync => i64::from(libc::fdatasync(file)),
+            Action::Punch | Action::Extend => i64::from(libc::fallocate64(file, mode, offset, bytes)),
+        }
+    };
+    match i32::try_from(result) {
+        Ok(done) if done >= 0 => done,
+        _ => -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}

@@ -1,0 +1,209 @@
+//! Opening an image and the images behind it.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
+
+use crate::drivers::r#loop::backing::{self, Backing};
+use crate::drivers::r#loop::format;
+use crate::drivers::r#loop::lock::{self, LockKind};
+use crate::error::{Error, ErrorKind};
+
+use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
+use super::options::BackingChain;
+use super::state::Tables;
+
+/// Most images behind one.
+const DEPTH_MAX: usize = 64;
+/// The bytes of a file that are locked: all that it may ever have.
+pub(super) const LOCKED: std::ops::Range<u64> = 0..1 << 62;
+
+/// An image of a chain that was opened.
+pub(super) struct Opened {
+    pub backing: Backing,
+    pub tables: Option<Tables>,
+    /// Virtual size in bytes.
+    pub size: u64,
+}
+
+/// Reads the tables of a qcow2 image that are always in memory.
+///
+/// # Errors
+/// One line: what is wrong with the image, and the cure.
+pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
+    let of_image = |error: Error| {
+        Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
+    };
+    let mut head = vec![0; FIXED_BYTES];
+    read_at(&backing.file, &backing.path, &mut head, 0)?;
+    let mut bytes = vec![0; cluster_bytes(&head).map_err(of_image)?];
+    read_at(&backing.file, &backing.path, &mut bytes, 0)?;
+    let header = Header::parse(&bytes).map_err(of_image)?;
+    let file_bytes = backing::size(&backing.file, &backing.path)?;
+    let tables = [
+        ("L1", header.l1_offset, u64::from(header.l1_entries) * 8),
+        (
+            "refcount",
+            header.refcount_table_offset,
+            u64::from(header.refcount_table_clusters) << header.cluster_bits,
+        ),
+    ];
+    for (name, offset, bytes) in tables {
+        if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
+            let message = format!("its {name} table is not all in the file; restore it from a copy");
+            return Err(of_image(Error::new(ErrorKind::Format, message)));
+        }
+    }
+    let l1 = read_numbers(backing, header.l1_offset, header.l1_entries as usize)?;
+    Ok(Tables { header, l1 })
+}
+
+/// Reads a table of big-endian numbers. Behind the end of the file it is zeroes.
+///
+/// # Errors
+/// That of the file.
+pub(super) fn read_numbers(backing: &Backing, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
+    let mut bytes = vec![0; count * 8];
+    read_at(&backing.file, &backing.path, &mut bytes, offset)?;
+    Ok(bytes.chunks_exact(8).map(|entry| super::header::u64_at(entry, 0)).collect())
+}
+
+fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<(), Error> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match file.read_at(&mut bytes[done..], offset + done as u64) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(Error::system(format!("cannot read {}", path.display()), e)),
+        }
+    }
+    Ok(())
+}
+
+/// Opens the images behind `top`, in order.
+///
+/// # Errors
+/// One line: what is wrong, why, and the cure. [`ErrorKind::BackingFile`] for one that `allowed`
+/// does not admit, whose cure is the caller's.
+pub(super) fn open_behind(top: &Opened, allowed: BackingChain) -> Result<Vec<Opened>, Error> {
+    let mut chain: Vec<Opened> = Vec::new();
+    loop {
+        let last = chain.last().unwrap_or(top);
+        let Some(name) = last.tables.as_ref().and_then(|tables| tables.header.backing.clone()) else {
+            return Ok(chain);
+        };
+        if chain.len() == DEPTH_MAX {
+            let message =
+                format!("{} has more than {DEPTH_MAX} images behind it", top.backing.path.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let backing = open_one(&last.backing.path, &name, allowed)?;
+        if std::iter::once(top).chain(&chain).any(|one| one.backing.identity == backing.identity) {
+            let message = format!("{} is behind itself", backing.path.display());
+            return Err(Error::new(ErrorKind::Format, message));
+        }
+        // Before its tables are read: a writer may be changing them.
+        lock::acquire(&backing.file, &backing.path, &LOCKED, LockKind::Shared, false)?;
+        let opened = read_one(&last.backing.path, &name, backing)?;
+        chain.push(opened);
+    }
+}
+
+fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
+    let directory = image.parent().unwrap_or(Path::new("/"));
+    let path = backing_path(image, &name.name)?;
+    match allowed {
+        BackingChain::Allow => Backing::open(&directory.join(path), true),
+        BackingChain::OwnDirectory => open_beneath(directory, image, path),
+    }
+}
+
+/// The image behind `image`, of the format that this names for it.
+fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened, Error> {
+    let size = backing::size(&backing.file, &backing.path)?;
+    let shown = backing.path.display();
+    let mut magic = [0; 4];
+    read_at(&backing.file, &backing.path, &mut magic, 0)?;
+    match name.format.as_deref() {
+        Some("raw") => {}
+        Some("qcow2") => return qcow2(backing),
+        // A guest that wrote to a raw image may have put it there, to have other files read.
+        None if magic == MAGIC => {
+            let (file, image) = (backing.path.display(), image.display());
+            let message = format!(
+                "{image} does not record the format of its backing file, which begins as qcow2; if it is, \
+                 record that with `qemu-img rebase -u -b {file} -F qcow2 {image}`"
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        None => {
+            if let Some(format) = format::detect(&backing.file, size) {
+                let message = format!("{shown}, behind {}, is a {format} image", image.display());
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            }
+        }
+        Some(other) => {
+            let message = format!("{shown}, behind {}, is a {other} image", image.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+    }
+    Ok(Opened { backing, tables: None, size })
+}
+
+fn qcow2(backing: Backing) -> Result<Opened, Error> {
+    let tables = read_tables(&backing)?;
+    let size = tables.header.size;
+    Ok(Opened { backing, tables: Some(tables), size })
+}
+
+/// The path that a name of a backing file is.
+fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
+    let name = name.strip_prefix(b"file:").unwrap_or(name);
+    // As QEMU has it: letters before a colon, before any slash, are a protocol.
+    let before_slash = name.split(|byte| *byte == b'/').next().unwrap_or_default();
+    if before_slash.contains(&b':') {
+        let message = format!(
+            "{} names its backing file as {:?}, which is no path",
+            image.display(),
+            String::from_utf8_lossy(name)
+        );
+        return Err(Error::new(ErrorKind::Unsupported, message));
+    }
+    Ok(Path::new(OsStr::from_bytes(name)))
+}
+
+/// Opens a file in `directory`, which is that of `image`, or below it. The kernel sees to it that no `..`
+/// and no symbolic link leads out of it, whatever changes meanwhile.
+fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, Error> {
+    let refused = || {
+        let message = format!(
+            "{} has the backing file {}, which is not in its directory",
+            image.display(),
+            path.display()
+        );
+        Error::new(ErrorKind::BackingFile, message)
+    };
+    let within = match path.is_absolute() {
+        true => path.strip_prefix(directory).map_err(|_| refused())?,
+        false => path,
+    };
+    let failed = |e: rustix::io::Errno| match e {
+        rustix::io::Errno::XDEV | rustix::io::Errno::LOOP => refused(),
+        e => Error::system(
+            format!("cannot open {}, the backing file of {}", path.display(), image.display()),
+            e,
+        ),
+    };
+    let at = openat(CWD, directory, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, FileMode::empty())
+        .map_err(failed)?;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let file = File::from(openat2(&at, within, flags, FileMode::empty(), resolve).map_err(failed)?);
+    let name = backing::name_now(&file).map(PathBuf::from);
+    Backing::of_open(file, name.unwrap_or_else(|| directory.join(within)))
+}

@@ -1,0 +1,64 @@
+//! Which bytes of the device are data, for a thread that may wait.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use crate::buffer::IoBuffer;
+use crate::driver::Extent;
+use crate::drivers::r#loop::extents::of_file;
+use crate::sync::lock;
+
+use super::env::Shared;
+use super::state::{Extra, Found, Lack};
+
+/// The extents of `range`, at most `max`. Slices of tables that are not in memory are read from the files,
+/// which then have what they had in memory.
+pub(super) fn of_chain(
+    shared: &Shared,
+    files: &[Arc<File>],
+    range: Range<u64>,
+    max: usize,
+) -> io::Result<Vec<Extent>> {
+    let mut extents: Vec<Extent> = Vec::new();
+    let end = range.end.min(lock(&shared.state).size);
+    let mut at = range.start;
+    // One of each image: a place of the device may need them all.
+    let mut extra = Extra::new();
+    while at < end {
+        let found = lock(&shared.state).find(at, end - at, Some(&extra));
+        let (found, run) = match found {
+            Ok(found) => found,
+            Err(Lack::Slice(key, _)) => {
+                let bytes = lock(&shared.state).cache.slice_bytes();
+                let mut buffer = IoBuffer::zeroed(bytes);
+                let length = files[usize::from(key.layer)].read_at(&mut buffer, key.offset)?;
+                buffer[length..].fill(0);
+                extra.retain(|(other, _)| other.layer != key.layer);
+                extra.push((key, buffer.to_vec()));
+                continue;
+            }
+            Err(_) => return Err(io::Error::from_raw_os_error(libc::EIO)),
+        };
+        let is_raw = |layer: u8| lock(&shared.state).layers[usize::from(layer)].tables.is_none();
+        let parts = match found {
+            Found::Data { layer, host } if is_raw(layer) => {
+                of_file(&files[usize::from(layer)], 0, 512, host..host + run, max)?
+            }
+            Found::Zero | Found::Nothing => vec![Extent { length: run, hole: true, zero: true }],
+            _ => vec![Extent { length: run, hole: false, zero: false }],
+        };
+        for part in parts {
+            at += part.length;
+            let full = extents.len() == max;
+            match extents.last_mut() {
+                Some(last) if (last.hole, last.zero) == (part.hole, part.zero) => last.length += part.length,
+                _ if full => return Ok(extents),
+                _ => extents.push(part),
+            }
+        }
+    }
+    Ok(extents)
+}

@@ -1,0 +1,78 @@
+//! A larger virtual size.
+
+use crate::buffer::IoBuffer;
+use crate::error::{IoResult, Status};
+
+use super::allocate::change_header;
+use super::commit::{commit, sync};
+use super::env::Env;
+use super::header::SIZE_AT;
+use super::state::State;
+use super::zero::{Wanted, clear};
+
+/// The size that the clusters of the L1 table have entries for.
+pub(super) fn room(state: &State) -> u64 {
+    let Ok(tables) = state.top() else { return 0 };
+    let header = &tables.header;
+    let bytes = (u64::from(header.l1_entries) * 8).next_multiple_of(header.cluster_bytes());
+    (bytes / 8).saturating_mul(header.l2_covers()).min(i64::MAX as u64)
+}
+
+/// Gives the device `bytes`, which [`room`] allows; what is new reads as zeroes.
+///
+/// # Errors
+/// That of the file.
+pub(super) async fn grow(env: &Env, bytes: u64) -> IoResult {
+    commit(env, true).await?;
+    let (counted, entries, l1_offset, align) = {
+        let mut state = env.state();
+        let tables = state.top_mut()?;
+        let counted = tables.header.l1_entries as usize;
+        let entries = (tables.header.l1_entries_for(bytes) as usize).max(tables.l1.len());
+        tables.l1.resize(entries, 0);
+        let l1_offset = tables.header.l1_offset;
+        (counted, entries, l1_offset, state.layers[0].align.max(512) as usize)
+    };
+    // The entries that are new are in the file before the header counts them: zeroes, unless it failed before.
+    if entries > counted {
+        let start = counted * 8 / align * align;
+        let mut buffer = IoBuffer::zeroed((entries * 8).next_multiple_of(align) - start);
+        for (place, entry) in buffer.chunks_exact_mut(8).zip(&env.state().top()?.l1[start / 8..]) {
+            place.copy_from_slice(&entry.to_be_bytes());
+        }
+        env.io.run(env.write_op(l1_offset + start as u64).with_buffer(buffer)).await?;
+        sync(env).await?;
+    }
+    let old = std::mem::replace(&mut env.state().layers[0].size, bytes);
+    let grown = hide_and_count(env, old, bytes, entries).await;
+    if grown.is_err() {
+        env.state().layers[0].size = old;
+    }
+    grown
+}
+
+/// Hides what is behind the new part of the image, and what the last cluster has there, and counts that in
+/// the header then.
+async fn hide_and_count(env: &Env, old: u64, bytes: u64, entries: usize) -> IoResult {
+    let (start, end) = {
+        let state = env.state();
+        let behind = state.layers.get(1).map_or(0, |layer| layer.size);
+        let cluster_end = old.next_multiple_of(1 << state.cluster_bits());
+        (old.next_multiple_of(state.layers[0].align), behind.max(cluster_end).min(bytes))
+    };
+    if end > start {
+        clear(env, start, end - start, Wanted::Zeroes).await?;
+        commit(env, true).await?;
+    }
+    // Size, encryption (none) and L1 entries are next to each other.
+    let mut fields = bytes.to_be_bytes().to_vec();
+    fields.extend([0; 4]);
+    fields.extend(u32::try_from(entries).map_err(|_| Status::Io)?.to_be_bytes());
+    change_header(env, SIZE_AT, &fields).await?;
+    let mut state = env.state();
+    let tables = state.top_mut()?;
+    tables.header.l1_entries = entries as u32;
+    tables.header.size = bytes;
+    state.size = bytes;
+    Ok(())
+}

@@ -1,0 +1,350 @@
+//! The header of a qcow2 image, as QEMU's docs/interop/qcow2.rst specifies it. All numbers are big-endian.
+
+use std::borrow::Cow;
+
+use crate::error::{Error, ErrorKind};
+
+/// The first bytes of every image.
+pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";
+/// Bytes that any header fits in, without extensions: enough to know how large a cluster is.
+pub(super) const FIXED_BYTES: usize = 112;
+/// Where the header has the place and the clusters of the refcount table.
+pub(super) const REFCOUNT_TABLE_AT: usize = 48;
+/// Where the header has the virtual size.
+pub(super) const SIZE_AT: usize = 24;
+/// Where the header has the number of L1 entries and their place.
+pub(super) const L1_AT: usize = 36;
+/// Where the header has the features that a writer clears if it does not keep them up to date.
+pub(super) const AUTOCLEAR_AT: usize = 88;
+
+/// Largest L1 table and refcount table: the limits of QEMU.
+pub(super) const L1_MAX_BYTES: u64 = 32 << 20;
+pub(super) const REFCOUNT_TABLE_MAX_BYTES: u64 = 8 << 20;
+/// Longest name of a backing file.
+const NAME_MAX_BYTES: usize = 1023;
+const SNAPSHOTS_MAX: u32 = 65536;
+
+const INCOMPATIBLE_DIRTY: u64 = 1;
+const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
+const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
+const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
+const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
+
+/// The type of the extension that names the backing file's format.
+const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+
+/// How compressed clusters are compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Compression {
+    Deflate,
+    Zstd,
+}
+
+/// The backing file of an image, as its header names it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct BackingName {
+    pub name: Vec<u8>,
+    /// Its format, if the header has one: `raw`, `qcow2`.
+    pub format: Option<String>,
+}
+
+/// The header of an image.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Header {
+    pub version: u32,
+    pub cluster_bits: u32,
+    /// Virtual size in bytes.
+    pub size: u64,
+    pub l1_entries: u32,
+    pub l1_offset: u64,
+    pub refcount_table_offset: u64,
+    pub refcount_table_clusters: u32,
+    /// A refcount has `1 << refcount_order` bits.
+    pub refcount_order: u32,
+    pub snapshots: u32,
+    pub autoclear: u64,
+    /// Whether the refcounts may be wrong.
+    pub dirty: bool,
+    pub corrupt: bool,
+    pub compression: Compression,
+    pub backing: Option<BackingName>,
+}
+
+/// The size of a cluster by the first bytes of an image.
+///
+/// # Errors
+/// As [`Header::parse`].
+pub(super) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
+    if fixed.len() < FIXED_BYTES || fixed[..4] != MAGIC {
+        return Err(rejected("it has no header of qcow2"));
+    }
+    match u32_at(fixed, 20) {
+        bits @ 9..=21 => Ok(1 << bits),
+        bits => Err(rejected(format!("its clusters have 2^{bits} bytes, not 512 bytes to 2 MiB"))),
+    }
+}
+
+impl Header {
+    /// Reads a header from the image's first cluster, or as much of it as the file has.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Format`] for what is no header, or contradicts itself; [`ErrorKind::Unsupported`] for
+    /// features that are not served.
+    pub fn parse(bytes: &[u8]) -> Result<Header, Error> {
+        let cluster_bytes = cluster_bytes(bytes)? as u64;
+        let bytes = &bytes[..bytes.len().min(cluster_bytes as usize)];
+        let version = u32_at(bytes, 4);
+        if !matches!(version, 2 | 3) {
+            return Err(unsupported(format!("version {version} of qcow2 is not known")));
+        }
+        if u32_at(bytes, 32) != 0 {
+            return Err(unsupported("it is encrypted"));
+        }
+        let v3 = version == 3;
+        let v3_u64 = |at| if v3 { u64_at(bytes, at) } else { 0 };
+        let incompatible = v3_u64(72);
+        check_features(incompatible)?;
+        let header_bytes = if v3 { u32_at(bytes, 100) as usize } else { 72 };
+        if v3 && (header_bytes < 104 || !header_bytes.is_multiple_of(8) || header_bytes > bytes.len()) {
+            return Err(rejected(format!("its header has {header_bytes} bytes")));
+        }
+        let compression = match (incompatible & INCOMPATIBLE_COMPRESSION != 0, header_bytes > 104) {
+            (true, true) if bytes[104] == 1 => Compression::Zstd,
+            (false, true) if bytes[104] != 0 => return Err(rejected("its compression contradicts itself")),
+            (false, _) => Compression::Deflate,
+            _ => return Err(unsupported("its method of compression is not known")),
+        };
+        let header = Header {
+            version,
+            cluster_bits: u32_at(bytes, 20),
+            size: u64_at(bytes, SIZE_AT),
+            l1_entries: u32_at(bytes, L1_AT),
+            l1_offset: u64_at(bytes, L1_AT + 4),
+            refcount_table_offset: u64_at(bytes, REFCOUNT_TABLE_AT),
+            refcount_table_clusters: u32_at(bytes, REFCOUNT_TABLE_AT + 8),
+            refcount_order: if v3 { u32_at(bytes, 96) } else { 4 },
+            snapshots: u32_at(bytes, 60),
+            autoclear: v3_u64(AUTOCLEAR_AT),
+            dirty: incompatible & INCOMPATIBLE_DIRTY != 0,
+            corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
+            compression,
+            backing: backing_name(bytes, header_bytes)?,
+        };
+        header.check()?;
+        Ok(header)
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let cluster = self.cluster_bytes();
+        let place = |what: &str, offset: u64, bytes: u64| {
+            let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
+            if offset == 0 || !offset.is_multiple_of(cluster) || end.is_none() {
+                return Err(rejected(format!("its {what} is at byte {offset}")));
+            }
+            Ok(())
+        };
+        if self.size > i64::MAX as u64 {
+            return Err(rejected(format!("its size is {} bytes", self.size)));
+        }
+        let l1_bytes = u64::from(self.l1_entries) * 8;
+        if l1_bytes > L1_MAX_BYTES || u64::from(self.l1_entries) < self.l1_entries_for(self.size) {
+            let message = format!("its L1 table has {} entries for {} bytes", self.l1_entries, self.size);
+            return Err(rejected(message));
+        }
+        if self.l1_entries > 0 {
+            place("L1 table", self.l1_offset, l1_bytes)?;
+        }
+        let table_bytes = u64::from(self.refcount_table_clusters) * cluster;
+        if table_bytes == 0 || table_bytes > REFCOUNT_TABLE_MAX_BYTES.max(cluster) {
+            return Err(rejected(format!("its refcount table has {table_bytes} bytes")));
+        }
+        place("refcount table", self.refcount_table_offset, table_bytes)?;
+        if self.refcount_order > 6 {
+            return Err(rejected(format!("its refcounts have 2^{} bits", self.refcount_order)));
+        }
+        if self.snapshots > SNAPSHOTS_MAX {
+            return Err(rejected(format!("it has {} snapshots", self.snapshots)));
+        }
+        Ok(())
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Bytes of the device that one L2 table maps.
+    pub fn l2_covers(&self) -> u64 {
+        self.cluster_bytes() << (self.cluster_bits - 3)
+    }
+
+    /// L1 entries that a device of `size` bytes needs.
+    pub fn l1_entries_for(&self, size: u64) -> u64 {
+        size.div_ceil(self.l2_covers())
+    }
+
+    /// Refcounts in one refcount block.
+    pub fn refcounts_per_block(&self) -> u64 {
+        (self.cluster_bytes() * 8) >> self.refcount_order
+    }
+}
+
+fn check_features(incompatible: u64) -> Result<(), Error> {
+    if incompatible & INCOMPATIBLE_DATA_FILE != 0 {
+        return Err(unsupported("it keeps its data in another file"));
+    }
+    if incompatible & INCOMPATIBLE_EXTENDED_L2 != 0 {
+        return Err(unsupported("it has extended L2 entries (subclusters)"));
+    }
+    const KNOWN: u64 = INCOMPATIBLE_DIRTY | INCOMPATIBLE_CORRUPT | INCOMPATIBLE_COMPRESSION;
+    match incompatible & !KNOWN {
+        0 => Ok(()),
+        other => {
+            Err(unsupported(format!("it has a feature that is not known, of bit {}", other.trailing_zeros())))
+        }
+    }
+}
+
+fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<BackingName>, Error> {
+    let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
+    if offset == 0 || length == 0 {
+        return Ok(None);
+    }
+    let name = usize::try_from(offset).ok().and_then(|offset| bytes.get(offset..)?.get(..length));
+    let Some(name) = name.filter(|name| name.len() <= NAME_MAX_BYTES && !name.contains(&0)) else {
+        return Err(rejected("the name of its backing file is not in its header"));
+    };
+    let format = extension(bytes, header_bytes, EXTENSION_BACKING_FORMAT)?;
+    let format = format.map(|format| String::from_utf8_lossy(format).into_owned());
+    // Both are shown on terminals and in lines of logs.
+    let names = [Some(String::from_utf8_lossy(name)), format.as_deref().map(Cow::from)];
+    if names.iter().flatten().any(|name| name.contains(char::is_control)) {
+        return Err(rejected("the name or the format of its backing file has control characters"));
+    }
+    Ok(Some(BackingName { name: name.to_vec(), format }))
+}
+
+/// The data of the header extension of that type.
+fn extension(bytes: &[u8], header_bytes: usize, wanted: u32) -> Result<Option<&[u8]>, Error> {
+    let mut rest = bytes.get(header_bytes..).unwrap_or_default();
+    while let Some((head, data)) = rest.split_at_checked(8) {
+        let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
+        if kind == 0 {
+            break;
+        }
+        let Some(found) = data.get(..length) else {
+            return Err(rejected("an extension of its header is longer than the header"));
+        };
+        if kind == wanted {
+            return Ok(Some(found));
+        }
+        rest = data.get(length.next_multiple_of(8)..).unwrap_or_default();
+    }
+    Ok(None)
+}
+
+/// The number at `at` of a slice that has it.
+pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut number = [0; 8];
+    number.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_be_bytes(number)
+}
+
+/// The number at `at` of a slice that has it.
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut number = [0; 4];
+    number.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_be_bytes(number)
+}
+
+fn rejected(why: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Format, why)
+}
+
+fn unsupported(why: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Unsupported, why)
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    /// A header of version 3 with clusters of 64 KiB and 1 GiB.
+    fn header() -> Vec<u8> {
+        let mut bytes = vec![0; 65536];
+        bytes[..4].copy_from_slice(&MAGIC);
+        let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+        put(4, &3u32.to_be_bytes());
+        put(20, &16u32.to_be_bytes());
+        put(24, &(1u64 << 30).to_be_bytes());
+        put(36, &2u32.to_be_bytes());
+        put(40, &(3u64 << 16).to_be_bytes());
+        put(48, &(1u64 << 16).to_be_bytes());
+        put(56, &1u32.to_be_bytes());
+        put(96, &4u32.to_be_bytes());
+        put(100, &104u32.to_be_bytes());
+        bytes
+    }
+
+    fn error(at: usize, value: &[u8]) -> String {
+        let mut bytes = header();
+        bytes[at..at + value.len()].copy_from_slice(value);
+        Header::parse(&bytes).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_header_is_read() {
+        let parsed = Header::parse(&header()).unwrap();
+        assert_eq!((parsed.cluster_bytes(), parsed.size, parsed.l1_entries), (65536, 1 << 30, 2));
+        assert_eq!((parsed.l2_covers(), parsed.refcounts_per_block()), (512 << 20, 32768));
+        assert!(parsed.backing.is_none());
+    }
+
+    #[test]
+    fn a_backing_file_is_read_with_its_format() {
+        let mut bytes = header();
+        bytes[104..112].copy_from_slice(&[0xe2, 0x79, 0x2a, 0xca, 0, 0, 0, 3]);
+        bytes[112..115].copy_from_slice(b"raw");
+        bytes[8..16].copy_from_slice(&128u64.to_be_bytes());
+        bytes[16..20].copy_from_slice(&5u32.to_be_bytes());
+        bytes[128..133].copy_from_slice(b"b.img");
+        let backing = Header::parse(&bytes).unwrap().backing.unwrap();
+        assert_eq!((&backing.name[..], backing.format.as_deref()), (&b"b.img"[..], Some("raw")));
+        for at in [112, 128] {
+            let mut bytes = bytes.clone();
+            bytes[at] = b'\n';
+            assert!(Header::parse(&bytes).unwrap_err().to_string().contains("control characters"));
+        }
+        bytes[16..20].copy_from_slice(&70000u32.to_be_bytes());
+        assert!(Header::parse(&bytes).is_err());
+    }
+
+    #[test]
+    fn a_header_that_is_damaged_or_not_served_is_rejected() {
+        for (at, value, why) in [
+            (0, &b"QFI\0"[..], "no header"),
+            (7, &[4], "version 4"),
+            (23, &[8], "2^8 bytes"),
+            (23, &[22], "2^22 bytes"),
+            (35, &[1], "encrypted"),
+            (79, &[4], "another file"),
+            (79, &[16], "subclusters"),
+            (72, &[0x80], "bit 63"),
+            (39, &[1], "1 entries for"),
+            (36, &[0xff], "entries for"),
+            (47, &[1], "L1 table is at"),
+            (55, &[1], "refcount table is at"),
+            (59, &[0], "refcount table has 0"),
+            (56, &[1], "refcount table has"),
+            (99, &[7], "2^7 bits"),
+            (103, &[100], "header has 100 bytes"),
+            (60, &[1], "snapshots"),
+            (24, &[0x80], "its size is"),
+        ] {
+            let error = error(at, value);
+            assert!(error.contains(why), "{at}: {error}");
+        }
+        assert!(Header::parse(&header()[..100]).is_err());
+    }
+}

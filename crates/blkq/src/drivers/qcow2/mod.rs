@@ -1,0 +1,440 @@
+//! The qcow2 driver: an image of QEMU's format, with the images behind it, on the ring of its queue.
+//!
+//! `header` and `entry` read the format, `chain` opens the files, `state` is what is in memory: tables, slices
+//! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
+//! for them, `env` what tasks share. `read`, `write` and `zero` are the tasks; `allocate` finds clusters
+//! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
+//! path, `blocking` runs tasks without a queue, `extents` and `grow` are for the control plane.
+
+mod allocate;
+mod blocking;
+mod cache;
+mod chain;
+mod commit;
+mod entry;
+mod env;
+mod epochs;
+mod extents;
+mod grow;
+mod header;
+mod io;
+mod options;
+mod queue;
+mod read;
+mod refcounts;
+mod reserve;
+mod state;
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests;
+mod write;
+mod zero;
+
+use std::collections::{BTreeSet, HashSet};
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::OFlags;
+
+use crate::driver::{Driver, DriverQueue, Extent, OpenContext};
+use crate::error::{Error, ErrorKind};
+use crate::limits::QueueLimits;
+use crate::sync::atomic::AtomicBool;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::{Mutex, lock as locked};
+
+use super::r#loop::backing::{self, Backing, DirectAlign};
+use super::r#loop::lock::{self, LockKind};
+use super::r#loop::options::choose_mode;
+use super::r#loop::{DirectIo, claim};
+use super::size::check_logical_block;
+use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
+use chain::{LOCKED, Opened};
+use entry::OFFSET;
+use env::Shared;
+use epochs::Epochs;
+use header::AUTOCLEAR_AT;
+pub use options::{BackingChain, Qcow2Options};
+use queue::{Qcow2Queue, SEGMENTS_MAX};
+use reserve::free_reserved;
+use state::{Layer, State, Writer};
+
+/// Largest read or write, as of the loop driver.
+const REQUEST_MAX_BYTES: u32 = 2560 << 9;
+/// Largest discard and write zeroes.
+const DISCARD_MAX_BYTES: u64 = 1 << 30;
+/// How often the last commit is tried: each may leave refcounts of what the one before released.
+const COMMITS_MAX: usize = 4;
+
+/// A device backed by a qcow2 image.
+pub struct Qcow2 {
+    shared: Arc<Shared>,
+    /// Those of the chain, the image's own first.
+    files: Vec<Arc<File>>,
+    path: PathBuf,
+    behind: Vec<PathBuf>,
+    /// Device and inode of the image.
+    identity: (u64, u64),
+    /// Whether the image is open for writing.
+    writable: bool,
+    read_only: AtomicBool,
+    logical_block_bytes: u32,
+    memory_align: u32,
+    physical_block: u32,
+    rotational: bool,
+    requested: DirectIo,
+    /// Why there is no direct I/O, if there is none.
+    buffered: Option<String>,
+    version: u32,
+    cluster_bytes: u64,
+    warnings: Vec<String>,
+}
+
+/// The image itself, with a lock on it.
+fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
+    if options.shared && !options.read_only {
+        let message = "a qcow2 image has one writer, and is not shared with others; open it read-only";
+        return Err(Error::new(ErrorKind::Invalid, message));
+    }
+    let backing = Backing::open(&options.path, options.read_only)?;
+    let kind = LockKind::of(options.read_only, false);
+    let warning = lock::acquire(&backing.file, &backing.path, &LOCKED, kind, options.shared)?;
+    if !options.shared {
+        claim::check(&backing, &LOCKED, options.read_only)?;
+    }
+    let tables = chain::read_tables(&backing)?;
+    let shown = backing.path.display();
+    let repair = match (tables.header.corrupt, tables.header.dirty) {
+        (true, _) => Some("is marked as corrupt"),
+        (_, true) => Some("was not closed, and its refcounts may be wrong"),
+        _ => None,
+    };
+    if let Some(why) = repair.filter(|_| !options.read_only) {
+        let message =
+            format!("{shown} {why}; repair it with `qemu-img check -r all {shown}`, or open it read-only");
+        return Err(Error::new(ErrorKind::Unsupported, message));
+    }
+    let size = tables.header.size;
+    Ok((Opened { backing, tables: Some(tables), size }, warning))
+}
+
+impl Qcow2 {
+    /// Opens and locks an image, and those behind it.
+    ///
+    /// # Errors
+    /// One line: what is wrong, why, and the cure. [`ErrorKind::Busy`] if another process has locked one of
+    /// the files, [`ErrorKind::Claimed`] if the kernel uses it, [`ErrorKind::BackingFile`] if the image names a
+    /// backing file that it may not have: those have what and why, the cure is the caller's.
+    pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
+        let (top, warning) = open_top(options)?;
+        let mut warnings = Vec::from_iter(warning);
+        let path = top.backing.path.clone();
+        let logical_block_bytes = choose_logical_block(options, &top.backing)?;
+        let Some(header) = top.tables.as_ref().map(|tables| tables.header.clone()) else {
+            return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
+        };
+        let size = header.size - header.size % u64::from(logical_block_bytes);
+        if size == 0 {
+            return Err(Error::new(ErrorKind::Invalid, format!("{} has no sector", path.display())));
+        }
+        if size != header.size {
+            let left_out = header.size - size;
+            warnings.push(format!(
+                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} and are left out",
+                path.display()
+            ));
+        }
+        let mode = choose_mode(options.direct_io, &top.backing.direct, &path, logical_block_bytes, 0)?;
+        let behind = chain::open_behind(&top, options.backing_chain)?;
+        let writer = open_writer(&top, options.read_only)?;
+        let smallest = std::iter::once(&top)
+            .chain(&behind)
+            .filter_map(|one| one.tables.as_ref().map(|tables| tables.header.cluster_bytes()))
+            .fold(SLICE_MAX_BYTES, u64::min);
+        let chain: Vec<Opened> = std::iter::once(top).chain(behind).collect();
+        let (mut layers, mut files, mut memory_align) = (Vec::new(), Vec::new(), 1);
+        let (mut paths, mut facts) = (Vec::new(), None);
+        let mut buffered = mode.direct.is_none().then(|| mode.reason.clone());
+        for (number, one) in chain.into_iter().enumerate() {
+            let align = direct_align(&one, mode.direct.is_some(), logical_block_bytes, smallest);
+            if number == 0 && mode.direct.is_some() && align.is_none() {
+                let reason =
+                    format!("its clusters of {smallest} bytes, or its size of {}, do not suit", one.size);
+                if options.direct_io == DirectIo::On {
+                    let message = format!("no direct I/O on {}: {reason}", path.display());
+                    return Err(Error::new(ErrorKind::NoDirectIo, message));
+                }
+                buffered = Some(reason);
+            }
+            backing::set_flag(&one.backing.file, OFlags::DIRECT, align.is_some()).map_err(|e| {
+                Error::system(format!("cannot set direct I/O on {}", one.backing.path.display()), e)
+            })?;
+            memory_align = memory_align.max(align.map_or(1, |align| align.memory.max(align.offset)));
+            let align = align.map_or(1, |align| u64::from(align.offset));
+            let file_bytes = backing::size(&one.backing.file, &one.backing.path)?;
+            layers.push(Layer { tables: one.tables, size: one.size, align, file_bytes });
+            facts.get_or_insert((one.backing.identity, one.backing.physical_block, one.backing.rotational));
+            paths.push(one.backing.path);
+            files.push(Arc::new(one.backing.file));
+        }
+        let (identity, physical_block, rotational) = facts.unwrap_or(((0, 0), 512, false));
+        let state = State { layers, cache: Cache::new(CACHE_BYTES, smallest as usize), size, writer };
+        let device = Qcow2 {
+            shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
+            files,
+            path,
+            behind: paths.split_off(1),
+            identity,
+            writable: !options.read_only,
+            read_only: AtomicBool::new(options.read_only),
+            logical_block_bytes,
+            memory_align,
+            physical_block,
+            rotational,
+            requested: options.direct_io,
+            buffered,
+            version: header.version,
+            cluster_bytes: header.cluster_bytes(),
+            warnings,
+        };
+        device.clear_features(header.autoclear)
+    }
+
+    /// Clears the features that a writer clears which does not keep them up to date: dirty bitmaps.
+    fn clear_features(mut self, autoclear: u64) -> Result<Qcow2, Error> {
+        if autoclear == 0 || !self.writable {
+            return Ok(self);
+        }
+        self.run("change its header", async |env| {
+            allocate::change_header(&env, AUTOCLEAR_AT, &[0; 8]).await
+        })?;
+        self.warnings.push(format!(
+            "the dirty bitmaps in {} are not kept up to date, and are marked so",
+            self.path.display()
+        ));
+        Ok(self)
+    }
+
+    /// Runs a task while no queue does I/O.
+    fn run<F: Future<Output = crate::IoResult> + 'static>(
+        &self,
+        what: &str,
+        task: impl FnOnce(std::rc::Rc<env::Env>) -> F,
+    ) -> Result<(), Error> {
+        blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path.display()), task)
+    }
+
+    /// Writes all tables, and makes them durable.
+    fn write_back(&self) -> Result<(), Error> {
+        if !self.writable {
+            return Ok(());
+        }
+        for _ in 0..COMMITS_MAX {
+            if !locked(&self.shared.state).is_dirty() {
+                break;
+            }
+            self.run("write the tables", async |env| commit::commit(&env, true).await)?;
+        }
+        Ok(())
+    }
+
+    /// The image: absolute, without symbolic links.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The alignment of direct I/O on one image of the chain, if there is to be any and it suits all tables, and
+/// the last sector of the image: what is there may be read by itself.
+fn direct_align(image: &Opened, wanted: bool, block: u32, slice: u64) -> Option<DirectAlign> {
+    let align = *image.backing.direct.as_ref().ok()?;
+    let suits = align.offset.max(align.memory) <= block
+        && u64::from(align.offset) <= slice
+        && image.size.is_multiple_of(u64::from(align.offset.max(align.memory)).max(1));
+    (wanted && suits && align.offset >= 512).then_some(align)
+}
+
+fn choose_logical_block(options: &Qcow2Options, backing: &Backing) -> Result<u32, Error> {
+    if let Some(bytes) = options.logical_block_bytes {
+        return check_logical_block(bytes);
+    }
+    let demanded = match &backing.direct {
+        Ok(align) if options.direct_io == DirectIo::On => align.offset.max(align.memory),
+        _ => 512,
+    };
+    Ok(demanded.max(backing.logical_block).clamp(512, 4096).next_power_of_two())
+}
+
+/// The state of a writer, read from the image.
+fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
+    let file_bytes = backing::size(&top.backing.file, &top.backing.path)?;
+    let (mut refcount_table, mut bits) = (Vec::new(), 16);
+    if let Some(tables) = top.tables.as_ref().filter(|_| !read_only) {
+        let header = &tables.header;
+        bits = header.cluster_bits;
+        let entries = (u64::from(header.refcount_table_clusters) << bits) / 8;
+        refcount_table = chain::read_numbers(&top.backing, header.refcount_table_offset, entries as usize)?;
+        // The other bits are reserved: an entry without an offset is none.
+        refcount_table.iter_mut().for_each(|block| *block &= OFFSET);
+        let mut blocks = HashSet::new();
+        if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
+            let shown = top.backing.path.display();
+            let message = format!(
+                "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all \
+                 {shown}`, or open it read-only"
+            );
+            return Err(Error::new(ErrorKind::Format, message));
+        }
+    }
+    let block_device = top.backing.block_device;
+    Ok(Writer {
+        refcount_table,
+        refcount_table_dirty: BTreeSet::new(),
+        l1_dirty: BTreeSet::new(),
+        next_free: 0,
+        // A block device has old data behind the image.
+        fresh_from: if block_device { u64::MAX } else { file_bytes.div_ceil(1 << bits) },
+        extended_to: (!block_device).then_some(file_bytes),
+        extending: false,
+        clusters_max: if block_device { file_bytes >> bits } else { 1 << (56 - bits) },
+        released: Vec::new(),
+        locked: HashSet::new(),
+        making_l2: HashSet::new(),
+        growing: false,
+        committing: false,
+        failed: false,
+    })
+}
+
+impl Driver for Qcow2 {
+    fn name(&self) -> &'static str {
+        "qcow2"
+    }
+
+    fn uses_ring(&self) -> bool {
+        true
+    }
+
+    fn queues_max(&self) -> usize {
+        // The tables have one owner.
+        1
+    }
+
+    fn limits(&self) -> QueueLimits {
+        let read_only = self.read_only.load(Relaxed);
+        // Without zero flags, what is behind an image would show through.
+        let unmaps = !read_only && (self.version >= 3 || self.behind.is_empty());
+        let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
+        QueueLimits {
+            capacity_bytes: locked(&self.shared.state).size,
+            logical_block_bytes: self.logical_block_bytes,
+            physical_block_bytes: self.physical_block.max(self.logical_block_bytes),
+            max_request_bytes: REQUEST_MAX_BYTES,
+            max_segments: SEGMENTS_MAX,
+            memory_align: self.memory_align,
+            max_discard_bytes: most(unmaps),
+            discard_granularity: (self.cluster_bytes as u32).max(self.logical_block_bytes),
+            max_write_zeroes_bytes: most(unmaps),
+            max_write_zeroes_no_unmap_bytes: most(!read_only && self.version >= 3),
+            write_cache: !read_only,
+            read_only,
+            rotational: self.rotational,
+            page_cache: self.buffered.is_some(),
+            ..QueueLimits::default()
+        }
+    }
+
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        let ring =
+            cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the qcow2 driver needs an io_uring"))?;
+        Ok(Box::new(Qcow2Queue::open(Arc::clone(&self.shared), &self.files, self.writable, cx.tags, ring)?))
+    }
+
+    fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
+        extents::of_chain(&self.shared, &self.files, range, max)
+            .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        if !read_only && !self.writable {
+            let message = format!("{} was opened read-only; open it anew for writing", self.path.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        self.write_back()?;
+        self.read_only.store(read_only, Relaxed);
+        Ok(())
+    }
+
+    fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
+        let now = locked(&self.shared.state).size;
+        let Some(bytes) = bytes.filter(|bytes| *bytes != now) else { return Ok(now) };
+        let refused = |why: String| {
+            let message = format!("{} cannot have {bytes} bytes: {why}", self.path.display());
+            Err(Error::new(ErrorKind::Unsupported, message))
+        };
+        if bytes < now {
+            return refused(format!("a qcow2 image does not shrink while it is served; it has {now}"));
+        }
+        if !bytes.is_multiple_of(u64::from(self.logical_block_bytes)) {
+            return refused(format!("they are not whole sectors of {}", self.logical_block_bytes));
+        }
+        if self.read_only.load(Relaxed) {
+            return refused("it is read-only".to_owned());
+        }
+        match grow::room(&locked(&self.shared.state)) {
+            room if bytes > room => refused(format!(
+                "its L1 table has room for {room}; resize it with qemu-img while it is not served"
+            )),
+            _ => Ok(bytes),
+        }
+    }
+
+    fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
+        let bytes = self.prepare_resize(bytes)?;
+        if bytes == locked(&self.shared.state).size {
+            return Ok(());
+        }
+        self.run("change the size", move |env| async move { grow::grow(&env, bytes).await })
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let buffered = self.buffered.as_ref().filter(|_| self.requested == DirectIo::Auto);
+        let buffered = buffered.map(|why| format!("direct I/O is off: {why}"));
+        buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
+    }
+
+    fn describe(&self) -> Vec<(&'static str, String)> {
+        let name = self.files.first().and_then(|file| backing::name_now(file));
+        let behind: Vec<String> = self.behind.iter().map(|path| path.display().to_string()).collect();
+        vec![
+            ("backing-file", name.unwrap_or(self.path.display().to_string())),
+            ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
+            ("backing-inode", self.identity.1.to_string()),
+            ("offset", "0".to_owned()),
+            ("size-limit", "none".to_owned()),
+            ("format", format!("qcow2, version {}", self.version)),
+            ("cluster-size", self.cluster_bytes.to_string()),
+            ("backing-chain", if behind.is_empty() { "none".to_owned() } else { behind.join(", ") }),
+            ("direct-io-requested", self.requested.name().to_owned()),
+            ("direct-io", if self.buffered.is_some() { "off" } else { "on" }.to_owned()),
+            ("direct-io-reason", self.buffered.clone().unwrap_or_default()),
+            ("tables-failed", locked(&self.shared.state).writer.failed.to_string()),
+        ]
+    }
+}
+
+impl Drop for Qcow2 {
+    fn drop(&mut self) {
+        // The last flush has written what clients were promised; this frees what they discarded, and what
+        // was reserved.
+        if self.write_back().is_ok() {
+            let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        }
+        if let Some(file) = self.files.first() {
+            // A ring may keep the file open for longer than the device is used.
+            lock::release(file, &LOCKED);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The options of a user.
+
+use std::path::PathBuf;
+
+use crate::drivers::r#loop::DirectIo;
+
+/// The backing files that an image may name: a name in a file is a path that a stranger may have written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum BackingChain {
+    /// Those in the directory of the image that names them, or below it, by any way that does not lead out
+    /// of it.
+    #[default]
+    OwnDirectory,
+    /// All that the user may read.
+    Allow,
+}
+
+/// An image, and how it is served.
+#[derive(Clone, Debug)]
+pub struct Qcow2Options {
+    /// The image: a regular file or a block device.
+    pub path: PathBuf,
+    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::drivers::LOGICAL_BLOCK_SIZES);
+    /// `None`: 512, or what [`DirectIo::On`] demands.
+    pub logical_block_bytes: Option<u32>,
+    /// Around the page cache or through it.
+    pub direct_io: DirectIo,
+    /// Refuse writes, and open the image for reading only.
+    pub read_only: bool,
+    /// Let others read the image too that have this option; for readers only.
+    pub shared: bool,
+    /// The backing files that it may have.
+    pub backing_chain: BackingChain,
+}
+
+impl Qcow2Options {
+    /// The image at `path`, for reading and writing.
+    pub fn new(path: impl Into<PathBuf>) -> Qcow2Options {
+        Qcow2Options {
+            path: path.into(),
+            logical_block_bytes: None,
+            direct_io: DirectIo::Auto,
+            read_only: false,
+            shared: false,
+            backing_chain: BackingChain::OwnDirectory,
+        }
+    }
+}

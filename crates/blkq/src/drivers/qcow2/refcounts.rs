@@ -1,0 +1,70 @@
+//! Refcounts in a slice of a refcount block: numbers of 1 to 64 bits.
+
+use super::cache::{Key, Table};
+use super::entry::table_offset;
+use super::state::{Lack, State};
+
+/// Refcount `index` of a slice, of `1 << order` bits.
+pub(super) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
+    if order < 3 {
+        let bits = 1 << order;
+        let shift = index * bits % 8;
+        return u64::from(slice[index * bits / 8] >> shift) & ((1 << bits) - 1);
+    }
+    let bytes = 1 << (order - 3);
+    slice[index * bytes..][..bytes].iter().fold(0, |count, byte| count << 8 | u64::from(*byte))
+}
+
+/// Sets it.
+pub(super) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
+    if order < 3 {
+        let bits = 1 << order;
+        let shift = index * bits % 8;
+        let mask = (((1u16 << bits) - 1) << shift) as u8;
+        let byte = &mut slice[index * bits / 8];
+        *byte = *byte & !mask | (count << shift) as u8 & mask;
+        return;
+    }
+    let bytes = 1 << (order - 3);
+    slice[index * bytes..][..bytes].copy_from_slice(&count.to_be_bytes()[8 - bytes..]);
+}
+
+/// The slot and the index of the refcount of a cluster of the file.
+pub(super) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), Lack> {
+    let slice_bytes = state.cache.slice_bytes() as u64;
+    let header = &state.top()?.header;
+    let per_block = header.refcounts_per_block();
+    let in_slice = (slice_bytes * 8) >> header.refcount_order;
+    let bits = header.cluster_bits;
+    let (block, index) = (cluster / per_block, cluster % per_block);
+    let Some(entry) = state.writer.refcount_table.get(block as usize) else { return Err(Lack::Room(block)) };
+    let Some(offset) = table_offset(*entry, bits)? else { return Err(Lack::Block(block)) };
+    state.check_target(offset..offset + (1 << bits))?;
+    let key = Key { layer: 0, offset: offset + index / in_slice * slice_bytes };
+    match state.cache.find(key) {
+        Some(slot) => Ok((slot, (index % in_slice) as usize)),
+        None => Err(Lack::Slice(key, Table::Refcounts)),
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refcounts_of_all_widths_are_apart() {
+        for order in 0..=6 {
+            let most = u64::MAX >> (64 - (1u32 << order));
+            let mut slice = [0; 64];
+            let count = (64 * 8) >> order;
+            for index in 0..count {
+                set_refcount(&mut slice, index, order, most);
+                assert_eq!(refcount(&slice, index, order), most);
+                assert!((0..count).all(|other| (refcount(&slice, other, order) > 0) == (other <= index)));
+            }
+            set_refcount(&mut slice, 1, order, 0);
+            assert_eq!([0, 1, 2].map(|index| refcount(&slice, index, order)), [most, 0, most]);
+        }
+    }
+}

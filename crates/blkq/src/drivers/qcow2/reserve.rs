@@ -1,0 +1,56 @@
+//! Space of the file that is reserved before clusters of it are written: a direct write that makes a file longer
+//! is alone on it, and one to a hole waits for the file system to find space.
+
+use crate::error::IoResult;
+
+use super::env::Env;
+use super::io::Op;
+
+/// The part of the file's length that is reserved at a time, and its bounds in bytes.
+const PART: u64 = 8;
+const LEAST_BYTES: u64 = 4 << 20;
+const MOST_BYTES: u64 = 64 << 20;
+
+/// Has the file be as long as a write up to byte `end` needs, or longer. Where that fails, as on file systems that
+/// cannot do it or are full, writes go on as they would without.
+pub(super) async fn reserve(env: &Env, end: u64) {
+    loop {
+        let range = {
+            let writer = &mut env.state().writer;
+            let Some(from) = writer.extended_to.filter(|reached| *reached < end) else { return };
+            let to = end + (from / PART).clamp(LEAST_BYTES, MOST_BYTES);
+            (!std::mem::replace(&mut writer.extending, true)).then_some(from..to)
+        };
+        let Some(range) = range else {
+            env.io.wait().await;
+            continue;
+        };
+        let done = env.io.run(Op::extend(range.start, range.end - range.start)).await;
+        {
+            let mut state = env.state();
+            state.writer.extending = false;
+            state.writer.extended_to = done.is_ok().then_some(range.end);
+            if done.is_ok() {
+                state.layers[0].file_bytes = state.layers[0].file_bytes.max(range.end);
+            }
+        }
+        env.io.changed();
+        return;
+    }
+}
+
+/// Frees what was reserved behind the last cluster that was ever allocated.
+///
+/// # Errors
+/// That of the file.
+pub(super) async fn free_reserved(env: &Env) -> IoResult {
+    let (from, to) = {
+        let state = env.state();
+        let used = state.writer.fresh_from.checked_shl(state.cluster_bits()).unwrap_or(u64::MAX);
+        (used, state.writer.extended_to.unwrap_or(0))
+    };
+    if from < to && !env.state().writer.failed {
+        env.io.run(Op::punch(from, to - from)).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,274 @@
+//! Images with others behind them, compressed clusters, snapshots; what is refused.
+
+use super::data::exercise;
+use super::*;
+
+fn error(options: &Qcow2Options) -> Error {
+    Qcow2::open(options).err().expect("it is refused")
+}
+
+#[test]
+fn extents_of_a_chain_need_a_table_of_each_image() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    directory.image("base", "cluster_size=64k", MIB);
+    for (name, behind, offset) in [("base", None, 0), ("top", Some("base"), 65536)] {
+        if let Some(behind) = behind {
+            directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", behind, "-F", "qcow2", name, "1M"]);
+        }
+        let mut h = Harness::open(&open(&directory.0.join(name))).unwrap();
+        let tag = h.write(offset, vec![pattern(4096, 1)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+        let tag = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+        assert_eq!(h.run(tag).0, Ok(()));
+    }
+    // No table is in memory.
+    let extents = open(&directory.0.join("top")).extents(0..MIB, 10).unwrap();
+    let extents: Vec<(u64, bool)> = extents.iter().map(|extent| (extent.length, extent.hole)).collect();
+    assert_eq!(extents, [(131_072, false), (MIB - 131_072, true)]);
+}
+
+// Contract: data
+#[test]
+fn a_chain_is_read_through_and_only_its_top_is_written() {
+    if !has_qemu() {
+        return;
+    }
+    for kind in ["cluster_size=64k", "cluster_size=512", "compat=0.10", "cluster_size=4k"] {
+        let directory = Directory::new();
+        let size = 4 * MIB;
+        // A raw base, shorter than all others; then ten images, each with a part of its own.
+        let base = pattern(MIB as usize + 512, 99);
+        std::fs::write(directory.0.join("base"), &*base).unwrap();
+        let mut model = base.to_vec();
+        model.resize(size as usize, 0);
+        let (mut behind, mut format) = ("base".to_owned(), "raw");
+        for number in 0..10u64 {
+            let name = format!("d{number}.qcow2");
+            let bytes = size.to_string();
+            directory.qemu_img(&[
+                "create", "-q", "-f", "qcow2", "-o", kind, "-b", &behind, "-F", format, &name, &bytes,
+            ]);
+            let path = directory.0.join(&name);
+            let device = open(&path);
+            let mut h = Harness::open(&device).unwrap();
+            let offset = number * 300 * 512;
+            let data = pattern(70_144, number);
+            model[offset as usize..offset as usize + data.len()].copy_from_slice(&data);
+            let tag = h.write(offset, vec![data]);
+            assert_eq!(h.run(tag).0, Ok(()));
+            assert!(h.read_back(0, 2 << 20) == model[..2 << 20], "{kind} {number}");
+            drop(h);
+            drop(device);
+            directory.check(&path);
+            (behind, format) = (name, "qcow2");
+        }
+        assert_eq!(std::fs::read(directory.0.join("base")).unwrap(), *base);
+        exercise(&directory, &directory.0.join(behind), size, 5, 150, &model);
+    }
+}
+
+// Contract: data
+#[test]
+fn compressed_clusters_are_read_and_become_ordinary_ones() {
+    if !has_qemu() {
+        return;
+    }
+    for cluster in ["64k", "4k", "2M"] {
+        let directory = Directory::new();
+        let mut data = pattern(4 << 20, 3).to_vec();
+        data[1 << 20..3 << 20].iter_mut().enumerate().for_each(|(at, byte)| *byte = (at >> 12) as u8);
+        std::fs::write(directory.0.join("raw"), &data).unwrap();
+        let options = format!("cluster_size={cluster}");
+        directory.qemu_img(&["convert", "-c", "-O", "qcow2", "-o", &options, "raw", "c.qcow2"]);
+        exercise(&directory, &directory.0.join("c.qcow2"), 4 << 20, 11, 150, &data);
+    }
+}
+
+// Contract: data
+#[test]
+fn a_snapshot_keeps_its_data_while_the_image_is_written() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let data = pattern(2 << 20, 4).to_vec();
+    std::fs::write(directory.0.join("raw"), &data).unwrap();
+    directory.qemu_img(&["convert", "-O", "qcow2", "-o", "cluster_size=4k", "raw", "s.qcow2"]);
+    directory.qemu_img(&["snapshot", "-c", "first", "s.qcow2"]);
+    exercise(&directory, &directory.0.join("s.qcow2"), 2 << 20, 12, 100, &data);
+    directory.qemu_img(&["convert", "-l", "snapshot.name=first", "-O", "raw", "s.qcow2", "back"]);
+    assert!(std::fs::read(directory.0.join("back")).unwrap() == data);
+}
+
+#[test]
+fn a_backing_file_elsewhere_is_refused_unless_allowed() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let inner = directory.0.join("inner");
+    std::fs::create_dir(&inner).unwrap();
+    std::fs::write(directory.0.join("secret"), [7; 65536]).unwrap();
+    std::fs::write(inner.join("good"), [8; 65536]).unwrap();
+    std::os::unix::fs::symlink("../secret", inner.join("link")).unwrap();
+    std::os::unix::fs::symlink("good", inner.join("within")).unwrap();
+    let absolute = directory.0.join("secret");
+    let top = inner.join("top.qcow2");
+    let create = |name: &str| {
+        let path = top.to_str().unwrap();
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", name, "-F", "raw", path, "64k"]);
+    };
+    for name in ["../secret", absolute.to_str().unwrap(), "link", "/proc/self/root/etc/passwd"] {
+        create(name);
+        assert_eq!(error(&Qcow2Options::new(&top)).kind(), ErrorKind::BackingFile, "{name}");
+    }
+    create("../secret");
+    let options = Qcow2Options { backing_chain: BackingChain::Allow, ..Qcow2Options::new(&top) };
+    let device = Qcow2::open(&options).unwrap();
+    assert_eq!(Harness::open(&device).unwrap().read_back(0, 512), [7; 512]);
+    drop(device);
+    let whole = inner.join("good");
+    for name in ["good", "within", "./good", whole.to_str().unwrap()] {
+        create(name);
+        assert_eq!(Harness::open(&open(&top)).unwrap().read_back(0, 512), [8; 512], "{name}");
+    }
+    create("nbd://localhost/x");
+    assert_eq!(error(&options).kind(), ErrorKind::Unsupported);
+}
+
+// Contract: data
+#[test]
+fn a_backing_file_of_a_thousand_bytes_is_read() {
+    if !has_qemu() {
+        return;
+    }
+    for bytes in [1000, 512, 4096 + 512, 65536 + 4095] {
+        let directory = Directory::new();
+        let mut model = pattern(81_920, 5)[..bytes].to_vec();
+        std::fs::write(directory.0.join("base"), &model).unwrap();
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "d.qcow2", "1M"]);
+        model.resize(MIB as usize, 0);
+        exercise(&directory, &directory.0.join("d.qcow2"), MIB, 9, 50, &model);
+    }
+}
+
+#[test]
+fn a_backing_file_without_a_format_is_not_guessed_to_be_qcow2() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    directory.image("base", "compat=1.1", MIB);
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "d.qcow2"]);
+    let path = directory.0.join("d.qcow2");
+    let mut bytes = std::fs::read(&path).unwrap();
+    // An extension of the header that nobody knows is left alone.
+    let at = bytes.windows(4).position(|word| word == 0xE279_2ACA_u32.to_be_bytes()).unwrap();
+    bytes[at..at + 4].copy_from_slice(&[1; 4]);
+    std::fs::write(&path, &bytes).unwrap();
+    let error = error(&Qcow2Options::new(&path)).to_string();
+    assert!(error.contains("qemu-img rebase -u -b") && error.contains("-F qcow2"), "{error}");
+}
+
+// Contract: exclusive
+#[test]
+fn a_backing_file_is_locked_before_its_tables_are_read() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let base = directory.image("base", "compat=1.1", MIB);
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "d.qcow2"]);
+    let writer = open(&base);
+    let file = File::options().write(true).open(&base).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[0; 512], 0).unwrap();
+    let options = Qcow2Options::new(directory.0.join("d.qcow2"));
+    assert_eq!(error(&options).kind(), ErrorKind::Busy);
+    drop(writer);
+    assert_eq!(error(&options).kind(), ErrorKind::Format);
+}
+
+#[test]
+fn a_chain_that_comes_back_to_itself_is_rejected() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    for (name, behind) in [("a", "b"), ("b", "c"), ("c", "b")] {
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", behind, "-F", "qcow2", name, "64k"]);
+    }
+    for name in ["a", "b", "c"] {
+        assert_eq!(error(&Qcow2Options::new(directory.0.join(name))).kind(), ErrorKind::Format);
+    }
+}
+
+// Contract: exclusive
+#[test]
+fn neither_qemu_nor_another_device_writes_beside_a_writer() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "compat=1.1", MIB);
+    let device = open(&path);
+    assert_eq!(error(&Qcow2Options::new(&path)).kind(), ErrorKind::Busy);
+    let info = |write: bool| {
+        let how = if write { "write 0 4k" } else { "read 0 4k" };
+        Command::new("qemu-io").args(["-f", "qcow2", "-c", how]).arg(&path).output().unwrap().status.success()
+    };
+    assert!(!info(false) && !info(true));
+    drop(device);
+    let reader = Qcow2Options { read_only: true, ..Qcow2Options::new(&path) };
+    let (one, two) = (Qcow2::open(&reader).unwrap(), Qcow2::open(&reader).unwrap());
+    assert!(!info(true));
+    drop((one, two));
+    assert!(info(true));
+}
+
+#[test]
+fn images_that_are_not_served_are_rejected_with_the_reason() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    for (kind, why) in [
+        ("extended_l2=on", "subclusters"),
+        ("data_file=other.raw", "another file"),
+        ("encrypt.format=luks,encrypt.key-secret=s", "encrypted"),
+        ("compression_type=zstd", "zstd"),
+    ] {
+        let secret = ["--object", "secret,id=s,data=x"];
+        let image = [&["create", "-q", "-f", "qcow2"][..], &secret, &["-o", kind, "x.qcow2", "1M"]].concat();
+        directory.qemu_img(&image);
+        let opened = Qcow2::open(&Qcow2Options::new(directory.0.join("x.qcow2")));
+        match kind {
+            // Without a compressed cluster it is like any other.
+            "compression_type=zstd" => assert!(opened.is_ok()),
+            _ => {
+                let error = opened.err().unwrap().to_string();
+                assert!(error.contains(why), "{error}");
+            }
+        }
+    }
+    let path = directory.image("d.qcow2", "lazy_refcounts=on", MIB);
+    let mut bytes = std::fs::read(&path).unwrap();
+    for (bit, why) in [(1, "was not closed"), (2, "corrupt")] {
+        bytes[79] = bit;
+        std::fs::write(&path, &bytes).unwrap();
+        let error = error(&Qcow2Options::new(&path)).to_string();
+        assert!(error.contains(why) && error.contains("qemu-img check -r all"), "{error}");
+        Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    }
+    let path = directory.image("twice.qcow2", "compat=1.1", MIB);
+    let file = File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &0x20000_u64.to_be_bytes(), 0x10008).unwrap();
+    let twice = error(&Qcow2Options::new(&path)).to_string();
+    assert!(twice.contains("names a block twice"), "{twice}");
+    let path = directory.image("cut.qcow2", "compat=1.1", MIB);
+    File::options().write(true).open(&path).unwrap().set_len(0x30000).unwrap();
+    let error = error(&Qcow2Options::new(&path)).to_string();
+    assert!(error.contains("its L1 table is not all in the file"), "{error}");
+}

@@ -1,0 +1,358 @@
+//! The control plane: block status, sizes, read-only.
+
+use std::cell::Cell;
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+
+use super::*;
+use crate::drivers::qcow2::blocking::perform;
+use crate::drivers::qcow2::env::{BOUNCE_MAX_BYTES, Env};
+use crate::drivers::qcow2::io::{Action, Executor};
+use crate::drivers::qcow2::write::{Source, write};
+
+fn run(h: &mut Harness, operation: Operation, offset: u64, bytes: u64) {
+    let tag = h.bare(operation, BioFlags::empty(), offset, bytes);
+    assert_eq!(h.run(tag).0, Ok(()));
+}
+
+#[test]
+fn extents_are_those_of_the_chain_before_tables_are_written() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let base = std::fs::File::create(directory.0.join("base")).unwrap();
+    base.set_len(MIB).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&base, &[1; 65536], 0).unwrap();
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "d.qcow2", "2M"]);
+    let device = open(&directory.0.join("d.qcow2"));
+    let mut h = Harness::open(&device).unwrap();
+    let extents = |device: &Qcow2| -> Vec<(u64, bool)> {
+        let extents = device.extents(0..2 * MIB, 100).unwrap();
+        extents.iter().map(|extent| (extent.length, extent.hole)).collect()
+    };
+    let (data, hole) = (false, true);
+    assert_eq!(extents(&device), [(65536, data), (2 * MIB - 65536, hole)]);
+    let tag = h.write(MIB + 4096, vec![pattern(4096, 1)]);
+    assert_eq!(h.run(tag).0, Ok(()));
+    run(&mut h, Operation::WriteZeroes, 0, 65536);
+    assert_eq!(extents(&device), [(MIB, hole), (65536, data), (MIB - 65536, hole)]);
+    assert_eq!(device.extents(0..2 * MIB, 1).unwrap().len(), 1);
+    let again = extents(&device);
+    drop(h);
+    drop(device);
+    assert_eq!(extents(&open(&directory.0.join("d.qcow2"))), again);
+}
+
+#[test]
+fn an_image_grows_and_what_is_behind_it_stays_hidden() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    std::fs::write(directory.0.join("base"), vec![7; 2 << 20]).unwrap();
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "d.qcow2", "1000448"]);
+    let path = directory.0.join("d.qcow2");
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    assert_eq!(device.prepare_resize(Some(512)).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(device.prepare_resize(Some(64 << 40)).unwrap_err().kind(), ErrorKind::Unsupported);
+    device.resize(Some(3 << 30)).unwrap();
+    h.reload();
+    assert_eq!(device.limits().capacity_bytes, 3 << 30);
+    assert_eq!(h.read_back(1_000_448 - 512, 1024), [[7; 512], [0; 512]].concat());
+    let tag = h.write((3 << 30) - 4096, vec![pattern(4096, 2)]);
+    assert_eq!(h.run(tag).0, Ok(()));
+    drop(h);
+    drop(device);
+    directory.check(&path);
+    let mut h = Harness::open(&open(&path)).unwrap();
+    assert_eq!(h.read_back((3 << 30) - 4096, 4096), pattern(4096, 2).to_vec());
+}
+
+// Contract: data
+#[test]
+fn an_image_is_larger_only_once_what_is_behind_it_is_hidden() {
+    if !has_qemu() {
+        return;
+    }
+    for kind in ["cluster_size=512", "compat=0.10"] {
+        let directory = Directory::new();
+        std::fs::write(directory.0.join("base"), vec![7; 2 << 20]).unwrap();
+        let size = "1000448";
+        directory.qemu_img(&[
+            "create", "-q", "-f", "qcow2", "-o", kind, "-b", "base", "-F", "raw", "d.qcow2", size,
+        ]);
+        let path = directory.0.join("d.qcow2");
+        let device = open(&path);
+        let (env, mut executor) = (Env::new(Arc::clone(&device.shared)), Executor::default());
+        let larger = grow::room(&env.state()).min(4 << 20);
+        let (tasks_env, result) = (Rc::clone(&env), Rc::new(Cell::new(None)));
+        let kept = Rc::clone(&result);
+        executor.spawn(&env.io, async move { kept.set(Some(grow::grow(&tasks_env, larger).await)) });
+        while result.get().is_none() {
+            executor.run(&env.io);
+            while let Some(operation) = env.io.next_operation() {
+                let done = perform(device.files[usize::from(operation.layer)].as_raw_fd(), &operation);
+                let is_header = operation.action == Action::Write && operation.range.start == 0;
+                env.io.complete(operation.place, if is_header { -libc::EIO } else { done });
+            }
+        }
+        assert_eq!(result.get(), Some(Err(crate::Status::Io)));
+        assert!(env.state().writer.failed && env.state().size == 1_000_448);
+        drop((executor, env, device));
+        // The header was written, and nothing was after that.
+        directory.check(&path);
+        let device = open(&path);
+        assert_eq!(device.limits().capacity_bytes, larger);
+        let content = Harness::open(&device).unwrap().read_back(0, larger as usize);
+        assert!(content[..1_000_448].iter().all(|byte| *byte == 7), "{kind}");
+        assert!(content[1_000_448..].iter().all(|byte| *byte == 0), "{kind}");
+    }
+}
+
+// Contract: data
+#[test]
+fn clusters_that_were_discarded_are_used_before_space_runs_out() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 16 * MIB);
+    let device = open(&path);
+    locked(&device.shared.state).writer.clusters_max = 40;
+    let mut h = Harness::open(&device).unwrap();
+    let write_at = |h: &mut Harness, at: u64| {
+        let tag = h.write(at, vec![pattern(2 << 20, at)]);
+        h.run(tag).0
+    };
+    assert_eq!(write_at(&mut h, 0), Ok(()));
+    assert_eq!(write_at(&mut h, 2 * MIB), Err(crate::Status::NoSpace));
+    run(&mut h, Operation::Discard, 0, 2 * MIB);
+    assert_eq!(write_at(&mut h, 4 * MIB), Ok(()));
+    assert!(h.read_back(4 * MIB, 2 << 20) == pattern(2 << 20, 4 * MIB).to_vec());
+    drop(h);
+    drop(device);
+    directory.check(&path);
+}
+
+#[test]
+fn only_so_many_discarded_clusters_wait_to_be_freed() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=4k", 16 * MIB);
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    for number in 0..8 {
+        let tag = h.write(number * MIB, vec![pattern(1 << 20, number)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+    }
+    run(&mut h, Operation::Discard, 0, 8 * MIB);
+    let released = locked(&device.shared.state).writer.released.len();
+    assert!((1..=1024).contains(&released), "{released}");
+}
+
+#[test]
+fn copies_of_many_writes_have_bounded_memory() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    std::fs::write(directory.0.join("base"), vec![7; 64 << 20]).unwrap();
+    let options = "cluster_size=2M";
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, "-b", "base", "-F", "raw", "d.qcow2"]);
+    let path = directory.0.join("d.qcow2");
+    let device = open(&path);
+    let (env, mut executor) = (Env::new(Arc::clone(&device.shared)), Executor::default());
+    let written = Rc::new(Cell::new(0));
+    for number in 0..32 {
+        let (tasks_env, written) = (Rc::clone(&env), Rc::clone(&written));
+        executor.spawn(&env.io, async move {
+            write(&tasks_env, number * 2 * MIB + MIB, 4096, Source::Zeroes).await.unwrap();
+            written.set(written.get() + 1);
+        });
+    }
+    let mut most = 0;
+    while !executor.is_idle() {
+        executor.run(&env.io);
+        most = most.max(env.reserved());
+        // One at a time, so that all that can be in flight is.
+        let Some(operation) = env.io.next_operation() else { break };
+        let done = perform(device.files[usize::from(operation.layer)].as_raw_fd(), &operation);
+        env.io.complete(operation.place, done);
+    }
+    assert_eq!((written.get(), env.reserved()), (32, 0));
+    assert!((BOUNCE_MAX_BYTES / 2..=BOUNCE_MAX_BYTES).contains(&most), "{most}");
+    drop((executor, env, device));
+    directory.check(&path);
+    let content = Harness::open(&open(&path)).unwrap().read_back(62 * MIB, 2 << 20);
+    assert!(content.iter().enumerate().all(|(at, byte)| *byte == if at >> 12 == 256 { 0 } else { 7 }));
+}
+
+// Contract: data
+#[test]
+fn tables_that_name_the_header_are_not_written() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", MIB);
+    let whole = std::fs::read(&path).unwrap();
+    // The entries of the L1 table, and of the refcount table, that name the refcount table.
+    for (field, flag) in [(40, 1 << 63), (48, 0)] {
+        let mut bytes = whole.clone();
+        let at = u64::from_be_bytes(bytes[field..field + 8].try_into().unwrap()) as usize;
+        bytes[at..at + 8].copy_from_slice(&(0x10000_u64 | flag).to_be_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        let device = open(&path);
+        let mut h = Harness::open(&device).unwrap();
+        let tag = h.write(0, vec![pattern(4096, 1)]);
+        assert_eq!(h.run(tag).0, Err(crate::Status::Io), "{field}");
+        drop(h);
+        drop(device);
+        assert!(std::fs::read(&path).unwrap()[..0x20000] == bytes[..0x20000], "{field}");
+    }
+}
+
+#[test]
+fn the_rest_of_the_last_cluster_is_hidden_when_an_image_grows() {
+    if !has_qemu() {
+        return;
+    }
+    for compat in ["compat=0.10", "compat=1.1"] {
+        let directory = Directory::new();
+        let path = directory.image("d.qcow2", compat, 65536);
+        directory.qemu_img(&[
+            "bench",
+            "-f",
+            "qcow2",
+            "-w",
+            "-c",
+            "1",
+            "-s",
+            "65536",
+            "--pattern=7",
+            "d.qcow2",
+        ]);
+        directory.qemu_img(&["resize", "-q", "-f", "qcow2", "--shrink", "d.qcow2", "4096"]);
+        let device = open(&path);
+        let mut h = Harness::open(&device).unwrap();
+        device.resize(Some(128 << 10)).unwrap();
+        h.reload();
+        assert_eq!(h.read_back(0, 128 << 10), [vec![7; 4096], vec![0; 124 << 10]].concat());
+        drop(h);
+        drop(device);
+        directory.check(&path);
+    }
+}
+
+#[test]
+fn entries_that_name_no_table_stop_no_queue() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "compat=1.1", MIB);
+    let set = |at: u64, entry: u64| {
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &entry.to_be_bytes(), at).unwrap();
+    };
+    // The first of the L1 table, marked as one to be changed.
+    set(0x30000, 1 << 63);
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    let tag = h.write(4096, vec![pattern(4096, 1)]);
+    assert_eq!(h.run(tag).0, Ok(()));
+    assert_eq!(h.read_back(4096, 4096), pattern(4096, 1).to_vec());
+    drop(h);
+    drop(device);
+    directory.check(&path);
+    // The first of the refcount table, with reserved bits: the header's cluster would be its block.
+    set(0x10000, 0xe2);
+    let mut h = Harness::open(&open(&path)).unwrap();
+    let tag = h.write(512 << 10, vec![pattern(4096, 1)]);
+    assert_eq!(h.run(tag).0, Err(crate::Status::Io));
+}
+
+#[test]
+fn a_read_only_device_writes_nothing() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "compat=1.1", MIB);
+    let before = std::fs::read(&path).unwrap();
+    let device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    let tag = h.write(0, vec![pattern(512, 1)]);
+    assert_eq!(h.run(tag).0, Err(crate::Status::ReadOnly));
+    run(&mut h, Operation::Flush, 0, 0);
+    assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Unsupported);
+    drop(h);
+    drop(device);
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+}
+
+// Contract: data
+#[test]
+fn many_requests_at_once_to_few_clusters_keep_their_data() {
+    if !has_qemu() {
+        return;
+    }
+    for kind in ["cluster_size=64k", "cluster_size=512", "cluster_size=4k,refcount_bits=1"] {
+        let directory = Directory::new();
+        let path = directory.image("d.qcow2", kind, 4 * MIB);
+        let device = open(&path);
+        let mut h = Harness::open(&device).unwrap();
+        for round in 0..20 {
+            // Apart from each other, but in the same clusters; between them discards and a flush.
+            let parts: Vec<u64> = (0..40).map(|number| number * 6144 + round * 512).collect();
+            let mut tags: Vec<_> =
+                parts.iter().map(|at| h.write(*at, vec![pattern(4096, *at + round)])).collect();
+            let far = 2 * MIB;
+            let discard = h.bare(Operation::Discard, BioFlags::empty(), far, MIB);
+            let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+            let write = h.write(far + round * 4096, vec![pattern(70_144, round)]);
+            tags.extend([flush, discard, write]);
+            h.start(&tags);
+            for tag in tags {
+                assert_eq!(h.wait(tag).0, Ok(()), "{kind}");
+            }
+            for at in &parts {
+                assert!(h.read_back(*at, 4096) == pattern(4096, *at + round).to_vec(), "{kind} {at}");
+            }
+        }
+        drop(h);
+        drop(device);
+        directory.check(&path);
+    }
+}
+
+#[test]
+fn space_is_reserved_for_new_clusters_and_freed() {
+    use std::os::unix::fs::MetadataExt;
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 64 << 20);
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    let space = || std::fs::metadata(&path).unwrap().blocks() * 512;
+    for number in 0..4 {
+        let tag = h.write(number * MIB, vec![pattern(4096, 1)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+    }
+    run(&mut h, Operation::Flush, 0, 0);
+    // Where the file system can reserve it; the rest of each cluster reads as zeroes.
+    assert!(space() > 4 * MIB);
+    drop(h);
+    drop(device);
+    assert!(space() < MIB, "{}", space());
+    directory.check(&path);
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    assert_eq!(h.read_back(3 * MIB, 8192), [&pattern(4096, 1)[..], &[0; 4096]].concat());
+}

@@ -1,0 +1,68 @@
+//! The driver on images that qemu-img makes.
+
+mod chains;
+mod control;
+mod data;
+mod power;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::*;
+use crate::bio::{BioFlags, Operation};
+use crate::drivers::harness::{Harness, pattern};
+
+const MIB: u64 = 1 << 20;
+
+/// A directory of a test's own.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> Directory {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("blkq-qcow2-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Directory(path.canonicalize().unwrap())
+    }
+
+    /// Runs qemu-img in the directory; its output if it succeeded.
+    fn qemu_img(&self, arguments: &[&str]) -> String {
+        let output = Command::new("qemu-img").args(arguments).current_dir(&self.0).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "qemu-img {arguments:?}: {text}{errors}");
+        text
+    }
+
+    /// A new qcow2 image.
+    fn image(&self, name: &str, options: &str, size: u64) -> PathBuf {
+        self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, name, &size.to_string()]);
+        self.0.join(name)
+    }
+
+    /// Fails if qemu-img finds an error or a leak.
+    fn check(&self, path: &Path) {
+        self.qemu_img(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn open(path: &Path) -> Qcow2 {
+    Qcow2::open(&Qcow2Options::new(path)).unwrap()
+}
+
+/// Whether there is a qemu-img to compare with.
+fn has_qemu() -> bool {
+    let found = Command::new("qemu-img").arg("--version").output().is_ok();
+    if !found {
+        eprintln!("without qemu-img: skipped");
+    }
+    found
+}

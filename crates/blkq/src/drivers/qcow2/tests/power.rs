@@ -1,0 +1,341 @@
+//! Power losses: the files are memory that keeps what was synced apart from what was not. Operations complete
+//! in any order. At any instant a power loss leaves an image with any part of what was not synced, which must
+//! have all that was flushed, and in which qemu-img may find clusters that nothing refers to, but no error.
+
+use std::rc::Rc;
+
+use super::*;
+use crate::buffer::{IoBuffer, Segment};
+use crate::drivers::qcow2::commit::commit;
+use crate::drivers::qcow2::env::Env;
+use crate::drivers::qcow2::io::{Action, Executor, Memory, Submitted};
+use crate::drivers::qcow2::read::read_own;
+use crate::drivers::qcow2::write::{Source, write};
+use crate::drivers::qcow2::zero::{Wanted, clear};
+use crate::random::Random;
+use crate::tags::Tag;
+
+const SECTOR: usize = 512;
+
+/// The files of the chain in memory. Only the image itself is written.
+struct Disk {
+    files: Vec<Vec<u8>>,
+    durable: Vec<u8>,
+    /// Writes that are not durable: when each was done, where, and what.
+    log: Vec<(u64, usize, Vec<u8>)>,
+    clock: u64,
+    /// Operations that were submitted, and when.
+    pending: Vec<(u64, Submitted)>,
+}
+
+impl Disk {
+    fn put(image: &mut Vec<u8>, at: usize, bytes: &[u8]) {
+        image.resize(image.len().max(at + bytes.len()), 0);
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn collect(&mut self, env: &Env) {
+        while let Some(operation) = env.io.next_operation() {
+            self.clock += 1;
+            self.pending.push((self.clock, operation));
+        }
+    }
+
+    /// Does one of the operations, whichever.
+    fn execute(&mut self, env: &Env, random: &mut Random) {
+        let (submitted, operation) =
+            self.pending.swap_remove(random.below(self.pending.len() as u64) as usize);
+        self.clock += 1;
+        let (begin, end) = (operation.range.start as usize, operation.range.end as usize);
+        let file = &mut self.files[usize::from(operation.layer)];
+        let mut at = begin;
+        let result = match operation.action {
+            Action::Read => {
+                for piece in &operation.pieces {
+                    let there = file.len().saturating_sub(at).min(piece.iov_len);
+                    // SAFETY: the memory of an operation that has not completed is valid for its pieces.
+                    let memory =
+                        unsafe { std::slice::from_raw_parts_mut(piece.iov_base.cast::<u8>(), there) };
+                    memory.copy_from_slice(&file[at.min(file.len())..][..there]);
+                    at += there;
+                }
+                at - begin
+            }
+            Action::Write => {
+                let mut bytes = Vec::new();
+                for piece in &operation.pieces {
+                    // SAFETY: as above.
+                    bytes.extend(unsafe {
+                        std::slice::from_raw_parts(piece.iov_base.cast::<u8>(), piece.iov_len)
+                    });
+                }
+                assert_eq!(bytes.len(), end - begin);
+                Disk::put(file, begin, &bytes);
+                self.log.push((self.clock, begin, bytes));
+                end - begin
+            }
+            Action::Punch => {
+                let zeroes = vec![0; end.min(file.len()).saturating_sub(begin)];
+                Disk::put(file, begin.min(file.len()), &zeroes);
+                self.log.push((self.clock, begin, zeroes));
+                0
+            }
+            Action::Extend => {
+                Disk::put(file, end, &[]);
+                self.log.push((self.clock, end, Vec::new()));
+                0
+            }
+            Action::Sync => {
+                let durable = &mut self.durable;
+                self.log.retain(|(done, at, bytes)| {
+                    let kept = *done >= submitted;
+                    if !kept {
+                        Disk::put(durable, *at, bytes);
+                    }
+                    kept
+                });
+                0
+            }
+        };
+        env.io.complete(operation.place, result as i32);
+    }
+
+    /// The image that a power loss leaves.
+    fn lose(&self, random: &mut Random) -> Vec<u8> {
+        let mut image = self.durable.clone();
+        for (_, at, bytes) in &self.log {
+            for (number, sector) in bytes.chunks(SECTOR).enumerate() {
+                if random.below(2) == 0 {
+                    Disk::put(&mut image, at + number * SECTOR, sector);
+                }
+            }
+        }
+        image
+    }
+}
+
+/// The content of each sector: a number that it is full of.
+struct Model {
+    now: Vec<u32>,
+    /// Contents that it may have after a power loss.
+    allowed: Vec<Vec<u32>>,
+}
+
+impl Model {
+    fn set(&mut self, sector: usize, content: u32) {
+        self.now[sector] = content;
+        self.allowed[sector].push(content);
+    }
+
+    fn check(&self, image: &[u8], seed: u64) {
+        for (sector, bytes) in image.chunks(SECTOR).enumerate() {
+            let content = u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+            assert!(
+                bytes.chunks(4).all(|word| word == content.to_ne_bytes()),
+                "seed {seed}: {sector} is torn"
+            );
+            let allowed = &self.allowed[sector];
+            assert!(
+                allowed.contains(&content),
+                "seed {seed}: {sector} has {content}, not one of {allowed:?}"
+            );
+        }
+    }
+}
+
+fn content_of(contents: &[u32]) -> IoBuffer {
+    let mut buffer = IoBuffer::zeroed(contents.len() * SECTOR);
+    for (sector, content) in buffer.chunks_exact_mut(SECTOR).zip(contents) {
+        sector.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&content.to_ne_bytes()));
+    }
+    buffer
+}
+
+/// Checks an image that a power loss left.
+fn verify(directory: &Directory, image: &[u8], model: &Model, seed: u64) {
+    let path = directory.0.join("lost.qcow2");
+    std::fs::write(&path, image).unwrap();
+    let check = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output().unwrap();
+    // 3: there are clusters that nothing refers to.
+    let text = String::from_utf8_lossy(&check.stdout).into_owned() + &String::from_utf8_lossy(&check.stderr);
+    assert!(matches!(check.status.code(), Some(0 | 3)), "seed {seed}: {text}");
+    directory.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "lost.qcow2", "lost.raw"]);
+    model.check(&std::fs::read(directory.0.join("lost.raw")).unwrap(), seed);
+}
+
+/// A life of an image with power losses at several instants.
+fn live(kind: &str, backing: bool, seed: u64) {
+    let mut random = Random::new(seed);
+    let directory = Directory::new();
+    let size = 768 * 1024;
+    let sectors = size / SECTOR;
+    let behind: Vec<u32> =
+        (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
+    std::fs::write(directory.0.join("base"), &*content_of(&behind)).unwrap();
+    let bytes = size.to_string();
+    let mut words = vec!["create", "-q", "-f", "qcow2", "-o", kind];
+    if backing {
+        words.extend(["-b", "base", "-F", "raw"]);
+    }
+    directory.qemu_img(&[&words[..], &["d.qcow2", &bytes]].concat());
+    let path = directory.0.join("d.qcow2");
+    let device = Qcow2::open(&Qcow2Options { direct_io: DirectIo::Off, ..Qcow2Options::new(&path) }).unwrap();
+    let env = Env::new(Arc::clone(&device.shared));
+    let file = std::fs::read(&path).unwrap();
+    let base = std::fs::read(directory.0.join("base")).unwrap();
+    let mut disk = Disk {
+        durable: file.clone(),
+        files: vec![file, base],
+        log: Vec::new(),
+        clock: 0,
+        pending: Vec::new(),
+    };
+    let mut now = behind;
+    now.resize(sectors, 0);
+    let mut model = Model { allowed: now.iter().map(|content| vec![*content]).collect(), now };
+    let mut executor = Executor::default();
+    let mut next = 10_000;
+    for _ in 0..12 {
+        let before = model.now.clone();
+        let mut buffers = Vec::new();
+        let mut flush = None;
+        let mut discards = Vec::new();
+        // Requests that do not overlap, in parts of the device of their own.
+        for part in 0..8 {
+            let room = sectors / 8;
+            let longest = [2, 16, 192][random.below(3) as usize];
+            let length = random.below(longest) as usize + 1;
+            let first = part * room + random.below((room - length.min(room) + 1) as u64) as usize;
+            let range = first..(first + length).min((part + 1) * room);
+            let (position, bytes) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u64);
+            let (task, tag) = (Rc::clone(&env), Tag(part as u16));
+            let wanted = match random.below(8) {
+                0..4 => None,
+                4 => Some(Wanted::Zeroes),
+                5 => Some(Wanted::ZeroesKept),
+                6 => Some(Wanted::Discard),
+                _ => {
+                    flush.get_or_insert(Tag(100));
+                    continue;
+                }
+            };
+            match wanted {
+                Some(wanted) => {
+                    if wanted == Wanted::Discard {
+                        range.clone().for_each(|sector| model.allowed[sector].push(0));
+                        discards.push(range);
+                    } else {
+                        range.for_each(|sector| model.set(sector, 0));
+                    }
+                    executor.spawn(&env.io, async move {
+                        let done = clear(&task, position, bytes, wanted).await;
+                        task.io.finish(tag, done);
+                    });
+                }
+                None => {
+                    let contents: Vec<u32> = range.clone().map(|sector| next + sector as u32).collect();
+                    range.zip(&contents).for_each(|(sector, content)| model.set(sector, *content));
+                    next += sectors as u32;
+                    let mut buffer = content_of(&contents);
+                    let segment = Segment::new(buffer.as_mut_ptr(), buffer.len() as u32);
+                    buffers.push(buffer);
+                    // SAFETY: the buffers live until all operations have completed, below.
+                    let memory = unsafe { Memory::new(tag, vec![segment]) };
+                    executor.spawn(&env.io, async move {
+                        let done = write(&task, position, bytes, Source::Memory(&memory)).await;
+                        task.io.finish(tag, done);
+                    });
+                }
+            }
+        }
+        if let Some(tag) = flush {
+            let task = Rc::clone(&env);
+            executor.spawn(&env.io, async move {
+                let done = commit(&task, true).await;
+                task.io.finish(tag, done);
+            });
+        }
+        let mut loss = random.below(60);
+        loop {
+            executor.run(&env.io);
+            disk.collect(&env);
+            while let Some((tag, result)) = env.io.take_finished() {
+                assert_eq!(result, Ok(()), "seed {seed}");
+                if Some(tag) == flush {
+                    // The content before the flush began, and those that came since.
+                    for (sector, content) in before.iter().enumerate() {
+                        let allowed = &mut model.allowed[sector];
+                        let begin = allowed.iter().rposition(|one| one == content).unwrap_or(0);
+                        allowed.drain(..begin);
+                    }
+                }
+            }
+            if disk.pending.is_empty() {
+                break;
+            }
+            disk.execute(&env, &mut random);
+            if loss == 0 {
+                verify(&directory, &disk.lose(&mut random), &model, seed);
+            }
+            loss = loss.wrapping_sub(1);
+        }
+        assert!(executor.is_idle(), "seed {seed}: a task waits for nothing");
+        for range in discards {
+            let contents = run_read(&env, &mut executor, &mut disk, &mut random, range.clone());
+            for (sector, content) in range.zip(contents) {
+                assert!(model.allowed[sector].contains(&content));
+                model.now[sector] = content;
+            }
+        }
+        drop(buffers);
+    }
+}
+
+/// Reads sectors, with whatever operations that takes.
+fn run_read(
+    env: &Rc<Env>,
+    executor: &mut Executor,
+    disk: &mut Disk,
+    random: &mut Random,
+    range: Range<usize>,
+) -> Vec<u32> {
+    let read = Rc::new(std::cell::RefCell::new(Vec::new()));
+    let (task, kept) = (Rc::clone(env), Rc::clone(&read));
+    executor.spawn(&env.io, async move {
+        let (position, bytes) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u64);
+        let content = read_own(&task, 0, position, bytes).await.unwrap();
+        kept.borrow_mut()
+            .extend(content.chunks(SECTOR).map(|at| u32::from_ne_bytes([at[0], at[1], at[2], at[3]])));
+    });
+    loop {
+        executor.run(&env.io);
+        disk.collect(env);
+        if disk.pending.is_empty() {
+            return read.take();
+        }
+        disk.execute(env, random);
+    }
+}
+
+// Contract: durability
+#[test]
+fn what_was_flushed_survives_a_power_loss_at_any_instant() {
+    if !has_qemu() {
+        return;
+    }
+    let factor = std::env::var("BLKQ_MODEL_FACTOR").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
+    for seed in 0..3 * factor {
+        for (number, (kind, backing)) in [
+            ("cluster_size=512", false),
+            ("cluster_size=4k", true),
+            ("cluster_size=64k", true),
+            ("cluster_size=512,refcount_bits=64", true),
+            ("compat=0.10,cluster_size=4k", false),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            live(kind, backing, seed * 10 + number as u64);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Writing: in place, or to new clusters, with a copy of what is around the data.
+
+use std::ops::Range;
+
+use crate::buffer::IoBuffer;
+use crate::error::{IoResult, Status};
+
+use super::allocate::{Clusters, allocate, free_unused, provide};
+use super::commit::commit;
+use super::entry::{COPIED, Entry};
+use super::env::Env;
+use super::io::{Memory, Op};
+use super::read::read_own;
+use super::reserve::reserve;
+use super::state::{Lack, State};
+
+/// New clusters of one write, in bytes: they are locked meanwhile.
+const STEP_MAX_BYTES: u64 = 2 << 20;
+
+/// Zeroes that are written in place together, in bytes: they are memory.
+const ZEROES_MAX_BYTES: u64 = 256 << 10;
+
+/// The data of a write.
+#[derive(Clone, Copy)]
+pub(super) enum Source<'a> {
+    /// The memory of a request.
+    Memory(&'a Memory),
+    Zeroes,
+}
+
+/// How the next bytes are written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Step {
+    /// So many bytes in place, at this byte of the file.
+    InPlace(u64, u64),
+    /// To so many new clusters, which are locked.
+    New(u64),
+    /// To the cluster that is allocated for the zeroes that are there, which is locked.
+    OverZeroes(u64),
+}
+
+/// Writes `bytes` from `position` of the device on.
+///
+/// # Errors
+/// That of a file, [`Status::NoSpace`], or [`Status::Io`] for tables that break the format.
+pub(super) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'_>) -> IoResult {
+    let end = position + bytes;
+    let (mut at, mut has_freed) = (position, false);
+    while at < end {
+        match write_step(env, at, end, position, source).await {
+            Ok(run) => at += run,
+            Err(Status::NoSpace) if !has_freed && env.state().may_free() => {
+                has_freed = true;
+                commit(env, false).await?;
+            }
+            Err(status) => return Err(status),
+        }
+    }
+    Ok(())
+}
+
+/// Writes the next bytes, from `at` on; returns how many.
+async fn write_step(env: &Env, at: u64, end: u64, position: u64, source: Source<'_>) -> Result<u64, Status> {
+    match next_step(env, at, end).await? {
+        Step::InPlace(host, run) => {
+            let run = match source {
+                Source::Memory(_) => run,
+                Source::Zeroes => run.min(ZEROES_MAX_BYTES),
+            };
+            let op = add(env.write_op(host), source, at - position, run);
+            env.io.run(op.in_epoch(&env.shared.epochs)).await?;
+            Ok(run)
+        }
+        Step::New(count) => write_locked(env, at, end, position, count, None, source).await,
+        Step::OverZeroes(host) => write_locked(env, at, end, position, 1, Some(host), source).await,
+    }
+}
+
+fn add(op: Op, source: Source<'_>, skip: u64, bytes: u64) -> Op {
+    match source {
+        Source::Memory(memory) => op.with_memory(memory, skip, bytes),
+        Source::Zeroes => op.with_buffer(IoBuffer::zeroed(bytes as usize)),
+    }
+}
+
+async fn next_step(env: &Env, position: u64, end: u64) -> Result<Step, Status> {
+    loop {
+        let step = plan(&mut env.state(), position, end);
+        match step {
+            Ok(step) => return Ok(step),
+            Err(lack) => provide(env, lack).await?,
+        }
+    }
+}
+
+fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
+    if let Some((host, run)) = state.find_in_place(position, end - position)? {
+        return Ok(Step::InPlace(host, run));
+    }
+    if state.writer.failed {
+        return Err(Lack::Failed(Status::Io));
+    }
+    let (slot, index) = state.entry_to_change(position)?;
+    if state.is_crowded() {
+        return Err(Lack::Commit);
+    }
+    let bits = state.cluster_bits();
+    let first = position >> bits;
+    if state.writer.locked.contains(&first) {
+        return Err(Lack::Turn);
+    }
+    if let Entry::Zero { host: Some(host), copied: true } =
+        Entry::parse(state.cache.entry(slot, index), bits)?
+    {
+        state.check_target(host..host + (1 << bits))?;
+        state.writer.locked.insert(first);
+        return Ok(Step::OverZeroes(host));
+    }
+    let in_slice = (state.cache.slice_bytes() / 8 - index) as u64;
+    let asked = ((end - 1) >> bits) - first + 1;
+    let most = asked.min(in_slice).min((STEP_MAX_BYTES >> bits).max(1));
+    let mut count = 1;
+    while count < most {
+        let entry = Entry::parse(state.cache.entry(slot, index + count as usize), bits)?;
+        let is_new = !matches!(entry, Entry::Data { copied: true, .. } | Entry::Zero { host: Some(_), .. });
+        if !is_new || state.writer.locked.contains(&(first + count)) {
+            break;
+        }
+        count += 1;
+    }
+    state.writer.locked.extend(first..first + count);
+    Ok(Step::New(count))
+}
+
+/// Writes to the `count` clusters from the one of `at` on, which are locked, and unlocks them. Returns the
+/// bytes that were written: fewer if there were fewer free clusters together.
+async fn write_locked(
+    env: &Env,
+    at: u64,
+    end: u64,
+    position: u64,
+    count: u64,
+    host: Option<u64>,
+    source: Source<'_>,
+) -> Result<u64, Status> {
+    let first = at >> env.state().cluster_bits();
+    let result = write_new(env, at, end, position, count, host, source).await;
+    env.state().writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
+    env.io.changed();
+    result
+}
+
+async fn write_new(
+    env: &Env,
+    at: u64,
+    end: u64,
+    position: u64,
+    count: u64,
+    host: Option<u64>,
+    source: Source<'_>,
+) -> Result<u64, Status> {
+    let clusters = match host {
+        Some(host) => Clusters { host, count, fresh: false },
+        None => allocate(env, count).await?,
+    };
+    let written = copy_and_write(env, at, end, position, clusters, source).await;
+    if written.is_err() && host.is_none() {
+        free_unused(env, clusters).await;
+    }
+    written
+}
+
+async fn copy_and_write(
+    env: &Env,
+    at: u64,
+    end: u64,
+    position: u64,
+    clusters: Clusters,
+    source: Source<'_>,
+) -> Result<u64, Status> {
+    let bits = env.state().cluster_bits();
+    let begin = at >> bits << bits;
+    let limit = begin + (clusters.count << bits);
+    let until = end.min(limit);
+    let head = around(env, begin, at, clusters.fresh).await?;
+    let tail = around(env, until, limit, clusters.fresh).await?;
+    let zeroes = if matches!(source, Source::Zeroes) { until - at } else { 0 };
+    let bounce = env.reserve(head.memory(1 << bits) + tail.memory(1 << bits) + zeroes).await;
+    let (head, tail) = (head.content(env).await?, tail.content(env).await?);
+    let skipped = if head.is_none() { at - begin } else { 0 };
+    let mut op = env.write_op(clusters.host + skipped);
+    if let Some(head) = head {
+        op = op.with_buffer(head);
+    }
+    op = add(op, source, at - position, until - at);
+    if let Some(tail) = tail {
+        op = op.with_buffer(tail);
+    }
+    let written_end = op.offset + op.bytes;
+    reserve(env, written_end).await;
+    drop(env.io.run(op).await?);
+    drop(bounce);
+    {
+        let mut state = env.state();
+        state.layers[0].file_bytes = state.layers[0].file_bytes.max(written_end);
+    }
+    link(env, begin, clusters).await?;
+    Ok(until - at)
+}
+
+/// The bytes beside a write that its new clusters need.
+enum Around {
+    /// None: the clusters have them already.
+    There,
+    /// So many zeroes.
+    Zeroes(u64),
+    /// These bytes of the device.
+    Copy(Range<u64>),
+}
+
+impl Around {
+    /// The memory that it takes, with a copy of each piece, and what a compressed cluster takes.
+    fn memory(&self, cluster: u64) -> u64 {
+        match self {
+            Around::There => 0,
+            Around::Zeroes(bytes) => *bytes,
+            Around::Copy(range) => 2 * (range.end - range.start) + 2 * cluster,
+        }
+    }
+
+    async fn content(self, env: &Env) -> Result<Option<IoBuffer>, Status> {
+        match self {
+            Around::There => Ok(None),
+            Around::Zeroes(bytes) => Ok(Some(IoBuffer::zeroed(bytes as usize))),
+            Around::Copy(range) => read_own(env, 0, range.start, range.end - range.start).await.map(Some),
+        }
+    }
+}
+
+/// The bytes of the device from `from` to `to`, beside a write to clusters that are `fresh` or not.
+async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
+    if from == to {
+        return Ok(Around::There);
+    }
+    loop {
+        let zero = env.state().is_zero(0, from, to - from);
+        match zero {
+            Ok(true) if fresh => return Ok(Around::There),
+            Ok(true) => return Ok(Around::Zeroes(to - from)),
+            Ok(false) => return Ok(Around::Copy(from..to)),
+            Err(lack) => provide(env, lack).await?,
+        }
+    }
+}
+
+/// Has the tables refer to the new clusters, whose content was written.
+async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
+    loop {
+        let place = env.state().entry_to_change(position);
+        match place {
+            Ok((slot, index)) => {
+                let mut state = env.state();
+                let bits = state.cluster_bits();
+                for number in 0..clusters.count {
+                    let index = index + number as usize;
+                    let host = clusters.host + (number << bits);
+                    let old = Entry::parse(state.cache.entry(slot, index), bits)?;
+                    state.cache.set_entry(slot, index, host | COPIED);
+                    if !matches!(old, Entry::Zero { host: Some(old), .. } if old == host) {
+                        release(env, &mut state, old);
+                    }
+                }
+                return Ok(());
+            }
+            Err(lack) => provide(env, lack).await?,
+        }
+    }
+}
+
+/// Releases what an entry referred to.
+pub(super) fn release(env: &Env, state: &mut State, old: Entry) {
+    if matches!(old, Entry::Compressed { .. }) {
+        env.decompressed.borrow_mut().take();
+    }
+    state.release(old);
+}
