@@ -185,7 +185,8 @@ fn request(request: &[u8], at_once: usize) {
         assert!(!failure.to_string().contains('\n'));
     }
     match &parsed {
-        Ok(Request::Detach { .. } | Request::Leave {}) => return,
+        // The connection of a trace stays open.
+        Ok(Request::Detach { .. } | Request::Leave {} | Request::Trace { .. }) => return,
         // More than this machine's memory would be its owner's own doing.
         Ok(Request::Resize { size: Some(size), .. }) if (64 << 20..=i64::MAX as u64).contains(size) => return,
         _ => {}

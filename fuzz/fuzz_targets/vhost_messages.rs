@@ -1,63 +1,103 @@
-//! A vhost-user-blk device on one thread, which turns its engine too, against a front end that sends what
-//! it likes: messages in any order, with any numbers and any descriptors, or only bytes; a guest that
-//! writes anything into its memory, kicks at any time, and truncates it. Nothing panics, hangs or leaks
-//! descriptors, and the next front end is served.
+//! The session of a vhost-user-blk device on one thread, which turns its engine too, against a front end
+//! that sends what it likes: messages in any order, with any numbers and any descriptors, or only bytes; a
+//! guest that writes anything into its memory, kicks at any time, and truncates it. Nothing panics, hangs or
+//! leaks descriptors, and the next front end is served.
 //!
-//! Input: as that of `vhost_device`, which does the same on the device's own threads.
+//! Input: as that of `vhost_device`, which does the same to a device with a socket, on its own threads.
 // Contract: bounded-input
 
 #![no_main]
 
-#[path = "../../crates/blkq-export/tests/vhost/mod.rs"]
-mod vhost;
-
 use std::cell::RefCell;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::Disk;
+use blkq::drivers::ram::Ram;
 use blkq::engine::SimulatedEngine;
 use blkq::io_uring::squeue;
 use blkq::simulation::{World, install};
-use blkq_export::nbd::Listen;
-use blkq_export::vhost_user::fuzzing::Control;
-use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
-use blkq_fuzz::vhost::{Input, check_descriptors, run};
+use blkq_export::vhost_user::fuzzing::{HEADER_BYTES, PAYLOAD_MAX_BYTES};
+use blkq_export::vhost_user::simulated::Device;
+use blkq_fuzz::vhost::{Input, Link, check_descriptors, run};
 use libfuzzer_sys::fuzz_target;
 
 /// Rings are served as if each queue had an engine.
 const QUEUES: usize = 2;
-/// Turns within which the device notices that a front end has closed.
-const TURNS_MAX: usize = 1000;
+const SIZE: u64 = 16 << 20;
 
 thread_local! {
-    static DISK: Arc<Disk> = Disk::builder(vhost::ram()).build().expect("a disk");
-    static ENGINE: RefCell<SimulatedEngine> =
-        RefCell::new(SimulatedEngine::new(vec![(DISK.with(Arc::clone), 0)]).expect("an engine"));
-    static DEVICE: RefCell<(VhostUserDevice, Control)> = RefCell::new(device());
+    static DISK: Arc<Disk> =
+        Disk::builder(Box::new(Ram::new(SIZE, 512, false).expect("memory"))).build().expect("a disk");
+    static ENGINE: RefCell<SimulatedEngine> = {
+        install(&OneThread);
+        RefCell::new(SimulatedEngine::new(vec![(DISK.with(Arc::clone), 0)]).expect("an engine"))
+    };
 }
 
-fn device() -> (VhostUserDevice, Control) {
-    let handle = ENGINE.with_borrow(|engine| engine.handle().clone());
-    let disk = DISK.with(Arc::clone);
-    let path = std::env::temp_dir().join(format!("blkq-vhost-messages-{}.sock", std::process::id()));
-    let options = VhostUserOptions { serial: "fuzz".into(), ..VhostUserOptions::default() };
-    let device = VhostUserDevice::listen(Listen::Unix(path), options, &disk, &vec![handle; QUEUES])
-        .expect("it listens");
-    let control = device.control();
-    install(&OneThread);
-    (device, control)
+/// A device without a socket.
+struct Direct {
+    /// None when it would have closed the connection.
+    device: Option<Device>,
+    /// The bytes and the descriptors that have arrived of the next message.
+    bytes: Vec<u8>,
+    files: Vec<OwnedFd>,
+    reply: Option<Vec<u8>>,
+    /// The other ends of sockets that it got.
+    ends: Vec<UnixStream>,
 }
 
-fn turn() {
-    // One that has just been accepted is served in the next turn.
-    let has_rings = DEVICE.with_borrow_mut(|(device, control)| {
-        (0..2).for_each(|_| control.poll());
-        device.front_end().is_some_and(|front_end| !front_end.rings.is_empty())
-    });
-    if has_rings {
+impl Direct {
+    fn connect() -> Direct {
+        let handle = ENGINE.with_borrow(|engine| engine.handle().clone());
+        let device = DISK.with(|disk| Device::connect(disk, &handle, QUEUES)).expect("a session");
+        Direct { device: Some(device), bytes: vec![], files: vec![], reply: None, ends: vec![] }
+    }
+
+    /// The bytes of the next message, if it is there; the header of one that is too long.
+    fn message(&mut self) -> Option<Vec<u8>> {
+        let payload_bytes = u32::from_le_bytes(self.bytes.get(8..HEADER_BYTES)?.try_into().ok()?) as usize;
+        let payload_bytes = if payload_bytes > PAYLOAD_MAX_BYTES { 0 } else { payload_bytes };
+        let bytes = HEADER_BYTES + payload_bytes;
+        (self.bytes.len() >= bytes).then(|| self.bytes.drain(..bytes).collect())
+    }
+}
+
+impl Link for Direct {
+    fn send(&mut self, bytes: &[u8], files: &[BorrowedFd<'_>]) {
+        self.bytes.extend(bytes);
+        self.files.extend(files.iter().map(|file| file.try_clone_to_owned().expect("one more descriptor")));
+        while let Some(message) = self.message() {
+            let Some(device) = &mut self.device else { return };
+            match device.handle(&message, std::mem::take(&mut self.files)) {
+                Ok(reply) => self.reply = reply.map(|(bytes, _)| bytes),
+                Err(_) => self.device = None,
+            }
+        }
+    }
+
+    fn reply(&mut self) -> Vec<u8> {
+        self.reply.take().expect("a reply")
+    }
+
+    fn skip_replies(&mut self) {
+        self.reply = None;
+    }
+
+    fn turn(&mut self) {
         ENGINE.with_borrow_mut(SimulatedEngine::poll);
+        if let Some(device) = &mut self.device {
+            device.turn();
+        }
+    }
+
+    fn socket(&mut self) -> OwnedFd {
+        let (one, other) = UnixStream::pair().expect("sockets");
+        self.ends.push(other);
+        one.into()
     }
 }
 
@@ -99,15 +139,6 @@ impl World for OneThread {
 }
 
 fuzz_target!(|input: Input| {
-    let uri = DEVICE.with_borrow(|(device, _)| device.uri().to_owned());
-    run(&input, Path::new(uri.trim_start_matches("vhost-user:")), turn);
-    let is_gone = || DEVICE.with_borrow(|(device, _)| device.connection_count() == 0);
-    assert!(
-        (0..TURNS_MAX).any(|_| {
-            turn();
-            is_gone()
-        }),
-        "the front end has closed, and is still connected"
-    );
+    run(&input, &mut Direct::connect());
     check_descriptors();
 });

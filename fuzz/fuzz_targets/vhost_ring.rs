@@ -262,12 +262,9 @@ fn step(guest: &mut Guest, device: &mut Device, spec: &mut RingSpec, record: Opt
             }
         }
         17 => {
-            if let Some(ring) = &mut device.ring {
-                if a & 1 == 0 {
-                    ring.disable_kicks();
-                } else {
-                    let _ = ring.enable_kicks();
-                }
+            // Even numbers do nothing.
+            if let (Some(ring), 1) = (&mut device.ring, a & 1) {
+                let _ = ring.enable_kicks();
             }
         }
         _ => {

@@ -3,19 +3,14 @@
 //! at any time, and truncates it.
 
 use std::fs::File;
-use std::io::{IoSlice, Read};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 const STEPS_MAX: usize = 48;
 /// The guest's memory, and where it has it.
@@ -30,9 +25,10 @@ const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const SECOND: u64 = 0x8000;
 /// Runs between counts of the open descriptors, and how many may be open more than at first: those of
-/// threads that just exit.
+/// threads that just exit, and the small rings that a device makes for its 64 call eventfds and its error
+/// eventfds when they are first set, and keeps.
 const RUNS_BETWEEN: usize = 256;
-const MORE_OPEN: usize = 16;
+const MORE_OPEN: usize = 16 + 64 + 1;
 
 /// How far a front end has come before the steps.
 #[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,57 +131,88 @@ fn form(code: u8) -> &'static [usize] {
     }
 }
 
-struct FrontEnd {
-    stream: UnixStream,
+/// Numbers, of so many bytes each.
+fn payload(numbers: impl Iterator<Item = (u64, usize)>) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(64);
+    numbers.for_each(|(value, size)| bytes.extend_from_slice(&value.to_le_bytes()[..size]));
+    bytes
+}
+
+/// The way from a front end to the device.
+pub trait Link {
+    /// Sends bytes with descriptors, unless the device has closed, or reads no more.
+    fn send(&mut self, bytes: &[u8], files: &[BorrowedFd<'_>]);
+
+    /// Waits for the reply to the last message: header and payload.
+    fn reply(&mut self) -> Vec<u8>;
+
+    /// Reads the replies that there are.
+    fn skip_replies(&mut self);
+
     /// Has the device do what it can, if it does nothing by itself.
-    turn: fn(),
+    fn turn(&mut self) {}
+
+    /// A connected socket to pass to the device.
+    fn socket(&mut self) -> OwnedFd;
+}
+
+/// The descriptors of all front ends, one after the other.
+struct Files {
     memory: File,
     kicks: [OwnedFd; 2],
     call: OwnedFd,
+    little: OwnedFd,
+    null: File,
+}
+
+static FILES: LazyLock<Files> = LazyLock::new(|| {
+    let event = || eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).expect("eventfd");
+    let memory = |name| memfd_create(name, MemfdFlags::CLOEXEC).expect("memory");
+    Files {
+        memory: memory("guest").into(),
+        kicks: [event(), event()],
+        call: event(),
+        little: memory("little"),
+        null: File::open("/dev/null").expect("it is there"),
+    }
+});
+
+struct FrontEnd<'a, L> {
+    link: &'a mut L,
+    files: &'static Files,
     available: [u16; 2],
 }
 
-impl FrontEnd {
-    fn connect(path: &Path, turn: fn()) -> FrontEnd {
-        let stream = UnixStream::connect(path).expect("it listens");
-        stream.set_read_timeout(Some(Duration::from_secs(15))).expect("a time");
-        let memory = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory"));
-        ftruncate(&memory, MEMORY_BYTES).expect("memory");
-        let event = || eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).expect("eventfd");
-        FrontEnd { stream, turn, memory, kicks: [event(), event()], call: event(), available: [0, 0] }
+impl<L: Link> FrontEnd<'_, L> {
+    fn new(link: &mut L) -> FrontEnd<'_, L> {
+        let files = &*FILES;
+        // All zeroes.
+        ftruncate(&files.memory, 0).expect("memory");
+        ftruncate(&files.memory, MEMORY_BYTES).expect("memory");
+        for event in files.kicks.iter().chain([&files.call]) {
+            let _ = rustix::io::read(event, &mut [0; 8]);
+        }
+        FrontEnd { link, files, available: [0, 0] }
     }
 
-    /// Sends bytes, unless the other side has closed, or reads no more.
-    fn send_bytes(&self, bytes: &[u8], files: &[BorrowedFd<'_>]) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        assert!(files.is_empty() || ancillary.push(SendAncillaryMessage::ScmRights(files)));
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let _ = sendmsg(&self.stream, &[IoSlice::new(bytes)], &mut ancillary, flags);
-    }
-
-    fn send(&self, code: u32, flags: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
+    fn send(&mut self, code: u32, flags: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
         let header = [code, flags, payload.len() as u32];
-        let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let mut bytes = Vec::with_capacity(12 + payload.len());
+        header.iter().for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
         bytes.extend_from_slice(payload);
-        self.send_bytes(&bytes, files);
+        self.link.send(&bytes, files);
     }
 
-    fn numbers(&self, code: u32, numbers: &[(u64, usize)], files: &[BorrowedFd<'_>]) {
-        let bytes = numbers.iter().flat_map(|(value, size)| value.to_le_bytes().into_iter().take(*size));
-        self.send(code, 1, &bytes.collect::<Vec<_>>(), files);
+    fn numbers(&mut self, code: u32, numbers: &[(u64, usize)], files: &[BorrowedFd<'_>]) {
+        self.send(code, 1, &payload(numbers.iter().copied()), files);
     }
 
     /// A reply of the server, which still does as it should.
     fn reply(&mut self, code: u32) -> Vec<u8> {
-        (self.turn)();
-        let mut header = [0; 12];
-        self.stream.read_exact(&mut header).expect("a reply");
-        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four"));
-        assert_eq!((word(0), word(4)), (code, 5));
-        let mut payload = vec![0; word(8) as usize];
-        self.stream.read_exact(&mut payload).expect("the rest of a reply");
-        payload
+        let mut reply = self.link.reply();
+        let word = |at: usize| u32::from_le_bytes(reply[at..at + 4].try_into().expect("four"));
+        assert_eq!((word(0), word(4), word(8) as usize), (code, 5, reply.len() - 12));
+        reply.split_off(12)
     }
 
     fn start(&mut self, start: Start) {
@@ -200,7 +227,7 @@ impl FrontEnd {
         self.numbers(2, &[(offered & !(u64::from(!packed) << 34), 8)], &[]);
         let Start::Served { inflight, .. } = start else { return };
         let region = [(1, 4), (0, 4), (GUEST, 8), (MEMORY_BYTES, 8), (USER, 8), (0, 8)];
-        self.numbers(5, &region, &[self.memory.as_fd()]);
+        self.numbers(5, &region, &[self.files.memory.as_fd()]);
         if inflight {
             self.numbers(31, &[(0, 8), (0, 8), (2, 2), (RING, 2)], &[]);
             self.reply(31);
@@ -211,8 +238,8 @@ impl FrontEnd {
             self.numbers(8, &[(index, 4), (RING, 4)], &[]);
             self.numbers(10, &[(index, 4), (if packed { 0x8000_8000 } else { 0 }, 4)], &[]);
             self.numbers(9, &[&[(index, 4), (0, 4)], &addresses[..]].concat(), &[]);
-            self.numbers(13, &[(index, 8)], &[self.call.as_fd()]);
-            self.numbers(12, &[(index, 8)], &[self.kicks[index as usize].as_fd()]);
+            self.numbers(13, &[(index, 8)], &[self.files.call.as_fd()]);
+            self.numbers(12, &[(index, 8)], &[self.files.kicks[index as usize].as_fd()]);
             self.numbers(18, &[(index, 4), (1, 4)], &[]);
         }
     }
@@ -220,7 +247,7 @@ impl FrontEnd {
     fn write(&self, at: u64, bytes: &[u8]) {
         let end = MEMORY_BYTES.saturating_sub(at) as usize;
         // A memory that was truncated grows again, and is broken all the same.
-        let _ = self.memory.write_all_at(&bytes[..bytes.len().min(end)], at);
+        let _ = self.files.memory.write_all_at(&bytes[..bytes.len().min(end)], at);
     }
 
     /// A request in a split ring: header, data, status; `spoiled` changes a byte of the descriptors.
@@ -254,69 +281,54 @@ impl FrontEnd {
         self.write(base + AVAILABLE + 2, &index.to_le_bytes());
     }
 
-    /// `action` with the descriptors that `attached` stands for.
-    fn with_files(&self, attached: Attached, action: impl FnOnce(&FrontEnd, &[BorrowedFd<'_>])) {
-        let little = memfd_create("little", MemfdFlags::CLOEXEC).expect("memory");
-        let null = File::open("/dev/null").expect("it is there");
+    /// A message with the descriptors that `attached` stands for.
+    fn send_with(&mut self, code: u8, flags: u32, payload: &[u8], attached: Attached) {
+        let it = self.files;
+        let socket = matches!(attached, Attached::Socket).then(|| self.link.socket());
         let files = match attached {
             Attached::Nothing => vec![],
-            Attached::Event => vec![self.kicks[0].as_fd()],
-            Attached::Memory => vec![self.memory.as_fd()],
-            Attached::Little => vec![little.as_fd()],
-            Attached::Socket => vec![self.stream.as_fd()],
-            Attached::Null => vec![null.as_fd()],
-            Attached::Several(count) => vec![self.call.as_fd(); usize::from(count) % 40],
+            Attached::Event => vec![it.kicks[0].as_fd()],
+            Attached::Memory => vec![it.memory.as_fd()],
+            Attached::Little => vec![it.little.as_fd()],
+            Attached::Socket => socket.iter().map(AsFd::as_fd).collect(),
+            Attached::Null => vec![it.null.as_fd()],
+            Attached::Several(count) => vec![it.call.as_fd(); usize::from(count) % 40],
         };
-        action(self, &files);
+        self.send(u32::from(code % 42), flags, payload, &files);
     }
 
     fn step(&mut self, step: &Step) {
         if !matches!(step, Step::Message { .. } | Step::Payload { .. } | Step::Bytes(_)) {
-            (self.turn)();
+            self.link.turn();
         }
         match step {
             Step::Message { code, numbers, attached, reply } => {
-                let code = code % 42;
                 let values = numbers.iter().cycle().map(|number| number.value());
-                let bytes = form(code)
-                    .iter()
-                    .zip(values)
-                    .flat_map(|(size, value)| value.to_le_bytes().into_iter().take(*size));
-                let bytes: Vec<u8> = bytes.collect();
-                let flags = if *reply { 9 } else { 1 };
-                self.with_files(*attached, |it, files| it.send(code.into(), flags, &bytes, files));
+                let bytes = payload(values.zip(form(code % 42).iter().copied()));
+                self.send_with(*code, if *reply { 9 } else { 1 }, &bytes, *attached);
             }
-            Step::Payload { code, bytes, attached } => {
-                self.with_files(*attached, |it, files| it.send(u32::from(code % 42), 1, bytes, files));
-            }
+            Step::Payload { code, bytes, attached } => self.send_with(*code, 1, bytes, *attached),
             Step::Bytes(bytes) if bytes.is_empty() => {}
-            Step::Bytes(bytes) => self.send_bytes(bytes, &[]),
+            Step::Bytes(bytes) => self.link.send(bytes, &[]),
             Step::Write { at, bytes } => self.write((*at).into(), bytes),
             Step::Request { ring, kind, sector, bytes, spoiled } => {
                 self.request(*ring, *kind, *sector, bytes.value(), *spoiled);
             }
             Step::Kick(ring) => {
-                let _ = rustix::io::write(&self.kicks[usize::from(*ring)], &1_u64.to_ne_bytes());
+                let _ = rustix::io::write(&self.files.kicks[usize::from(*ring)], &1_u64.to_ne_bytes());
             }
-            Step::Truncate(pages) => drop(ftruncate(&self.memory, u64::from(*pages % 33) * 4096)),
-            Step::Replies => {
-                self.stream.set_nonblocking(true).expect("a flag");
-                let _ = self.stream.read(&mut [0; 4096]);
-                self.stream.set_nonblocking(false).expect("a flag");
-            }
+            Step::Truncate(pages) => drop(ftruncate(&self.files.memory, u64::from(*pages % 33) * 4096)),
+            Step::Replies => self.link.skip_replies(),
         }
     }
 }
 
-/// A front end connects to `path`, does what `input` says, and closes. Wherever the device would do
-/// something by itself `turn` is called.
-pub fn run(input: &Input, path: &Path, turn: fn()) {
-    let mut front_end = FrontEnd::connect(path, turn);
+/// A front end that has connected does what `input` says.
+pub fn run(input: &Input, link: &mut impl Link) {
+    let mut front_end = FrontEnd::new(link);
     front_end.start(input.start);
     input.steps.iter().take(STEPS_MAX).for_each(|step| front_end.step(step));
-    turn();
-    // Closing it is not enough, as the device may have got a descriptor of this end.
-    let _ = front_end.stream.shutdown(std::net::Shutdown::Both);
+    front_end.link.turn();
 }
 
 /// Checks now and then that no descriptors are left open.

@@ -31,6 +31,8 @@ pub enum Metric {
     ClientCpuNsPerIo,
     /// Voluntary and involuntary context switches per I/O.
     ContextSwitchesPerIo,
+    /// Those of the kernel's workers for a ring, which do what would block.
+    WorkerSwitchesPerIo,
     /// Those of the server alone.
     ServerSwitchesPerIo,
     /// Those of the client alone.
@@ -107,6 +109,7 @@ impl Metric {
             Metric::ServerCpuNsPerIo => "server ns/IO",
             Metric::ClientCpuNsPerIo => "client ns/IO",
             Metric::ContextSwitchesPerIo => "switches/IO",
+            Metric::WorkerSwitchesPerIo => "worker sw/IO",
             Metric::ServerSwitchesPerIo => "server sw/IO",
             Metric::ClientSwitchesPerIo => "client sw/IO",
             Metric::KicksPerIo => "kicks/IO",

@@ -40,14 +40,7 @@ impl Usage {
         if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
             return Err(std::io::Error::last_os_error().into());
         }
-        let mut context_switches = 0;
-        for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-            // One that has exited meanwhile has no file any more.
-            let status = std::fs::read_to_string(thread?.path().join("status")).unwrap_or_default();
-            let counts = status.lines().filter(|line| line.contains("ctxt_switches:"));
-            context_switches +=
-                counts.filter_map(|line| line.split('\t').nth(1)?.parse::<u64>().ok()).sum::<u64>();
-        }
+        let context_switches = switches(&pid.to_string(), |_| true)?;
         Ok(Usage { cpu: Duration::new(time.tv_sec as u64, time.tv_nsec as u32), context_switches })
     }
 
@@ -68,6 +61,30 @@ impl From<libc::rusage> for Usage {
             context_switches: (usage.ru_nvcsw + usage.ru_nivcsw) as u64,
         }
     }
+}
+
+/// Context switches so far of the workers that the kernel has for the rings of this process, and that live: an
+/// idle one lives for seconds.
+///
+/// # Errors
+/// If the process's threads cannot be read.
+pub fn worker_switches() -> Result<u64> {
+    switches("self", |name| name.starts_with("iou-wrk-"))
+}
+
+/// Context switches of the threads of a process that live and have a name that `counts`.
+fn switches(pid: &str, counts: impl Fn(&str) -> bool) -> Result<u64> {
+    let mut sum = 0;
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        // One that has exited meanwhile has no file any more.
+        let status = std::fs::read_to_string(thread?.path().join("status")).unwrap_or_default();
+        let name = status.lines().next().and_then(|line| line.strip_prefix("Name:\t")).unwrap_or_default();
+        if counts(name) {
+            let lines = status.lines().filter(|line| line.contains("ctxt_switches:"));
+            sum += lines.filter_map(|line| line.split('\t').nth(1)?.parse::<u64>().ok()).sum::<u64>();
+        }
+    }
+    Ok(sum)
 }
 
 /// Resident memory of a process in bytes (VmRSS in /proc/PID/status; `pid` may be "self").

@@ -59,6 +59,11 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
     },
+    /// Trace the device until the connection closes. The memory with the events comes with the reply.
+    Trace {
+        /// Events of each queue that it has room for: a power of two.
+        events: u64,
+    },
     /// Stop the daemon, and leave the kernel's block device to the next one.
     Leave {},
     /// Detach the device.
@@ -341,6 +346,7 @@ mod tests {
             Request::Set { settings: vec![("depth".into(), "64".into())] },
             Request::Resize { size: None, force: false, user: None },
             Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
+            Request::Trace { events: 1 << 18 },
             Request::Leave {},
             Request::Detach { force: true },
         ] {

@@ -2,9 +2,11 @@
 //! for commands: a daemon whose clients have used up all could not be detached.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, getrlimit};
 
 /// Kept back: for the control socket's clients, log and state files, and the sockets that are
@@ -36,6 +38,11 @@ fn close_range(first: libc::c_uint, flags: libc::c_uint) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Takes those that are kept back, until they are dropped: what then takes all that there are leaves them.
+pub fn reserve() -> Vec<OwnedFd> {
+    std::iter::repeat_with(|| eventfd(0, EventfdFlags::CLOEXEC)).take(KEPT).map_while(Result::ok).collect()
 }
 
 /// Clients that each of `servers` may have, of the `asked` ones; at least one.

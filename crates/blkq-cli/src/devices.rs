@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::backing::{FileId, is_behind};
+use crate::config::{Configured, configured};
 use crate::control::{Called, Request, call, no_such_device};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
@@ -18,13 +19,27 @@ pub enum Entry {
     Device(Box<DeviceInfo>),
     /// Its daemon died.
     Remains(Box<Remains>),
-    /// Its daemon does not answer.
+    /// It is configured, and not attached.
+    Configured(Box<Configured>),
+    /// Its daemon does not answer, or its configuration is not understood.
     Silent {
         /// Its name.
         name: String,
         /// Why.
         error: String,
     },
+}
+
+impl Entry {
+    /// The name of the device.
+    pub fn name(&self) -> &str {
+        match self {
+            Entry::Device(info) => &info.name,
+            Entry::Remains(remains) => &remains.name,
+            Entry::Configured(device) => &device.name,
+            Entry::Silent { name, .. } => name,
+        }
+    }
 }
 
 /// All devices, by name. Nothing is changed, and every name can be taken meanwhile.
@@ -40,6 +55,28 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
         }
     }
     Ok(entries)
+}
+
+/// The devices of the configuration files that are not among `entries`, by name.
+///
+/// # Errors
+/// If the directory of the files cannot be read.
+pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
+    let is_attached = |name: &str| entries.iter().any(|entry| entry.name() == name);
+    let mut others = Vec::new();
+    for (path, device) in configured()? {
+        match device {
+            Ok(device) if is_attached(&device.name) => {}
+            Ok(device) => others.push(Entry::Configured(Box::new(device))),
+            Err(failure) => {
+                let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                if !is_attached(&name) {
+                    others.push(Entry::Silent { name, error: failure.to_string() });
+                }
+            }
+        }
+    }
+    Ok(others)
 }
 
 /// The device `name`, as far as it can be seen; `None` if there is none.
@@ -112,6 +149,6 @@ pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     match inspect(dir, &name)? {
         Some(Entry::Device(info)) => Ok(Some(*info)),
         Some(Entry::Remains(remains)) => Err(remains.failure()),
-        Some(Entry::Silent { .. }) | None => Ok(None),
+        Some(Entry::Silent { .. } | Entry::Configured(_)) | None => Ok(None),
     }
 }

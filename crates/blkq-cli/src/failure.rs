@@ -8,9 +8,18 @@ use blkq::ErrorKind;
 /// Exit code of a command that was refused or failed.
 pub const EXIT_FAILED: u8 = 1;
 
+/// Exit code of a daemon that left its device to the next one, for service managers.
+pub const EXIT_LEFT: u8 = 3;
+
+/// Exit code of a daemon that detached its device when the last flush had failed: another start mends nothing.
+pub const EXIT_UNFLUSHED: u8 = 4;
+
 /// One line: what was tried, why it did not work, and the cure.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Failure(String);
+pub struct Failure {
+    line: String,
+    busy: bool,
+}
 
 /// The outcome of a command.
 pub type Outcome<T = ()> = Result<T, Failure>;
@@ -19,7 +28,13 @@ impl Failure {
     /// A failure in one line of the form `what: why; cure`. Control characters of
     /// names that came from outside are replaced, so that it stays one line.
     pub fn new(line: impl AsRef<str>) -> Failure {
-        Failure(line.as_ref().chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
+        let line = line.as_ref().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        Failure { line, busy: false }
+    }
+
+    /// Whether the block layer or an attachment was busy, so that the same may succeed later.
+    pub fn is_busy(&self) -> bool {
+        self.busy
     }
 
     /// Why the block layer or an attachment refused something, with a `cure` that the command has for
@@ -63,7 +78,7 @@ pub fn for_each<T>(all: &[T], mut what: impl FnMut(&T) -> Outcome) -> Outcome<Ex
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.line)
     }
 }
 
@@ -71,7 +86,8 @@ impl std::error::Error for Failure {}
 
 impl From<blkq::Error> for Failure {
     fn from(error: blkq::Error) -> Failure {
-        Failure::new(format!("{error}{}", direct_io_cure(error.kind())))
+        let failure = Failure::new(format!("{error}{}", direct_io_cure(error.kind())));
+        Failure { busy: error.kind() == ErrorKind::Busy, ..failure }
     }
 }
 
@@ -101,6 +117,8 @@ mod tests {
         let offset = ErrorKind::DirectIoOffset { align_bytes: 4096, offset_bytes: 512 };
         assert!(of(offset).contains("--offset that is a multiple of 4096"));
         assert_eq!(of(ErrorKind::System), "no");
+        let busy = |kind| Failure::from(blkq::Error::new(kind, "no")).is_busy();
+        assert!(busy(ErrorKind::Busy) && !busy(ErrorKind::System));
     }
 
     #[test]

@@ -28,9 +28,9 @@ pub struct DeviceInfo {
     pub exports: Vec<String>,
     /// The clients that are connected now.
     pub clients: Vec<ClientInfo>,
-    /// The image's path, or `null:SIZE`, `ram:SIZE`.
+    /// The image's path, or `rbd:POOL/IMAGE`, `null:SIZE`, `ram:SIZE`.
     pub image: String,
-    /// The driver: `loop`, `null`, `ram`.
+    /// The driver: `loop`, `rbd`, `null`, `ram`.
     pub driver: String,
     /// Size of the device.
     pub size: u64,
@@ -83,6 +83,9 @@ pub struct StateFile {
     /// The kernel's block device, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
+    /// The daemon as the image's backing store knows it, if that keeps other writers away.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
     /// The settings changed since it was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,

@@ -64,7 +64,9 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
     if let Some(stdout) = child.stdout.take() {
         stdout.take(REPLY_BYTES_MAX as u64).read_to_end(&mut line).map_err(failure)?;
     }
-    match serde_json::from_slice(&line) {
+    let (printed, reply) = last_line(&line);
+    let _ = std::io::stderr().write_all(printed);
+    match serde_json::from_slice(reply) {
         Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
         Ok(Reply::Error(message)) => {
             // It has reported all; nothing of it may be left when this command returns, unless a
@@ -80,6 +82,12 @@ fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
             Err(Failure::new(format!("the daemon exited before it was ready ({status})")))
         }
     }
+}
+
+/// The text of libraries, which may print to standard output too, and the reply: the last line.
+fn last_line(text: &[u8]) -> (&[u8], &[u8]) {
+    let text = text.trim_ascii_end();
+    text.split_at(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1))
 }
 
 /// Prints what the user needs to know of a new device: warnings, and one line per export.
@@ -100,4 +108,16 @@ pub fn warn(info: &DeviceInfo) {
 
 fn failure(error: std::io::Error) -> Failure {
     Failure::new(format!("cannot start the daemon: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reply_is_found_behind_the_text_of_libraries() {
+        assert_eq!(last_line(b"{}\n"), (&b""[..], &b"{}"[..]));
+        assert_eq!(last_line(b"no such host\n\n{}\n"), (&b"no such host\n\n"[..], &b"{}"[..]));
+        assert_eq!(last_line(b""), (&b""[..], &b""[..]));
+    }
 }

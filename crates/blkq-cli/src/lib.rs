@@ -16,6 +16,7 @@ pub mod backing;
 pub mod columns;
 pub mod commands;
 pub mod completion;
+pub mod config;
 pub mod confine;
 pub mod control;
 pub mod daemon;
@@ -23,6 +24,7 @@ pub mod descriptors;
 pub mod devices;
 pub mod elsewhere;
 pub mod failure;
+pub mod group;
 pub mod hangs;
 pub mod info;
 pub mod launch;
@@ -41,6 +43,7 @@ pub mod statistics;
 pub mod systemd;
 pub mod table;
 pub mod timestamp;
+pub mod trace;
 pub mod usage;
 
 use commands::Cli;
@@ -52,7 +55,15 @@ pub fn main() -> ExitCode {
     parent::note();
     complete();
     let subcommand = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
-    let cli = Cli::try_parse().unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
+    let words = match config::expand(std::env::args_os().collect(), Cli::command) {
+        Ok(words) => words,
+        Err(failure) => {
+            complain(&failure);
+            return ExitCode::from(EXIT_FAILED);
+        }
+    };
+    let cli = Cli::try_parse_from(words)
+        .unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
     match cli.command.run() {
         Ok(code) => code,
         Err(failure) => {

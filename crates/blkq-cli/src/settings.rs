@@ -10,6 +10,7 @@ use blkq::SchedulerKind;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use blkq::throttle::{RateLimits, WEIGHT_MAX};
 
 use crate::failure::{Failure, Outcome};
 use crate::hangs;
@@ -38,6 +39,8 @@ pub enum Setting {
     HangWarning(Duration),
     /// Whether I/O is counted and timed.
     Iostats(bool),
+    /// Limits of I/Os and bytes per second.
+    Limit(RateLimits),
     /// Whether neighbours merge.
     Merge(bool),
     /// Whether a device that completes in bursts is given half of the requests.
@@ -48,6 +51,10 @@ pub enum Setting {
     ReceiveBackoff(bool),
     /// The scheduler that orders requests.
     Scheduler(SchedulerKind),
+    /// Whether large reads of NBD clients that connect from now on are done in parts.
+    SplitReads(bool),
+    /// The share of its group's limits.
+    Weight(u32),
 }
 
 /// The devices that have a setting.
@@ -59,6 +66,8 @@ pub enum Of {
     Images,
     /// Those that were attached with injected faults, or without any but ready for them.
     Faults,
+    /// Those in a group.
+    Groups,
 }
 
 /// A key of `blkq set`.
@@ -72,7 +81,7 @@ pub struct Key {
 }
 
 /// The keys, in the order of their names.
-pub static KEYS: [Key; 15] = [
+pub static KEYS: [Key; 18] = [
     Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
     Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
     Key::all("clock", |_, text| Ok(Setting::Clock(text.parse()?))),
@@ -83,11 +92,14 @@ pub static KEYS: [Key; 15] = [
     Key::new("fault", Of::Faults, |_, text| Ok(Setting::Fault(text.parse()?))),
     Key::all("hang-warning", |_, text| hangs::parse(text).map(Setting::HangWarning).map_err(Failure::new)),
     Key::all("iostats", |key, text| switch(key, text).map(Setting::Iostats)),
+    Key::all("limit", |_, text| Ok(Setting::Limit(text.parse()?))),
     Key::all("merge", |key, text| switch(key, text).map(Setting::Merge)),
     Key::all("pacing", |key, text| switch(key, text).map(Setting::Pacing)),
     Key::all("read-only", |key, text| switch(key, text).map(Setting::ReadOnly)),
     Key::all("receive-backoff", |key, text| switch(key, text).map(Setting::ReceiveBackoff)),
     Key::all("scheduler", |_, text| Ok(Setting::Scheduler(text.parse()?))),
+    Key::all("split-reads", |key, text| switch(key, text).map(Setting::SplitReads)),
+    Key::new("weight", Of::Groups, |_, text| weight(text).map(Setting::Weight)),
 ];
 
 impl Key {
@@ -127,11 +139,14 @@ impl Setting {
             Setting::Fault(_) => "fault",
             Setting::HangWarning(_) => "hang-warning",
             Setting::Iostats(_) => "iostats",
+            Setting::Limit(_) => "limit",
             Setting::Merge(_) => "merge",
             Setting::Pacing(_) => "pacing",
             Setting::ReadOnly(_) => "read-only",
             Setting::ReceiveBackoff(_) => "receive-backoff",
             Setting::Scheduler(_) => "scheduler",
+            Setting::SplitReads(_) => "split-reads",
+            Setting::Weight(_) => "weight",
         }
     }
 
@@ -145,14 +160,17 @@ impl Setting {
             | Setting::Merge(on)
             | Setting::Pacing(on)
             | Setting::ReadOnly(on)
-            | Setting::ReceiveBackoff(on) => if *on { "on" } else { "off" }.to_owned(),
+            | Setting::ReceiveBackoff(on)
+            | Setting::SplitReads(on) => if *on { "on" } else { "off" }.to_owned(),
             Setting::Clock(mode) => mode.to_string(),
             Setting::Depth(depth) => depth.to_string(),
             Setting::DirectIo(mode) => mode.name().to_owned(),
             Setting::Dispatch(dispatch) => dispatch.name().to_owned(),
             Setting::Fault(spec) => spec.to_string(),
             Setting::HangWarning(limit) => limit.as_secs_f64().to_string(),
+            Setting::Limit(limits) => limits.to_string(),
             Setting::Scheduler(kind) => kind.to_string(),
+            Setting::Weight(weight) => weight.to_string(),
         }
     }
 
@@ -163,12 +181,17 @@ impl Setting {
 }
 
 /// Options of `attach` with a value that stays as it is.
-const FIXED: [&str; 25] = [
+const FIXED: [&str; 31] = [
+    "backing-chain",
+    "ceph-conf",
+    "ceph-keyring",
+    "ceph-user",
     "copy",
     "export",
     "export-name",
     "fault",
     "format",
+    "group",
     "handshake-timeout",
     "insecure",
     "listen",
@@ -185,6 +208,7 @@ const FIXED: [&str; 25] = [
     "size-limit",
     "socket-group",
     "socket-mode",
+    "threads-per-queue",
     "tls",
     "tls-certificates",
     "vhost-socket",
@@ -196,6 +220,7 @@ const FIXED: [&str; 25] = [
 pub struct SettingGroups {
     image: bool,
     faults: bool,
+    in_group: bool,
 }
 
 impl SettingGroups {
@@ -204,6 +229,7 @@ impl SettingGroups {
         SettingGroups {
             image: matches!(options.image, DriverSpec::Image(_)),
             faults: options.fault.is_some(),
+            in_group: options.group.is_some(),
         }
     }
 
@@ -212,6 +238,7 @@ impl SettingGroups {
             Of::All => true,
             Of::Images => self.image,
             Of::Faults => self.faults,
+            Of::Groups => self.in_group,
         }
     }
 
@@ -233,6 +260,9 @@ impl SettingGroups {
             _ if known.is_some_and(|known| known.of == Of::Images) => {
                 "it is for images, and there is none behind this device".to_owned()
             }
+            _ if known.is_some_and(|known| known.of == Of::Groups) => {
+                "it is for a device of a group; detach, and attach with --group".to_owned()
+            }
             _ if FIXED.contains(&key) => format!("it is fixed at attach; detach, and attach with --{key}"),
             _ => {
                 let names: Vec<&str> =
@@ -253,6 +283,11 @@ fn switch(key: &str, text: &str) -> Outcome<bool> {
         "off" => Ok(false),
         _ => Err(Failure::new(format!("{key} is on or off, not {text:?}"))),
     }
+}
+
+fn weight(text: &str) -> Outcome<u32> {
+    let weight = text.parse().ok().filter(|weight| (1..=WEIGHT_MAX).contains(weight));
+    weight.ok_or_else(|| Failure::new(format!("weight is a number from 1 to {WEIGHT_MAX}, not {text:?}")))
 }
 
 /// The greatest that a device can have is known to its disk.
@@ -277,6 +312,8 @@ mod tests {
             "direct-io" => &["on", "off", "auto"],
             "dispatch" => &["concurrent", "serial"],
             "fault" => &["none", "seed=7; error=ENOSPC,op=write,rate=1%"],
+            "limit" => &["none", "read-iops=500,burst=2000x10s,bps=1M,iops-size=16K"],
+            "weight" => &["1", "10000"],
             "hang-warning" => &["0", "0.1", "0.3", "5", "86400"],
             "scheduler" => &["none", "mq-deadline", "kyber"],
             _ => &["on", "off"],

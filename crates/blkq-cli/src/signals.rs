@@ -1,4 +1,4 @@
-//! The signals that a daemon acts on, as bytes in a pipe that its first thread polls.
+//! The signals that a process acts on, as bytes in a pipe that its first thread polls.
 //!
 //! Every thread has them unblocked, and the handler only writes a byte: whichever thread the kernel
 //! or a sender chooses, the signal arrives. A blocked signal sent to one thread (tgkill(2)) would
@@ -23,6 +23,12 @@ pub enum Signal {
     Interrupt,
     /// SIGHUP
     Hangup,
+    /// SIGTSTP
+    Stop,
+    /// SIGCONT
+    Continue,
+    /// SIGWINCH
+    Resize,
 }
 
 impl Signal {
@@ -32,12 +38,47 @@ impl Signal {
             Signal::Terminate => "SIGTERM",
             Signal::Interrupt => "SIGINT",
             Signal::Hangup => "SIGHUP",
+            Signal::Stop => "SIGTSTP",
+            Signal::Continue => "SIGCONT",
+            Signal::Resize => "SIGWINCH",
         }
+    }
+
+    fn number(self) -> libc::c_int {
+        match self {
+            Signal::Terminate => libc::SIGTERM,
+            Signal::Interrupt => libc::SIGINT,
+            Signal::Hangup => libc::SIGHUP,
+            Signal::Stop => libc::SIGTSTP,
+            Signal::Continue => libc::SIGCONT,
+            Signal::Resize => libc::SIGWINCH,
+        }
+    }
+
+    /// Has the kernel do with this process what the signal does without a handler: it exits, or stops
+    /// until it is continued. The handler is there again when this returns.
+    ///
+    /// # Errors
+    /// The error of the kernel.
+    pub fn act(self) -> Outcome {
+        set_action(self.number(), libc::SIG_DFL).map_err(failure)?;
+        // SAFETY: a signal that there is, for this thread, which handles it before the call returns.
+        unsafe { libc::raise(self.number()) };
+        set_action(self.number(), FORWARD as libc::sighandler_t).map_err(failure)
     }
 }
 
-const HANDLED: [(libc::c_int, Signal); 3] =
-    [(libc::SIGTERM, Signal::Terminate), (libc::SIGINT, Signal::Interrupt), (libc::SIGHUP, Signal::Hangup)];
+/// Those of a daemon.
+pub const DAEMON: [Signal; 3] = [Signal::Terminate, Signal::Interrupt, Signal::Hangup];
+/// Those of a program that has the terminal.
+pub const TERMINAL: [Signal; 6] =
+    [Signal::Terminate, Signal::Interrupt, Signal::Hangup, Signal::Stop, Signal::Continue, Signal::Resize];
+
+const FORWARD: extern "C" fn(libc::c_int) = forward;
+
+fn failure(error: std::io::Error) -> Failure {
+    Failure::new(format!("signals: {error}"))
+}
 
 /// The pipe's other side. It stays open as long as the process, as the handlers do.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
@@ -49,21 +90,19 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Installs the handlers, whatever was inherited: blocked or ignored. Writes beyond the file size limit fail from here
-    /// on, and send no signal. Called once, before there are other threads.
+    /// Installs handlers of the `handled`, whatever was inherited: blocked or ignored. Writes beyond the file size
+    /// limit fail from here on, and send no signal. Called once, before there are other threads.
     ///
     /// # Errors
     /// The error of the kernel.
-    pub fn install() -> Outcome<Signals> {
-        let failure = |e: std::io::Error| Failure::new(format!("signals: {e}"));
+    pub fn install(handled: &[Signal]) -> Outcome<Signals> {
         let (pipe, sender) =
             pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| failure(e.into()))?;
         PIPE.store(sender.into_raw_fd(), Ordering::Relaxed);
         // SAFETY: zeroes are an empty sigset_t.
         let mut unblocked: libc::sigset_t = unsafe { std::mem::zeroed() };
-        for (number, _) in HANDLED {
-            set_action(number, forward as extern "C" fn(libc::c_int) as libc::sighandler_t)
-                .map_err(failure)?;
+        for number in handled.iter().map(|signal| signal.number()) {
+            set_action(number, FORWARD as libc::sighandler_t).map_err(failure)?;
             // SAFETY: a set of our own, and a number that there is.
             unsafe { libc::sigaddset(&mut unblocked, number) };
         }
@@ -80,8 +119,8 @@ impl Signals {
         let mut numbers = [0; 16];
         // None, if it would block.
         let count = self.pipe.read(&mut numbers).unwrap_or(0);
-        let signal = |number: &u8| HANDLED.iter().find(|(of, _)| *of == libc::c_int::from(*number));
-        numbers[..count].iter().filter_map(signal).map(|(_, signal)| *signal).collect()
+        let signal = |number: &u8| TERMINAL.into_iter().find(|it| it.number() == libc::c_int::from(*number));
+        numbers[..count].iter().filter_map(signal).collect()
     }
 }
 

@@ -27,6 +27,11 @@ pub struct Statistics {
     clock_age_max_ns: u64,
     #[serde(default)]
     hung: u64,
+    #[serde(default)]
+    throttled: u64,
+    /// The limits that are in force.
+    #[serde(default)]
+    pub throttle: Throttle,
     /// How often the thread of a queue did not answer for longer than `--hang-warning`.
     #[serde(default)]
     pub stalls: u64,
@@ -42,6 +47,51 @@ pub struct Statistics {
     /// The counters of vhost-user-blk; `None` if the device is not served to virtual machines.
     #[serde(default)]
     pub vhost_user: Option<VhostUser>,
+    /// The sums of each queue, from the first on.
+    #[serde(default)]
+    pub queues: Vec<QueueSums>,
+}
+
+/// The work of one queue: sums over all operations.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct QueueSums {
+    /// Requests completed.
+    pub ios: u64,
+    /// Their sectors of 512 bytes.
+    pub sectors: u64,
+    /// Their latencies added up, in nanoseconds.
+    pub nanoseconds: u64,
+    /// Requests in flight now.
+    pub in_flight: u64,
+    /// Time with anything in flight, in nanoseconds.
+    pub busy_ns: u64,
+    /// Requests that hung in the last scan.
+    pub hung: u64,
+}
+
+impl QueueSums {
+    /// The sums of a queue's snapshot.
+    pub fn new(queue: &StatsSnapshot) -> QueueSums {
+        QueueSums {
+            ios: queue.groups.iter().map(|group| group.ios).sum(),
+            sectors: queue.groups.iter().map(|group| group.sectors).sum(),
+            nanoseconds: queue.groups.iter().map(|group| group.nanoseconds).sum(),
+            in_flight: queue.in_flight.iter().sum(),
+            busy_ns: queue.busy_ns,
+            hung: queue.hung,
+        }
+    }
+
+    /// The difference since `earlier`; what is in flight and what hangs stay as they are now.
+    pub fn since(&self, earlier: &QueueSums) -> QueueSums {
+        QueueSums {
+            ios: self.ios.saturating_sub(earlier.ios),
+            sectors: self.sectors.saturating_sub(earlier.sectors),
+            nanoseconds: self.nanoseconds.saturating_sub(earlier.nanoseconds),
+            busy_ns: self.busy_ns.saturating_sub(earlier.busy_ns),
+            ..self.clone()
+        }
+    }
 }
 
 /// The counters of the request gate ([`blkq::gate::GateCounters`]), and its waiters.
@@ -57,6 +107,19 @@ pub struct Gate {
     pub grants: u64,
     /// The most requests that one grant gave.
     pub largest_grant: u32,
+}
+
+/// The limits of a device: its own, and those of its group.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Throttle {
+    /// Its own, as `blkq set` takes them; empty if it has none.
+    pub limits: String,
+    /// The group that it is in.
+    pub group: Option<String>,
+    /// The limits of the group; empty if it has none, or the device is in no group.
+    pub group_limits: String,
+    /// The device's weight in the group.
+    pub weight: u32,
 }
 
 /// The sum of all NBD servers of the device.
@@ -154,6 +217,7 @@ impl Statistics {
             counters: counters.collect(),
             clock_age_max_ns: snapshot.clock_age_max_ns,
             hung: snapshot.hung,
+            throttled: snapshot.throttled,
             ..Statistics::default()
         }
     }
@@ -166,6 +230,7 @@ impl Statistics {
             busy_ns: self.busy_ns,
             clock_age_max_ns: self.clock_age_max_ns,
             hung: self.hung,
+            throttled: self.throttled,
             ..StatsSnapshot::default()
         };
         for (into, group) in snapshot.groups.iter_mut().zip(&self.groups) {
@@ -205,7 +270,7 @@ mod tests {
             (0..10).for_each(|n| group.latency.record(1000 * n + i));
         }
         snapshot.counters[Counter::Splits as usize] = 7;
-        (snapshot.clock_age_max_ns, snapshot.hung) = (8, 9);
+        (snapshot.clock_age_max_ns, snapshot.hung, snapshot.throttled) = (8, 9, 10);
         let sent = serde_json::to_string(&Statistics::new(&snapshot, 1, 2)).unwrap();
         let received: Statistics = serde_json::from_str(&sent).unwrap();
         assert_eq!(received.snapshot(), snapshot);
@@ -223,6 +288,7 @@ mod tests {
             refused_requests: 8,
             read_bytes: 9,
             written_bytes: u64::MAX,
+            split_reads: 16,
             paced_requests: 10,
             paced_ns: 11,
             pacing_ns: 12,
@@ -231,7 +297,7 @@ mod tests {
             sends: 15,
         };
         let nbd = Nbd { connected: 1, counters };
-        let text = r#"{"connected":1,"connections":2,"refused_connections":3,"violations":4,"timeouts":5,"requests":6,"errors":7,"refused_requests":8,"read_bytes":9,"written_bytes":18446744073709551615,"paced_requests":10,"paced_ns":11,"pacing_ns":12,"receive_backoffs":13,"receives":14,"sends":15}"#;
+        let text = r#"{"connected":1,"connections":2,"refused_connections":3,"violations":4,"timeouts":5,"requests":6,"errors":7,"refused_requests":8,"read_bytes":9,"written_bytes":18446744073709551615,"split_reads":16,"paced_requests":10,"paced_ns":11,"pacing_ns":12,"receive_backoffs":13,"receives":14,"sends":15}"#;
         assert_eq!(serde_json::to_string(&nbd).unwrap(), text);
         assert_eq!(serde_json::from_str::<Nbd>(text).unwrap(), nbd);
     }

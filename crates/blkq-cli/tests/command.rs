@@ -94,7 +94,8 @@ fn a_killed_daemon_stops_nothing() {
     // a list that is to clean removes it and reports that.
     kill(place.pid("disk.img"));
     let listed = place.run(&["list", "--json", "--clean"]);
-    assert!(String::from_utf8(listed.stderr).unwrap().starts_with("blkq: disk.img: its daemon died"));
+    let errors = without_waiting(listed.stderr);
+    assert!(errors.starts_with("blkq: disk.img: its daemon died"), "{errors}");
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
     assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
@@ -250,13 +251,15 @@ fn settings_and_size_change_while_it_is_attached() {
 }
 
 #[test]
-fn pacing_and_receive_backoff_are_settings() {
+fn mechanisms_of_nbd_are_settings() {
     let place = Place::new("switches");
     place.done(&["attach", "ram:1M", "--name", "d", "--no-pacing"]);
     let settings = || place.json(&["show", "d", "--json"])["settings"].clone();
     assert_eq!((&settings()["pacing"], &settings()["receive-backoff"]), (&false.into(), &true.into()));
-    place.done(&["set", "d", "pacing=on", "receive-backoff=off"]);
+    assert_eq!(settings()["split-reads"], true);
+    place.done(&["set", "d", "pacing=on", "receive-backoff=off", "split-reads=off"]);
     assert_eq!((&settings()["pacing"], &settings()["receive-backoff"]), (&true.into(), &false.into()));
+    assert_eq!(settings()["split-reads"], false);
     assert!(place.refused(&["set", "d", "pacing=maybe"]).contains("pacing is on or off"));
     let counted = place.json(&["stat", "d", "--json"])["nbd"].clone();
     assert_eq!((&counted["paced_requests"], &counted["receive_backoffs"]), (&0.into(), &0.into()));
@@ -340,6 +343,8 @@ fn what_this_build_lacks_is_refused() {
     }
     let copy = ["attach", "ram:1M", "--export", "nbd", "--copy", "user"];
     assert!(place.refused(&copy).contains("omit it"));
+    let threads = ["attach", "ram:1M", "--export", "ublk", "--queues", "33", "--threads-per-queue", "2"];
+    assert!(place.refused(&threads).contains("--queues times --threads-per-queue: 66 is not from 1 to 64"));
     place.refused(&["attach", "ram:1M", "--direct-io", "on"]);
     place.refused(&["attach", "/nonexistent/image"]);
     assert!(place.files().is_empty());
@@ -455,7 +460,8 @@ fn manuals_and_completions_come_from_the_command_line() {
     let (_, listed) = line.split_once("there are ").unwrap();
     let listed = listed.split(';').next().unwrap().split(", ").map(|key| format!("{key}="));
     let mut keys = completed("blkq set disk.img ''");
-    keys.retain(|key| key != "--help");
+    // The weight is for devices of a group.
+    keys.retain(|key| key != "--help" && key != "weight=");
     keys.sort();
     assert_eq!(keys, listed.collect::<Vec<_>>());
     let info = place.json(&["show", "disk.img", "--json"]);

@@ -6,16 +6,17 @@
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitStatus};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use blkq::drivers::null::{Null, NullOptions};
-use blkq::{Completion, Cqe, Disk, EngineThread, Source, SourceContext};
+use blkq::{Bio, Completion, Cqe, Disk, EngineThread, IoBuffer, Sector, Setting, Source, SourceContext};
 use io_uring::{opcode, types};
 
 use blkq_cli::confine::{self, Needs, landlock_abi};
@@ -82,6 +83,15 @@ fn in_a_process_of_its_own() {
             confine::control(&Needs::default()).unwrap();
             let _ = blkq::ring::probe();
         }
+        "register" => {
+            let ring = io_uring::IoUring::new(1).unwrap();
+            let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+            confine::control(&Needs::default()).unwrap();
+            let submitter = ring.submitter();
+            submitter.register_eventfd(event.as_raw_fd()).unwrap();
+            submitter.unregister_eventfd().unwrap();
+            let _ = submitter.register_files(&[event.as_raw_fd()]);
+        }
         case => panic!("no case {case}"),
     }
 }
@@ -101,10 +111,17 @@ fn engine() {
     let opened = std::thread::spawn(move || errno(File::open(&files.image)));
     assert_eq!(opened.join().unwrap(), Some(libc::ENOSYS));
     // And its ring does not open files either, nor does it make sockets.
-    let engine = EngineThread::spawn("engine", vec![(disk, 0)]).unwrap();
-    let (results, received) = std::sync::mpsc::channel();
+    let engine = EngineThread::spawn("engine", vec![(disk.clone(), 0)]).unwrap();
+    let (results, received) = channel();
     engine.handle().add_source(move || Box::new(Opener(results))).unwrap();
     assert_eq!([received.recv(), received.recv()], [Ok(-libc::EACCES); 2]);
+    // It has no fences from the kernel, so that it changes nothing; the device does not stop for that.
+    let changed = disk.clone();
+    let _ = std::thread::spawn(move || changed.set(Setting::Merge(false))).join();
+    let (done, completed) = channel();
+    let bio = Bio::read(Sector(0), IoBuffer::zeroed(512), 0);
+    disk.submitter().submit(bio, move |result, _| done.send(result).unwrap());
+    assert_eq!(completed.recv_timeout(Duration::from_secs(60)), Ok(Ok(())));
 }
 
 /// Has the ring of its engine open a file and make a socket.
@@ -141,6 +158,8 @@ fn control() {
     let needs = files.needs();
     let abi = landlock_abi();
     assert!(abi > 0, "this kernel has no Landlock");
+    let null = Null::new(NullOptions::new(1 << 20)).unwrap();
+    let disk = Disk::builder(Box::new(null)).build().unwrap();
     let state = confine::control(&needs).unwrap();
     assert!(state.no_new_privileges && state.seccomp);
     assert_eq!((state.capabilities.as_str(), state.landlock_abi), ("none", abi));
@@ -148,6 +167,7 @@ fn control() {
     File::options().read(true).write(true).open(&files.image).unwrap();
     File::options().write(true).truncate(true).open(&files.image).unwrap();
     fs::remove_file(&needs.removed[0]).unwrap();
+    disk.set(Setting::Merge(false)).unwrap();
     assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
     // and nothing else.
     for path in ["/etc/passwd", "/dev/null", "/proc/self/maps"] {
@@ -172,7 +192,7 @@ fn the_control_plane_has_the_image_and_what_it_removes() {
 
 #[test]
 fn a_deadly_call_kills_the_process() {
-    for case in ["execve", "mount", "ring"] {
+    for case in ["execve", "mount", "ring", "register"] {
         assert_eq!(run(case).signal(), Some(libc::SIGSYS), "{case}");
     }
 }

@@ -70,7 +70,7 @@ fn a_signal_during_a_detach_loses_nothing() {
 
 fn foreground(place: &Place, words: &[&str], notify: &Path) -> (Child, UnixDatagram) {
     let socket = UnixDatagram::bind(notify).unwrap();
-    socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let child = place
         .command(&[&["attach", "--foreground"], words].concat())
         .env("NOTIFY_SOCKET", notify)
@@ -203,8 +203,8 @@ fn an_idle_daemon_is_small() {
     let status = fs::read_to_string(format!("/proc/{}/status", place.pid("disk.img"))).unwrap();
     let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     let kib: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
-    // Debug builds are larger than what is shipped.
-    let most = if cfg!(debug_assertions) { 16 << 10 } else { 8 << 10 };
+    // Debug builds are larger than what is shipped, by their code.
+    let most = if cfg!(debug_assertions) { 24 << 10 } else { 8 << 10 };
     assert!(kib <= most, "{kib} KiB");
 }
 

@@ -38,7 +38,8 @@ fn an_image_in_another_format_is_rejected_with_the_cure() {
             [&["attach"][..], &["attach", "--read-only"], &["attach", "--shared"], &["losetup", "-f"]]
         {
             let line = place.refused(&[words, &[&image]].concat());
-            assert!(line.contains(&format!("is a {kind} image, not raw data; convert it")), "{line}");
+            let cure = if kind == "qcow2" { "attach with --format qcow2" } else { "convert it" };
+            assert!(line.contains(&format!("is a {kind} image, not raw data; {cure}")), "{line}");
             assert!(line.contains("attach with --format raw"), "{line}");
         }
         assert_eq!(fs::read(&image).unwrap(), before);
@@ -50,7 +51,38 @@ fn an_image_in_another_format_is_rejected_with_the_cure() {
     fs::File::options().write(true).open(&luks).unwrap().write_all_at(b"LUKS\xba\xbe\0\x02", 0).unwrap();
     assert!(place.refused(&["attach", &luks]).contains("is a LUKS image"));
     assert!(place.files().is_empty());
-    assert_eq!(place.run(&["attach", "--format", "qcow2", &luks]).status.code(), Some(2));
+    assert!(place.refused(&["attach", "--format", "auto", &luks]).contains("is a LUKS image"));
+    assert!(place.refused(&["attach", "--format", "qcow2", &luks]).contains("no header of qcow2"));
+    assert_eq!(place.run(&["attach", "--format", "vmdk", &luks]).status.code(), Some(2));
+}
+
+#[test]
+fn a_created_image_stays_only_with_its_device() {
+    let place = Place::new("create");
+    let path = place.dir.join("new.img");
+    let image = path.to_str().unwrap();
+    place.done(&["attach", image, "--create", "64M"]);
+    assert_eq!(place.json(&["show", "new.img", "--json"])["size"], 64 << 20);
+    fs::File::options().write(true).open(&path).unwrap().write_all_at(b"data", 0).unwrap();
+    // It is in use, and would be there without its device, too.
+    let used = place.refused(&["attach", image, "--create", "1G", "--name", "other"]);
+    assert!(used.contains("it is there already, and nothing is overwritten"), "{used}");
+    place.done(&["detach", "new.img"]);
+    assert!(place.refused(&["attach", image, "--create", "1G"]).contains("there already"));
+    let content = fs::read(&path).unwrap();
+    assert!(content.len() == 64 << 20 && content.starts_with(b"data"));
+
+    let path = place.dir.join("failed.img");
+    let image = path.to_str().unwrap();
+    for words in [&["--offset", "2M"][..], &["--name", "no/name"], &["--foreground", "--offset", "2M"]] {
+        place.refused(&[&["attach", image, "--create", "1M"], words].concat());
+        assert!(!path.exists(), "{words:?}");
+    }
+    assert!(place.refused(&["attach", "ram:1M", "--create", "1M"]).contains("makes image files"));
+    assert!(place.refused(&["attach", "/dev/null", "--create", "1M"]).contains("there already"));
+    // The device was there; its command fails later.
+    let run = place.run(&["attach", image, "--create", "1M", "--run", "exit 7"]);
+    assert_eq!((run.status.code(), path.exists()), (Some(7), true));
 }
 
 #[test]
@@ -243,6 +275,7 @@ fn options_that_mean_nothing_are_rejected() {
     for (words, reason) in [
         (&["--export", "nbd", "--copy", "user"][..], "--copy is for ublk"),
         (&["--listen", "tcp:127.0.0.1:0", "--copy", "user"], "--copy is for ublk"),
+        (&["--export", "nbd", "--threads-per-queue", "2"], "--threads-per-queue is for ublk"),
         (&["--export", "ublk", "--max-connections", "3"], "--max-connections is for NBD"),
         (&["--export", "ublk", "--handshake-timeout", "3"], "--handshake-timeout is for NBD"),
         (&["--export", "ublk", "--tls-certificates", "/"], "TLS is for NBD"),

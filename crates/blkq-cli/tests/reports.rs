@@ -4,7 +4,8 @@
 mod place;
 
 use std::io::{BufRead, BufReader, Lines};
-use std::process::{Child, ChildStdout, Stdio};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use place::*;
 use serde_json::Value;
@@ -141,4 +142,51 @@ fn a_device_shows_where_its_files_are_in_typed_json() {
     let page = place.done(&["show", "a"]);
     assert!(page.contains("  merge ") && page.lines().any(|line| line.ends_with("  off")), "{page}");
     assert!(page.contains(&log), "{page}");
+}
+
+/// Has the command run without io_uring, as in a container that forbids it.
+fn without_io_uring(command: &mut Command) {
+    let step = |code: u32, k: u32, jf: u8| libc::sock_filter { code: code as u16, jt: 0, jf, k };
+    let mut filter = [
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_io_uring_setup as u32, 1),
+        step(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32, 0),
+        step(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0),
+    ];
+    let forbid = move || {
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+        // SAFETY: the kernel reads a program of four steps, which lives as long as the call.
+        let done = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1_u64, 0_u64, 0_u64, 0_u64) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, u64::from(libc::SECCOMP_MODE_FILTER), &raw const program)
+                    == 0
+        };
+        if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    };
+    // SAFETY: two system calls between fork and exec, which allocate nothing.
+    unsafe { command.pre_exec(forbid) };
+}
+
+#[test]
+fn doctor_fails_where_nothing_can_be_served() {
+    let place = Place::new("doctor");
+    let page = place.run(&["doctor"]);
+    let text = String::from_utf8(page.stdout).unwrap();
+    assert_eq!(page.status.code(), Some(0), "{text}");
+    assert!(text.contains("served over NBD") || text.contains("All of blkq works"), "{text}");
+
+    let mut command = place.command(&["doctor", "--json"]);
+    without_io_uring(&mut command);
+    let output = command.output().unwrap();
+    let page: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((output.status.code(), &page["works"]), (Some(1), &Value::Bool(false)), "{page}");
+    let checks = page["checks"].as_array().unwrap();
+    let ring = checks.iter().find(|check| check["name"] == "io_uring").unwrap();
+    assert_eq!((&ring["state"], &ring["needed"]), (&Value::from("missing"), &Value::Bool(true)));
+    assert!(ring["cure"].as_str().unwrap().contains("seccomp profile"), "{ring}");
+
+    // Certificates that are asked for count.
+    let page = place.run(&["doctor", "--tls-certificates", "/nowhere"]);
+    assert_eq!(page.status.code(), Some(1));
+    assert!(!place.state().exists(), "nothing is made");
 }

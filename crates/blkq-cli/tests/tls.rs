@@ -9,6 +9,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 use place::*;
 use rustix::process::Signal;
@@ -43,8 +44,16 @@ server = context.wrap_socket(plain, server_hostname="localhost")
 print(server.getpeercert()["subject"][0][0][1])
 "#;
 
+/// A port that the kernel gives to nobody who wants any, and that no test in another process chooses.
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 10_000 + (std::process::id() % 20_000) as u16;
+    loop {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed);
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 impl Place {

@@ -131,7 +131,7 @@ fn a_socket_elsewhere_is_for_its_group() {
 /// Has a daemon killed under load, and attaches it anew with `options`: each request completes exactly
 /// once.
 fn kill_under_load(test: &str, options: &[&str]) {
-    use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
+    use front_end::{DATA, FEATURES, FrontEnd};
     let place = Place::new(test);
     let image = place.image("image", 8 << 20);
     let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--queues", "2"];
@@ -142,15 +142,14 @@ fn kill_under_load(test: &str, options: &[&str]) {
     attached();
     let path = place.state().join("d.vhost");
     let mut front = FrontEnd::new(&path, FEATURES, 2);
-    let area = [longs(&[0, 0]), [2u16, SIZE].iter().flat_map(|it| it.to_ne_bytes()).collect(), vec![0; 4]];
-    let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
-    let file = inflight.file.as_ref().unwrap().as_fd();
-    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
+    let inflight = front.keep_record();
     (0..2).for_each(|ring| front.start(ring, 0));
     let mut next = 0u64;
     let mut resubmitted = 0;
     for round in 0..6 {
         let mut submitted: Vec<Vec<u16>> = vec![Vec::new(); 2];
+        // Asked for before, lest all complete while a busy machine runs that command.
+        let pid = place.pid("d");
         for number in 0..24 {
             let (ring, at) = (number % 2, DATA + number * 4096);
             front.memory.bytes(at, 4096).fill(next as u8 + 1);
@@ -159,7 +158,7 @@ fn kill_under_load(test: &str, options: &[&str]) {
             next += 1;
         }
         std::thread::sleep(std::time::Duration::from_millis(10 * round));
-        kill(place.pid("d"));
+        kill(pid);
         let used: u16 = (0..2).map(|ring| front.used_index(ring)).sum();
         resubmitted += next - u64::from(used);
         attached();
@@ -194,6 +193,59 @@ fn requests_in_registered_memory_survive_a_killed_daemon() {
     kill_under_load("vhost-kill-reg", &["--register-memory", "--no-sandbox"]);
 }
 
+/// A front end fills its call eventfd and has writes to it wait: the confined daemon serves its other rings
+/// and NBD, and detaches.
+// Contract: bounded-input
+#[test]
+fn a_filled_call_eventfd_blocks_nobody() {
+    use front_end::{FEATURES, FrontEnd, withstand_refills};
+    // Behind the rings.
+    const AT: usize = 6 << 20;
+    let place = Place::new("vhost-filled");
+    let image = place.image("image", 8 << 20);
+    let printed =
+        place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--export", "nbd"]);
+    assert_eq!(place.json(&["show", "d", "--json"])["sandbox"]["seccomp"], true);
+    let mut front = FrontEnd::started(&place.state().join("d.vhost"), FEATURES, 64);
+    let mut nbd = session(printed.lines().nth(1).unwrap(), "d");
+    // Every ring has its descriptor.
+    for ring in 0..64 {
+        assert_eq!(front.run(ring, 0, 0, AT, 512), 0);
+    }
+    let besides = || {
+        request(&mut nbd, 0, 1, 0, 512);
+        assert_eq!(reply(&mut nbd, 512), (0, 1));
+    };
+    withstand_refills(&mut front, AT, besides, || _ = place.done(&["detach", "d", "--force"]));
+}
+
+/// Not every ring can have its eventfd then, and a guest with one has it.
+// Contract: bounded-input
+#[test]
+fn few_open_files_are_enough_for_one_ring() {
+    use front_end::{DATA, FEATURES, FrontEnd};
+    let place = Place::new("vhost-few");
+    let image = place.image("image", 8 << 20);
+    let limited = ["-c", "ulimit -n 64 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_blkq")];
+    let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--export", "nbd"];
+    let output = std::process::Command::new("sh")
+        .args(limited)
+        .args(attach)
+        .env("BLKQ_STATE_DIR", place.state())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let warnings = String::from_utf8(output.stderr).unwrap();
+    assert!(warnings.contains("some queues of virtual machines, or all, are not served"), "{warnings}");
+    let mut front = FrontEnd::started(&place.state().join("d.vhost"), FEATURES, 1);
+    let mut nbd = session(String::from_utf8(output.stdout).unwrap().lines().nth(1).unwrap(), "d");
+    assert_eq!(front.run(0, 0, 0, DATA, 512), 0);
+    request(&mut nbd, 0, 1, 0, 512);
+    assert_eq!(reply(&mut nbd, 512), (0, 1));
+    place.done(&["set", "d", "depth=32"]);
+    place.done(&["detach", "d", "--force"]);
+}
+
 /// Pages that the kernel counts as pinned by a process, in KiB.
 fn pinned_kib(pid: i32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -203,7 +255,7 @@ fn pinned_kib(pid: i32) -> u64 {
 
 #[test]
 fn registered_memory_is_shown_and_survives_an_upgrade() {
-    use front_end::{DATA, FEATURES, FrontEnd, GET_INFLIGHT_FD, SET_INFLIGHT_FD, SIZE, longs};
+    use front_end::{DATA, FEATURES, FrontEnd};
     // Less than what a user may lock by default.
     const SHARED: usize = 2 << 20;
     let place = Place::new("vhost-reg");
@@ -220,9 +272,7 @@ fn registered_memory_is_shown_and_survives_an_upgrade() {
 
     let path = place.state().join("d.vhost");
     let mut front = FrontEnd::sharing(&path, FEATURES, 1, SHARED);
-    let area = [longs(&[0, 0]), [1u16, SIZE].iter().flat_map(|it| it.to_ne_bytes()).collect(), vec![0; 4]];
-    let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
-    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[inflight.file.as_ref().unwrap().as_fd()]);
+    let inflight = front.keep_record();
     front.start(0, 0);
     assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
     assert_eq!(shown(), "on, 2 MiB with each engine");
@@ -283,8 +333,11 @@ fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
         let path = place.state().join("d.vhost");
         let mut front = FrontEnd::started(&path, FEATURES, 1);
         assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
-        let log = fs::read_to_string(place.state().join("d.log")).unwrap();
-        assert!(log.contains("is served without --register-memory") && log.contains(says), "{log}");
+        // The daemon writes what the device has reported a little later.
+        let log = || fs::read_to_string(place.state().join("d.log")).unwrap();
+        wait_until(&format!("the log has {says}"), || {
+            log().contains("is served without --register-memory") && log().contains(says)
+        });
         let info = place.json(&["show", "d", "--json"]);
         assert_eq!(info["settings"]["register-memory"], "on, but it does not fit");
         assert!(info["warnings"].to_string().contains(says), "{info}");
@@ -294,10 +347,7 @@ fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
 /// `blkq upgrade` hands the disk to a new daemon, with its settings, and no request is lost.
 #[test]
 fn an_upgrade_hands_a_guest_over() {
-    use front_end::{
-        DATA, FEATURES, FrontEnd, GET_CONFIG, GET_INFLIGHT_FD, SET_CONFIG, SET_INFLIGHT_FD, SIZE, longs,
-        words,
-    };
+    use front_end::{DATA, FEATURES, FrontEnd, GET_CONFIG, SET_CONFIG, words};
     let place = Place::new("vhost-upgrade");
     let image = place.image("image", 8 << 20);
     place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
@@ -307,9 +357,7 @@ fn an_upgrade_hands_a_guest_over() {
     assert!(place.refused(&["upgrade", "d"]).contains("keeps no record of requests in flight"));
     assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
     front.stop(0);
-    let area = [longs(&[0, 0]), [1u16, SIZE].iter().flat_map(|it| it.to_ne_bytes()).collect(), vec![0; 4]];
-    let inflight = front.connection.ask(GET_INFLIGHT_FD, &area.concat());
-    front.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[inflight.file.as_ref().unwrap().as_fd()]);
+    let inflight = front.keep_record();
     front.start(0, 1);
     let write_cache = |value: u8| [words(&[32, 1, 0]), vec![value]].concat();
     front.connection.done(SET_CONFIG, &write_cache(0), &[]);

@@ -14,6 +14,9 @@ use std::time::{Duration, Instant};
 use exposition::{Exposition, check};
 use place::*;
 
+/// The time that a client of the metrics has.
+const SLOW_CLIENT: Duration = Duration::from_secs(5);
+
 fn log(place: &Place, name: &str) -> String {
     fs::read_to_string(place.state().join(format!("{name}.log"))).unwrap_or_default()
 }
@@ -34,8 +37,8 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
     request(&mut client, 1, 0xabd, 8192, 512);
     // Both tags are taken now.
     request(&mut client, 0, 0xabe, 0, 512);
-    wait_until("three lines", || lines_with(&place, " hang: ").len() == 3);
-    let lines = lines_with(&place, " hang: ");
+    wait_until("three lines", || lines_with(&place, " hang: #").len() == 3);
+    let lines = lines_with(&place, " hang: #");
     for (line, parts) in lines.iter().zip([
         ["#0.1 write sector 16 + 8, queue 0, tag ", "stuck by a fault rule", "cookie 0xabc"],
         ["#0.2 write sector 16 + 1, queue 0, tag ", "stuck by a fault rule", "cookie 0xabd"],
@@ -45,7 +48,7 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
         assert!(line.contains(&client) && parts.iter().all(|part| line.contains(part)), "{line}");
     }
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(lines_with(&place, " hang: ").len(), 3, "once each");
+    assert_eq!(lines_with(&place, " hang: #").len(), 3, "once each");
     let stat = place.json(&["stat", "ram", "--json"]);
     assert_eq!((&stat["hangs"]["now"], &stat["hangs"]["found"]), (&3.into(), &3.into()));
     assert_eq!(stat["hangs"]["warning_seconds"], 0.2);
@@ -59,8 +62,8 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
         .into();
     cookies.sort_unstable();
     assert_eq!(cookies, [0xabc, 0xabd, 0xabe]);
-    wait_until("three completions", || lines_with(&place, " hang over: ").len() == 3);
-    assert!(lines_with(&place, " hang over: ").iter().all(|line| line.contains("completed after ")));
+    wait_until("three completions", || lines_with(&place, " hang over: #").len() == 3);
+    assert!(lines_with(&place, " hang over: #").iter().all(|line| line.contains("completed after ")));
     assert_eq!(place.json(&["stat", "ram", "--json"])["hangs"]["now"], 0);
 }
 
@@ -81,12 +84,12 @@ fn the_warning_is_a_live_setting_and_works_without_statistics() {
     }
     place.done(&["set", "ram", "hang-warning=0.1"]);
     assert_eq!(place.json(&["show", "ram", "--json"])["settings"]["hang-warning"], 0.1);
-    wait_until("a line", || lines_with(&place, " hang: ").len() == 1);
+    wait_until("a line", || lines_with(&place, " hang: #").len() == 1);
     let stat = place.json(&["stat", "ram", "--json"]);
     assert_eq!((&stat["counters"]["clock-reads"], &stat["hangs"]["found"]), (&0.into(), &1.into()));
     place.done(&["set", "ram", "fault=none"]);
     assert_eq!(reply(&mut client, 512), (0, 5));
-    wait_until("its completion", || lines_with(&place, " hang over: ").len() == 1);
+    wait_until("its completion", || lines_with(&place, " hang over: #").len() == 1);
     for bad in [["--hang-warning", "-1"], ["--hang-warning", "nan"], ["--metrics", "http://a"]] {
         let output = place.run(&[&["attach", "ram:1M"], &bad[..]].concat());
         assert_eq!(output.status.code(), Some(2), "{bad:?}");
@@ -253,28 +256,29 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
         let answered = answer(&metrics, request);
         assert!(answered.starts_with(&format!("HTTP/1.1 {status}")), "{answered}");
     }
-    let served = || {
-        let begin = Instant::now();
+    let serve = || {
         scrape(&metrics);
         let mut client = session(&uri, "ram");
         request(&mut client, 0, 1, 0, 4096);
         assert_eq!(reply(&mut client, 4096), (0, 1));
-        begin.elapsed()
     };
     // A client that sends nothing, or too slowly, keeps no other out.
+    let begin = Instant::now();
     let mut slow: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     slow.iter_mut().for_each(|stream| _ = stream.write_all(b"GET /met"));
-    assert!(served() < Duration::from_secs(2));
+    serve();
+    assert!(begin.elapsed() < SLOW_CLIENT, "none of them has had its time");
     let page = scrape(&metrics);
     assert!(page.value("blkq_metrics_shed_total", &[]).unwrap() >= 80.0, "84 had no place");
     assert_eq!(page.value("blkq_metrics_refused_total", &[]), Some(6.0));
     // The ones that still have a place have five seconds.
-    let mut late = TcpStream::connect(&address).unwrap();
     let begin = Instant::now();
-    late.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    assert_eq!(late.read(&mut [0]).unwrap_or(0), 0);
-    assert!((4..12).contains(&begin.elapsed().as_secs()), "{:?}", begin.elapsed());
+    let mut late = TcpStream::connect(&address).unwrap();
+    late.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    assert_eq!(late.read(&mut [0]).unwrap(), 0);
+    assert!(begin.elapsed() >= SLOW_CLIENT, "{:?}", begin.elapsed());
     // A client that does not read its answer occupies a place, not a thread.
+    let begin = Instant::now();
     let greedy: Vec<TcpStream> = (0..16)
         .map(|_| {
             let mut stream = TcpStream::connect(&address).unwrap();
@@ -282,7 +286,8 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
             stream
         })
         .collect();
-    assert!(served() < Duration::from_secs(2));
+    serve();
+    assert!(begin.elapsed() < SLOW_CLIENT, "none of them has had its time");
     drop((slow, greedy));
     // The daemon has kept no descriptors of them.
     let descriptors = || fs::read_dir(format!("/proc/{}/fd", place.pid("ram"))).unwrap().count();
@@ -291,5 +296,5 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
     let begin = Instant::now();
     let _held = TcpStream::connect(&address).unwrap();
     place.done(&["detach", "ram"]);
-    assert!(begin.elapsed() < Duration::from_secs(2), "a scraper does not delay the exit");
+    assert!(begin.elapsed() < SLOW_CLIENT, "a scraper does not delay the exit");
 }

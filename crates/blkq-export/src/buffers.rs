@@ -20,6 +20,12 @@ const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 /// Largest buffer that is registered with the ring, which then need not pin its pages for
 /// each direct I/O. Larger ones are too few and too short-lived.
 const REGISTERED_MAX_BYTES: usize = 64 << 10;
+/// Smallest buffer of a row, which the system may fill with huge pages: so many small pages are many
+/// pieces for a device. A row is released when none of its buffers is there any more.
+const ROW_MIN_BYTES: usize = 128 << 10;
+const _: () = assert!(ROW_MIN_BYTES > REGISTERED_MAX_BYTES, "others of a row are not registered");
+/// Memory of a row of the smaller ones, in bytes: there are up to so many more than are used.
+const ROW_BYTES: usize = 2 << 20;
 
 /// Zeroed memory of `bytes` bytes, at least one; `None` if there is none. Its pages may be taken from
 /// the system only when they are used.
@@ -67,7 +73,7 @@ impl BufferPool {
                 buffer
             }
             None => {
-                let mut buffer = IoBuffer::try_zeroed(size)?;
+                let mut buffer = self.make(size)?;
                 if size <= REGISTERED_MAX_BYTES {
                     ring.register_buffer(&mut buffer);
                 }
@@ -78,13 +84,28 @@ impl BufferPool {
         Some(buffer)
     }
 
+    /// A new buffer of `size` bytes, beside which others may be free from then on.
+    fn make(&mut self, size: usize) -> Option<IoBuffer> {
+        if size < ROW_MIN_BYTES || self.free_bytes + ROW_BYTES > FREE_MAX_BYTES {
+            return IoBuffer::try_zeroed(size);
+        }
+        let mut row = IoBuffer::try_zeroed_row(size);
+        let Some(buffer) = row.pop() else { return IoBuffer::try_zeroed(size) };
+        self.free_bytes += row.len() * size;
+        self.free[Self::class(size)].append(&mut row);
+        Some(buffer)
+    }
+
     /// Gives a buffer of [`BufferPool::take`] back.
-    pub fn put(&mut self, buffer: IoBuffer) {
+    pub fn put(&mut self, mut buffer: IoBuffer) {
         self.used -= 1;
         // Registered buffers are kept until the pool is trimmed.
         if self.free_bytes + buffer.len() <= FREE_MAX_BYTES || buffer.is_registered() {
             self.free_bytes += buffer.len();
             self.free[Self::class(buffer.len())].push(buffer);
+        } else if (ROW_MIN_BYTES..ROW_BYTES).contains(&buffer.len()) {
+            // Others of its row may stay for long, and the row with them.
+            buffer.release_pages();
         }
     }
 
@@ -107,18 +128,23 @@ impl BufferPool {
 
 #[cfg(test)]
 mod tests {
-    use blkq::Disk;
     use blkq::drivers::r#loop::{LoopDevice, LoopOptions};
+    use blkq::{Disk, LocalQueue};
 
     use super::*;
 
-    #[test]
-    fn the_pool_keeps_a_bounded_amount() {
-        let path = std::env::temp_dir().join(format!("blkq-buffers-{}", std::process::id()));
+    /// A queue with a ring.
+    fn queue(name: &str) -> LocalQueue {
+        let path = std::env::temp_dir().join(format!("blkq-{name}-{}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(4096).unwrap();
         let device = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
-        let mut queue = Disk::builder(Box::new(device)).build().unwrap().open_queue(0).unwrap();
         std::fs::remove_file(path).unwrap();
+        Disk::builder(Box::new(device)).build().unwrap().open_queue(0).unwrap()
+    }
+
+    #[test]
+    fn the_pool_keeps_a_bounded_amount() {
+        let mut queue = queue("buffers");
         let mut pool = BufferPool::new();
         for bytes in [BUFFER_MAX_BYTES + 1, BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
             let taken: Vec<IoBuffer> =
@@ -131,5 +157,34 @@ mod tests {
         assert!(pool.is_idle());
         pool.trim(queue.registrar().unwrap());
         assert!(!pool.is_idle());
+    }
+
+    #[test]
+    fn one_buffer_of_a_row_keeps_no_memory_of_the_others() {
+        const BUFFERS: usize = 2 * FREE_MAX_BYTES / ROW_MIN_BYTES;
+        let resident_bytes = || {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+            line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+        };
+        let (mut pool, mut queue, before) = (BufferPool::new(), queue("rows"), resident_bytes());
+        let taken: Vec<IoBuffer> = (0..BUFFERS)
+            .map(|_| {
+                let mut buffer = pool.take(ROW_MIN_BYTES as u32, queue.registrar().unwrap()).unwrap();
+                buffer.fill(1);
+                buffer
+            })
+            .collect();
+        assert!(resident_bytes() >= before + 2 * FREE_MAX_BYTES);
+        let mut kept = Vec::new();
+        for (index, buffer) in taken.into_iter().enumerate() {
+            match index % (ROW_BYTES / ROW_MIN_BYTES) {
+                0 => kept.push(buffer),
+                _ => pool.put(buffer),
+            }
+        }
+        // Half of the rest is kept for the next requests.
+        let (resident, others) = (resident_bytes() - before, 16 << 20);
+        assert!(resident < FREE_MAX_BYTES + kept.len() * ROW_MIN_BYTES + others, "{resident} bytes");
     }
 }

@@ -24,8 +24,11 @@
 //! ```
 
 mod buffers;
+pub mod client_kind;
+pub mod mapping;
 pub mod nbd;
 pub mod peer;
+mod slots;
 mod sync;
 pub mod ublk;
 pub mod vhost_user;

@@ -62,7 +62,10 @@ fn flood(connection: &mut Connection) {
     let (message, mut failures) = (words(&[GET_FEATURES, 1, 0]), 0);
     while failures < 20 {
         match connection.0.write(&message) {
-            Ok(sent) => assert_eq!(sent, 12),
+            Ok(sent) => {
+                assert_eq!(sent, 12);
+                failures = 0;
+            }
             Err(_) => {
                 failures += 1;
                 std::thread::sleep(Duration::from_millis(10));
@@ -244,7 +247,7 @@ fn a_new_size_reaches_a_front_end() {
     let served = serve(image(DirectIo::Off, None), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     let (mine, its) = UnixStream::pair().unwrap();
-    mine.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    mine.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     front.connection.done(SET_BACKEND_REQ_FD, &[], &[its.as_fd()]);
     drop(its);
     let sectors = |front: &mut FrontEnd| {

@@ -168,6 +168,15 @@ fn one_that_never_reads_or_never_sends_does_not_keep_the_device() {
     }
 }
 
+/// Each request is followed by a call, for which the driver does not wait.
+#[test]
+fn one_that_fills_its_call_eventfd_blocks_no_engine() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 2);
+    // Ring 1 is on the same engine.
+    withstand_refills(&mut front, DATA, || (), || served.device.stop(true).unwrap());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -184,7 +193,7 @@ proptest! {
         let front = if negotiated {
             FrontEnd::started(&served.path, FEATURES, 2)
         } else {
-            FrontEnd { connection: Connection::new(&served.path), memory: Memory::new(), shared: MEMORY, rings: vec![Ring::new(0)] }
+            FrontEnd { connection: Connection::new(&served.path), memory: Memory::new(), shared: MEMORY, rings: vec![Ring::new(0, FEATURES)] }
         };
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let files = [event.as_fd(), front.memory.file.as_fd()];

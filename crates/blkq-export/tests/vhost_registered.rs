@@ -8,7 +8,7 @@ mod vhost;
 use std::os::fd::AsFd;
 
 use blkq::drivers::r#loop::DirectIo;
-use blkq_export::vhost_user::{Event, RegisterMemory};
+use blkq_export::vhost_user::{Event, RegistrationLimits};
 use front_end::*;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 
@@ -21,7 +21,7 @@ const SECOND: u64 = GUEST + MEMORY as u64;
 const PAGE: usize = 4096;
 
 fn serve(queues: usize) -> Served {
-    serve_registered(image(DirectIo::On, None), queues, RegisterMemory::default())
+    serve_registered(image(DirectIo::On, None), queues, RegistrationLimits::default())
 }
 
 /// Requests whose memory was registered.
@@ -150,10 +150,13 @@ fn memory_that_does_not_fit_is_served_unregistered() {
     let (locked, all) = (Some(3 * MEMORY as u64), Some(MEMORY as u64 + 1));
     for (limits, says) in [
         (
-            RegisterMemory { locked_max: locked, memory_max: None },
+            RegistrationLimits { locked_max: locked, memory_left: None },
             "32 MiB of locked memory, and 24 MiB may be",
         ),
-        (RegisterMemory { locked_max: None, memory_max: all }, "cgroup of this process may have 8 MiB"),
+        (
+            RegistrationLimits { locked_max: None, memory_left: all },
+            "8 MiB were left to the cgroup of this process",
+        ),
     ] {
         let served = serve_registered(image(DirectIo::On, None), 2, limits);
         let mut front = FrontEnd::started(&served.path, FEATURES, 2);
@@ -237,8 +240,7 @@ fn registered_memory_that_is_truncated_stops_no_daemon() {
     // Copied, it is touched: then the ring stops.
     front.submit_pieces(0, OUT, 0, &[(SECOND + 8, PAGE as u32)]);
     front.kick(0);
-    let report = served.report();
-    assert!(matches!(&report.event, Event::RingRejected(0, why) if why.contains("truncated")), "{report:?}");
+    served.until_truncated(0);
     drop(front);
     served.until_idle();
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -261,7 +263,7 @@ fn a_front_end_that_leaves_unpins_its_memory() {
     }
     // With other tests in the same process it is theirs.
     if std::env::var_os("NEXTEST").is_some() {
-        assert!(pinned() < MEMORY as u64 >> 10, "{}", pinned());
+        until("it is unpinned", || pinned() < MEMORY as u64 >> 10);
     }
     served.device.stop(true).unwrap();
 }

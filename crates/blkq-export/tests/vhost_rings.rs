@@ -245,7 +245,7 @@ fn a_ring_that_breaks_the_rules_is_stopped_alone() {
     // The other one is served; and after a reset both are.
     assert_eq!(front.run(1, OUT, 0, DATA, 512), 0);
     front.connection.done(RESET_DEVICE, &[], &[]);
-    let mut front = FrontEnd { rings: vec![Ring::new(0)], ..front };
+    let mut front = FrontEnd { rings: vec![Ring::new(0, FEATURES)], ..front };
     front.memory.bytes(0, 64 << 10).fill(0);
     front.connection.done(SET_FEATURES, &FEATURES.to_ne_bytes(), &[]);
     front.start(0, 0);
@@ -269,6 +269,31 @@ fn a_full_call_eventfd_stops_nothing() {
     front.submit(0, OUT, 0, DATA, 512);
     front.kick(0);
     until("it completes", || !front.completed(0).is_empty());
+    served.device.stop(true).unwrap();
+}
+
+/// Its guest looks at the ring only when it is called, and knows of no descriptors.
+#[test]
+fn no_call_is_lost_when_its_descriptor_is_replaced() {
+    let served = serve(ram(), 1);
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    for round in 0..2000 {
+        front.rings[0].want_call(&front.memory);
+        front.submit(0, OUT, 0, DATA, 512);
+        front.kick(0);
+        let call = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        if round % 3 == 0 {
+            front.connection.done(SET_VRING_CALL, &longs(&[1 << 8]), &[]);
+        }
+        front.connection.done(SET_VRING_CALL, &longs(&[0]), &[call.as_fd()]);
+        front.rings[0].call = call;
+        loop {
+            assert!(front.is_called(0, 20), "round {round}: no call");
+            if !front.completed(0).is_empty() {
+                break;
+            }
+        }
+    }
     served.device.stop(true).unwrap();
 }
 
@@ -305,8 +330,7 @@ fn memory_that_is_truncated_stops_the_ring_and_nothing_else() {
     front.submit(0, OUT, 0, DATA, 512);
     rustix::fs::ftruncate(&front.memory.file, 0).unwrap();
     front.kick(0);
-    let report = served.report();
-    assert!(matches!(&report.event, Event::RingRejected(0, why) if why.contains("truncated")), "{report:?}");
+    served.until_truncated(0);
     drop(front);
     served.until_idle();
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -366,4 +390,57 @@ fn a_ring_that_stops_begins_what_was_in_flight_first() {
     assert!((3..=4).contains(&base), "{base}");
     let done: Vec<u16> = front.completed(0).iter().map(|it| it.0).collect();
     assert_eq!(done, heads[..base as usize], "all that was taken has completed");
+}
+
+/// As crosvm does: it asks for no acknowledgement, has the device's channel before the features, keeps no
+/// record, and stops a ring by disabling it first.
+#[test]
+fn a_front_end_that_asks_for_no_reply_sleeps_and_resets() {
+    let served = serve(ram(), 2);
+    let mut front = FrontEnd {
+        connection: Connection::new(&served.path),
+        memory: Memory::new(),
+        shared: MEMORY,
+        rings: (0..2).map(|ring| Ring::new(ring, FEATURES)).collect(),
+    };
+    // CONFIG, MQ, BACKEND_REQ, REPLY_ACK.
+    const WANTED: u64 = 1 << 9 | 1 | 1 << 5 | 1 << 3;
+    let (_channel, its) = std::os::unix::net::UnixStream::pair().unwrap();
+    front.connection.send(SET_OWNER, &[], &[]);
+    assert_eq!(front.connection.ask(GET_FEATURES, &[]).number() & FEATURES, FEATURES);
+    assert_eq!(front.connection.ask(GET_PROTOCOL_FEATURES, &[]).number() & WANTED, WANTED);
+    front.connection.send(SET_PROTOCOL_FEATURES, &longs(&[WANTED]), &[]);
+    front.connection.send(SET_BACKEND_REQ_FD, &[], &[its.as_fd()]);
+    assert!(front.connection.ask(GET_QUEUE_NUM, &[]).number() >= 2);
+    // The flag says that the field may be written.
+    let config = front.connection.ask(GET_CONFIG, &[words(&[0, 8, 1]), vec![0; 8]].concat());
+    assert_eq!(config.payload[12..], (vhost::SIZE >> 9).to_ne_bytes());
+    for round in 0..6u8 {
+        front.connection.send(SET_FEATURES, &longs(&[FEATURES]), &[]);
+        let region = longs(&[GUEST, MEMORY as u64, front.memory.user(), 0]);
+        let table = [words(&[1, 0]), region].concat();
+        front.connection.send(SET_MEM_TABLE, &table, &[front.memory.file.as_fd()]);
+        for ring in 0..2u32 {
+            let base = front.used_index(ring as usize);
+            front.describe(ring, base, |connection, code, payload, files| {
+                connection.send(code, payload, files)
+            });
+            front.connection.send(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
+        }
+        for ring in 0..2 {
+            front.memory.bytes(DATA, 4096).fill(round + 1);
+            assert_eq!(front.run(ring, OUT, 8, DATA, 4096), 0);
+            assert_eq!(front.run(ring, IN, 8, DATA + 8192, 4096), 0);
+            assert!(front.memory.bytes(DATA + 8192, 4096).iter().all(|byte| *byte == round + 1));
+        }
+        for ring in 0..2 {
+            front.connection.send(SET_VRING_ENABLE, &words(&[ring, 0]), &[]);
+            assert_eq!(front.stop(ring), front.used_index(ring as usize));
+        }
+        if round % 2 == 1 {
+            front.rings.iter_mut().for_each(|ring| ring.clear(&front.memory));
+        }
+    }
+    assert_eq!(served.device.counters().violations, 0);
+    assert_eq!(served.device.take_reports(), []);
 }

@@ -3,8 +3,8 @@
 
 mod vhost;
 
-use blkq::Driver;
 use blkq::drivers::r#loop::DirectIo;
+use blkq::{Driver, ErrorKind};
 use blkq_export::vhost_user::VhostUserDevice;
 use proptest::prelude::*;
 use virtio_driver::{
@@ -24,6 +24,10 @@ enum Step {
     Discard(u64, u64),
     WriteZeroes(u64, u64, bool),
     Flush,
+    /// Writes of a block each, one behind the other, all at once.
+    Row(u64, u64, u8),
+    /// The driver leaves, and another one begins, with that ring.
+    Anew(VirtioFeatureFlags),
 }
 
 struct Client {
@@ -55,10 +59,10 @@ impl Client {
         Client { queues: made, transport, events, memory }
     }
 
-    /// Does `steps`, all at once where they do not overlap: of each, whether it succeeded.
-    fn run(&mut self, steps: &[(Step, usize)], block: u64) -> Vec<i32> {
+    /// Does `steps`, all at once where they do not overlap, with data from `at` of the memory on: of each,
+    /// whether it succeeded.
+    fn run(&mut self, steps: &[(Step, usize)], mut at: usize, block: u64) -> Vec<i32> {
         let mut results = vec![1; steps.len()];
-        let mut at = 0;
         for (index, (step, queue)) in steps.iter().enumerate() {
             let queue_number = queue % self.queues.len();
             let queue = &mut self.queues[queue_number];
@@ -80,6 +84,7 @@ impl Client {
                     queue.write_zeroes(from * block, blocks * block, *unmap, index).unwrap();
                 }
                 Step::Flush => queue.flush(index).unwrap(),
+                Step::Row(..) | Step::Anew(..) => unreachable!("not one request"),
             }
             if queue.avail_notif_needed() {
                 self.transport.get_submission_notifier(queue_number).notify().unwrap();
@@ -106,44 +111,68 @@ impl Client {
     }
 }
 
-fn steps(blocks: u64) -> impl Strategy<Value = Vec<(Step, usize)>> {
+fn steps(blocks: u64) -> impl Strategy<Value = Vec<(Step, usize, usize)>> {
     let range = (0..blocks, 1..16u64).prop_map(move |(from, count)| (from, count.min(blocks - from)));
     let step = prop_oneof![
         range.clone().prop_map(|(from, count)| Step::Read(from, count)),
         (range.clone(), any::<u8>()).prop_map(|((from, count), value)| Step::Write(from, count, value)),
         range.clone().prop_map(|(from, count)| Step::Discard(from, count)),
-        (range, any::<bool>()).prop_map(|((from, count), unmap)| Step::WriteZeroes(from, count, unmap)),
+        (range.clone(), any::<bool>())
+            .prop_map(|((from, count), unmap)| Step::WriteZeroes(from, count, unmap)),
         Just(Step::Flush),
+        (range, any::<u8>()).prop_map(|((from, count), value)| Step::Row(from, count, value)),
+        rings().prop_map(Step::Anew),
     ];
-    proptest::collection::vec((step, 0..4usize), 1..140)
+    // Its queue, and where its memory begins, which may be misaligned.
+    let offset = prop_oneof![4 => Just(0), 1 => Just(512), 1 => Just(8), 1 => Just(1001)];
+    proptest::collection::vec((step, 0..4usize, offset), 1..140)
 }
 
 /// Each step alone, and then reads of all of it at once.
-fn check(driver: Box<dyn Driver>, queues: usize, ring: VirtioFeatureFlags, steps: &[(Step, usize)]) {
+fn check(driver: Box<dyn Driver>, queues: usize, ring: VirtioFeatureFlags, steps: &[(Step, usize, usize)]) {
     let served = serve(driver, queues);
     let mut client = Client::new(&served, queues, ring);
     let block = u64::from(served.disk.limits().logical_block_bytes);
     let mut model = vec![Some(0u8); (SIZE / block) as usize];
-    for (step, queue) in steps {
-        let results = client.run(&[(step.clone(), *queue)], block);
-        assert_eq!(results, [0], "{step:?}");
+    let mut requests = 0;
+    for (step, queue, offset) in steps {
         let part = |from: u64, count: u64| from as usize..(from + count) as usize;
-        match *step {
-            Step::Read(from, count) => compare(&client.memory, 0, &model[part(from, count)], block),
-            Step::Write(from, count, value) => model[part(from, count)].fill(Some(value)),
-            // A discard may leave any bytes.
-            Step::Discard(from, count) => model[part(from, count)].fill(None),
-            Step::WriteZeroes(from, count, _) => model[part(from, count)].fill(Some(0)),
-            Step::Flush => {}
+        let all = match *step {
+            Step::Anew(ring) => {
+                drop(client);
+                served.until_idle();
+                client = Client::new(&served, queues, ring);
+                continue;
+            }
+            Step::Row(from, count, value) => {
+                let write = |at: u64| (Step::Write(from + at, 1, value.wrapping_add(at as u8)), *queue);
+                (0..count).map(write).collect()
+            }
+            _ => vec![(step.clone(), *queue)],
+        };
+        let results = client.run(&all, *offset, block);
+        assert!(results.iter().all(|result| *result == 0), "{step:?}: {results:?}");
+        requests += all.len() as u64;
+        for (step, _) in all {
+            match step {
+                Step::Read(from, count) => {
+                    compare(&client.memory, *offset, &model[part(from, count)], block);
+                }
+                Step::Write(from, count, value) => model[part(from, count)].fill(Some(value)),
+                // A discard may leave any bytes.
+                Step::Discard(from, count) => model[part(from, count)].fill(None),
+                Step::WriteZeroes(from, count, _) => model[part(from, count)].fill(Some(0)),
+                Step::Flush | Step::Row(..) | Step::Anew(..) => {}
+            }
         }
     }
     let reads: Vec<(Step, usize)> = (0..32).map(|index| (Step::Read(index * 8, 8), index as usize)).collect();
-    assert!(client.run(&reads, block).iter().all(|result| *result == 0));
+    assert!(client.run(&reads, 0, block).iter().all(|result| *result == 0));
     for index in 0..32 {
         compare(&client.memory, index * 8 * block as usize, &model[index * 8..index * 8 + 8], block);
     }
     let counters = served.device.counters();
-    assert_eq!((counters.requests, counters.errors), (steps.len() as u64 + 32, 0));
+    assert_eq!((counters.requests, counters.errors), (requests + 32, 0));
     finish(served.device, client);
 }
 
@@ -180,7 +209,7 @@ proptest! {
 
     #[test]
     fn a_guest_reads_what_was_written(
-        steps in steps(256), ring in rings(), queues in 1..3usize, kind in 0..4u8,
+        steps in steps(256), ring in rings(), queues in 1..=3usize, kind in 0..4u8,
     ) {
         let driver = match kind {
             0 => ram(),
@@ -190,4 +219,13 @@ proptest! {
         };
         check(driver, queues, ring, &steps);
     }
+}
+
+/// An engine that finds its ring in use would lose a call.
+#[test]
+fn a_device_that_serves_makes_no_rings_ahead() {
+    let served = serve(ram(), 1);
+    assert_eq!(served.device.prepare().unwrap_err().kind(), ErrorKind::Busy);
+    served.device.stop(true).unwrap();
+    assert_eq!(served.device.prepare().unwrap_err().kind(), ErrorKind::Busy);
 }

@@ -1,14 +1,17 @@
 //! The ways through the block layer whose instructions `lab/instructions` counts:
 //! `instructions CASE TURNS` does so many turns of one case. A turn submits a batch of I/Os
 //! of 4 KiB, polls, and takes the completions. `counted` is what is counted; what comes
-//! before brings queue and caches of the allocator into their steady state.
+//! before brings queue and caches of the allocator into their steady state. The time that it prints
+//! means something without valgrind only.
 
 use std::process::ExitCode;
 use std::sync::mpsc;
+use std::time::Instant;
 
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::drivers::ram::Ram;
-use blkq::{Bio, ClockMode, Disk, DiskBuilder, Error, IoBuffer, Sector};
+use blkq::trace::TraceMemory;
+use blkq::{Bio, ClockMode, Disk, DiskBuilder, Error, IoBuffer, LocalQueue, Sector};
 
 const BLOCK_BYTES: usize = 4096;
 const BLOCK_SECTORS: u64 = 8;
@@ -24,7 +27,7 @@ type Turn = Box<dyn FnMut()>;
 /// Name, I/Os of a turn, and how to get it ready.
 type Case = (&'static str, usize, fn(usize) -> Result<Turn, Error>);
 
-const CASES: [Case; 15] = [
+const CASES: [Case; 19] = [
     ("null-32", 32, |ios| local::<DISK_BYTES>(null()?, ios, SCATTERED)),
     ("null-32-precise", 32, |ios| local::<DISK_BYTES>(null()?.clock(ClockMode::Precise), ios, SCATTERED)),
     ("null-32-no-iostats", 32, |ios| local::<DISK_BYTES>(null()?.iostats(false), ios, SCATTERED)),
@@ -42,7 +45,13 @@ const CASES: [Case; 15] = [
     ("null-32-64-disks", 64 * 32, |ios| several(64, ios)),
     ("null-32-1MiB", 32, |ios| local::<MIB>(null_of(MIB)?, ios, SCATTERED)),
     ("null-32-16TiB", 32, |ios| local::<{ 16 * TIB }>(null_of(16 * TIB)?, ios, SCATTERED)),
+    // Far from their limits.
+    ("null-32-limited", 32, |ios| local::<DISK_BYTES>(limited("iops=10000000")?, ios, SCATTERED)),
+    ("null-1-limited", 1, |ios| local::<DISK_BYTES>(limited("iops=10000000")?, ios, SCATTERED)),
+    ("null-32-limited-bytes", 32, |ios| local::<DISK_BYTES>(limited("bps=1T")?, ios, SCATTERED)),
     ("null-32-taken", 32, |ios| taken(null()?, ios)),
+    // Nobody reads the trace, which costs no more or less if somebody does.
+    ("null-32-traced", 32, |ios| traced(null()?, ios)),
 ];
 
 fn main() -> ExitCode {
@@ -64,7 +73,9 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn std::error::Error>> {
     let turns = turns.parse()?;
     let mut turn = open(*ios)?;
     (0..64).for_each(|_| turn());
+    let begin = Instant::now();
     counted(&mut turn, turns);
+    println!("{:.1} ns/IO", begin.elapsed().as_nanos() as f64 / (turns * *ios) as f64);
     Ok(())
 }
 
@@ -75,6 +86,10 @@ fn counted(turn: &mut Turn, turns: usize) {
 
 fn null() -> Result<DiskBuilder, Error> {
     null_of(DISK_BYTES)
+}
+
+fn limited(limits: &str) -> Result<DiskBuilder, Error> {
+    Ok(null()?.rate_limits(limits.parse()?))
 }
 
 fn null_of(bytes: u64) -> Result<DiskBuilder, Error> {
@@ -94,7 +109,16 @@ fn places<const BYTES: u64>(stride: u64) -> impl FnMut() -> Sector {
 
 /// By the thread that owns the queue.
 fn local<const BYTES: u64>(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
+    turn_of::<BYTES>(disk.build()?.open_queue(0)?, ios, stride)
+}
+
+fn traced(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let mut queue = disk.build()?.open_queue(0)?;
+    queue.trace(Some(&TraceMemory::new(1, 1 << 12)?));
+    turn_of::<DISK_BYTES>(queue, ios, SCATTERED)
+}
+
+fn turn_of<const BYTES: u64>(mut queue: LocalQueue, ios: usize, stride: u64) -> Result<Turn, Error> {
     let mut place = places::<BYTES>(stride);
     let mut buffers: Vec<_> = (0..ios).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     Ok(Box::new(move || {

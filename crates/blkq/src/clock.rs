@@ -77,15 +77,21 @@ impl Clock {
         }
     }
 
-    /// The time for up to `count` (1 or more) stamps, and for how many of them it serves.
+    /// The time for up to `count` (1 or more) stamps, and for how many of them it serves: those that are
+    /// used are to be counted by [`Clock::count_uses`].
+    #[inline]
     pub fn now_ns_for(&mut self, count: usize) -> (u64, usize) {
-        let now_ns = self.now_ns();
-        let more = self.uses_left.min(count as u32 - 1);
-        self.uses_left -= more;
-        (now_ns, more as usize + 1)
+        let now_ns = if self.uses_left > 0 { self.cached_ns } else { self.read() };
+        (now_ns, count.min(self.uses_left.max(1) as usize))
     }
 
-    /// So many stamps of `ns`, which [`Clock::now_ns_for`] returned, were not used after all.
+    /// Counts so many stamps of the time as used, no more than [`Clock::now_ns_for`] returned.
+    #[inline]
+    pub fn count_uses(&mut self, count: usize) {
+        self.uses_left = self.uses_left.saturating_sub(count as u32);
+    }
+
+    /// So many stamps of `ns`, which were counted, were not used after all.
     pub fn return_uses(&mut self, ns: u64, count: usize) {
         if ns == self.cached_ns && self.uses_left > 0 {
             self.uses_left += count as u32;
@@ -214,13 +220,18 @@ mod tests {
     fn a_reading_serves_so_many_stamps_however_they_are_taken() {
         let uses = CLOCK_USES_MAX as usize;
         let mut clock = Clock::new(ClockMode::Cached);
+        let take = |clock: &mut Clock, count| {
+            let (now_ns, served) = clock.now_ns_for(count);
+            clock.count_uses(served);
+            (now_ns, served)
+        };
         let first = clock.now_ns();
-        assert_eq!(clock.now_ns_for(uses - 1), (first, uses - 1));
-        assert_eq!(clock.now_ns_for(uses), (first, 1));
+        assert_eq!(take(&mut clock, uses - 1), (first, uses - 1));
+        assert_eq!(take(&mut clock, uses), (first, 1));
         assert_eq!(clock.take_reads(), 1);
-        assert_eq!(clock.now_ns_for(usize::from(u16::MAX)).1, uses + 1);
+        assert_eq!(take(&mut clock, usize::from(u16::MAX)).1, uses);
         assert_eq!(clock.take_reads(), 1);
         clock.set_mode(ClockMode::Precise);
-        assert_eq!((clock.now_ns_for(uses).1, clock.now_ns_for(uses).1, clock.take_reads()), (1, 1, 2));
+        assert_eq!((take(&mut clock, uses).1, take(&mut clock, uses).1, clock.take_reads()), (1, 1, 2));
     }
 }

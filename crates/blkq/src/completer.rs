@@ -1,7 +1,7 @@
 //! The way in which a completed bio is reported to its submitter.
 
 use std::fmt;
-use std::mem::ManuallyDrop;
+use std::mem::{ManuallyDrop, MaybeUninit};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 
@@ -14,64 +14,66 @@ use crate::sync::{Arc, Condvar, Mutex, lock};
 /// returns. So it must not take a lock that a submitter has.
 pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 
-/// A callback in one allocation, behind one word: a box of a trait object is two.
-pub(crate) struct ThinCallback(NonNull<CallbackHead>);
+/// Words of a callback that need no allocation: enough for a channel and two counters.
+const INLINE_WORDS: usize = 4;
 
-/// The part of a callback that is the same for all types.
-#[repr(C)]
-struct CallbackHead {
-    /// Frees it, and calls it if it is to be called.
-    finish: unsafe fn(NonNull<CallbackHead>, Option<(IoResult, Data)>),
-}
+/// The place of a callback, or of a box of one.
+type Words = [MaybeUninit<u64>; INLINE_WORDS];
 
-#[repr(C)]
-struct CallbackBody<F> {
-    head: CallbackHead,
-    callback: F,
+/// A callback that is stored in place if it is small, as most are: with a box for each bio, one thread
+/// would allocate what another one frees.
+pub(crate) struct InlineCallback {
+    /// Takes the callback out of its words, and calls it if it is to be called.
+    finish: unsafe fn(NonNull<Words>, Option<(IoResult, Data)>),
+    words: Words,
 }
 
 // SAFETY: it owns its callback, which can be sent.
-unsafe impl Send for ThinCallback {}
+unsafe impl Send for InlineCallback {}
 
-impl ThinCallback {
-    pub fn new<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> ThinCallback {
-        let body = Box::new(CallbackBody { head: CallbackHead { finish: finish::<F> }, callback });
-        ThinCallback(NonNull::from(Box::leak(body)).cast())
-    }
-
-    pub fn call(self, result: IoResult, data: Data) {
-        let head = ManuallyDrop::new(self).0;
-        // SAFETY: `new` made it, and neither this nor `drop` is called again.
-        unsafe { (head.as_ref().finish)(head, Some((result, data))) }
-    }
-
-    /// As a word, for [`ThinCallback::from_raw`].
-    pub fn into_raw(self) -> u64 {
-        ManuallyDrop::new(self).0.as_ptr() as u64
+impl InlineCallback {
+    #[inline]
+    pub fn new<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> InlineCallback {
+        if size_of::<F>() <= size_of::<Words>() && align_of::<F>() <= align_of::<Words>() {
+            // SAFETY: it fits, as was just compared.
+            unsafe { InlineCallback::of(callback) }
+        } else {
+            // SAFETY: a box is one word.
+            unsafe { InlineCallback::of(Box::new(callback)) }
+        }
     }
 
     /// # Safety
-    /// `into_raw` returned the word, and it was not used since.
-    pub unsafe fn from_raw(word: u64) -> ThinCallback {
-        // SAFETY: it was no null pointer.
-        ThinCallback(unsafe { NonNull::new_unchecked(word as *mut CallbackHead) })
+    /// A `Words` has room for an `F`, and its alignment.
+    #[inline]
+    unsafe fn of<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> InlineCallback {
+        let mut words = [MaybeUninit::uninit(); INLINE_WORDS];
+        // SAFETY: the caller's promise.
+        unsafe { words.as_mut_ptr().cast::<F>().write(callback) };
+        InlineCallback { finish: finish::<F>, words }
+    }
+
+    pub fn call(self, result: IoResult, data: Data) {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: neither this nor `drop` is called again.
+        unsafe { (this.finish)(NonNull::from(&mut this.words), Some((result, data))) }
     }
 }
 
-impl Drop for ThinCallback {
+impl Drop for InlineCallback {
     fn drop(&mut self) {
         // SAFETY: as in `call`.
-        unsafe { (self.0.as_ref().finish)(self.0, None) }
+        unsafe { (self.finish)(NonNull::from(&mut self.words), None) }
     }
 }
 
 /// # Safety
-/// `head` is that of a leaked box of a `CallbackBody<F>`, which nobody uses any more.
-unsafe fn finish<F: FnOnce(IoResult, Data)>(head: NonNull<CallbackHead>, call: Option<(IoResult, Data)>) {
-    // SAFETY: the caller's promise; the head is the body's first field.
-    let body = unsafe { Box::from_raw(head.cast::<CallbackBody<F>>().as_ptr()) };
+/// The words have an `F`, which nobody uses any more.
+unsafe fn finish<F: FnOnce(IoResult, Data)>(words: NonNull<Words>, call: Option<(IoResult, Data)>) {
+    // SAFETY: the caller's promise.
+    let callback = unsafe { words.cast::<F>().read() };
     if let Some((result, data)) = call {
-        (body.callback)(result, data);
+        callback(result, data);
     }
 }
 
@@ -80,7 +82,7 @@ pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),
     /// The callback runs.
-    Callback(ThinCallback),
+    Callback(InlineCallback),
     /// A waiting thread is woken.
     Waiter(Arc<BioWaiter>),
     /// Nothing: the slot is a part of another bio, or its completer was taken.
@@ -150,23 +152,45 @@ impl BioWaiter {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_thin_callback_is_called_or_dropped_once() {
+    /// Callbacks made by `make`, which share `counted`, are called or dropped once.
+    fn called_or_dropped_once(make: impl Fn(std::sync::Arc<()>) -> InlineCallback) {
         let counted = std::sync::Arc::new(());
-        let make = || {
-            let mine = counted.clone();
-            ThinCallback::new(move |result, _| {
-                assert_eq!((result, std::sync::Arc::strong_count(&mine)), (Ok(()), 2))
-            })
-        };
-        make().call(Ok(()), Data::None);
-        drop(make());
+        make(counted.clone()).call(Ok(()), Data::None);
         assert_eq!(std::sync::Arc::strong_count(&counted), 1);
-        // SAFETY: used once.
-        unsafe { ThinCallback::from_raw(make().into_raw()) }.call(Ok(()), Data::None);
-        let panics =
-            catch_unwind(AssertUnwindSafe(|| make().call(Err(crate::error::Status::Io), Data::None)));
+        drop(make(counted.clone()));
+        assert_eq!(std::sync::Arc::strong_count(&counted), 1);
+        let moved = vec![make(counted.clone()), make(counted.clone())];
+        moved.into_iter().for_each(|callback| callback.call(Ok(()), Data::None));
+        assert_eq!(std::sync::Arc::strong_count(&counted), 1);
+        let panics = catch_unwind(AssertUnwindSafe(|| {
+            make(counted.clone()).call(Err(crate::error::Status::Io), Data::None);
+        }));
         assert!(panics.is_err());
         assert_eq!(std::sync::Arc::strong_count(&counted), 1, "what panics is dropped too");
+    }
+
+    #[test]
+    fn a_callback_of_any_size_is_called_or_dropped_once() {
+        /// More aligned than words are.
+        #[derive(Clone, Copy, PartialEq, Debug)]
+        #[repr(align(32))]
+        struct Aligned(u64);
+
+        fn with<T: Copy + PartialEq + std::fmt::Debug + Send + 'static>(value: T) {
+            called_or_dropped_once(|mine| {
+                let same = std::hint::black_box(value);
+                InlineCallback::new(move |result, _| {
+                    assert_eq!((result, same), (Ok(()), value));
+                    assert!(std::sync::Arc::strong_count(&mine) > 1);
+                    assert!(std::ptr::from_ref(&same).is_aligned());
+                })
+            });
+        }
+        with(());
+        with([7_u64; 2]);
+        with([7_u64; INLINE_WORDS]);
+        with([7_u64; 64]);
+        with([7_u8; 3]);
+        with(Aligned(7));
     }
 }

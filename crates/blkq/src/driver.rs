@@ -5,6 +5,7 @@ use std::any::Any;
 use std::borrow::Cow;
 use std::fmt::Debug;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use io_uring::{squeue, types};
@@ -22,7 +23,7 @@ use crate::tags::Tag;
 
 /// A device: what it is, how large, what it can do, and how its queues are opened.
 pub trait Driver: Send + Sync + 'static {
-    /// The driver's name: `loop`, `null`, `ram`.
+    /// The driver's name: `loop`, `null`, `ram`, `rbd`.
     fn name(&self) -> &'static str;
 
     /// The device's present limits. Read when the disk is made, and again after
@@ -116,6 +117,30 @@ pub trait Driver: Send + Sync + 'static {
     /// As [`Driver::prepare_resize`], and what keeps it from being changed.
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.prepare_resize(bytes).map(|_| ())
+    }
+
+    /// Readable when the backing store may have changed its size by itself. The owner of the disk empties it,
+    /// and has [`Disk::resize`](crate::Disk::resize) take the size over. The default has none.
+    fn size_event(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// The name by which the backing store knows this process as the one that may write, if it keeps others away: the
+    /// next process that opens it names its predecessor, and need not wait until that counts as dead. The default has none.
+    fn owner(&self) -> Option<String> {
+        None
+    }
+
+    /// Closes what keeps other processes from opening the backing store. Called by
+    /// [`Disk::release`](crate::Disk::release). The default does nothing.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being closed.
+    ///
+    /// # Safety
+    /// The disk is frozen, and stays so: its queues have no request and get none.
+    unsafe fn release(&self) -> Result<(), Error> {
+        Ok(())
     }
 
     /// Warnings for the user about the device's present settings; each one line.
@@ -248,7 +273,8 @@ pub unsafe trait DriverQueue {
         let _ = (cx, cqe);
     }
 
-    /// Polls for completions that no ring announces: timers, hand-overs of other threads.
+    /// Polls for completions that no ring announces: timers, hand-overs of other threads. Once per turn in
+    /// which the driver has requests, or another thread woke the queue ([`OpenContext::wake`]).
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
@@ -261,7 +287,7 @@ pub unsafe trait DriverQueue {
     }
 
     /// When [`DriverQueue::poll`] wants to be called at the latest, in nanoseconds of
-    /// the monotonic clock.
+    /// the monotonic clock; `None` without requests.
     fn deadline_ns(&self) -> Option<u64> {
         None
     }
@@ -287,6 +313,8 @@ pub struct DriverContext<'a> {
     pub(crate) clock: &'a mut Clock,
     pub(crate) ring: Option<&'a mut Ring>,
     pub(crate) owner: u16,
+    /// [`Settings::early_submission`](crate::Settings::early_submission).
+    pub(crate) early_submission: bool,
     pub(crate) limits_changed: &'a mut bool,
 }
 
@@ -369,7 +397,7 @@ impl DriverContext<'_> {
         let token = Token::new(self.owner, payload);
         let ring = self.ring.as_mut().expect("a driver that pushes declares uses_ring");
         // SAFETY: the caller's promise.
-        unsafe { ring.push_io(entry, token) }
+        unsafe { if self.early_submission { ring.push_early(entry, token) } else { ring.push(entry, token) } }
     }
 
     /// The registrar of files with the queue's ring; `None` if the driver did not declare that it uses one.

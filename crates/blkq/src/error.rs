@@ -196,6 +196,8 @@ pub enum ErrorKind {
     Claimed,
     /// The image is in a format that is not served.
     Format,
+    /// The image names a backing file that it may not have.
+    BackingFile,
     /// Strangers could reach the device.
     Exposed,
     /// Earlier writes were lost: the device stays failed until it is opened anew.

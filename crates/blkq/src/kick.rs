@@ -10,6 +10,7 @@ mod tests;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::error::Error;
+use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst, fence};
 
 const RUNNING: u32 = 0;
@@ -32,7 +33,8 @@ pub trait Wake: Send + Sync {
 /// to sleep again. A kick that came late may cut the next sleep short without a cause.
 #[derive(Debug)]
 pub struct Kick {
-    state: AtomicU32,
+    /// Written each time that the owner sleeps, and read for each bio that it is to take.
+    state: CachePadded<AtomicU32>,
     /// [`Wake::wake`] was called since the owner last checked.
     woken: AtomicBool,
     event: Event,
@@ -44,7 +46,15 @@ impl Kick {
     /// # Errors
     /// [`ErrorKind::System`](crate::ErrorKind::System) if the process has no descriptor left.
     pub fn new() -> Result<Kick, Error> {
-        Ok(Kick { state: AtomicU32::new(RUNNING), woken: AtomicBool::new(false), event: Event::new()? })
+        let state = CachePadded::new(AtomicU32::new(RUNNING));
+        Ok(Kick { state, woken: AtomicBool::new(false), event: Event::new()? })
+    }
+
+    /// The words that the owner and those that wake it use, with their addresses.
+    pub(crate) fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
+        let Kick { state, woken, event: _ } = self;
+        fields.push(HotField::of("kick", writer, &**state));
+        fields.push(HotField::of("woken", writer, woken));
     }
 
     /// The owner, to sleep next, checks for work after this and before it sleeps.
@@ -83,12 +93,10 @@ impl Kick {
         self.woken.load(SeqCst)
     }
 
-    /// The owner checks, next, all that it may have been woken for.
+    /// Whether the owner was woken. It checks, next, all that it may have been woken for.
     #[inline]
-    pub fn take_woken(&self) {
-        if self.woken.load(SeqCst) {
-            self.woken.swap(false, SeqCst);
-        }
+    pub fn take_woken(&self) -> bool {
+        self.woken.load(SeqCst) && self.woken.swap(false, SeqCst)
     }
 
     /// Empties the descriptor, which may be empty.

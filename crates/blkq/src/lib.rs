@@ -104,6 +104,8 @@ pub mod stats;
 mod submitter;
 mod sync;
 mod tags;
+pub mod throttle;
+pub mod trace;
 
 pub use queue::hang;
 pub use remote::gate;
@@ -117,7 +119,7 @@ pub use driver::{
     Busy, Change, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
 };
 pub use engine::local::LocalQueue;
-pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, StopReply, Worker};
+pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use kick::Wake;
 pub use limits::QueueLimits;

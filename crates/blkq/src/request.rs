@@ -117,6 +117,13 @@ impl Request {
         self.pdu = [0; 2];
     }
 
+    /// Becomes the idle request of `tag` again, as far as [`Request::begin_plain`] counts on that.
+    #[inline]
+    pub(crate) fn complete(&mut self, tag: u16) {
+        self.state = RequestState::Idle;
+        (self.first_bio, self.last_bio, self.segments) = (u32::from(tag), u32::from(tag), 1);
+    }
+
     /// Whether it is of a plain bio alone.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {

@@ -51,7 +51,7 @@ pub fn install(world: &'static dyn World) {
 }
 
 /// Whether this thread lives in a world, and is its only one.
-pub(crate) fn is_one_thread() -> bool {
+pub fn is_one_thread() -> bool {
     WORLD.get().is_some()
 }
 

@@ -1,10 +1,10 @@
 //! Bios in flight: their slots, the slab that has them, and lists through it.
 
-use std::mem::ManuallyDrop;
+use std::mem::{ManuallyDrop, MaybeUninit};
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, IoBuffer, KernelPages, Segment};
-use crate::completer::{Completer, ThinCallback};
+use crate::completer::{Completer, InlineCallback};
 use crate::error::Status;
 use crate::request::{NIL, Request};
 use crate::sector::{SECTOR_SHIFT, Sector};
@@ -23,19 +23,21 @@ pub(crate) enum DataSource {
     Zeroes,
 }
 
-/// The meaning of the completer word of a [`BioSlot`].
+/// Which completer a [`BioSlot`] has, and where.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum CompleterKind {
     /// A completion for the queue's owner; the word is its `user_data`.
     Owner,
+    /// It is the slot's `callback`.
     Callback,
+    /// The word is the pointer of an `Arc`.
     Waiter,
     /// It is a part of another bio, or its completer was taken.
     None,
 }
 
-/// A bio in flight. Its completer is kept as a word and a kind: an enum would be copied through the
+/// A bio in flight. Its completer is kept in parts with a kind: an enum would be copied through the
 /// stack in other sizes than it was written in, and that stalls the processor for longer than
 /// all else that submitting does.
 #[derive(Debug)]
@@ -67,6 +69,7 @@ pub(crate) struct BioSlot {
     pub data_offset: u32,
     /// Parts in flight, if it is split.
     pub pending: u32,
+    callback: MaybeUninit<InlineCallback>,
 }
 
 const _: () = {
@@ -74,6 +77,7 @@ const _: () = {
     assert!(
         std::mem::offset_of!(BioSlot, completer_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64
     );
+    assert!(size_of::<BioSlot>() == 128);
 };
 
 impl BioSlot {
@@ -96,6 +100,7 @@ impl BioSlot {
             issued: 0,
             data_offset: 0,
             pending: 0,
+            callback: MaybeUninit::uninit(),
         }
     }
 
@@ -139,7 +144,10 @@ impl BioSlot {
     fn set_completer(&mut self, completer: Completer) {
         (self.completer_kind, self.completer_word) = match completer {
             Completer::Owner(user_data) => (CompleterKind::Owner, user_data),
-            Completer::Callback(callback) => (CompleterKind::Callback, callback.into_raw()),
+            Completer::Callback(callback) => {
+                self.callback.write(callback);
+                (CompleterKind::Callback, 0)
+            }
             Completer::Waiter(waiter) => (CompleterKind::Waiter, Arc::into_raw(waiter) as u64),
             Completer::None => (CompleterKind::None, 0),
         };
@@ -151,11 +159,11 @@ impl BioSlot {
         match std::mem::replace(&mut self.completer_kind, CompleterKind::None) {
             CompleterKind::Owner => Completer::Owner(self.completer_word),
             CompleterKind::Callback => {
-                // SAFETY: `set_completer` took it apart, and the kind shows that it was not taken since.
-                Completer::Callback(unsafe { ThinCallback::from_raw(self.completer_word) })
+                // SAFETY: `set_completer` wrote it, and the kind shows that it was not taken since.
+                Completer::Callback(unsafe { self.callback.assume_init_read() })
             }
             CompleterKind::Waiter => {
-                // SAFETY: as above.
+                // SAFETY: `set_completer` took it apart; else as above.
                 Completer::Waiter(unsafe { Arc::from_raw(self.completer_word as *const _) })
             }
             CompleterKind::None => Completer::None,
@@ -329,6 +337,12 @@ impl BioSlab {
     #[inline]
     pub fn plain(&self) -> u32 {
         self.plain
+    }
+
+    /// The slots of the first `tags` tags.
+    #[inline]
+    pub fn of_tags(&mut self, tags: usize) -> &mut [BioSlot] {
+        &mut self.slots[..tags]
     }
 
     /// So many plain bios completed alone; their memory has been taken.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::bio::{Bio, BioFlags, Operation};
 use crate::buffer::{BUFFER_ALIGN, Data, IoBuffer, Segment, SegmentOwner};
 use crate::clock::monotonic_ns;
-use crate::completer::{BioWaiter, Callback, Completer, ThinCallback};
+use crate::completer::{BioWaiter, Callback, Completer, InlineCallback};
 use crate::disk::{Disk, HardwareQueue};
 use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
@@ -22,7 +22,7 @@ use crate::sector::Sector;
 /// [`Status::Offline`].
 pub struct Submitter {
     disk: Arc<Disk>,
-    queue: usize,
+    shared: Arc<HardwareQueue>,
     software: usize,
     batcher: Batcher,
     limits: QueueLimits,
@@ -45,12 +45,12 @@ impl Disk {
 
 impl Submitter {
     pub(crate) fn new(disk: &Arc<Disk>) -> Submitter {
-        let queue = disk.next_queue();
+        let shared = disk.hardware_queue(disk.next_queue()).clone();
         // Before what it is about: see `refresh`.
         let generation = disk.control.generation();
         Submitter {
-            software: disk.hardware_queue(queue).software.assign(),
-            queue,
+            software: shared.software.assign(),
+            shared,
             batcher: Batcher::default(),
             limits: disk.limits(),
             merge: disk.settings().merge,
@@ -59,14 +59,10 @@ impl Submitter {
         }
     }
 
-    fn shared(&self) -> &HardwareQueue {
-        self.disk.hardware_queue(self.queue)
-    }
-
     /// Submits `bio`, waiting while the device is full. `callback` runs as in [`Callback`]:
     /// if no thread owns the queue, before this returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
-        self.stage(bio, Completer::Callback(ThinCallback::new(callback)));
+        self.stage(bio, Completer::Callback(InlineCallback::new(callback)));
     }
 
     /// Submits `bio` if the device has room for it.
@@ -79,9 +75,9 @@ impl Submitter {
         if !disk.gate.try_enter(direction, &mut self.batcher, monotonic_ns) {
             return Err((bio, callback));
         }
-        self.shared().software.push(self.software, bio, Completer::Callback(ThinCallback::new(callback)));
-        self.shared().kick.kick();
-        disk.fail_staged_if_closed(self.queue);
+        self.shared.software.push(self.software, bio, Completer::Callback(InlineCallback::new(callback)));
+        self.shared.kick.kick();
+        disk.fail_staged_if_closed(&self.shared);
         Ok(())
     }
 
@@ -106,7 +102,7 @@ impl Submitter {
     fn stage(&mut self, bio: Bio, completer: Completer) {
         self.refresh();
         let disk = &*self.disk;
-        let shared = disk.hardware_queue(self.queue);
+        let shared = &*self.shared;
         let (direction, batcher) = (Direction::of(bio.operation), &mut self.batcher);
         let limits = self.merge.then_some(&self.limits);
         let may_enter = || disk.gate.try_enter(direction, batcher, monotonic_ns);
@@ -119,7 +115,7 @@ impl Submitter {
             }
         }
         shared.kick.kick();
-        disk.fail_staged_if_closed(self.queue);
+        disk.fail_staged_if_closed(shared);
     }
 
     /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the

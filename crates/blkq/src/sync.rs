@@ -23,6 +23,8 @@ pub(crate) use std::{
     thread,
 };
 
+mod fence;
+
 use std::sync::TryLockError;
 use std::time::Duration;
 #[cfg(all(test, model_check))]
@@ -31,6 +33,8 @@ use std::time::Instant;
 use atomic::Ordering::SeqCst;
 
 use crate::clock::monotonic_ns;
+
+pub(crate) use fence::AsymmetricFence;
 
 /// Locks `mutex`, taking over the data of a thread that panicked with it:
 /// every critical section of the crate leaves its data consistent at each step.
@@ -98,8 +102,8 @@ impl WaitQueue {
 
     fn wait(&self, mut condition: impl FnMut() -> bool, until_ns: Option<u64>) -> bool {
         loop {
+            // No fence: it would stand in for one that a caller lacks, and the models would not see that.
             let seen = self.wakes.load(SeqCst);
-            seq_cst_for_loom();
             if condition() {
                 return true;
             }

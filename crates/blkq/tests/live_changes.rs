@@ -207,6 +207,23 @@ fn nothing_is_in_the_driver_while_frozen_and_all_of_it_after() {
 }
 
 #[test]
+fn a_released_disk_completes_what_it_has_and_starts_nothing() {
+    let device = Device::held();
+    let (disk, mut queue) = device.open();
+    queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
+    queue.poll();
+    change(&mut queue, &disk, |disk| {
+        device.release(1);
+        disk.release()
+    })
+    .unwrap();
+    queue.submit(Bio::read(Sector(9), filled(512, 1), 2)).unwrap();
+    (0..3).for_each(|_| queue.poll());
+    assert_eq!(queue.completions().map(|c| c.user_data).collect::<Vec<_>>(), [1]);
+    device.assert_legal();
+}
+
+#[test]
 fn a_quiesced_disk_dispatches_nothing_but_takes_completions() {
     let device = Device::held();
     let (disk, mut queue) = device.open();

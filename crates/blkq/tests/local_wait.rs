@@ -1,16 +1,23 @@
 //! A thread that waits on its own queue is woken by all that it waits for: deadlines that the
 //! driver sets while the plug is flushed, and other queues' writes to the same file. A batch
-//! reaches the kernel in parts.
+//! reaches the kernel in parts, and a driver is polled while it has requests, or when it was woken. A
+//! queue has one owner at a time.
 // Contract: accepted-once
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 use blkq::drivers::fault::Fault;
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
-use blkq::{Bio, Disk, Driver, IoBuffer, Sector, Setting, Status};
+use blkq::{
+    Bio, Completion, Counter, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
+    IoBuffer, OpenContext, QueueLimits, Sector, Setting, Source, SourceContext, Status, Tag, Taken, Wake,
+};
 use common::{filled, within};
 
 const IMAGE_BYTES: u64 = 1 << 20;
@@ -104,4 +111,165 @@ fn a_batch_is_submitted_early_unless_that_is_turned_off() {
     assert_eq!(early(9), 0);
     disk.set(Setting::EarlySubmission(true)).unwrap();
     assert_eq!(early(9), 2);
+}
+
+/// Submits a batch of nine reads to a queue of its engine, and notifies a test when they have completed.
+struct NineReads {
+    queue: usize,
+    completed: Vec<Completion>,
+    done: Sender<()>,
+}
+
+// SAFETY: it is never stopped while a bio is in flight.
+unsafe impl Source for NineReads {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        for n in 0..9 {
+            let bio = Bio::read(Sector(n * 16), IoBuffer::zeroed(4096), n);
+            cx.submit(self.queue, bio).expect("there is room");
+        }
+        Ok(())
+    }
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, completion: Completion) {
+        assert_eq!(completion.result, Ok(()));
+        self.completed.push(completion);
+        if self.completed.len() == 9 {
+            self.done.send(()).unwrap();
+        }
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+
+    fn is_stopped(&self) -> bool {
+        self.completed.len() == 9
+    }
+}
+
+#[test]
+fn of_two_disks_on_an_engine_each_has_its_early_submission() {
+    let images = [Image::new("first"), Image::new("second")];
+    for early in [[false, true], [true, false]] {
+        let disks = [0, 1].map(|n| {
+            let driver = images[n].open(DirectIo::Off, Dispatch::Concurrent);
+            Disk::builder(Box::new(driver)).early_submission(early[n]).build().unwrap()
+        });
+        let queues = disks.iter().map(|disk| (disk.clone(), 0)).collect();
+        let engine = EngineThread::spawn("test-engine", queues).unwrap();
+        for (queue, early) in early.into_iter().enumerate() {
+            // The first disk counts what the ring of both does.
+            let before = disks[0].stats().counter(Counter::EarlySubmissions);
+            let (done, receiver) = channel();
+            let reads = NineReads { queue, completed: Vec::new(), done };
+            let id = engine.handle().add_source(move || Box::new(reads)).unwrap();
+            receiver.recv_timeout(Duration::from_secs(60)).unwrap();
+            engine.handle().stop_source(id, false);
+            let submissions = disks[0].stats().counter(Counter::EarlySubmissions) - before;
+            assert_eq!(submissions, if early { 2 } else { 0 }, "disk {queue}");
+        }
+    }
+}
+
+/// Completes requests when it is polled, and counts how often it is.
+#[derive(Clone, Default)]
+struct Polled {
+    polls: Arc<AtomicUsize>,
+    wake: Arc<Mutex<Option<Arc<dyn Wake>>>>,
+    tags: Vec<Tag>,
+}
+
+impl Driver for Polled {
+    fn name(&self) -> &'static str {
+        "polled"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits { capacity_bytes: IMAGE_BYTES, ..QueueLimits::default() }
+    }
+
+    fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        *self.wake.lock().unwrap() = Some(cx.wake);
+        Ok(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: nothing uses the memory of a request.
+unsafe impl DriverQueue for Polled {
+    fn queue_requests(&mut self, _: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        self.tags.extend_from_slice(tags);
+        Taken::All
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        self.polls.fetch_add(1, SeqCst);
+        cx.complete_all(&std::mem::take(&mut self.tags));
+    }
+}
+
+#[test]
+fn a_driver_is_polled_with_requests_or_when_woken() {
+    let driver = Polled::default();
+    let mut queue = disk(driver.clone(), 1).open_queue(0).unwrap();
+    let mut polls = |submit: bool| {
+        if submit {
+            queue.submit(Bio::read(Sector(0), IoBuffer::zeroed(512), 0)).unwrap();
+        }
+        queue.poll();
+        let completed = queue.completions().count();
+        assert_eq!(completed, usize::from(submit));
+        driver.polls.load(SeqCst)
+    };
+    assert_eq!([polls(false), polls(true), polls(false)], [0, 1, 1]);
+    driver.wake.lock().unwrap().as_ref().unwrap().wake();
+    assert_eq!([polls(false), polls(false)], [2, 2]);
+}
+
+/// Its queue is opened again while it is dropped.
+#[derive(Clone, Default)]
+struct Reopening {
+    disk: Arc<Mutex<Weak<Disk>>>,
+    again: Arc<Mutex<Option<ErrorKind>>>,
+}
+
+impl Driver for Reopening {
+    fn name(&self) -> &'static str {
+        "reopening"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits { capacity_bytes: IMAGE_BYTES, ..QueueLimits::default() }
+    }
+
+    fn open_queue(&self, _: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: it takes no request.
+unsafe impl DriverQueue for Reopening {
+    fn queue_requests(&mut self, _: &mut DriverContext<'_>, _: &[Tag]) -> Taken {
+        unreachable!("nothing is submitted")
+    }
+}
+
+impl Drop for Reopening {
+    fn drop(&mut self) {
+        let disk = std::mem::take(&mut *self.disk.lock().unwrap());
+        if let Some(disk) = disk.upgrade() {
+            *self.again.lock().unwrap() = disk.open_queue(0).err().map(|error| error.kind());
+        }
+    }
+}
+
+/// As a driver has something for the number of a queue: loop its turn to write, which two would have.
+#[test]
+fn a_queue_opens_again_when_its_driver_has_dropped_it() {
+    let driver = Reopening::default();
+    let disk = disk(driver.clone(), 1);
+    let queue = disk.open_queue(0).unwrap();
+    *driver.disk.lock().unwrap() = Arc::downgrade(&disk);
+    drop(queue);
+    assert_eq!(*driver.again.lock().unwrap(), Some(ErrorKind::Busy));
+    drop(disk.open_queue(0).unwrap());
 }

@@ -2,6 +2,7 @@
 //! file can give. The ring is set up as blkq sets up its own.
 
 use std::fs::OpenOptions;
+use std::io::{Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -23,12 +24,17 @@ const ENTRIES: u32 = 256;
 /// # Errors
 /// If the file cannot be opened so, or an I/O fails or is short.
 pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<Run> {
-    let file = OpenOptions::new()
+    let mut file = OpenOptions::new()
         .read(true)
         .write(load.write)
         .custom_flags(if direct { libc::O_DIRECT } else { 0 })
         .open(path)?;
-    let mut offsets = load.offsets(file.metadata()?.len());
+    // Not by its metadata: a block device has no length there.
+    let bytes = file.seek(SeekFrom::End(0))?;
+    if bytes < u64::from(load.block_bytes) {
+        return Err(format!("{}: {bytes} bytes hold no I/O of {}", path.display(), load.block_bytes).into());
+    }
+    let mut offsets = load.offsets(bytes);
     let mut ring = ring()?;
     ring.submitter().register_files(&[file.as_raw_fd()])?;
     let mut buffers: Vec<IoBuffer> =
@@ -64,6 +70,8 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         enters += 1;
         let mut completed = 0;
         for cqe in ring.completion() {
+            // Whatever its result: it is not in flight, and not waited for below.
+            free.push(cqe.user_data() as usize);
             if cqe.result() != load.block_bytes as i32 {
                 return Err(format!(
                     "io_uring: an I/O of {} bytes completed with {}",
@@ -72,7 +80,6 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
                 )
                 .into());
             }
-            free.push(cqe.user_data() as usize);
             completed += 1;
         }
         Ok(completed)
@@ -106,4 +113,26 @@ fn entry(load: &Load, slot: usize, buffer: *mut u8, offset: u64) -> squeue::Entr
         (true, true) => opcode::WriteFixed::new(file, buffer, length, slot as u16).offset(offset).build(),
     };
     entry.user_data(slot as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::Pattern;
+
+    #[test]
+    fn a_failed_io_stops_the_run() {
+        let path = std::env::temp_dir().join(format!("blkq-bench-raw-{}", std::process::id()));
+        std::fs::write(&path, [0; 4096]).expect("it is written");
+        // Reading a directory fails, and so each of several I/Os in flight.
+        let load = Load::read(Pattern::Random, 4);
+        let error = |path: &Path| run(path, false, &load, Duration::from_millis(50)).map(|_| ()).unwrap_err();
+        assert!(error(&std::env::temp_dir()).to_string().contains("completed with -21"));
+        let empty = path.with_extension("empty");
+        std::fs::write(&empty, []).expect("it is written");
+        assert!(error(&empty).to_string().contains("hold no I/O"));
+        std::fs::remove_file(&empty).expect("it is removed");
+        assert!(run(&path, false, &load, Duration::from_millis(50)).is_ok());
+        std::fs::remove_file(&path).expect("it is removed");
+    }
 }

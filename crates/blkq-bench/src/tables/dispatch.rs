@@ -1,7 +1,6 @@
 //! One executor that does one request at a time, against concurrent reads and one writer.
 
 use std::path::Path;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use blkq::Disk;
@@ -47,11 +46,12 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     let device = LoopDevice::open(&options)?;
     let counters = device.counters().clone();
     let run = local::run(&Disk::builder(Box::new(device)).merge(merge).build()?, load, length)?;
+    let counters = counters.snapshot();
     let run = if load.write {
-        run.per_io(Metric::JoinedPerIo, counters.writes_joined.load(Relaxed))
-            .with(Metric::WritersMax, counters.writers_max.load(Relaxed) as f64)
+        run.per_io(Metric::JoinedPerIo, counters.writes_joined)
+            .with(Metric::WritersMax, counters.writers_max as f64)
     } else {
-        run.with(Metric::ReadsInFlightMax, counters.reads_in_flight_max.load(Relaxed) as f64)
+        run.with(Metric::ReadsInFlightMax, counters.reads_in_flight_max as f64)
             .with(Metric::ReadsInFlightMean, counters.reads_in_flight_mean())
     };
     Ok(run)

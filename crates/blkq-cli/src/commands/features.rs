@@ -22,12 +22,13 @@ pub struct Args {
 }
 
 /// Features of ublk that are used: name, what they are for.
-const UBLK_FEATURES: [(ublk::Features, &str, &str); 8] = [
+const UBLK_FEATURES: [(ublk::Features, &str, &str); 9] = [
     (ublk::Features::USER_RECOVERY, "UBLK_F_USER_RECOVERY", "devices outlive their daemon"),
     (ublk::Features::USER_RECOVERY_REISSUE, "UBLK_F_USER_RECOVERY_REISSUE", "recovery without I/O errors"),
     (ublk::Features::UNPRIVILEGED_DEV, "UBLK_F_UNPRIVILEGED_DEV", "devices of other users than root"),
     (ublk::Features::USER_COPY, "UBLK_F_USER_COPY", "data copied by the daemon"),
     (ublk::Features::AUTO_BUF_REG, "UBLK_F_AUTO_BUF_REG", "data not copied"),
+    (ublk::Features::PER_IO_DAEMON, "UBLK_F_PER_IO_DAEMON", "several threads for a queue"),
     (ublk::Features::QUIESCE, "UBLK_F_QUIESCE", "upgrade without reissued requests"),
     (ublk::Features::UPDATE_SIZE, "UBLK_F_UPDATE_SIZE", "resizing a device in use"),
     (ublk::Features::SAFE_STOP_DEV, "UBLK_F_SAFE_STOP_DEV", "detaching only what is not open"),

@@ -20,11 +20,19 @@ const SECTIONS: &str = r".SH ENVIRONMENT
 BLKQ_STATE_DIR
 The state directory.
 .TP
+BLKQ_CONFIG_DIR
+The directory of configuration files.
+.TP
 XDG_RUNTIME_DIR
 The state directory of other users than root is
 .I blkq
 in there.
 .SH FILES
+.TP
+.I /etc/blkq/NAME.toml
+The options of a device, for
+.B blkq attach \-\-config
+and the service blkq@NAME.
 .TP
 .I /run/blkq
 The state directory of root.

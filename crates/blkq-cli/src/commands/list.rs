@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use blkq::drivers::parse_bytes;
 use serde_json::{Map, Value};
 
-use crate::backing::{Backing, is_behind};
+use crate::backing::{Backing, FileId, is_behind};
 use crate::columns::{self, Column};
 use crate::control::died;
-use crate::devices::{Entry, all};
+use crate::devices::{Entry, all, not_attached};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::state::{Dead, Fate, Found, StateDir};
@@ -21,7 +21,8 @@ use crate::{complain, print, print_json};
 pub struct Args {
     /// One JSON array of objects: as `show --json` prints them, or with --output of the columns.
     /// Those of daemons that do not answer have "name" and "error" only; dead ones and orphans have
-    /// "state", "pid", "image", "exports", "log" and "log_lines" besides
+    /// "state", "pid", "image", "exports", "log" and "log_lines" besides, configured ones "state", "image" and
+    /// "config"
     #[arg(long, conflicts_with = "no_headings")]
     json: bool,
     /// The columns to show, with commas in between; with a + in front, in addition
@@ -33,6 +34,9 @@ pub struct Args {
     /// First remove what daemons that died left, but for orphans, and report that on stderr
     #[arg(long)]
     clean: bool,
+    /// Also devices of the configuration files in /etc/blkq that are not attached
+    #[arg(long)]
+    configured: bool,
     /// Only devices of this image, whatever it is called: the same file on the same file system
     #[arg(long, value_name = "FILE")]
     backing: Option<PathBuf>,
@@ -46,7 +50,8 @@ fn after_help() -> String {
         "\
 A device whose daemon died is listed with the mode `dead`; `blkq show` reports what happened, and the
 next `blkq attach` of the name, `blkq detach` or --clean removes what it left. A kernel's block
-device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`.
+device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`. With --configured, a device
+that is not attached has the mode `configured`.
 
 Columns:
 {}and those of `blkq losetup`.
@@ -77,6 +82,9 @@ impl Args {
             clean(&dir)?;
         }
         let mut entries = all(&dir)?;
+        if self.configured {
+            entries.extend(not_attached(&entries)?);
+        }
         entries.retain(|entry| self.is_asked_for(entry));
         match (self.json, &self.output) {
             (true, None) => print_json(&entries),
@@ -89,6 +97,10 @@ impl Args {
         match (&self.backing, entry) {
             (None, _) => true,
             (Some(path), Entry::Device(info)) => is_behind(path, info) && begins_at(info, self.offset),
+            (Some(path), Entry::Configured(device)) => {
+                let file = FileId::of(path);
+                file.is_some() && self.offset.is_none() && FileId::of(&device.image) == file
+            }
             // A daemon that does not answer may be the one: it is not omitted in silence.
             (Some(_), Entry::Silent { name, error }) => {
                 complain(&Failure::new(format!("{name}: {error}")));
@@ -122,12 +134,16 @@ pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
 /// The value of a column of an entry whose daemon does not answer; `None` if it is unknown.
 fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
     match (entry, column.name) {
-        (Entry::Silent { name, .. }, "NAME") => Some(name.clone()),
+        (_, "NAME") => Some(entry.name().to_owned()),
         (Entry::Remains(remains), column) => match column {
-            "NAME" => Some(remains.name.clone()),
             "MODE" => Some(remains.state.name().to_owned()),
             "IMAGE" => Some(remains.image.clone()),
             "EXPORT" => Some(remains.exports.join(" ")),
+            _ => None,
+        },
+        (Entry::Configured(device), column) => match column {
+            "MODE" => Some(device.state.to_owned()),
+            "IMAGE" => Some(device.image.clone()),
             _ => None,
         },
         _ => None,
@@ -161,7 +177,7 @@ fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
         };
         let cells = columns.iter().map(|column| (column.name.to_lowercase(), cell(column)));
         let error = match entry {
-            Entry::Device(_) => None,
+            Entry::Device(_) | Entry::Configured(_) => None,
             Entry::Remains(remains) => Some(remains.error.as_str()),
             Entry::Silent { error, .. } => Some(error.as_str()),
         };

@@ -8,17 +8,23 @@ use crate::failure::Outcome;
 
 pub mod attach;
 pub mod bench;
+pub mod config;
 pub mod daemon;
 pub mod detach;
+pub mod doctor;
 pub mod features;
 pub mod generate;
+pub mod group;
 pub mod list;
 pub mod losetup;
 pub mod recover;
 pub mod resize;
+pub mod service;
 pub mod set;
 pub mod show;
 pub mod stat;
+pub mod top;
+pub mod trace;
 pub mod ublk_owner;
 pub mod upgrade;
 
@@ -37,7 +43,11 @@ Examples:
 
 Environment:
   BLKQ_STATE_DIR     the state directory
+  BLKQ_CONFIG_DIR    the directory of configuration files
   XDG_RUNTIME_DIR    it is blkq in there for other users than root
+
+Files:
+  /etc/blkq/NAME.toml  the options of a device, for `blkq attach --config`
 
 Files, in the state directory (/run/blkq for root), which `blkq show NAME` names:
   NAME.log           the daemon's log; NAME.log.1 the one before
@@ -46,6 +56,7 @@ Files, in the state directory (/run/blkq for root), which `blkq show NAME` names
   NAME.vhost         the socket for virtual machines, unless --vhost-socket gives its place
   NAME.control       the socket on which the daemon takes commands
   NAME.lock          locked as long as the daemon lives
+  groups/GROUP       the limits that a group's devices share
 
 Exit status: 0 done, 1 refused or failed (one line on stderr has the reason), 2 wrong usage.
 
@@ -68,8 +79,14 @@ pub enum Command {
     Show(show::Args),
     /// Print what devices did, or are doing
     Stat(stat::Args),
+    /// Watch what all devices do, on the terminal
+    Top(top::Args),
+    /// Follow each I/O of a device through the block layer
+    Trace(trace::Args),
     /// Change settings of a device while it is in use
     Set(set::Args),
+    /// List, make and change groups of devices that share limits
+    Group(group::Args),
     /// Change the size of a device, or take over that of its image
     Resize(resize::Args),
     /// Flush a device and detach it
@@ -82,6 +99,12 @@ pub enum Command {
     Upgrade(upgrade::Args),
     /// The command line of losetup(8), for scripts and habits that have it
     Losetup(Box<losetup::Args>),
+    /// Check the configuration files of devices, or apply them
+    Config(config::Args),
+    /// Check what this machine can do, with the command that changes it
+    Doctor(doctor::Args),
+    /// Serve a configured device, for a service manager
+    Service(service::Args),
     /// Print what this kernel offers and what is missing
     Features(features::Args),
     /// Serve a device, for the command that starts this process
@@ -106,13 +129,19 @@ impl Command {
             Command::List(args) => args.run().map(done),
             Command::Show(args) => args.run(),
             Command::Stat(args) => args.run(Cli::command),
+            Command::Top(args) => args.run(),
+            Command::Trace(args) => args.run(),
             Command::Set(args) => args.run().map(done),
+            Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),
             Command::Upgrade(args) => args.run(),
             Command::Losetup(args) => args.run(Cli::command),
+            Command::Config(args) => args.run(),
+            Command::Doctor(args) => args.run(),
+            Command::Service(args) => args.run(),
             Command::Features(args) => args.run().map(done),
             Command::Daemon(args) => args.run(),
             Command::UblkOwner(args) => args.run().map(done),

@@ -148,6 +148,7 @@ mod tests {
                 words: words.iter().map(|word| (*word).to_owned()).collect(),
                 directory: "/".into(),
             }),
+            owner: None,
             settings: Vec::new(),
         };
         let options = attach_options(&state(&["a.img", "--queues", "2", "--run", "true"])).unwrap();

@@ -53,6 +53,7 @@ impl Args {
                     if self.json { print_json(&remains) } else { print(&page()) }?;
                     Err(remains.failure())
                 }
+                Entry::Configured(_) => Err(no_such_device(device)),
                 Entry::Silent { name, error } => Err(Failure::new(format!("{name}: {error}"))),
             }
         })

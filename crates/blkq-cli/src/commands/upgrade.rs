@@ -1,17 +1,22 @@
 //! `blkq upgrade`: hands a block device in use from its daemon to a new one, of this program.
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use super::recover::{attach_options, recover};
 use crate::completion;
-use crate::control::{Request, ask};
+use crate::control::{Called, Request, ask, call};
 use crate::devices::named;
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{Launched, launch_attach, report};
 use crate::options::{AttachOptions, Export};
 use crate::serve::{check_successor, check_take_over};
 use crate::state::{StateDir, read_state};
+
+/// How long a service manager may take to start the next daemon.
+const RESTART_WAIT: Duration = Duration::from_secs(60);
+const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `upgrade`.
 #[derive(clap::Args, Debug)]
@@ -30,6 +35,10 @@ pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
     #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
+    /// A service manager has started the daemon, and starts the new one: the old one exits with code 3, for
+    /// which the service is to be restarted, as blkq@.service is
+    #[arg(long)]
+    service: bool,
 }
 
 impl Args {
@@ -39,15 +48,45 @@ impl Args {
     /// Why a new one could not serve the device, or the old one does not release it: that keeps running
     /// then. Or, the device being an orphan, why the new one cannot take it over.
     pub fn run(self) -> Outcome<ExitCode> {
-        let during = |e: crate::failure::Failure| e.during(format_args!("upgrade {}", self.name));
+        let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
         if let Some(options) = of_guest(&dir, &name).map_err(during)? {
+            if self.service {
+                let size = ask::<DeviceInfo>(&dir, &name, &Request::Show {}).map_err(during)?.size;
+                check_successor(&dir, &options, size).map_err(during)?;
+                return self.restarted(&dir, &name).map_err(during);
+            }
             return hand_over(&dir, &name, options).map_err(during);
         }
         check(&dir, &name).map_err(during)?;
+        if self.service {
+            return self.restarted(&dir, &name).map_err(during);
+        }
         ask::<()>(&dir, &name, &Request::Leave {}).map_err(during)?;
         recover(&name).map_err(during)
+    }
+}
+
+impl Args {
+    /// Has the daemon exit, and waits for the one that its service manager starts.
+    fn restarted(&self, dir: &StateDir, name: &str) -> Outcome<ExitCode> {
+        let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
+        ask::<()>(dir, name, &Request::Leave {})?;
+        let until = Instant::now() + RESTART_WAIT;
+        loop {
+            if let Ok(Called::Answered(info)) = call::<DeviceInfo>(dir, name, &Request::Show {})
+                && info.pid != before.pid
+            {
+                return report(&info).map(|()| ExitCode::SUCCESS);
+            }
+            if Instant::now() > until {
+                return Err(Failure::new(
+                    "its service has started no new daemon; if it is a block device, its I/O waits: blkq recover starts one",
+                ));
+            }
+            std::thread::sleep(RESTART_POLL_INTERVAL);
+        }
     }
 }
 
@@ -63,7 +102,7 @@ fn of_guest(dir: &StateDir, name: &str) -> Outcome<Option<AttachOptions>> {
 /// Has a new daemon serve `name` as the old one did, with the settings that this has now.
 fn hand_over(dir: &StateDir, name: &str, mut options: AttachOptions) -> Outcome<ExitCode> {
     let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
-    check_successor(&options, before.size)?;
+    check_successor(dir, &options, before.size)?;
     options.name = Some(name.to_owned());
     ask::<()>(dir, name, &Request::Leave {})?;
     let attached = launch_attach(&options, false);
@@ -84,7 +123,7 @@ fn hand_over(dir: &StateDir, name: &str, mut options: AttachOptions) -> Outcome<
 fn current_settings(info: &DeviceInfo) -> impl Iterator<Item = (&'static str, String)> {
     const OF_LAYER: [&str; 8] =
         ["scheduler", "depth", "merge", "early-submission", "batching", "iostats", "clock", "hang-warning"];
-    const OF_OTHERS: [&str; 3] = ["pacing", "receive-backoff", "dispatch"];
+    const OF_OTHERS: [&str; 4] = ["pacing", "receive-backoff", "split-reads", "dispatch"];
     let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
     let set = |key: &&str| {
         let found = info.settings.iter().find(|(name, _)| name == key);

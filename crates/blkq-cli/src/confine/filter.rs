@@ -41,6 +41,15 @@ pub fn without_rings() -> Outcome<bool> {
     install(&mut but_for(libc::SYS_io_uring_setup, libc::SECCOMP_RET_KILL_PROCESS), 0)
 }
 
+/// Lets this thread, and those that it makes, register eventfds with rings and nothing else. False where
+/// the kernel has no filters.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn register_eventfds_only() -> Outcome<bool> {
+    install(&mut eventfds_only(), 0)
+}
+
 fn install(program: &mut [libc::sock_filter], flags: libc::c_ulong) -> Outcome<bool> {
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     // No code of others runs here: a mitigation that would slow the thread down protects nobody.
@@ -86,6 +95,22 @@ pub(super) fn but_for(number: libc::c_long, action: u32) -> [libc::sock_filter; 
     [load(offset_of!(libc::seccomp_data, nr)), call, answer(action), answer(libc::SECCOMP_RET_ALLOW)]
 }
 
+/// A filter of io_uring_register(2), of which `IORING_REGISTER_EVENTFD` and the next number, which undoes it,
+/// are left.
+pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
+    const REGISTER_EVENTFD: u32 = 4;
+    [
+        load(offset_of!(libc::seccomp_data, nr)),
+        unless(libc::SYS_io_uring_register as u32, 5),
+        load(offset_of!(libc::seccomp_data, args) + 8),
+        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, !1),
+        unless(REGISTER_EVENTFD, 1),
+        answer(libc::SECCOMP_RET_ALLOW),
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ]
+}
+
 /// The filter: the kernel runs it for each call, and keeps the answer where no argument counts.
 pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
     let mut program = vec![
@@ -100,16 +125,21 @@ pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
             Some(_) if calls.iter().any(|other| other.number == call.number && other.argument.is_none()) => {}
             None => program.extend([unless(call.number as u32, 1), answer(libc::SECCOMP_RET_ALLOW)]),
             Some(Argument { index, mask, value }) => {
-                // The lower half: both architectures put it first.
                 let at = offset_of!(libc::seccomp_data, args) + 8 * usize::from(index);
-                program.extend([
-                    unless(call.number as u32, 5),
-                    load(at),
-                    statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, mask),
-                    unless(value, 1),
-                    answer(libc::SECCOMP_RET_ALLOW),
-                    answer(REFUSE),
-                ]);
+                // Both architectures put the lower half first. The kernel has no other in most arguments.
+                let lower = (at, mask as u32, value as u32);
+                let upper = (at + 4, (mask >> 32) as u32, (value >> 32) as u32);
+                let halves: Vec<_> = [lower, upper].into_iter().filter(|half| half.1 != 0).collect();
+                program.push(unless(call.number as u32, 3 * halves.len() as u8 + 2));
+                for (index, (at, mask, value)) in halves.iter().copied().enumerate() {
+                    let behind = 3 * (halves.len() - 1 - index) as u8 + 1;
+                    program.extend([
+                        load(at),
+                        statement(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, mask),
+                        unless(value, behind),
+                    ]);
+                }
+                program.extend([answer(libc::SECCOMP_RET_ALLOW), answer(REFUSE)]);
             }
         }
     }

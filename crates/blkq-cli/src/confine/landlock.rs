@@ -32,6 +32,8 @@ const NET_ABI: u32 = 4;
 const SCOPE_ABI: u32 = 6;
 /// `LANDLOCK_ACCESS_NET_BIND_TCP | LANDLOCK_ACCESS_NET_CONNECT_TCP`.
 const NET: u64 = 0b11;
+/// `LANDLOCK_ACCESS_NET_BIND_TCP`.
+const BIND_TCP: u64 = 0b01;
 /// `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET | LANDLOCK_SCOPE_SIGNAL`.
 const SCOPED: u64 = 0b11;
 
@@ -88,6 +90,18 @@ impl Landlock {
     /// # Errors
     /// If the kernel has Landlock and refuses.
     pub fn new() -> Outcome<Landlock> {
+        Landlock::with_rights_on_network(NET)
+    }
+
+    /// As [`Landlock::new`], but new TCP connections are allowed.
+    ///
+    /// # Errors
+    /// If the kernel has Landlock and refuses.
+    pub fn new_connecting() -> Outcome<Landlock> {
+        Landlock::with_rights_on_network(BIND_TCP)
+    }
+
+    fn with_rights_on_network(network: u64) -> Outcome<Landlock> {
         let abi = abi();
         if abi == 0 {
             return Ok(Landlock { ruleset: None, abi, handled: 0 });
@@ -96,7 +110,7 @@ impl Landlock {
         let handled = (1 << rights) - 1;
         let attr = RulesetAttr {
             handled_access_fs: handled,
-            handled_access_net: if abi >= NET_ABI { NET } else { 0 },
+            handled_access_net: if abi >= NET_ABI { network } else { 0 },
             scoped: if abi >= SCOPE_ABI { SCOPED } else { 0 },
         };
         // SAFETY: the structure lives through the call, and the call has its size.
@@ -134,6 +148,14 @@ impl Landlock {
     /// If it is not there, or the kernel refuses.
     pub fn allow_reading(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::READ_FILE)
+    }
+
+    /// Allows to read the file, or the files of the directory, at `path`, if it is there.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn allow_reading_if_there(&mut self, path: &Path) -> Outcome {
+        if path.exists() { self.allow_reading(path) } else { Ok(()) }
     }
 
     /// Allows to write to files of the directory at `path`.

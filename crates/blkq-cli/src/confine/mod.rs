@@ -121,9 +121,11 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
         landlock.allow_device(Path::new(&ublk::block_path(*id)))?;
     }
     let confinement = enter(kept, landlock, seccomp::CONTROL)?;
-    // The commands of ublk go through a ring.
+    // Commands of ublk need rings. Without it none is made any more, and those that there are signal the
+    // eventfds of virtual machines, and register nothing else.
     if needs.block_device.is_none() {
         filter::without_rings()?;
+        filter::register_eventfds_only()?;
     }
     Ok(confinement)
 }
@@ -141,6 +143,34 @@ pub fn ublk_commands() -> Outcome {
         landlock.allow_writing(settings)?;
     }
     enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
+}
+
+/// The parts of the file system that Ceph's client reads when it connects, wherever its configuration is: names
+/// of hosts, the time zone, the processors.
+pub const READ_BY_CEPH: [&str; 9] = [
+    "/etc/ceph",
+    "/etc/hosts",
+    "/etc/host.conf",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+    "/etc/localtime",
+    "/sys/devices/system",
+];
+
+/// Confines this thread, and those that Ceph's client makes on it, to what that does: connections to the cluster,
+/// and reading what is at the paths `read`, such as [`READ_BY_CEPH`], or below them.
+///
+/// # Errors
+/// Confinement that the kernel has, and refuses.
+pub fn cluster(read: &[PathBuf]) -> Outcome {
+    let mut landlock = Landlock::new_connecting()?;
+    for path in read {
+        landlock.allow_reading_if_there(path)?;
+    }
+    // Keyrings are Ceph's user's, or root's.
+    enter(CapabilitySet::DAC_READ_SEARCH, landlock, seccomp::CLUSTER).map(|_| ())
 }
 
 /// Confines the process that watches the users of a block device to just that: it reads the open files of

@@ -21,8 +21,8 @@ pub struct Call {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Argument {
     pub(super) index: u8,
-    pub(super) mask: u32,
-    pub(super) value: u32,
+    pub(super) mask: u64,
+    pub(super) value: u64,
 }
 
 impl Call {
@@ -36,7 +36,7 @@ impl Call {
         self.seldom
     }
 
-    const fn only(mut self, index: u8, mask: u32, value: u32) -> Call {
+    const fn only(mut self, index: u8, mask: u64, value: u64) -> Call {
         self.argument = Some(Argument { index, mask, value });
         self
     }
@@ -53,9 +53,12 @@ macro_rules! call {
     };
 }
 
-const ALL: u32 = u32::MAX;
-const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
-const THREAD: u32 = libc::CLONE_THREAD as u32;
+/// All bits of a number that is an `int` to the kernel.
+const ALL: u64 = u32::MAX as u64;
+/// All bits of an address.
+const ADDRESS: u64 = u64::MAX;
+const EXECUTABLE: u64 = libc::PROT_EXEC as u64;
+const THREAD: u64 = libc::CLONE_THREAD as u64;
 
 /// The calls of an engine, its worker and a watcher of trigger files.
 pub const ENGINE: &[Call] = &[
@@ -69,6 +72,10 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_write),
     call!(SYS_close),
     call!(SYS_pread64),
+    // Tables of an image that are written while no queue does I/O.
+    call!(SYS_pwrite64),
+    call!(SYS_fdatasync),
+    call!(SYS_fallocate),
     call!(SYS_lseek),
     call!(SYS_fcntl),
     call!(SYS_statx),
@@ -90,7 +97,7 @@ pub const ENGINE: &[Call] = &[
     // Of ublk, which is there in guests only.
     call!(SYS_sched_setaffinity).seldom(),
     call!(SYS_capget).seldom(),
-    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u32),
+    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u64),
     call!(SYS_clock_nanosleep),
     call!(SYS_exit),
     call!(SYS_gettid),
@@ -99,9 +106,9 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_setsockopt),
     call!(SYS_getpeername),
     call!(SYS_shutdown),
-    call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32),
-    // Whether a virtual machine's eventfd can be written.
-    call!(SYS_ppoll),
+    call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32 as u64),
+    // User-mode Linux is called through a socket, which is connected.
+    call!(SYS_sendto).only(4, ADDRESS, 0),
     // A clock that has no vDSO; keys; waiting for a lock; a panic, and its message.
     call!(SYS_clock_gettime).seldom(),
     call!(SYS_getrandom),
@@ -118,11 +125,14 @@ pub const ENGINE: &[Call] = &[
 /// The calls of the control plane besides: commands, live changes, shutdown.
 const MORE: &[Call] = &[
     call!(SYS_accept4),
+    call!(SYS_ppoll),
     call!(SYS_recvfrom),
     call!(SYS_sendto),
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),
+    // A freeze.
+    call!(SYS_membarrier),
     // Virtual machines: messages with descriptors, memory, the record of what is in flight.
     call!(SYS_recvmsg),
     call!(SYS_sendmsg),
@@ -130,7 +140,6 @@ const MORE: &[Call] = &[
     call!(SYS_fstatfs),
     call!(SYS_memfd_create),
     call!(SYS_fadvise64),
-    call!(SYS_fdatasync),
     // The thread of the metrics steps back.
     call!(SYS_setpriority),
     // Standard output, once the command that waits there has its reply.
@@ -178,7 +187,7 @@ pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_io_uring_register),
     call!(SYS_capget),
     // It is killed with its server while it starts a device.
-    call!(SYS_prctl).only(0, ALL, libc::PR_SET_PDEATHSIG as u32),
+    call!(SYS_prctl).only(0, ALL, libc::PR_SET_PDEATHSIG as u64),
     call!(SYS_getppid),
     call!(SYS_mmap).only(2, EXECUTABLE, 0),
     call!(SYS_munmap),
@@ -194,11 +203,11 @@ pub const UBLK_COMMANDS: &[Call] = &[
 ];
 
 /// The flags of an open that neither writes nor creates nor truncates.
-const WRITES: u32 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u32;
+const WRITES: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
 
 /// The calls of the process that sees the users of a block device: it reads `/proc` and `/dev`.
 pub const WATCHER: &[Call] = &[
-    call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u32),
+    call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u64),
     call!(SYS_getdents64),
     #[cfg(target_arch = "x86_64")]
     call!(SYS_readlink),
@@ -231,6 +240,80 @@ pub const WATCHER: &[Call] = &[
     call!(SYS_restart_syscall),
     call!(SYS_rt_sigreturn),
     call!(SYS_exit_group),
+];
+
+/// The families of sockets that reach a cluster: `AF_INET` is 2, `AF_INET6` is 10.
+const INTERNET: u64 = ALL & !8;
+
+/// The calls of the threads of Ceph's client, and of the one that opens, resizes and closes its image.
+pub const CLUSTER: &[Call] = &[
+    call!(SYS_read),
+    call!(SYS_write),
+    call!(SYS_close),
+    call!(SYS_lseek),
+    call!(SYS_fcntl),
+    call!(SYS_openat),
+    call!(SYS_newfstatat),
+    call!(SYS_fstat).seldom(),
+    call!(SYS_statx).seldom(),
+    call!(SYS_uname),
+    call!(SYS_getrandom),
+    call!(SYS_sysinfo).seldom(),
+    call!(SYS_prlimit64).seldom(),
+    call!(SYS_getuid).seldom(),
+    call!(SYS_geteuid).seldom(),
+    // The cluster: never another kind of socket, and none that listens.
+    call!(SYS_socket).only(0, INTERNET, libc::AF_INET as u64),
+    call!(SYS_connect),
+    call!(SYS_shutdown),
+    call!(SYS_getsockname),
+    call!(SYS_getpeername).seldom(),
+    call!(SYS_getsockopt).seldom(),
+    call!(SYS_setsockopt),
+    call!(SYS_sendmsg),
+    // Names of its monitors.
+    call!(SYS_sendto).seldom(),
+    call!(SYS_sendmmsg).seldom(),
+    call!(SYS_recvfrom).seldom(),
+    call!(SYS_recvmsg).seldom(),
+    call!(SYS_ioctl).only(1, ALL, libc::FIONREAD as u32 as u64).seldom(),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_poll).seldom(),
+    call!(SYS_ppoll).seldom(),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_epoll_create),
+    call!(SYS_epoll_create1).seldom(),
+    call!(SYS_epoll_ctl),
+    #[cfg(target_arch = "x86_64")]
+    call!(SYS_epoll_wait),
+    call!(SYS_epoll_pwait).seldom(),
+    call!(SYS_pipe2),
+    call!(SYS_eventfd2),
+    call!(SYS_mmap).only(2, EXECUTABLE, 0),
+    call!(SYS_munmap),
+    call!(SYS_mprotect).only(2, EXECUTABLE, 0),
+    call!(SYS_madvise),
+    call!(SYS_brk).seldom(),
+    call!(SYS_mremap).seldom(),
+    call!(SYS_clone).only(0, THREAD, THREAD),
+    call!(SYS_futex),
+    call!(SYS_rseq),
+    call!(SYS_set_robust_list),
+    call!(SYS_sigaltstack),
+    call!(SYS_rt_sigprocmask),
+    call!(SYS_rt_sigaction).seldom(),
+    call!(SYS_rt_sigreturn).seldom(),
+    call!(SYS_restart_syscall).seldom(),
+    call!(SYS_sched_getaffinity),
+    call!(SYS_sched_yield).seldom(),
+    call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u64),
+    call!(SYS_clock_nanosleep).seldom(),
+    call!(SYS_clock_gettime).seldom(),
+    call!(SYS_gettid),
+    call!(SYS_getpid).seldom(),
+    call!(SYS_tgkill).seldom(),
+    call!(SYS_exit),
+    call!(SYS_exit_group).seldom(),
 ];
 
 /// Calls that no code here makes: new programs, other processes, other privileges, mounts, the
@@ -278,7 +361,7 @@ pub(super) const DEADLY: &[libc::c_long] = &[
 
 #[cfg(test)]
 mod tests {
-    use super::super::filter::{ARCHITECTURE, REFUSE, but_for, program};
+    use super::super::filter::{ARCHITECTURE, REFUSE, but_for, eventfds_only, program};
     use super::*;
 
     /// The answer of the kernel's interpreter.
@@ -314,20 +397,18 @@ mod tests {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/security.md");
         let text = std::fs::read_to_string(path).unwrap();
         let table = text.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
-        let rows: Vec<(&str, bool, bool)> = table
+        let rows: Vec<(&str, &str, bool)> = table
             .filter_map(|(name, rest)| {
                 let mut cells = rest.split('|').skip(1).map(str::trim);
-                let control = match cells.next()? {
-                    "engines" => false,
-                    "control plane" => true,
-                    _ => return None,
-                };
-                Some((name, control, cells.next()? == "seldom"))
+                let by = cells.next().filter(|by| ["engines", "control plane", "cluster"].contains(by))?;
+                Some((name, by, cells.next()? == "seldom"))
             })
             .collect();
         let more = MORE.iter().filter(|call| !ENGINE.iter().any(|other| other.number == call.number));
-        let listed = ENGINE.iter().map(|call| (call, false)).chain(more.map(|call| (call, true)));
-        let listed: Vec<_> = listed.map(|(call, control)| (call.name(), control, call.is_seldom())).collect();
+        let listed =
+            ENGINE.iter().map(|call| (call, "engines")).chain(more.map(|call| (call, "control plane")));
+        let listed = listed.chain(CLUSTER.iter().map(|call| (call, "cluster")));
+        let listed: Vec<_> = listed.map(|(call, by)| (call.name(), by, call.is_seldom())).collect();
         assert_eq!(rows, listed);
     }
 
@@ -366,8 +447,26 @@ mod tests {
         assert_eq!(ioctl(ENGINE, libc::TIOCSTI), REFUSE);
         assert_eq!(ioctl(ENGINE, libc::TIOCOUTQ), libc::SECCOMP_RET_ALLOW);
         assert_eq!(ioctl(CONTROL, 0x125d), libc::SECCOMP_RET_ALLOW);
+        let send = |to| run(ENGINE, libc::SYS_sendto, [3, 0, 8, 0, to, 16], ARCHITECTURE);
+        assert_eq!(send(0), libc::SECCOMP_RET_ALLOW);
+        for address in [0x7fff_0000, 0x7f00_0000_0000, 0x7f00_7fff_0000] {
+            assert_eq!(send(address), REFUSE, "no other address: {address:#x}");
+        }
         for number in [libc::SYS_openat, libc::SYS_socket, libc::SYS_accept4, libc::SYS_unlinkat] {
             assert_eq!(run(ENGINE, number, none, ARCHITECTURE), REFUSE, "an engine opens nothing");
+        }
+    }
+
+    #[test]
+    fn the_control_plane_registers_eventfds_only() {
+        let register = libc::SYS_io_uring_register;
+        let answer =
+            |number, operation| interpret(&eventfds_only(), number, [0, operation, 0, 0, 0, 0], ARCHITECTURE);
+        for operation in 0..40 {
+            let is_eventfd = operation == 4 || operation == 5;
+            let expected = if is_eventfd { libc::SECCOMP_RET_ALLOW } else { libc::SECCOMP_RET_KILL_PROCESS };
+            assert_eq!(answer(register, operation), expected, "{operation}");
+            assert_eq!(answer(libc::SYS_io_uring_enter, operation), libc::SECCOMP_RET_ALLOW);
         }
     }
 
@@ -413,6 +512,33 @@ mod tests {
         for number in [libc::SYS_open, libc::SYS_creat, libc::SYS_unlink, libc::SYS_rename] {
             assert_eq!(answer(number, [0; 6]), REFUSE, "{number}");
         }
+        assert_eq!(answer(libc::SYS_execve, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
+    }
+
+    #[test]
+    fn the_threads_of_a_cluster_connect_and_run_nothing() {
+        let answer = |number, arguments| run(CLUSTER, number, arguments, ARCHITECTURE);
+        let socket = |family: i32| answer(libc::SYS_socket, [family as u64, 1, 0, 0, 0, 0]);
+        assert_eq!(socket(libc::AF_INET), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(socket(libc::AF_INET6), libc::SECCOMP_RET_ALLOW);
+        for family in [libc::AF_UNIX, libc::AF_NETLINK, libc::AF_PACKET, libc::AF_VSOCK, libc::AF_ALG] {
+            assert_eq!(socket(family), REFUSE, "{family}");
+        }
+        for number in [
+            libc::SYS_bind,
+            libc::SYS_listen,
+            libc::SYS_accept4,
+            libc::SYS_unlinkat,
+            libc::SYS_renameat2,
+            libc::SYS_io_uring_setup,
+            libc::SYS_kill,
+        ] {
+            assert_eq!(answer(number, [0; 6]), REFUSE, "{number}");
+        }
+        for number in [libc::SYS_mmap, libc::SYS_mprotect] {
+            assert_eq!(answer(number, [0, 0, 7, 0, 0, 0]), REFUSE, "nothing is made executable");
+        }
+        assert_eq!(answer(libc::SYS_clone, [0; 6]), REFUSE, "no processes");
         assert_eq!(answer(libc::SYS_execve, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
     }
 

@@ -8,8 +8,9 @@ use std::time::Instant;
 use blkq_export::peer::Peer;
 
 use super::shared::{Shared, Stage};
+use super::trace::serve_trace;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
 use crate::size::format_size;
 
@@ -50,6 +51,10 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let resize = || shared.device().resize(size, force, user);
             reply_line(open.and_then(|()| resize()).inspect_err(refused))
         }
+        Request::Trace { events } => match serve_trace(shared, &stream, events) {
+            Ok(()) => return,
+            Err(failure) => reply_line::<()>(Err(failure)),
+        },
         Request::Leave {} => match shared.leave() {
             Ok(()) => {
                 log::line("stopping: another daemon takes over the device");
@@ -57,7 +62,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
                 shared.wait_for_answers();
                 // As if killed: the kernel aborts the requests that it passed out when the task exits,
                 // and may wait for them for ever when only the ring closes.
-                std::process::exit(0);
+                std::process::exit(EXIT_LEFT.into());
             }
             Err(failure) => reply_line::<()>(Err(failure)),
         },

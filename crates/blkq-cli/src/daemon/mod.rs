@@ -7,6 +7,7 @@
 mod answer;
 mod parent;
 mod shared;
+mod trace;
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -15,18 +16,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit, umask};
 
 use crate::control::{Reply, line_of, reply_line};
-use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::AttachOptions;
 use crate::pid_file::PidFile;
 use crate::serve::Device;
-use crate::signals::{Signal, Signals};
+use crate::signals::{self, Signal, Signals};
 use crate::state::{Claim, Orphan, StateDir};
 use crate::{log, systemd};
 
@@ -36,6 +37,9 @@ use shared::{Shared, Stage, Stopped};
 
 /// How long to wait when a connection cannot be taken, or waited for.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long to wait before a thread is started again that takes over the size of an image.
+const RESIZE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// A device being served, and all that belongs to it.
 pub struct Daemon {
@@ -86,7 +90,7 @@ impl Daemon {
         // It is run by way of /proc/self/exe, and would be called `exe`.
         let _ = rustix::thread::set_name(c"blkq");
         log::abort_on_panic();
-        let signals = Signals::install()?;
+        let signals = Signals::install(&signals::DAEMON)?;
         systemd::connect_manager();
         raise_limits();
         let dir = StateDir::locate()?;
@@ -174,6 +178,8 @@ impl Daemon {
 
     /// Serves until the device is detached or a signal stops it.
     pub fn run(mut self) -> ExitCode {
+        // A change of the image's size that no thread could be started for.
+        let mut resize_due = false;
         loop {
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
@@ -182,12 +188,14 @@ impl Daemon {
                 PollFd::new(self.shared.device().autoclear().idle_event(), PollFlags::IN),
                 PollFd::new(self.shared.device().rejection_event(), PollFlags::IN),
                 PollFd::new(self.shared.device().failure_event(), PollFlags::IN),
+                PollFd::new(self.shared.device().size_event(), PollFlags::IN),
             ];
             // Interrupted, or out of memory: poll again. The signal is in its pipe.
-            if poll(&mut fds, None).is_err_and(|e| e != Errno::INTR) {
+            let until = resize_due.then_some(&RESIZE_PAUSE);
+            if poll(&mut fds, until).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
             }
-            let [commands, signals, stopped, idle, rejections, failed] =
+            let [commands, signals, stopped, idle, rejections, failed, resized] =
                 fds.map(|fd| !fd.revents().is_empty());
             if signals {
                 for signal in self.signals.take() {
@@ -204,6 +212,12 @@ impl Daemon {
             }
             if stopped && let Ok(stopped) = self.stopped.try_recv() {
                 return self.finish(stopped);
+            }
+            if resized {
+                let _ = rustix::io::read(self.shared.device().size_event(), &mut [0; 8]);
+            }
+            if resized || resize_due {
+                resize_due = !self.shared.size_changed();
             }
             if rejections {
                 self.shared.device().log_rejections();
@@ -235,6 +249,8 @@ impl Daemon {
                 false
             }
             Signal::Terminate | Signal::Interrupt => self.shared.terminate(signal),
+            // They have no handlers here.
+            Signal::Stop | Signal::Continue | Signal::Resize => false,
         }
     }
 
@@ -275,7 +291,7 @@ impl Daemon {
             Ok(()) => ExitCode::SUCCESS,
             Err(failure) => {
                 log::line(&failure.to_string());
-                ExitCode::from(EXIT_FAILED)
+                ExitCode::from(EXIT_UNFLUSHED)
             }
         };
         if let Some(asker) = stopped.asker {

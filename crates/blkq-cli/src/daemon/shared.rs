@@ -13,11 +13,16 @@ use crate::failure::{Failure, Outcome};
 use crate::serve::Device;
 use crate::settings::Setting;
 use crate::signals::Signal;
+use crate::size::format_size;
 use crate::state::{Claim, StateDir};
 use crate::{log, systemd};
 
 /// How long a daemon that leaves its device to the next one waits for other commands' answers.
 const LEAVE_WAIT: Duration = Duration::from_millis(100);
+/// How long to wait before the size of an image is taken over, where I/O in flight kept that from being done; then twice
+/// as long each time, up to the other. Each attempt keeps new I/O waiting for a while, which may not stall.
+const SIZE_RETRY: Duration = Duration::from_secs(15);
+const SIZE_RETRY_MAX: Duration = Duration::from_secs(600);
 /// Stack of a thread that answers a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
@@ -31,6 +36,8 @@ pub(super) struct Shared {
     dir: StateDir,
     name: String,
     answering: AtomicUsize,
+    /// Changes of the image's size that a thread takes over, and those that came meanwhile.
+    size_changes: AtomicUsize,
     /// A signal has asked to stop, which is on its way.
     signalled: AtomicBool,
     stopped: Sender<Stopped>,
@@ -83,6 +90,7 @@ impl Shared {
             dir: claim.dir().clone(),
             name: claim.name().to_owned(),
             answering: AtomicUsize::new(0),
+            size_changes: AtomicUsize::new(0),
             signalled: AtomicBool::new(false),
             stopped,
             waker,
@@ -141,6 +149,54 @@ impl Shared {
         self.close(Stage::Stopping, close).is_ok()
     }
 
+    /// Has a thread take over the size of an image that may have changed it: only one, as the image's clients may
+    /// change it any number of times while that waits for their cluster, and commands want threads too. Returns whether
+    /// there is one: if not, the change is to be announced again.
+    pub(super) fn size_changed(self: &Arc<Shared>) -> bool {
+        if self.size_changes.fetch_add(1, Ordering::SeqCst) > 0 {
+            return true;
+        }
+        let spawned = self.spawn(|shared| {
+            let mut seen = shared.size_changes.load(Ordering::SeqCst);
+            loop {
+                let (mut waiting, mut pause) = (None, SIZE_RETRY);
+                while !shared.follow_size(&mut waiting) {
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(SIZE_RETRY_MAX);
+                }
+                match shared.size_changes.compare_exchange(seen, 0, Ordering::SeqCst, Ordering::SeqCst) {
+                    Ok(_) => return,
+                    Err(now) => seen = now,
+                }
+            }
+        });
+        if !spawned {
+            self.size_changes.store(0, Ordering::SeqCst);
+        }
+        spawned
+    }
+
+    /// Takes the size of the image over; returns `false` if it is to be tried again, with the reason, once logged, in
+    /// `waiting`: I/O that stalls keeps the device from changing.
+    fn follow_size(&self, waiting: &mut Option<Failure>) -> bool {
+        let open = self.stage().check();
+        match open.and_then(|()| self.device.follow_size()) {
+            Ok(None) => true,
+            Ok(Some(bytes)) => {
+                log::line(&format!("the image has {} now ({bytes} bytes)", format_size(bytes)));
+                true
+            }
+            Err(failure) => {
+                let busy = failure.is_busy();
+                if waiting.as_ref() != Some(&failure) {
+                    log::line(&format!("the size of the image was not taken over: {failure}"));
+                    *waiting = Some(failure);
+                }
+                !busy
+            }
+        }
+    }
+
     /// Stops the device, which is closed.
     pub(super) fn stop(&self, asker: Option<UnixStream>) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and stopping");
@@ -158,8 +214,8 @@ impl Shared {
         }
     }
 
-    /// Runs `job` on a thread of its own.
-    pub(super) fn spawn(self: &Arc<Shared>, job: impl FnOnce(&Shared) + Send + 'static) {
+    /// Runs `job` on a thread of its own; returns whether there is one.
+    pub(super) fn spawn(self: &Arc<Shared>, job: impl FnOnce(&Shared) + Send + 'static) -> bool {
         let count = self.clone();
         self.answering.fetch_add(1, Ordering::Relaxed);
         let thread = std::thread::Builder::new().name("blkq-control".into()).stack_size(ANSWER_STACK_BYTES);
@@ -167,10 +223,11 @@ impl Shared {
             job(&count);
             count.answering.fetch_sub(1, Ordering::Relaxed);
         });
-        if let Err(e) = spawned {
+        if let Err(e) = &spawned {
             self.answering.fetch_sub(1, Ordering::Relaxed);
             log::line(&format!("cannot start a thread: {e}"));
         }
+        spawned.is_ok()
     }
 
     /// Detaches the device because of a signal; returns whether the process is to exit at once.
@@ -282,6 +339,32 @@ mod tests {
         assert_eq!(shared.keep(Ok(())), Ok(()));
         assert!(set("8").unwrap_err().to_string().contains("stopping"));
 
+        shared.device.close(true).unwrap();
+        shared.device.stop().unwrap();
+        drop((shared, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn one_thread_follows_all_changes_of_a_size() {
+        let dir = scratch("sizes");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
+        let shared = Shared::new(geteuid(), device, &claim, sender, waker);
+        for _ in 0..2 {
+            let stage = shared.stage();
+            for _ in 0..20 {
+                shared.size_changed();
+            }
+            assert_eq!(shared.answering(), 1, "it waits for the stage");
+            drop(stage);
+            while shared.answering() > 0 {
+                std::thread::yield_now();
+            }
+            assert_eq!(shared.size_changes.load(Ordering::SeqCst), 0);
+        }
         shared.device.close(true).unwrap();
         shared.device.stop().unwrap();
         drop((shared, claim));

@@ -171,6 +171,17 @@ impl Page {
         self.counter("hangs", "Requests found to hang.", snapshot.counter(Counter::Hangs));
         self.gauge("hung", "Requests that hung in the last scan.", snapshot.hung);
         self.counter(
+            "throttled_requests",
+            "Requests that had to wait for a limit.",
+            snapshot.counter(Counter::ThrottledRequests),
+        );
+        self.counter(
+            "throttled_seconds",
+            "Time in which requests waited for a limit, of all queues together.",
+            seconds(snapshot.counter(Counter::ThrottledNs)),
+        );
+        self.gauge("throttled", "Requests that wait for a limit now.", snapshot.throttled);
+        self.counter(
             "stalls",
             "How often the thread of a queue did not answer for as long.",
             statistics.stalls,
@@ -231,6 +242,7 @@ impl Page {
             ("nbd_refused_requests", "Those that never reached the block layer.", counters.refused_requests),
             ("nbd_read_bytes", "Content sent to NBD clients.", counters.read_bytes),
             ("nbd_written_bytes", "Content received from NBD clients.", counters.written_bytes),
+            ("nbd_split_reads", "NBD reads done in parts.", counters.split_reads),
             (
                 "nbd_paced_requests",
                 "NBD requests delayed, for a device that completes its work in bursts.",

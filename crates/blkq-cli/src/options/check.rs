@@ -3,10 +3,12 @@
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use blkq::throttle::WEIGHT_MAX;
 
-use super::values::parse_export_name;
+use super::values::{parse_ceph_user, parse_export_name, parse_group_name};
 use super::{
-    Address, AttachOptions, CONNECTIONS, Copying, DEPTH, Export, HANDSHAKE_TIMEOUT_S, QUEUES, Tls, image_text,
+    Address, AttachOptions, Backing, CONNECTIONS, Copying, DEPTH, Export, Format, HANDSHAKE_TIMEOUT_S,
+    QUEUES, Tls, image_text,
 };
 use crate::failure::{Failure, Outcome};
 
@@ -51,6 +53,8 @@ impl AttachOptions {
     fn check_ranges(&self) -> Outcome {
         let numbers = [
             ("--queues", QUEUES, Some(self.queues)),
+            ("--threads-per-queue", QUEUES, Some(self.threads_per_queue)),
+            ("--queues times --threads-per-queue", QUEUES, self.queues.checked_mul(self.threads_per_queue)),
             ("--depth", DEPTH, Some(self.depth)),
             ("--max-connections", CONNECTIONS, self.max_connections),
             ("--handshake-timeout", HANDSHAKE_TIMEOUT_S, self.handshake_timeout),
@@ -60,6 +64,16 @@ impl AttachOptions {
                 let (least, most) = range.into_inner();
                 return Err(Failure::new(format!("{option}: {number} is not from {least} to {most}")));
             }
+        }
+        if let Some(weight) = self.weight.filter(|weight| !(1..=WEIGHT_MAX).contains(weight)) {
+            return Err(Failure::new(format!("--weight: {weight} is not from 1 to {WEIGHT_MAX}")));
+        }
+        match &self.group {
+            Some(name) => parse_group_name(name).map(drop).map_err(Failure::new)?,
+            None if self.weight.is_some() => {
+                return Err(Failure::new("--weight is for a group; give one with --group, or omit it"));
+            }
+            None => {}
         }
         match &self.export_name {
             Some(name) => parse_export_name(name).map(drop).map_err(Failure::new),
@@ -75,6 +89,11 @@ impl AttachOptions {
         if self.copy != Copying::Auto && !ublk {
             return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; omit it"));
         }
+        if self.threads_per_queue != 1 && !ublk {
+            return Err(Failure::new(
+                "--threads-per-queue is for ublk; omit it, and use --queues for more threads",
+            ));
+        }
         let tls = self.tls.is_some_and(|tls| tls != Tls::Off) || self.tls_certificates.is_some();
         let of_nbd = [
             (!self.listen.is_empty(), "--listen"),
@@ -84,6 +103,7 @@ impl AttachOptions {
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
             (!self.pacing, "--no-pacing"),
             (!self.receive_backoff, "--no-receive-backoff"),
+            (!self.split_reads, "--no-split-reads"),
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
         match of_nbd.iter().find(|(given, _)| *given && !nbd) {
@@ -96,28 +116,76 @@ impl AttachOptions {
 
     /// Rejects what is for images only, where there is none.
     fn check_image(&self) -> Outcome {
+        let of_ceph = [
+            (self.ceph_conf.is_some(), "--ceph-conf"),
+            (self.ceph_keyring.is_some(), "--ceph-keyring"),
+            (self.ceph_user.is_some(), "--ceph-user"),
+        ];
+        if let Some((_, option)) = of_ceph.iter().find(|(given, _)| *given)
+            && !matches!(self.image, DriverSpec::Rbd(_))
+        {
+            return Err(Failure::new(format!("{option} is for rbd:POOL/IMAGE; omit it")));
+        }
+        if let Some(user) = &self.ceph_user {
+            parse_ceph_user(user).map_err(|rule| Failure::new(format!("--ceph-user: {rule}")))?;
+        }
         match &self.image {
             DriverSpec::Image(path) if path.as_os_str().is_empty() => {
                 return Err(Failure::new("the path of the image is empty"));
             }
-            DriverSpec::Image(_) => return Ok(()),
-            DriverSpec::Null(_) | DriverSpec::Ram(_) => {}
+            DriverSpec::Image(_) => return self.check_format(),
+            DriverSpec::Rbd(_) if self.queues > 1 || self.threads_per_queue > 1 => {
+                return Err(Failure::new(
+                    "--queues and --threads-per-queue: librbd has one queue of completions for an image; omit them",
+                ));
+            }
+            DriverSpec::Rbd(_) | DriverSpec::Null(_) | DriverSpec::Ram(_) => {}
         }
         let of_images = [
             (self.offset != 0, "--offset"),
             (self.size_limit.is_some(), "--size-limit"),
             (self.direct_io == DirectIo::On, "--direct-io on"),
             (self.dispatch == Dispatch::Serial, "--dispatch serial"),
-            (self.shared, "--shared"),
+            (self.shared && !matches!(self.image, DriverSpec::Rbd(_)), "--shared"),
             (self.register_memory, "--register-memory"),
             (self.format.is_some(), "--format"),
+            (self.backing_chain != Backing::default(), "--backing-chain"),
         ];
         match of_images.iter().find(|(given, _)| *given) {
-            Some((_, option)) => Err(Failure::new(format!(
-                "{option} is for images, and there is none behind {}; omit it",
-                image_text(&self.image)
-            ))),
+            Some((_, option)) => {
+                let kind = if matches!(self.image, DriverSpec::Rbd(_)) { "image files" } else { "images" };
+                Err(Failure::new(format!(
+                    "{option} is for {kind}, and there is none behind {}; omit it",
+                    image_text(&self.image)
+                )))
+            }
             None => Ok(()),
         }
+    }
+
+    /// Rejects what is for raw images only, or for qcow2 only.
+    fn check_format(&self) -> Outcome {
+        if !matches!(self.format, Some(Format::Qcow2 | Format::Auto)) {
+            return match self.backing_chain == Backing::default() {
+                true => Ok(()),
+                false => Err(Failure::new("--backing-chain is for qcow2; add --format qcow2, or omit it")),
+            };
+        }
+        let of_raw = [
+            (self.offset != 0, "--offset"),
+            (self.size_limit.is_some(), "--size-limit"),
+            (self.dispatch == Dispatch::Serial, "--dispatch serial"),
+        ];
+        if let Some((_, option)) =
+            of_raw.iter().find(|(given, _)| *given && self.format == Some(Format::Qcow2))
+        {
+            return Err(Failure::new(format!("{option} is for raw images, not qcow2; omit it")));
+        }
+        if self.format == Some(Format::Qcow2) && (self.queues > 1 || self.threads_per_queue > 1) {
+            return Err(Failure::new(
+                "--queues and --threads-per-queue: the tables of a qcow2 image have one owner; omit them",
+            ));
+        }
+        Ok(())
     }
 }

@@ -9,6 +9,7 @@ use blkq::ClockMode;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use blkq::throttle::RateLimits;
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -85,12 +86,10 @@ impl Json for DriverSpec {
     fn form(&self) -> PathForm {
         match self {
             DriverSpec::Image(path) => match path.to_str().map(str::parse) {
-                Some(Ok(DriverSpec::Null(_) | DriverSpec::Ram(_)) | Err(_)) => {
-                    Path::new(".").join(path).form()
-                }
-                _ => path.form(),
+                Some(Ok(DriverSpec::Image(_))) | None => path.form(),
+                _ => Path::new(".").join(path).form(),
             },
-            memory => PathForm::Text(image_text(memory)),
+            other => PathForm::Text(image_text(other)),
         }
     }
 
@@ -135,6 +134,7 @@ by_name! {
     Dispatch: |mode| mode.name().to_owned();
     ClockMode: |mode| mode.to_string();
     FaultSpec: |spec| spec.to_string();
+    RateLimits: |limits| limits.to_string();
 }
 
 /// Modes of files, in octal digits as chmod(1) has them.

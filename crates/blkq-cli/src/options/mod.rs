@@ -6,6 +6,7 @@ mod json;
 mod record;
 mod values;
 
+use std::ffi::OsString;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,6 +16,7 @@ use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
+use blkq::throttle::{RateLimits, WEIGHT_MAX};
 use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
 use serde::{Deserialize, Serialize};
@@ -25,9 +27,10 @@ use crate::hangs;
 
 pub use record::Record;
 pub use values::{
-    Address, Copying, Export, Format, PartitionScan, Scheduler, SectorSize, Tls, image_text, parse_listen,
+    Address, Backing, Copying, Export, Format, PartitionScan, Scheduler, SectorSize, Tls, image_text,
+    parse_group_name, parse_listen,
 };
-use values::{one_of, parse_export_name, parse_image};
+use values::{one_of, parse_ceph_user, parse_export_name, parse_image};
 
 const QUEUES: RangeInclusive<u16> = 1..=QUEUES_MAX as u16;
 const DEPTH: RangeInclusive<u16> = 1..=DEPTH_MAX;
@@ -38,9 +41,11 @@ const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
 #[derive(clap::Args, Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttachOptions {
-    /// An image file or block device; null:SIZE reads zeroes and forgets what is written,
-    /// ram:SIZE keeps it in memory
-    #[arg(value_name = "IMAGE|null:SIZE|ram:SIZE", value_parser = OsStringValueParser::new().try_map(parse_image))]
+    /// The image, or the device without one.
+    #[arg(
+        help = "An image file or block device; rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT] is in a Ceph cluster (docs/rbd.md); null:SIZE reads zeroes and forgets what is written, ram:SIZE keeps it in memory"
+    )]
+    #[arg(value_name = "IMAGE|rbd:POOL/IMAGE|null:SIZE|ram:SIZE", value_parser = OsStringValueParser::new().try_map(parse_image))]
     #[serde(with = "json")]
     pub image: DriverSpec,
     /// The name of the device [default: the image's file name, made unique]
@@ -81,10 +86,28 @@ pub struct AttachOptions {
     /// or what is mounted; file systems that do not know of each other destroy the data
     #[arg(long)]
     pub shared: bool,
-    /// Serve the image's bytes as they are: without it, one that has the magic of qcow2, VMDK, VHD,
-    /// VHDX, VDI, QED, Parallels or LUKS is rejected
+    /// The image's format: without it its bytes are the device's, and one that has the magic of
+    /// qcow2, VMDK, VHD, VHDX, VDI, QED, Parallels or LUKS is rejected (docs/qcow2.md)
     #[arg(long, value_enum)]
     pub format: Option<Format>,
+    /// The backing files that a qcow2 image may name: another may have written their paths
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub backing_chain: Backing,
+    /// The configuration of the Ceph cluster of rbd:POOL/IMAGE [default: where Ceph's programs find it,
+    /// such as /etc/ceph/ceph.conf]
+    #[arg(long, value_name = "FILE")]
+    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
+    pub ceph_conf: Option<PathBuf>,
+    /// The keyring of the user of the Ceph cluster [default: the one that $CEPH_KEYRING or the configuration
+    /// names]
+    #[arg(long, value_name = "FILE")]
+    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
+    pub ceph_keyring: Option<PathBuf>,
+    /// The user of the Ceph cluster, without its client. [default: admin]
+    #[arg(long, value_name = "NAME", value_parser = parse_ceph_user)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ceph_user: Option<String>,
     /// Detach when the last client has disconnected. A block device's clients are mounts, and
     /// processes that write to it or have it open for a while
     #[arg(long)]
@@ -115,6 +138,11 @@ pub struct AttachOptions {
     /// Requests in flight per queue
     #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH))]
     pub depth: u16,
+    /// Threads for each queue of a ublk device, which share its tags, so that a client that runs on few
+    /// processors may use several threads. More than 1 needs Linux 6.16; with --queues at most 64 in all
+    #[arg(long, value_name = "N", default_value = "1", value_parser = in_range(QUEUES))]
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub threads_per_queue: u16,
     /// The one that copies the data of a ublk device between the kernel and the daemon: none, which
     /// needs Linux 6.16 and an image, or the kernel, or the daemon. auto takes the first that works
     #[arg(long, value_enum, default_value = "auto")]
@@ -141,6 +169,10 @@ pub struct AttachOptions {
     /// Receiving waits for clients that are busy reading replies (NBD).
     #[arg(long = "no-receive-backoff", action = ArgAction::SetFalse, help = "Receive at once from NBD clients that are busy reading replies")]
     pub receive_backoff: bool,
+    /// Large reads are done in parts (NBD).
+    #[arg(long = "no-split-reads", action = ArgAction::SetFalse, help = "Do large reads of NBD clients in one part")]
+    #[serde(default = "on", skip_serializing_if = "is_on")]
+    pub split_reads: bool,
     /// Time stamps: one reading of the clock per batch, or one each
     #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
     #[serde(with = "json")]
@@ -149,6 +181,20 @@ pub struct AttachOptions {
     #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>)]
     #[serde(with = "json")]
     pub fault: Option<FaultSpec>,
+    /// Limits of I/Os and bytes per second: KEY=RATE, ... with the keys iops, read-iops, write-iops, bps,
+    /// read-bps, write-bps; burst=RATExLENGTH for the key before it; iops-size=BYTES (docs/limits.md)
+    #[arg(long, value_name = "LIMITS", value_parser = str::parse::<RateLimits>, default_value = "none")]
+    #[serde(default, with = "json", skip_serializing_if = "RateLimits::is_none")]
+    pub limit: RateLimits,
+    /// The group whose limits the device shares with others; `blkq group set` makes it
+    #[arg(long, value_name = "NAME", value_parser = parse_group_name)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// The share that the device has of its group's limits, beside the weights of the others
+    /// [default: 100]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u32>,
     /// Report requests in flight for longer than so many seconds in the daemon's log, once each;
     /// 0 for never (docs/watching.md)
     #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse)]
@@ -210,6 +256,10 @@ impl AttachOptions {
     pub fn default_name(&self) -> String {
         match &self.image {
             DriverSpec::Image(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            DriverSpec::Rbd(spec) => match spec.snapshot() {
+                Some(snapshot) => format!("{}@{snapshot}", spec.image()),
+                None => spec.image().to_owned(),
+            },
             DriverSpec::Null(_) => "null".to_owned(),
             DriverSpec::Ram(_) => "ram".to_owned(),
         }
@@ -226,24 +276,57 @@ impl AttachOptions {
     /// # Errors
     /// If a path is empty.
     pub fn absolute(mut self, directory: &Path) -> Outcome<AttachOptions> {
-        let make_absolute = |path: &mut PathBuf| -> Outcome {
+        for (key, path) in self.paths_mut() {
             *path = std::path::absolute(directory.join(&*path))
                 .map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
-            Ok(())
-        };
-        if let DriverSpec::Image(path) = &mut self.image {
-            make_absolute(path)?;
-            *path = path.canonicalize().unwrap_or_else(|_| path.clone());
-        }
-        for address in self.listen.iter_mut().chain(&mut self.metrics) {
-            if let Address::Unix(path) = address {
-                make_absolute(path)?;
+            if key == IMAGE {
+                *path = path.canonicalize().unwrap_or_else(|_| path.clone());
             }
         }
-        let files = [&mut self.tls_certificates, &mut self.pid_file, &mut self.vhost_socket];
-        files.into_iter().flatten().try_for_each(make_absolute)?;
         Ok(self)
     }
+
+    /// All paths, each with the long name of its option.
+    pub fn paths_mut(&mut self) -> Vec<(&'static str, &mut PathBuf)> {
+        let mut paths = Vec::new();
+        if let DriverSpec::Image(path) = &mut self.image {
+            paths.push((IMAGE, path));
+        }
+        let listen = self.listen.iter_mut().map(|address| ("listen", address));
+        let metrics = self.metrics.iter_mut().map(|address| ("metrics", address));
+        for (key, address) in listen.chain(metrics) {
+            if let Address::Unix(path) = address {
+                paths.push((key, path));
+            }
+        }
+        let files = [
+            ("tls-certificates", &mut self.tls_certificates),
+            ("pid-file", &mut self.pid_file),
+            ("vhost-socket", &mut self.vhost_socket),
+            ("ceph-conf", &mut self.ceph_conf),
+            ("ceph-keyring", &mut self.ceph_keyring),
+        ];
+        paths.extend(files.into_iter().filter_map(|(key, path)| path.as_mut().map(|path| (key, path))));
+        paths
+    }
+}
+
+/// The name of the image, which has no long one.
+const IMAGE: &str = "image";
+
+/// The configuration and keyring that Ceph's client would take, where none are given: the next daemon of the device may
+/// have another environment, of which `variable` has that of this one.
+pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> Option<OsString>) {
+    if !matches!(options.image, DriverSpec::Rbd(_)) {
+        return;
+    }
+    let named = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if options.ceph_conf.is_none() {
+        let of_user = named("HOME").map(|home| home.join(".ceph/ceph.conf"));
+        let usual = || [Some("/etc/ceph/ceph.conf".into()), of_user].into_iter().flatten();
+        options.ceph_conf = named("CEPH_CONF").or_else(|| usual().find(|path| path.is_file()));
+    }
+    options.ceph_keyring = options.ceph_keyring.take().or_else(|| named("CEPH_KEYRING"));
 }
 
 /// The default of a switch.
@@ -253,6 +336,18 @@ fn on() -> bool {
 
 fn is_on(switch: &bool) -> bool {
     *switch
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+fn one() -> u16 {
+    1
+}
+
+fn is_one(number: &u16) -> bool {
+    *number == 1
 }
 
 fn in_range(range: RangeInclusive<u16>) -> RangedI64ValueParser<u16> {
@@ -271,6 +366,31 @@ pub(crate) mod tests {
             options: AttachOptions,
         }
         Line::parse_from([&["attach"], words].concat()).options
+    }
+
+    #[test]
+    fn the_files_of_ceph_are_found_as_its_client_finds_them() {
+        let home = std::env::temp_dir().join(format!("blkq-ceph-home-{}", std::process::id()));
+        std::fs::create_dir_all(home.join(".ceph")).unwrap();
+        let of_user = home.join(".ceph/ceph.conf");
+        std::fs::write(&of_user, "").unwrap();
+        let found = |words: &[&str], environment: &[(&str, &str)]| {
+            let mut options = options(words);
+            find_ceph_files(&mut options, |name| {
+                environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
+            });
+            (options.ceph_conf, options.ceph_keyring)
+        };
+        let path = |path: &str| Some(PathBuf::from(path));
+        let named = [("CEPH_CONF", "/c"), ("CEPH_KEYRING", "/k"), ("HOME", home.to_str().unwrap())];
+        assert_eq!(found(&["rbd:p/i"], &named), (path("/c"), path("/k")));
+        let given = ["rbd:p/i", "--ceph-conf=/o", "--ceph-keyring=/r"];
+        assert_eq!(found(&given, &named), (path("/o"), path("/r")));
+        let usual = Path::new("/etc/ceph/ceph.conf");
+        let expected = if usual.is_file() { usual.to_owned() } else { of_user };
+        assert_eq!(found(&["rbd:p/i"], &named[2..]), (Some(expected), None));
+        assert_eq!(found(&["d.img"], &named), (None, None));
+        std::fs::remove_dir_all(home).unwrap();
     }
 
     #[test]

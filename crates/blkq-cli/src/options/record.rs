@@ -95,6 +95,7 @@ mod tests {
             "--dispatch=serial",
             "--queues=2",
             "--depth=64",
+            "--threads-per-queue=3",
             "--copy=user",
             "--scheduler=mq-deadline",
             "--no-merge",
@@ -103,8 +104,12 @@ mod tests {
             "--no-iostats",
             "--no-pacing",
             "--no-receive-backoff",
+            "--no-split-reads",
             "--clock=precise",
             "--fault=delay=1ms,op=write;seed=7",
+            "--limit=read-iops=500,burst=2000x10s",
+            "--group=g",
+            "--weight=7",
             "--hang-warning=0.5",
             "--metrics=unix:/m",
             "--max-connections=8",
@@ -117,6 +122,11 @@ mod tests {
             "--pid-file=/p",
             "--whole-sectors",
         ]);
+        round_trip(&["d.qcow2", "--format=qcow2", "--backing-chain=allow"]);
+        round_trip(&["rbd:p/n/i@s", "--ceph-conf=/c", "--ceph-keyring=/k", "--ceph-user=u", "--shared"]);
+        let mut options = options(&["d.img"]);
+        options.image = blkq::drivers::DriverSpec::Image("rbd:p/i".into());
+        assert_eq!(Record::new(&options).unwrap().options["image"], json!("./rbd:p/i"));
         for (key, value) in [
             ("image", json!("d.img")),
             ("socket_mode", json!("060")),
@@ -155,14 +165,24 @@ mod tests {
             ("depth", json!(0)),
             ("depth", json!("x")),
             ("queues", json!(65)),
+            ("threads_per_queue", json!(0)),
+            ("threads_per_queue", json!(65)),
             ("max_connections", json!(0)),
             ("handshake_timeout", json!(3601)),
             ("image", json!("ram:0")),
             ("image", json!("")),
             ("hang_warning", json!(-1)),
+            ("limit", json!("iops=0")),
+            ("group", json!("../g")),
+            ("weight", json!(0)),
             ("export_name", json!("")),
             ("socket_mode", json!("999")),
             ("tls", json!("require")),
+            ("backing_chain", json!("allow")),
+            ("ceph_user", json!("u")),
+            ("ceph_conf", json!("/c")),
+            ("ceph_keyring", json!("/k")),
+            ("image", json!("rbd:i")),
         ] {
             let why = why(&|record| record.options[key] = value.clone());
             assert!(why.starts_with("its options are not understood by this blkq: "), "{why}");

@@ -92,6 +92,21 @@ pub enum Export {
 pub enum Format {
     /// The bytes as they are, whatever their magic
     Raw,
+    /// QEMU's format, with the images behind it
+    Qcow2,
+    /// qcow2 if the image has its magic, raw if it has none; prints which
+    Auto,
+}
+
+/// `--backing-chain`.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Backing {
+    /// Those in the directory of the image that names them, or below it
+    #[default]
+    OwnDirectory,
+    /// All that the user may read
+    Allow,
 }
 
 /// `--tls`.
@@ -234,8 +249,39 @@ pub fn parse_listen(text: &str) -> Result<Address, String> {
 pub fn image_text(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.display().to_string(),
+        DriverSpec::Rbd(spec) => format!("rbd:{spec}"),
         DriverSpec::Null(bytes) => format!("null:{}", format_size(*bytes)),
         DriverSpec::Ram(bytes) => format!("ram:{}", format_size(*bytes)),
+    }
+}
+
+/// The name of a user of Ceph, without its type.
+///
+/// # Errors
+/// The rule, if it is none.
+pub fn parse_ceph_user(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("the name is empty".to_owned()),
+        _ if text.contains('\0') => Err("the name contains a zero byte".to_owned()),
+        _ if text.starts_with("client.") => Err("give the name without its client.".to_owned()),
+        _ => Ok(text.to_owned()),
+    }
+}
+
+/// A name of a group: letters and digits of ASCII and `. _ -`, beginning with a letter or a digit.
+///
+/// # Errors
+/// The rule that is broken.
+pub fn parse_group_name(text: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    match text.len() {
+        1..=64 if text.chars().all(allowed) && text.starts_with(|c: char| c.is_ascii_alphanumeric()) => {
+            Ok(text.to_owned())
+        }
+        _ => Err(
+            "the name of a group has 1 to 64 letters, digits and . _ -, and begins with one of the first two"
+                .to_owned(),
+        ),
     }
 }
 
@@ -260,10 +306,13 @@ mod tests {
         let parse = |text: &str| parse_image(text.into()).ok();
         assert_eq!(parse("null:1G"), Some(DriverSpec::Null(1 << 30)));
         assert_eq!(parse("./null:1G"), Some(DriverSpec::Image("./null:1G".into())));
-        for bad in ["", "null:", "ram:0", "ram:1X"] {
+        assert_eq!(parse("rbd:p/i@s"), Some(DriverSpec::Rbd("p/i@s".parse().unwrap())));
+        assert_eq!(parse("./rbd:p/i"), Some(DriverSpec::Image("./rbd:p/i".into())));
+        for bad in ["", "null:", "ram:0", "ram:1X", "rbd:", "rbd:i"] {
             assert_eq!(parse(bad), None, "{bad:?}");
         }
         assert_eq!(image_text(&DriverSpec::Ram(4096)), "ram:4K");
+        assert_eq!(image_text(&DriverSpec::Rbd("p/n/i".parse().unwrap())), "rbd:p/n/i");
     }
 
     #[test]

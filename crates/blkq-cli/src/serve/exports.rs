@@ -39,19 +39,37 @@ pub(super) fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> 
 /// Refuses if this process may not make ublk devices.
 fn check_ublk() -> Outcome {
     load_driver();
-    let check = || {
+    on_own_thread(|| {
         let unusable = |e: blkq::Error| Failure::new(format!("{e}, or use --export nbd"));
         let mut control = ControlDevice::open().map_err(unusable)?;
         match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
             true => Ok(()),
             false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),
         }
-    };
-    // The kernel's workers for a thread's ring go with it: none shall be left that is not fit to
-    // serve a block device.
-    std::thread::spawn(check)
-        .join()
-        .unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
+    })
+}
+
+/// Runs `ask` on a thread that exits then. The kernel's workers for its ring exit with it: none shall be
+/// left that is not fit to serve a block device.
+fn on_own_thread<T: Send + 'static>(ask: fn() -> Outcome<T>) -> Outcome<T> {
+    std::thread::spawn(ask).join().unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
+}
+
+/// Reduces the threads for each queue of a block device to as many as the kernel allows. Returns a
+/// warning if that is fewer.
+///
+/// # Errors
+/// If the kernel cannot be asked.
+pub(super) fn limit_threads(options: &mut AttachOptions) -> Outcome<Option<String>> {
+    let asked = options.threads_per_queue;
+    let shared = || Ok(ControlDevice::open()?.features()?.contains(Features::PER_IO_DAEMON));
+    if asked == 1 || on_own_thread(shared)? {
+        return Ok(None);
+    }
+    options.threads_per_queue = 1;
+    Ok(Some(format!(
+        "each queue is served by one thread, not {asked}: this kernel's ublk allows no more (Linux 6.16 and newer do)"
+    )))
 }
 
 /// Loads the kernel's driver where it is a module that is not loaded. A failure is reported

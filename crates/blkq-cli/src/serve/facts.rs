@@ -61,11 +61,16 @@ impl Device {
             Setting::Batching(settings.batching),
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),
+            Setting::Limit(disk.rate_limits()),
         ];
+        let member = disk.group_member();
+        let group = self.group.as_ref().map(|group| ("group", group.name().to_owned()));
+        let weight = member.map(|member| Setting::Weight(member.weight()));
         let served = !running.servers.is_empty();
         let of_nbd = [
             Setting::Pacing(self.switches.pacing.load(Relaxed)),
             Setting::ReceiveBackoff(self.switches.receive_backoff.load(Relaxed)),
+            Setting::SplitReads(self.switches.split_reads.load(Relaxed)),
         ]
         .into_iter()
         .filter(|_| served);
@@ -96,7 +101,14 @@ impl Device {
             attach_options: self.attach_options.clone(),
             capabilities: capabilities(&limits),
             settings: std::iter::once(queues)
-                .chain(settings.into_iter().chain(of_nbd).map(|setting| (setting.key(), setting.value())))
+                .chain(
+                    settings
+                        .into_iter()
+                        .chain(of_nbd)
+                        .chain(weight)
+                        .map(|setting| (setting.key(), setting.value())),
+                )
+                .chain(group)
                 .chain(dispatch)
                 .chain(ublk)
                 .chain(register_memory)

@@ -1,30 +1,94 @@
 //! The image or memory behind a device: how its driver is opened, and why it is not.
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use blkq::drivers::{self, DriverOptions, DriverSpec};
+use blkq::drivers::qcow2::BackingChain;
+use blkq::drivers::{self, DriverOptions, DriverSpec, ImageFormat};
 use blkq::{Driver, ErrorKind};
 
+use crate::confine;
 use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Export, Format, image_text};
-use crate::state::Claim;
+use crate::options::{AttachOptions, Backing, Export, Format, find_ceph_files, image_text};
+use crate::state::{Claim, DYING_WAIT};
+
+/// How long to wait for the lock of an RBD client that was killed: its cluster takes it for alive for 30 s.
+const CLIENT_DYING_WAIT: Duration = Duration::from_secs(40);
+
+/// The options with the files that Ceph's client finds in this process's environment.
+pub(super) fn with_ceph_files(options: &AttachOptions) -> AttachOptions {
+    let mut options = options.clone();
+    find_ceph_files(&mut options, |name| std::env::var_os(name));
+    options
+}
+
+/// The files and directories that Ceph's client reads, with its configuration and keyrings.
+pub(super) fn ceph_paths(options: &AttachOptions) -> Vec<PathBuf> {
+    if !matches!(options.image, DriverSpec::Rbd(_)) {
+        return Vec::new();
+    }
+    let of_files = options.ceph_conf.iter().chain(&options.ceph_keyring);
+    let directories = of_files.filter_map(|file| file.canonicalize().ok()?.parent().map(PathBuf::from));
+    let of_user = std::env::var_os("HOME").map(|home| Path::new(&home).join(".ceph"));
+    confine::READ_BY_CEPH.iter().map(PathBuf::from).chain(directories).chain(of_user).collect()
+}
+
+/// Each of [`ceph_paths`], and the files of those that are directories, as each may be a mount: a secret of a
+/// container is.
+pub(super) fn ceph_mounts(options: &AttachOptions) -> Vec<PathBuf> {
+    let files = |path: &PathBuf| {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).filter(|path| path.is_file()).collect::<Vec<_>>()
+    };
+    let mut paths = ceph_paths(options);
+    paths.extend(paths.iter().flat_map(files).collect::<Vec<_>>());
+    paths
+}
+
+/// Opens the driver. The threads of a cluster's client are made by one that is confined, and so are they.
+fn open_confined(
+    options: &AttachOptions,
+    driver_options: &DriverOptions,
+) -> Result<Box<dyn Driver>, blkq::Error> {
+    let open = || drivers::open(&options.image, driver_options);
+    if !options.sandbox || !matches!(options.image, DriverSpec::Rbd(_)) {
+        return open();
+    }
+    // Confined, nothing can be loaded any more.
+    drivers::rbd::load()?;
+    let failed = |text: String| blkq::Error::new(ErrorKind::System, text);
+    let confined = || {
+        confine::cluster(&ceph_paths(options)).map_err(|failure| failed(failure.to_string()))?;
+        open()
+    };
+    std::thread::scope(|scope| scope.spawn(confined).join())
+        .unwrap_or_else(|_| Err(failed("the thread that opens the image has exited".to_owned())))
+}
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
-/// files of a daemon that was killed only some time after the process has exited.
+/// files of a daemon that was killed only some time after the process has exited. That daemon is the `predecessor`.
 pub(super) fn open_driver(
     options: &AttachOptions,
     ublk: bool,
     wait: Duration,
+    predecessor: Option<String>,
 ) -> Result<Box<dyn Driver>, blkq::Error> {
+    let driver_options = DriverOptions { predecessor, ..driver_options(options, ublk) };
+    // A cluster notices in its own time that a client has died; other waits are of no use with it.
+    let (wait, retry) = match &options.image {
+        DriverSpec::Rbd(_) if wait >= DYING_WAIT => (CLIENT_DYING_WAIT, Duration::from_secs(1)),
+        DriverSpec::Rbd(_) => (Duration::ZERO, Duration::ZERO),
+        _ => (wait, Duration::from_millis(10)),
+    };
     let until = Instant::now() + wait;
     loop {
-        match drivers::open(&options.image, &driver_options(options, ublk)) {
+        match open_confined(options, &driver_options) {
             // Others also open a block device for a moment to learn whether it is in use.
             Err(error)
                 if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
             {
-                std::thread::sleep(Duration::from_millis(10));
+                std::thread::sleep(retry);
             }
             opened => return opened,
         }
@@ -42,11 +106,25 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
                 _ => None,
             };
             let place = place.map(|place| format!(" {place}")).unwrap_or_default();
-            format!("{place}; detach it there first, or attach with --shared on both sides")
+            match &options.image {
+                DriverSpec::Rbd(_) => "; detach it there first, or attach with --read-only".to_owned(),
+                _ => format!("{place}; detach it there first, or attach with --shared on both sides"),
+            }
         }
         ErrorKind::Claimed => "; release it there first, or attach with --shared: file systems that do not \
              know of each other destroy the data"
             .to_owned(),
+        ErrorKind::Format if options.format == Some(Format::Qcow2) => return error.into(),
+        ErrorKind::Format if has_qcow2(&options.image) => {
+            "; attach with --format qcow2 to serve the device in \
+             it, or attach with --format raw to serve its bytes as they are"
+                .to_owned()
+        }
+        ErrorKind::BackingFile => {
+            "; move it there, or attach with --backing-chain allow if you know who made \
+             the image"
+                .to_owned()
+        }
         ErrorKind::Format => "; convert it with `qemu-img convert -O raw`, or attach with --format raw to \
              serve its bytes as they are"
             .to_owned(),
@@ -55,10 +133,47 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
     Failure::new(format!("{error}{cure}"))
 }
 
+fn has_qcow2(image: &DriverSpec) -> bool {
+    matches!(image, DriverSpec::Image(path) if matches!(drivers::detect_format(path), Ok(Some("qcow2"))))
+}
+
+/// The options with the format that the image has, if that is to be found out. It is kept with the device:
+/// the writer of a raw image could give it another magic.
+///
+/// # Errors
+/// If the image cannot be opened.
+pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
+    let DriverSpec::Image(path) = &options.image else { return Ok(options) };
+    if options.format != Some(Format::Auto) {
+        return Ok(options);
+    }
+    options.format = match drivers::detect_format(path)? {
+        None => Some(Format::Raw),
+        Some("qcow2") => Some(Format::Qcow2),
+        // Rejected by its name.
+        Some(_) => None,
+    };
+    if let Some(format) = options.format {
+        let name = if format == Format::Raw { "raw" } else { "qcow2" };
+        eprintln!("blkq: {} is served as {name}", path.display());
+    }
+    options.check().map(|()| options)
+}
+
+/// Has a disk opened in the format that it was served in: the bytes of a raw image by now are those written
+/// to the device.
+pub(super) fn keep_format(options: &mut AttachOptions) {
+    if options.format != Some(Format::Qcow2) {
+        options.format = Some(Format::Raw);
+    }
+}
+
 /// Has a disk opened at the size that its block device has now.
 pub(super) fn keep_size(options: &mut AttachOptions, bytes: u64) {
     match &mut options.image {
         DriverSpec::Image(_) => options.size_limit = options.size_limit.map(|_| bytes),
+        // Its cluster has its size.
+        DriverSpec::Rbd(_) => {}
         DriverSpec::Null(size) | DriverSpec::Ram(size) => *size = bytes,
     }
 }
@@ -73,7 +188,21 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
         dispatch: options.dispatch,
         read_only: options.read_only,
         shared: options.shared,
-        raw: options.format == Some(Format::Raw),
+        // Neither the kernel nor a virtual machine notices another daemon.
+        write_through: ublk || options.exports.contains(&Export::VhostUserBlk),
+        format: match options.format {
+            Some(Format::Raw) => ImageFormat::Raw,
+            Some(Format::Qcow2) => ImageFormat::Qcow2,
+            Some(Format::Auto) | None => ImageFormat::Checked,
+        },
+        backing_chain: match options.backing_chain {
+            Backing::OwnDirectory => BackingChain::OwnDirectory,
+            Backing::Allow => BackingChain::Allow,
+        },
+        ceph_conf: options.ceph_conf.clone(),
+        ceph_keyring: options.ceph_keyring.clone(),
+        ceph_user: options.ceph_user.clone(),
+        predecessor: None,
         fault: options.fault.clone(),
     }
 }
@@ -91,10 +220,49 @@ pub(super) fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
     options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }
 
+/// Whether a daemon that is killed takes with it what a completed write changed: all of a disk in memory, and of a
+/// qcow2 image the tables since the last flush. A file system above would not notice.
+pub(super) fn is_lost_with_daemon(options: &AttachOptions) -> bool {
+    matches!(options.image, DriverSpec::Ram(_)) || options.format == Some(Format::Qcow2)
+}
+
 /// The image as another process finds it.
 pub(super) fn image_name(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.canonicalize().unwrap_or_else(|_| path.clone()).display().to_string(),
         _ => image_text(image),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::tests::options;
+
+    #[test]
+    fn mounts_that_a_ceph_client_reads_are_kept() {
+        let dir = std::env::temp_dir().join(format!("blkq-ceph-mounts-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (conf, keyring) = (dir.join("ceph.conf"), dir.join("keyring"));
+        std::fs::write(&conf, "").unwrap();
+        std::fs::write(&keyring, "").unwrap();
+        let kept = ceph_mounts(&options(&["rbd:p/i", "--ceph-conf", conf.to_str().unwrap()]));
+        for path in [dir.as_path(), &conf, &keyring, Path::new("/etc/ceph"), Path::new("/etc/resolv.conf")] {
+            assert!(kept.iter().any(|kept| kept == path), "{path:?}: {kept:?}");
+        }
+        assert_eq!(ceph_mounts(&options(&["d.img"])), Vec::<PathBuf>::new());
+        std::fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn writes_go_through_where_another_daemon_goes_on() {
+        let through = |more: &[&str], ublk| {
+            driver_options(&options(&[&["rbd:p/i"], more].concat()), ublk).write_through
+        };
+        assert!(!through(&["--export", "nbd"], false));
+        assert!(through(&["--export", "nbd", "--export", "vhost-user-blk"], false));
+        assert!(through(&["--export", "ublk"], true));
+        assert!(through(&[], true), "ublk was chosen");
+        assert!(through(&["--export", "vhost-user-blk", "--shared"], false));
     }
 }

@@ -2,52 +2,82 @@
 
 use std::path::{Path, PathBuf};
 
-use blkq_export::vhost_user::RegisterMemory;
+use blkq_export::vhost_user::RegistrationLimits;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-/// Where controllers of memory are mounted, and what their limit is called (cgroups(7)): of version 2,
-/// alone and beside version 1, and of version 1.
-const CONTROLLERS: [(&str, &str, &str); 3] = [
-    ("", "/sys/fs/cgroup", "memory.max"),
-    ("", "/sys/fs/cgroup/unified", "memory.max"),
-    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-];
+/// A controller of memory (cgroups(7)): where it is mounted, and what its files are called.
+struct Controller {
+    name: &'static str,
+    mount: &'static str,
+    limit: &'static str,
+    usage: &'static str,
+    /// The line of `memory.stat` with the bytes of files: the page cache, and memory files.
+    files: &'static str,
+}
 
-/// The limits of this process, whose engines have its capabilities unless `sandbox`. Asked before it is
-/// confined.
-pub(super) fn memory_limits(sandbox: bool) -> RegisterMemory {
+/// Of version 2, alone and beside version 1, and of version 1.
+const CONTROLLERS: [Controller; 3] =
+    [version_2("/sys/fs/cgroup"), version_2("/sys/fs/cgroup/unified"), VERSION_1];
+
+const fn version_2(mount: &'static str) -> Controller {
+    Controller { name: "", mount, limit: "memory.max", usage: "memory.current", files: "file" }
+}
+
+const VERSION_1: Controller = Controller {
+    name: "memory",
+    mount: "/sys/fs/cgroup/memory",
+    limit: "memory.limit_in_bytes",
+    usage: "memory.usage_in_bytes",
+    files: "total_cache",
+};
+
+/// The number of version 1 for no limit: all pages that there can be.
+const NO_LIMIT: u64 = i64::MAX as u64 >> 12 << 12;
+
+impl Controller {
+    /// The bytes that are left of the limit of the group in `directory`, if it has one. Files are not
+    /// subtracted: the page cache makes room, and memory that a guest had before is charged already.
+    fn left(&self, directory: &Path, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
+        let number = |file: &str| read(&directory.join(file))?.trim().parse::<u64>().ok();
+        // "max" is none.
+        let limit = number(self.limit).filter(|bytes| *bytes < NO_LIMIT)?;
+        let stat = read(&directory.join("memory.stat")).unwrap_or_default();
+        let files = stat.lines().find_map(|line| line.strip_prefix(self.files)?.trim().parse().ok());
+        let used = number(self.usage).unwrap_or(0).saturating_sub(files.unwrap_or(0));
+        Some(limit.saturating_sub(used))
+    }
+}
+
+/// The limits of this process, whose engines have its capabilities unless `sandbox`. Read before it is
+/// confined: nothing can be read later.
+pub(super) fn memory_limits(sandbox: bool) -> RegistrationLimits {
     let is_privileged =
         !sandbox && capabilities(None).is_ok_and(|has| has.effective.contains(CapabilitySet::IPC_LOCK));
     let locked_max = getrlimit(Resource::Memlock).current.filter(|_| !is_privileged);
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let read = |path: &Path| std::fs::read_to_string(path).ok();
-    RegisterMemory { locked_max, memory_max: cgroup_max(&groups, read) }
+    RegistrationLimits { locked_max, memory_left: cgroup_left(&groups, read) }
 }
 
-/// The least limit of the groups of `groups`, as /proc/self/cgroup lists them, and of those that they are
-/// in.
-fn cgroup_max(groups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
+/// The least that is left to the groups of `groups`, as /proc/self/cgroup lists them, and to those that they
+/// are in.
+fn cgroup_left(groups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
     let mut least = None;
     for line in groups.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(group)) = (fields.next(), fields.next()) else { continue };
-        for (controller, mount, file) in CONTROLLERS {
-            if !controllers.split(',').any(|one| one == controller) {
-                continue;
-            }
-            let mut directory = PathBuf::from(mount);
+        let (Some(names), Some(group)) = (fields.next(), fields.next()) else { continue };
+        for controller in CONTROLLERS.iter().filter(|it| names.split(',').any(|name| name == it.name)) {
+            let mut directory = PathBuf::from(controller.mount);
             directory.push(group.trim_start_matches('/'));
-            let limits = directory
+            let left = directory
                 .ancestors()
-                .take_while(|directory| directory.starts_with(mount))
-                // "max" is none.
-                .filter_map(|directory| read(&directory.join(file))?.trim().parse::<u64>().ok());
-            least = limits.chain(least).min();
+                .take_while(|directory| directory.starts_with(controller.mount))
+                .filter_map(|directory| controller.left(directory, &read));
+            least = left.chain(least).min();
         }
     }
-    // Version 1 has a number for no limit: all pages that there can be.
-    least.filter(|bytes| *bytes < i64::MAX as u64 >> 12 << 12)
+    least
 }
 
 #[cfg(test)]
@@ -55,20 +85,45 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_limit_of_a_group_and_those_above_counts() {
+    fn the_least_that_is_left_to_a_group_and_those_above_counts() {
         let read = |path: &Path| {
             let text = match path.to_str()? {
                 "/sys/fs/cgroup/a/b/memory.max" => "max\n",
                 "/sys/fs/cgroup/a/memory.max" => "8192\n",
                 "/sys/fs/cgroup/memory/c/memory.limit_in_bytes" => "9223372036854771712\n",
+                "/sys/fs/cgroup/memory/c/memory.usage_in_bytes" => "4096\n",
                 "/sys/fs/cgroup/memory/d/memory.limit_in_bytes" => "4096\n",
                 _ => return None,
             };
             Some(text.to_owned())
         };
-        assert_eq!(cgroup_max("0::/a/b\n", read), Some(8192));
-        assert_eq!(cgroup_max("4:memory:/c\n1:cpu:/d\n0::/\n", read), None);
-        assert_eq!(cgroup_max("4:cpu,memory:/d\n0::/a\n", read), Some(4096));
-        assert_eq!(cgroup_max("nonsense\n", read), None);
+        assert_eq!(cgroup_left("0::/a/b\n", read), Some(8192));
+        assert_eq!(cgroup_left("4:memory:/c\n1:cpu:/d\n0::/\n", read), None);
+        assert_eq!(cgroup_left("4:cpu,memory:/d\n0::/a\n", read), Some(4096));
+        assert_eq!(cgroup_left("nonsense\n", read), None);
+    }
+
+    #[test]
+    fn memory_in_use_is_not_left_but_that_of_files_is() {
+        let read = |path: &Path| {
+            let text = match path.to_str()? {
+                // Less is left above, where others use it.
+                "/sys/fs/cgroup/a/b/memory.max" => "10000\n",
+                "/sys/fs/cgroup/a/b/memory.current" => "1000\n",
+                "/sys/fs/cgroup/a/memory.max" => "20000\n",
+                "/sys/fs/cgroup/a/memory.current" => "19000\n",
+                "/sys/fs/cgroup/a/memory.stat" => "anon 12000\nfile 7000\nfile_mapped 5\n",
+                "/sys/fs/cgroup/full/memory.max" => "10000\n",
+                "/sys/fs/cgroup/full/memory.current" => "10500\n",
+                "/sys/fs/cgroup/memory/d/memory.limit_in_bytes" => "4096\n",
+                "/sys/fs/cgroup/memory/d/memory.usage_in_bytes" => "4000\n",
+                "/sys/fs/cgroup/memory/d/memory.stat" => "cache 0\ntotal_cache 1000\ntotal_rss 3000\n",
+                _ => return None,
+            };
+            Some(text.to_owned())
+        };
+        assert_eq!(cgroup_left("0::/a/b\n", read), Some(8000));
+        assert_eq!(cgroup_left("0::/full\n", read), Some(0));
+        assert_eq!(cgroup_left("4:memory:/d\n", read), Some(1096));
     }
 }

@@ -2,13 +2,15 @@
 
 use std::sync::{Arc, Weak};
 
+use blkq::StatsSnapshot;
 use blkq::clock::monotonic_ns;
+use blkq::throttle::RateLimits;
 use blkq_export::nbd::{NbdCounters, NbdServer};
 
 use super::running::Running;
 use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
-use crate::statistics::{Gate, Nbd, Statistics, VhostUser};
+use crate::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 
 /// Reads the counters of a device without keeping it from stopping.
 #[derive(Clone)]
@@ -17,12 +19,13 @@ pub struct Meter {
     opened_ns: u64,
     running: Weak<Running>,
     hangs: HangCounters,
+    group: Option<String>,
 }
 
 impl Meter {
-    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch) -> Meter {
+    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch, group: Option<String>) -> Meter {
         let (running, hangs) = (Arc::downgrade(running), hangs.counters());
-        Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs }
+        Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs, group }
     }
 
     /// Nanoseconds since the device was opened.
@@ -39,7 +42,11 @@ impl Meter {
         running.servers.iter().for_each(|server| counters += server.counters());
         let connected = running.servers.iter().map(NbdServer::connection_count).sum::<usize>() as u64;
         let gate = disk.gate_counters();
-        let mut statistics = Statistics::new(&disk.stats(), now_ns, now_ns.saturating_sub(self.opened_ns));
+        let queues: Vec<StatsSnapshot> = disk.queue_stats().collect();
+        let mut sum = StatsSnapshot::default();
+        queues.iter().for_each(|queue| sum += queue);
+        let mut statistics = Statistics::new(&sum, now_ns, now_ns.saturating_sub(self.opened_ns));
+        statistics.queues = queues.iter().map(QueueSums::new).collect();
         statistics.stalls = self.hangs.stalls();
         statistics.hang_warning_ns = self.hangs.limit().as_nanos() as u64;
         statistics.gate = Gate {
@@ -48,6 +55,17 @@ impl Meter {
             wakeups: gate.wakeups,
             grants: gate.grants,
             largest_grant: gate.largest_grant,
+        };
+        let text = |limits: RateLimits| if limits.is_none() { String::new() } else { limits.to_string() };
+        let member = disk.group_member();
+        statistics.throttle = Throttle {
+            limits: text(disk.rate_limits()),
+            group: self.group.clone(),
+            group_limits: member
+                .as_ref()
+                .and_then(|member| member.group().limits())
+                .map_or_else(String::new, |(_, limits)| text(limits)),
+            weight: member.map_or(0, |member| member.weight()),
         };
         statistics.vhost_user = running.vhost.as_ref().map(|vhost| VhostUser {
             connected: vhost.connection_count() as u64,

@@ -11,12 +11,16 @@ mod rehearsal;
 mod rejections;
 mod running;
 mod settings;
+mod trace;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
@@ -26,6 +30,7 @@ use blkq_export::vhost_user::VhostUserDevice;
 use crate::autoclear::Autoclear;
 use crate::confine::{self, Confinement, Needs};
 use crate::failure::{Failure, Outcome};
+use crate::group::Joined;
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::log;
@@ -38,12 +43,20 @@ use crate::statistics::Statistics;
 use meter::Meter;
 use running::{Running, busy};
 
+pub use image::find_format;
 pub use rehearsal::{check_successor, check_take_over};
+
+/// How long a device that stops waits for commands that use it.
+const USERS_WAIT: Duration = Duration::from_secs(1);
+/// How long the last flush before another daemon may take.
+const FLUSH_WAIT: Duration = Duration::from_secs(30);
 
 /// A device being served, until it is stopped.
 pub struct Device {
     name: String,
     image: String,
+    /// Whether completed writes, or all data, are in the memory of this process only.
+    lost_with_daemon: bool,
     state_directory: PathBuf,
     warnings: Vec<String>,
     /// Why it has no node in /dev, though none was declined.
@@ -63,6 +76,8 @@ pub struct Device {
     block_device_stopped: AtomicBool,
     /// Readable when the kernel rejected a command of its queues.
     failure_event: Arc<OwnedFd>,
+    /// Readable when the image may have changed its size by itself.
+    size_event: Arc<OwnedFd>,
     /// The groups of settings that it has.
     has: SettingGroups,
     /// And what was changed since it was attached, by its last value, as the state file has it.
@@ -70,6 +85,10 @@ pub struct Device {
     certificates: Option<TlsCertificates>,
     rejection_event: Arc<OwnedFd>,
     switches: Arc<NbdSwitches>,
+    /// The process that traces it.
+    traced_by: Mutex<Option<String>>,
+    /// Its group, if it is in one.
+    group: Option<Joined>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
@@ -139,6 +158,25 @@ impl Device {
         &self.failure_event
     }
 
+    /// Readable when [`Device::follow_size`] may have something to do.
+    pub fn size_event(&self) -> &OwnedFd {
+        &self.size_event
+    }
+
+    /// Takes over the size that the image has now, if it is another one, and returns it.
+    ///
+    /// # Errors
+    /// As [`Device::resize`].
+    pub fn follow_size(&self) -> Outcome<Option<u64>> {
+        let running = self.running()?;
+        if running.disk.prepare_resize(None)? == running.disk.limits().size_bytes() {
+            return Ok(None);
+        }
+        drop(running);
+        // A smaller one is a fact: what is beyond it is no longer there.
+        self.resize(None, true, None).map(Some)
+    }
+
     /// Why the block device lost a tag: its requests can be answered by another daemon only.
     pub fn take_failure(&self) -> Option<Failure> {
         let _ = rustix::io::read(&self.failure_event, &mut [0; 8]);
@@ -184,6 +222,7 @@ impl Device {
             exports: info.exports,
             attach_options: self.attach_options.clone(),
             ublk: block_device,
+            owner: running.disk.driver().owner(),
             settings: self.settings().clone(),
         })
     }
@@ -241,6 +280,8 @@ impl Device {
         if !force {
             running.check_no_clients()?;
         }
+        // Clients that are dropped wait for their I/O in flight; if the device stays, the limits count again.
+        let _unlimited = running.disk.bypass_limits();
         if let Some(ublk) = &running.ublk {
             ublk.stop(force).map_err(Failure::unless_forced)?;
             self.block_device_stopped.store(true, SeqCst);
@@ -265,7 +306,8 @@ impl Device {
     /// in flight is reissued.
     ///
     /// # Errors
-    /// If there is none that could be left; the device keeps running.
+    /// If there is none that could be left; the device keeps running. If its last writes cannot be made durable; this
+    /// daemon stays then, without clients.
     pub fn leave(&self) -> Outcome {
         let running = self.running()?;
         if let (None, Some(vhost)) = (&running.ublk, &running.vhost) {
@@ -278,27 +320,31 @@ impl Device {
         }
         // A client that connects from here on is turned away.
         let _unused = (running.pause_servers()?, running.pause_guest()?);
+        let _unlimited = running.disk.bypass_limits();
         running.close_servers();
         if let Some(ublk) = &running.ublk {
             ublk.quiesce(&running.disk);
         }
-        Ok(())
+        release(&running)
     }
 
     /// Closes a device whose virtual machine connects to the next daemon.
-    fn leave_guest(&self, running: &Running, vhost: &VhostUserDevice) -> Outcome {
-        if self.image.starts_with("ram:") {
-            return Err(Failure::new("its data is in the memory of its daemon, and would be lost"));
+    fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
+        if self.lost_with_daemon {
+            return Err(Failure::new(
+                "data of its image is in the memory of its daemon, and would be lost; detach it, and attach it again",
+            ));
         }
         // A client that connects from here on is turned away.
         let _unused = running.pause_servers()?;
+        let _unlimited = running.disk.bypass_limits();
         vhost.stop_for_next().map_err(|_| {
             Failure::new(
                 "its virtual machine keeps no record of requests in flight, and cannot go on with another daemon; remove the disk there first",
             )
         })?;
         running.close_servers();
-        Ok(())
+        release(running)
     }
 
     /// Makes what was written durable.
@@ -318,7 +364,13 @@ impl Device {
         drop(self.background().take());
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(running) = running else { return Ok(()) };
+        let _unlimited = running.disk.bypass_limits();
         let flushed = running.flush();
+        // The last one that uses the image closes it, and this process is about to exit.
+        let until = Instant::now() + USERS_WAIT;
+        while Arc::strong_count(&running) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         drop(running);
         flushed
     }
@@ -333,6 +385,63 @@ impl BackgroundThreads {
     }
 }
 
+/// Releases the image, which has no clients any more, for the next daemon. One that finds it locked all the same
+/// breaks the lock, or waits.
+///
+/// # Errors
+/// If the last writes of the clients cannot be made durable: the next daemon would not know, and answer flushes
+/// without an error.
+fn release(running: &Arc<Running>) -> Outcome {
+    flush_within(running, FLUSH_WAIT).inspect_err(|failure| {
+        log::line(&format!("not left to another daemon, which would not know of it: {failure}"));
+    })?;
+    if let Err(error) = running.disk.release() {
+        log::line(&format!("the image is left as if this daemon were killed: {error}"));
+    }
+    Ok(())
+}
+
+/// Flushes; a flush that is not answered is left to itself.
+fn flush_within(running: &Arc<Running>, wait: Duration) -> Outcome {
+    let (sender, flushed) = channel();
+    let running = running.clone();
+    let flush = move || _ = sender.send(running.flush());
+    thread::Builder::new()
+        .name("blkq-flush".to_owned())
+        .spawn(flush)
+        .map_err(|e| Failure::new(format!("flush: {e}")))?;
+    flushed
+        .recv_timeout(wait)
+        .unwrap_or_else(|_| Err(Failure::new(format!("flush: no answer within {} s", wait.as_secs()))))
+}
+
 fn stopping() -> Failure {
     Failure::new("the device is stopping")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::tests::options;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn a_device_has_stopped_when_no_command_uses_it_any_more() {
+        let dir = scratch("users");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        device.close(true).unwrap();
+        let used = device.running().unwrap();
+        let disk = Arc::downgrade(&used.disk);
+        let user = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            drop(used);
+        });
+        device.stop().unwrap();
+        assert!(disk.upgrade().is_none(), "the image is closed");
+        user.join().unwrap();
+        drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
 }

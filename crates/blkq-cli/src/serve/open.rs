@@ -5,15 +5,19 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use blkq::drivers::DriverSpec;
+use blkq::drivers::{self, DriverSpec};
+use blkq::throttle::WEIGHT_DEFAULT;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
 use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
 use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-use super::exports::{choose_exports, no_block_device, not_taken_over, size_of};
-use super::image::{absolute, image_name, keep_size, open_driver, refusal, serves_bytes};
+use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
+use super::image::{
+    absolute, ceph_mounts, image_name, is_lost_with_daemon, keep_format, keep_size, open_driver, refusal,
+    serves_bytes, with_ceph_files,
+};
 use super::listen::{
     addresses, directories_of, listen_at, no_server, tls, vhost_address, warn_of_access,
     warn_of_closed_directories,
@@ -25,12 +29,14 @@ use super::{BackgroundThreads, Device, Meter, rejections};
 use crate::access::socket_access;
 use crate::autoclear::{Autoclear, new_event};
 use crate::confine::{self, Confinement, Needs};
-use crate::descriptors::clients_max;
+use crate::descriptors::{clients_max, reserve};
 use crate::failure::{Failure, Outcome};
+use crate::group::Joined;
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
+use crate::log;
 use crate::metrics::Endpoint;
-use crate::options::{AttachOptions, Export, Format, Record};
+use crate::options::{AttachOptions, Export, Record};
 use crate::settings::SettingGroups;
 use crate::state::{Claim, DYING_WAIT, StateDir};
 
@@ -53,13 +59,16 @@ impl Device {
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
     pub fn open(options: &AttachOptions, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Device> {
+        let options = &with_ceph_files(options);
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
-        // Memory is lost with the daemon, and so shall the device be.
-        let recoverable = !matches!(options.image, DriverSpec::Ram(_));
+        let recoverable = !is_lost_with_daemon(options);
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let opened =
-            open_driver(options, exports.ublk, wait).map_err(|error| refusal(error, options, claim))?;
+        let open = || {
+            let predecessor = claim.owner_before(&image_name(&options.image));
+            let opened = open_driver(options, exports.ublk, wait, predecessor);
+            opened.map_err(|error| refusal(error, options, claim))
+        };
         let identity = Identity::of_new();
         let intent = StateFile {
             name: claim.name().to_owned(),
@@ -68,23 +77,36 @@ impl Device {
             exports: Vec::new(),
             attach_options: Some(Record::new(&absolute(options)?)?),
             ublk: exports.ublk.then(|| BlockDevice::new(identity)),
+            owner: None,
             settings: Vec::new(),
         };
+        let mut options = options.clone();
+        let fewer_threads = if exports.ublk { limit_threads(&mut options)? } else { None };
+        let options = &options;
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
                 let Some((setup, users)) = children else { return Ok(None) };
                 // Written before there is one: if this daemon is killed meanwhile, there is nothing
                 // that no state file has.
-                claim.write_state(&intent)?;
-                let (partscan, copy) = (!options.partscan.refused, options.copy.mode());
-                let options =
-                    UblkOptions { identity, recoverable, partscan, copy, setup, users, failure_event };
+                claim.write_state(&StateFile { owner: disk.driver().owner(), ..intent.clone() })?;
+                let copy = options.copy.mode();
+                let options = UblkOptions {
+                    identity,
+                    recoverable,
+                    partscan: !options.partscan.refused,
+                    copy,
+                    threads_per_queue: options.threads_per_queue,
+                    setup,
+                    users,
+                    failure_event,
+                };
                 let started = UblkDevice::start(disk, engines, options);
                 Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
             };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(options, claim)? };
-        let mut device = Device::serve(options, claim, opened, sockets, intent.clone(), attach)?;
+        let mut device = Device::serve(options, claim, open, sockets, intent.clone(), false, attach)?;
         device.fallback = exports.no_ublk;
+        device.warnings.extend(fewer_threads);
         Ok(device)
     }
 
@@ -97,42 +119,52 @@ impl Device {
         let Some(block_device) = state.ublk.take() else {
             return Err(Failure::new("there is no block device to take over"));
         };
+        let options = &with_ceph_files(options);
         let identity = block_device.identity();
         state.ublk = Some(BlockDevice::new(identity));
         state.attach_options = Some(Record::new(&absolute(options)?)?);
         let mut options = options.clone();
-        // Its bytes by now are those written to the device.
-        options.format = Some(Format::Raw);
+        let fewer_threads = limit_threads(&mut options)?;
+        let threads = options.threads_per_queue;
+        keep_format(&mut options);
         let bytes = size_of(identity)?;
         keep_size(&mut options, bytes);
         let nbd = options.exports.contains(&Export::Nbd);
         let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
-                let Some((setup, users)) = children else { return Ok(None) };
+                let Some(children) = children else { return Ok(None) };
                 // The image has grown, and the kernel was not notified.
                 if disk.limits().size_bytes() > bytes {
                     disk.resize(Some(bytes))?;
                 }
-                let taken_over = UblkDevice::take_over(identity, disk, engines, setup, users, failure_event);
+                let taken_over =
+                    UblkDevice::take_over(identity, disk, engines, threads, children, failure_event);
                 Ok(Some(taken_over.map_err(not_taken_over)?))
             };
-        let opened =
-            open_driver(&options, true, DYING_WAIT).map_err(|error| refusal(error, &options, claim))?;
+        let predecessor = state.owner.take();
+        let open = || {
+            let opened = open_driver(&options, true, DYING_WAIT, predecessor.clone());
+            opened.map_err(|error| refusal(error, &options, claim))
+        };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
-        Device::serve(&options, claim, opened, sockets, state, attach)
+        let mut device = Device::serve(&options, claim, open, sockets, state, true, attach)?;
+        device.warnings.extend(fewer_threads);
+        Ok(device)
     }
 
-    /// Serves `driver` with the settings of `state`.
+    /// Serves the driver that `open` opens, with the settings of `state`; without its group if it
+    /// `is_successor` of a daemon and cannot join.
     ///
     /// # Errors
     /// As [`Device::open`].
     pub(super) fn serve(
         options: &AttachOptions,
         claim: &Claim,
-        driver: Box<dyn Driver>,
+        open: impl Fn() -> Outcome<Box<dyn Driver>>,
         sockets: Sockets,
         state: StateFile,
+        is_successor: bool,
         attach: impl FnOnce(
             &Arc<Disk>,
             &[EngineHandle],
@@ -149,20 +181,10 @@ impl Device {
         kept.put_into(&mut options);
         let options = &options;
         let autoclear = Autoclear::new(options.autoclear)?;
-        let driver_name = driver.name();
-        let disk = Disk::builder(driver)
-            .name(name)
-            .queues(usize::from(options.queues))
-            .depth(options.depth)
-            .scheduler(options.scheduler.kind())
-            .merge(options.merge)
-            .early_submission(options.early_submission)
-            .batching(options.batching)
-            .iostats(options.iostats)
-            .clock(options.clock)
-            .read_only(options.read_only)
-            .build()?;
-        kept.set(&disk);
+        // The client of a cluster has threads, and they are to be made after all processes; a file may be on a
+        // mount that goes with them.
+        let is_file = !matches!(options.image, DriverSpec::Rbd(_));
+        let opened = is_file.then(&open).transpose()?;
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         // Before the mounts that these are on may go.
         let tls = tls(options)?;
@@ -181,7 +203,12 @@ impl Device {
                 },
             ));
             kept.extend(needs.read.iter().cloned());
+            kept.extend(ceph_mounts(options));
             kept.extend(options.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
+            if !is_file {
+                // Its libraries may be on a mount that goes, too; and they make no threads by themselves.
+                drivers::rbd::load()?;
+            }
             // Before there are other threads.
             process::prepare(&kept)?;
             let sandbox = options.sandbox;
@@ -193,6 +220,47 @@ impl Device {
             let users = unsafe { IdleWatch::fork(autoclear.idle_event(), confine) }?;
             children = Some((setup, users));
         }
+        let driver = opened.map_or_else(open, Ok)?;
+        let driver_name = driver.name();
+        let disk = Disk::builder(driver)
+            .name(name)
+            .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
+            .depth(options.depth)
+            .scheduler(options.scheduler.kind())
+            .merge(options.merge)
+            .early_submission(options.early_submission)
+            .batching(options.batching)
+            .iostats(options.iostats)
+            .clock(options.clock)
+            .read_only(options.read_only)
+            .rate_limits(options.limit)
+            .build()?;
+        let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
+        // No child has its open file, which a member that died must not leave locked.
+        let mut group = None;
+        let mut warnings = Vec::new();
+        match options.group.as_ref().map(|group| Joined::open(claim.dir(), group, name, weight)) {
+            Some(Ok((joined, member))) => {
+                disk.join_group(member);
+                group = Some(joined);
+            }
+            // Its users wait for I/O, and a group is not worth that.
+            Some(Err(failure)) if is_successor => {
+                let warning = format!("only its own limits count, as it could not join its group: {failure}");
+                log::line(&format!("warning: {warning}"));
+                warnings.push(warning);
+            }
+            Some(Err(failure)) => return Err(failure),
+            None => {}
+        }
+        kept.set(&disk);
+        let size_event = match disk.driver().size_event() {
+            Some(event) => {
+                let cloned = event.try_clone_to_owned();
+                Arc::new(cloned.map_err(|e| Failure::new(format!("an eventfd: {e}")))?)
+            }
+            None => new_event()?,
+        };
         let engines =
             start_engines(&disk, options.sandbox, block_device.is_some() && !options.partscan.refused)?;
         let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
@@ -208,12 +276,28 @@ impl Device {
         };
         let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
         let closed = warn_of_closed_directories(listen.iter().chain(&vhost_listen), access);
+        let rejection_event = rejections::event()?;
+        let vhost = vhost_listen.map(|listen| {
+            let vhost_options = VhostUserOptions {
+                serial: name.to_owned(),
+                access,
+                idle_event: Some(autoclear.idle_event().clone()),
+                report_event: Some(rejection_event.clone()),
+                register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
+            };
+            VhostUserDevice::listen(listen, vhost_options, &disk, &handles)
+        });
+        let vhost = vhost.transpose()?;
+        // Later it could make no ring; and clients get the descriptors that are left.
+        let reserved = reserve();
+        let prepared = vhost.iter().filter(|_| options.sandbox).try_for_each(VhostUserDevice::prepare);
+        drop(reserved);
         let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, listen.len());
-        let rejection_event = rejections::event()?;
         let switches = Arc::new(NbdSwitches {
             pacing: options.pacing.into(),
             receive_backoff: options.receive_backoff.into(),
+            split_reads: options.split_reads.into(),
         });
         let nbd_options = NbdOptions {
             exports: vec![export],
@@ -231,30 +315,13 @@ impl Device {
         };
         // Made before the servers, so that these stop first if one of them does not start.
         let unaligned = nbd_options.unaligned.clone();
-        let mut running =
-            Running { servers: Vec::new(), vhost: None, ublk: None, _engines: engines, disk, unaligned };
+        let mut running = Running { servers: Vec::new(), vhost, ublk: None, engines, disk, unaligned };
         for listen in listen {
             match NbdServer::start(listen, nbd_options.clone(), &handles) {
                 Ok(server) => running.servers.push(server),
                 Err(error) => {
                     running.close_servers();
                     return Err(no_server(error));
-                }
-            }
-        }
-        if let Some(listen) = vhost_listen {
-            let vhost_options = VhostUserOptions {
-                serial: name.to_owned(),
-                access,
-                idle_event: Some(autoclear.idle_event().clone()),
-                report_event: Some(rejection_event.clone()),
-                register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
-            };
-            match VhostUserDevice::listen(listen, vhost_options, &running.disk, &handles) {
-                Ok(device) => running.vhost = Some(device),
-                Err(error) => {
-                    running.close_servers();
-                    return Err(error.into());
                 }
             }
         }
@@ -268,25 +335,36 @@ impl Device {
         }
         needs.block_device =
             running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
-        let mut warnings = kept.warnings;
+        warnings.extend(kept.warnings);
         if connections_max < connections_wanted && !running.servers.is_empty() {
             warnings.push(format!(
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
             ));
         }
+        warnings.extend(
+            prepared
+                .err()
+                .map(|error| format!("some queues of virtual machines, or all, are not served: {error}")),
+        );
         warnings.extend(warn_of_access(options, &nbd_options, &running.servers, running.vhost.as_ref()));
         warnings.extend(closed);
         if options.partscan.wanted && !running.exports().iter().any(|export| export.starts_with("/dev/")) {
             warnings.push(NO_PARTITION_SCAN.to_owned());
         }
         let running = Arc::new(running);
-        let meter = Meter::new(name, &running, &background.hangs);
+        let meter = Meter::new(
+            name,
+            &running,
+            &background.hangs,
+            group.as_ref().map(|group| group.name().to_owned()),
+        );
         if let Some(endpoint) = &background.metrics {
             warnings.extend(endpoint.warning().map(str::to_owned));
         }
         Ok(Device {
             name: name.to_owned(),
             image,
+            lost_with_daemon: is_lost_with_daemon(options),
             state_directory: claim.dir().path().to_owned(),
             warnings,
             fallback: None,
@@ -300,11 +378,14 @@ impl Device {
             block_device,
             block_device_stopped: AtomicBool::new(false),
             failure_event,
+            size_event,
             has,
             settings: Mutex::new(settings),
             certificates,
             rejection_event,
             switches,
+            traced_by: Mutex::new(None),
+            group,
             running: Mutex::new(Some(running)),
         })
     }

@@ -7,11 +7,13 @@ use blkq::ErrorKind;
 use blkq::drivers::{self, DriverSpec};
 
 use super::exports::size_of;
-use super::image::{driver_options, keep_size};
+use super::image::{driver_options, keep_format, keep_size};
 use super::listen::tls;
 use crate::failure::{Failure, Outcome};
+use crate::group::GroupFile;
 use crate::info::BlockDevice;
 use crate::options::{AttachOptions, Format};
+use crate::state::StateDir;
 
 /// Checks what this program needs to take `block_device` over, attached with `options`: the kernel's
 /// device, the image and the certificates. Nothing is changed.
@@ -23,19 +25,25 @@ pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> O
     check(options, bytes)
 }
 
-/// As [`check_take_over`], for a device of `bytes` without a block device.
+/// As [`check_take_over`], for a device of `bytes` without a block device: it is attached anew, and fails
+/// without its group.
 ///
 /// # Errors
 /// The reason why this program could not serve it.
-pub fn check_successor(options: &AttachOptions, bytes: u64) -> Outcome {
+pub fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
+    if let Some(group) = &options.group {
+        GroupFile::open(dir, group)?;
+    }
     check(options, bytes)
 }
 
 fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     let mut options = options.clone();
-    options.format = Some(Format::Raw);
+    keep_format(&mut options);
     keep_size(&mut options, bytes);
-    if let DriverSpec::Image(path) = &options.image {
+    if let DriverSpec::Image(path) = &options.image
+        && options.format == Some(Format::Raw)
+    {
         check_size(path, options.offset, bytes)?;
     }
     tls(&options)?;
@@ -63,6 +71,17 @@ fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
 mod tests {
     use super::*;
     use crate::options::tests::options;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn a_device_that_is_attached_anew_needs_its_group() {
+        let dir = scratch("rehearsal-group");
+        let options = options(&["ram:1M", "--export", "nbd", "--group", "g"]);
+        assert!(check_successor(&dir, &options, 1 << 20).unwrap_err().to_string().contains("no group g"));
+        GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
+        assert_eq!(check_successor(&dir, &options, 1 << 20), Ok(()));
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
 
     #[test]
     fn an_image_that_cannot_be_taken_over_is_rejected_beforehand() {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use blkq::{Disk, EngineThread};
+use blkq::{Disk, EngineHandle, EngineThread};
 use blkq_export::nbd::{ConnectionInfo, NbdServer, Paused, RangeLock};
 use blkq_export::ublk::{Claimed, UblkDevice};
 use blkq_export::vhost_user::{self, VhostUserDevice};
@@ -15,7 +15,7 @@ pub(super) struct Running {
     pub(super) vhost: Option<VhostUserDevice>,
     pub(super) ublk: Option<UblkDevice>,
     /// One per hardware queue. They stop with the last use of this, before the disk.
-    pub(super) _engines: Vec<EngineThread>,
+    pub(super) engines: Vec<EngineThread>,
     pub(super) disk: Arc<Disk>,
     /// The lock of its servers, if they serve parts of blocks.
     pub(super) unaligned: Option<Arc<RangeLock>>,
@@ -28,6 +28,11 @@ pub(super) struct Unused<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'a>>, Op
 impl Running {
     pub(super) fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
         self.servers.iter().flat_map(NbdServer::connections)
+    }
+
+    /// Its engines.
+    pub(super) fn handles(&self) -> Vec<EngineHandle> {
+        self.engines.iter().map(|engine| engine.handle().clone()).collect()
     }
 
     /// Clients that are connected: of NBD, and a virtual machine.

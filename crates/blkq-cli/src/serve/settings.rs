@@ -43,11 +43,14 @@ impl Device {
                 }
                 self.autoclear.set(*on);
             }
-            Setting::Pacing(_) | Setting::ReceiveBackoff(_) if running.servers.is_empty() => {
+            Setting::Pacing(_) | Setting::ReceiveBackoff(_) | Setting::SplitReads(_)
+                if running.servers.is_empty() =>
+            {
                 return Err(Failure::new("it is for NBD, over which the device is not served"));
             }
             Setting::Pacing(on) => self.switches.pacing.store(*on, Relaxed),
             Setting::ReceiveBackoff(on) => self.switches.receive_backoff.store(*on, Relaxed),
+            Setting::SplitReads(on) => self.switches.split_reads.store(*on, Relaxed),
             Setting::ReadOnly(on) => set_read_only(&running, *on)?,
             _ => set_disk(&running.disk, setting)?,
         }
@@ -90,12 +93,19 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
         Setting::EarlySubmission(on) => disk.set(blkq::Setting::EarlySubmission(*on)),
         Setting::ReadOnly(on) => disk.set(blkq::Setting::ReadOnly(*on)),
         Setting::Scheduler(kind) => disk.set(blkq::Setting::Scheduler(*kind)),
+        Setting::Limit(limits) => {
+            disk.set_rate_limits(limits);
+            Ok(())
+        }
+        Setting::Weight(weight) => disk.group_member().map_or(Ok(()), |member| member.set_weight(*weight)),
         Setting::DirectIo(mode) => disk.set_driver(&LoopSetting::DirectIo(*mode)),
         Setting::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),
         Setting::Fault(spec) => disk.set_driver(spec),
-        Setting::Autoclear(_) | Setting::HangWarning(_) | Setting::Pacing(_) | Setting::ReceiveBackoff(_) => {
-            Ok(())
-        }
+        Setting::Autoclear(_)
+        | Setting::HangWarning(_)
+        | Setting::Pacing(_)
+        | Setting::ReceiveBackoff(_)
+        | Setting::SplitReads(_) => Ok(()),
     };
     changed.map_err(not_set)
 }
@@ -137,6 +147,7 @@ impl Kept {
                 Setting::HangWarning(limit) => options.hang_warning = *limit,
                 Setting::Pacing(on) => options.pacing = *on,
                 Setting::ReceiveBackoff(on) => options.receive_backoff = *on,
+                Setting::SplitReads(on) => options.split_reads = *on,
                 _ => {}
             }
         }
@@ -158,6 +169,7 @@ mod tests {
 
     use super::super::open::Sockets;
     use super::*;
+    use crate::group::GroupFile;
     use crate::options::tests::options;
     use crate::serve::image::open_driver;
     use crate::state::parse_state;
@@ -178,9 +190,9 @@ mod tests {
         state.ublk = None;
 
         let claim = dir.claim("kept").unwrap();
-        let driver = open_driver(&options, false, Duration::ZERO).unwrap();
+        let open = || Ok(open_driver(&options, false, Duration::ZERO, None)?);
         let device =
-            Device::serve(&options, &claim, driver, Sockets::default(), state, |_, _, _, _| Ok(None))
+            Device::serve(&options, &claim, open, Sockets::default(), state, true, |_, _, _, _| Ok(None))
                 .unwrap();
         let info = device.info().unwrap();
         let now = |key: &str| {
@@ -196,6 +208,7 @@ mod tests {
                 // Without a server it is not reported.
                 "pacing" => assert!(!device.switches.pacing.load(Relaxed)),
                 "receive-backoff" => assert!(!device.switches.receive_backoff.load(Relaxed)),
+                "split-reads" => assert!(!device.switches.split_reads.load(Relaxed)),
                 "colour" | "depth-of-sea" | "scheduler-of-old" => {
                     let warning =
                         format!("{key}={value} was set before and cannot be set again: no such setting");
@@ -220,6 +233,40 @@ mod tests {
         device.close(true).unwrap();
         device.stop().unwrap();
         drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_successor_whose_group_is_damaged_serves_without_it() {
+        let dir = scratch("groupless");
+        dir.create().unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox", "--group", "g"]);
+        let claim = dir.claim("groupless").unwrap();
+        let serve = |is_successor| {
+            let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
+            (state.ublk, state.settings) = (None, Vec::new());
+            let open = || Ok(open_driver(&options, false, Duration::ZERO, None)?);
+            let attach = |_: &_, _: &[_], _, _| Ok(None);
+            Device::serve(&options, &claim, open, Sockets::default(), state, is_successor, attach)
+        };
+        // There is none; it is empty.
+        for why in ["there is no group g", "group g is damaged"] {
+            assert!(serve(false).err().unwrap().to_string().starts_with(why));
+            let device = serve(true).unwrap();
+            let info = device.info().unwrap();
+            assert!(info.warnings.iter().any(|line| line.contains(why)), "{:?}", info.warnings);
+            assert!(info.settings.iter().all(|(key, _)| key != "group"), "{:?}", info.settings);
+            device.close(true).unwrap();
+            device.stop().unwrap();
+            GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
+            std::fs::File::options()
+                .write(true)
+                .open(dir.path().join("groups/g"))
+                .unwrap()
+                .set_len(0)
+                .unwrap();
+        }
+        drop(claim);
         std::fs::remove_dir_all(dir.path()).unwrap();
     }
 }

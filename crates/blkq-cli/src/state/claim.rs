@@ -148,10 +148,17 @@ pub struct Claim {
     kept: bool,
     /// The log of the daemon before stays when it is dropped.
     old_log_kept: bool,
-    /// The image of the daemon that had the name and died.
-    after: Option<String>,
+    /// The daemon that had the name and died.
+    after: Option<Before>,
     /// Locked; the kernel unlocks it when this process exits, in any way.
     lock: File,
+}
+
+/// A daemon that died: what it served, and [`StateFile::owner`].
+#[derive(Debug)]
+struct Before {
+    image: String,
+    owner: Option<String>,
 }
 
 impl Claim {
@@ -182,7 +189,9 @@ impl Claim {
                 _ => continue,
             }
             let state = read_state(&dir.file(name, ".json"));
-            let after = state.as_ref().map(|state| state.image.clone());
+            let before =
+                |state: &StateFile| Before { image: state.image.clone(), owner: state.owner.clone() };
+            let after = state.as_ref().map(before);
             let orphan = orphan(state)?;
             if orphan.is_none() {
                 if create {
@@ -221,7 +230,12 @@ impl Claim {
 
     /// Whether the daemon that had the name before served `image` and died: its last I/O may be in flight.
     pub fn is_after(&self, image: &str) -> bool {
-        self.after.as_deref() == Some(image)
+        self.after.as_ref().is_some_and(|before| before.image == image)
+    }
+
+    /// As the backing store of `image` knew that daemon ([`StateFile::owner`]).
+    pub fn owner_before(&self, image: &str) -> Option<String> {
+        self.after.as_ref().filter(|before| before.image == image)?.owner.clone()
     }
 
     /// The path of one of the device's files.

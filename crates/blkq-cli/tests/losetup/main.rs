@@ -42,14 +42,6 @@ impl Place {
         self.losetup(&["-n", "-O", column, device]).trim().to_owned()
     }
 
-    /// Waits until the server has seen that its clients, which may have exited, are disconnected: with
-    /// one left it neither shrinks nor detaches.
-    fn wait_for_no_clients(&self, device: &str) {
-        wait_until("the clients are disconnected", || {
-            self.json(&["show", device, "--json"])["clients"].as_array().unwrap().is_empty()
-        });
-    }
-
     /// Several commands at the same moment.
     fn at_once(&self, lines: &[Vec<&str>]) -> Vec<Output> {
         let start = |words: &Vec<&str>| {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 /// Standard error without the line that a command prints while a busy machine makes it wait.
-fn without_waiting(stderr: Vec<u8>) -> String {
+pub fn without_waiting(stderr: Vec<u8>) -> String {
     let text = String::from_utf8(stderr).unwrap();
     text.split_inclusive('\n').filter(|line| !line.contains(": waiting for ")).collect()
 }
@@ -60,9 +60,14 @@ impl Place {
         self.command(words).output().unwrap()
     }
 
-    /// Standard output of a command that must succeed and print nothing else.
+    /// Standard output of a command that must succeed and print nothing else. One that wants no clients is
+    /// repeated: the server notices a little later that they have exited.
     pub fn done(&self, words: &[&str]) -> String {
-        let output = self.run(words);
+        let has_clients = |output: &Output| String::from_utf8_lossy(&output.stderr).contains(" connected; ");
+        let (until, mut output) = (Instant::now() + Duration::from_secs(60), self.run(words));
+        while has_clients(&output) && Instant::now() < until {
+            output = self.run(words);
+        }
         let errors = without_waiting(output.stderr);
         // losetup has no option to choose NBD, and reports what this machine's kernel lacks.
         let is_said = |line: &&str| words[0] == "losetup" && line.contains("served over NBD, without a node");

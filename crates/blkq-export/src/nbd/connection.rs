@@ -189,6 +189,12 @@ impl Connection {
         if self.stream.is_handshake_offloaded() {
             return;
         }
+        if let Phase::Transmission(requests) = &mut self.phase {
+            match self.closing {
+                Closing::Broken => requests.abandon_parts(),
+                _ => requests.begin_parts(self.stream.replies(), shared, cx),
+            }
+        }
         let mut hungry = self.parse(shared, cx);
         while hungry && self.decrypt() {
             hungry = self.parse(shared, cx);

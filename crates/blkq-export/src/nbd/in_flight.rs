@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::proto::Command;
 use super::reply::ReplyTo;
+use super::split::Part;
 use super::transmission::Request;
 
 /// A request that the block layer, or the worker, has.
@@ -14,13 +15,15 @@ pub(super) struct InFlight {
     pub to: ReplyTo,
     /// In bytes.
     pub length: u64,
+    /// The part of a read that it is.
+    pub part: Option<Part>,
 }
 
 impl InFlight {
     /// `request` of `connection`.
     pub fn new(connection: u32, request: &Request) -> InFlight {
         let to = ReplyTo { cookie: request.cookie, offset: request.offset };
-        InFlight { connection, command: request.command, to, length: request.length }
+        InFlight { connection, command: request.command, to, length: request.length, part: None }
     }
 }
 
@@ -102,6 +105,7 @@ mod tests {
             command,
             to: ReplyTo { cookie: 0, offset },
             length,
+            part: None,
         };
         let read = table.remember(in_flight(Command::Read, 0, 8192));
         let write = table.remember(in_flight(Command::Write, 1024, 1024));

@@ -23,6 +23,7 @@ mod requests;
 mod server;
 mod shared;
 mod source;
+mod split;
 mod status;
 mod stream;
 mod tls;

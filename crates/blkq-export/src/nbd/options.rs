@@ -81,12 +81,17 @@ pub struct NbdSwitches {
     /// Requests of a client that is busy reading replies are left to gather for a moment
     /// ([`NbdCounters::receive_backoffs`](super::NbdCounters::receive_backoffs)).
     pub receive_backoff: AtomicBool,
+    /// Large reads are done in parts, for clients that understand that
+    /// ([`NbdCounters::split_reads`](super::NbdCounters::split_reads)). Connections keep
+    /// what it was when they opened.
+    pub split_reads: AtomicBool,
 }
 
 impl Default for NbdSwitches {
     /// All on.
     fn default() -> NbdSwitches {
-        NbdSwitches { pacing: AtomicBool::new(true), receive_backoff: AtomicBool::new(true) }
+        let on = || AtomicBool::new(true);
+        NbdSwitches { pacing: on(), receive_backoff: on(), split_reads: on() }
     }
 }
 

@@ -9,6 +9,8 @@ use crate::buffers::BufferPool;
 
 /// Room for headers that is kept for the next time, in bytes.
 const HEADERS_KEPT_BYTES: usize = 64 << 10;
+/// Iovecs that the kernel takes at once (`UIO_MAXIOV`).
+const IOVECS_MAX: usize = 1024;
 
 struct Content {
     /// Headers up to here go before it.
@@ -17,7 +19,7 @@ struct Content {
     part: Range<usize>,
 }
 
-/// Replies gathered, then sent. At most two iovecs per reply; the kernel takes 1024.
+/// Replies gathered, then sent.
 pub struct Outgoing {
     /// Everything but content, in order.
     headers: Vec<u8>,
@@ -73,7 +75,14 @@ impl Outgoing {
     /// content.
     #[inline]
     pub fn reply_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
-        self.reply(write);
+        self.part_with(buffer, part, write);
+        self.replies += 1;
+    }
+
+    /// As [`Outgoing::reply_with`], of a reply that this does not complete.
+    #[inline]
+    pub fn part_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
+        write(&mut self.headers);
         self.contents.push(Content { headers_end: self.headers.len(), buffer, part });
     }
 
@@ -96,11 +105,11 @@ impl Outgoing {
         self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
     }
 
-    /// The message that is still to be sent. Valid until the next call of anything here.
+    /// The message that is to be sent next, maybe not all that is left. Valid until the next call of anything here.
     pub fn message(&mut self) -> *const libc::msghdr {
         let rest = &mut self.iovecs[self.sent..];
         self.message.msg_iov = rest.as_mut_ptr();
-        self.message.msg_iovlen = rest.len();
+        self.message.msg_iovlen = rest.len().min(IOVECS_MAX);
         &raw const self.message
     }
 

@@ -34,7 +34,7 @@ impl ReplyStyle {
     pub fn done(self, to: ReplyTo, output: &mut Vec<u8>) {
         match self {
             ReplyStyle::Simple => simple(to, 0, output),
-            _ => self.chunk(to, reply_type::NONE, 0, output),
+            _ => self.chunk(to, reply_type::NONE, 0, true, output),
         }
     }
 
@@ -44,7 +44,7 @@ impl ReplyStyle {
             return simple(to, error as u32, output);
         }
         let payload = ErrorPayload { error: (error as u32).into(), message_length: 0.into() };
-        self.chunk(to, reply_type::ERROR, size_of_val(&payload), output);
+        self.chunk(to, reply_type::ERROR, size_of_val(&payload), true, output);
         output.extend_from_slice(payload.as_bytes());
     }
 
@@ -55,8 +55,18 @@ impl ReplyStyle {
             return simple(to, 0, output);
         }
         // The content is there already: nothing can fail any more, so this chunk is the last.
-        self.chunk(to, reply_type::OFFSET_DATA, size_of::<u64>() + length as usize, output);
-        output.extend_from_slice(&to.offset.to_be_bytes());
+        self.part(to, to.offset, length, true, output);
+    }
+
+    /// Appends what comes before the content of a part of a read: `length` bytes from byte `offset` of
+    /// the device on. The content must follow. `last`: no other chunk does.
+    ///
+    /// # Panics
+    /// If the style is simple, which knows no parts.
+    pub fn part(self, to: ReplyTo, offset: u64, length: u32, last: bool, output: &mut Vec<u8>) {
+        assert!(self != ReplyStyle::Simple, "parts need structured replies");
+        self.chunk(to, reply_type::OFFSET_DATA, size_of::<u64>() + length as usize, last, output);
+        output.extend_from_slice(&offset.to_be_bytes());
     }
 
     /// Appends the reply to a block status request: `extents`, at least one and none of
@@ -77,7 +87,7 @@ impl ReplyStyle {
                     extents = &extents[..=long];
                 }
                 let length = 4 + extents.len() * size_of::<BlockStatusExtent>();
-                self.chunk(to, reply_type::BLOCK_STATUS, length, output);
+                self.chunk(to, reply_type::BLOCK_STATUS, length, true, output);
                 output.extend_from_slice(context.as_bytes());
                 for extent in extents {
                     let length = extent.length.min(LENGTH_MAX) as u32;
@@ -89,7 +99,7 @@ impl ReplyStyle {
             ReplyStyle::Extended => {
                 let count = U32::new(extents.len() as u32);
                 let length = 8 + extents.len() * size_of::<BlockStatusExtentExt>();
-                self.chunk(to, reply_type::BLOCK_STATUS_EXT, length, output);
+                self.chunk(to, reply_type::BLOCK_STATUS_EXT, length, true, output);
                 output.extend_from_slice(context.as_bytes());
                 output.extend_from_slice(count.as_bytes());
                 for extent in extents {
@@ -102,9 +112,10 @@ impl ReplyStyle {
         }
     }
 
-    /// Appends the head of a reply's only chunk.
-    fn chunk(self, to: ReplyTo, kind: u16, length: usize, output: &mut Vec<u8>) {
-        let flags = ReplyFlags::DONE.bits().into();
+    /// Appends the head of a chunk of a reply, the `last` one or not.
+    fn chunk(self, to: ReplyTo, kind: u16, length: usize, last: bool, output: &mut Vec<u8>) {
+        let flags = if last { ReplyFlags::DONE } else { ReplyFlags::empty() };
+        let flags = flags.bits().into();
         if self == ReplyStyle::Extended {
             let head = ExtendedReply {
                 magic: EXTENDED_REPLY_MAGIC.into(),

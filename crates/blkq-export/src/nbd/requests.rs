@@ -5,8 +5,11 @@
 //! [`Requests::parse`] then wants nothing more until replies have left.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::{Bio, Completion, Data, Extent, Operation, Sector, SourceContext, Status};
+
+use crate::buffers::BufferPool;
 
 use super::handshake::Session;
 use super::in_flight::InFlight;
@@ -16,6 +19,7 @@ use super::plan::{self, CACHE_MAX_BYTES, Plan};
 use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::shared::EngineShared;
+use super::split::{self, Part, SplitReads};
 use super::status::RequestCounters;
 use super::stream::Stream;
 use super::transmission::{Request, Step, Transmission};
@@ -59,12 +63,16 @@ pub(super) struct Requests {
     buffered: usize,
     /// Bios, ordered writes and queries in flight.
     busy: usize,
+    /// The reads that are done in parts, if the client understands that, and it was on when the client connected.
+    split: Option<Box<SplitReads>>,
 }
 
 impl Requests {
     /// Those of the connection in `slot`, as agreed on in `session`.
     pub fn new(slot: u32, session: Session, shared: &EngineShared, cx: &SourceContext<'_>) -> Requests {
         let queue = shared.options.exports[session.export].queue;
+        let in_parts =
+            session.replies != ReplyStyle::Simple && shared.options.switches.split_reads.load(Relaxed);
         Requests {
             slot,
             queue,
@@ -78,6 +86,7 @@ impl Requests {
             outstanding: 0,
             buffered: 0,
             busy: 0,
+            split: in_parts.then(Box::default),
         }
     }
 
@@ -235,6 +244,13 @@ impl Requests {
         if !self.is_whole_blocks(&request) {
             return self.begin_unaligned(request, replies, shared, cx);
         }
+        if self.is_split(&request) {
+            self.counters.split_reads += 1;
+            if let Some(split) = &mut self.split {
+                split.begin(request);
+            }
+            return self.begin_parts(replies, shared, cx);
+        }
         match request.command {
             Command::Cache if !cx.limits(self.queue).page_cache => {
                 self.free(self.buffer_bytes(&request), shared);
@@ -264,6 +280,46 @@ impl Requests {
             Command::BlockStatus => self.query_extents(request, shared, cx),
             // The parser turns it into a step of its own.
             Command::Disconnect => {}
+        }
+    }
+
+    /// Whether a read is done in parts, which not every request wants.
+    fn is_split(&self, request: &Request) -> bool {
+        request.command == Command::Read
+            && split::is_split(request.length)
+            && self.split.is_some()
+            && !request.flags.contains(CommandFlags::DF)
+            && self.is_whole_blocks(request)
+    }
+
+    /// Begins the parts of reads that need not wait for others.
+    pub fn begin_parts(
+        &mut self,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) {
+        while let Some((request, part, range)) = self.split.as_mut().and_then(|split| split.next()) {
+            let length = range.end - range.start;
+            let in_flight = InFlight { length, part: Some(part), ..self.in_flight(&request) };
+            match shared.buffers.take(length as u32, cx.registrar()) {
+                Some(buffer) => {
+                    self.submit_bio(&request, in_flight, Operation::Read, range, buffer.into(), shared, cx);
+                }
+                None => {
+                    self.free(BufferPool::size(length as u32), shared);
+                    let completion =
+                        Completion { user_data: 0, result: Err(Status::Resource), data: Data::None };
+                    self.complete_part(in_flight, part, completion, replies, shared);
+                }
+            }
+        }
+    }
+
+    /// The connection is broken: parts of reads that have not begun never do.
+    pub fn abandon_parts(&mut self) {
+        if let Some(split) = &mut self.split {
+            split.abandon();
         }
     }
 
@@ -337,6 +393,9 @@ impl Requests {
         if request.command == Command::BlockStatus {
             return EXTENTS_MAX_BYTES;
         }
+        if self.is_split(request) {
+            return split::buffer_bytes(request.length);
+        }
         plan::buffer_bytes(request, self.block_mask + 1)
     }
 
@@ -366,12 +425,26 @@ impl Requests {
         if operation.is_write() && shared.must_order() {
             return self.order(request, operation, range, data, shared);
         }
-        let flags = plan::bio_flags(&request, operation);
+        self.submit_bio(&request, self.in_flight(&request), operation, range, data, shared, cx);
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a bio, whose it is, and where it goes")]
+    fn submit_bio(
+        &mut self,
+        request: &Request,
+        in_flight: InFlight,
+        operation: Operation,
+        range: Range<u64>,
+        data: Data,
+        shared: &mut EngineShared,
+        cx: &mut SourceContext<'_>,
+    ) {
+        let flags = plan::bio_flags(request, operation);
         // Whole logical blocks are whole sectors.
         let (sector, sectors) = (Sector(range.start >> 9), (range.end - range.start) >> 9);
         self.busy += 1;
         let bio = Bio { operation, flags, sector, sectors, data, user_data: 0 };
-        shared.submit(self.in_flight(&request), self.queue, bio, cx);
+        shared.submit(in_flight, self.queue, bio, cx);
     }
 
     fn in_flight(&self, request: &Request) -> InFlight {
@@ -387,6 +460,9 @@ impl Requests {
         shared: &mut EngineShared,
     ) {
         self.busy -= 1;
+        if let Some(part) = request.part {
+            return self.complete_part(request, part, completion, replies, shared);
+        }
         if let Some(buffer) = completion.data.into_buffer() {
             if request.command == Command::Read && completion.result.is_ok() {
                 self.counters.read_bytes += request.length;
@@ -408,6 +484,40 @@ impl Requests {
                 }
                 self.done(request.to, replies);
             }
+        }
+    }
+
+    /// A part of a read completed, or had no memory. A reply has at most one error, at its end.
+    fn complete_part(
+        &mut self,
+        request: InFlight,
+        part: Part,
+        completion: Completion,
+        replies: &mut Outgoing,
+        shared: &mut EngineShared,
+    ) {
+        let split = self.split.as_mut().expect("it was split");
+        let result = split.complete(part, completion.result);
+        match (completion.data.into_buffer(), completion.result) {
+            (Some(buffer), Ok(())) => {
+                self.counters.read_bytes += request.length;
+                let (style, length) = (self.style, request.length as u32);
+                let content = 0..request.length as usize;
+                let done = result == Some(Ok(()));
+                let write = |output: &mut _| style.part(request.to, part.offset, length, done, output);
+                if done {
+                    return replies.reply_with(buffer, content, write);
+                }
+                replies.part_with(buffer, content, write);
+            }
+            (Some(buffer), Err(_)) => {
+                self.free(buffer.len(), shared);
+                shared.buffers.put(buffer);
+            }
+            (None, _) => {}
+        }
+        if let Some(Err(status)) = result {
+            self.error(request.to, status.into(), replies);
         }
     }
 

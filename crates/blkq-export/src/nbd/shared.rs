@@ -7,9 +7,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use blkq::trace::TraceClient;
 use blkq::{Bio, Completion, Extent, SourceContext, Worker};
 
 use crate::buffers::BufferPool;
+use crate::client_kind;
 
 use super::budget::Budget;
 use super::in_flight::{InFlight, InFlightTable};
@@ -64,6 +66,8 @@ pub(super) struct EngineShared {
     delayed_ns: u64,
     /// The counts that are not in the registry yet.
     delays: DelayCounters,
+    /// The number of the client of each connection, by its slot: for a trace.
+    clients: Vec<u32>,
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
     /// Makes the signatures of handshakes.
@@ -87,6 +91,7 @@ impl EngineShared {
             delayed: 0,
             delayed_ns: 0,
             delays: DelayCounters::default(),
+            clients: Vec::new(),
             deadline_ns: u64::MAX,
             handshakes: Worker::new("blkq-worker-tls"),
         }
@@ -180,9 +185,28 @@ impl EngineShared {
 
     fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
         self.pacing.submit();
+        self.name_client(queue, &bio, cx);
         if let Err(bio) = cx.submit(queue, bio) {
             self.requeued.push_back((queue, bio));
         }
+    }
+
+    /// The connection in `slot` is that of client `number`.
+    pub fn set_client(&mut self, slot: usize, number: u64) {
+        if self.clients.len() <= slot {
+            self.clients.resize(slot + 1, 0);
+        }
+        self.clients[slot] = number as u32;
+    }
+
+    /// Names the client of `bio`, which is about to be submitted.
+    #[inline]
+    fn name_client(&self, queue: usize, bio: &Bio, cx: &mut SourceContext<'_>) {
+        cx.set_trace_client(queue, || {
+            let request = self.request_of(bio.user_data);
+            let number = request.and_then(|request| self.clients.get(request.connection as usize));
+            number.map_or(TraceClient::NONE, |number| TraceClient::new(client_kind::NBD, *number))
+        });
     }
 
     /// Submits the bios that the queues had no room for. True if there were some and none is left.
@@ -191,6 +215,7 @@ impl EngineShared {
             return false;
         }
         while let Some((queue, bio)) = self.requeued.pop_front() {
+            self.name_client(queue, &bio, cx);
             if let Err(bio) = cx.submit(queue, bio) {
                 self.requeued.push_front((queue, bio));
                 return false;

@@ -194,6 +194,7 @@ impl NbdSource {
             }
         };
         let tls = self.shared.options.tls_policy();
+        self.shared.set_client(slot, status.id_and_peer().0);
         let connection =
             Connection::new(slot as u32, socket, status, exports, tls, since_ns..until_ns, buffers);
         self.connections[slot] = Some(Box::new(connection));

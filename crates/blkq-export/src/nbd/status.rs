@@ -58,6 +58,9 @@ pub struct NbdCounters {
     pub read_bytes: u64,
     /// Content received and written, in bytes.
     pub written_bytes: u64,
+    /// Reads that were done in parts.
+    #[serde(default)]
+    pub split_reads: u64,
     /// Requests that pacing delayed, because the device completes its work in bursts.
     #[serde(default)]
     pub paced_requests: u64,
@@ -92,6 +95,7 @@ impl NbdCounters {
             refused_requests: self.refused_requests.saturating_sub(earlier.refused_requests),
             read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
             written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
+            split_reads: self.split_reads.saturating_sub(earlier.split_reads),
             paced_requests: self.paced_requests.saturating_sub(earlier.paced_requests),
             paced_ns: self.paced_ns.saturating_sub(earlier.paced_ns),
             pacing_ns: self.pacing_ns.saturating_sub(earlier.pacing_ns),
@@ -110,6 +114,7 @@ impl NbdCounters {
         self.refused_requests += get(&status.refused_requests);
         self.read_bytes += get(&status.read_bytes);
         self.written_bytes += get(&status.written_bytes);
+        self.split_reads += get(&status.split_reads);
         self.receives += get(&status.receives);
         self.sends += get(&status.sends);
     }
@@ -127,6 +132,7 @@ impl std::ops::AddAssign for NbdCounters {
         self.refused_requests += other.refused_requests;
         self.read_bytes += other.read_bytes;
         self.written_bytes += other.written_bytes;
+        self.split_reads += other.split_reads;
         self.paced_requests += other.paced_requests;
         self.paced_ns += other.paced_ns;
         self.pacing_ns += other.pacing_ns;
@@ -150,6 +156,7 @@ pub(super) struct ConnectionStatus {
     timeouts: AtomicU64,
     read_bytes: AtomicU64,
     written_bytes: AtomicU64,
+    split_reads: AtomicU64,
     receives: AtomicU64,
     sends: AtomicU64,
     in_flight: AtomicU64,
@@ -163,6 +170,7 @@ pub(super) struct RequestCounters {
     pub refused_requests: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,
+    pub split_reads: u64,
     pub receives: u64,
     pub sends: u64,
 }
@@ -187,6 +195,7 @@ impl ConnectionStatus {
         self.refused_requests.store(counters.refused_requests, Ordering::Relaxed);
         self.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
         self.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
+        self.split_reads.store(counters.split_reads, Ordering::Relaxed);
         self.receives.store(counters.receives, Ordering::Relaxed);
         self.sends.store(counters.sends, Ordering::Relaxed);
         self.in_flight.store(in_flight as u64, Ordering::Relaxed);
@@ -331,6 +340,7 @@ impl Registry {
             timeouts: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
+            split_reads: AtomicU64::new(0),
             receives: AtomicU64::new(0),
             sends: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, Sector, SourceContext, Status};
 
 use crate::buffers::BufferPool;
+use crate::slots::Slots;
 
 use super::in_flight::{InFlight, InFlightTable};
 use super::plan::{Blocks, bio_flags, buffer_bytes};
@@ -127,8 +128,7 @@ pub(super) struct Unaligned {
     lock: Arc<RangeLock>,
     /// Once the source is part of its engine, if it serves parts of blocks.
     member: Option<Member>,
-    writes: Vec<Option<OrderedInFlight>>,
-    free: Vec<u32>,
+    writes: Slots<OrderedInFlight>,
     /// Those that the lock does not know yet, and the tickets to release.
     arrived: VecDeque<u32>,
     released: Vec<u64>,
@@ -149,8 +149,7 @@ impl Unaligned {
         Unaligned {
             lock: lock.unwrap_or_default(),
             member: None,
-            writes: Vec::new(),
-            free: Vec::new(),
+            writes: Slots::default(),
             arrived: VecDeque::new(),
             released: Vec::new(),
             granted: Vec::new(),
@@ -186,7 +185,7 @@ impl Unaligned {
 
     /// Whether there is none in flight, and all tickets are released.
     pub fn is_idle(&self) -> bool {
-        self.writes.len() == self.free.len() && self.released.is_empty()
+        self.writes.len() == 0 && self.released.is_empty()
     }
 
     /// Whether `user_data` is that of a bio of an ordered write.
@@ -197,34 +196,24 @@ impl Unaligned {
 
     /// The request that the write whose bio has this `user_data` is of.
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
-        Some(&self.writes.get(user_data as u32 as usize)?.as_ref()?.write.request)
+        Some(&self.writes.get(u64::from(user_data as u32))?.write.request)
     }
 
     /// Takes a write to be ordered; it begins when [`Unaligned::order_writes`] is called.
     pub fn push(&mut self, write: OrderedWrite) {
-        let write = Some(OrderedInFlight { write, ticket: None, bios: 0, result: Ok(()) });
-        let key = match self.free.pop() {
-            Some(key) => {
-                self.writes[key as usize] = write;
-                key
-            }
-            None => {
-                self.writes.push(write);
-                self.writes.len() as u32 - 1
-            }
-        };
+        let write = OrderedInFlight { write, ticket: None, bios: 0, result: Ok(()) };
+        let key = self.writes.insert(write) as u32;
         self.arrived.push_back(key);
     }
 
     fn remove(&mut self, key: u32) -> Option<OrderedInFlight> {
-        let write = self.writes.get_mut(key as usize)?.take()?;
-        self.free.push(key);
+        let write = self.writes.take(key.into())?;
         self.released.extend(write.ticket);
         Some(write)
     }
 
     fn get(&mut self, key: u32) -> Option<&mut OrderedInFlight> {
-        self.writes.get_mut(key as usize)?.as_mut()
+        self.writes.get_mut(key.into())
     }
 
     fn is_quiet(&self) -> bool {
@@ -249,7 +238,7 @@ impl Unaligned {
         (self.contended, self.notified) = (false, false);
         self.released.drain(..).for_each(|ticket| session.release(ticket));
         for key in self.arrived.drain(..) {
-            let Some(Some(arrived)) = self.writes.get_mut(key as usize) else { continue };
+            let Some(arrived) = self.writes.get_mut(key.into()) else { continue };
             let write = &arrived.write;
             if !write.is_whole() {
                 arrived.ticket = Some(session.lock(write.blocks().range, key));

@@ -40,6 +40,8 @@ pub struct UblkOptions {
     pub partscan: bool,
     /// How data moves; `None` for the best way.
     pub copy: Option<CopyMode>,
+    /// As many engines serve each queue, at least 1; more only with [`Features::PER_IO_DAEMON`].
+    pub threads_per_queue: u16,
     /// Makes it, and makes it appear.
     pub setup: SetupProcess,
     /// Watches its users, and writes back what they wrote.
@@ -54,6 +56,7 @@ pub struct UblkDevice {
     /// Features of the kernel.
     kernel: Features,
     info: DeviceInfo,
+    threads_per_queue: u16,
     /// Why its data moves in no better way, if that was to be chosen.
     copied_because: Option<&'static str>,
     serving: Mutex<Option<Serving>>,
@@ -86,13 +89,27 @@ struct Serving {
     sources: Vec<(EngineHandle, SourceId)>,
 }
 
-/// Whether the ring of each of `engines` has slots for the pages of `depth` requests.
-fn has_kernel_buffers(engines: &[EngineHandle], depth: u16) -> bool {
-    engines.iter().all(|engine| engine.kernel_buffers() >= depth)
+/// Whether the ring of each of `engines` has slots for the pages of `requests`.
+fn has_kernel_buffers(engines: &[EngineHandle], requests: u16) -> bool {
+    engines.iter().all(|engine| engine.kernel_buffers() >= requests)
+}
+
+/// Rejects no thread for a queue, and several where the kernel takes a queue's commands from one only.
+fn check_threads(kernel: Features, threads_per_queue: u16) -> Result<(), Error> {
+    match threads_per_queue {
+        0 => Err(Error::new(ErrorKind::Invalid, "ublk: a queue needs a thread")),
+        1 => Ok(()),
+        _ if kernel.contains(Features::PER_IO_DAEMON) => Ok(()),
+        _ => Err(Error::new(
+            ErrorKind::Unsupported,
+            "this kernel's ublk has one thread serve a queue (Linux 6.16 and newer allow several)",
+        )),
+    }
 }
 
 impl UblkDevice {
-    /// Makes a device of `disk` and serves it, one queue on each of `engines`.
+    /// Makes a device of `disk` and serves it on `engines`: as many of them as each queue has threads
+    /// are for the first queue, and so on.
     ///
     /// # Errors
     /// Whatever keeps it from being usable; nothing is left of it then.
@@ -101,12 +118,14 @@ impl UblkDevice {
         engines: &[EngineHandle],
         options: UblkOptions,
     ) -> Result<UblkDevice, Error> {
-        let UblkOptions { identity, recoverable, partscan, copy, mut setup, users, failure_event } = options;
+        let UblkOptions { identity, recoverable, partscan, copy, threads_per_queue, .. } = options;
+        let UblkOptions { mut setup, users, failure_event, .. } = options;
         let limits = disk.limits();
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
+        check_threads(kernel, threads_per_queue)?;
         let depth = disk.settings().depth.min(QUEUE_DEPTH_MAX);
-        let buffers = has_kernel_buffers(engines, depth);
+        let buffers = has_kernel_buffers(engines, depth.div_ceil(threads_per_queue));
         let (copy, because) = CopyMode::choose(copy, kernel, control.is_privileged(), buffers, &limits)?;
         let parameters = parameters(&limits, copy)?;
         let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE | Features::QUIESCE;
@@ -116,7 +135,7 @@ impl UblkDevice {
             false => Features::UNPRIVILEGED_DEV,
         };
         let mut info = DeviceInfo {
-            nr_hw_queues: engines.len() as u16,
+            nr_hw_queues: engines.len() as u16 / threads_per_queue,
             queue_depth: depth,
             max_io_buf_bytes: REQUEST_MAX_BYTES,
             dev_id: ANY_ID,
@@ -125,7 +144,8 @@ impl UblkDevice {
             ..DeviceInfo::default()
         };
         setup.add(&mut info)?;
-        let device = UblkDevice { copied_because: because, ..UblkDevice::new(kernel, info, setup, users) };
+        let device = UblkDevice::new(kernel, info, threads_per_queue, setup, users);
+        let device = UblkDevice { copied_because: because, ..device };
         // Others than root may do nothing with the device before udev has given it to them.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
@@ -153,19 +173,20 @@ impl UblkDevice {
         identity: Identity,
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
-        setup: SetupProcess,
-        users: IdleWatch,
+        threads_per_queue: u16,
+        (setup, users): (SetupProcess, IdleWatch),
         failure_event: Arc<OwnedFd>,
     ) -> Result<UblkDevice, Error> {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
+        check_threads(kernel, threads_per_queue)?;
         let path = identity.path();
         let unusable = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
             return unusable(ErrorKind::Mismatch, "the device was made without recovery");
         }
-        if usize::from(info.nr_hw_queues) > engines.len() {
+        if usize::from(info.nr_hw_queues) * usize::from(threads_per_queue) > engines.len() {
             return unusable(ErrorKind::Mismatch, "the device has more queues than the disk");
         }
         let limits = disk.limits();
@@ -176,7 +197,8 @@ impl UblkDevice {
                 "its data is not copied, and the driver cannot do that now",
             );
         }
-        if copy == CopyMode::None && !has_kernel_buffers(engines, info.queue_depth) {
+        let buffers = has_kernel_buffers(engines, info.queue_depth.div_ceil(threads_per_queue));
+        if copy == CopyMode::None && !buffers {
             return unusable(
                 ErrorKind::Unsupported,
                 "its data is not copied, and the ring got no table of registered buffers; raise the limit of \
@@ -200,17 +222,24 @@ impl UblkDevice {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        let device = UblkDevice::new(kernel, info, setup, users);
+        let device = UblkDevice::new(kernel, info, threads_per_queue, setup, users);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
         control.end_recovery(identity.id).map_err(|e| device.explain(e))?;
         Ok(device)
     }
 
-    fn new(kernel: Features, info: DeviceInfo, setup: SetupProcess, users: IdleWatch) -> UblkDevice {
+    fn new(
+        kernel: Features,
+        info: DeviceInfo,
+        threads_per_queue: u16,
+        setup: SetupProcess,
+        users: IdleWatch,
+    ) -> UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
+        let (copied_because, serving) = (None, Mutex::new(None));
         let (setup, users) = (Mutex::new(setup), Mutex::new(users));
-        UblkDevice { identity, kernel, info, copied_because: None, serving: Mutex::new(None), setup, users }
+        UblkDevice { identity, kernel, info, threads_per_queue, copied_because, serving, setup, users }
     }
 
     fn users(&self) -> MutexGuard<'_, IdleWatch> {
@@ -240,15 +269,23 @@ impl UblkDevice {
         let shared = Arc::new(Shared { file, refused: OnceLock::new(), failure_event });
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let serving = serving.insert(Serving { shared: shared.clone(), sources: Vec::new() });
-        for (queue, engine) in (0..self.info.nr_hw_queues).zip(engines) {
+        let threads = self.threads_per_queue;
+        let places =
+            (0..self.info.nr_hw_queues).flat_map(|queue| (0..threads).map(move |thread| (queue, thread)));
+        for ((queue, thread), engine) in places.zip(engines) {
+            // An old kernel or a large machine: then it runs anywhere, and so do threads that would be
+            // in each other's way.
+            let processors = control.affinity(id, queue).unwrap_or_else(|_| CpuSet::new());
+            let crowded = processors.count() < u32::from(threads);
             let options = QueueOptions {
                 shared: shared.clone(),
                 queue,
                 depth: self.info.queue_depth,
+                thread,
+                threads,
                 copy: self.copy(),
                 request_max_bytes: self.info.max_io_buf_bytes,
-                // An old kernel or a large machine: then it runs anywhere.
-                processors: control.affinity(id, queue).unwrap_or_else(|_| CpuSet::new()),
+                processors: if crowded { CpuSet::new() } else { processors },
             };
             let make = move || {
                 if !partscan {
@@ -308,9 +345,16 @@ impl UblkDevice {
     pub fn describe(&self) -> String {
         let DeviceInfo { nr_hw_queues, queue_depth, .. } = self.info;
         let queues = if nr_hw_queues == 1 { "queue" } else { "queues" };
+        let threads = match self.threads_per_queue {
+            1 => String::new(),
+            threads => format!(", {threads} threads for each"),
+        };
         let recovery = if self.is_recoverable() { "recoverable" } else { "not recoverable" };
         let because = self.copied_because.map(|why| format!(" ({why})")).unwrap_or_default();
-        format!("{nr_hw_queues} {queues} of {queue_depth}, data {}{because}, {recovery}", self.copy())
+        format!(
+            "{nr_hw_queues} {queues} of {queue_depth}{threads}, data {}{because}, {recovery}",
+            self.copy()
+        )
     }
 
     /// Stops and removes the device: it is removed when this returns. Without `force` not if it is in use; with it,

@@ -5,13 +5,14 @@
 //! Then only this process hangs, which holds nothing, and neither a server with its image nor a command.
 //! It lives as long as the server, and exits with it.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkq::Error;
+use io_uring::{IoUring, opcode, squeue, types};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
@@ -24,6 +25,8 @@ use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits than the process.
 const SLACK: Duration = Duration::from_secs(2);
+/// How long writing a setting of a new device is waited for: less than [`SLACK`].
+const SETTING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Where block devices without hardware have their settings. The process writes there, if it can.
 pub const SETTINGS_DIRECTORY: &str = "/sys/devices/virtual/block";
@@ -223,8 +226,37 @@ fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io:
 fn remove_scheduler(id: u32) {
     let setting =
         OpenOptions::new().write(true).open(format!("{SETTINGS_DIRECTORY}/ublkb{id}/queue/scheduler"));
-    // The kernel waits for the requests that it has passed on: the server, which completes them, is another process.
-    let _ = setting.and_then(|mut setting| setting.write_all(b"none"));
+    // The kernel waits for the requests that it has passed on, and the image perhaps never completes one.
+    let _ = setting.and_then(|setting| write_within(SETTING_TIMEOUT, setting, b"none"));
+}
+
+/// Writes `text` to `file` on a thread of the kernel's, which is left behind if it takes longer than `limit`.
+///
+/// # Errors
+/// The kernel's error, or [`io::ErrorKind::TimedOut`]: then it is written later, or never.
+fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<()> {
+    let mut ring = IoUring::new(1)?;
+    let fd = types::Fd(file.as_raw_fd());
+    let entry = opcode::Write::new(fd, text.as_ptr(), text.len() as u32).build().flags(squeue::Flags::ASYNC);
+    // SAFETY: the text is static, and the file stays open until the write has completed.
+    unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
+    let until = Instant::now() + limit;
+    loop {
+        let left = types::Timespec::from(until.saturating_duration_since(Instant::now()));
+        let waited = ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&left));
+        if let Some(cqe) = ring.completion().next() {
+            return if cqe.result() < 0 { Err(io::Error::from_raw_os_error(-cqe.result())) } else { Ok(()) };
+        }
+        let error = match waited {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) if e.raw_os_error() == Some(libc::ETIME) => io::ErrorKind::TimedOut.into(),
+            Err(e) => e,
+            Ok(_) => continue,
+        };
+        // Closing the ring would wait for the write.
+        std::mem::forget((ring, file));
+        return Err(error);
+    }
 }
 
 fn raw(error: &io::Error) -> i32 {
@@ -282,6 +314,25 @@ mod tests {
         let begin = std::time::Instant::now();
         drop(setup);
         assert!(begin.elapsed() < EXIT_TIMEOUT, "it was waited for in vain");
+    }
+
+    // Contract: detach
+    #[test]
+    fn a_setting_that_the_kernel_does_not_take_is_left_behind() {
+        let (reader, writer) = io::pipe().unwrap();
+        let writer = OwnedFd::from(writer);
+        write_within(Duration::from_secs(10), writer.try_clone().unwrap().into(), b"none").unwrap();
+        let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+        rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
+        while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+        rustix::fs::fcntl_setfl(&writer, flags).unwrap();
+        let (begin, limit) = (Instant::now(), Duration::from_millis(50));
+        let error = write_within(limit, writer.into(), b"none").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(begin.elapsed() >= limit, "it waits that long");
+        let mut text = [0; 4];
+        File::from(OwnedFd::from(reader)).read_exact(&mut text).unwrap();
+        assert_eq!(&text, b"none");
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! One queue of a device on its engine: takes all requests that have arrived, submits them
-//! under one plug, and commits them as they complete. One turn is one io_uring_enter.
+//! The tags of a queue of a device that one engine serves, all of them or every nth: takes all
+//! requests that have arrived, submits them under one plug, and commits them as they complete. One
+//! turn is one io_uring_enter.
 //!
 //! A tag belongs to the kernel while its command is in flight, and to this side from the
 //! command's completion, which brings a request, to the command that commits it. Where the kernel
@@ -15,6 +16,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
+use blkq::trace::TraceClient;
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Data, Error, ErrorKind, FileSlot, IoBuffer, KernelPages, Operation,
     Sector, Source, SourceContext,
@@ -24,22 +26,23 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use zerocopy::IntoBytes;
 
 use crate::buffers::BufferPool;
+use crate::client_kind;
 
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::copy::CopyMode;
 use super::descriptors::Descriptors;
 
-/// The engine's queue behind a queue of the device: each engine has one.
+/// The engine's queue of the disk: each engine has one.
 const ENGINE_QUEUE: usize = 0;
 /// How often idleness is checked: then the memory of the buffers is released.
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
-/// The token of that, beyond those of the tags.
+/// The token of that, beyond those of the slots.
 const IDLE: u64 = 1 << 16;
 /// Where the kernel copies: the front of a tag's buffer that is registered with the ring while the
 /// tag is in use, so that direct I/O of small requests need not pin its pages each time. All tags
 /// together may lock some hundred KiB.
 const FRONT_BYTES: u32 = 4096;
-/// In the token of reading or writing the data of a tag's request.
+/// In the token of reading or writing the data of a slot's request.
 const COPY: u64 = 1 << 17;
 
 /// The state that the queues of a device share.
@@ -82,11 +85,16 @@ fn command_result(result: i32) -> CommandResult {
     }
 }
 
-/// Options of a queue.
+/// Options of a queue, as one thread serves it.
 pub(super) struct QueueOptions {
     pub shared: Arc<Shared>,
     pub queue: u16,
+    /// Tags of the queue, of all its threads.
     pub depth: u16,
+    /// Which of the queue's threads this one is, from 0.
+    pub thread: u16,
+    /// Threads of the queue: this one serves the tags `thread`, `thread + threads` and so on.
+    pub threads: u16,
     /// How data moves.
     pub copy: CopyMode,
     /// Largest request.
@@ -95,8 +103,17 @@ pub(super) struct QueueOptions {
     pub processors: CpuSet,
 }
 
-/// A tag.
+impl QueueOptions {
+    /// The tags that this thread serves.
+    fn tags(&self) -> impl ExactSizeIterator<Item = u16> + use<> {
+        (self.thread..self.depth).step_by(usize::from(self.threads))
+    }
+}
+
+/// A tag that this thread serves. Its index is the payload of the tag's tokens and bios.
 struct Slot {
+    /// The kernel's number of it.
+    tag: u16,
     /// Where the kernel copies: the tag's own, away while a bio has it.
     buffer: Option<IoBuffer>,
     /// The requests for its front since its memory was released, as far as they matter: with the
@@ -129,13 +146,12 @@ impl Slot {
         }
     }
 
-    /// Releases the memory of the buffer, which is here.
-    fn release_memory(&mut self, cx: &mut SourceContext<'_>) {
-        if let Some(buffer) = &mut self.buffer {
-            cx.registrar().unregister_buffer(buffer);
-            buffer.give_back_pages();
-            self.front_requests = 0;
-        }
+    /// Unregisters the buffer, which is here, and returns it.
+    fn unregister_buffer(&mut self, cx: &mut SourceContext<'_>) -> Option<&mut IoBuffer> {
+        let buffer = self.buffer.as_mut()?;
+        cx.registrar().unregister_buffer(buffer);
+        self.front_requests = 0;
+        Some(buffer)
     }
 }
 
@@ -147,7 +163,7 @@ enum Copying {
     Read(IoBuffer),
 }
 
-/// A queue of a device.
+/// A queue of a device, as far as one thread serves it.
 pub(super) struct QueueSource {
     options: QueueOptions,
     /// The character device in the ring's table. It stays there for as long as the ring: so nobody
@@ -157,7 +173,7 @@ pub(super) struct QueueSource {
     slots: Vec<Slot>,
     /// Buffers for what this process copies.
     pool: BufferPool,
-    /// Tags whose request has arrived.
+    /// Slots whose request has arrived.
     arrived: Vec<u16>,
     /// Bios for which the queue had no room.
     requeued: VecDeque<Bio>,
@@ -174,9 +190,9 @@ pub(super) struct QueueSource {
     forced: bool,
 }
 
-/// There is none for the data of `depth` requests of up to `bytes`.
-fn no_memory(depth: u16, bytes: u32) -> Error {
-    let mib = (u64::from(depth) * u64::from(bytes)) >> 20;
+/// There is none for the data of `requests` of up to `bytes`.
+fn no_memory(requests: usize, bytes: u32) -> Error {
+    let mib = (requests as u64 * u64::from(bytes)) >> 20;
     let message = format!(
         "ublk: no memory for the data of a queue's requests ({mib} MiB): use a smaller depth, or fewer queues"
     );
@@ -185,14 +201,14 @@ fn no_memory(depth: u16, bytes: u32) -> Error {
 
 impl QueueSource {
     pub fn new(options: QueueOptions) -> QueueSource {
-        let depth = usize::from(options.depth);
+        let tags = options.tags().len();
         QueueSource {
             options,
             file: None,
             descriptors: None,
-            slots: Vec::with_capacity(depth),
+            slots: Vec::with_capacity(tags),
             pool: BufferPool::new(),
-            arrived: Vec::with_capacity(depth),
+            arrived: Vec::with_capacity(tags),
             requeued: VecDeque::new(),
             armed: 0,
             in_flight: 0,
@@ -205,29 +221,32 @@ impl QueueSource {
 
     /// Makes what each tag needs for its data.
     fn open_slots(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
-        let QueueOptions { depth, copy, request_max_bytes, .. } = self.options;
-        let first = if copy == CopyMode::None { cx.registrar().keep_kernel_buffers(depth)? } else { 0 };
-        for tag in 0..depth {
+        let QueueOptions { copy, request_max_bytes, .. } = self.options;
+        let tags = self.options.tags();
+        let count = tags.len();
+        let first =
+            if copy == CopyMode::None { cx.registrar().keep_kernel_buffers(count as u16)? } else { 0 };
+        for (tag, index) in tags.zip(0..) {
             let (buffer, place) = match copy {
                 CopyMode::Kernel => {
                     let mut buffer = IoBuffer::try_zeroed(request_max_bytes as usize)
-                        .ok_or_else(|| no_memory(depth, request_max_bytes))?;
+                        .ok_or_else(|| no_memory(count, request_max_bytes))?;
                     let address = buffer.as_mut_ptr().expose_provenance() as u64;
                     (Some(buffer), address)
                 }
                 CopyMode::User => (None, 0),
-                CopyMode::None => (None, u64::from(first + tag)),
+                CopyMode::None => (None, u64::from(first + index)),
             };
             let (copying, reads, good_result, front_requests) = (None, false, 0, 0);
-            self.slots.push(Slot { buffer, front_requests, place, copy, copying, reads, good_result });
+            self.slots.push(Slot { tag, buffer, front_requests, place, copy, copying, reads, good_result });
         }
         Ok(())
     }
 
-    /// Gives the kernel the command `operation` for `tag`.
-    fn command(&mut self, cx: &mut SourceContext<'_>, operation: u32, tag: u16, result: i32) {
+    /// Gives the kernel the command `operation` for the tag of slot `index`.
+    fn command(&mut self, cx: &mut SourceContext<'_>, operation: u32, index: u16, result: i32) {
         let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
-        let place = self.slots[usize::from(tag)].place;
+        let Slot { tag, place, .. } = self.slots[usize::from(index)];
         let copy = self.options.copy;
         let addr = if copy == CopyMode::Kernel { place } else { 0 };
         let command = IoCommand { q_id: self.options.queue, tag, result, addr };
@@ -240,29 +259,29 @@ impl QueueSource {
         };
         self.armed += 1;
         // SAFETY: the file and the buffers stay until all commands are back, or the ring is closed.
-        unsafe { cx.push(entry, u64::from(tag)) }
+        unsafe { cx.push(entry, u64::from(index)) }
     }
 
-    /// A request is done.
-    fn commit(&mut self, cx: &mut SourceContext<'_>, tag: u16, result: Result<(), i32>) {
+    /// The request of slot `index` is done.
+    fn commit(&mut self, cx: &mut SourceContext<'_>, index: u16, result: Result<(), i32>) {
         self.in_flight -= 1;
         let result = match result {
-            Ok(()) => self.slots[usize::from(tag)].good_result,
+            Ok(()) => self.slots[usize::from(index)].good_result,
             Err(errno) => -errno,
         };
-        self.command(cx, abi::COMMIT_AND_FETCH, tag, result);
+        self.command(cx, abi::COMMIT_AND_FETCH, index, result);
     }
 
-    /// Begins the request that has arrived for `tag`.
-    fn begin(&mut self, cx: &mut SourceContext<'_>, tag: u16) {
+    /// Begins the request that has arrived in slot `index`.
+    fn begin(&mut self, cx: &mut SourceContext<'_>, index: u16) {
         let Some(descriptors) = &self.descriptors else { return };
-        let descriptor = descriptors.read(tag);
+        let slot = &mut self.slots[usize::from(index)];
+        let descriptor = descriptors.read(slot.tag);
         self.in_flight += 1;
         let bio = match bio_of(&descriptor, self.options.request_max_bytes) {
-            Ok(bio) => Bio { user_data: u64::from(tag), ..bio },
-            Err(errno) => return self.commit(cx, tag, Err(errno)),
+            Ok(bio) => Bio { user_data: u64::from(index), ..bio },
+            Err(errno) => return self.commit(cx, index, Err(errno)),
         };
-        let slot = &mut self.slots[usize::from(tag)];
         if !bio.operation.has_data() {
             slot.good_result = 0;
             return self.submit(cx, bio);
@@ -289,23 +308,23 @@ impl QueueSource {
             }
             CopyMode::User => {
                 let Some(buffer) = self.pool.take(bytes, cx.registrar()) else {
-                    return self.commit(cx, tag, Err(libc::ENOMEM));
+                    return self.commit(cx, index, Err(libc::ENOMEM));
                 };
                 self.use_memory(cx);
                 let bio = Bio { data: Data::Buffer(buffer), ..bio };
                 match bio.operation {
-                    Operation::Write => self.copy(cx, tag, Copying::Write(bio)),
+                    Operation::Write => self.copy(cx, index, Copying::Write(bio)),
                     _ => self.submit(cx, bio),
                 }
             }
         }
     }
 
-    /// Copies the data of the request of `tag`, to or from the buffer in `copying`.
-    fn copy(&mut self, cx: &mut SourceContext<'_>, tag: u16, mut copying: Copying) {
+    /// Copies the data of the request of slot `index`, to or from the buffer in `copying`.
+    fn copy(&mut self, cx: &mut SourceContext<'_>, index: u16, mut copying: Copying) {
         let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
-        let slot = &mut self.slots[usize::from(tag)];
-        let offset = abi::data_offset(self.options.queue, tag);
+        let slot = &mut self.slots[usize::from(index)];
+        let offset = abi::data_offset(self.options.queue, slot.tag);
         let bytes = slot.good_result as u32;
         let entry = match &mut copying {
             Copying::Write(Bio { data: Data::Buffer(buffer), .. }) => {
@@ -318,12 +337,12 @@ impl QueueSource {
         slot.copying = Some(copying);
         // SAFETY: the buffer is at least as long (see `BufferPool::take`), and stays in the slot
         // until this has completed, or the ring is closed.
-        unsafe { cx.push(entry, COPY | u64::from(tag)) }
+        unsafe { cx.push(entry, COPY | u64::from(index)) }
     }
 
-    /// The data of the request of `tag` was copied, `result` bytes of it or an error.
-    fn copied(&mut self, cx: &mut SourceContext<'_>, tag: u16, result: i32) {
-        let slot = &mut self.slots[usize::from(tag)];
+    /// The data of the request of slot `index` was copied, `result` bytes of it or an error.
+    fn copied(&mut self, cx: &mut SourceContext<'_>, index: u16, result: i32) {
+        let slot = &mut self.slots[usize::from(index)];
         let whole = result == slot.good_result;
         let errno = if result < 0 { -result } else { libc::EIO };
         match slot.copying.take() {
@@ -336,7 +355,7 @@ impl QueueSource {
                 if let Some(buffer) = buffer {
                     self.pool.put(buffer);
                 }
-                self.commit(cx, tag, if whole { Ok(()) } else { Err(errno) });
+                self.commit(cx, index, if whole { Ok(()) } else { Err(errno) });
             }
             None => {}
         }
@@ -344,15 +363,22 @@ impl QueueSource {
 
     fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
         // Those that wait go first.
-        let result = if self.requeued.is_empty() { cx.submit(ENGINE_QUEUE, bio) } else { Err(bio) };
+        let result = if self.requeued.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
         if let Err(bio) = result {
             self.requeued.push_back(bio);
         }
     }
 
+    #[inline]
+    fn submit_now(&self, cx: &mut SourceContext<'_>, bio: Bio) -> Result<(), Bio> {
+        let queue = self.options.queue;
+        cx.set_trace_client(ENGINE_QUEUE, || TraceClient::new(client_kind::UBLK, queue.into()));
+        cx.submit(ENGINE_QUEUE, bio)
+    }
+
     fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) {
         while let Some(bio) = self.requeued.pop_front() {
-            if let Err(bio) = cx.submit(ENGINE_QUEUE, bio) {
+            if let Err(bio) = self.submit_now(cx, bio) {
                 return self.requeued.push_front(bio);
             }
         }
@@ -384,16 +410,18 @@ impl QueueSource {
             return self.watch(cx);
         }
         // Nothing is in flight, so all are here; and the kernel is not in them (see above).
-        self.slots.iter_mut().for_each(|slot| slot.release_memory(cx));
+        IoBuffer::release_all_pages(self.slots.iter_mut().filter_map(|slot| slot.unregister_buffer(cx)));
         if self.pool.is_idle() {
             self.pool.trim(cx.registrar());
         }
         self.used = false;
     }
 
-    /// The kernel refused the command of `tag`, which never completes again: reports that.
-    fn lose(&mut self, tag: u16, errno: i32) {
+    /// The kernel refused the command of the tag of slot `index`, which never completes again: reports
+    /// that.
+    fn lose(&mut self, index: u16, errno: i32) {
         let QueueOptions { shared, queue, .. } = &self.options;
+        let tag = self.slots[usize::from(index)].tag;
         if shared.refused.set(RefusedCommand { queue: *queue, tag, errno }).is_ok() {
             let _ = rustix::io::write(&shared.failure_event, &1u64.to_ne_bytes());
         }
@@ -476,7 +504,7 @@ unsafe impl Source for QueueSource {
         self.open_slots(cx)?;
         // Last, as what the ring has keeps the device from being removed.
         self.file = Some(cx.registrar().register_file(shared.file.as_fd())?);
-        (0..self.options.depth).for_each(|tag| self.command(cx, abi::FETCH, tag, 0));
+        (0..self.slots.len() as u16).for_each(|index| self.command(cx, abi::FETCH, index, 0));
         Ok(())
     }
 
@@ -487,27 +515,27 @@ unsafe impl Source for QueueSource {
             _ => {}
         }
         self.armed -= 1;
-        let tag = cqe.token.payload() as u16;
+        let index = cqe.token.payload() as u16;
         match command_result(cqe.result) {
-            CommandResult::Request => return self.arrived.push(tag),
+            CommandResult::Request => return self.arrived.push(index),
             // A device that was removed, or left to another server, loses nothing.
-            CommandResult::Refused { errno } if !self.stopping => self.lose(tag, errno),
+            CommandResult::Refused { errno } if !self.stopping => self.lose(index, errno),
             CommandResult::Refused { .. } | CommandResult::Aborted => {}
         }
         self.release(cx);
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
-        let tag = completion.user_data as u16;
-        let slot = &mut self.slots[usize::from(tag)];
+        let index = completion.user_data as u16;
+        let slot = &mut self.slots[usize::from(index)];
         if let Some(buffer) = completion.data.into_buffer() {
             match (slot.copy, completion.result) {
-                (CopyMode::User, Ok(())) if slot.reads => return self.copy(cx, tag, Copying::Read(buffer)),
+                (CopyMode::User, Ok(())) if slot.reads => return self.copy(cx, index, Copying::Read(buffer)),
                 (CopyMode::User, _) => self.pool.put(buffer),
                 _ => slot.buffer = Some(buffer),
             }
         }
-        self.commit(cx, tag, completion.result.map_err(|status| status.errno()));
+        self.commit(cx, index, completion.result.map_err(|status| status.errno()));
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
@@ -515,13 +543,14 @@ unsafe impl Source for QueueSource {
         if !self.forced {
             self.resubmit_requeued(cx);
             let mut arrived = std::mem::take(&mut self.arrived);
-            arrived.drain(..).for_each(|tag| self.begin(cx, tag));
+            arrived.drain(..).for_each(|index| self.begin(cx, index));
             self.arrived = arrived;
         }
     }
 
     fn client_of(&self, user_data: u64) -> Option<String> {
-        Some(format!("the kernel's block device, tag {user_data} of its queue {}", self.options.queue))
+        let Slot { tag, .. } = self.slots.get(usize::try_from(user_data).ok()?)?;
+        Some(format!("the kernel's block device, tag {tag} of its queue {}", self.options.queue))
     }
 
     /// While the engine lives, the device has been stopped, and all commands come back: the kernel

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use super::mapping::Mapping;
+use crate::mapping::Mapping;
 
 /// Bytes that the guest and this process both access, which stay mapped as long as the value. All
 /// words of them are little endian.
@@ -29,6 +29,8 @@ macro_rules! word {
         /// If it is not inside, or not aligned.
         #[inline(always)]
         pub fn $load(&self, offset: usize, order: Ordering) -> $word {
+            #[cfg(test)]
+            history::load(order);
             // SAFETY: a valid place, see `place`; the guest writes it as another process.
             <$word>::from_le(unsafe { self.place::<$atomic>(offset).as_ref() }.load(order))
         }
@@ -45,6 +47,8 @@ macro_rules! word {
             }
             #[cfg(simulation)]
             blkq::simulation::instant();
+            #[cfg(test)]
+            history::store(self, offset, u64::from(value), size_of::<$word>(), order);
             // SAFETY: a valid place, see `place`; the guest reads it as another process.
             unsafe { self.place::<$atomic>(offset).as_ref() }.store(value.to_le(), order);
         }
@@ -108,5 +112,128 @@ pub mod crash {
             LEFT.set(Some(stores.saturating_sub(1)));
         }
         left != Some(0)
+    }
+}
+
+/// The stores of a thread into areas, to be undone, and done again in part.
+#[cfg(test)]
+pub mod history {
+    use std::cell::RefCell;
+    use std::sync::Arc;
+    use std::sync::atomic::Ordering;
+
+    use super::Area;
+
+    thread_local! {
+        static EVENTS: RefCell<Option<Vec<Event>>> = const { RefCell::new(None) };
+    }
+
+    /// A part of what a thread did.
+    pub enum Event {
+        Store(Store),
+        /// It loaded something to acquire.
+        Acquire,
+    }
+
+    impl Event {
+        /// The word that a store replaced.
+        pub fn before(&self) -> Option<Word> {
+            match self {
+                Event::Store(store) => Some(store.before()),
+                Event::Acquire => None,
+            }
+        }
+    }
+
+    /// A word of an area.
+    pub struct Word {
+        area: Area,
+        offset: usize,
+        value: u64,
+        bytes: usize,
+    }
+
+    impl Word {
+        fn read(area: &Area, offset: usize, bytes: usize) -> Word {
+            let area = Area { start: area.start, bytes: area.bytes, mapping: Arc::clone(&area.mapping) };
+            let order = Ordering::Relaxed;
+            let value = match bytes {
+                1 => area.load_u8(offset, order).into(),
+                2 => area.load_u16(offset, order).into(),
+                4 => area.load_u32(offset, order).into(),
+                _ => area.load_u64(offset, order),
+            };
+            Word { area, offset, value, bytes }
+        }
+
+        /// Writes it. Returns the word that it replaced.
+        fn write(&self) -> Word {
+            let before = Word::read(&self.area, self.offset, self.bytes);
+            let order = Ordering::Relaxed;
+            match self.bytes {
+                1 => self.area.store_u8(self.offset, self.value as u8, order),
+                2 => self.area.store_u16(self.offset, self.value as u16, order),
+                4 => self.area.store_u32(self.offset, self.value as u32, order),
+                _ => self.area.store_u64(self.offset, self.value, order),
+            }
+            before
+        }
+    }
+
+    /// A store.
+    pub struct Store {
+        before: Word,
+        after: u64,
+        pub releases: bool,
+    }
+
+    impl Store {
+        /// The word that it replaced.
+        pub fn before(&self) -> Word {
+            let Word { area, offset, value, bytes } = &self.before;
+            Word { value: *value, ..Word::read(area, *offset, *bytes) }
+        }
+
+        /// Does it again. Returns the word that it replaced now.
+        pub fn apply(&self) -> Word {
+            let Word { area, offset, bytes, .. } = &self.before;
+            Word { value: self.after, ..Word::read(area, *offset, *bytes) }.write()
+        }
+    }
+
+    /// Notes what this thread does from now on.
+    pub fn begin() {
+        EVENTS.set(Some(Vec::new()));
+    }
+
+    /// Returns the events of this thread since then; no more are noted.
+    pub fn take() -> Vec<Event> {
+        EVENTS.take().unwrap_or_default()
+    }
+
+    /// Writes words, one after the other.
+    pub fn undo(words: Vec<Word>) {
+        words.iter().for_each(|word| drop(word.write()));
+    }
+
+    fn note(event: impl FnOnce() -> Event) {
+        // Its own loads and stores are not noted.
+        if let Some(mut events) = EVENTS.take() {
+            events.push(event());
+            EVENTS.set(Some(events));
+        }
+    }
+
+    pub(super) fn load(order: Ordering) {
+        if order == Ordering::Acquire {
+            note(|| Event::Acquire);
+        }
+    }
+
+    pub(super) fn store(area: &Area, offset: usize, value: u64, bytes: usize, order: Ordering) {
+        note(|| {
+            let before = Word::read(area, offset, bytes);
+            Event::Store(Store { before, after: value, releases: order == Ordering::Release })
+        });
     }
 }

@@ -4,7 +4,6 @@
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -19,6 +18,7 @@ use super::shared::Shared;
 use super::status::Event;
 use crate::nbd::Listener;
 use crate::peer::Peer;
+use crate::sync::atomic::Ordering::SeqCst;
 
 /// How long nothing is accepted after that failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -58,7 +58,7 @@ impl Control {
     /// Serves front ends until the device stops.
     pub fn run(mut self) {
         while !self.shared.stopping.load(SeqCst) {
-            let ready = self.wait(None);
+            let ready = self.wait();
             // Nothing that a front end sends shall end the thread.
             if catch_unwind(AssertUnwindSafe(|| self.turn(&ready))).is_err() {
                 self.disconnect(Some("an internal error: please report it".to_owned()));
@@ -68,23 +68,16 @@ impl Control {
         close_listener(self.listener);
     }
 
-    /// Does all that there is to do, and waits for nothing.
-    #[cfg(fuzzing)]
-    pub fn poll(&mut self) {
-        let ready = self.wait(Some(Duration::ZERO));
-        self.turn(&ready);
-    }
-
-    /// Waits until there is something to do, for `most` at the longest.
-    fn wait(&mut self, most: Option<Duration>) -> Ready {
+    /// Waits until there is something to do.
+    fn wait(&mut self) -> Ready {
         let now = Instant::now();
         let pause = self.accept_at.map(|at| at.saturating_duration_since(now));
         let accepts = pause.is_none_or(|pause| pause.is_zero());
         let deadline = self.connected.as_ref().and_then(|connected| connected.channel.deadline());
         let left = deadline.map(|deadline| deadline.saturating_duration_since(now));
-        let timeout = pause.filter(|_| !accepts).into_iter().chain(left).chain(most).min();
-        let timeout = timeout
-            .map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: i64::from(it.subsec_nanos()) + 1 });
+        let timeout = pause.filter(|_| !accepts).into_iter().chain(left).min();
+        let timeout =
+            timeout.map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: it.subsec_nanos().into() });
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];
         let events = if accepts { PollFlags::IN } else { PollFlags::empty() };
         polls.push(PollFd::from_borrowed_fd(self.listener.as_fd(), events));
@@ -112,13 +105,7 @@ impl Control {
 
     fn turn(&mut self, ready: &Ready) {
         if ready.woken {
-            let _ = rustix::io::read(&*self.shared.wake, &mut [0; 8]);
-            if let Some(Connected { session, .. }) = &mut self.connected {
-                if self.shared.config_changed.swap(false, SeqCst) {
-                    session.config_changed();
-                }
-                session.report_rejections();
-            }
+            take_wakeup(&self.shared, self.connected.as_mut().map(|connected| &mut connected.session));
         }
         if !ready.requests.is_empty()
             && let Some(Connected { session, .. }) = &mut self.connected
@@ -193,6 +180,15 @@ impl Control {
         // Whatever becomes of it, another one may come.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(session)));
         self.shared.registry.leave();
+    }
+}
+
+/// Does what the control thread was woken for. The wake-up is forgotten first: all that is noted after
+/// that brings another.
+pub fn take_wakeup(shared: &Shared, session: Option<&mut Session>) {
+    shared.wake.clear();
+    if let Some(session) = session {
+        session.woken();
     }
 }
 

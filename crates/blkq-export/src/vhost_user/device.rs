@@ -1,23 +1,18 @@
 //! The device as its owner sees it: start, observe, stop.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::Instant;
 
 use blkq::{Disk, EngineHandle, Error, ErrorKind};
-use rustix::event::{EventfdFlags, eventfd};
 
 use super::control::{Control, close_listener};
-use super::registration::RegisterMemory;
+use super::notifier::{MEMORY_WAIT, Notifier};
+use super::registration::RegistrationLimits;
 use super::shared::Shared;
 use super::status::{FrontEnd, FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::nbd::{Listen, Listener, SocketAccess};
-
-/// How often a device that stops checks whether a front end has blocked one of its engines.
-const STOP_POLL: Duration = Duration::from_millis(5);
 
 /// Options of a device.
 #[derive(Clone, Debug, Default)]
@@ -34,7 +29,7 @@ pub struct VhostUserOptions {
     /// Register guest memory with the engines' rings, so that direct I/O need not pin its pages each time.
     /// All of it is then taken, and what the guest frees (a balloon, free page reporting) is lost to
     /// it: see docs/vhost-user.md.
-    pub register_memory: Option<RegisterMemory>,
+    pub register_memory: Option<RegistrationLimits>,
 }
 
 enum State {
@@ -97,20 +92,34 @@ impl VhostUserDevice {
             None => "vhost-user on an inherited socket".to_owned(),
         };
         let open_to_all = listener.open_to_all_users();
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::system("vhost-user: eventfd", e))?;
         let shared = Arc::new(Shared {
-            disk: disk.clone(),
-            engines: engines.to_vec(),
-            serial: options.serial.into(),
             address: rustix::net::getsockname(&listener).ok(),
             registry: Registry::new(options.idle_event, options.report_event),
             register_memory: options.register_memory,
-            wake: Arc::new(wake),
-            stopping: AtomicBool::new(false),
-            config_changed: AtomicBool::new(false),
+            ..Shared::new(disk, engines.to_vec(), &options.serial)?
         });
         Ok(VhostUserDevice { uri, open_to_all, shared, state: Mutex::new(State::Listening(listener)) })
+    }
+
+    /// Makes the rings of the kernel that signal eventfds, for a process that gives up the right to make
+    /// rings before [`VhostUserDevice::serve`]: one for each of the 64 rings that a guest may have, and one
+    /// more, with a descriptor and 8 KiB of locked memory each. Otherwise they are made when front ends need
+    /// them. Waits for memory for at most 2 s.
+    ///
+    /// # Errors
+    /// That there is no room for all (RLIMIT_MEMLOCK, RLIMIT_NOFILE): eventfds of the last rings are
+    /// rejected then. [`ErrorKind::Busy`] if front ends are served already, or were, and nothing is made.
+    pub fn prepare(&self) -> Result<(), Error> {
+        // An engine that found its ring in use here would lose a call.
+        let state = self.state();
+        if !matches!(*state, State::Listening(_)) {
+            return Err(Error::new(ErrorKind::Busy, "vhost-user: front ends are served already"));
+        }
+        let deadline = Instant::now() + MEMORY_WAIT;
+        let calls = self.shared.calls.iter().map(Arc::as_ref);
+        // Each is tried: one that was not would be made later.
+        let prepare = |result: Result<(), Error>, notifier: &Notifier| result.and(notifier.prepare(deadline));
+        calls.chain([&self.shared.errors]).fold(Ok(()), prepare)
     }
 
     /// Starts the thread that serves front ends; with the rights of the thread that calls this. Does
@@ -132,18 +141,6 @@ impl VhostUserDevice {
         let thread = thread.map_err(|e| Error::system("vhost-user: cannot start a thread", e))?;
         *state = State::Serving(thread);
         Ok(())
-    }
-
-    /// As [`VhostUserDevice::serve`], without a thread: the caller polls what this returns.
-    ///
-    /// # Panics
-    /// If it is served, or has stopped.
-    #[cfg(fuzzing)]
-    pub fn control(&self) -> Control {
-        match std::mem::replace(&mut *self.state(), State::Stopped) {
-            State::Listening(listener) => Control::new(self.shared.clone(), listener),
-            _ => panic!("it does not listen"),
-        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -188,8 +185,7 @@ impl VhostUserDevice {
 
     /// The disk has another size, or other limits: the guest is notified, if its front end can be.
     pub fn resized(&self) {
-        self.shared.config_changed.store(true, SeqCst);
-        self.shared.wake();
+        self.shared.change_config();
     }
 
     /// Turns front ends away that connect, until what this returns is dropped; `None`, and nothing has
@@ -229,16 +225,11 @@ impl VhostUserDevice {
 
     /// Front ends are turned away: drops the one that there is.
     fn finish(&self) {
-        self.shared.stopping.store(true, SeqCst);
-        self.shared.wake();
+        self.shared.stop();
         let state = std::mem::replace(&mut *self.state(), State::Stopped);
         match state {
             State::Listening(listener) => close_listener(listener),
             State::Serving(thread) => {
-                while !thread.is_finished() {
-                    self.shared.registry.release_blocked_calls();
-                    std::thread::sleep(STOP_POLL);
-                }
                 let _ = thread.join();
             }
             State::Stopped => {}

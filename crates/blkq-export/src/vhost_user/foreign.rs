@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
@@ -14,8 +14,7 @@ use rustix::fs::{AtFlags, StatxFlags, fcntl_get_seals, statx};
 use rustix::io::ioctl_fionread;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrAny, SocketType, getpeername, shutdown, sockopt};
 
-use super::event::signal;
-use super::mapping::check_file_system;
+use crate::mapping::check_file_system;
 
 /// Threads of a kind: so many descriptors may hang, and others are closed.
 const THREADS_MAX: usize = 4;
@@ -50,9 +49,10 @@ impl Foreign {
     ///
     /// # Errors
     /// That it is something else, or what [`Foreign::check_socket`] rejects.
-    pub fn into_call(mut self, own: Option<&SocketAddrAny>) -> Result<OwnedFd, Error> {
+    pub fn into_call(mut self, own: Option<&SocketAddrAny>) -> Result<CallFile, Error> {
         let file = self.as_fd();
-        if !is_event(file) {
+        let is_event = is_event(file);
+        if !is_event {
             let is_stream = sockopt::socket_type(file) == Ok(SocketType::STREAM);
             if !is_stream || self.check_socket(own).is_err() {
                 return Err(unfit("its descriptor is neither an eventfd nor a pair of unix stream sockets"));
@@ -61,7 +61,8 @@ impl Foreign {
                 return Err(unfit("its descriptor is a socket that has received something"));
             }
         }
-        self.0.take().ok_or_else(|| unfit("its descriptor is closed"))
+        let file = self.0.take().ok_or_else(|| unfit("its descriptor is closed"))?;
+        Ok(if is_event { CallFile::Event(file) } else { CallFile::Socket(file) })
     }
 
     /// The descriptor, if it is a file of memory, or of a local file system.
@@ -101,6 +102,22 @@ impl Foreign {
     }
 }
 
+/// A descriptor by which a front end is called.
+#[derive(Debug)]
+pub enum CallFile {
+    /// An eventfd.
+    Event(OwnedFd),
+    /// A connected unix stream socket.
+    Socket(OwnedFd),
+}
+
+impl AsFd for CallFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        let (CallFile::Event(file) | CallFile::Socket(file)) = self;
+        file.as_fd()
+    }
+}
+
 /// Whether it is an eventfd: the kernel's name of it says so, for which no file system is asked.
 fn is_event(file: impl AsFd) -> bool {
     match std::fs::read_link(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd())) {
@@ -131,11 +148,6 @@ impl Drop for Foreign {
             CLOSERS.run(Box::new(move || drop(file)));
         }
     }
-}
-
-/// Writes to `event`, which its front end may have filled: another thread waits for it then.
-pub fn signal_elsewhere(event: Arc<OwnedFd>) {
-    CLOSERS.run(Box::new(move || signal(&event)));
 }
 
 /// Whether descriptors that can be neither closed nor examined are so many that no more should be received.
@@ -177,6 +189,9 @@ impl Threads {
 
     /// Has a thread run `job`, and does not wait.
     fn run(&'static self, job: Job) {
+        if is_alone() {
+            return job();
+        }
         let mut state = self.state();
         state.jobs.push_back(job);
         if state.jobs.len() <= state.idle || state.threads >= THREADS_MAX {
@@ -214,6 +229,15 @@ impl Threads {
     }
 }
 
+/// Whether the thread is the only one, or one of a model: then descriptors do not hang.
+fn is_alone() -> bool {
+    #[cfg(any(simulation, fuzzing))]
+    if blkq::simulation::is_one_thread() {
+        return true;
+    }
+    cfg!(model_check)
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -232,13 +256,13 @@ mod tests {
     fn eventfds_and_stream_sockets_are_accepted_and_nothing_else() {
         let event = || eventfd(0, EventfdFlags::empty()).unwrap();
         assert!(foreign(event()).into_event().is_ok());
-        assert!(foreign(event()).into_call(None).is_ok());
+        assert!(matches!(foreign(event()).into_call(None), Ok(CallFile::Event(_))));
         assert!(is_anonymous(event()));
         let epoll = || epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         assert!(foreign(epoll()).into_event().is_err() && foreign(epoll()).into_call(None).is_err());
         let (one, mut other) = UnixStream::pair().unwrap();
         assert!(foreign(one.try_clone().unwrap()).into_event().is_err());
-        assert!(foreign(one).into_call(None).is_ok());
+        assert!(matches!(foreign(one).into_call(None), Ok(CallFile::Socket(_))));
         assert!(other.write_all(&[0]).is_err(), "nothing comes into its queue");
         let (one, mut other) = UnixStream::pair().unwrap();
         other.write_all(&[0]).unwrap();
@@ -285,7 +309,7 @@ mod tests {
     #[test]
     fn descriptors_that_wait_to_be_examined_are_limited() {
         let (release, hangs) = std::sync::mpsc::channel::<()>();
-        let hangs = Arc::new(Mutex::new(hangs));
+        let hangs = std::sync::Arc::new(Mutex::new(hangs));
         assert!(!are_too_many());
         for _ in 0..THREADS_MAX + WAITING_MAX + 1 {
             let hangs = hangs.clone();

@@ -155,6 +155,7 @@ impl Guest {
 pub type Offer = (u64, u32, bool);
 
 /// The driver's side of a ring, at fixed places of a guest's memory.
+#[derive(Clone)]
 pub struct Driver {
     pub spec: RingSpec,
     /// Guest addresses.

@@ -14,7 +14,7 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::area::Area;
-use super::mapping::Mapping;
+use crate::mapping::Mapping;
 
 /// Regions of queues begin at multiples of this.
 const ALIGN: u64 = 64;

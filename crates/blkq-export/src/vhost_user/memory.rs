@@ -12,7 +12,7 @@ use blkq::ring::REGISTERED_MEMORY_MAX_BYTES;
 use blkq::{Error, ErrorKind, RegisteredMemory, Segment};
 
 use super::area::Area;
-use super::mapping::Mapping;
+use crate::mapping::Mapping;
 
 /// Most regions of a table: what GET_MAX_MEM_SLOTS answers.
 pub const REGIONS_MAX: usize = 64;

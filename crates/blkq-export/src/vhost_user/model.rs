@@ -1,19 +1,22 @@
 //! The properties of a served ring that the model checkers prove: the control thread starts and stops it,
 //! with other tables of memory, on a real engine, while the guest adds requests and another thread looks
-//! on. The ring is polled, so that nothing is submitted to the kernel; only the engine's ring is a twin.
+//! on; [`rejection`] and [`wakeup`] have more. Rings are polled, so that nothing is submitted to the kernel;
+//! the engine's ring and the event of the control thread are twins.
+
+mod front_end;
+mod rejection;
+mod wakeup;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::{Disk, EngineThread};
-use rustix::event::{EventfdFlags, eventfd};
 
 use super::abi::feature;
 use super::harness::{Driver, Guest};
 use super::message::VringAddresses;
 use super::shared::Shared;
-use super::status::{FrontEnd, Registry};
+use super::status::FrontEnd;
 use super::vring::{RingContext, Vring};
 #[cfg(loom)]
 use loom::thread;
@@ -24,12 +27,9 @@ const RING: u64 = 0x10000;
 const HEADERS: u64 = 0x100000;
 const REQUESTS: u32 = 2;
 
-/// Orders that loom tries, unless LOOM_MAX_PERMUTATIONS has another limit: a ring that is polled has far more.
-#[cfg(loom)]
-const ORDERS_MAX: usize = 10_000;
-
-/// Runs `body` in the first orders that loom finds with at most one forced switch, or in random ones.
-fn model(name: &str, body: impl Fn() + Send + Sync + 'static) {
+/// Runs `body` in the first `most` orders that loom finds with at most so many forced switches, unless
+/// LOOM_MAX_PERMUTATIONS has another limit: a ring that is polled has far more; or in so many random ones.
+fn model(name: &str, switches: usize, most: usize, body: impl Fn() + Send + Sync + 'static) {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = {
@@ -42,18 +42,19 @@ fn model(name: &str, body: impl Fn() + Send + Sync + 'static) {
     #[cfg(loom)]
     {
         let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = builder.preemption_bound.or(Some(1));
+        builder.preemption_bound = builder.preemption_bound.or(Some(switches));
         builder.max_branches = 10_000;
-        let orders_max = *builder.max_permutations.get_or_insert(ORDERS_MAX);
+        let orders_max = *builder.max_permutations.get_or_insert(most);
         // loom compares the number of orders with the limit only at checkpoints.
         builder.checkpoint_interval = orders_max + 1;
         builder.check(counted);
     }
     #[cfg(shuttle)]
     {
+        let _ = switches;
         let mut config = shuttle::Config::new();
         config.stack_size = 256 << 10;
-        shuttle::Runner::new(shuttle::scheduler::RandomScheduler::new(5000), config).run(counted);
+        shuttle::Runner::new(shuttle::scheduler::RandomScheduler::new(most), config).run(counted);
     }
     println!("{name}: {} schedules", runs.load(Ordering::Relaxed));
 }
@@ -61,17 +62,7 @@ fn model(name: &str, body: impl Fn() + Send + Sync + 'static) {
 fn start_and_stop_with_new_memory() {
     let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
     let engine = EngineThread::spawn("model", vec![(disk.clone(), 0)]).unwrap();
-    let shared = Arc::new(Shared {
-        disk,
-        engines: vec![engine.handle().clone()],
-        serial: "model".into(),
-        address: None,
-        registry: Registry::new(None, None),
-        register_memory: None,
-        wake: Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()),
-        stopping: AtomicBool::new(false),
-        config_changed: AtomicBool::new(false),
-    });
+    let shared = Arc::new(Shared::new(&disk, vec![engine.handle().clone()], "model").unwrap());
     let peer: Arc<str> = "model".into();
     assert!(shared.registry.admit(&peer));
     let guest = Guest::new(&[(RING, Driver::BYTES), (HEADERS, 0x1000)]);
@@ -99,12 +90,12 @@ fn start_and_stop_with_new_memory() {
     for round in 0..2 {
         // Another table of the same memory.
         let memory = Arc::new(guest.memory.with_registrations_of(None));
-        vring.set_kick(&shared, None).unwrap();
+        vring.set_kick(None).unwrap();
         let context = RingContext {
             memory: memory.clone(),
             features: feature::VERSION_1,
             inflight: None,
-            write_through: Arc::new(AtomicBool::new(false)),
+            write_through: Arc::new(std::sync::atomic::AtomicBool::new(false)),
         };
         if round == 0 {
             add(&mut driver, 0);
@@ -121,10 +112,10 @@ fn start_and_stop_with_new_memory() {
                 }
             }
         }
-        let base = vring.stop_for_base(&shared);
+        let base = vring.stop_for_base();
         taken += std::iter::from_fn(|| driver.take_used(&guest)).count() as u32;
         assert_eq!(base, taken, "all that was taken has completed");
-        assert!(vring.take_rejection().is_none());
+        assert!(vring.take_rejections(&shared).is_empty());
         assert_eq!(Arc::strong_count(&memory), 1, "nothing keeps memory that was replaced");
     }
     assert_eq!(taken, REQUESTS);
@@ -141,11 +132,11 @@ fn start_and_stop_with_new_memory() {
 #[cfg(loom)]
 #[test]
 fn loom_a_ring_stops_with_all_that_it_took() {
-    model("loom_a_ring_stops_with_all_that_it_took", start_and_stop_with_new_memory);
+    model("loom_a_ring_stops_with_all_that_it_took", 1, 10_000, start_and_stop_with_new_memory);
 }
 
 #[cfg(shuttle)]
 #[test]
 fn shuttle_a_ring_stops_with_all_that_it_took() {
-    model("shuttle_a_ring_stops_with_all_that_it_took", start_and_stop_with_new_memory);
+    model("shuttle_a_ring_stops_with_all_that_it_took", 1, 5_000, start_and_stop_with_new_memory);
 }

@@ -360,12 +360,6 @@ impl PackedRing {
         self.device_event.store_u32(0, bits, Ordering::Release);
     }
 
-    /// Asks the driver for no kicks: the ring is looked at anyway.
-    #[cfg(any(test, fuzzing))]
-    pub fn disable_kicks(&mut self) {
-        self.set_event(0, EVENT_DISABLE);
-    }
-
     /// Asks the driver for a kick at the next chain. Returns whether there is one already.
     pub fn enable_kicks(&mut self) -> bool {
         match self.event_idx {

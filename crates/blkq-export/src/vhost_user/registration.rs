@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use blkq::ring::REGISTERED_MEMORY_MAX_BYTES;
 use blkq::{EngineHandle, Error, ErrorKind, RegisteredMemory};
 
-use super::mapping::Mapping;
 use super::memory::{GuestMemory, Registrations};
+use crate::mapping::Mapping;
 
 /// How long registering is tried again when too little memory may be locked (ENOMEM): that of a daemon
 /// that was just killed counts until the kernel has closed its rings, some time later.
@@ -27,25 +27,25 @@ const MEMORY_RETRY: Duration = Duration::from_millis(100);
 
 /// The limits within which guest memory is registered. `None`: as much as there is.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct RegisterMemory {
+pub struct RegistrationLimits {
     /// The memory in bytes that may be locked, by all engines together: RLIMIT_MEMLOCK, unless engines
     /// have the capability CAP_IPC_LOCK.
     pub locked_max: Option<u64>,
-    /// The memory in bytes that this process may have: that of its cgroup.
-    pub memory_max: Option<u64>,
+    /// The memory in bytes that is left to this process: of that of its cgroup.
+    pub memory_left: Option<u64>,
 }
 
 /// The guest's memory as each engine has it registered.
 pub struct RegisteredTables {
     engines: Vec<EngineHandle>,
-    limits: RegisterMemory,
+    limits: RegistrationLimits,
     /// One for each engine, or none.
     tables: Vec<Arc<GuestMemory>>,
 }
 
 impl RegisteredTables {
     /// Of `engines`, without memory.
-    pub fn new(engines: Vec<EngineHandle>, limits: RegisterMemory) -> RegisteredTables {
+    pub fn new(engines: Vec<EngineHandle>, limits: RegistrationLimits) -> RegisteredTables {
         RegisteredTables { engines, limits, tables: Vec::new() }
     }
 
@@ -94,9 +94,9 @@ impl RegisteredTables {
             let cure = "raise the limit (ulimit -l, LimitMEMLOCK= of systemd)";
             return Err(Error::new(ErrorKind::Invalid, message).with_cure(cure));
         }
-        if let Some(most) = self.limits.memory_max.filter(|most| bytes > *most) {
+        if let Some(most) = self.limits.memory_left.filter(|most| bytes > *most) {
             let message = format!(
-                "{} MiB of guest memory are all taken when they are registered, and the cgroup of this process may have {} MiB",
+                "{} MiB of guest memory are all taken when they are registered, and {} MiB were left to the cgroup of this process",
                 mib(bytes),
                 most >> 20
             );

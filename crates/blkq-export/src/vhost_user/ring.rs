@@ -5,10 +5,10 @@ use std::sync::Arc;
 use super::chain::{Chain, Head, RingError};
 use super::descriptor::Layout;
 use super::inflight::InflightQueue;
-use super::mapping::Mapping;
 use super::memory::GuestMemory;
 use super::packed::PackedRing;
 use super::split::SplitRing;
+use crate::mapping::Mapping;
 
 /// Most descriptors of a ring.
 pub const RING_SIZE_MAX: u16 = 1 << 15;
@@ -54,6 +54,8 @@ enum Kind {
 
 #[cfg(test)]
 mod hostile_tests;
+#[cfg(test)]
+mod publication_tests;
 #[cfg(test)]
 mod tests;
 
@@ -181,13 +183,6 @@ impl Ring {
     #[inline]
     pub fn publish(&mut self) -> bool {
         either!(self, ring => ring.publish())
-    }
-
-    /// Asks the driver for no kicks: the ring is looked at anyway.
-    #[cfg(any(test, fuzzing))]
-    #[inline]
-    pub fn disable_kicks(&mut self) {
-        either!(self, ring => ring.disable_kicks())
     }
 
     /// Asks the driver for a kick at the next chain. Returns whether there is one already: then

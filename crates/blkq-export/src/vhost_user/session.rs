@@ -20,9 +20,10 @@ use super::message::{
     config_change, name, protocol, refuse,
 };
 use super::registration::RegisteredTables;
-use super::shared::Shared;
+use super::shared::{Shared, VRINGS_MAX};
 use super::status::Event;
-use super::vring::{RingContext, VRINGS_MAX, Vring};
+use super::vring::{RingContext, Vring};
+use crate::sync::atomic::Ordering::SeqCst;
 
 /// In the status of a virtio device: it must be reset (virtio 1.2, 2.1).
 const DEVICE_NEEDS_RESET: u64 = 0x40;
@@ -124,14 +125,12 @@ impl Session {
             Request::SetVringAddr(addresses) => self.vring(addresses.index)?.set_addresses(addresses)?,
             Request::SetVringBase(VringState { index, number }) => self.vring(index)?.set_base(number)?,
             Request::GetVringBase(VringState { index, .. }) => {
-                let shared = self.shared.clone();
-                let base = self.vring(index)?.stop_for_base(&shared);
+                let base = self.vring(index)?.stop_for_base();
                 let state = VringState { index, number: base };
                 return Ok(Some(Reply::new(code::GET_VRING_BASE, zerocopy::IntoBytes::as_bytes(&state))));
             }
             Request::SetVringKick(index, file) => {
-                let shared = self.shared.clone();
-                self.vring(index)?.set_kick(&shared, file)?;
+                self.vring(index)?.set_kick(file)?;
                 self.start_ring(index);
             }
             Request::SetVringCall(index, file) => {
@@ -157,8 +156,7 @@ impl Session {
                 if number > 1 {
                     return Err(refuse(format!("state {number}")));
                 }
-                let shared = self.shared.clone();
-                self.vring(index)?.set_enabled(&shared, number == 1);
+                self.vring(index)?.set_enabled(number == 1);
                 self.start_ring(index);
             }
             Request::SetBackendReqFd(socket) => {
@@ -293,9 +291,8 @@ impl Session {
     fn set_memory(&mut self, memory: GuestMemory) {
         let served: Vec<u32> =
             self.vrings.iter().filter(|vring| vring.is_served()).map(Vring::index).collect();
-        let shared = self.shared.clone();
         for index in &served {
-            self.vrings[*index as usize].stop(&shared);
+            self.vrings[*index as usize].stop();
         }
         self.memory = Arc::new(memory);
         self.register_memory();
@@ -317,9 +314,8 @@ impl Session {
     }
 
     fn stop_rings(&mut self) {
-        let shared = self.shared.clone();
         for vring in self.vrings.iter_mut() {
-            vring.stop_for_base(&shared);
+            vring.stop_for_base();
         }
     }
 
@@ -327,8 +323,7 @@ impl Session {
     /// memory, and the write cache (virtio 1.2, 5.2.5: after a reset it may be on or off). QEMU goes on to
     /// show drivers what was last written there, and writes no more than changes.
     fn reset(&mut self) {
-        let shared = self.shared.clone();
-        self.vrings.iter_mut().for_each(|vring| vring.reset(&shared));
+        self.vrings.iter_mut().for_each(|vring| vring.reset());
         self.forget_in_flight();
         (self.features, self.status) = (0, 0);
         self.switch_cache();
@@ -397,8 +392,16 @@ impl Session {
         Ok(())
     }
 
+    /// Something woke the control thread: a new configuration, or a ring that was rejected.
+    pub fn woken(&mut self) {
+        if self.shared.config_changed.swap(false, SeqCst) {
+            self.config_changed();
+        }
+        self.report_rejections();
+    }
+
     /// The configuration has changed: the front end is notified, if it can be.
-    pub fn config_changed(&mut self) {
+    fn config_changed(&mut self) {
         let Some(socket) = &self.request_socket else { return };
         let message = config_change();
         match send_some(socket.as_fd(), &message, None) {
@@ -432,9 +435,9 @@ impl Session {
     }
 
     /// Reports the rings that were rejected meanwhile.
-    pub fn report_rejections(&mut self) {
+    fn report_rejections(&mut self) {
         for vring in &mut self.vrings {
-            if let Some(reason) = vring.take_rejection() {
+            for reason in vring.take_rejections(&self.shared) {
                 self.shared.registry.report(&self.peer, Event::RingRejected(vring.index(), reason));
             }
         }
@@ -450,6 +453,9 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.stop_rings();
         self.report_rejections();
+        for call in &self.shared.calls {
+            let _ = call.set(None);
+        }
     }
 }
 

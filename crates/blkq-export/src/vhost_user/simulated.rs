@@ -3,27 +3,31 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use blkq::{Disk, EngineHandle};
-use rustix::event::{EventfdFlags, eventfd};
 
+#[cfg(simulation)]
+pub use super::abi::feature;
+#[cfg(any(test, simulation))]
 pub use super::harness::{Driver, Guest, Offer, USER_OFFSET};
+#[cfg(simulation)]
+pub use super::message::code;
 pub use super::ring::RingSpec;
 
 use super::channel::Incoming;
+use super::control::take_wakeup;
 use super::foreign::Foreign;
 use super::message::{HEADER_BYTES, Header};
 use super::session::Session;
 use super::shared::Shared;
-use super::status::{Registry, VhostUserCounters};
+use super::status::VhostUserCounters;
 
 /// The serial number of every device.
 pub const SERIAL: &str = "simulated";
 
 /// A device, and the front end's session with it.
 pub struct Device {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     session: Session,
 }
 
@@ -37,19 +41,7 @@ impl Device {
     /// # Errors
     /// Why there can be no session.
     pub fn connect(disk: &Arc<Disk>, engine: &EngineHandle, queues: usize) -> Result<Device, blkq::Error> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| blkq::Error::system("eventfd", errno))?;
-        let shared = Arc::new(Shared {
-            disk: disk.clone(),
-            engines: vec![engine.clone(); queues],
-            serial: SERIAL.into(),
-            address: None,
-            registry: Registry::new(None, None),
-            register_memory: None,
-            wake: Arc::new(wake),
-            stopping: AtomicBool::new(false),
-            config_changed: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared::new(disk, vec![engine.clone(); queues], SERIAL)?);
         shared.registry.admit("simulated");
         Ok(Device { session: Session::new(shared.clone(), "simulated")?, shared })
     }
@@ -74,7 +66,20 @@ impl Device {
 
     /// The disk has another size.
     pub fn resized(&mut self) {
-        self.session.config_changed();
+        self.shared.change_config();
+        self.turn();
+    }
+
+    /// Does what the control thread does when something woke it.
+    pub fn turn(&mut self) {
+        take_wakeup(&self.shared, Some(&mut self.session));
+    }
+
+    /// The front end closes the connection. Returns the counters of the device.
+    pub fn disconnect(self) -> VhostUserCounters {
+        let Device { shared, session } = self;
+        drop(session);
+        shared.registry.counters()
     }
 
     /// Why a ring of it was rejected, if one was.

@@ -6,24 +6,27 @@ use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::{Relaxed, Release, SeqCst};
+use std::sync::atomic::Ordering::{Relaxed, Release};
 
+use blkq::trace::TraceClient;
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Data, Error, IoResult, Operation, Sector, Source, SourceContext, Status,
 };
 use io_uring::{opcode, types};
-use rustix::event::PollFlags;
+
+use crate::client_kind;
+use crate::slots::Slots;
 
 use super::abi::{S_IOERR, S_OK};
 use super::bounce::{Bounces, copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
-use super::event::{is_ready, signal};
 use super::memory::GuestMemory;
+use super::notifier::Notifier;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
-use super::slots::Slots;
 use super::status::{RingCounters, RingStatus};
+use super::wakeup::Wakeup;
 
 /// The engine's queue behind its rings: each engine has one.
 const ENGINE_QUEUE: usize = 0;
@@ -43,22 +46,22 @@ pub struct VringStart {
     pub memory: Arc<GuestMemory>,
     /// Becomes readable when there are requests; without it the ring is polled.
     pub kick: Option<Arc<OwnedFd>>,
-    /// Written when there are completions.
-    pub call: Option<Arc<OwnedFd>>,
+    /// Notified when there are completions.
+    pub call: Arc<Notifier>,
     /// For others to see.
     pub status: Arc<RingStatus>,
     /// Writes are durable when they complete.
     pub write_through: Arc<AtomicBool>,
     /// The serial number.
     pub serial: Arc<str>,
-    /// An eventfd that does not block: the ring was rejected.
-    pub wake: Arc<OwnedFd>,
+    /// Is woken when the ring was rejected.
+    pub wake: Arc<Wakeup>,
     /// The front end, for people.
     pub peer: Arc<str>,
 }
 
-/// A message to the source: the eventfd by which the guest is called is another one.
-pub struct SetCall(pub Option<Arc<OwnedFd>>);
+/// A message to the source: the descriptor by which the guest is called is another one.
+pub struct CallChanged;
 
 /// A request in flight.
 struct Slot {
@@ -140,7 +143,7 @@ impl VringSource {
             // Zeroes that stand in its place are no mistake of the guest.
             let lost = self.start.ring.is_broken().then(|| RingError::MemoryLost.to_string());
             let _ = self.start.status.rejected.set(lost.unwrap_or_else(|| reason.to_string()));
-            signal(&self.start.wake);
+            self.start.wake.wake();
         }
     }
 
@@ -308,15 +311,22 @@ impl VringSource {
 
     fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
         // Those that wait go first.
-        let refused = if self.refused.is_empty() { cx.submit(ENGINE_QUEUE, bio) } else { Err(bio) };
+        let refused = if self.refused.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
         if let Err(bio) = refused {
             self.refused.push_back(bio);
         }
     }
 
+    #[inline]
+    fn submit_now(&self, cx: &mut SourceContext<'_>, bio: Bio) -> Result<(), Bio> {
+        let ring = self.start.status.index;
+        cx.set_trace_client(ENGINE_QUEUE, || TraceClient::new(client_kind::VRING, ring));
+        cx.submit(ENGINE_QUEUE, bio)
+    }
+
     fn retry_refused(&mut self, cx: &mut SourceContext<'_>) {
         while let Some(bio) = self.refused.pop_front() {
-            if let Err(bio) = cx.submit(ENGINE_QUEUE, bio) {
+            if let Err(bio) = self.submit_now(cx, bio) {
                 return self.refused.push_front(bio);
             }
         }
@@ -352,15 +362,10 @@ impl VringSource {
     }
 
     fn call(&mut self) {
-        let Some(call) = &self.start.call else { return };
-        self.counters.calls += 1;
-        // A front end may fill its eventfd at any time, and the write would wait for it to be read. So
-        // it is polled before, and while this is set other threads check whether it blocks all the same.
-        self.start.status.calling.store(true, SeqCst);
-        if is_ready(call, PollFlags::OUT) {
-            signal(call);
+        match self.start.call.notify() {
+            Ok(notified) => self.counters.calls += u64::from(notified),
+            Err(error) => self.reject(&format_args!("its driver cannot be called: {error}")),
         }
-        self.start.status.calling.store(false, SeqCst);
     }
 
     fn trim(&mut self, cx: &mut SourceContext<'_>) {
@@ -451,10 +456,7 @@ unsafe impl Source for VringSource {
 
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         let _ = cx;
-        if let Ok(message) = message.downcast::<SetCall>() {
-            // From now on: until here the engine could have been blocked in writing to the one before.
-            self.start.status.set_call(message.0.clone());
-            self.start.call = message.0;
+        if message.is::<CallChanged>() {
             // A completion may have been announced to the one before, which nobody reads any more.
             self.call();
         }

@@ -13,9 +13,6 @@ use super::memory::{Cursor, GuestMemory};
 
 /// In the driver's flags: no calls, please.
 const NO_INTERRUPT: u16 = 1;
-/// In the device's flags: no kicks, please.
-#[cfg(any(test, fuzzing))]
-const NO_NOTIFY: u16 = 1;
 /// Flags, index, and at the end an event index: two bytes each.
 const FLAGS: usize = 0;
 const INDEX: usize = 2;
@@ -220,15 +217,6 @@ impl SplitRing {
             needs_event(event, new, old)
         } else {
             self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0
-        }
-    }
-
-    /// Asks the driver for no kicks: the ring is looked at anyway.
-    #[cfg(any(test, fuzzing))]
-    pub fn disable_kicks(&mut self) {
-        // With event indexes the last one is passed, and no other comes.
-        if !self.event_idx {
-            self.used.store_u16(FLAGS, NO_NOTIFY, Ordering::Relaxed);
         }
     }
 

@@ -1,16 +1,16 @@
 //! A device as its owner sees it: the front end, its rings, counters, and what a log should say.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::sync::atomic::Ordering::{Relaxed, SeqCst};
-use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::{AtomicU32, AtomicU64};
+use crate::sync::{Mutex, MutexGuard, OnceLock};
 
-use super::event::{signal, unblock};
+use super::event::signal;
 
 /// Reports of one kind within [`WINDOW`]; more are only counted.
 const REPORTED_MAX: u32 = 8;
@@ -169,10 +169,6 @@ pub(super) struct RingStatus {
     pub in_flight: AtomicU64,
     /// Where the ring goes on: good once its source has stopped.
     pub base: AtomicU32,
-    /// Its engine is in the system call that writes the call eventfd.
-    pub calling: AtomicBool,
-    /// That eventfd.
-    pub call: Mutex<Option<Arc<OwnedFd>>>,
     /// Why it was rejected.
     pub rejected: OnceLock<String>,
 }
@@ -191,25 +187,8 @@ pub(super) struct RingCounters {
 }
 
 impl RingStatus {
-    pub fn new(index: u32, size: u16, base: u32, call: Option<Arc<OwnedFd>>) -> RingStatus {
-        let (base, call) = (AtomicU32::new(base), Mutex::new(call));
-        RingStatus { index, size, base, call, ..RingStatus::default() }
-    }
-
-    /// The engine writes to another call eventfd from now on.
-    pub fn set_call(&self, call: Option<Arc<OwnedFd>>) {
-        *self.call.lock().unwrap_or_else(PoisonError::into_inner) = call;
-    }
-
-    /// Lets the engine go on, if it is blocked in writing to the call eventfd.
-    fn release_blocked_call(&self) {
-        if !self.calling.load(SeqCst) {
-            return;
-        }
-        let call = self.call.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(call) = call {
-            unblock(&call);
-        }
+    pub fn new(index: u32, size: u16, base: u32) -> RingStatus {
+        RingStatus { index, size, base: AtomicU32::new(base), ..RingStatus::default() }
     }
 
     /// Shows `counters` to others, and that so many requests are in flight.
@@ -388,12 +367,6 @@ impl Registry {
         front_end.rings.sort_by_key(|ring| ring.index);
     }
 
-    /// Frees engines whose front end has blocked them.
-    pub fn release_blocked_calls(&self) {
-        let rings = self.state().front_end.as_ref().map(|front_end| front_end.rings.clone());
-        rings.iter().flatten().for_each(|ring| ring.release_blocked_call());
-    }
-
     /// Notes `event` of `peer` for the log, unless there were too many, and counts it.
     pub fn report(&self, peer: &str, event: Event) {
         let mut state = self.state();
@@ -511,7 +484,7 @@ mod tests {
         let registry = Registry::new(None, None);
         assert!(registry.admit("a"));
         for (index, requests) in [(0, 5), (1, 7), (0, 2)] {
-            let ring = Arc::new(RingStatus::new(index, 4, 0, None));
+            let ring = Arc::new(RingStatus::new(index, 4, 0));
             registry.add_ring(&ring);
             ring.publish(&RingCounters { requests, ..RingCounters::default() }, 1);
         }

@@ -4,28 +4,21 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Acquire;
-#[cfg(not(model_check))]
-use std::time::Duration;
 
 use blkq::{EngineHandle, SourceId};
 
 use super::abi::feature;
-use super::foreign::{Foreign, signal_elsewhere};
+use super::foreign::{CallFile, Foreign};
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::message::{Refusal, VringAddresses, refuse};
 use super::ring::{Ring, RingSpec};
 use super::shared::Shared;
-use super::source::{SetCall, VringSource, VringStart};
+use super::source::{CallChanged, VringSource, VringStart};
 use super::status::{Event, RingStatus};
 
-/// Most rings: ring `i` is served by engine `i` modulo the number of engines.
-pub const VRINGS_MAX: usize = 64;
 /// Largest ring (virtio 1.2, 2.7 and 2.8).
 const SIZE_MAX: u32 = 1 << 15;
-#[cfg(not(model_check))]
-/// How long a ring may take to drain before it is checked whether its call eventfd blocks its engine.
-const BLOCKED_CHECK: Duration = Duration::from_millis(20);
 
 /// The things that rings share, while they are served.
 pub struct RingContext {
@@ -58,6 +51,15 @@ struct Serving {
     reported: bool,
 }
 
+impl Serving {
+    /// Why it was rejected, once.
+    fn take_rejection(&mut self) -> Option<String> {
+        let reason = self.status.rejected.get().filter(|_| !self.reported)?;
+        self.reported = true;
+        Some(reason.clone())
+    }
+}
+
 /// A ring of a front end.
 #[derive(Default)]
 pub struct Vring {
@@ -66,10 +68,11 @@ pub struct Vring {
     addresses: Option<VringAddresses>,
     base: u32,
     kick: Kick,
-    call: Option<Arc<OwnedFd>>,
-    error: Option<Arc<OwnedFd>>,
+    error: Option<CallFile>,
     enabled: Option<bool>,
     serving: Option<Serving>,
+    /// Why it was rejected, each time that has yet to be reported.
+    rejections: Vec<String>,
 }
 
 impl Vring {
@@ -127,9 +130,9 @@ impl Vring {
     }
 
     /// Sets the eventfd that the guest kicks; the ring is started with it.
-    pub fn set_kick(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
+    pub fn set_kick(&mut self, file: Option<Foreign>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_event()).transpose()?;
-        self.stop(shared);
+        self.stop();
         self.kick = file.map_or(Kick::Polled, |file| Kick::Event(Arc::new(file)));
         Ok(())
     }
@@ -137,25 +140,24 @@ impl Vring {
     /// Sets the eventfd by which the guest is called.
     pub fn set_call(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
-        self.call = file.map(Arc::new);
+        shared.calls[self.index as usize].set(file)?;
         if let Some(Serving { engine, id, .. }) = &self.serving {
-            engine.send(*id, Box::new(SetCall(self.call.clone())));
+            engine.send(*id, Box::new(CallChanged));
         }
         Ok(())
     }
 
     /// Sets the eventfd that is written when the ring is rejected.
     pub fn set_error(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
-        let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
-        self.error = file.map(Arc::new);
+        self.error = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         Ok(())
     }
 
     /// Enables or disables it; disabled, it is drained.
-    pub fn set_enabled(&mut self, shared: &Shared, enabled: bool) {
+    pub fn set_enabled(&mut self, enabled: bool) {
         self.enabled = Some(enabled);
         if !enabled {
-            self.stop(shared);
+            self.stop();
         }
     }
 
@@ -201,12 +203,12 @@ impl Vring {
         });
         let record = record.transpose()?;
         let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| rejected(e.to_string()))?;
-        let status = Arc::new(RingStatus::new(self.index, spec.size, self.base, self.call.clone()));
+        let status = Arc::new(RingStatus::new(self.index, spec.size, self.base));
         let start = VringStart {
             ring,
             memory: context.memory.clone(),
             kick,
-            call: self.call.clone(),
+            call: shared.calls[self.index as usize].clone(),
             status: status.clone(),
             write_through: context.write_through.clone(),
             serial: shared.serial.clone(),
@@ -223,42 +225,36 @@ impl Vring {
 
     /// Stops to serve it, when nothing of it is in flight any more. It may be started again, where it
     /// was.
-    pub fn stop(&mut self, shared: &Shared) {
-        let Some(Serving { engine, id, status, .. }) = self.serving.take() else { return };
-        let stopped = engine.begin_stop_source(id, true);
-        // The checkers know no time.
-        #[cfg(model_check)]
-        let _ = (shared, stopped.wait());
-        #[cfg(not(model_check))]
-        while !stopped.wait_timeout(BLOCKED_CHECK) {
-            shared.registry.release_blocked_calls();
-        }
-        self.base = status.base.load(Acquire);
+    pub fn stop(&mut self) {
+        let Some(mut serving) = self.serving.take() else { return };
+        serving.engine.stop_source(serving.id, true);
+        self.base = serving.status.base.load(Acquire);
+        self.rejections.extend(serving.take_rejection());
     }
 
     /// Stops it until there is another kick eventfd. Returns where it goes on.
-    pub fn stop_for_base(&mut self, shared: &Shared) -> u32 {
-        self.stop(shared);
+    pub fn stop_for_base(&mut self) -> u32 {
+        self.stop();
         self.kick = Kick::Stopped;
         self.base
     }
 
     /// Stops it, and forgets how it was described, but for how the front end is notified.
-    pub fn reset(&mut self, shared: &Shared) {
-        self.stop(shared);
-        let (call, error) = (self.call.take(), self.error.take());
-        *self = Vring { index: self.index, call, error, ..Vring::default() };
+    pub fn reset(&mut self) {
+        self.stop();
+        let (error, rejections) = (self.error.take(), std::mem::take(&mut self.rejections));
+        *self = Vring { index: self.index, error, rejections, ..Vring::default() };
     }
 
-    /// If it was rejected meanwhile: why, once. The front end is notified.
-    pub fn take_rejection(&mut self) -> Option<String> {
-        let serving = self.serving.as_mut().filter(|serving| !serving.reported)?;
-        let reason = serving.status.rejected.get()?.clone();
-        serving.reported = true;
-        if let Some(error) = &self.error {
-            signal_elsewhere(error.clone());
+    /// Why it was rejected since this was last asked, each time: it may have been started again. The front
+    /// end is notified as often.
+    pub fn take_rejections(&mut self, shared: &Shared) -> Vec<String> {
+        self.rejections.extend(self.serving.as_mut().and_then(Serving::take_rejection));
+        for error in self.error.iter().cycle().take(self.rejections.len()) {
+            // Without memory for that, only the log has the reason.
+            let _ = shared.errors.notify_once(error);
         }
-        Some(reason)
+        std::mem::take(&mut self.rejections)
     }
 
     /// Its number.
@@ -266,3 +262,6 @@ impl Vring {
         self.index
     }
 }
+
+#[cfg(all(test, not(model_check)))]
+mod tests;

@@ -4,6 +4,7 @@
 
 pub mod pki;
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -55,8 +56,11 @@ pub fn options() -> NbdOptions {
 }
 
 pub fn serve(driver: Box<dyn Driver>, queues: usize, options: NbdOptions) -> Served {
+    serve_disk(Disk::builder(driver).queues(queues).build().unwrap(), options)
+}
+
+pub fn serve_disk(disk: Arc<Disk>, options: NbdOptions) -> Served {
     let path = socket_path();
-    let disk = Disk::builder(driver).queues(queues).build().unwrap();
     let engines = engines(&disk);
     let handles: Vec<_> = engines.iter().map(|engine| engine.handle().clone()).collect();
     let server = NbdServer::start(Listen::Unix(path.clone()), options, &handles).unwrap();
@@ -66,7 +70,7 @@ pub fn serve(driver: Box<dyn Driver>, queues: usize, options: NbdOptions) -> Ser
 impl Served {
     pub fn raw(&self) -> UnixStream {
         let stream = UnixStream::connect(&self.path).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream
     }
 
@@ -91,9 +95,9 @@ impl Drop for Served {
 }
 
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + Duration::from_secs(60);
     while !condition() {
-        assert!(Instant::now() < end, "{what}: not within ten seconds");
+        assert!(Instant::now() < end, "{what}: not within a minute");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -120,12 +124,19 @@ pub struct Client<S> {
     pub flags: u16,
     /// In bytes, as the server reports.
     pub size: u64,
+    /// Parts of reads that are not complete, by cookie and offset.
+    parts: BTreeMap<(u64, u64), Vec<u8>>,
 }
 
 impl<S: Read + Write> Client<S> {
+    /// Before the handshake.
+    pub fn new(stream: S, style: ReplyStyle) -> Client<S> {
+        Client { stream, style, flags: 0, size: 0, parts: BTreeMap::new() }
+    }
+
     /// Completes the handshake and enters transmission.
     pub fn begin(stream: S, style: ReplyStyle) -> Client<S> {
-        let mut client = Client { stream, style, flags: 0, size: 0 };
+        let mut client = Client::new(stream, style);
         assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\0\x03");
         client.stream.write_all(&3u32.to_be_bytes()).unwrap();
         match style {
@@ -197,7 +208,19 @@ impl<S: Read + Write> Client<S> {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// The next reply. `read_bytes` returns how long the content of a simple reply is.
+    /// The next chunk of a structured or extended reply: flags, kind, cookie, and what follows.
+    pub fn chunk(&mut self) -> (u16, u16, u64, Vec<u8>) {
+        let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
+        let extended = self.style == ReplyStyle::Extended;
+        let header = self.take(if extended { 32 } else { 20 });
+        let magic = if extended { [0x6e, 0x8a, 0x27, 0x8c] } else { [0x66, 0x8e, 0x33, 0xef] };
+        assert_eq!(header[..4], magic);
+        let length = if extended { word(&header[24..]) } else { word(&[&[0; 4], &header[16..]].concat()) };
+        let short = |at: usize| u16::from_be_bytes(header[at..at + 2].try_into().unwrap());
+        (short(4), short(6), word(&header[8..16]), self.take(length as usize))
+    }
+
+    /// The reply that is complete next. `read_bytes` returns how long the content of a simple reply is.
     pub fn reply(&mut self, read_bytes: impl FnOnce(u64) -> usize) -> Reply {
         let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
         if self.style == ReplyStyle::Simple {
@@ -208,22 +231,36 @@ impl<S: Read + Write> Client<S> {
             let payload = if error == 0 { self.take(read_bytes(cookie)) } else { Vec::new() };
             return Reply { cookie, error, payload };
         }
-        let extended = self.style == ReplyStyle::Extended;
-        let header = self.take(if extended { 32 } else { 20 });
-        let magic = if extended { [0x6e, 0x8a, 0x27, 0x8c] } else { [0x66, 0x8e, 0x33, 0xef] };
-        assert_eq!((&header[..4], &header[4..6]), (&magic[..], &[0, 1][..]));
-        let length = if extended { word(&header[24..]) } else { word(&[&[0; 4], &header[16..]].concat()) };
-        let mut payload = self.take(length as usize);
-        let cookie = word(&header[8..16]);
-        let kind = u16::from_be_bytes(header[6..8].try_into().unwrap());
-        let mut error = 0;
-        match kind {
-            0 | 5 | 6 => {}
-            1 => drop(payload.drain(..8)),
-            0x8001 => error = u32::from_be_bytes(payload[..4].try_into().unwrap()),
-            kind => panic!("chunk of type {kind:#x}"),
+        // Of reads, in parts that come in any order, mixed with those of others.
+        let mut parts = std::mem::take(&mut self.parts);
+        loop {
+            let (flags, kind, cookie, mut payload) = self.chunk();
+            let mut error = 0;
+            match kind {
+                0 | 5 | 6 => {}
+                1 => {
+                    let content = payload.split_off(8);
+                    let part = parts.insert((cookie, word(&payload)), content);
+                    assert_eq!(part, None, "a part twice");
+                    payload.clear();
+                }
+                0x8001 => error = u32::from_be_bytes(payload[..4].try_into().unwrap()),
+                kind => panic!("chunk of type {kind:#x}"),
+            }
+            if flags == 0 {
+                assert_eq!(kind, 1);
+                continue;
+            }
+            assert_eq!(flags, 1);
+            let mut next = None;
+            for ((_, offset), part) in parts.extract_if((cookie, 0)..=(cookie, u64::MAX), |_, _| error == 0) {
+                assert!(next.is_none_or(|next| next == offset), "parts with a gap between them");
+                next = Some(offset + part.len() as u64);
+                payload.extend(part);
+            }
+            self.parts = parts;
+            return Reply { cookie, error, payload };
         }
-        Reply { cookie, error, payload }
     }
 
     /// One request and its reply.

@@ -1,22 +1,27 @@
-//! A front end that says exactly what a test wants it to say, and the driver's side of a split ring.
+//! A front end that says exactly what a test wants it to say.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "every test file uses a part of it")]
+
+mod ring;
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::MemfdFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
+
+use ring::Buffer;
+pub use ring::Ring;
 
 pub const GET_FEATURES: u32 = 1;
 pub const SET_FEATURES: u32 = 2;
@@ -31,6 +36,7 @@ pub const SET_VRING_CALL: u32 = 13;
 pub const SET_VRING_ERR: u32 = 14;
 pub const GET_PROTOCOL_FEATURES: u32 = 15;
 pub const SET_PROTOCOL_FEATURES: u32 = 16;
+pub const GET_QUEUE_NUM: u32 = 17;
 pub const SET_VRING_ENABLE: u32 = 18;
 pub const SET_BACKEND_REQ_FD: u32 = 21;
 pub const GET_CONFIG: u32 = 24;
@@ -51,8 +57,10 @@ pub const F_CONFIG_WCE: u64 = 1 << 11;
 pub const F_DISCARD: u64 = 1 << 13;
 pub const F_WRITE_ZEROES: u64 = 1 << 14;
 pub const F_INDIRECT: u64 = 1 << 28;
+pub const F_EVENT_IDX: u64 = 1 << 29;
 pub const F_PROTOCOL: u64 = 1 << 30;
 pub const F_VERSION_1: u64 = 1 << 32;
+pub const F_PACKED: u64 = 1 << 34;
 pub const FEATURES: u64 = F_FLUSH | F_CONFIG_WCE | F_DISCARD | F_WRITE_ZEROES | F_PROTOCOL | F_VERSION_1;
 
 /// Where the guest's memory begins, for the guest: not where it is in this process.
@@ -62,8 +70,6 @@ pub const MEMORY: usize = 8 << 20;
 const RING: usize = 64 << 10;
 /// Addresses of regions for the front end, beside those of the guest.
 const USER: u64 = 1 << 45;
-/// Where headers and statuses are: 32 bytes for each request of a ring.
-const HEADERS: usize = 32 << 10;
 /// Where data may be.
 pub const DATA: usize = 1 << 20;
 pub const SIZE: u16 = 64;
@@ -100,7 +106,7 @@ impl Memory {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), bytes) }
     }
 
-    fn user(&self) -> u64 {
+    pub fn user(&self) -> u64 {
         self.start.addr() as u64
     }
 }
@@ -132,7 +138,7 @@ pub struct Connection(pub UnixStream);
 impl Connection {
     pub fn new(path: &Path) -> Connection {
         let stream = UnixStream::connect(path).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         Connection(stream)
     }
 
@@ -215,37 +221,6 @@ impl Connection {
     }
 }
 
-/// A split ring in the memory, from the driver's side.
-pub struct Ring {
-    index: u32,
-    pub kick: OwnedFd,
-    pub call: OwnedFd,
-    /// Heads that are free: each has four descriptors.
-    free: Vec<u16>,
-    available: u16,
-    used: u16,
-}
-
-impl Ring {
-    pub fn new(index: u32) -> Ring {
-        let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let free = (0..SIZE / 4).rev().map(|number| number * 4).collect();
-        Ring { index, kick: event(), call: event(), free, available: 0, used: 0 }
-    }
-
-    fn base(&self) -> usize {
-        self.index as usize * RING
-    }
-
-    pub fn available_at(&self) -> usize {
-        self.base() + usize::from(SIZE) * 16
-    }
-
-    pub fn used_at(&self) -> usize {
-        self.base() + 4096
-    }
-}
-
 /// A front end with memory and rings.
 pub struct FrontEnd {
     pub connection: Connection,
@@ -263,7 +238,7 @@ impl FrontEnd {
 
     /// As [`FrontEnd::new`], but it shares the first `shared` bytes of its memory only.
     pub fn sharing(path: &Path, features: u64, rings: u32, shared: usize) -> FrontEnd {
-        let rings = (0..rings).map(Ring::new).collect();
+        let rings = (0..rings).map(|index| Ring::new(index, features)).collect();
         let mut front = FrontEnd { connection: Connection::new(path), memory: Memory::new(), shared, rings };
         front.begin(features);
         front
@@ -284,7 +259,7 @@ impl FrontEnd {
         self.connection.done(SET_MEM_TABLE, &table, &[self.memory.file.as_fd()]);
     }
 
-    /// Starts ring `ring` at `base`.
+    /// Starts ring `ring` where it has used `base`: chains of a split ring, descriptors of a packed one.
     pub fn start(&mut self, ring: u32, base: u16) {
         self.prepare(ring, base);
         self.connection.done(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
@@ -292,30 +267,38 @@ impl FrontEnd {
 
     /// Describes ring `ring`, which begins at `base` when it is enabled.
     pub fn prepare(&mut self, ring: u32, base: u16) {
+        self.describe(ring, base, Connection::done);
+    }
+
+    /// As [`FrontEnd::prepare`], by messages that `send` sends.
+    pub fn describe(
+        &mut self,
+        ring: u32,
+        base: u16,
+        send: impl Fn(&mut Connection, u32, &[u8], &[BorrowedFd<'_>]),
+    ) {
         let it = &self.rings[ring as usize];
         let user = self.memory.user();
         let places = [it.base(), it.used_at(), it.available_at()].map(|at| user + at as u64);
         let address = [words(&[ring, 0]), longs(&[places[0], places[1], places[2], 0])].concat();
         let connection = &mut self.connection;
-        connection.done(SET_VRING_NUM, &words(&[ring, SIZE.into()]), &[]);
-        connection.done(SET_VRING_BASE, &words(&[ring, base.into()]), &[]);
-        connection.done(SET_VRING_ADDR, &address, &[]);
-        connection.done(SET_VRING_CALL, &longs(&[ring.into()]), &[it.call.as_fd()]);
-        connection.done(SET_VRING_KICK, &longs(&[ring.into()]), &[it.kick.as_fd()]);
+        send(connection, SET_VRING_NUM, &words(&[ring, SIZE.into()]), &[]);
+        send(connection, SET_VRING_BASE, &words(&[ring, it.vring_base(base)]), &[]);
+        send(connection, SET_VRING_ADDR, &address, &[]);
+        send(connection, SET_VRING_CALL, &longs(&[ring.into()]), &[it.call.as_fd()]);
+        send(connection, SET_VRING_KICK, &longs(&[ring.into()]), &[it.kick.as_fd()]);
     }
 
+    /// Stops a ring: what it has used then.
     pub fn stop(&mut self, ring: u32) -> u16 {
         let reply = self.connection.ask(GET_VRING_BASE, &words(&[ring, 0]));
-        u32::from_ne_bytes(reply.payload[4..8].try_into().unwrap()) as u16
+        let base = u32::from_ne_bytes(reply.payload[4..8].try_into().unwrap());
+        self.rings[ring as usize].count(base)
     }
 
-    /// Writes descriptor `index` of a ring.
+    /// Writes descriptor `index` of a split ring.
     pub fn descriptor(&self, ring: usize, index: u16, at: u64, bytes: u32, flags: u16, next: u16) {
-        let place = self.rings[ring].base() + usize::from(index) * 16;
-        self.memory.at::<AtomicU64>(place).store(at, Ordering::Relaxed);
-        self.memory.at::<AtomicU32>(place + 8).store(bytes, Ordering::Relaxed);
-        self.memory.at::<AtomicU16>(place + 12).store(flags, Ordering::Relaxed);
-        self.memory.at::<AtomicU16>(place + 14).store(next, Ordering::Relaxed);
+        self.rings[ring].descriptor(&self.memory, index, (at, bytes, false), flags, next);
     }
 
     pub fn guest(at: usize) -> u64 {
@@ -333,20 +316,18 @@ impl FrontEnd {
     }
 
     /// Makes a request of the pieces of data in `data`, addresses of the guest with lengths, available,
-    /// and does not kick. At most two.
+    /// and does not kick. At most two, or six in a table. Returns its head.
     pub fn submit_pieces(&mut self, ring: usize, kind: u32, sector: u64, data: &[(u64, u32)]) -> u16 {
-        let head = self.rings[ring].free.pop().expect("a free descriptor");
-        let header = self.rings[ring].base() + HEADERS + usize::from(head) * 32;
+        let it = &mut self.rings[ring];
+        let head = it.free.pop().expect("a free descriptor");
+        let header = it.header(head);
         self.memory.bytes(header, 16).copy_from_slice(&[words(&[kind, 0]), longs(&[sector])].concat());
         self.memory.bytes(header + 16, 1)[0] = 0xff;
-        self.descriptor(ring, head, Self::guest(header), 16, 1, head + 1);
-        let mut last = head + 1;
-        for (at, bytes) in data {
-            self.descriptor(ring, last, *at, *bytes, if kind == 0 { 3 } else { 1 }, last + 1);
-            last += 1;
-        }
-        self.descriptor(ring, last, Self::guest(header + 16), 1, 2, 0);
-        self.make_available(ring, head);
+        let write = matches!(kind, 0 | 8);
+        let mut buffers: Vec<Buffer> = vec![(Self::guest(header), 16, false)];
+        buffers.extend(data.iter().map(|(at, bytes)| (*at, *bytes, write)));
+        buffers.push((Self::guest(header + 16), 1, true));
+        it.add(&self.memory, head, &buffers);
         head
     }
 
@@ -359,33 +340,15 @@ impl FrontEnd {
         all[0].1
     }
 
-    /// Makes a request of `bytes` of data at `at` of the memory available, and does not kick. Returns
-    /// its head.
+    /// As [`FrontEnd::submit_pieces`], of `bytes` of data at `at` of the memory.
     pub fn submit(&mut self, ring: usize, kind: u32, sector: u64, at: usize, bytes: u32) -> u16 {
-        let head = self.rings[ring].free.pop().expect("a free descriptor");
-        let header = self.rings[ring].base() + HEADERS + usize::from(head) * 32;
-        self.memory.bytes(header, 16).copy_from_slice(&[words(&[kind, 0]), longs(&[sector])].concat());
-        self.memory.bytes(header + 16, 1)[0] = 0xff;
-        let (read, next, write) = (0, 1, 2);
-        self.descriptor(ring, head, Self::guest(header), 16, read | next, head + 1);
-        let data = if matches!(kind, 0 | 8) { write } else { read };
-        let mut last = head + 1;
-        if bytes > 0 {
-            self.descriptor(ring, last, Self::guest(at), bytes, data | next, last + 1);
-            last += 1;
-        }
-        self.descriptor(ring, last, Self::guest(header + 16), 1, write, 0);
-        self.make_available(ring, head);
-        head
+        let data = [(Self::guest(at), bytes)];
+        self.submit_pieces(ring, kind, sector, if bytes > 0 { &data } else { &[] })
     }
 
+    /// Makes the chain of a split ring available that begins with descriptor `head`.
     pub fn make_available(&mut self, ring: usize, head: u16) {
-        let it = &mut self.rings[ring];
-        let at = it.index as usize * RING + usize::from(SIZE) * 16;
-        let entry = at + 4 + usize::from(it.available % SIZE) * 2;
-        it.available = it.available.wrapping_add(1);
-        self.memory.at::<AtomicU16>(entry).store(head, Ordering::Relaxed);
-        self.memory.at::<AtomicU16>(at + 2).store(it.available, Ordering::Release);
+        self.rings[ring].make_available(&self.memory, head);
     }
 
     pub fn kick(&self, ring: usize) {
@@ -395,33 +358,28 @@ impl FrontEnd {
     /// The requests that completed since the last call: heads, statuses and lengths.
     pub fn completed(&mut self, ring: usize) -> Vec<(u16, u8, u32)> {
         let it = &mut self.rings[ring];
-        let at = it.used_at();
-        let index = self.memory.at::<AtomicU16>(at + 2).load(Ordering::Acquire);
         let mut all = Vec::new();
-        while it.used != index {
-            let entry = at + 4 + usize::from(it.used % SIZE) * 8;
-            let head = self.memory.at::<AtomicU32>(entry).load(Ordering::Relaxed) as u16;
-            let length = self.memory.at::<AtomicU32>(entry + 4).load(Ordering::Relaxed);
-            let status = it.index as usize * RING + HEADERS + usize::from(head) * 32 + 16;
-            it.used = it.used.wrapping_add(1);
-            assert!(!it.free.contains(&head), "descriptor {head} completed twice");
-            it.free.push(head);
-            all.push((head, self.memory.bytes(status, 1)[0], length));
+        while let Some((head, length)) = it.take_used(&self.memory) {
+            all.push((head, self.memory.bytes(it.header(head) + 16, 1)[0], length));
         }
         all
     }
 
-    /// The used index that the device has published.
+    /// How much the device has published as used: chains of a split ring, descriptors of a packed one.
     pub fn used_index(&self, ring: usize) -> u16 {
-        self.memory.at::<AtomicU16>(self.rings[ring].used_at() + 2).load(Ordering::Acquire)
+        self.rings[ring].published(&self.memory)
     }
 
     /// Waits for calls until `count` requests have completed.
     pub fn wait(&mut self, ring: usize, count: usize) -> Vec<(u16, u8, u32)> {
         let mut all = self.completed(ring);
         while all.len() < count {
-            assert!(self.is_called(ring, 20), "no call; {} of {count} completed", all.len());
+            self.rings[ring].want_call(&self.memory);
+            let before = all.len();
             all.extend(self.completed(ring));
+            if all.len() == before {
+                assert!(self.is_called(ring, 60), "no call; {} of {count} completed", all.len());
+            }
         }
         all
     }
@@ -444,17 +402,80 @@ impl FrontEnd {
         all[0].1
     }
 
+    /// Asks for a record of what is in flight, and has it kept.
+    pub fn keep_record(&mut self) -> Reply {
+        let sizes = [self.rings.len() as u16, SIZE].map(u16::to_ne_bytes).concat();
+        let record = self.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
+        let file = record.file.as_ref().unwrap().as_fd();
+        self.connection.done(SET_INFLIGHT_FD, &record.payload, &[file]);
+        record
+    }
+
     /// Connects again after the other end died, with what is in flight.
     pub fn reconnect(&mut self, path: &Path, features: u64, inflight: &Reply) {
         self.connection = Connection::new(path);
         self.begin(features);
         let file = inflight.file.as_ref().unwrap().as_fd();
         self.connection.done(SET_INFLIGHT_FD, &inflight.payload, &[file]);
+        self.start_all();
+    }
+
+    /// Starts all rings where they were.
+    pub fn start_all(&mut self) {
         for ring in 0..self.rings.len() {
             let base = self.used_index(ring);
             self.start(ring as u32, base);
         }
     }
+}
+
+/// Fills `event` again and again, and has writes to it wait, until `stop`: sooner or later that blocks an
+/// engine that writes to it. Returns false, and leaves it full, once `progress` stays as it is for 5 s.
+fn refill(event: &OwnedFd, progress: &AtomicU64, stop: &AtomicBool) -> bool {
+    let full = (u64::MAX - 1).to_ne_bytes();
+    while !stop.load(Ordering::Relaxed) {
+        for _ in 0..200 {
+            fcntl_setfl(event, OFlags::NONBLOCK).unwrap();
+            let _ = rustix::io::read(event, &mut [0; 8]);
+            // An engine that polls it now finds room.
+            let _ = rustix::io::write(event, &full);
+            fcntl_setfl(event, OFlags::empty()).unwrap();
+        }
+        let (begin, before) = (Instant::now(), progress.load(Ordering::Relaxed));
+        while progress.load(Ordering::Relaxed) < before + 2 && !stop.load(Ordering::Relaxed) {
+            if begin.elapsed() > Duration::from_secs(5) {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+    }
+    true
+}
+
+/// While the call eventfd of ring 0 is refilled for 3 s: reads at `at` on rings 0 and 1, and `besides`
+/// with them, all of which must go on; then `stop`, which must not take long.
+pub fn withstand_refills(front: &mut FrontEnd, at: usize, mut besides: impl FnMut(), stop: impl FnOnce()) {
+    let event = front.rings[0].call.try_clone().unwrap();
+    let (progress, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let refills = scope.spawn(|| refill(&event, &progress, &stopped));
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_secs(3) && !refills.is_finished() {
+            for ring in [0, 0, 0, 0, 1] {
+                front.submit(ring, 0, 0, at, 512);
+                front.kick(ring);
+                while !refills.is_finished() && front.completed(ring).is_empty() {}
+            }
+            besides();
+            progress.fetch_add(1, Ordering::Relaxed);
+        }
+        let begin = Instant::now();
+        // While it goes on.
+        stop();
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+        stopped.store(true, Ordering::Relaxed);
+        assert!(refills.join().unwrap(), "the engine is blocked");
+    });
 }
 
 /// Writes garbage to a connection.

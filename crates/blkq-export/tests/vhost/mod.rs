@@ -3,16 +3,16 @@
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
-use blkq::{Disk, Driver, EngineThread};
+use blkq::{Disk, Driver, EngineThread, ErrorKind};
 use blkq_export::nbd::Listen;
-use blkq_export::vhost_user::{RegisterMemory, Report, VhostUserDevice, VhostUserOptions};
+use blkq_export::vhost_user::{Event, RegistrationLimits, Report, VhostUserDevice, VhostUserOptions};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -23,7 +23,7 @@ pub fn ram() -> Box<dyn Driver> {
     Box::new(Ram::new(SIZE, 512, false).unwrap())
 }
 
-fn unique(what: &str) -> PathBuf {
+pub fn unique(what: &str) -> PathBuf {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     std::env::temp_dir().join(format!("blkq-vhost-{}-{number}.{what}", std::process::id()))
@@ -34,12 +34,22 @@ pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     // Direct I/O needs a file system that has it, which that of temporary files may not be.
     let path = std::env::current_dir().unwrap().join(unique("img").file_name().unwrap());
     std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
-    let device = LoopDevice::open(&LoopOptions {
-        direct_io,
-        logical_block_bytes: sector_size,
-        ..LoopOptions::new(&path)
-    });
+    let device = open_image(&path, direct_io, sector_size);
     std::fs::remove_file(&path).unwrap();
+    device
+}
+
+/// Opens an image; of a process that was killed, when the kernel has let go of what its rings had in flight.
+pub fn open_image(path: &Path, direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
+    let options = LoopOptions { direct_io, logical_block_bytes: sector_size, ..LoopOptions::new(path) };
+    let mut device = LoopDevice::open(&options);
+    until("nobody has the image", || {
+        let is_busy = device.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
+        if is_busy {
+            device = LoopDevice::open(&options);
+        }
+        !is_busy
+    });
     Box::new(device.unwrap())
 }
 
@@ -55,7 +65,7 @@ pub fn serve(driver: Box<dyn Driver>, queues: usize) -> Served {
 }
 
 /// As [`serve`], with guest memory registered.
-pub fn serve_registered(driver: Box<dyn Driver>, queues: usize, limits: RegisterMemory) -> Served {
+pub fn serve_registered(driver: Box<dyn Driver>, queues: usize, limits: RegistrationLimits) -> Served {
     let disk = Disk::builder(driver).queues(queues).build().unwrap();
     serve_with(disk, unique("sock"), Some(limits))
 }
@@ -64,7 +74,7 @@ pub fn serve_disk(disk: Arc<Disk>, path: PathBuf) -> Served {
     serve_with(disk, path, None)
 }
 
-fn serve_with(disk: Arc<Disk>, path: PathBuf, register_memory: Option<RegisterMemory>) -> Served {
+fn serve_with(disk: Arc<Disk>, path: PathBuf, register_memory: Option<RegistrationLimits>) -> Served {
     let engines: Vec<EngineThread> = (0..disk.queue_count())
         .map(|queue| EngineThread::spawn("vhost-test", vec![(disk.clone(), queue)]).unwrap())
         .collect();
@@ -92,6 +102,13 @@ impl Served {
         reports.remove(0)
     }
 
+    /// Waits until a ring is rejected because its memory was truncated.
+    pub fn until_truncated(&self, ring: u32) {
+        let report = self.report();
+        let is_it = matches!(&report.event, Event::RingRejected(index, why) if *index == ring && why.contains("truncated"));
+        assert!(is_it, "{report:?}");
+    }
+
     pub fn until_idle(&self) {
         until("the front end is gone", || self.device.connection_count() == 0);
     }
@@ -101,7 +118,7 @@ impl Served {
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !holds() {
-        assert!(begin.elapsed() < Duration::from_secs(20), "waited too long: {what}");
+        assert!(begin.elapsed() < Duration::from_secs(60), "waited too long: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

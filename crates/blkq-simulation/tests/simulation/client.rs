@@ -28,6 +28,8 @@ struct Outstanding {
     submitted: u64,
     fua: bool,
     fast_zero: bool,
+    /// The content of a read that has arrived in parts: where each begins, in bytes of the device.
+    parts: BTreeMap<u64, Vec<u8>>,
     /// It must be rejected: it is invalid.
     wrong: bool,
     /// It writes to an export that was advertised as read-only.
@@ -330,6 +332,7 @@ impl Client {
         let outstanding = Outstanding {
             command,
             sectors,
+            parts: BTreeMap::new(),
             submitted: cookie,
             fua,
             fast_zero,
@@ -412,25 +415,37 @@ impl Client {
     fn chunk(&mut self, head: usize, length: usize, magic: u32, common: &mut Common) -> bool {
         let Some(bytes) = self.take(head + length, |_, bytes| bytes.to_vec()) else { return false };
         assert_eq!(word32(&bytes), magic);
-        assert_eq!(bytes[4..6], ReplyFlags::DONE.bits().to_be_bytes());
+        let flags = u16::from_be_bytes([bytes[4], bytes[5]]);
         let kind = u16::from_be_bytes([bytes[6], bytes[7]]);
         let cookie = u64::from_be_bytes(bytes[8..16].try_into().unwrap());
         let body = &bytes[head..];
-        let asked = &self.outstanding[&cookie];
-        let (error, content) = match kind {
-            reply_type::ERROR => (word32(body), &[][..]),
+        let asked = self.outstanding.get_mut(&cookie).expect("it is outstanding");
+        let error = match kind {
+            reply_type::ERROR => word32(body),
             reply_type::OFFSET_DATA => {
-                assert_eq!(body[..8], (asked.sectors.start << 9).to_be_bytes());
-                (0, &body[8..])
+                assert_eq!(asked.command, Command::Read);
+                let offset = u64::from_be_bytes(body[..8].try_into().unwrap());
+                assert_eq!(asked.parts.insert(offset, body[8..].to_vec()), None);
+                0
             }
             reply_type::BLOCK_STATUS | reply_type::BLOCK_STATUS_EXT => {
                 assert_eq!(asked.command, Command::BlockStatus);
-                (0, &[][..])
+                0
             }
-            reply_type::NONE => (0, &[][..]),
+            reply_type::NONE => 0,
             other => panic!("a chunk of kind {other}"),
         };
-        self.finished(cookie, error, content, common);
+        if flags == ReplyFlags::DONE.bits() {
+            let mut content = Vec::new();
+            for (offset, part) in std::mem::take(&mut asked.parts) {
+                let next = (asked.sectors.start << 9) + content.len() as u64;
+                assert!(offset == next || error != 0, "parts that overlap, or with a gap between them");
+                content.extend(part);
+            }
+            self.finished(cookie, error, &content, common);
+        } else {
+            assert_eq!((flags, kind), (0, reply_type::OFFSET_DATA));
+        }
         true
     }
 

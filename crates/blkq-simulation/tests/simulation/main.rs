@@ -235,7 +235,7 @@ const TAMPERS_NOTICED: [(Tamper, &[&str]); 5] = [
     (Tamper::StrayByte, &["memory that is not the device's has changed"]),
     (Tamper::WritesAfterStop, &["memory that is not the device's has changed"]),
 ];
-const MACHINES_NOTICE_WITHIN: u64 = 64;
+const MACHINES_NOTICE_WITHIN: u64 = 256;
 
 // Contract: durability
 #[test]

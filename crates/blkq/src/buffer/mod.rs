@@ -2,6 +2,7 @@
 //! that its owner keeps alive, [`KernelPages`] names memory that only the kernel reaches,
 //! [`Data`] is what a bio carries.
 
+mod huge;
 #[cfg_attr(model_check, allow(dead_code, reason = "the ring of a model registers nothing"))]
 pub(crate) mod registration;
 
@@ -97,15 +98,18 @@ pub struct IoBuffer {
     ptr: NonNull<u8>,
     len: u32,
     registered: u16,
-    _niche: Niche,
+    origin: Origin,
 }
 
-/// Always 0. [`Data`] uses the other values to distinguish its variants, and so is as large as a
-/// buffer: two words, which move through registers.
+/// Where the memory of a buffer comes from. [`Data`] uses the values that this has not to distinguish its
+/// variants, and so is as large as a buffer: two words, which move through registers.
 #[derive(Clone, Copy)]
 #[repr(u16)]
-enum Niche {
-    Zero,
+enum Origin {
+    /// The heap, or a mapping of its own.
+    Own,
+    /// A row of buffers ([`IoBuffer::try_zeroed_row`]).
+    Row,
 }
 
 // SAFETY: an IoBuffer owns its memory exclusively, as a Box<[u8]> does.
@@ -140,7 +144,25 @@ impl IoBuffer {
             mapped.map_or(std::ptr::null_mut(), |ptr| ptr.cast())
         };
         let ptr = NonNull::new(ptr)?;
-        Some(IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, _niche: Niche::Zero })
+        Some(IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, origin: Origin::Own })
+    }
+
+    /// Zeroed buffers of `len` bytes each, a multiple of [`BUFFER_ALIGN`] and at most 1 GiB: as many as fit
+    /// into 2 MiB, at least one, side by side in memory that the system fills with huge pages if it has
+    /// any. That is released when the last of them is dropped. None of them if there is no memory.
+    ///
+    /// # Panics
+    /// If `len` is 0, not such a multiple, or larger.
+    pub fn try_zeroed_row(len: usize) -> Vec<IoBuffer> {
+        assert!(len > 0 && len.is_multiple_of(BUFFER_ALIGN) && len <= 1 << 30, "{len} bytes");
+        let count = (huge::HUGE_PAGE_BYTES / len).max(1);
+        let Some(first) = huge::map(len, count, page_bytes()) else { return Vec::new() };
+        let buffer = |index: usize| {
+            // SAFETY: `count` of them fit into the mapping.
+            let ptr = unsafe { first.add(index * len) };
+            IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, origin: Origin::Row }
+        };
+        (0..count).map(buffer).collect()
     }
 
     fn layout(len: u32) -> Layout {
@@ -157,17 +179,33 @@ impl IoBuffer {
     /// Releases the whole pages of the system that lie inside the buffer; their content is zeroes
     /// from then on. A buffer that a ring knows keeps its pages: the ring would go on with the old
     /// ones.
-    pub fn give_back_pages(&mut self) {
-        let start = self.ptr.as_ptr();
-        let pages = whole_pages(start.addr(), Self::layout(self.len).size(), page_bytes());
-        if self.is_registered() || pages.is_empty() {
-            return;
+    pub fn release_pages(&mut self) {
+        Self::release_all_pages([self]);
+    }
+
+    /// [`IoBuffer::release_pages`] of all `buffers`, those that lie side by side at once. The kernel
+    /// may have filled them with huge pages; it splits one that is released in parts into small ones,
+    /// and I/O on those costs it more from then on.
+    pub fn release_all_pages<'a>(buffers: impl IntoIterator<Item = &'a mut IoBuffer>) {
+        let page = page_bytes();
+        let pages_of = |buffer: &mut IoBuffer| {
+            let pages = whole_pages(buffer.ptr.addr().get(), Self::layout(buffer.len).size(), page);
+            // SAFETY: inside the allocation.
+            let first = unsafe { buffer.ptr.add(pages.start) };
+            (!buffer.is_registered() && !pages.is_empty()).then_some((first, pages.len()))
+        };
+        let mut runs: Vec<_> = buffers.into_iter().filter_map(pages_of).collect();
+        runs.sort_unstable();
+        runs.dedup_by(|next, run| {
+            let adjacent = run.0.addr().get() + run.1 == next.0.addr().get();
+            run.1 += if adjacent { next.1 } else { 0 };
+            adjacent
+        });
+        for (first, bytes) in runs {
+            // SAFETY: whole pages that these buffers own exclusively. That the kernel does not
+            // do it only leaves them where they are.
+            let _ = unsafe { madvise(first.as_ptr().cast(), bytes, Advice::LinuxDontNeed) };
         }
-        // SAFETY: inside the allocation.
-        let first = unsafe { start.add(pages.start) }.cast();
-        // SAFETY: whole pages that this buffer owns exclusively. That the kernel does not
-        // do it only leaves them where they are.
-        let _ = unsafe { madvise(first, pages.len(), Advice::LinuxDontNeed) };
     }
 
     /// Whether the buffer is registered with a ring that is still there
@@ -215,7 +253,10 @@ impl Drop for IoBuffer {
         #[cfg(not(model_check))]
         registration::drop_buffer(self.registered);
         let layout = Self::layout(self.len);
-        if layout.size() < MAPPED_MIN_BYTES {
+        if let Origin::Row = self.origin {
+            // SAFETY: made by `try_zeroed_row`, and nobody uses it any more.
+            unsafe { huge::release(self.ptr) }
+        } else if layout.size() < MAPPED_MIN_BYTES {
             // SAFETY: allocated in `zeroed` with this very layout, freed once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         } else {
@@ -411,8 +452,24 @@ mod tests {
         // With huge pages it is some more.
         assert!((256..=1536).contains(&resident_pages(&buffer)), "{}", resident_pages(&buffer));
         assert_eq!((buffer[0], buffer[6 << 20], buffer[(32 << 20) - 1]), (0, 0, 0));
-        buffer.give_back_pages();
+        buffer.release_pages();
         assert_eq!((resident_pages(&buffer), buffer[5 << 20]), (0, 0));
+    }
+
+    #[test]
+    fn buffers_side_by_side_are_released_and_no_others() {
+        let mut buffers: Vec<_> = (0..9).map(|_| IoBuffer::zeroed(MAPPED_MIN_BYTES)).collect();
+        buffers.push(IoBuffer::zeroed(BUFFER_ALIGN));
+        buffers.iter_mut().for_each(|buffer| buffer.fill(1));
+        for kept in [3, 4, 9] {
+            let others = buffers.iter_mut().enumerate().filter(|(index, _)| *index != kept);
+            IoBuffer::release_all_pages(others.map(|(_, buffer)| buffer));
+            for (index, buffer) in buffers.iter().enumerate() {
+                let content = u8::from(index == kept);
+                assert!(buffer.iter().all(|byte| *byte == content), "{index}, {kept} kept");
+            }
+            buffers.iter_mut().for_each(|buffer| buffer.fill(1));
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
 use crate::limits::QUEUES_MAX;
 use crate::sched::SchedulerKind;
+use crate::throttle::RateLimits;
 
 use super::Disk;
 use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
@@ -19,6 +20,7 @@ pub struct DiskBuilder {
     shared_tags: bool,
     read_only: bool,
     settings: Settings,
+    rate_limits: RateLimits,
 }
 
 impl DiskBuilder {
@@ -99,12 +101,19 @@ impl DiskBuilder {
         self
     }
 
+    /// Limits of I/Os and bytes per second; none by default.
+    #[must_use]
+    pub fn rate_limits(mut self, limits: RateLimits) -> DiskBuilder {
+        self.rate_limits = limits;
+        self
+    }
+
     /// The disk.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for limits that make no sense and numbers out of range.
     pub fn build(self) -> Result<Arc<Disk>, Error> {
-        let DiskBuilder { driver, name, queues, shared_tags, read_only, settings } = self;
+        let DiskBuilder { driver, name, queues, shared_tags, read_only, settings, rate_limits } = self;
         let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
         if !(1..=QUEUES_MAX).contains(&queues) {
             return invalid(format!("{queues} queues: give a number from 1 to {QUEUES_MAX}"));
@@ -117,7 +126,11 @@ impl DiskBuilder {
             return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
         }
         driver.limits().validate()?;
-        Disk::assemble(driver, name, settings, queues, shared_tags, read_only)
+        let disk = Disk::assemble(driver, name, settings, queues, shared_tags, read_only)?;
+        if !rate_limits.is_none() {
+            disk.set_rate_limits(&rate_limits);
+        }
+        Ok(disk)
     }
 }
 
@@ -130,6 +143,7 @@ impl Disk {
             queues: 1,
             shared_tags: false,
             read_only: false,
+            rate_limits: RateLimits::default(),
             settings: Settings {
                 depth: DEPTH_DEFAULT,
                 scheduler: SchedulerKind::None,

@@ -2,7 +2,8 @@
 //! drive without a lock (the kernel's `blk_mq_freeze_queue` and `blk_mq_quiesce_queue`).
 //!
 //! An owner marks its queue before it checks whether it may continue; a control thread sets
-//! the stop before it checks the marks. So one of the two always sees the other.
+//! the stop before it checks the marks. So one of the two always sees the other, and as owners
+//! do it in each turn, the control thread pays for the order ([`AsymmetricFence`]).
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -12,8 +13,11 @@ mod tests;
 use std::time::Duration;
 
 use crate::layout::{CachePadded, HotField, Writer};
-use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
-use crate::sync::{WaitQueue, seq_cst_for_loom};
+use crate::sync::atomic::{
+    AtomicU32, AtomicU64,
+    Ordering::{Relaxed, Release, SeqCst},
+};
+use crate::sync::{AsymmetricFence, WaitQueue};
 
 /// Mark of a queue that has requests.
 const ACTIVE: u32 = 1 << 0;
@@ -31,10 +35,12 @@ pub struct DiskControl {
     frozen: AtomicU32,
     quiesced: AtomicU32,
     generation: AtomicU64,
+    /// Between marks and stops: the owners' side is the light one.
+    fence: AsymmetricFence,
     /// The marks of each queue, written by its owner alone.
     queues: Box<[CachePadded<AtomicU32>]>,
     /// Control threads that wait for marks to go.
-    drained: CachePadded<WaitQueue>,
+    drained: WaitQueue,
 }
 
 impl DiskControl {
@@ -44,14 +50,15 @@ impl DiskControl {
             frozen: AtomicU32::new(0),
             quiesced: AtomicU32::new(0),
             generation: AtomicU64::new(0),
+            fence: AsymmetricFence::new(),
             queues: (0..queues).map(|_| CachePadded::new(AtomicU32::new(0))).collect(),
-            drained: CachePadded::new(WaitQueue::default()),
+            drained: WaitQueue::default(),
         }
     }
 
     /// The words that owners and control threads use, with their addresses.
     pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
-        let DiskControl { frozen, quiesced, generation, queues, drained: _ } = self;
+        let DiskControl { frozen, quiesced, generation, fence: _, queues, drained: _ } = self;
         fields.push(HotField::of("frozen", Writer::Nobody, frozen));
         fields.push(HotField::of("quiesced", Writer::Nobody, quiesced));
         fields.push(HotField::of("generation", Writer::Nobody, generation));
@@ -90,8 +97,9 @@ impl DiskControl {
 
     #[inline]
     fn mark(&self, queue: usize, mark: u32, stopped: &AtomicU32) -> bool {
-        self.queues[queue].fetch_or(mark, SeqCst);
-        seq_cst_for_loom();
+        let marks = &self.queues[queue];
+        marks.store(marks.load(Relaxed) | mark, Release);
+        self.fence.light();
         if stopped.load(SeqCst) == 0 {
             return true;
         }
@@ -101,11 +109,17 @@ impl DiskControl {
 
     #[inline]
     fn unmark(&self, queue: usize, mark: u32, stopped: &AtomicU32) {
-        self.queues[queue].fetch_and(!mark, SeqCst);
-        seq_cst_for_loom();
+        let marks = &self.queues[queue];
+        marks.store(marks.load(Relaxed) & !mark, Release);
+        self.fence.light();
         if stopped.load(SeqCst) != 0 {
-            self.drained.wake_all();
+            self.wake_drained();
         }
+    }
+
+    #[cold]
+    fn wake_drained(&self) {
+        self.drained.wake_all();
     }
 
     fn is_clear(&self, mark: u32) -> bool {
@@ -131,8 +145,7 @@ impl DiskControl {
     }
 
     fn begin_freeze(&self, kick: impl FnMut(usize)) {
-        self.frozen.fetch_add(1, SeqCst);
-        seq_cst_for_loom();
+        self.stop(&self.frozen);
         (0..self.queues.len()).for_each(kick);
     }
 
@@ -146,8 +159,7 @@ impl DiskControl {
     /// Lets no request go to a driver and waits until no owner is about to give it one; what
     /// the drivers have continues. Nests like [`DiskControl::freeze`].
     pub fn quiesce(&self) {
-        self.quiesced.fetch_add(1, SeqCst);
-        seq_cst_for_loom();
+        self.stop(&self.quiesced);
         self.drained.wait_until(|| self.is_clear(DISPATCHING));
     }
 
@@ -155,6 +167,13 @@ impl DiskControl {
     /// have its owner dispatch what stayed.
     pub fn unquiesce(&self, kick: impl FnMut(usize)) {
         self.resume(&self.quiesced, kick);
+    }
+
+    fn stop(&self, stopped: &AtomicU32) {
+        // Where the fence is refused, this panics while nothing is stopped.
+        self.fence.heavy();
+        stopped.fetch_add(1, SeqCst);
+        self.fence.heavy();
     }
 
     fn resume(&self, stopped: &AtomicU32, kick: impl FnMut(usize)) {

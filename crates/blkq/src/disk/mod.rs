@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::disk::freeze::DiskControl;
 use crate::driver::{Change, Driver, DriverSetting};
 use crate::error::{Error, ErrorKind, Status};
-use crate::kick::Kick;
+use crate::kick::{Kick, Wake};
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::limits::QueueLimits;
 use crate::remote::gate::{Direction, GateCounters, RequestGate};
@@ -23,6 +23,7 @@ use crate::stats::{QueueStats, StatsSnapshot};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
+use crate::throttle::{Member, RateLimits, ThrottleControl};
 
 /// How long a live change waits for I/O in flight to complete.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -42,6 +43,9 @@ pub(crate) struct HardwareQueue {
 }
 
 /// A block device in user space.
+///
+/// For a freeze, a quiesce and each live change the kernel runs fences (membarrier(2)). A thread whose filter
+/// of system calls came after the disk was made, and refuses that, panics there, and nothing has changed.
 pub struct Disk {
     name: String,
     driver: Box<dyn Driver>,
@@ -54,8 +58,9 @@ pub struct Disk {
     depth_max: u16,
     shared_tags: bool,
     pub(crate) control: DiskControl,
+    pub(crate) throttle: ThrottleControl,
     pub(crate) gate: RequestGate,
-    queues: Box<[HardwareQueue]>,
+    queues: Box<[Arc<HardwareQueue>]>,
     next_queue: AtomicUsize,
 }
 
@@ -75,17 +80,18 @@ impl Disk {
             tags.set_depth(settings.requests());
             Arc::new(tags)
         });
-        let hardware = || -> Result<HardwareQueue, Error> {
-            Ok(HardwareQueue {
+        let hardware = || -> Result<Arc<HardwareQueue>, Error> {
+            Ok(Arc::new(HardwareQueue {
                 tags: shared.clone(),
                 kick: Arc::new(Kick::new()?),
                 software: SoftwareQueues::new(),
                 stats: QueueStats::shared(),
                 open: AtomicBool::new(false),
-            })
+            }))
         };
         let disk = Disk {
             control: DiskControl::new(queues),
+            throttle: ThrottleControl::new(),
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
             name,
@@ -136,10 +142,13 @@ impl Disk {
     /// Statistics, summed over the queues.
     pub fn stats(&self) -> StatsSnapshot {
         let mut sum = StatsSnapshot::default();
-        for queue in &self.queues {
-            sum += &queue.stats.snapshot();
-        }
+        self.queue_stats().for_each(|queue| sum += &queue);
         sum
+    }
+
+    /// The statistics of each queue, from the first on.
+    pub fn queue_stats(&self) -> impl Iterator<Item = StatsSnapshot> {
+        self.queues.iter().map(|queue| queue.stats.snapshot())
     }
 
     /// The counters of the request gate: batches granted, waits, wake-ups.
@@ -167,17 +176,18 @@ impl Disk {
         self.control.hot_fields(&mut fields);
         self.gate.hot_fields(&mut fields);
         for (index, queue) in self.queues.iter().enumerate() {
-            let HardwareQueue { tags, kick, software, stats, open } = queue;
+            let HardwareQueue { tags, kick, software, stats, open } = &**queue;
             fields.push(HotField::of("tag set", Writer::Nobody, tags));
-            fields.push(HotField::of("kick", Writer::Nobody, kick));
+            fields.push(HotField::of("kick of the queue", Writer::Nobody, kick));
             fields.push(HotField::of("statistics", Writer::Nobody, stats));
             fields.push(HotField::of("open", Writer::Nobody, open));
             fields.push(HotField::of("counters", Writer::Owner(index), &***stats));
-            software.hot_fields(index, &mut fields);
+            // The gate has two numbers, each queue has two, and the tags have the rest.
+            kick.hot_fields(Writer::Everybody(2 + 2 * index), &mut fields);
+            software.hot_fields(index, Writer::Everybody(3 + 2 * index), &mut fields);
         }
         if let Some(tags) = &self.queues[0].tags {
-            // The gate has two numbers, and the software queues one of each queue.
-            tags.hot_fields(2 + self.queues.len(), &mut fields);
+            tags.hot_fields(2 + 2 * self.queues.len(), &mut fields);
         }
         fields
     }
@@ -238,6 +248,41 @@ impl Disk {
         }
     }
 
+    /// Changes the disk's own limits while I/O runs; nothing is waited for. Requests that wait go by the
+    /// new ones.
+    pub fn set_rate_limits(&self, limits: &RateLimits) {
+        self.throttle.set_limits(limits);
+        self.wake_queues();
+    }
+
+    /// The disk's own limits.
+    pub fn rate_limits(&self) -> RateLimits {
+        *self.throttle.get().limits()
+    }
+
+    /// Makes the disk a member of a group, in place of another one.
+    pub fn join_group(&self, member: Member) {
+        self.throttle.set_member(member);
+        self.wake_queues();
+    }
+
+    /// The disk's membership in a group.
+    pub fn group_member(&self) -> Option<Arc<Member>> {
+        self.throttle.get().member().cloned()
+    }
+
+    /// Lets all requests through, and counts none, until what this returns is dropped: for a disk that
+    /// stops. Nests.
+    pub fn bypass_limits(self: &Arc<Disk>) -> Unlimited {
+        self.throttle.set_bypassed(true);
+        self.wake_queues();
+        Unlimited(self.clone())
+    }
+
+    fn wake_queues(&self) {
+        self.queues.iter().for_each(|queue| queue.kick.wake());
+    }
+
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         self.driver.set_read_only(read_only)?;
         if !read_only && self.driver.limits().read_only {
@@ -268,6 +313,15 @@ impl Disk {
 
     /// Does `change` while no request is in flight anywhere.
     fn frozen(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        self.freeze_timeout()?;
+        let _frozen = Frozen(self);
+        change()?;
+        // Queues stay with the limits that they have, if those of now cannot be.
+        self.driver.limits().validate()
+    }
+
+    /// Freezes the disk, unless what is in flight does not complete.
+    fn freeze_timeout(&self) -> Result<(), Error> {
         if !self.control.freeze_timeout(FREEZE_TIMEOUT, |queue| self.queues[queue].kick.kick()) {
             let message = format!(
                 "{}: I/O in flight did not complete within {} s; try again when the backing store answers",
@@ -276,10 +330,7 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        let _frozen = Frozen(self);
-        change()?;
-        // Queues stay with the limits that they have, if those of now cannot be.
-        self.driver.limits().validate()
+        Ok(())
     }
 
     /// Freezes the disk: when this returns no request is in flight, and none starts until what
@@ -289,6 +340,22 @@ impl Disk {
         Frozen(self)
     }
 
+    /// Releases the backing store for the process that serves it next ([`Driver::release`]): requests in flight
+    /// complete first, and those that come from then on wait until this process exits.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] as with [`Disk::set`], and then the disk goes on; the driver's.
+    pub fn release(&self) -> Result<(), Error> {
+        // Without an owner there is nothing that a successor waits for.
+        if self.driver.owner().is_none() {
+            return Ok(());
+        }
+        let _one_at_a_time = lock(&self.changing);
+        self.freeze_timeout()?;
+        // SAFETY: frozen, and nobody thaws it.
+        unsafe { self.driver.release() }
+    }
+
     /// Keeps requests from the driver: when this returns it gets none until what it returns is
     /// dropped; what the driver has completes. Nests.
     pub fn quiesce(&self) -> Quiesced<'_> {
@@ -296,7 +363,7 @@ impl Disk {
         Quiesced(self)
     }
 
-    pub(crate) fn hardware_queue(&self, index: usize) -> &HardwareQueue {
+    pub(crate) fn hardware_queue(&self, index: usize) -> &Arc<HardwareQueue> {
         &self.queues[index]
     }
 
@@ -312,44 +379,55 @@ impl Disk {
         Err(Error::new(ErrorKind::NotFound, message))
     }
 
-    pub(crate) fn claim_queue(&self, index: usize) -> Result<(), Error> {
+    /// Makes the caller the owner of a queue, until what this returns is dropped.
+    pub(crate) fn claim_queue(self: &Arc<Disk>, index: usize) -> Result<QueueClaim, Error> {
         self.check_queue(index)?;
-        let queue = &self.queues[index];
-        if queue.open.swap(true, Ordering::SeqCst) {
+        if self.queues[index].open.swap(true, Ordering::SeqCst) {
             let message = format!("{}: queue {index} is open already; each is used by one thread", self.name);
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        Ok(())
-    }
-
-    /// The owner of a queue has exited: bios that submitters left there fail.
-    pub(crate) fn release_queue(&self, index: usize) {
-        self.queues[index].open.store(false, Ordering::SeqCst);
-        self.fail_staged(index);
+        Ok(QueueClaim { disk: self.clone(), index })
     }
 
     /// Fails the bios that submitters staged, if the queue has no owner. A submitter calls it after it
     /// has staged a bio, and the owner after it released the queue: one of them finds the bio.
-    pub(crate) fn fail_staged_if_closed(&self, index: usize) {
-        if !self.queues[index].open.load(Ordering::SeqCst) {
-            self.fail_staged(index);
+    #[inline]
+    pub(crate) fn fail_staged_if_closed(&self, queue: &HardwareQueue) {
+        if !queue.open.load(Ordering::SeqCst) {
+            self.fail_staged(queue);
         }
     }
 
-    fn fail_staged(&self, index: usize) {
-        self.fail(self.queues[index].software.take_all());
+    #[cold]
+    fn fail_staged(&self, queue: &HardwareQueue) {
+        self.fail(queue.software.take_all());
     }
 
     /// Completes bios that submitters staged with [`Status::Offline`].
     pub(crate) fn fail(&self, staged: impl IntoIterator<Item = Staged>) {
         for staged in staged {
-            let direction = Direction::of(staged.operation);
+            let direction = Direction::of(staged.operation());
             let (first, others) = staged.into_bios();
-            for (bio, completer) in std::iter::once(first).chain(others) {
+            for (bio, completer) in std::iter::once(first).chain(others.into_iter().flatten()) {
                 completer.notify(Err(Status::Offline), bio.data);
             }
             self.gate.leave(direction, 1);
         }
+    }
+}
+
+/// A queue is open while its owner has this, which is to be dropped last: the next owner may open the
+/// queue from then on. Bios that submitters left there fail.
+pub(crate) struct QueueClaim {
+    disk: Arc<Disk>,
+    index: usize,
+}
+
+impl Drop for QueueClaim {
+    fn drop(&mut self) {
+        let queue = &self.disk.queues[self.index];
+        queue.open.store(false, Ordering::SeqCst);
+        self.disk.fail_staged(queue);
     }
 }
 
@@ -360,6 +438,17 @@ pub struct Frozen<'a>(&'a Disk);
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
         self.0.control.unfreeze(|queue| self.0.queues[queue].kick.kick());
+    }
+}
+
+/// The time in which no limit counts ([`Disk::bypass_limits`]), over when this is dropped.
+#[must_use = "the limits count again when this is dropped"]
+pub struct Unlimited(Arc<Disk>);
+
+impl Drop for Unlimited {
+    fn drop(&mut self) {
+        self.0.throttle.set_bypassed(false);
+        self.0.wake_queues();
     }
 }
 

@@ -87,6 +87,7 @@ impl Harness {
             clock: &mut self.clock,
             ring: self.ring.as_mut(),
             owner: OWNER,
+            early_submission: true,
             limits_changed: &mut self.limits_changed,
         };
         let result = f(self.queue.as_mut().unwrap().as_mut(), &mut cx);

@@ -1,6 +1,6 @@
 //! The drivers, and the one list of them: [`open`].
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::driver::Driver;
@@ -10,7 +10,9 @@ pub mod fault;
 pub mod r#loop;
 pub mod model;
 pub mod null;
+pub mod qcow2;
 pub mod ram;
+pub mod rbd;
 mod size;
 
 #[cfg(test)]
@@ -18,9 +20,12 @@ mod size;
 mod harness;
 
 use fault::{Fault, FaultSpec};
-use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use r#loop::backing::{self, Backing};
+use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions, format};
 use null::{Null, NullOptions};
+use qcow2::{BackingChain, Qcow2, Qcow2Options};
 use ram::Ram;
+use rbd::{Rbd, RbdOptions, RbdSpec};
 use size::check_logical_block;
 pub use size::{LOGICAL_BLOCK_SIZES, parse_bytes};
 
@@ -31,6 +36,8 @@ pub enum DriverSpec {
     Null(u64),
     /// `ram:SIZE`: in memory; the size in bytes.
     Ram(u64),
+    /// `rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`: in a Ceph cluster.
+    Rbd(RbdSpec),
     /// Anything else: the path of an image. One that is called `null:...` is written `./null:...`.
     Image(PathBuf),
 }
@@ -42,10 +49,33 @@ impl FromStr for DriverSpec {
         match text.split_once(':') {
             Some(("null", size)) => Ok(DriverSpec::Null(parse_bytes(size)?)),
             Some(("ram", size)) => Ok(DriverSpec::Ram(parse_bytes(size)?)),
+            Some(("rbd", name)) => Ok(DriverSpec::Rbd(name.parse()?)),
             _ if text.is_empty() => Err(Error::new(ErrorKind::Invalid, "the path of the image is empty")),
             _ => Ok(DriverSpec::Image(text.into())),
         }
     }
+}
+
+/// The meaning of the bytes of an image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ImageFormat {
+    /// Those of the device, unless the image has the magic of another format, which is an error.
+    #[default]
+    Checked,
+    /// Those of the device, whatever magic the image has.
+    Raw,
+    /// A qcow2 image.
+    Qcow2,
+}
+
+/// The format that the image at `path` has the magic of, as people call it; `None` for raw data.
+///
+/// # Errors
+/// If the image cannot be opened for reading.
+pub fn detect_format(path: &Path) -> Result<Option<&'static str>, Error> {
+    let backing = Backing::open(path, true)?;
+    let size = backing::size(&backing.file, &backing.path)?;
+    Ok(format::detect(&backing.file, size))
 }
 
 /// How a driver is to be opened. An option that a driver does not have is an error.
@@ -69,8 +99,21 @@ pub struct DriverOptions {
     pub read_only: bool,
     /// Let others use the same bytes of the image.
     pub shared: bool,
-    /// Serve the bytes of the image as they are, whatever format it has the magic of.
-    pub raw: bool,
+    /// Complete a write only when it is not lost with this process, where the driver can: for clients that go on
+    /// with the next process, and do not notice that this one was killed.
+    pub write_through: bool,
+    /// The meaning of the bytes of the image.
+    pub format: ImageFormat,
+    /// The backing files that a qcow2 image may have.
+    pub backing_chain: BackingChain,
+    /// The configuration of a Ceph cluster ([`RbdOptions::conf`]).
+    pub ceph_conf: Option<PathBuf>,
+    /// The keyring of Ceph's user ([`RbdOptions::keyring`]).
+    pub ceph_keyring: Option<PathBuf>,
+    /// The name of Ceph's user ([`RbdOptions::user`]).
+    pub ceph_user: Option<String>,
+    /// The [`owner`](Driver::owner) of a process that served the same before and has exited.
+    pub predecessor: Option<String>,
     /// Faults to inject.
     pub fault: Option<FaultSpec>,
 }
@@ -101,6 +144,31 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
             let bytes = whole_blocks("ram", *bytes, logical_block_bytes)?;
             Ok(Box::new(Ram::new(bytes, logical_block_bytes, false)?))
         }
+        DriverSpec::Rbd(spec) => {
+            refuse_file_options("rbd", options)?;
+            Ok(Box::new(Rbd::open(&RbdOptions {
+                spec: spec.clone(),
+                conf: options.ceph_conf.clone(),
+                keyring: options.ceph_keyring.clone(),
+                user: options.ceph_user.clone(),
+                logical_block_bytes: options.logical_block_bytes,
+                read_only: options.read_only,
+                shared: options.shared,
+                write_through: options.write_through,
+                predecessor: options.predecessor.clone(),
+            })?))
+        }
+        DriverSpec::Image(path) if options.format == ImageFormat::Qcow2 => {
+            refuse_window("qcow2", options)?;
+            Ok(Box::new(Qcow2::open(&Qcow2Options {
+                path: path.clone(),
+                logical_block_bytes: options.logical_block_bytes,
+                direct_io: options.direct_io,
+                read_only: options.read_only,
+                shared: options.shared,
+                backing_chain: options.backing_chain,
+            })?))
+        }
         DriverSpec::Image(path) => Ok(Box::new(LoopDevice::open(&LoopOptions {
             path: path.clone(),
             offset: options.offset,
@@ -111,13 +179,19 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
             dispatch: options.dispatch,
             read_only: options.read_only,
             shared: options.shared,
-            raw: options.raw,
+            raw: options.format == ImageFormat::Raw,
         })?)),
     }
 }
 
 /// The sector size for a driver without an image, which has no use for most options.
 fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
+    refuse_file_options(driver, options)?;
+    check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
+}
+
+/// Rejects options that mean nothing for a driver without a file.
+fn refuse_file_options(driver: &str, options: &DriverOptions) -> Result<(), Error> {
     let refused = [
         ("an offset", options.offset != 0),
         ("a size limit", options.size_limit.is_some()),
@@ -125,10 +199,24 @@ fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
         ("serial dispatch", options.dispatch == Dispatch::Serial),
     ];
     if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
-        let message = format!("{option} is for images, and {driver} has none; omit it");
+        let message = format!("{option} is for image files, and {driver} has none; omit it");
         return Err(Error::new(ErrorKind::Invalid, message));
     }
-    check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
+    Ok(())
+}
+
+/// Rejects options that mean nothing for an image whose bytes are not those of the device.
+fn refuse_window(driver: &str, options: &DriverOptions) -> Result<(), Error> {
+    let refused = [
+        ("an offset", options.offset != 0),
+        ("a size limit", options.size_limit.is_some()),
+        ("serial dispatch", options.dispatch == Dispatch::Serial),
+    ];
+    if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
+        let message = format!("{option} is for raw images, not {driver}; omit it");
+        return Err(Error::new(ErrorKind::Invalid, message));
+    }
+    Ok(())
 }
 
 fn whole_blocks(driver: &str, bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
@@ -153,7 +241,19 @@ mod tests {
         assert_eq!("ram:512".parse::<DriverSpec>().unwrap(), DriverSpec::Ram(512));
         assert_eq!("./null:1G".parse::<DriverSpec>().unwrap(), DriverSpec::Image("./null:1G".into()));
         assert_eq!("a:b".parse::<DriverSpec>().unwrap(), DriverSpec::Image("a:b".into()));
-        for bad in ["null:", "null:+1", "null:-1", "ram:1X", "ram:99999999T", "ram:K", "null:1é", ""] {
+        assert_eq!("rbd:p/i".parse::<DriverSpec>().unwrap(), DriverSpec::Rbd("p/i".parse().unwrap()));
+        for bad in [
+            "rbd:",
+            "rbd:i",
+            "null:",
+            "null:+1",
+            "null:-1",
+            "ram:1X",
+            "ram:99999999T",
+            "ram:K",
+            "null:1é",
+            "",
+        ] {
             assert!(bad.parse::<DriverSpec>().is_err(), "{bad}");
         }
     }

@@ -11,6 +11,7 @@ use crate::limits::QueueLimits;
 use crate::queue::Queue;
 use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, Registrar, Ring, RingCounters};
+use crate::trace::TraceMemory;
 
 /// Submissions that the ring of a local queue has room for.
 const RING_ENTRIES: u32 = 256;
@@ -159,6 +160,11 @@ impl LocalQueue {
                 hang.user_data.map(|user_data| format!("user_data {user_data}")).or(hang.client.take());
         }
         scan
+    }
+
+    /// Traces the queue into the ring of its number in `memory`, if there is one; else no longer.
+    pub fn trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
+        self.queue.set_trace(memory);
     }
 
     /// Bios submitted and not completed.

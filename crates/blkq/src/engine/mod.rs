@@ -24,7 +24,7 @@ use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
 
 #[cfg(any(simulation, fuzzing))]
 pub use simulated::SimulatedEngine;
-pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StopReply};
+pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId};
 use source::{FIRST_SOURCE, Message};
 use sources::{EngineParts, Sources};
 pub use thread::EngineThread;
@@ -182,6 +182,10 @@ impl Engine {
                 Message::Register(job) => job(Registrar::new(&mut self.ring)),
                 Message::ScanForHangs { now_ns, limit_ns, found } => {
                     let _ = found.send(self.scan_for_hangs(now_ns, limit_ns));
+                }
+                Message::Trace(disk, memory) => {
+                    let of_disk = self.queues.iter_mut().filter(|queue| Arc::ptr_eq(queue.disk(), &disk));
+                    of_disk.for_each(|queue| queue.set_trace(memory.as_ref()));
                 }
                 Message::Exit => {
                     self.exit = true;

@@ -1,8 +1,6 @@
 //! An engine without a thread of its own, for the simulated world and for fuzzers.
 
 use std::sync::Arc;
-#[cfg(fuzzing)]
-use std::time::Duration;
 
 use crate::disk::Disk;
 use crate::error::Error;
@@ -47,7 +45,7 @@ impl SimulatedEngine {
     #[cfg(fuzzing)]
     pub fn poll(&mut self) {
         self.0.turn();
-        self.0.ring.enter(1, Some(Duration::ZERO));
+        self.0.ring.poll();
     }
 
     /// Turns until nothing is in flight, then closes the queues.

@@ -1,11 +1,7 @@
 //! [`Source`]: what an engine serves, what it sees of the engine, and how other threads reach it.
 
 use std::any::Any;
-#[cfg(not(model_check))]
-use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, OnceLock};
-#[cfg(not(model_check))]
-use std::time::Duration;
 
 use io_uring::{squeue, types};
 
@@ -20,6 +16,7 @@ use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::{Mutex, lock, receive, try_lock};
+use crate::trace::{TraceClient, TraceMemory};
 
 use super::worker::{Job, Worker};
 
@@ -148,6 +145,12 @@ impl SourceContext<'_> {
         self.ring.submit();
     }
 
+    /// Names the client that submits the next bio to queue number `queue`, in case that is traced.
+    #[inline]
+    pub fn set_trace_client(&mut self, queue: usize, client: impl FnOnce() -> TraceClient) {
+        self.queues[queue].set_trace_client(client);
+    }
+
     /// Whether the engine exits, and its ring with it.
     pub fn engine_exits(&self) -> bool {
         self.exits
@@ -220,6 +223,7 @@ pub(super) enum Message {
     Stop { id: SourceId, force: bool, stopped: Sender<()> },
     Register(Box<dyn FnOnce(Registrar<'_>) + Send>),
     ScanForHangs { now_ns: u64, limit_ns: u64, found: Sender<HangScan> },
+    Trace(Arc<Disk>, Option<Arc<TraceMemory>>),
     Exit,
 }
 
@@ -326,45 +330,23 @@ impl EngineHandle {
         scanned
     }
 
-    /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
-    pub fn stop_source(&self, id: SourceId, force: bool) {
-        self.begin_stop_source(id, force).wait();
+    /// Has the engine trace its queues of `disk` into `memory`, from its next turn on, each into the ring
+    /// of its number; without one it traces them no longer. Does not wait.
+    pub fn trace(&self, disk: &Arc<Disk>, memory: Option<Arc<TraceMemory>>) {
+        self.post(Message::Trace(disk.clone(), memory));
     }
 
-    /// Begins to stop source `id`, and does not wait: [`StopReply`] does.
-    pub fn begin_stop_source(&self, id: SourceId, force: bool) -> StopReply {
+    /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
+    pub fn stop_source(&self, id: SourceId, force: bool) {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
-        StopReply(receiver)
+        // An error means that the engine has exited, and the source with it.
+        let _ = receive(&receiver);
     }
 }
 
 pub(super) fn exited() -> Error {
     Error::new(ErrorKind::System, "the engine has exited")
-}
-
-/// The receiver of the notification that a source has stopped: nothing of it is in flight, and it is
-/// dropped.
-#[derive(Debug)]
-pub struct StopReply(Receiver<()>);
-
-impl StopReply {
-    /// Waits for it.
-    pub fn wait(self) {
-        // An error means that the engine has exited, and the source with it.
-        let _ = receive(&self.0);
-    }
-
-    /// Waits for it, for `timeout` at most. Returns whether it has come.
-    #[cfg(not(model_check))]
-    pub fn wait_timeout(&self, timeout: Duration) -> bool {
-        #[cfg(any(simulation, fuzzing))]
-        if crate::simulation::is_one_thread() {
-            let _ = receive(&self.0);
-            return true;
-        }
-        self.0.recv_timeout(timeout) != Err(RecvTimeoutError::Timeout)
-    }
 }
 
 /// The receiver of the findings of a scan.

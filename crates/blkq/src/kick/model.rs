@@ -10,7 +10,7 @@ use crate::sync::{model, thread};
 /// that is lost is a deadlock.
 fn no_work_stays_behind(submitters: usize, rounds: u32) {
     let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
-    let pending = Arc::new(PendingMap::new(submitters));
+    let pending = Arc::new(PendingMap::new());
     let work: Arc<Vec<AtomicU32>> = Arc::new((0..submitters).map(|_| AtomicU32::new(0)).collect());
     let threads: Vec<_> = (0..submitters)
         .map(|index| {
@@ -27,7 +27,10 @@ fn no_work_stays_behind(submitters: usize, rounds: u32) {
         .collect();
     let mut left = submitters as u32 * rounds;
     while left > 0 {
-        pending.take_all(|index| left -= work[index].swap(0, SeqCst));
+        let marked = pending.take_all();
+        for (_, work) in work.iter().enumerate().filter(|(index, _)| marked >> index & 1 == 1) {
+            left -= work.swap(0, SeqCst);
+        }
         if left == 0 {
             break;
         }

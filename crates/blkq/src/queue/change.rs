@@ -23,11 +23,16 @@ impl Queue {
     #[inline]
     pub(super) fn leave_if_idle(&mut self) {
         if self.disk.is_entered() && self.in_flight.in_use() == 0 {
-            self.close_lane();
-            self.clock.idle();
-            self.tags.leave();
-            self.disk.leave();
+            self.leave();
         }
+    }
+
+    #[inline(never)]
+    fn leave(&mut self) {
+        self.close_lane();
+        self.clock.idle();
+        self.tags.leave();
+        self.disk.leave();
     }
 
     /// Takes over changed settings even while nothing is submitted.
@@ -40,7 +45,7 @@ impl Queue {
 
     /// Takes over limits and settings that were changed under a freeze.
     #[cold]
-    fn reload(&mut self, mut ring: Option<&mut Ring>) {
+    fn reload(&mut self, ring: Option<&mut Ring>) {
         if let Some(scheduler) = self.disk.reload_settings() {
             self.dispatch.set_scheduler(scheduler, self.in_flight.requests().len());
         }
@@ -48,9 +53,7 @@ impl Queue {
         self.clock.set_mode(self.disk.settings().clock);
         let _ = self.completions.take_limits_changed();
         self.reload_limits();
-        if let Some(ring) = ring.as_deref_mut() {
-            ring.set_early_submission(self.disk.settings().early_submission);
-        }
+        self.dispatch.set_early_submission(self.disk.settings().early_submission);
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.reload(&mut cx);
     }

@@ -27,8 +27,7 @@ impl Queue {
             self.reject(index, Status::Offline);
         }
         self.disk.disk().fail(self.pull_cursor.taken().drain(..));
-        self.completions.pay_gate(&self.disk.disk().gate);
-        self.completions.notify_remote();
+        self.completions.deliver_remote(&self.disk.disk().gate);
     }
 }
 
@@ -46,6 +45,5 @@ impl Drop for Queue {
         self.in_flight.reset();
         self.leave_if_idle();
         self.tags.close(self.disk.settings().requests(), leaks);
-        self.disk.disk().release_queue(self.disk.index());
     }
 }

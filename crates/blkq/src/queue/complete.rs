@@ -20,29 +20,33 @@ impl Queue {
         // A fresh reading: no completion is stamped earlier than its issue.
         self.clock.invalidate();
         self.dispatch.clear_rerun();
-        let mut completed = self.completions.take_requests();
-        let count = completed.len() as u32;
-        if self.dispatch.has_scheduler() {
-            self.dispatch.notify_scheduler(&completed, &mut self.clock);
-        }
-        let flushes = self.flush.in_flight();
-        if self.hang_tracker.has_reported() {
-            let iostats = self.disk.settings().iostats;
-            completed.iter().for_each(|&(tag, _)| self.in_flight.fill_plain(tag));
-            self.hang_tracker.note_completed(&completed, &self.in_flight, &mut self.clock, iostats);
+        let completed = self.completions.take_requests();
+        if self.dispatch.is_observed() || self.hang_tracker.has_reported() {
+            self.note_completed(&completed);
         }
         self.complete_requests(&completed);
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
         self.stats.clock_age(self.clock.age_ns_max());
-        if flushes {
-            // Its tag is none of the set's.
-            completed.retain(|&(tag, _)| tag != self.flush.tag());
-        }
-        self.tags.put_batch(completed.iter().map(|&(tag, _)| tag));
+        self.tags.share_freed();
+        self.dispatch.release(completed.len() as u32);
         self.completions.put_back_requests(completed);
-        self.dispatch.release(count);
-        self.completions.pay_gate(&self.disk.disk().gate);
-        self.completions.notify_remote();
+        self.completions.deliver_remote(&self.disk.disk().gate);
+    }
+
+    /// Informs the scheduler, traces, and notes which of these requests were reported to hang.
+    #[cold]
+    fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
+        if let Some(tracer) = self.dispatch.tracer() {
+            tracer.completed(completed, self.in_flight.requests(), &mut self.clock);
+        }
+        if self.dispatch.has_scheduler() {
+            self.dispatch.notify_scheduler(completed, &mut self.clock);
+        }
+        if self.hang_tracker.has_reported() {
+            let iostats = self.disk.settings().iostats;
+            completed.iter().for_each(|&(tag, _)| self.in_flight.fill_plain(tag));
+            self.hang_tracker.note_completed(completed, &self.in_flight, &mut self.clock, iostats);
+        }
     }
 
     /// Completes requests and counts them: those alike, and stamped alike, together.
@@ -50,38 +54,39 @@ impl Queue {
     fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
         let iostats = self.disk.settings().iostats;
         let mut rest = completed;
-        while !rest.is_empty() {
+        while let Some(&(first, _)) = rest.first() {
             let (now_ns, stamped) = if iostats { self.clock.now_ns_for(rest.len()) } else { (0, rest.len()) };
-            let mut alike = &rest[..stamped];
-            rest = &rest[stamped..];
-            while let Some(&(first, _)) = alike.first() {
-                let Request { operation, start_ns, .. } = self.in_flight[first];
-                let (count, sectors) = self.complete_run(alike, operation, start_ns);
-                if iostats {
-                    self.stats.done(operation.into(), (count as u64, sectors), start_ns, now_ns);
-                }
-                alike = &alike[count..];
+            let stamped = &rest[..stamped];
+            let Request { operation, start_ns, .. } = self.in_flight[first];
+            let (in_flight, freed) = (&mut self.in_flight, self.tags.freed());
+            let plain = self.completions.complete_plain(in_flight, freed, stamped, operation, start_ns);
+            let (count, sectors) = if plain.0 == stamped.len() {
+                plain
+            } else {
+                self.complete_others(stamped, plain, operation, start_ns)
+            };
+            if iostats {
+                self.clock.count_uses(count);
+                self.stats.done(operation.into(), (count as u64, sectors), start_ns, now_ns);
             }
+            rest = &rest[count..];
         }
     }
 
-    /// Completes requests until one is not of `operation` or was not begun at `start_ns`. Returns how
-    /// many, and the sum of their sectors.
-    #[inline]
-    fn complete_run(
+    /// Completes requests behind the first `count`, which are complete and have `sectors`, until one is
+    /// plain, or not of `operation`, or was not begun at `start_ns`. Returns both numbers of all of them.
+    #[inline(never)]
+    fn complete_others(
         &mut self,
         completed: &[(Tag, IoResult)],
+        (mut count, mut sectors): (usize, u64),
         operation: Operation,
         start_ns: u64,
     ) -> (usize, u64) {
-        let (mut count, mut sectors) = (0, 0);
-        loop {
-            let rest = &completed[count..];
-            let plain = self.completions.complete_plain(&mut self.in_flight, rest, operation, start_ns);
-            (count, sectors) = (count + plain.0, sectors + plain.1);
-            let Some(&(tag, result)) = completed.get(count) else { break };
+        while let Some(&(tag, result)) = completed.get(count) {
             let request = &self.in_flight[tag];
-            if request.operation != operation || request.start_ns != start_ns {
+            let plain = request.is_plain() && result.is_ok();
+            if plain || request.operation != operation || request.start_ns != start_ns {
                 break;
             }
             (count, sectors) = (count + 1, sectors + request.sectors);
@@ -92,6 +97,9 @@ impl Queue {
 
     fn complete_request(&mut self, tag: Tag, result: IoResult) {
         let (operation, first) = self.in_flight.complete(tag);
+        if tag != self.flush.tag() {
+            self.tags.freed().push(tag);
+        }
         if result.is_err() || operation == Operation::Flush {
             return self.complete_request_slow(operation, first, result);
         }
@@ -131,19 +139,8 @@ impl Queue {
     /// Completes a bio, or the step of it that this was.
     pub(super) fn complete_bio(&mut self, index: u32, result: IoResult) {
         let slot = &self.in_flight[index];
-        let is_zeroes =
-            slot.operation == Operation::WriteZeroes && !slot.slot_flags.contains(SlotFlags::AS_ZEROES);
-        // Once it waits for a flush the answer is the flush's, not that of the zeroes.
-        let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
-        if is_zeroes
-            && is_data
-            && result == Err(Status::NotSupported)
-            && !slot.flags.contains(BioFlags::NO_FALLBACK)
-        {
-            // The driver found out that it cannot after all.
-            return self.begin_zeroes(index);
-        }
-        if slot.step != FlushStep::None && self.complete_sequence_data(index, result) {
+        let has_steps = slot.operation == Operation::WriteZeroes || slot.step != FlushStep::None;
+        if has_steps && self.complete_step(index, result) {
             return;
         }
         let slot = &mut self.in_flight[index];
@@ -161,10 +158,38 @@ impl Queue {
         }
     }
 
+    /// Completes a step of a bio that may have several. True if it proceeds to another.
+    #[inline(never)]
+    fn complete_step(&mut self, index: u32, result: IoResult) -> bool {
+        let slot = &self.in_flight[index];
+        let is_zeroes =
+            slot.operation == Operation::WriteZeroes && !slot.slot_flags.contains(SlotFlags::AS_ZEROES);
+        // Once it waits for a flush the answer is the flush's, not that of the zeroes.
+        let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
+        if is_zeroes
+            && is_data
+            && result == Err(Status::NotSupported)
+            && !slot.flags.contains(BioFlags::NO_FALLBACK)
+        {
+            // The driver found out that it cannot after all.
+            self.begin_zeroes(index);
+            return true;
+        }
+        slot.step != FlushStep::None && self.complete_sequence_data(index, result)
+    }
+
     /// Completes a bio that never became a request.
     #[cold]
     pub(super) fn reject(&mut self, index: u32, status: Status) {
         self.stats.rejected(self.in_flight[index].operation.into(), status);
-        self.complete_bio(index, Err(status));
+        self.complete_at_once(index, Err(status));
+    }
+
+    /// Completes a bio that has no request.
+    pub(super) fn complete_at_once(&mut self, index: u32, result: IoResult) {
+        if let Some(tracer) = self.dispatch.tracer() {
+            tracer.completed_bio(index, &self.in_flight[index], result, &mut self.clock);
+        }
+        self.complete_bio(index, result);
     }
 }

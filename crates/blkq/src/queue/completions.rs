@@ -96,24 +96,33 @@ impl Completions {
     }
 
     /// Completes requests of `completed` until one is not of a plain bio alone, of `operation` and
-    /// begun at `start_ns`, or has failed. Returns how many, and the sum of their sectors.
-    #[inline]
+    /// begun at `start_ns`, or has failed; their tags are `freed`. Returns how many, and the sum of their
+    /// sectors.
+    #[inline(always)]
     pub fn complete_plain(
         &mut self,
         in_flight: &mut InFlight,
+        freed: &mut Vec<Tag>,
         completed: &[(Tag, IoResult)],
         operation: Operation,
         start_ns: u64,
     ) -> (usize, u64) {
         let Some(state) = RequestState::of_plain(operation) else { return (0, 0) };
         self.own.reserve(completed.len());
-        let room = self.own.spare_capacity_mut();
+        freed.reserve(completed.len());
+        let room = self.own.spare_capacity_mut().iter_mut().zip(freed.spare_capacity_mut());
+        let (requests, slots) = in_flight.plain_mut();
         let (mut count, mut sectors) = (0, 0);
-        for (&(tag, result), place) in completed.iter().zip(room) {
+        for (&(tag, result), (place, freed)) in completed.iter().zip(room) {
             if result.is_err() {
                 break;
             }
-            let Some((slot, of_this)) = in_flight.complete_plain(tag, state, start_ns) else { break };
+            let request = &mut requests[tag.index()];
+            if request.state != state || request.start_ns != start_ns {
+                break;
+            }
+            request.state = RequestState::Idle;
+            let slot = &mut slots[tag.index()];
             let place = place.as_mut_ptr();
             // Written where it is to be: a literal would go through the stack (see `BioSlot`).
             // SAFETY: the place is valid for writing, all of its fields are written, and the data
@@ -124,43 +133,41 @@ impl Completions {
                 (&raw mut (*place).data).write(std::ptr::read(&*slot.data));
             }
             slot.data = ManuallyDrop::new(Data::None);
-            sectors += of_this;
+            freed.write(tag);
+            sectors += request.sectors;
             count += 1;
         }
-        // SAFETY: so many places behind the others have been written.
-        unsafe { self.own.set_len(self.own.len() + count) };
+        // SAFETY: so many places behind the others have been written, of both.
+        unsafe {
+            self.own.set_len(self.own.len() + count);
+            freed.set_len(freed.len() + count);
+        }
         in_flight.release_plain(count);
         (count, sectors)
     }
 
-    /// A bio that came through the request gate completed.
+    /// A bio that came through the request gate completed, for another thread.
     #[inline]
     pub fn owe_gate(&mut self, operation: Operation) {
         self.gate_owed[usize::from(operation.is_write())] += 1;
     }
 
-    /// Releases allocations of the request gate and so lets submitters go on.
+    /// Notifies other threads of bios that completed, when all that is counted of them is; before
+    /// that, releases their allocations of the request gate and so lets submitters go on.
     #[inline]
-    pub fn pay_gate(&mut self, gate: &RequestGate) {
-        if self.gate_owed != [0; 2] {
-            self.pay(gate);
+    pub fn deliver_remote(&mut self, gate: &RequestGate) {
+        if !self.remote.is_empty() {
+            self.pay_and_notify(gate);
         }
     }
 
-    fn pay(&mut self, gate: &RequestGate) {
+    #[inline(never)]
+    fn pay_and_notify(&mut self, gate: &RequestGate) {
         let [reads, writes] = std::mem::take(&mut self.gate_owed);
         for (direction, count) in [(Direction::Read, reads), (Direction::Write, writes)] {
             if count > 0 {
                 gate.leave(direction, count);
             }
-        }
-    }
-
-    /// Notifies other threads of bios that completed, when all that is counted of them is.
-    #[inline]
-    pub fn notify_remote(&mut self) {
-        if self.remote.is_empty() {
-            return;
         }
         for (completer, result, data) in self.remote.drain(..) {
             completer.notify(result, data);

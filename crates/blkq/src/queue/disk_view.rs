@@ -16,6 +16,7 @@ use super::fast_limits::FastLimits;
 pub(super) struct DiskView {
     disk: Arc<Disk>,
     index: usize,
+    shared: Arc<HardwareQueue>,
     /// Of the changes that were taken over.
     generation: u64,
     settings: Settings,
@@ -37,7 +38,8 @@ impl DiskView {
         let limits = disk.limits();
         limits.validate()?;
         let fast = FastLimits::new(&limits);
-        Ok(DiskView { disk: disk.clone(), index, generation, settings, limits, fast, entered: false })
+        let shared = disk.hardware_queue(index).clone();
+        Ok(DiskView { disk: disk.clone(), index, shared, generation, settings, limits, fast, entered: false })
     }
 
     pub fn disk(&self) -> &Arc<Disk> {
@@ -52,7 +54,7 @@ impl DiskView {
     /// The part of the queue that other threads see.
     #[inline]
     pub fn shared(&self) -> &HardwareQueue {
-        self.disk.hardware_queue(self.index)
+        &self.shared
     }
 
     #[inline]

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 
 use crate::clock::{Clock, monotonic_ns};
+use crate::disk::Disk;
 use crate::driver::{Busy, DriverContext, DriverQueue, Taken};
 use crate::error::IoResult;
 use crate::request::Request;
@@ -12,11 +13,14 @@ use crate::ring::{Cqe, Ring};
 use crate::sched::{Scheduler, SchedulerKind};
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
+use crate::trace::EventKind;
 
 use super::completions::Completions;
 use super::disk_view::DiskView;
 use super::in_flight::InFlight;
 use super::plug::PLUG_REQUESTS;
+use super::throttle::QueueThrottle;
+use super::tracer::Tracer;
 
 /// When a driver that ran out of resources is asked again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;
@@ -26,28 +30,67 @@ pub(super) struct Dispatch {
     /// The queue's name on the ring.
     owner: u16,
     driver: Box<dyn DriverQueue>,
+    /// [`Settings::early_submission`].
+    early_submission: bool,
     scheduler: Option<Box<dyn Scheduler>>,
     /// Requests that were requeued, or that go before all others.
     requeued: VecDeque<Tag>,
+    /// Those that wait for a limit.
+    throttle: QueueThrottle,
     /// Requests that the driver has.
     started: u32,
     /// When a driver that was out of resources is asked again.
     rerun_at_ns: Option<u64>,
+    /// The driver takes more requests of the scheduler than it has, as far as that was looked at.
+    has_room: bool,
     /// The disk was quiesced when there were requests for the driver.
     blocked_by_quiesce: bool,
+    tracing: Option<Box<Tracer>>,
+    /// There is a scheduler or a tracer, which sees each request: none takes the shortest way.
+    observed: bool,
+    /// The same, or there are limits.
+    detours: bool,
 }
 
 impl Dispatch {
-    pub fn new(owner: u16, driver: Box<dyn DriverQueue>, scheduler: SchedulerKind, slots: usize) -> Dispatch {
-        Dispatch {
+    pub fn new(owner: u16, driver: Box<dyn DriverQueue>, disk: &DiskView, slots: usize) -> Dispatch {
+        let settings = disk.settings();
+        let scheduler = settings.scheduler.open(slots);
+        let mut dispatch = Dispatch {
             owner,
             driver,
-            scheduler: scheduler.open(slots),
+            early_submission: settings.early_submission,
+            observed: scheduler.is_some(),
+            scheduler,
             requeued: VecDeque::with_capacity(slots),
+            throttle: QueueThrottle::new(disk.disk(), slots),
             started: 0,
             rerun_at_ns: None,
+            has_room: true,
             blocked_by_quiesce: false,
-        }
+            tracing: None,
+            detours: false,
+        };
+        dispatch.note_detours();
+        dispatch
+    }
+
+    /// A scheduler, a tracer, or limits have come or were removed.
+    fn note_detours(&mut self) {
+        self.observed = self.scheduler.is_some() || self.tracing.is_some();
+        self.detours = self.observed || self.throttle.is_on();
+    }
+
+    /// Takes over changed limits.
+    #[cold]
+    pub fn refresh_limits(&mut self, disk: &Disk) {
+        self.throttle.refresh(disk);
+        self.note_detours();
+    }
+
+    /// The owner stops: no request waits for a limit any more.
+    pub fn close_limits(&mut self) {
+        self.throttle.close();
     }
 
     /// The queue as the driver sees it, for one call.
@@ -61,7 +104,50 @@ impl Dispatch {
     ) -> DriverContext<'a> {
         let (requests, bios, zeroes) = in_flight.for_driver();
         let (completed, limits_changed) = completions.for_driver();
-        DriverContext { requests, bios, zeroes, completed, clock, ring, owner: self.owner, limits_changed }
+        DriverContext {
+            requests,
+            bios,
+            zeroes,
+            completed,
+            clock,
+            ring,
+            owner: self.owner,
+            early_submission: self.early_submission,
+            limits_changed,
+        }
+    }
+
+    /// Traces from now on, or no longer.
+    pub fn set_tracer(&mut self, tracer: Option<Tracer>) {
+        self.tracing = tracer.map(Box::new);
+        self.note_detours();
+    }
+
+    /// Whether a scheduler or a tracer sees each request.
+    #[inline]
+    pub fn is_observed(&self) -> bool {
+        self.observed
+    }
+
+    #[inline]
+    pub fn is_traced(&self) -> bool {
+        self.tracing.is_some()
+    }
+
+    /// The plug is flushed, with the requests of `batch`, into the scheduler if there is one.
+    pub fn trace_unplug(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
+        let is_inserted = self.has_scheduler();
+        if let Some(tracer) = self.tracer() {
+            tracer.unplugged(batch.len(), clock);
+            if is_inserted {
+                tracer.requests(EventKind::Insert, batch, in_flight.requests(), clock);
+            }
+        }
+    }
+
+    #[inline]
+    pub fn tracer(&mut self) -> Option<&mut Tracer> {
+        self.tracing.as_deref_mut()
     }
 
     #[inline]
@@ -79,9 +165,14 @@ impl Dispatch {
         self.scheduler.as_deref_mut()
     }
 
+    pub fn set_early_submission(&mut self, on: bool) {
+        self.early_submission = on;
+    }
+
     /// The old scheduler has no requests.
     pub fn set_scheduler(&mut self, scheduler: SchedulerKind, slots: usize) {
         self.scheduler = scheduler.open(slots);
+        self.note_detours();
     }
 
     /// Requests that the driver has.
@@ -99,7 +190,7 @@ impl Dispatch {
     /// Whether a request comes to the driver without a detour.
     #[inline]
     pub fn is_direct(&self) -> bool {
-        self.scheduler.is_none() && self.requeued.is_empty()
+        !self.detours && self.requeued.is_empty()
     }
 
     /// Whether requests stayed because of a quiesce.
@@ -107,22 +198,47 @@ impl Dispatch {
         self.blocked_by_quiesce
     }
 
-    /// When the driver, or a requeued request, wants the queue to run at the latest.
-    pub fn deadline_ns(&self) -> Option<u64> {
-        [self.driver.deadline_ns(), self.rerun_at_ns].into_iter().flatten().min()
+    /// The limits.
+    #[inline]
+    pub fn throttle(&self) -> &QueueThrottle {
+        &self.throttle
     }
 
-    /// A flush goes before all others.
+    /// When the driver, a requeued request, or one that waits for a limit wants the queue to run at the latest.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        // While the driver is busy or stopped nothing begins, whatever time it is.
+        let is_stopped = self.rerun_at_ns.is_some() || !self.requeued.is_empty();
+        let throttled_ns = if is_stopped { None } else { self.throttle.deadline_ns(self.has_room) };
+        let deadlines = [self.driver.deadline_ns(), self.rerun_at_ns, throttled_ns];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// A flush goes before all others, but obeys the limits.
     pub fn push_first(&mut self, tag: Tag) {
-        self.requeued.push_front(tag);
+        match self.throttle.is_on() {
+            true => self.throttle.push_first(tag),
+            false => self.requeued.push_front(tag),
+        }
     }
 
     /// Takes the requests of a plug: for the scheduler, or behind what was requeued.
-    pub fn insert(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
+    pub fn insert(
+        &mut self,
+        batch: &[Tag],
+        in_flight: &InFlight,
+        clock: &mut Clock,
+        disk: &DiskView,
+        stats: &mut StatsWriter,
+    ) {
         match &mut self.scheduler {
             Some(scheduler) => {
                 let now_ns = clock.now_ns();
                 batch.iter().for_each(|&tag| scheduler.insert(tag, in_flight.requests(), now_ns));
+            }
+            None if self.throttle.is_on() => {
+                let count = self.admit(batch, disk, in_flight.requests());
+                self.requeued.extend(&batch[..count]);
+                self.throttle.push(&batch[count..], in_flight.requests(), stats);
             }
             None => self.requeued.extend(batch),
         }
@@ -137,16 +253,51 @@ impl Dispatch {
         stats: &mut StatsWriter,
         cx: &mut DriverContext<'_>,
     ) {
-        let taken = self.issue(batch, disk, stats, cx);
+        let taken = self.issue(batch, disk, stats, cx, false);
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
         }
     }
 
+    /// Whether a request comes to the driver without a detour, but for the limits.
+    pub fn is_limited_only(&self) -> bool {
+        !self.observed && self.requeued.is_empty() && self.throttle.is_on()
+    }
+
+    /// The same within the limits: requests that have to wait stay, too.
+    #[inline(never)]
+    pub fn issue_limited(
+        &mut self,
+        batch: &[Tag],
+        disk: &DiskView,
+        stats: &mut StatsWriter,
+        cx: &mut DriverContext<'_>,
+    ) {
+        let (batch, delayed) = batch.split_at(self.admit(batch, disk, cx.requests));
+        let taken = self.issue(batch, disk, stats, cx, false);
+        if taken < batch.len() {
+            self.requeued.extend(&batch[taken..]);
+        }
+        if !delayed.is_empty() {
+            self.throttle.push(delayed, cx.requests, stats);
+            self.run(disk, stats, cx);
+        }
+    }
+
+    /// How many requests of a plug may begin now, by the limits.
+    #[inline(never)]
+    fn admit(&mut self, batch: &[Tag], disk: &DiskView, requests: &[Request]) -> usize {
+        if disk.is_frozen() { batch.len() } else { self.throttle.admit(batch, requests) }
+    }
+
     /// Whether there is something for [`Dispatch::run`].
     #[inline]
     pub fn has_ready(&self) -> bool {
-        !self.requeued.is_empty() || self.scheduler.as_ref().is_some_and(|s| s.len() > 0)
+        !self.requeued.is_empty() || (self.detours && self.has_scheduled_or_waiting())
+    }
+
+    fn has_scheduled_or_waiting(&self) -> bool {
+        self.scheduler.as_ref().is_some_and(|scheduler| scheduler.len() > 0) || self.throttle.has_waiting()
     }
 
     /// Hands what is ready to the driver until nothing is, or it is busy.
@@ -159,46 +310,71 @@ impl Dispatch {
         }
         let mut batch = [Tag(0); PLUG_REQUESTS];
         loop {
-            let len = self.next_batch(&mut batch, disk, cx);
-            let taken = self.issue(&batch[..len], disk, stats, cx);
+            let len = self.next_batch(&mut batch, disk, stats, cx);
+            let traced = self.tracing.is_some();
+            let taken = self.issue(&batch[..len], disk, stats, cx, traced);
+            if traced && !self.blocked_by_quiesce {
+                self.trace(EventKind::Requeue, &batch[taken..len], cx);
+            }
             for &tag in batch[taken..len].iter().rev() {
                 self.requeued.push_front(tag);
             }
             if taken < len || len == 0 {
-                return;
+                break;
             }
         }
+        if !self.throttle.is_on() {
+            return;
+        }
+        self.throttle.note_waiting(self.scheduler.as_ref().map_or(0, |scheduler| scheduler.len()), stats);
+        self.note_detours();
     }
 
-    fn next_batch(&mut self, batch: &mut [Tag], disk: &DiskView, cx: &mut DriverContext<'_>) -> usize {
+    fn next_batch(
+        &mut self,
+        batch: &mut [Tag],
+        disk: &DiskView,
+        stats: &mut StatsWriter,
+        cx: &mut DriverContext<'_>,
+    ) -> usize {
         let mut len = 0;
         while len < batch.len() {
             let Some(tag) = self.requeued.pop_front() else { break };
             batch[len] = tag;
             len += 1;
         }
+        if len == 0 && self.throttle.has_waiting() {
+            len = self.throttle.take(batch, cx.requests, disk.is_frozen());
+        }
         if len > 0 {
             return len;
         }
         let Some(scheduler) = &mut self.scheduler else { return 0 };
         let room = u32::from(disk.settings().depth).saturating_sub(self.started) as usize;
+        self.has_room = room > 0;
         let now_ns = cx.clock.now_ns();
+        let passes_limits = self.throttle.is_on() && !disk.is_frozen();
         while len < batch.len().min(room) {
-            let Some(tag) = scheduler.dispatch(cx.requests, now_ns) else { break };
+            let open = if passes_limits && scheduler.len() > 0 { self.throttle.open() } else { [true; 2] };
+            let Some(tag) = scheduler.dispatch(cx.requests, open, now_ns) else { break };
+            if passes_limits && !self.throttle.admit_scheduled(tag, cx.requests, stats) {
+                continue;
+            }
             batch[len] = tag;
             len += 1;
         }
         len
     }
 
-    /// Offers `tags` to the driver. Returns how many it took.
-    #[inline]
+    /// Offers `tags` to the driver, and traces that if it is to be. Returns how many it took.
+    #[inline(always)]
     fn issue(
         &mut self,
         tags: &[Tag],
         disk: &DiskView,
         stats: &mut StatsWriter,
         cx: &mut DriverContext<'_>,
+        traced: bool,
     ) -> usize {
         if tags.is_empty() {
             return 0;
@@ -207,6 +383,9 @@ impl Dispatch {
         self.blocked_by_quiesce = !disk.begin_dispatch();
         if self.blocked_by_quiesce {
             return 0;
+        }
+        if traced {
+            self.trace(EventKind::Issue, tags, cx);
         }
         let taken = self.driver.queue_requests(cx, tags);
         self.driver.commit(cx);
@@ -218,6 +397,13 @@ impl Dispatch {
                 tags.len()
             }
             Taken::First(count, busy) => self.requeue(tags.len(), count, busy, stats),
+        }
+    }
+
+    #[cold]
+    fn trace(&mut self, kind: EventKind, tags: &[Tag], cx: &mut DriverContext<'_>) {
+        if let Some(tracer) = &mut self.tracing {
+            tracer.requests(kind, tags, cx.requests, cx.clock);
         }
     }
 
@@ -256,6 +442,7 @@ impl Dispatch {
     /// them: they are to complete.
     pub fn abandon(&mut self, plugged: &[Tag], slots: usize) -> Vec<Tag> {
         self.requeued.extend(plugged);
+        self.requeued.extend(self.throttle.drain());
         if let Some(scheduler) = &mut self.scheduler {
             // Not by dispatching: it may want others to complete before.
             let tags = (0..slots).map(|index| Tag(index as u16));

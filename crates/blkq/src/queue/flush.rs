@@ -44,12 +44,6 @@ impl FlushMachine {
         self.tag
     }
 
-    /// Whether the driver, or what leads to it, has the flush.
-    #[inline]
-    pub fn in_flight(&self) -> bool {
-        self.in_flight
-    }
-
     /// Bios that wait for the next flush, oldest first.
     pub fn pending(&self) -> &VecDeque<u32> {
         &self.pending

@@ -127,8 +127,9 @@ impl InFlight {
             // Counted as long as the plain bio is in its slot.
             RequestState::PlainRead | RequestState::PlainWrite | RequestState::PlainMerged => {}
         }
-        let completed = std::mem::replace(request, Request::of_tag(tag.0));
-        (completed.operation, completed.first_bio)
+        let completed = (request.operation, request.first_bio);
+        request.complete(tag.0);
+        completed
     }
 
     /// If request `tag` is of a plain bio alone, completes what the bio's slot lacks.
@@ -140,21 +141,12 @@ impl InFlight {
         }
     }
 
-    /// Completes request `tag` if it is in `state`, that of a plain bio alone, and began at `start_ns`:
-    /// returns the bio, whose memory is to be taken, and its length in sectors. [`InFlight::release_plain`] counts it.
-    #[inline(always)]
-    pub fn complete_plain(
-        &mut self,
-        tag: Tag,
-        state: RequestState,
-        start_ns: u64,
-    ) -> Option<(&mut BioSlot, u64)> {
-        let request = &mut self.requests[tag.index()];
-        if request.state != state || request.start_ns != start_ns {
-            return None;
-        }
-        request.state = RequestState::Idle;
-        Some((&mut self.bios[u32::from(tag.0)], request.sectors))
+    /// The requests, and as many slots: those of their plain bios. Of a request that completes the state
+    /// becomes idle, and the memory is taken; [`InFlight::release_plain`] counts it.
+    #[inline]
+    pub fn plain_mut(&mut self) -> (&mut [Request], &mut [BioSlot]) {
+        let slots = self.bios.of_tags(self.requests.len());
+        (&mut self.requests, slots)
     }
 
     /// So many requests of a plain bio alone have completed.

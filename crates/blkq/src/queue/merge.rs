@@ -8,12 +8,13 @@ use crate::tags::Tag;
 use super::Queue;
 
 impl Queue {
-    /// Merges bio `index` into the youngest request of the plug, or into a neighbour
-    /// that the scheduler knows. Its `segments` are counted if they are not known.
+    /// Merges bio `index` into the youngest request of the plug, or of those that wait for a limit, or into a
+    /// neighbour that the scheduler knows. Its `segments` are counted if they are not known.
     #[inline(always)]
     pub(super) fn try_merge(&mut self, index: u32, outline: &Outline, segments: Option<u16>) -> bool {
         (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index, segments))
             || (self.dispatch.has_scheduler() && self.try_scheduler_merge(index, segments))
+            || (self.dispatch.throttle().has_waiting() && self.try_throttled_merge(index, segments))
     }
 
     #[inline(always)]
@@ -35,6 +36,20 @@ impl Queue {
     }
 
     #[cold]
+    fn try_throttled_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
+        let slot = &self.in_flight[index];
+        let Some(tag) = self.dispatch.throttle().youngest(slot.operation) else { return false };
+        let request = &self.in_flight[tag];
+        let side = MergeSide::of(request.sector, request.end(), slot.sector, slot.sectors);
+        let Some(side) = side.filter(|_| self.disk.settings().merge) else { return false };
+        let merged = self.merge_into(tag, index, side, segments);
+        if merged {
+            self.trace_merge_into(tag, index);
+        }
+        merged
+    }
+
+    #[cold]
     fn try_scheduler_merge(&mut self, index: u32, segments: Option<u16>) -> bool {
         let slot = &self.in_flight[index];
         if !self.disk.settings().merge || !is_mergeable(slot.operation, slot.flags) {
@@ -49,6 +64,7 @@ impl Queue {
         if !self.merge_into(tag, index, side, segments) {
             return false;
         }
+        self.trace_merge_into(tag, index);
         if let Some(scheduler) = self.dispatch.scheduler_mut() {
             scheduler.merged(tag, self.in_flight.requests());
             match (side, scheduler.find_neighbour(self.in_flight.requests(), tag, side)) {
@@ -101,11 +117,15 @@ impl Queue {
             return;
         }
         let operation = head.operation;
+        if let Some(tracer) = self.dispatch.tracer() {
+            tracer.joined(first, second, self.in_flight.requests(), &mut self.clock);
+        }
         self.in_flight.join(first, second);
         if let Some(scheduler) = self.dispatch.scheduler_mut() {
             scheduler.joined(first, second);
         }
-        self.tags.put_batch(std::iter::once(second));
+        self.tags.freed().push(second);
+        self.tags.share_freed();
         if self.disk.settings().iostats {
             self.stats.joined(operation.into());
         }

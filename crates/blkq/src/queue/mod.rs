@@ -3,7 +3,7 @@
 //! complete in batches. No lock, no hand-over, no allocation on that way.
 //!
 //! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `pull_cursor`,
-//! `dispatch`, `flush`, `completions`, `hang`. The steps of a bio lead from one part to the next:
+//! `dispatch`, `throttle`, `flush`, `completions`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
 //! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`.
 //! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
 //! found to hang, `close` closing it.
@@ -30,12 +30,15 @@ mod scan;
 mod sequence;
 mod submit;
 mod tag_cache;
+mod throttle;
+mod trace;
+mod tracer;
 
 use std::sync::Arc;
 
 use crate::bio::Completion;
 use crate::clock::Clock;
-use crate::disk::Disk;
+use crate::disk::{Disk, QueueClaim};
 use crate::driver::OpenContext;
 use crate::error::Error;
 use crate::limits::QueueLimits;
@@ -43,6 +46,7 @@ use crate::ring::{Cqe, Registrar, Ring};
 use crate::slab::BioList;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
+use crate::trace::{TraceClient, TraceMemory};
 
 use completions::Completions;
 use disk_view::DiskView;
@@ -53,6 +57,7 @@ use in_flight::InFlight;
 use plug::Plug;
 use pull_cursor::PullCursor;
 use tag_cache::TagCache;
+use tracer::Tracer;
 
 /// One hardware queue of a disk, owned by one thread.
 pub(crate) struct Queue {
@@ -69,6 +74,8 @@ pub(crate) struct Queue {
     clock: Clock,
     stats: StatsWriter,
     hang_tracker: HangTracker,
+    /// Last, as the driver's part of the queue is dropped before another thread may open it.
+    _claim: QueueClaim,
 }
 
 /// The turn.
@@ -78,20 +85,8 @@ impl Queue {
     /// # Errors
     /// The driver's, or that the queue is open already.
     pub fn open(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
-        disk.claim_queue(index)?;
-        Queue::open_claimed(disk, index, owner, ring).inspect_err(|_| disk.release_queue(index))
-    }
-
-    fn open_claimed(
-        disk: &Arc<Disk>,
-        index: usize,
-        owner: u16,
-        mut ring: Option<&mut Ring>,
-    ) -> Result<Queue, Error> {
+        let claim = disk.claim_queue(index)?;
         let view = DiskView::new(disk, index)?;
-        if let Some(ring) = ring.as_deref_mut() {
-            ring.set_early_submission(view.settings().early_submission);
-        }
         let shared = view.shared();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(disk.depth_max()) + 1;
@@ -105,22 +100,29 @@ impl Queue {
             plug: Plug::new(),
             waiting: BioList::new(),
             pull_cursor: PullCursor::default(),
-            dispatch: Dispatch::new(owner, driver, view.settings().scheduler, slots),
+            dispatch: Dispatch::new(owner, driver, &view, slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             completions: Completions::new(slots),
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),
             hang_tracker: HangTracker::default(),
             disk: view,
+            _claim: claim,
         })
     }
 
     /// The first part of a turn: completes what the driver finished, and takes in what other
     /// threads submitted.
+    #[inline]
     pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
         self.close_lane();
-        self.disk.shared().kick.take_woken();
-        self.poll_driver(ring.as_deref_mut());
+        let woken = self.disk.shared().kick.take_woken();
+        if woken || self.has_started() {
+            if woken {
+                self.dispatch.refresh_limits(self.disk.disk());
+            }
+            self.poll_driver(ring.as_deref_mut());
+        }
         if self.completions.has_requests() {
             self.complete_batch();
         }
@@ -129,13 +131,23 @@ impl Queue {
         self.pull_software_queues(ring.as_deref_mut());
         self.admit_waiting(ring);
         // Some may have completed without a request: rejected, or empty.
-        self.completions.pay_gate(&self.disk.disk().gate);
-        self.completions.notify_remote();
+        self.completions.deliver_remote(&self.disk.disk().gate);
     }
 
     /// The second part, any number of times: flushes the plug and dispatches until nothing moves any more.
     #[inline]
-    pub fn dispatch_all(&mut self, mut ring: Option<&mut Ring>) {
+    pub fn dispatch_all(&mut self, ring: Option<&mut Ring>) {
+        self.close_lane();
+        if self.can_dispatch() {
+            self.dispatch_ready(ring);
+        }
+        self.clock.invalidate();
+        self.leave_if_idle();
+        self.completions.deliver_remote(&self.disk.disk().gate);
+    }
+
+    #[inline(never)]
+    fn dispatch_ready(&mut self, mut ring: Option<&mut Ring>) {
         while self.can_dispatch() {
             self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());
@@ -145,11 +157,6 @@ impl Queue {
             self.complete_batch();
             self.admit_waiting(ring.as_deref_mut());
         }
-        self.close_lane();
-        self.clock.invalidate();
-        self.leave_if_idle();
-        self.completions.pay_gate(&self.disk.disk().gate);
-        self.completions.notify_remote();
     }
 }
 
@@ -171,17 +178,17 @@ impl Queue {
         self.dispatch.complete_cqe(cqe, &mut cx);
     }
 
-    #[inline]
+    #[inline(never)]
     fn poll_driver(&mut self, ring: Option<&mut Ring>) {
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.poll(&mut cx);
     }
 
-    /// Hands everything under the plug to the scheduler, or straight to the driver. The
-    /// cached time is dropped with the plug.
-    #[inline]
+    /// Hands everything under the plug, whose lane is closed, to the scheduler, or straight to the driver.
+    /// The cached time is dropped with the plug.
+    #[inline(always)]
     fn flush_plug(&mut self, ring: Option<&mut Ring>) {
-        self.close_lane();
+        debug_assert!(!self.plug.is_open());
         self.clock.invalidate();
         if !self.plug.is_empty() {
             self.flush_requests(ring);
@@ -201,8 +208,13 @@ impl Queue {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);
+        } else if self.dispatch.is_limited_only() {
+            let mut cx =
+                self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
+            self.dispatch.issue_limited(batch, &self.disk, &mut self.stats, &mut cx);
         } else {
-            self.dispatch.insert(batch, &self.in_flight, &mut self.clock);
+            self.dispatch.trace_unplug(batch, &self.in_flight, &mut self.clock);
+            self.dispatch.insert(batch, &self.in_flight, &mut self.clock, &self.disk, &mut self.stats);
             self.run_dispatch(ring);
         }
     }
@@ -218,6 +230,21 @@ impl Queue {
     /// The disk.
     pub fn disk(&self) -> &Arc<Disk> {
         self.disk.disk()
+    }
+
+    /// Traces the queue into `memory`, if there is one; else not any more.
+    pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
+        self.close_lane();
+        let index = self.disk.index();
+        self.dispatch.set_tracer(memory.and_then(|memory| Tracer::new(memory, index)));
+    }
+
+    /// The client that submits the next bio, if that is to be traced.
+    #[inline]
+    pub fn set_trace_client(&mut self, client: impl FnOnce() -> TraceClient) {
+        if let Some(tracer) = self.dispatch.tracer() {
+            tracer.set_client(client());
+        }
     }
 
     /// The calls into the kernel since the last time, by its owner's ring.
@@ -239,6 +266,7 @@ impl Queue {
     /// The owner stops: nothing more is taken from submitters.
     pub fn close_to_submitters(&mut self) {
         self.pull_cursor.close();
+        self.dispatch.close_limits();
     }
 
     /// The owner is about to sleep.

@@ -137,6 +137,9 @@ impl Queue {
             slot.issued += sectors;
             slot.pending += 1;
             self.stats.count(Counter::Splits, 1);
+            if let Some(tracer) = self.dispatch.tracer() {
+                tracer.split(index, part, &self.in_flight[part], &mut self.clock);
+            }
             self.await_tag(part);
         }
     }

@@ -157,7 +157,7 @@ impl Plug {
 
     /// How many bios the lane is to be opened for: as many as the last plug had, or as this has.
     pub fn lane_len(&self) -> usize {
-        self.last_len.max(self.len).clamp(1, self.limit.saturating_sub(self.len))
+        self.last_len.max(self.len).min(self.limit - self.len).max(1)
     }
 
     /// Opens the lane for as many bios as there are `tags`, with this time stamp.

@@ -69,7 +69,8 @@ impl Queue {
         let start_ns = request.start_ns;
         let (first, operation, flags) = (request.first_bio, request.operation, request.flags);
         let (sector, sectors) = (request.sector, request.sectors);
-        let is_hung = scan.is_hung(start_ns);
+        // A request that waits for a limit does not hang, and begins when it was let through.
+        let is_hung = scan.is_hung(start_ns.max(self.throttled_until_ns(tag)));
         if is_hung {
             scan.found.hung += 1;
         }
@@ -129,7 +130,7 @@ impl Queue {
         }
         let outline = slot.outline();
         self.hang_tracker.see(bio, outline.start_ns);
-        if !scan.is_hung(outline.start_ns) {
+        if !scan.is_hung(outline.start_ns) || self.dispatch.throttle().is_waiting() {
             return;
         }
         scan.found.hung += 1;
@@ -172,6 +173,15 @@ impl Queue {
         match slot.owner_user_data() {
             Some(user_data) => (Some(user_data), None),
             None => (None, Some("a thread of this process".to_owned())),
+        }
+    }
+
+    /// When the request no longer waits for a limit; `u64::MAX` as long as it does.
+    fn throttled_until_ns(&self, tag: Tag) -> u64 {
+        let throttle = self.dispatch.throttle();
+        match self.dispatch.is_scheduled(tag) && throttle.is_blocked(self.in_flight[tag].operation) {
+            true => u64::MAX,
+            false => throttle.released_ns(tag),
         }
     }
 

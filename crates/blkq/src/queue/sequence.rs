@@ -13,7 +13,7 @@ impl Queue {
     /// A flush without data.
     pub(super) fn begin_flush(&mut self, index: u32) {
         if !self.disk.limits().write_cache {
-            return self.complete_bio(index, Ok(()));
+            return self.complete_at_once(index, Ok(()));
         }
         self.await_flush(index, FlushStep::Postflush);
     }
@@ -95,6 +95,9 @@ impl Queue {
             self.stats.start(StatGroup::Flush, 1, start_ns);
         }
         self.in_flight.begin_flush(self.flush.tag(), start_ns);
+        if let Some(tracer) = self.dispatch.tracer() {
+            tracer.flush_begun(self.flush.tag(), served, &mut self.clock);
+        }
         self.dispatch.push_first(self.flush.tag());
     }
 

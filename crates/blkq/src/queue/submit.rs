@@ -14,6 +14,7 @@ use crate::slab::{NewBio, SlotFlags};
 use crate::split;
 use crate::stats::Counter;
 use crate::tags::Tag;
+use crate::trace::TraceClient;
 
 use super::Queue;
 
@@ -38,7 +39,7 @@ impl Queue {
             let tag = self.plug.take(&outline);
             self.in_flight.begin_plain(tag, &outline, data, user_data);
             if !self.plug.is_open() && self.plug.is_full() {
-                self.flush_plug(ring);
+                self.flush_full_plug(ring);
             }
             return Ok(());
         }
@@ -47,15 +48,16 @@ impl Queue {
     }
 
     /// Opens the fast lane for a bio, of one buffer or not, if it can be: the queue has entered the disk,
-    /// no freeze has begun, no bio waits, no scheduler wants to merge, and there are tags.
+    /// no freeze has begun, no bio waits, no scheduler wants to merge, there are tags, and it is not traced.
     #[inline(never)]
     fn open_lane(&mut self, is_buffer: bool, ring: Option<&mut Ring>) -> bool {
         if !is_buffer
             || !(self.disk.is_entered() || self.enter(ring))
             || self.disk.is_frozen()
             || !self.waiting.is_empty()
-            || self.dispatch.has_scheduler()
+            || self.dispatch.is_observed()
             || self.plug.has_grown()
+            || self.dispatch.throttle().has_waiting()
             || self.tags.own() == 0
         {
             return false;
@@ -63,6 +65,7 @@ impl Queue {
         let bios = self.plug.lane_len().min(self.tags.own());
         let (start_ns, bios) =
             if self.disk.settings().iostats { self.clock.now_ns_for(bios) } else { (0, bios) };
+        self.clock.count_uses(bios);
         self.tags.take_own(bios, |tags| self.plug.open(tags, start_ns));
         true
     }
@@ -71,16 +74,22 @@ impl Queue {
     #[inline]
     pub(super) fn close_lane(&mut self) {
         if self.plug.is_open() {
-            let start_ns = self.plug.start_ns();
-            let rest = self.plug.close();
-            self.clock.return_uses(start_ns, rest.len());
-            self.tags.put_own(rest);
+            self.close_open_lane();
         }
+    }
+
+    #[inline(never)]
+    fn close_open_lane(&mut self) {
+        let start_ns = self.plug.start_ns();
+        let rest = self.plug.close();
+        self.clock.return_uses(start_ns, rest.len());
+        self.tags.put_own(rest);
     }
 
     #[inline(never)]
     fn submit_slow(&mut self, bio: Bio, ring: Option<&mut Ring>) -> Result<(), Bio> {
         if !self.in_flight.bios().has_room() {
+            self.set_trace_client(|| TraceClient::NONE);
             return Err(bio);
         }
         let completer = Completer::Owner(bio.user_data);
@@ -104,7 +113,7 @@ impl Queue {
         }
         let start_ns = if self.disk.settings().iostats { self.clock.now_ns() } else { 0 };
         let outline = Outline { operation, flags, sector, sectors, start_ns };
-        if !self.disk.fast().fits(&outline, &data) {
+        if !self.disk.fast().fits(&outline, &data) || self.dispatch.is_traced() {
             return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
         }
         let plain =
@@ -128,9 +137,12 @@ impl Queue {
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
 
-    /// Accepts a bio that is not one legal read or write with a buffer.
+    /// Accepts a bio that is not one legal read or write with a buffer, or is traced.
     #[cold]
     fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
+        if self.disk.fast().fits(&bio.outline, &bio.data) {
+            return self.accept_piece(bio, Some(1), ring);
+        }
         if let Data::Kernel(pages) = *bio.data {
             // An operation on the ring names one registered buffer.
             bio.outline.flags.insert(BioFlags::NO_MERGE);
@@ -144,13 +156,14 @@ impl Queue {
             return self.accept_piece(bio, None, ring);
         }
         let index = self.in_flight.insert(bio);
+        self.trace_queued(index);
         self.begin(index);
         self.admit_waiting(ring);
         // It may have completed already: then a freeze need not wait for a poll.
         self.leave_if_idle();
     }
 
-    /// The rest of [`Queue::accept`] for a legal piece that is no buffer. Its `segments` are counted if
+    /// The rest of [`Queue::accept`] for a legal piece that is no buffer, or is traced. Its `segments` are counted if
     /// they are not known: of a list, empty ones and those beyond the bio's end are none.
     fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
         if matches!(*bio.completer, Completer::Owner(_)) {
@@ -158,9 +171,11 @@ impl Queue {
         }
         let outline = bio.outline;
         let index = self.in_flight.insert(bio);
+        self.trace_queued(index);
         if !self.waiting.is_empty() || !self.admit(index, &outline, segments, ring) {
-            self.queue_or_reject(index);
+            return self.queue_or_reject(index);
         }
+        self.trace_merge(index);
     }
 
     /// Checks, flush sequences, splits, emulation.
@@ -175,7 +190,7 @@ impl Queue {
         if slot.sectors == 0 {
             // Without data what is left of a write with PREFLUSH is the flush.
             let flushes = slot.flags.contains(BioFlags::PREFLUSH);
-            return if flushes { self.begin_flush(index) } else { self.complete_bio(index, Ok(())) };
+            return if flushes { self.begin_flush(index) } else { self.complete_at_once(index, Ok(())) };
         }
         if slot.operation != Operation::WriteZeroes {
             // It means nothing to other operations, and their drivers did not declare it.
@@ -244,6 +259,7 @@ impl Queue {
         self.admit_all(ring);
     }
 
+    #[inline(never)]
     fn admit_all(&mut self, mut ring: Option<&mut Ring>) {
         if !(self.disk.is_entered() || self.enter(ring.as_deref_mut())) {
             return;
@@ -255,6 +271,7 @@ impl Queue {
             }
             let outline = self.in_flight[index].outline();
             if self.admit(index, &outline, None, ring.as_deref_mut()) {
+                self.trace_merge(index);
                 continue;
             }
             let slot = &self.in_flight[index];
@@ -314,10 +331,19 @@ impl Queue {
     #[inline]
     fn plug_request(&mut self, tag: Tag, outline: &Outline, mut ring: Option<&mut Ring>) {
         if self.plug.has_grown() {
-            self.flush_plug(ring.as_deref_mut());
+            self.flush_full_plug(ring.as_deref_mut());
+        }
+        if self.dispatch.is_traced() {
+            self.trace_request(tag);
         }
         if self.plug.push(tag, outline, self.disk.settings().merge) {
-            self.flush_plug(ring);
+            self.flush_full_plug(ring);
         }
+    }
+
+    /// Flushes the plug in the middle of a turn.
+    #[inline(never)]
+    fn flush_full_plug(&mut self, ring: Option<&mut Ring>) {
+        self.flush_plug(ring);
     }
 }

@@ -9,8 +9,8 @@ use crate::tags::{Tag, TagHint, TagSet, WaiterId};
 
 /// One queue's tags.
 pub(super) struct TagCache {
-    /// Free tags that no other queue can take. The last one returned is the next one taken: its
-    /// request is the likeliest to be in the processor's cache.
+    /// Free tags that no other queue can take; of a shared set, none but those just freed. The last one
+    /// returned is the next one taken: its request is the likeliest to be in the processor's cache.
     free: Vec<Tag>,
     shared: Option<SharedTags>,
 }
@@ -120,6 +120,13 @@ impl TagCache {
     /// The queue needs no tag: a wake-up is for another.
     #[inline]
     pub fn cancel_wait(&mut self) {
+        if self.shared.is_some() {
+            self.cancel_shared_wait();
+        }
+    }
+
+    #[inline(never)]
+    fn cancel_shared_wait(&mut self) {
         if let Some(SharedTags { set, waiter, .. }) = &mut self.shared {
             set.cancel_wait(waiter);
         }
@@ -133,17 +140,30 @@ impl TagCache {
         Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
-    /// Returns tags, which no request has any more.
+    /// Where tags are put that no request has any more, before [`TagCache::share_freed`].
     #[inline]
-    pub fn put_batch(&mut self, tags: impl ExactSizeIterator<Item = Tag>) {
-        match &self.shared {
-            None => self.free.extend(tags),
-            Some(SharedTags { set, .. }) => set.put_batch(tags),
+    pub fn freed(&mut self) -> &mut Vec<Tag> {
+        &mut self.free
+    }
+
+    /// Returns what was freed to a set that is shared.
+    #[inline]
+    pub fn share_freed(&mut self) {
+        if self.shared.is_some() {
+            self.put_shared();
+        }
+    }
+
+    #[inline(never)]
+    fn put_shared(&mut self) {
+        if let Some(SharedTags { set, .. }) = &self.shared {
+            set.put_batch(self.free.drain(..));
         }
     }
 
     /// The queue uses the tags no more; unless requests were leaked it returned all `depth` of them.
     pub fn close(&mut self, depth: u16, leaked: bool) {
+        self.share_freed();
         if let Some(SharedTags { set, waiter, .. }) = self.shared.take() {
             set.unregister(waiter);
         } else {

@@ -4,50 +4,39 @@
 use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-/// A bit for each of a fixed number of software queues.
+/// A bit for each of 64 software queues, numbered from 0.
 #[derive(Debug)]
-pub struct PendingMap {
-    words: Box<[CachePadded<AtomicU64>]>,
-}
+pub struct PendingMap(CachePadded<AtomicU64>);
 
 impl PendingMap {
-    /// A map for `count`, numbered from 0, of which none is pending.
-    pub fn new(count: usize) -> PendingMap {
-        PendingMap { words: (0..count.div_ceil(64)).map(|_| CachePadded::new(AtomicU64::new(0))).collect() }
+    /// A map of which none is pending.
+    pub fn new() -> PendingMap {
+        PendingMap(CachePadded::new(AtomicU64::new(0)))
     }
 
-    /// Where the words lie.
+    /// Where the word lies.
     pub fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
-        fields.extend(self.words.iter().map(|word| HotField::of("pending", writer, &**word)));
+        fields.push(HotField::of("pending", writer, &*self.0));
     }
 
     /// Marks `index`. Whether it was not marked: then the owner is to be kicked.
     #[inline]
     pub fn set(&self, index: usize) -> bool {
-        let bit = 1 << (index % 64);
-        self.words[index / 64].fetch_or(bit, SeqCst) & bit == 0
+        let bit = 1 << index;
+        self.0.fetch_or(bit, SeqCst) & bit == 0
     }
 
     /// Whether none is pending.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.words.iter().all(|word| word.load(SeqCst) == 0)
+        self.0.load(SeqCst) == 0
     }
 
-    /// Calls `each` for all that are pending, in ascending order. Each is unmarked before its
-    /// call, so that what comes meanwhile marks it anew.
+    /// Takes all that are pending, a bit for each. They are unmarked, so that what comes meanwhile marks
+    /// them anew.
     #[inline]
-    pub fn take_all(&self, mut each: impl FnMut(usize)) {
-        for (index, word) in self.words.iter().enumerate() {
-            if word.load(SeqCst) == 0 {
-                continue;
-            }
-            let mut bits = word.swap(0, SeqCst);
-            while bits != 0 {
-                each(index * 64 + bits.trailing_zeros() as usize);
-                bits &= bits - 1;
-            }
-        }
+    pub fn take_all(&self) -> u64 {
+        if self.is_empty() { 0 } else { self.0.swap(0, SeqCst) }
     }
 }
 
@@ -56,25 +45,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_is_taken_once_and_in_order() {
-        let map = PendingMap::new(130);
+    fn what_is_set_is_taken_once() {
+        let map = PendingMap::new();
         assert!(map.is_empty());
-        for index in [129, 0, 63, 64] {
+        for index in [63, 0, 31] {
             assert!(map.set(index));
             assert!(!map.set(index));
         }
         assert!(!map.is_empty());
-        let mut taken = Vec::new();
-        map.take_all(|index| {
-            taken.push(index);
-            if index == 63 {
-                assert!(map.set(63), "it may be set anew while it is scanned");
-            }
-        });
-        assert_eq!(taken, [0, 63, 64, 129]);
-        taken.clear();
-        map.take_all(|index| taken.push(index));
-        assert_eq!(taken, [63]);
-        assert!(map.is_empty());
+        assert_eq!(map.take_all(), 1 << 63 | 1 << 31 | 1);
+        assert!(map.is_empty() && map.set(63), "it may be set anew");
+        assert_eq!((map.take_all(), map.take_all()), (1 << 63, 0));
     }
 }

@@ -17,63 +17,80 @@ use crate::sync::{Mutex, lock, try_lock};
 
 /// Software queues of one hardware queue: submitters share them round robin.
 pub(crate) const SOFTWARE_QUEUES: usize = u64::BITS as usize;
-/// Staged requests that a bio is compared with, youngest first (blk_bio_list_merge).
+/// Staged requests that a bio is compared with at most, youngest first (blk_bio_list_merge).
 const MERGE_CANDIDATES: usize = 8;
 
-/// Bios of one submitter that continue each other, not yet with the queue's owner.
+/// A bio, and who is notified when it completes.
+pub(crate) type StagedBio = (Bio, Completer);
+
+/// Bios of one submitter that continue each other, not yet with the queue's owner. Most are alone: such
+/// a bio is small to move, and has nothing else to be dropped.
 pub(crate) struct Staged {
-    pub operation: Operation,
-    start: Sector,
+    /// The first, which has the start and the operation of all.
+    first: StagedBio,
     end: Sector,
+    others: Option<Box<Others>>,
+}
+
+/// Those behind the first, in order.
+struct Others {
+    bios: VecDeque<StagedBio>,
+    /// Of all, the first too.
     segments: u32,
-    mergeable: bool,
-    /// The first, in place: most are alone.
-    first: (Bio, Completer),
-    others: VecDeque<(Bio, Completer)>,
 }
 
 impl Staged {
+    #[inline]
     fn new(bio: Bio, completer: Completer) -> Staged {
-        Staged {
-            operation: bio.operation,
-            start: bio.sector,
-            // The bio is not checked yet: its end may be beyond all numbers.
-            end: Sector(bio.sector.0.saturating_add(bio.sectors)),
-            segments: segments(&bio),
-            mergeable: is_mergeable(&bio),
-            first: (bio, completer),
-            others: VecDeque::new(),
-        }
+        // The bio is not checked yet: its end may be beyond all numbers.
+        let end = Sector(bio.sector.0.saturating_add(bio.sectors));
+        Staged { first: (bio, completer), end, others: None }
+    }
+
+    /// The operation of all.
+    pub fn operation(&self) -> Operation {
+        self.first.0.operation
     }
 
     /// The first bio, and the others, each of which continues the one before.
     #[inline]
-    pub fn into_bios(self) -> ((Bio, Completer), VecDeque<(Bio, Completer)>) {
-        (self.first, self.others)
+    pub fn into_bios(self) -> (StagedBio, Option<VecDeque<StagedBio>>) {
+        (self.first, self.others.map(|others| others.bios))
+    }
+
+    #[inline]
+    fn start(&self) -> Sector {
+        self.first.0.sector
+    }
+
+    fn segments(&self) -> u32 {
+        self.others.as_ref().map_or_else(|| segments(&self.first.0), |others| others.segments)
     }
 
     /// Where the bio joins, if it may.
     fn side(&self, bio: &Bio, limits: &QueueLimits) -> Option<MergeSide> {
-        if !self.mergeable || self.operation != bio.operation {
+        if !is_mergeable(&self.first.0) || self.operation() != bio.operation {
             return None;
         }
-        let side = MergeSide::of(self.start, self.end, bio.sector, bio.sectors)?;
-        let start = if side == MergeSide::Back { self.start } else { bio.sector };
-        let sectors = (self.end - self.start) + bio.sectors;
-        limits.allow(bio.operation, start, sectors, self.segments + segments(bio)).then_some(side)
+        let side = MergeSide::of(self.start(), self.end, bio.sector, bio.sectors)?;
+        let start = if side == MergeSide::Back { self.start() } else { bio.sector };
+        let sectors = (self.end - self.start()) + bio.sectors;
+        limits.allow(bio.operation, start, sectors, self.segments() + segments(bio)).then_some(side)
     }
 
     fn join(&mut self, bio: Bio, completer: Completer, side: MergeSide) {
-        self.segments += segments(&bio);
+        let before = self.segments();
+        let others =
+            self.others.get_or_insert_with(|| Box::new(Others { bios: VecDeque::new(), segments: 0 }));
+        others.segments = before + segments(&bio);
         match side {
             MergeSide::Back => {
                 self.end = bio.sector + bio.sectors;
-                self.others.push_back((bio, completer));
+                others.bios.push_back((bio, completer));
             }
             MergeSide::Front => {
-                self.start = bio.sector;
                 let second = std::mem::replace(&mut self.first, (bio, completer));
-                self.others.push_front(second);
+                others.bios.push_front(second);
             }
         }
     }
@@ -112,7 +129,7 @@ impl SoftwareQueues {
     pub fn new() -> SoftwareQueues {
         SoftwareQueues {
             queues: (0..SOFTWARE_QUEUES).map(|_| CachePadded::new(Mutex::new(VecDeque::new()))).collect(),
-            pending: PendingMap::new(SOFTWARE_QUEUES),
+            pending: PendingMap::new(),
             next: AtomicUsize::new(0),
         }
     }
@@ -136,8 +153,14 @@ impl SoftwareQueues {
         if let Some(limits) = limits
             && is_mergeable(&bio)
         {
-            for staged in queue.iter_mut().rev().take(MERGE_CANDIDATES) {
-                if let Some(side) = staged.side(&bio, limits) {
+            let end = bio.sector + bio.sectors;
+            // The youngest are in the second part of the ring, if it wraps around.
+            let (first, second) = queue.as_mut_slices();
+            let youngest = if second.is_empty() { first } else { second };
+            let from = youngest.len().saturating_sub(MERGE_CANDIDATES);
+            for staged in youngest[from..].iter_mut().rev() {
+                let touches = staged.end == bio.sector || staged.start() == end;
+                if touches && let Some(side) = staged.side(&bio, limits) {
                     staged.join(bio, completer, side);
                     return Staging::Merged;
                 }
@@ -158,11 +181,11 @@ impl SoftwareQueues {
         self.pending.set(index);
     }
 
-    /// The words that submitters and the owner, of queue `owner`, use, with their addresses.
-    pub fn hot_fields(&self, owner: usize, fields: &mut Vec<HotField>) {
+    /// The words that submitters and the owner, of queue `owner`, use, with their addresses; `everybody` writes
+    /// the map.
+    pub fn hot_fields(&self, owner: usize, everybody: Writer, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
-        // The first two are those of the gate.
-        self.pending.hot_fields(Writer::Everybody(2 + owner), fields);
+        self.pending.hot_fields(everybody, fields);
         for (index, queue) in self.queues.iter().enumerate() {
             fields.push(HotField::of("software queue", Writer::Submitter(owner, index), &**queue));
         }
@@ -176,9 +199,7 @@ impl SoftwareQueues {
     /// Empties the map of the software queues that have something: a bit for each.
     #[inline]
     pub fn take_pending(&self) -> u64 {
-        let mut pending = 0;
-        self.pending.take_all(|index| pending |= 1 << index);
-        pending
+        self.pending.take_all()
     }
 
     /// Software queue `index` still has something.
@@ -187,11 +208,15 @@ impl SoftwareQueues {
         self.pending.set(index);
     }
 
-    /// Takes the oldest that are staged in software queue `index`, at most `count`, and whether there are
-    /// more. None while a submitter has its lock.
+    /// Takes the oldest that are staged in software queue `index`, at most `count`, and returns whether there
+    /// are more. None while a submitter has its lock.
     #[inline]
     pub fn try_take(&self, index: usize, count: usize, into: &mut VecDeque<Staged>) -> Option<bool> {
         let mut queue = try_lock(&self.queues[index])?;
+        if into.is_empty() && queue.len() <= count {
+            std::mem::swap(&mut *queue, into);
+            return Some(false);
+        }
         for _ in 0..count {
             let Some(staged) = queue.pop_front() else { return Some(false) };
             into.push_back(staged);

@@ -22,7 +22,6 @@ pub struct Ring {
     files: Vec<i32>,
     buffers: BufferTable,
     counters: RingCounters,
-    early_submission: bool,
 }
 
 #[allow(missing_docs, reason = "as those of the real ring")]
@@ -35,7 +34,6 @@ impl Ring {
             files: Vec::new(),
             buffers: BufferTable::new(id, BUFFER_SLOTS, usize::MAX),
             counters: RingCounters::default(),
-            early_submission: false,
         })
     }
 
@@ -57,17 +55,13 @@ impl Ring {
 
     /// # Safety
     /// As of the real one.
-    pub unsafe fn push_io(&mut self, entry: squeue::Entry, token: Token) {
-        if self.early_submission && !self.queued.is_empty() {
+    pub unsafe fn push_early(&mut self, entry: squeue::Entry, token: Token) {
+        if !self.queued.is_empty() {
             self.counters.early_submissions += 1;
             self.submit();
         }
         // SAFETY: the caller's promise.
         unsafe { self.push(entry, token) }
-    }
-
-    pub fn set_early_submission(&mut self, on: bool) {
-        self.early_submission = on;
     }
 
     pub fn has_submissions(&mut self) -> bool {

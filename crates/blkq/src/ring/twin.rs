@@ -42,11 +42,9 @@ impl Ring {
 
     /// # Safety
     /// As of the real one.
-    pub unsafe fn push_io(&mut self, _entry: squeue::Entry, _token: Token) {
+    pub unsafe fn push_early(&mut self, _entry: squeue::Entry, _token: Token) {
         unreachable!("no driver of a model submits to the kernel");
     }
-
-    pub fn set_early_submission(&mut self, _on: bool) {}
 
     /// Waits for `kick`: the twin of a poll of its descriptor.
     ///

@@ -55,9 +55,7 @@ pub struct Ring {
     /// The slots for the kernel to fill that nobody has.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
-    /// Drivers' submissions reach the kernel a few at a time.
-    early_submission: bool,
-    /// Submissions of drivers since the last call into the kernel.
+    /// Submissions of [`Ring::push_early`] since the last call into the kernel.
     unsubmitted_io: u32,
     /// Completions reaped to make room, before they were asked for.
     reaped: Vec<Cqe>,
@@ -124,7 +122,6 @@ impl Ring {
             buffers: BufferTable::new(id, buffer_slots, *REGISTERED_MAX),
             kernel_buffers,
             counters: RingCounters::default(),
-            early_submission: false,
             unsubmitted_io: 0,
             reaped: Vec::new(),
             abandoned: false,
@@ -169,25 +166,20 @@ impl Ring {
         }
     }
 
-    /// As [`Ring::push`], for I/O on a disk: with early submission, what was pushed before is submitted
-    /// first if it is a batch of four, so that the device works on that while the rest is prepared.
+    /// As [`Ring::push`]; what was pushed this way before is submitted first if it is a batch of four, so
+    /// that the device works on that while the rest is prepared.
     ///
     /// # Safety
     /// As of [`Ring::push`].
     #[inline]
-    pub unsafe fn push_io(&mut self, entry: squeue::Entry, token: Token) {
-        if self.early_submission && self.unsubmitted_io >= EARLY_SUBMISSION_BATCH {
+    pub unsafe fn push_early(&mut self, entry: squeue::Entry, token: Token) {
+        if self.unsubmitted_io >= EARLY_SUBMISSION_BATCH {
             self.counters.early_submissions += 1;
             self.submit();
         }
         self.unsubmitted_io += 1;
         // SAFETY: the caller's promise.
         unsafe { self.push(entry, token) }
-    }
-
-    /// Turns early submission on or off.
-    pub fn set_early_submission(&mut self, on: bool) {
-        self.early_submission = on;
     }
 
     /// The kernel takes nothing more while its completions are not taken (EBUSY), or while
@@ -208,6 +200,25 @@ impl Ring {
     /// Submits what is in the queue, without waiting.
     pub fn submit(&mut self) {
         self.enter(0, None);
+    }
+
+    /// Submits what is in the queue and has the kernel enter what has completed, where it does so only when
+    /// it is called; waits for nothing.
+    #[cfg(fuzzing)]
+    pub fn poll(&mut self) {
+        let mut queue = self.uring.submission();
+        queue.sync();
+        let count = queue.len() as u32;
+        if count == 0 && !queue.taskrun() {
+            return;
+        }
+        drop(queue);
+        (self.counters.enters, self.unsubmitted_io) = (self.counters.enters + 1, 0);
+        const IORING_ENTER_GETEVENTS: u32 = 1;
+        // SAFETY: no argument is passed, and what is submitted is as for `enter`.
+        let entered =
+            unsafe { self.uring.submitter().enter::<libc::sigset_t>(count, 0, IORING_ENTER_GETEVENTS, None) };
+        assert!(entered.is_ok(), "io_uring_enter: {entered:?}");
     }
 
     /// Submits what is in the queue and waits for `want` completions or until `timeout`

@@ -15,9 +15,10 @@ pub(crate) trait Scheduler: Send {
     /// Takes a request.
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
-    /// Gives the request that is next to the driver. None if there is none, or if those
-    /// queued have to wait until one that was dispatched completes.
-    fn dispatch(&mut self, requests: &[Request], now_ns: u64) -> Option<Tag>;
+    /// Gives the request that is next to the driver: a read only if `open[0]`, any other only if
+    /// `open[1]`. None if there is none, or if those queued have to wait until one that was dispatched
+    /// completes.
+    fn dispatch(&mut self, requests: &[Request], open: [bool; 2], now_ns: u64) -> Option<Tag>;
 
     /// A queued request that `sectors` from `sector` on would continue without a gap.
     /// Whether flags and limits allow the merge is the queue's decision.

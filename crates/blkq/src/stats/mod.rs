@@ -107,11 +107,15 @@ pub enum Counter {
     Enters,
     /// One of these calls submitted a part of a batch, for the device to begin with it.
     EarlySubmissions,
+    /// A request had to wait for a limit: see [`throttle`](crate::throttle).
+    ThrottledRequests,
+    /// Nanoseconds in which requests of a queue waited for a limit; of several queues the sum.
+    ThrottledNs,
 }
 
 impl Counter {
     /// Number of counters.
-    pub const COUNT: usize = 13;
+    pub const COUNT: usize = 15;
     /// Every counter, in the order of its number.
     pub const ALL: [Counter; Self::COUNT] = [
         Counter::PlugFlushes,
@@ -127,6 +131,8 @@ impl Counter {
         Counter::Hangs,
         Counter::Enters,
         Counter::EarlySubmissions,
+        Counter::ThrottledRequests,
+        Counter::ThrottledNs,
     ];
 
     /// The name used in tables.
@@ -145,19 +151,21 @@ impl Counter {
             Counter::Hangs => "hangs",
             Counter::Enters => "enters",
             Counter::EarlySubmissions => "early-submissions",
+            Counter::ThrottledRequests => "throttled-requests",
+            Counter::ThrottledNs => "throttled-ns",
         }
     }
 }
 
 /// Adds to a counter that only this thread writes: a plain load and store.
 #[inline]
-fn add(counter: &AtomicU64, n: u64) {
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
 }
 
 /// Raises a maximum that only this thread writes.
 #[inline]
-fn raise(maximum: &AtomicU64, value: u64) {
+pub(crate) fn raise(maximum: &AtomicU64, value: u64) {
     if value > maximum.load(Relaxed) {
         maximum.store(value, Relaxed);
     }
@@ -191,6 +199,7 @@ pub(crate) struct QueueStats {
     errors: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
     refused: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
     hung: AtomicU64,
+    throttled: AtomicU64,
 }
 
 fn zeroes<const N: usize>() -> [AtomicU64; N] {
@@ -216,6 +225,7 @@ impl QueueStats {
             errors: std::array::from_fn(|_| zeroes()),
             refused: std::array::from_fn(|_| zeroes()),
             hung: AtomicU64::new(0),
+            throttled: AtomicU64::new(0),
         }
     }
 
@@ -244,6 +254,7 @@ impl QueueStats {
         load(&self.counters, &mut snapshot.counters);
         snapshot.clock_age_max_ns = self.clock_age_max_ns.load(Relaxed);
         snapshot.hung = self.hung.load(Relaxed);
+        snapshot.throttled = self.throttled.load(Relaxed);
         snapshot.busy_ns = busy_ns(busy, now_ns);
         for (i, group) in snapshot.groups.iter_mut().enumerate() {
             let counters = &self.groups[i];
@@ -263,7 +274,7 @@ impl QueueStats {
 /// The meaning of [`QueueStats::busy`] at `now_ns`, in nanoseconds.
 fn busy_ns(word: u64, now_ns: u64) -> u64 {
     let value = word as i64 >> 1;
-    if word & 1 == 0 { value as u64 } else { value.saturating_add_unsigned(now_ns).max(0) as u64 }
+    if word & 1 == 0 { value as u64 } else { value.wrapping_add_unsigned(now_ns).max(0) as u64 }
 }
 
 /// The owner's side of [`QueueStats`]: the only one that writes, hence no locked
@@ -332,6 +343,11 @@ impl StatsWriter {
     /// So many requests, and bios without one, have been in flight for too long.
     pub fn hung(&mut self, count: u64) {
         self.0.hung.store(count, Relaxed);
+    }
+
+    /// So many requests wait for a limit.
+    pub fn throttled(&mut self, count: u64) {
+        self.0.throttled.store(count, Relaxed);
     }
 
     /// `counter` happened `n` times more.
@@ -435,6 +451,8 @@ pub struct StatsSnapshot {
     /// Requests, and bios without one, that were in flight for too long when that was last
     /// scanned: see [`hang`](crate::queue::hang).
     pub hung: u64,
+    /// Requests that wait for a limit now: see [`throttle`](crate::throttle).
+    pub throttled: u64,
 }
 
 impl StatsSnapshot {
@@ -523,6 +541,7 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
         self.busy_ns = self.busy_ns.max(other.busy_ns);
         self.clock_age_max_ns = self.clock_age_max_ns.max(other.clock_age_max_ns);
         self.hung += other.hung;
+        self.throttled += other.throttled;
         self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
     }
 }

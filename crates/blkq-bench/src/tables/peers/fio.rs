@@ -10,6 +10,9 @@ use super::child::Child;
 use crate::Result;
 use crate::process::Usage;
 
+/// How long fio may take beyond the time of a job, or for one without.
+const EXIT_WAIT: Duration = Duration::from_secs(30);
+
 /// A job of fio.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
@@ -23,6 +26,30 @@ pub struct Job {
     pub depth: u64,
     /// Whether it is part of a quick run.
     pub quick: bool,
+}
+
+/// Blocks from this size on are large: a server sends more bytes of them in a run than the sockets of a whole
+/// run of small ones take.
+const LARGE_BYTES: u64 = 128 << 10;
+
+impl Job {
+    /// Whether a server does the job over the whole file before it is measured.
+    ///
+    /// The kernel takes the pages of socket buffers from one processor's lists and frees them to another's.
+    /// After much memory was freed, by the server before for one, they are new ones for the first gigabyte,
+    /// and a hypervisor may have taken each of them back. A server does that once, in a second.
+    pub fn warms_up(&self) -> bool {
+        self.block_bytes > LARGE_BYTES
+    }
+}
+
+/// How much of a job is done.
+#[derive(Clone, Copy)]
+pub enum Length {
+    /// As much as this time takes.
+    Time(Duration),
+    /// The whole target, once.
+    Once,
 }
 
 /// Where fio finds what is measured.
@@ -61,18 +88,18 @@ pub fn lacks() -> Option<String> {
     }
 }
 
-/// Runs `job` over the first `bytes` of `target` for `length`.
+/// Runs `job` over the first `bytes` of `target`.
 ///
 /// There is no ramp: what the server did during one would count for I/Os that fio does not
 /// count.
 ///
 /// # Errors
 /// The error that fio printed.
-pub fn run(target: &Target, job: &Job, bytes: u64, length: Duration, scratch: &Path) -> Result<Report> {
+pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Path) -> Result<Report> {
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");
     // In one process, so that nothing of it stays behind when it is killed.
-    command.args(["--name=job", "--thread", "--time_based", "--norandommap", "--randrepeat=0"]);
+    command.args(["--name=job", "--thread", "--norandommap", "--randrepeat=0"]);
     match target {
         Target::Path(path) => {
             command.args(["--ioengine=io_uring", "--direct=1"]);
@@ -84,10 +111,14 @@ pub fn run(target: &Target, job: &Job, bytes: u64, length: Duration, scratch: &P
     }
     command.args([format!("--rw={}", job.rw), format!("--bs={}", job.block_bytes)]);
     command.args([format!("--iodepth={}", job.depth), format!("--size={bytes}")]);
-    command.arg(format!("--runtime={}ms", length.as_millis()));
+    let mut limit = EXIT_WAIT;
+    if let Length::Time(length) = length {
+        command.args(["--time_based", &format!("--runtime={}ms", length.as_millis())]);
+        limit += length;
+    }
     command.args(["--output-format=json", &format!("--output={}", output.display())]);
     // Its engine nbd prints something on the standard output, which is not needed.
-    let process = Child::start(command, Stdio::null())?.wait(length + Duration::from_secs(30))?;
+    let process = Child::start(command, Stdio::null())?.wait(limit)?;
     let text = std::fs::read_to_string(&output)?;
     parse(&text, job.rw.ends_with("write"), process).map_err(|e| format!("fio: {e}").into())
 }

@@ -49,6 +49,9 @@ fn pace(pace: &Pace) -> Pace {
     Pace { seconds, around_seconds: AROUND_SECONDS, rounds, quick: pace.quick }
 }
 
+/// The time of a job over the whole file, as far as a disk of a gigabyte per second does it.
+const WARM_UP_SECONDS: f64 = 1.0;
+
 /// Those of a quick run, or all.
 fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
     all.iter().filter(move |one| is_quick(one) || !quick)
@@ -62,8 +65,10 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     let pace = self::pace(pace);
     let jobs = chosen(&JOBS, pace.quick, |job| job.quick).count();
     let peers = chosen(&OVER_FILE, pace.quick, |peer| peer.quick).filter(|peer| peer.may_be_there()).count();
+    let warm_ups = chosen(&JOBS, pace.quick, |job| job.quick).filter(|job| job.warms_up()).count() * peers;
     let nbd = pace.cost(jobs * peers + 1 + chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count());
-    nbd + modelled::planned_seconds(&pace) + vhost::planned_seconds(&pace)
+    let warm_up = WARM_UP_SECONDS * (pace.rounds * warm_ups) as f64;
+    nbd + warm_up + modelled::planned_seconds(&pace) + vhost::planned_seconds(&pace)
 }
 
 /// Measures it.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::child::{Child, POLL_INTERVAL};
-use super::fio::{self, Job, Target};
+use super::fio::{self, Job, Length, Target};
 use super::kernel_loop::KernelLoop;
 use crate::Result;
 use crate::cache::{cached_bytes, evict};
@@ -212,6 +212,11 @@ impl Peer {
         !matches!(self.way, Way::Device(_)) || Path::new(UBLK_CONTROL).exists()
     }
 
+    /// Whether it is this program's server of NBD.
+    fn is_blkq_nbd(&self) -> bool {
+        matches!(self.way, Way::Nbd(words) if words.starts_with("blkq "))
+    }
+
     fn start(&self, place: &Place) -> Result<Ready> {
         match self.way {
             Way::Raw => Ok(Ready { target: Target::Path(place.image.clone()), child: None, _device: None }),
@@ -260,15 +265,23 @@ impl Peer {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let pid = child.as_ref().map(Child::pid);
         let mut before = Usage::default();
+        let mut counted_before = [0; NBD_COUNTERS.len()];
         let mut resident = 0;
         if let Some(pid) = pid {
             std::thread::sleep(IDLE_TIME);
             resident = resident_bytes(&pid.to_string())?;
+            if job.warms_up() {
+                fio::run(&target, job, place.bytes, Length::Once, &place.scratch)?;
+                evict(&image)?;
+                if self.is_blkq_nbd() {
+                    counted_before = nbd_counters(place)?;
+                }
+            }
             forget_resident_max(&pid.to_string())?;
             before = Usage::of(pid)?;
         }
         let machine = machine_cpu()?;
-        let report = fio::run(&target, job, place.bytes, length, &place.scratch)?;
+        let report = fio::run(&target, job, place.bytes, Length::Time(length), &place.scratch)?;
         let machine = machine_cpu()?.saturating_sub(machine);
         let cached = cached_bytes(&image)?;
         let mut run = Run { ios: report.ios, values: Vec::new() }.with(Metric::Iops, report.iops);
@@ -280,9 +293,11 @@ impl Peer {
         if let (Some(child), Some(pid)) = (child, pid) {
             let resident_max = resident_max_bytes(&pid.to_string())?;
             let cpu = Usage::of(pid)?.since(before).cpu;
-            if matches!(self.way, Way::Nbd(words) if words.starts_with("blkq ")) {
-                run =
-                    with_nbd_counters(run, place, Duration::from_secs_f64(report.ios as f64 / report.iops))?;
+            if self.is_blkq_nbd() {
+                let counted = nbd_counters(place)?;
+                let counts =
+                    std::array::from_fn(|index| counted[index].saturating_sub(counted_before[index]));
+                run = with_nbd_counts(run, counts, Duration::from_secs_f64(report.ios as f64 / report.iops));
             }
             let switches = child.stop().since(before).context_switches;
             run = run
@@ -305,23 +320,32 @@ impl Peer {
     }
 }
 
-/// Adds what the server of this program counted, which did all of `run` in `length`.
-fn with_nbd_counters(run: Run, place: &Place, length: Duration) -> Result<Run> {
+/// Counters of a server of this program, in `nbd` of `blkq stat --json`.
+const NBD_COUNTERS: [&str; 5] = ["receives", "sends", "paced_ns", "pacing_ns", "receive_backoffs"];
+
+/// The counts of this program's server so far.
+fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
     let output = command("blkq stat disk --json", place)?.output()?;
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).trim().into());
     }
     let report: Value = serde_json::from_slice(&output.stdout)?;
-    let counter = |name: &str| {
-        report["nbd"][name].as_u64().ok_or_else(|| crate::Error::from(format!("blkq stat: no nbd.{name}")))
-    };
+    let mut counters = [0; NBD_COUNTERS.len()];
+    for (counter, name) in counters.iter_mut().zip(NBD_COUNTERS) {
+        *counter = report["nbd"][name].as_u64().ok_or_else(|| format!("blkq stat: no nbd.{name}"))?;
+    }
+    Ok(counters)
+}
+
+/// Adds what the server of this program counted in `run`, which took `length`.
+fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()], length: Duration) -> Run {
+    let [receives, sends, paced_ns, pacing_ns, receive_backoffs] = counts;
     let by_length = |ns: u64| ns as f64 / length.as_nanos() as f64;
-    Ok(run
-        .per_io(Metric::ReceivesPerIo, counter("receives")?)
-        .per_io(Metric::SendsPerIo, counter("sends")?)
-        .with(Metric::PacedMean, by_length(counter("paced_ns")?))
-        .with(Metric::PacedShare, by_length(counter("pacing_ns")?))
-        .per_io(Metric::ReceiveBackoffsPerIo, counter("receive_backoffs")?))
+    run.per_io(Metric::ReceivesPerIo, receives)
+        .per_io(Metric::SendsPerIo, sends)
+        .with(Metric::PacedMean, by_length(paced_ns))
+        .with(Metric::PacedShare, by_length(pacing_ns))
+        .per_io(Metric::ReceiveBackoffsPerIo, receive_backoffs)
 }
 
 /// The line about a peer that did not start, with the package that has it if that is why.

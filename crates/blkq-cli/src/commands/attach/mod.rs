@@ -1,12 +1,15 @@
 //! `blkq attach`: makes an image usable, by way of a daemon of its own.
 
 mod attached;
+mod create;
 mod nooverlap;
 mod run;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use blkq::drivers::parse_bytes;
 use clap::Parser;
 
 use crate::daemon::{Daemon, Parent};
@@ -14,10 +17,12 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{Launched, launch_attach, report, warn};
 use crate::options::{AttachOptions, Export};
+use crate::serve::find_format;
 use crate::{parent, print_json, systemd};
 
 pub use attached::Attached;
 use attached::not_reported;
+use create::NewImage;
 
 /// Options of `attach`: those of the device, and what this command does.
 #[derive(clap::Args, Debug)]
@@ -29,18 +34,25 @@ serves it until `blkq detach`. Sizes take K, M, G, T or KiB, MiB, ... (powers of
 Examples:
   blkq attach disk.img
       /dev/ublkb0
+  blkq attach new.img --create 10G
   blkq attach disk.img --export nbd
       nbd+unix:///?socket=/run/blkq/disk.img.nbd
   blkq attach disk.img --read-only --listen tcp:127.0.0.1:10809
   blkq attach disk.img --listen unix:/run/disk.sock --socket-group libvirt-qemu
   blkq attach disk.img --direct-io on --queues 4 --name data
+  blkq attach vm.qcow2 --format qcow2
   blkq attach ram:1G --name scratch
   blkq attach disk.img --run 'nbdcopy $uri copy.img'
-  blkq attach null:1T --foreground      stops with Ctrl-C")]
+  blkq attach null:1T --foreground      stops with Ctrl-C
+  blkq attach --config /etc/blkq/data.toml")]
 pub struct Args {
     /// How the device is attached.
     #[command(flatten)]
     options: AttachOptions,
+    /// Make the image first, a sparse file of so many bytes for its owner alone. Nothing is ever
+    /// overwritten; if the device cannot be attached, the file is removed again
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with_all = ["read_only", "nooverlap"])]
+    create: Option<u64>,
     /// If these bytes of the image are attached already, reuse that device and print where it
     /// is; if others that overlap them are, refuse. Of several at once, one attaches
     #[arg(long, conflicts_with_all = ["shared", "foreground"])]
@@ -56,6 +68,10 @@ pub struct Args {
     /// As --foreground, and detach when the process that started this one exits
     #[arg(long)]
     exit_with_parent: bool,
+    /// Take the image, and options that are not given here, from a file (docs/service.md). The name is that
+    /// of the file, unless it is given
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Print one JSON object, as `blkq show --json`, in place of the exports
     #[arg(long)]
     json: bool,
@@ -100,7 +116,7 @@ impl Args {
     /// Why the device could not be attached.
     pub fn run(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
-        let options = self.options().map_err(failed)?;
+        let options = self.options().and_then(find_format).map_err(failed)?;
         if self.nooverlap && systemd::is_activated() {
             let why = "--nooverlap may find another daemon's device, and the sockets of systemd are served here; omit it";
             return Err(failed(Failure::new(why)));
@@ -109,16 +125,21 @@ impl Args {
             let why = "--run starts a daemon, and the sockets of systemd are served here; omit it";
             return Err(failed(Failure::new(why)));
         }
+        let create = |bytes| NewImage::create(&options.image, bytes);
+        let created = self.create.map(create).transpose().map_err(failed)?;
         // A service manager watches the process that it hands sockets to.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
-            return self.serve(&options).map_err(failed);
+            return self.serve(&options, created).map_err(failed);
         }
         if let Some(command) = &self.run {
             let launched = launch_attach(&options, true).map_err(failed)?;
+            created.into_iter().for_each(NewImage::keep);
             warn(&launched.info);
             return run::run(&options, command, launched);
         }
-        attach(&options, self.nooverlap)?.report(|info| self.report(info)).map_err(failed)?;
+        let attached = attach(&options, self.nooverlap)?;
+        created.into_iter().for_each(NewImage::keep);
+        attached.report(|info| self.report(info)).map_err(failed)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -137,11 +158,12 @@ impl Args {
     }
 
     /// Serves the device in this process until it is detached.
-    fn serve(&self, options: &AttachOptions) -> Outcome<ExitCode> {
+    fn serve(&self, options: &AttachOptions, created: Option<NewImage>) -> Outcome<ExitCode> {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
         let daemon = Daemon::start(options, &mut Parent::none())?;
+        created.into_iter().for_each(NewImage::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();
             return Err(not_reported(failure));

@@ -79,7 +79,7 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
             Entry::Remains(it) if it.state == Fate::Orphan && FileId::of(&it.image) == Some(file) => {
                 return Err(it.failure());
             }
-            Entry::Remains(_) => continue,
+            Entry::Remains(_) | Entry::Configured(_) => continue,
             Entry::Silent { .. } => {
                 found = Found::Unsettled;
                 continue;

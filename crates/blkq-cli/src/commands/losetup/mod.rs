@@ -258,7 +258,7 @@ impl Args {
         for entry in all(dir)? {
             match entry {
                 Entry::Device(info) if is_asked_for(&info) => devices.push(*info),
-                Entry::Device(_) => {}
+                Entry::Device(_) | Entry::Configured(_) => {}
                 Entry::Remains(remains) => complain(&remains.failure()),
                 Entry::Silent { name, error } => complain(&Failure::new(format!("{name}: {error}"))),
             }

@@ -3,7 +3,7 @@
 mod histogram;
 mod overview;
 mod page;
-mod report;
+pub(super) mod report;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -20,6 +20,14 @@ use crate::{complain, print, print_json};
 
 use overview::overview;
 use report::Report;
+
+/// I/Os per second, and 10^6 bytes read and written per second, between two times.
+pub fn rates(before: &Statistics, now: &Statistics) -> (f64, f64) {
+    let figures = Report::between("", before, now).figures;
+    let groups = [&figures.read, &figures.write, &figures.discard, &figures.flush];
+    let iops = groups.iter().map(|group| group.iops).sum();
+    (iops, figures.read.mb_per_s + figures.write.mb_per_s)
+}
 
 /// Shortest and longest interval.
 const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;

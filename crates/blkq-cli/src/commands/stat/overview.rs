@@ -33,7 +33,6 @@ pub fn overview(reports: &[Report], verbose: bool) -> String {
 
 fn row(figures: &Figures) -> [String; HEADS.len()] {
     let Figures { name, seconds, read, write, discard, flush, queue, busy_percent, .. } = figures;
-    let errors = |group: &Group| group.errors.values().filter_map(serde_json::Value::as_u64).sum::<u64>();
     let ms = |group: &Group| group.latency_average_us / 1e3;
     let megabytes = |group: &Group| group.bytes as f64 / 1e6;
     [
@@ -52,7 +51,7 @@ fn row(figures: &Figures) -> [String; HEADS.len()] {
         format!("{:8.1}", megabytes(write)),
         format!("{queue:6.2}"),
         format!("{busy_percent:5.1}"),
-        [read, write, discard, flush].map(errors).iter().sum::<u64>().to_string(),
+        [read, write, discard, flush].map(Group::error_count).iter().sum::<u64>().to_string(),
     ]
 }
 

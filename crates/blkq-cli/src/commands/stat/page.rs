@@ -6,8 +6,8 @@ use blkq_export::vhost_user::VhostUserCounters;
 use serde_json::{Map, Value};
 
 use super::histogram::draw;
-use super::report::{Batches, Figures, Flushes, Group, Report};
-use crate::statistics::{Gate, Nbd, VhostUser};
+use super::report::{Batches, Figures, Flushes, Group, Report, Throttled};
+use crate::statistics::{Gate, Nbd, Throttle, VhostUser};
 use crate::table::{Align, render};
 
 impl Report {
@@ -78,7 +78,9 @@ impl Figures {
     }
 
     fn lines(&self, verbose: bool) -> String {
-        let Figures { in_flight_max: [reads, others], flushes, batches, gate, clock, hangs, .. } = self;
+        let Figures {
+            in_flight_max: [reads, others], flushes, batches, gate, clock, hangs, throttle, ..
+        } = self;
         let mut rows = Vec::new();
         let mut row = |name: &str, text: String| rows.push([name.to_owned(), text]);
         let totals: Vec<String> = self
@@ -140,6 +142,9 @@ impl Figures {
                 format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls),
             );
         }
+        if verbose || *throttle != Throttled::default() {
+            row("throttle", throttle.describe(self.seconds));
+        }
         if let Some(nbd) = self.nbd.as_ref().filter(|nbd| verbose || **nbd != Nbd::default()) {
             let Nbd { connected, counters } = nbd;
             let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
@@ -163,8 +168,8 @@ impl Figures {
                     "{paced_requests} delayed by pacing for {paced_us:.1} us each, in {pacing_s:.3} s, {receive_backoffs} receive back-offs"
                 ),
             );
-            let NbdCounters { receives, sends, .. } = counters;
-            row("", format!("{receives} receives, {sends} sends"));
+            let NbdCounters { receives, sends, split_reads, .. } = counters;
+            row("", format!("{receives} receives, {sends} sends, {split_reads} reads in parts"));
         }
         if let Some(vhost) =
             self.vhost_user.as_ref().filter(|vhost| verbose || **vhost != VhostUser::default())
@@ -190,6 +195,23 @@ impl Figures {
             row("refused", format!("{name} {}", by_status(&group.refused)));
         }
         render([Align::Left, Align::Left], &rows)
+    }
+}
+
+impl Throttled {
+    fn describe(&self, seconds: f64) -> String {
+        let Throttled { now, requests, time_ns, limits } = self;
+        let Throttle { limits, group, group_limits, weight } = limits;
+        let or_none = |limits: &str| if limits.is_empty() { "none".to_owned() } else { limits.to_owned() };
+        let group = group
+            .as_ref()
+            .map(|group| format!(", group {group} (weight {weight}): {}", or_none(group_limits)));
+        let waited = *time_ns as f64 / 1e9;
+        format!(
+            "{now} now, {requests} requests, {waited:.3} s of {seconds:.1} s; limits: {}{}",
+            or_none(limits),
+            group.unwrap_or_default()
+        )
     }
 }
 
@@ -231,6 +253,7 @@ mod tests {
             "gate       0",
             "clock      25 reads",
             "hangs      0 now, 0 found, 0 stalls (the warning is off)",
+            "throttle   0 now, 0 requests, 0.000 s of 2.0 s; limits: none",
             "nbd        0",
         ];
         assert!(begins.iter().zip(&lines[6..]).all(|(begin, line)| line.starts_with(begin)), "{page}");

@@ -3,13 +3,13 @@
 
 use std::time::SystemTime;
 
-use blkq::stats::GroupSnapshot;
+use blkq::stats::{GroupSnapshot, Histogram};
 use blkq::{Counter, StatGroup, StatsSnapshot, Status};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::histogram::bars;
-use crate::statistics::{Gate, Nbd, Statistics, VhostUser};
+use crate::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 use crate::timestamp::rfc3339;
 
 /// One report.
@@ -47,10 +47,13 @@ pub struct Figures {
     pub gate: Gate,
     pub clock: Clock,
     pub hangs: Hangs,
+    pub throttle: Throttled,
     /// Null without an NBD server.
     pub nbd: Option<Nbd>,
     /// Null without vhost-user-blk.
     pub vhost_user: Option<VhostUser>,
+    /// Each queue, from the first on.
+    pub queues: Vec<Queue>,
     /// Counted in the time that the report covers.
     pub counters: Map<String, Value>,
     /// The same as `clock.age_max_us`.
@@ -115,6 +118,20 @@ pub struct Batches {
     pub early_submissions: u64,
 }
 
+/// The figures of one queue, of all operations together.
+#[derive(Serialize)]
+pub struct Queue {
+    pub iops: f64,
+    pub mb_per_s: f64,
+    pub latency_average_us: f64,
+    /// Requests in flight now.
+    pub in_flight: u64,
+    /// Part of the time with anything in flight, in percent.
+    pub busy_percent: f64,
+    /// Requests that hung in the last scan.
+    pub hung: u64,
+}
+
 #[derive(Serialize)]
 pub struct Clock {
     pub reads: u64,
@@ -132,6 +149,18 @@ pub struct Hangs {
     pub stalls: u64,
     /// 0 without a hang warning.
     pub warning_seconds: f64,
+}
+
+#[derive(Serialize, PartialEq, Eq, Default)]
+pub struct Throttled {
+    /// Requests that wait for a limit now.
+    pub now: u64,
+    /// Those that had to wait.
+    pub requests: u64,
+    /// The time in which requests waited, of all queues together.
+    pub time_ns: u64,
+    #[serde(flatten)]
+    pub limits: Throttle,
 }
 
 impl Report {
@@ -161,6 +190,9 @@ impl Report {
             Counter::ALL.iter().map(|counter| (counter.name().into(), during.counter(*counter).into()));
         let ios: u64 = during.groups.iter().map(|group| group.ios).sum();
         let plugged = ios - during[StatGroup::Flush].ios.min(ios);
+        let queue = |(i, queue): (usize, &QueueSums)| {
+            Queue::new(&queue.since(before.queues.get(i).unwrap_or(&QueueSums::default())), seconds)
+        };
         let count = |counter| during.counter(counter);
         let mean = |ios: u64, batches: u64| rate(ios as f64, batches as f64);
         let figures = Figures {
@@ -203,16 +235,32 @@ impl Report {
                 stalls: now.stalls.saturating_sub(before.stalls),
                 warning_seconds: now.hang_warning_ns as f64 / 1e9,
             },
+            throttle: Throttled {
+                now: totals.throttled,
+                requests: count(Counter::ThrottledRequests),
+                time_ns: count(Counter::ThrottledNs),
+                limits: now.throttle.clone(),
+            },
             nbd: now.nbd.as_ref().map(|nbd| nbd.since(&before.nbd.clone().unwrap_or_default())),
             vhost_user: now
                 .vhost_user
                 .as_ref()
                 .map(|vhost| vhost.since(&before.vhost_user.clone().unwrap_or_default())),
+            queues: now.queues.iter().enumerate().map(queue).collect(),
             counters: counters.collect(),
             clock_age_max_us: totals.clock_age_max_ns as f64 / 1e3,
             fields: totals.fields(),
         };
         Report { figures, is_whole, during }
+    }
+
+    /// The latencies of reads, writes and discards together.
+    pub fn latencies(&self) -> Histogram {
+        let mut sum = Histogram::default();
+        for group in [StatGroup::Read, StatGroup::Write, StatGroup::Discard] {
+            sum.add(&self.during[group].latency);
+        }
+        sum
     }
 
     /// The values in JSON; with `histogram`, also the latencies of each operation.
@@ -250,6 +298,33 @@ impl Group {
             errors: by_status(&|status| group.failed_with(status)),
             refused: by_status(&|status| group.refused_with(status)),
             histogram: None,
+        }
+    }
+
+    /// Requests failed in the time that the report covers.
+    pub fn error_count(&self) -> u64 {
+        self.errors.values().filter_map(Value::as_u64).sum()
+    }
+}
+
+impl Figures {
+    /// Part of the time in which requests waited for a limit, in percent, on average over the queues.
+    pub fn throttled_percent(&self) -> f64 {
+        let queues = self.queues.len().max(1) as f64;
+        rate(self.throttle.time_ns as f64 / 1e7 / queues, self.seconds).min(100.0)
+    }
+}
+
+impl Queue {
+    fn new(queue: &QueueSums, seconds: f64) -> Queue {
+        let QueueSums { ios, sectors, nanoseconds, in_flight, busy_ns, hung } = *queue;
+        Queue {
+            iops: rate(ios as f64, seconds),
+            mb_per_s: rate(sectors as f64 * 512.0 / 1e6, seconds),
+            latency_average_us: rate(nanoseconds as f64 / 1e3, ios as f64),
+            in_flight,
+            busy_percent: rate(busy_ns as f64 / 1e7, seconds).min(100.0),
+            hung,
         }
     }
 }
@@ -307,7 +382,14 @@ pub(super) mod tests {
         let mut now = Statistics::new(&more, 4_000_000_000, 12_000_000_000);
         now.nbd = Some(Nbd { connected: 2, counters: NbdCounters { requests: 5, ..NbdCounters::default() } });
         now.gate = Gate { waits: 7, waiting: [1, 2], ..Gate::default() };
+        now.queues = [(90, 1_500_000), (6, 0)]
+            .map(|(ios, nanoseconds)| QueueSums { ios, nanoseconds, ..QueueSums::default() })
+            .into();
+        let mut before = before;
+        before.queues = vec![QueueSums { ios: 60, nanoseconds: 900_000, ..QueueSums::default() }];
         let figures = Report::between("a", &before, &now).figures;
+        let queues: Vec<_> = figures.queues.iter().map(|q| (q.iops, q.latency_average_us)).collect();
+        assert_eq!(queues, [(10.0, 20.0), (2.0, 0.0)]);
         assert_eq!((figures.seconds, figures.read.iops, figures.write.iops), (3.0, 0.0, 10.0));
         assert_eq!((figures.flushes.asked, figures.hangs.now, figures.in_flight), (4, 2, 4));
         let later = Report::between("a", &now, &now).figures;

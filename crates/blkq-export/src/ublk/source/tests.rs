@@ -42,21 +42,31 @@ fn only_a_request_and_an_abort_are_no_lost_tag() {
     assert_eq!(command_result(1), CommandResult::Refused { errno: libc::EPROTO });
 }
 
-/// A queue on a file whose driver knows no commands.
 fn engine_and_options() -> (EngineThread, QueueOptions) {
     let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
-    let engine = EngineThread::spawn("ublk", vec![(disk, 0)]).unwrap();
+    (EngineThread::spawn("ublk", vec![(disk, 0)]).unwrap(), options())
+}
+
+/// A queue on a file whose driver knows no commands.
+fn options() -> QueueOptions {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let (refused, failure_event) = (OnceLock::new(), Arc::new(event));
-    let options = QueueOptions {
+    QueueOptions {
         shared: Arc::new(Shared { file: File::open("/dev/zero").unwrap(), refused, failure_event }),
         queue: 0,
         depth: 2,
+        thread: 0,
+        threads: 1,
         copy: CopyMode::Kernel,
         request_max_bytes: 4096,
         processors: CpuSet::new(),
-    };
-    (engine, options)
+    }
+}
+
+fn wait_for_failure(shared: &Shared) {
+    let minute = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+    let mut fds = [PollFd::new(&shared.failure_event, PollFlags::IN)];
+    assert_eq!(poll(&mut fds, Some(&minute)), Ok(1));
 }
 
 /// The kernel itself rejects them.
@@ -66,12 +76,32 @@ fn a_refused_command_is_reported() {
     let (engine, options) = engine_and_options();
     let shared = options.shared.clone();
     engine.handle().add_source(move || Box::new(QueueSource::new(options)) as Box<dyn Source>).unwrap();
-    let minute = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
-    let mut fds = [PollFd::new(&shared.failure_event, PollFlags::IN)];
-    assert_eq!(poll(&mut fds, Some(&minute)), Ok(1));
+    wait_for_failure(&shared);
     let refused = *shared.refused.get().unwrap();
     assert_eq!((refused.queue, refused.errno), (0, libc::EOPNOTSUPP));
     assert!(refused.tag < 2);
+}
+
+#[test]
+fn every_tag_is_served_by_one_thread_and_known_by_its_number() {
+    for (depth, threads) in [(1, 1), (1, 3), (7, 2), (128, 5), (4096, 64)] {
+        let mut tags: Vec<u16> = (0..threads)
+            .flat_map(|thread| {
+                let tags = QueueOptions { depth, thread, threads, ..options() }.tags();
+                assert!(tags.len() <= usize::from(depth.div_ceil(threads)));
+                tags
+            })
+            .collect();
+        tags.sort_unstable();
+        assert_eq!(tags, (0..depth).collect::<Vec<u16>>(), "{threads} threads");
+    }
+    let (engine, options) = engine_and_options();
+    let options = QueueOptions { depth: 6, thread: 1, threads: 3, ..options };
+    assert_eq!(options.tags().collect::<Vec<u16>>(), [1, 4]);
+    let shared = options.shared.clone();
+    engine.handle().add_source(move || Box::new(QueueSource::new(options)) as Box<dyn Source>).unwrap();
+    wait_for_failure(&shared);
+    assert!([1, 4].contains(&shared.refused.get().unwrap().tag));
 }
 
 /// A queue with a command that the kernel does not complete.

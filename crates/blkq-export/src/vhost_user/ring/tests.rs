@@ -225,7 +225,6 @@ impl Model {
                 self.kick();
             }
             Step::Pop(most) => {
-                self.ring.disable_kicks();
                 self.asleep = false;
                 for _ in 0..most {
                     if !self.pop() {

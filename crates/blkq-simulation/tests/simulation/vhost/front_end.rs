@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::time::Duration;
 
-use blkq_export::vhost_user::simulated::{Device, Reply, USER_OFFSET};
+use blkq_export::vhost_user::simulated::{Device, Reply, USER_OFFSET, code, feature};
 use blkq_simulation as simulation;
 
 use super::super::life::World;
@@ -16,12 +16,6 @@ use super::machine::Machine;
 use super::wiring::Tamper;
 
 const NEED_REPLY: u32 = 1 << 3;
-const F_FLUSH: u64 = 1 << 9;
-const F_CONFIG_WCE: u64 = 1 << 11;
-const F_DISCARD: u64 = 1 << 13;
-const F_INDIRECT: u64 = 1 << 28;
-const F_EVENT_IDX: u64 = 1 << 29;
-const F_PACKED: u64 = 1 << 34;
 /// Where the configuration has the write cache.
 const WRITEBACK_AT: u32 = 32;
 /// In the status of a device: a ring was rejected.
@@ -30,30 +24,6 @@ const NEEDS_RESET: u64 = 0x40;
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Turns in which a stopped device does nothing.
 const QUIET_TURNS: u64 = 20;
-
-mod code {
-    pub const GET_FEATURES: u32 = 1;
-    pub const SET_FEATURES: u32 = 2;
-    pub const SET_OWNER: u32 = 3;
-    pub const SET_MEM_TABLE: u32 = 5;
-    pub const SET_VRING_NUM: u32 = 8;
-    pub const SET_VRING_ADDR: u32 = 9;
-    pub const SET_VRING_BASE: u32 = 10;
-    pub const GET_VRING_BASE: u32 = 11;
-    pub const SET_VRING_KICK: u32 = 12;
-    pub const SET_VRING_CALL: u32 = 13;
-    pub const GET_PROTOCOL_FEATURES: u32 = 15;
-    pub const SET_PROTOCOL_FEATURES: u32 = 16;
-    pub const SET_VRING_ENABLE: u32 = 18;
-    pub const SET_BACKEND_REQ_FD: u32 = 21;
-    pub const GET_CONFIG: u32 = 24;
-    pub const SET_CONFIG: u32 = 25;
-    pub const GET_INFLIGHT_FD: u32 = 31;
-    pub const SET_INFLIGHT_FD: u32 = 32;
-    pub const RESET_DEVICE: u32 = 34;
-    pub const SET_STATUS: u32 = 39;
-    pub const GET_STATUS: u32 = 40;
-}
 
 fn words(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
@@ -149,11 +119,11 @@ impl FrontEnd {
             let lacking = with(world, |machine| {
                 let wiring = &machine.wiring;
                 let bits = [
-                    (wiring.packed, F_PACKED),
-                    (wiring.event_idx, F_EVENT_IDX),
-                    (wiring.indirect, F_INDIRECT),
-                    (wiring.flushes, F_FLUSH),
-                    (wiring.switches, F_CONFIG_WCE),
+                    (wiring.packed, feature::RING_PACKED),
+                    (wiring.event_idx, feature::RING_EVENT_IDX),
+                    (wiring.indirect, feature::RING_INDIRECT_DESC),
+                    (wiring.flushes, feature::FLUSH),
+                    (wiring.switches, feature::CONFIG_WCE),
                 ];
                 bits.iter().filter(|(has, _)| !has).fold(0, |all, (_, bit)| all | bit)
             });
@@ -202,7 +172,7 @@ impl FrontEnd {
         let machine = world.machine.as_mut().unwrap();
         machine.sectors = number(&capacity[12..]);
         assert_eq!(machine.sectors << 9, world.server.as_ref().unwrap().disk.limits().whole_bytes());
-        machine.discards = self.features & F_DISCARD != 0;
+        machine.discards = self.features & feature::DISCARD != 0;
         let Some(switched) = self.switched else { return };
         if machine.wiring.inflight {
             let expected = switched && machine.wiring.flushes;
@@ -368,7 +338,7 @@ impl FrontEnd {
         self.device.as_mut().unwrap().resized();
         let mut message = [0; 12];
         self.backend.as_mut().unwrap().read_exact(&mut message).unwrap();
-        assert_eq!(message[..4], 2u32.to_ne_bytes());
+        assert_eq!(message[..4], code::BACKEND_CONFIG_CHANGE.to_ne_bytes());
         self.read_config(world);
     }
 

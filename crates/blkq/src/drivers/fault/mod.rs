@@ -16,6 +16,7 @@ mod spec;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
@@ -127,6 +128,19 @@ impl Driver for Fault {
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.shared.inner.resize(bytes)
+    }
+
+    fn size_event(&self) -> Option<BorrowedFd<'_>> {
+        self.shared.inner.size_event()
+    }
+
+    fn owner(&self) -> Option<String> {
+        self.shared.inner.owner()
+    }
+
+    unsafe fn release(&self) -> Result<(), Error> {
+        // SAFETY: the caller's promise, and a queue of a fault has the requests of one queue behind it.
+        unsafe { self.shared.inner.release() }
     }
 
     fn warnings(&self) -> Vec<String> {

@@ -87,6 +87,7 @@ macro_rules! inner {
             clock: $cx.clock,
             ring: $cx.ring.as_deref_mut(),
             owner: $cx.owner,
+            early_submission: $cx.early_submission,
             limits_changed: $cx.limits_changed,
         };
         $queue.inner.$call(&mut inner $(, $argument)*)

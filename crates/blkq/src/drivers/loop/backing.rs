@@ -14,7 +14,7 @@ const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// The alignment that direct I/O demands of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct DirectAlign {
+pub(crate) struct DirectAlign {
     /// Of addresses in memory, in bytes.
     pub memory: u32,
     /// Of offsets in the file and of lengths, in bytes.
@@ -24,7 +24,7 @@ pub(super) struct DirectAlign {
 }
 
 /// An open image and what is known about it.
-pub(super) struct Backing {
+pub(crate) struct Backing {
     pub file: File,
     /// Absolute, without symbolic links.
     pub path: PathBuf,
@@ -88,6 +88,16 @@ impl Backing {
                 };
                 Error::system(format!("cannot open the image {shown}{what}"), e).with_cure(cure)
             })?;
+        Backing::of_open(file, path)
+    }
+
+    /// The image at `path`, absolute and without symbolic links, that `file` has open, with
+    /// `O_NONBLOCK`.
+    ///
+    /// # Errors
+    /// As [`Backing::open`].
+    pub fn of_open(file: File, path: PathBuf) -> Result<Backing, Error> {
+        let shown = path.display();
         let metadata =
             file.metadata().map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
         check_type(&path, &metadata)?;
@@ -121,20 +131,20 @@ impl Backing {
 }
 
 /// The path that the file has now; one that was removed is marked, as the kernel does it.
-pub(super) fn name_now(file: &File) -> Option<String> {
+pub(crate) fn name_now(file: &File) -> Option<String> {
     let link = format!("/proc/self/fd/{}", file.as_raw_fd());
     Some(std::fs::read_link(link).ok()?.display().to_string())
 }
 
 /// The size of the image in bytes.
-pub(super) fn size(file: &File, path: &Path) -> Result<u64, Error> {
+pub(crate) fn size(file: &File, path: &Path) -> Result<u64, Error> {
     // Returns the size of files and of block devices alike.
     seek(file, SeekFrom::End(0))
         .map_err(|e| Error::system(format!("cannot find the size of {}", path.display()), e))
 }
 
 /// Makes durable what was written to the file.
-pub(super) fn sync(file: &File) -> std::io::Result<()> {
+pub(crate) fn sync(file: &File) -> std::io::Result<()> {
     #[cfg(simulation)]
     return crate::simulation::world().sync(file.as_raw_fd());
     #[cfg(not(simulation))]
@@ -142,7 +152,7 @@ pub(super) fn sync(file: &File) -> std::io::Result<()> {
 }
 
 /// Sets or clears a status flag of the open file description.
-pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<()> {
+pub(crate) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<()> {
     let flags = fcntl_getfl(file)?;
     let wanted = if on { flags | flag } else { flags - flag };
     if wanted != flags {
@@ -152,7 +162,7 @@ pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<(
 }
 
 /// The same file opened anew, for reading or for writing too.
-pub(super) fn reopen(file: &File, path: &Path, writable: bool) -> Result<File, Error> {
+pub(crate) fn reopen(file: &File, path: &Path, writable: bool) -> Result<File, Error> {
     let same = format!("/proc/self/fd/{}", file.as_raw_fd());
     let what = if writable { "for writing" } else { "a second time" };
     OpenOptions::new()

@@ -21,7 +21,7 @@ fn sysfs(device: u64) -> String {
 ///
 /// # Errors
 /// [`ErrorKind::Claimed`]: by what.
-pub(super) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> Result<(), Error> {
+pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> Result<(), Error> {
     let shown = backing.path.display();
     let claimed = |by: String| Err(Error::new(ErrorKind::Claimed, format!("{shown} is in use: {by}")));
     if let Some(device) = loop_device(&backing.file, range, read_only) {

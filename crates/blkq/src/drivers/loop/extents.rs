@@ -11,7 +11,7 @@ use crate::driver::Extent;
 
 /// The extents of `range` (bytes of the device), at most `max`, of a device that begins at
 /// byte `offset` of `file`. Holes are narrowed to whole sectors.
-pub(super) fn of_file(
+pub(crate) fn of_file(
     file: &File,
     offset: u64,
     logical_block_bytes: u64,

@@ -23,7 +23,7 @@ impl Block {
 }
 
 /// The format of `file`, which has `size` bytes, if its magic is of one that is not raw.
-pub(super) fn detect(file: &File, size: u64) -> Option<&'static str> {
+pub(crate) fn detect(file: &File, size: u64) -> Option<&'static str> {
     let mut block = Box::new(Block([0; BLOCK_BYTES]));
     if let Some(format) = by_head(block.read(file, 0)) {
         return Some(format);

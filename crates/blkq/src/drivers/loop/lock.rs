@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind};
 
 /// The access that others keep to the bytes meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum LockKind {
+pub(crate) enum LockKind {
     /// Nothing: a writer's.
     Exclusive,
     /// Lock them in the same way: a reader's, or a writer's that shares.
@@ -30,7 +30,7 @@ impl LockKind {
 /// # Errors
 /// [`ErrorKind::Busy`] if another process' lock forbids it, [`ErrorKind::Unsupported`] if the
 /// file system has no locks.
-pub(super) fn acquire(
+pub(crate) fn acquire(
     file: &File,
     path: &Path,
     range: &Range<u64>,
@@ -92,7 +92,7 @@ fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
 }
 
 /// Gives up the lock on `range`.
-pub(super) fn release(file: &File, range: &Range<u64>) {
+pub(crate) fn release(file: &File, range: &Range<u64>) {
     // A locked range can be unlocked; if not, closing the file does it.
     let _ = set(file, range, libc::F_UNLCK);
 }

@@ -2,16 +2,17 @@
 //! or around it.
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
-//! keeps writers from each other, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
+//! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
 //! does with the image, `format` what is no raw image, `extents` what is data and what is a hole.
 
-mod backing;
-mod claim;
-mod extents;
-mod format;
+pub(crate) mod backing;
+pub(crate) mod claim;
+mod counters;
+pub(crate) mod extents;
+pub(crate) mod format;
 mod image;
-mod lock;
-mod options;
+pub(crate) mod lock;
+pub(crate) mod options;
 mod outcome;
 mod progress;
 mod queue;
@@ -31,17 +32,18 @@ use rustix::fs::{Advice, OFlags, fadvise};
 
 use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
 use crate::error::{Error, ErrorKind};
+use crate::layout::CachePadded;
 use crate::limits::QueueLimits;
+use crate::sync::atomic::AtomicBool;
 use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Mutex, lock as locked};
 
 use backing::{Backing, DirectAlign};
+pub use counters::{LoopCounters, LoopSnapshot};
 use lock::LockKind;
 pub use options::{DirectIo, Dispatch, LoopOptions, LoopSetting};
 use options::{Mode, Window, choose_logical_block, choose_mode, invalid};
 use queue::LoopQueue;
-pub use shared::LoopCounters;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
 
@@ -150,9 +152,9 @@ impl LoopDevice {
                 size,
                 tail,
             }),
-            writer: WriterToken::new(),
+            writer: CachePadded::new(WriterToken::new()),
             wakes: std::array::from_fn(|_| OnceLock::new()),
-            counters: Arc::default(),
+            counters: Arc::new(LoopCounters::new()),
             discard_by_command: AtomicBool::new(backing.block_device),
             writeback_failed: AtomicBool::new(false),
             discards: AtomicBool::new(able && backing.discards),
@@ -186,7 +188,7 @@ impl LoopDevice {
         &self.path
     }
 
-    /// The driver's counters. A clone keeps counting after the device was made a disk.
+    /// The driver's counters. A clone can be read after the device was made a disk.
     pub fn counters(&self) -> &Arc<LoopCounters> {
         &self.shared.counters
     }
@@ -413,12 +415,11 @@ impl Driver for LoopDevice {
 
     fn describe(&self) -> Vec<(&'static str, String)> {
         let state = locked(&self.shared.state);
-        let counters = &self.shared.counters;
+        let counters = self.shared.counters.snapshot();
         let (effective, reason) = match &state.mode.direct {
             Some(align) => ("on", format!("offsets by {}, memory by {}", align.offset, align.memory)),
             None => ("off", state.mode.reason.to_string()),
         };
-        let count = |counter: &AtomicU64| counter.load(Relaxed).to_string();
         vec![
             ("backing-file", backing::name_now(&state.file).unwrap_or(self.path.display().to_string())),
             ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
@@ -429,14 +430,14 @@ impl Driver for LoopDevice {
             ("direct-io", effective.to_owned()),
             ("direct-io-reason", reason),
             ("dispatch", state.dispatch.name().to_owned()),
-            ("reads-in-flight-max", count(&counters.reads_in_flight_max)),
+            ("reads-in-flight-max", counters.reads_in_flight_max.to_string()),
             ("reads-in-flight-mean", format!("{:.1}", counters.reads_in_flight_mean())),
-            ("turns-in-flight-max", count(&counters.turns_in_flight_max)),
-            ("writers-max", count(&counters.writers_max)),
-            ("writes-joined", count(&counters.writes_joined)),
-            ("short-transfers", count(&counters.short_transfers)),
-            ("retries", count(&counters.retries)),
-            ("fdatasyncs", count(&counters.flushes)),
+            ("turns-in-flight-max", counters.turns_in_flight_max.to_string()),
+            ("writers-max", counters.writers_max.to_string()),
+            ("writes-joined", counters.writes_joined.to_string()),
+            ("short-transfers", counters.short_transfers.to_string()),
+            ("retries", counters.retries.to_string()),
+            ("fdatasyncs", counters.flushes.to_string()),
             ("writeback-failed", self.shared.writeback_failed.load(Relaxed).to_string()),
         ]
     }

@@ -210,14 +210,14 @@ pub(super) fn choose_logical_block(options: &LoopOptions, backing: &Backing) -> 
 
 /// How I/O is done in effect.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Mode {
+pub(crate) struct Mode {
     pub direct: Option<DirectAlign>,
     /// Why it is not direct.
     pub reason: String,
 }
 
 /// How I/O is to be done if `requested` is asked for.
-pub(super) fn choose_mode(
+pub(crate) fn choose_mode(
     requested: DirectIo,
     possible: &Result<DirectAlign, String>,
     path: &Path,

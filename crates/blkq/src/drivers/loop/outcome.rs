@@ -6,6 +6,7 @@ use crate::error::{IoResult, Status};
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::tags::Tag;
 
+use super::counters::QueueCounters;
 use super::image::Image;
 use super::progress::Progress;
 use super::shared::Shared;
@@ -25,6 +26,7 @@ pub(super) enum Outcome {
 pub(super) fn of(
     image: &Image,
     shared: &Shared,
+    counters: &QueueCounters,
     cx: &mut DriverContext<'_>,
     tags: &[Tag],
     result: i32,
@@ -33,7 +35,7 @@ pub(super) fn of(
     let (operation, has_tail) = (request.operation(), image.has_tail(request));
     let progress = Progress::load(cx.pdu(tags[0]));
     if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
-        return again(shared, cx, tags[0], progress, Status::Resource);
+        return again(counters, cx, tags[0], progress, Status::Resource);
     }
     if !operation.has_data() {
         return without_data(image, shared, cx, tags[0], result);
@@ -54,7 +56,7 @@ pub(super) fn of(
     }
     // A remainder that continues through the page cache was not asked for at once.
     if !has_tail || reached < image.tail().until(cx.request(tags[0]), progress.done) {
-        shared.counters.short_transfers.fetch_add(1, Relaxed);
+        counters.short_transfer();
     }
     // Direct I/O can continue only at a multiple of its unit: an odd rest is done again.
     let done = reached - reached % image.align();
@@ -66,13 +68,13 @@ pub(super) fn of(
         // The file has become shorter than the device.
         (Operation::Read, _) => Outcome::Completed(Err(Status::Io)),
         (_, 0) => Outcome::Completed(Err(Status::NoSpace)),
-        _ => again(shared, cx, tags[0], progress, Status::Io),
+        _ => again(counters, cx, tags[0], progress, Status::Io),
     }
 }
 
 /// An attempt that came to nothing: there is another one, or the request completes as `spent`.
 fn again(
-    shared: &Shared,
+    counters: &QueueCounters,
     cx: &mut DriverContext<'_>,
     tag: Tag,
     progress: Progress,
@@ -80,7 +82,7 @@ fn again(
 ) -> Outcome {
     let attempts = progress.attempts + 1;
     Progress { attempts, ..progress }.store(cx.pdu(tag));
-    shared.counters.retries.fetch_add(1, Relaxed);
+    counters.retry();
     if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Completed(Err(spent)) }
 }
 

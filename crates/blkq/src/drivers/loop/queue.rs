@@ -17,9 +17,9 @@ use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::request::Request;
 use crate::ring::{Cqe, Registrar};
-use crate::sync::atomic::Ordering::Relaxed;
 use crate::tags::Tag;
 
+use super::counters::QueueCounters;
 use super::image::{Image, OPERATIONS};
 use super::outcome::{self, Outcome};
 use super::progress::{NEXT_SHIFT, Progress};
@@ -76,9 +76,6 @@ pub(super) struct LoopQueue {
     token: Token,
     in_flight: u32,
     reads_in_flight: u32,
-    /// Reads that the counters of that name do not count yet.
-    reads: u64,
-    reads_in_flight_sum: u64,
 }
 
 impl LoopQueue {
@@ -104,8 +101,6 @@ impl LoopQueue {
             token: Token::No,
             in_flight: 0,
             reads_in_flight: 0,
-            reads: 0,
-            reads_in_flight_sum: 0,
             shared,
         })
     }
@@ -121,28 +116,18 @@ impl LoopQueue {
     /// Counts requests that begin, then submits them.
     fn begin(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
         let operation = cx.request(tags[0]).operation();
-        let counters = &self.shared.counters;
         self.in_flight += 1;
         match operation {
             Operation::Read => {
                 self.reads_in_flight += 1;
-                self.reads += 1;
-                self.reads_in_flight_sum += u64::from(self.reads_in_flight);
-                if u64::from(self.reads_in_flight) > counters.reads_in_flight_max.load(Relaxed) {
-                    counters.reads_in_flight_max.fetch_max(u64::from(self.reads_in_flight), Relaxed);
-                }
+                self.counters().read(self.reads_in_flight);
             }
-            Operation::Flush => _ = counters.flushes.fetch_add(1, Relaxed),
+            Operation::Flush => self.counters().flush(),
             _ if in_turn => {
                 if self.calls.is_empty() {
-                    let writers = counters.writers.fetch_add(1, Relaxed) + 1;
-                    if writers > counters.writers_max.load(Relaxed) {
-                        counters.writers_max.fetch_max(writers, Relaxed);
-                    }
+                    self.shared.counters.begin_writing();
                 }
-                if tags.len() > 1 {
-                    counters.writes_joined.fetch_add(tags.len() as u64 - 1, Relaxed);
-                }
+                self.counters().joined(tags.len() - 1);
             }
             _ => {}
         }
@@ -153,21 +138,9 @@ impl LoopQueue {
             let begin = cx.request(tags[0]).offset();
             let bytes: u64 = tags.iter().map(|&tag| cx.request(tag).bytes()).sum();
             self.calls.push(Call { first: tags[0], operation, range: begin..begin + bytes });
-            let in_flight = self.calls.len() as u64;
-            if in_flight > counters.turns_in_flight_max.load(Relaxed) {
-                counters.turns_in_flight_max.fetch_max(in_flight, Relaxed);
-            }
+            self.counters().turn(self.calls.len());
         }
         self.submit(cx, tags, in_turn);
-    }
-
-    /// Counts the reads since the last time: once per batch, because other queues count too.
-    fn count_reads(&mut self) {
-        if self.reads > 0 {
-            let counters = &self.shared.counters;
-            counters.reads.fetch_add(std::mem::take(&mut self.reads), Relaxed);
-            counters.reads_in_flight_sum.fetch_add(std::mem::take(&mut self.reads_in_flight_sum), Relaxed);
-        }
     }
 
     /// Submits what `tags`, adjacent in this order, still have to do.
@@ -184,6 +157,14 @@ impl LoopQueue {
         unsafe { cx.push(entry, payload) }
     }
 
+    fn outcome(&self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) -> Outcome {
+        outcome::of(&self.image, &self.shared, self.counters(), cx, tags, result)
+    }
+
+    fn counters(&self) -> &QueueCounters {
+        self.shared.counters.queue(self.index)
+    }
+
     fn complete(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: IoResult) {
         self.in_flight -= 1;
         if in_turn && let Some(index) = self.calls.iter().position(|call| call.first == tags[0]) {
@@ -192,9 +173,7 @@ impl LoopQueue {
         match cx.request(tags[0]).operation() {
             Operation::Read => self.reads_in_flight -= 1,
             Operation::Flush => {}
-            _ if in_turn && self.calls.is_empty() => {
-                self.shared.counters.writers.fetch_sub(1, Relaxed);
-            }
+            _ if in_turn && self.calls.is_empty() => self.shared.counters.finish_writing(),
             _ => {}
         }
         for &tag in tags {
@@ -320,14 +299,13 @@ unsafe impl DriverQueue for LoopQueue {
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
         self.take_turn(cx);
-        self.count_reads();
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         let payload = cqe.token.payload();
         if payload & IN_TURN == 0 {
             let tags = [Tag(payload as u16)];
-            match outcome::of(&self.image, &self.shared, cx, &tags, cqe.result) {
+            match self.outcome(cx, &tags, cqe.result) {
                 Outcome::Completed(result) => self.complete(cx, &tags, false, result),
                 Outcome::Unfinished => self.submit(cx, &tags, false),
             }
@@ -341,7 +319,7 @@ unsafe impl DriverQueue for LoopQueue {
             tags.push(tag);
             next = cx.pdu(tag)[1] >> NEXT_SHIFT;
         }
-        match outcome::of(&self.image, &self.shared, cx, &tags, cqe.result) {
+        match self.outcome(cx, &tags, cqe.result) {
             Outcome::Completed(result) => self.complete(cx, &tags, true, result),
             Outcome::Unfinished => self.submit(cx, &tags, true),
         }
@@ -394,7 +372,6 @@ unsafe impl DriverQueue for LoopQueue {
 
 impl Drop for LoopQueue {
     fn drop(&mut self) {
-        self.count_reads();
         match self.token {
             Token::Yes(_) => self.release_token(),
             // Handed over after all: pass it on.

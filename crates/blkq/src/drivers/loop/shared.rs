@@ -1,13 +1,14 @@
-//! The state that a loop device and its queues share: the image, how it is used, and the counters.
+//! The state that a loop device and its queues share: the image, and how it is used.
 
 use std::fs::File;
 use std::sync::{Arc, OnceLock};
 
 use crate::kick::Wake;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::layout::CachePadded;
+use crate::sync::atomic::AtomicBool;
 use crate::sync::{Mutex, lock as locked};
 
+use super::counters::LoopCounters;
 use super::options::{DirectIo, Dispatch, Mode};
 use super::tail::TailSettings;
 use super::writer::{QUEUES_MAX, WriterToken};
@@ -31,44 +32,6 @@ pub(super) enum Turns {
     All,
 }
 
-/// The driver's counters, over all queues.
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub struct LoopCounters {
-    /// Most reads that one queue had in flight.
-    pub reads_in_flight_max: AtomicU64,
-    /// Reads put to the file, counted when the next batch begins.
-    pub reads: AtomicU64,
-    /// Sum, over those reads, of how many their queue had in flight when each began, itself
-    /// included. Divided by `reads` it is the mean.
-    pub reads_in_flight_sum: AtomicU64,
-    /// Most calls that one queue had in flight of those that take turns: buffered writes, whose
-    /// like the kernel does one at a time, and with serial dispatch everything, of which it is 1.
-    pub turns_in_flight_max: AtomicU64,
-    /// Queues that have writes at the file which take turns. 0 or 1; of those writes the
-    /// kernel does one at a time.
-    pub writers: AtomicU64,
-    /// The most there were of them, over all queues; more than 1 is a defect.
-    pub writers_max: AtomicU64,
-    /// Writes that were done by the call of the one before them.
-    pub writes_joined: AtomicU64,
-    /// Transfers that were shorter than asked.
-    pub short_transfers: AtomicU64,
-    /// Calls that were interrupted or would have blocked, and were made again.
-    pub retries: AtomicU64,
-    /// Calls of fdatasync for flushes.
-    pub flushes: AtomicU64,
-}
-
-impl LoopCounters {
-    /// Mean number of reads in flight that a read found when it began, itself included;
-    /// 0 if there was none.
-    pub fn reads_in_flight_mean(&self) -> f64 {
-        let sum = self.reads_in_flight_sum.load(Relaxed);
-        sum as f64 / self.reads.load(Relaxed).max(1) as f64
-    }
-}
-
 /// The state that the device and its queues share.
 pub(super) struct Shared {
     /// Where in the file the device begins.
@@ -81,7 +44,8 @@ pub(super) struct Shared {
     /// open file, and an error that a FUA write got must not be missed by a flush.
     pub synced: File,
     pub state: Mutex<State>,
-    pub writer: WriterToken,
+    /// Apart from what the queues that do not write read.
+    pub writer: CachePadded<WriterToken>,
     pub wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
     pub counters: Arc<LoopCounters>,
     /// Discards go to the block device itself instead of through fallocate.

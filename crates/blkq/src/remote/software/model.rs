@@ -41,15 +41,16 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
     let mut next = vec![0; submitters];
     let mut left = submitters as u64 * count;
     while left > 0 {
-        software.pending.take_all(|index| {
+        let pending = software.pending.take_all();
+        for index in (0..queues).filter(|index| pending >> index & 1 == 1) {
             let mut taken = VecDeque::new();
             if software.try_take(index, 2, &mut taken).unwrap_or(true) {
                 software.pending.set(index);
             }
             for staged in taken {
-                let (mut at, end) = (staged.start, staged.end);
+                let (mut at, end) = (staged.start(), staged.end);
                 let (first, others) = staged.into_bios();
-                for (bio, _) in std::iter::once(first).chain(others) {
+                for (bio, _) in std::iter::once(first).chain(others.into_iter().flatten()) {
                     assert_eq!(bio.sector, at, "merged bios continue each other");
                     at = at + bio.sectors;
                     let (submitter, number) = ((bio.user_data >> 32) as usize, bio.user_data & 0xffff_ffff);
@@ -59,7 +60,7 @@ fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize)
                 }
                 assert_eq!(at, end);
             }
-        });
+        }
         if left == 0 {
             break;
         }

@@ -165,10 +165,10 @@ impl Kyber {
         }
     }
 
-    /// The oldest request of the batch's domain, if there is a token for it.
-    fn take(&mut self, now_ns: u64) -> Option<Tag> {
+    /// The oldest request of the batch's domain, if that is open and there is a token for it.
+    fn take(&mut self, open: [bool; 2], now_ns: u64) -> Option<Tag> {
         let domain = &mut self.domains[self.batch_domain];
-        if domain.in_flight >= domain.depth {
+        if domain.in_flight >= domain.depth || !open[usize::from(self.batch_domain != READ)] {
             return None;
         }
         let tag = domain.held.pop_front()?;
@@ -215,9 +215,9 @@ impl Scheduler for Kyber {
         self.domains[domain_of(requests[tag.index()].operation)].held.push_back(tag);
     }
 
-    fn dispatch(&mut self, _requests: &[Request], now_ns: u64) -> Option<Tag> {
+    fn dispatch(&mut self, _requests: &[Request], open: [bool; 2], now_ns: u64) -> Option<Tag> {
         if self.batched < self.domains[self.batch_domain].batch
-            && let Some(tag) = self.take(now_ns)
+            && let Some(tag) = self.take(open, now_ns)
         {
             return Some(tag);
         }
@@ -225,7 +225,7 @@ impl Scheduler for Kyber {
         self.batched = 0;
         for _ in 0..self.domains.len() {
             self.batch_domain = (self.batch_domain + 1) % self.domains.len();
-            if let Some(tag) = self.take(now_ns) {
+            if let Some(tag) = self.take(open, now_ns) {
                 return Some(tag);
             }
         }

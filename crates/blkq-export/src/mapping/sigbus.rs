@@ -78,7 +78,7 @@ impl Guard {
             slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         };
         let Some(slot) = TABLE.iter().find(free) else {
-            let message = format!("guest memory: more than {SLOTS} regions are mapped");
+            let message = format!("shared memory: more than {SLOTS} regions are mapped");
             return Err(Error::new(ErrorKind::Invalid, message));
         };
         slot.set(start, bytes, page);
@@ -200,6 +200,3 @@ fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
         let _ = set_handler();
     }
 }
-
-#[cfg(test)]
-mod tests;

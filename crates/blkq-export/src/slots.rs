@@ -1,5 +1,5 @@
-//! Requests in flight of a ring, by numbers that are used again: they take as much memory as was ever in
-//! use at once, whatever size the front end gave the ring.
+//! Requests in flight by numbers that are used again: they take as much memory as was ever in use at once,
+//! however many a client may have.
 
 /// Values in numbered slots.
 pub struct Slots<T> {

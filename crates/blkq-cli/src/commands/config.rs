@@ -1,0 +1,77 @@
+//! `blkq config`: the files with the options of devices.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+
+use crate::complain;
+use crate::config::{ConfigFile, files, first};
+use crate::control::{Request, ask};
+use crate::failure::{EXIT_FAILED, Outcome, for_each};
+use crate::state::StateDir;
+
+/// Options of `config`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+A file has one device: its keys are the long options of `blkq attach` without the dashes, and image.
+Switches are true, options that may be given several times are lists. The name of the device is that of the
+file. Each mistake is one line on stderr, with the number of its line.
+
+Examples:
+  blkq config check
+  blkq config check /etc/blkq/data.toml
+  blkq config apply /etc/blkq/data.toml
+  blkq attach --config /etc/blkq/data.toml")]
+pub struct Args {
+    /// The action
+    action: Action,
+    /// The files [default: all *.toml of /etc/blkq]
+    files: Vec<PathBuf>,
+}
+
+/// An action on the files.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+enum Action {
+    /// Report the mistakes in them
+    Check,
+    /// Set what `blkq set` can change to what the files have, on their devices, which are attached
+    Apply,
+}
+
+/// Sets on the device what the file has. Other settings stay as they are.
+fn apply(path: &Path) -> Outcome {
+    let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
+    let settings = file.settings();
+    if settings.is_empty() {
+        return Ok(());
+    }
+    let name = file.name();
+    let set = ask::<()>(&StateDir::locate()?, &name, &Request::Set { settings });
+    set.map_err(|e| e.during(format_args!("set {name}")))
+}
+
+impl Args {
+    /// Does it: 1 if there is a mistake, or a setting is refused.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn run(self) -> Outcome<ExitCode> {
+        let files = if self.files.is_empty() { files()? } else { self.files };
+        if self.action == Action::Apply {
+            return for_each(&files, |path| apply(path));
+        }
+        let mut code = ExitCode::SUCCESS;
+        for path in &files {
+            let faults = match ConfigFile::read(path) {
+                Ok(file) => file.options().err().into_iter().collect(),
+                Err(faults) => faults,
+            };
+            for fault in faults {
+                complain(&fault.failure(path));
+                code = ExitCode::from(EXIT_FAILED);
+            }
+        }
+        Ok(code)
+    }
+}

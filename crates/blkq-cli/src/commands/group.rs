@@ -1,0 +1,176 @@
+//! `blkq group`: limits that devices share.
+
+use std::time::Duration;
+
+use blkq::throttle::RateLimits;
+use clap::Subcommand;
+use serde::Serialize;
+
+use crate::commands::stat::rates;
+use crate::control::{Called, Request, call};
+use crate::failure::Outcome;
+use crate::group::{GroupFile, names};
+use crate::options::parse_group_name;
+use crate::state::StateDir;
+use crate::statistics::Statistics;
+use crate::table::{Align, render};
+use crate::{print, print_json};
+
+/// The time of which rates are.
+const INTERVAL: Duration = Duration::from_millis(500);
+
+/// Options of `group`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+A group has limits that its members share, by their weights when all of them want more than there is;
+what one leaves the others have. Devices join it when they are attached (docs/limits.md).
+
+Examples:
+  blkq group set tenant-a iops=2000,bps=200M
+  blkq attach disk.img --group tenant-a --weight 200
+  blkq group list
+  blkq group set tenant-a none")]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// List the groups, their members and what these do
+    List {
+        /// One JSON array of objects
+        #[arg(long)]
+        json: bool,
+    },
+    /// Change the limits of a group, in use too; make it if there is none of the name
+    Set {
+        /// The group
+        #[arg(value_parser = parse_group_name)]
+        name: String,
+        /// KEY=RATE, ... as of `blkq attach --limit`; none for no limit
+        #[arg(value_parser = str::parse::<RateLimits>)]
+        limits: RateLimits,
+    },
+    /// Remove a group without members
+    Remove {
+        /// The group
+        #[arg(value_parser = parse_group_name)]
+        name: String,
+    },
+}
+
+/// A group, in JSON.
+#[derive(Serialize)]
+struct Listed {
+    name: String,
+    /// Null of a group that is damaged.
+    limits: Option<String>,
+    members: Vec<ListedMember>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// A member. Its rates are null if its daemon does not answer.
+#[derive(Serialize)]
+struct ListedMember {
+    name: String,
+    weight: u32,
+    iops: Option<f64>,
+    mb_per_s: Option<f64>,
+    /// Requests that wait for a limit now.
+    throttled: Option<u64>,
+}
+
+impl Args {
+    /// Does it.
+    ///
+    /// # Errors
+    /// The group that cannot be listed, made, changed or removed.
+    pub fn run(self) -> Outcome {
+        let dir = StateDir::locate()?;
+        match self.command {
+            Command::List { json } => {
+                let groups = list(&dir)?;
+                if json { print_json(&groups) } else { print(&table(&groups)) }
+            }
+            Command::Set { name, limits } => GroupFile::set(&dir, &name, &limits),
+            Command::Remove { name } => GroupFile::remove(&dir, &name),
+        }
+    }
+}
+
+/// All groups. The rates are those of a moment, which this takes if there are members.
+fn list(dir: &StateDir) -> Outcome<Vec<Listed>> {
+    let counters = |name: &str| match call::<Statistics>(dir, name, &Request::Stat {}) {
+        Ok(Called::Answered(statistics)) => Some(statistics),
+        _ => None,
+    };
+    let mut groups = Vec::new();
+    let mut before = Vec::new();
+    for name in names(dir)? {
+        let opened = GroupFile::open(dir, &name);
+        let mut listed = Listed { name, limits: None, members: Vec::new(), error: None };
+        match opened {
+            Ok((file, limits)) => {
+                listed.limits = Some(limits.to_string());
+                for member in file.members() {
+                    before.push(counters(&member.name));
+                    let (name, weight) = (member.name, member.weight);
+                    listed.members.push(ListedMember {
+                        name,
+                        weight,
+                        iops: None,
+                        mb_per_s: None,
+                        throttled: None,
+                    });
+                }
+            }
+            Err(failure) => listed.error = Some(failure.to_string()),
+        }
+        groups.push(listed);
+    }
+    if before.iter().any(Option::is_some) {
+        std::thread::sleep(INTERVAL);
+    }
+    let members = groups.iter_mut().flat_map(|group| &mut group.members);
+    for (member, before) in members.zip(before) {
+        let Some((before, now)) = before.zip(counters(&member.name)) else { continue };
+        let (iops, mb_per_s) = rates(&before, &now);
+        member.iops = Some(iops);
+        member.mb_per_s = Some(mb_per_s);
+        member.throttled = Some(now.snapshot().throttled);
+    }
+    Ok(groups)
+}
+
+fn table(groups: &[Listed]) -> String {
+    let mut rows =
+        vec![["GROUP", "LIMITS", "MEMBER", "WEIGHT", "IOPS", "MB/s", "THROTTLED"].map(str::to_owned)];
+    let number = |number: Option<f64>| number.map_or("-".to_owned(), |number| format!("{number:.1}"));
+    for group in groups {
+        let limits = match (&group.limits, &group.error) {
+            (Some(limits), _) => limits.clone(),
+            (None, error) => error.clone().unwrap_or_default(),
+        };
+        let mut first = [group.name.clone(), limits];
+        for member in &group.members {
+            let [name, limits] = std::mem::take(&mut first);
+            rows.push([
+                name,
+                limits,
+                member.name.clone(),
+                member.weight.to_string(),
+                number(member.iops),
+                number(member.mb_per_s),
+                member.throttled.map_or("-".to_owned(), |throttled| throttled.to_string()),
+            ]);
+        }
+        if group.members.is_empty() {
+            let [name, limits] = first;
+            rows.push([name, limits, "-".into(), String::new(), String::new(), String::new(), String::new()]);
+        }
+    }
+    use Align::{Left, Right};
+    render([Left, Left, Left, Right, Right, Right, Right], &rows)
+}

@@ -1,0 +1,66 @@
+//! `blkq service`: serves a configured device for a service manager, as blkq@.service does.
+
+use std::process::ExitCode;
+
+use super::recover;
+use crate::complain;
+use crate::config;
+use crate::daemon::{Daemon, Parent};
+use crate::failure::{Failure, Outcome};
+use crate::launch::warn;
+use crate::state::{Fate, Found, StateDir, check_name};
+
+/// Options of `service`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when it is
+usable. If a block device of that name has lost its daemon, that is served again instead, with the options
+and settings that it had: I/O that waited is reissued. A mistake in the file is a warning then.
+
+Example:
+  blkq service data")]
+pub struct Args {
+    /// The name of the file, without .toml
+    name: String,
+}
+
+impl Args {
+    /// Serves the device until it is detached.
+    ///
+    /// # Errors
+    /// Why it cannot be served.
+    pub fn run(self) -> Outcome<ExitCode> {
+        self.start().map(Daemon::run).map_err(|e| e.during(format_args!("service {}", self.name)))
+    }
+
+    fn start(&self) -> Outcome<Daemon> {
+        let name = &self.name;
+        check_name(name).map_err(|rule| Failure::new(format!("{name:?} is no name of a device: {rule}")))?;
+        let dir = StateDir::locate()?;
+        // The one before, which a service manager has seen exit.
+        dir.wait_for_dying(name);
+        let is_orphan = matches!(
+            dir.inspect(name)?,
+            Found::Remains(remains) if remains.state == Fate::Orphan
+        );
+        let options = config::named(name);
+        let daemon = match (is_orphan, options) {
+            // Its I/O waits, and how it was attached is in its state file.
+            (true, options) => {
+                if let Err(failure) = options {
+                    complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
+                }
+                recover::take_over(name, &mut Parent::none())
+            }
+            (false, options) => Daemon::start(&options?, &mut Parent::none()),
+        }?;
+        match daemon.info() {
+            Ok(info) => warn(&info),
+            Err(failure) => {
+                daemon.give_up();
+                return Err(Failure::new(format!("{failure}; the device is detached again")));
+            }
+        }
+        Ok(daemon)
+    }
+}

@@ -1,0 +1,139 @@
+//! A heat map: from left to right the time, from below the latency, and how hot a cell is shows how
+//! many requests took so long then.
+
+use ratatui_core::buffer::Buffer;
+use ratatui_core::layout::Rect;
+
+use super::canvas::{aligned, put};
+use super::devices::{Column, POWERS};
+use super::row::latency;
+use super::theme::Theme;
+use crate::table::Align;
+
+/// Columns of the labels at the left.
+const LABEL_COLUMNS: u16 = 8;
+
+/// Draws the map of `columns`, the latest first, on all of `area`.
+pub fn draw<'a>(
+    columns: impl Iterator<Item = &'a Column> + Clone,
+    theme: Theme,
+    buffer: &mut Buffer,
+    area: Rect,
+) {
+    let width = area.width.saturating_sub(LABEL_COLUMNS + 1);
+    let shown = columns.take(usize::from(width));
+    let Some(scale) = Scale::new(shown.clone(), area.height) else {
+        put(buffer, area, (0, 0), "no I/O yet", theme.faint());
+        return;
+    };
+    for y in 0..scale.rows() {
+        let label = format!("<{}", latency((1u64 << scale.powers(y).end()) as f64 / 1e3));
+        put(buffer, area, (0, y), &aligned(&label, LABEL_COLUMNS, Align::Right), theme.faint());
+        put(buffer, area, (LABEL_COLUMNS, y), theme.rule(), theme.faint());
+    }
+    // The latest is at the right.
+    for (x, column) in (0..width).rev().zip(shown) {
+        let x = LABEL_COLUMNS + 1 + x;
+        for y in 0..scale.rows() {
+            match column {
+                None => drop(put(buffer, area, (x, y), theme.gap(), theme.faint())),
+                Some(counts) => {
+                    if let Some(part) = scale.part(counts, y) {
+                        let (symbol, style) = theme.heat(part);
+                        put(buffer, area, (x, y), symbol, style);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Which latencies are in which row, and what is hot.
+struct Scale {
+    lowest: usize,
+    highest: usize,
+    /// So many powers of two share a row.
+    step: usize,
+    /// The most requests of a cell.
+    most: u64,
+}
+
+impl Scale {
+    /// For maps with at most `rows`; `None` if there is nothing to see.
+    fn new<'a>(columns: impl Iterator<Item = &'a Column> + Clone, rows: u16) -> Option<Scale> {
+        let is_used = |power: &usize| columns.clone().flatten().any(|counts| counts[*power] > 0);
+        let lowest = (0..POWERS).find(is_used)?;
+        let highest = (0..POWERS).rfind(is_used)?;
+        let step = (highest - lowest + 1).div_ceil(usize::from(rows.max(1)));
+        let mut scale = Scale { lowest, highest, step, most: 1 };
+        let cells = columns.flatten().flat_map(|counts| (0..scale.rows()).map(|y| scale.count(counts, y)));
+        let most = cells.max()?;
+        scale.most = most;
+        (rows > 0).then_some(scale)
+    }
+
+    fn rows(&self) -> u16 {
+        (self.highest - self.lowest + 1).div_ceil(self.step) as u16
+    }
+
+    /// The powers of two of row `y`, which counts from above.
+    fn powers(&self, y: u16) -> std::ops::RangeInclusive<usize> {
+        let low = self.lowest + usize::from(self.rows() - 1 - y) * self.step;
+        low..=(low + self.step - 1).min(POWERS - 1)
+    }
+
+    fn count(&self, counts: &[u32; POWERS], y: u16) -> u64 {
+        counts[self.powers(y)].iter().map(|count| u64::from(*count)).sum()
+    }
+
+    /// How hot a cell is, on a logarithmic scale up to 1; `None` if it is empty.
+    fn part(&self, counts: &[u32; POWERS], y: u16) -> Option<f64> {
+        let count = self.count(counts, y);
+        (count > 0).then(|| (count as f64).ln_1p() / (self.most as f64).ln_1p())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Theme = Theme { unicode: false, colour: false };
+
+    fn column(cells: &[(usize, u32)]) -> Column {
+        let mut counts = [0; POWERS];
+        cells.iter().for_each(|(power, count)| counts[*power] = *count);
+        Some(counts)
+    }
+
+    fn lines(columns: &[Column], width: u16, height: u16) -> Vec<String> {
+        let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
+        draw(columns.iter(), PLAIN, &mut buffer, Rect::new(0, 0, width, height));
+        (0..height).map(|y| (0..width).map(|x| buffer[(x, y)].symbol()).collect()).collect()
+    }
+
+    #[test]
+    fn the_latest_is_right_the_slow_above_and_many_are_hot() {
+        let columns = [column(&[(20, 1)]), None, column(&[(18, 1000), (19, 30)])];
+        let map = lines(&columns, 13, 5);
+        assert_eq!(map[0], "  <1.0ms|  |.", "{map:#?}");
+        assert_eq!(map[1], "  <524us| =| ", "{map:#?}");
+        assert_eq!(map[2], "  <262us| @| ", "{map:#?}");
+        assert_eq!(map[3].trim(), "", "{map:#?}");
+    }
+
+    #[test]
+    fn all_latencies_fit_a_low_map() {
+        let all: Vec<(usize, u32)> = (0..POWERS).map(|power| (power, 1)).collect();
+        for height in 1..50 {
+            let map = lines(&[column(&all)], 12, height);
+            let hot: usize = map.iter().filter(|line| line.ends_with('@')).count();
+            assert!(
+                hot >= 1 && map.iter().all(|line| line.trim().is_empty() || line.contains('<')),
+                "{map:#?}"
+            );
+        }
+        assert_eq!(lines(&[column(&[])], 20, 2)[0].trim(), "no I/O yet");
+        assert_eq!(lines(&[], 3, 1)[0], "no ");
+        lines(&[column(&all)], 5, 3);
+    }
+}

@@ -1,0 +1,274 @@
+//! `blkq top`: what all devices do, on the terminal.
+
+mod canvas;
+mod devices;
+mod draw;
+mod heat;
+mod keys;
+mod page;
+mod row;
+mod sampler;
+mod terminal;
+mod theme;
+mod view;
+
+use std::io;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use ratatui_core::terminal::Terminal;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::signals::{self, Signal, Signals};
+use crate::state::StateDir;
+use crate::table::{Align, render};
+use crate::{print, print_json};
+
+use devices::Devices;
+use keys::Keys;
+use row::{Row, count, latency, percent, short};
+use sampler::Sampler;
+use terminal::{Guard, Screen};
+use theme::Theme;
+use view::{Action, View};
+
+/// Shortest and longest interval, in seconds.
+const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.1..=3600.0;
+/// The second sample comes so soon after the first, for a picture with figures.
+const SECOND_SAMPLE: Duration = Duration::from_millis(250);
+/// How long `--once` waits for a daemon.
+const ONCE_WAIT: Duration = Duration::from_secs(2);
+
+/// Options of `top`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Each line is a device, with the figures of the last interval: IOPS and MB/s of reads, writes
+and discards, the latencies that half and 99 % of them did not exceed, as a bar too, then
+requests in flight, merges and flushes per second, the time that requests waited for a limit,
+hung requests and connected clients.
+
+  Enter      the page of a device: operations, heat map of latencies, queues; Esc leaves it
+  s, S, r    sort by the next or previous column; the other way round
+  /          show only names that contain some letters; Esc shows all
+  Ctrl-Z, q  stop for a while; quit
+
+docs/top.md explains every column.
+
+Examples:
+  blkq top
+  blkq top --interval 0.2
+  blkq top --once
+  blkq top --json | jq 'select(.hung > 0) | .name'
+
+Environment:
+  NO_COLOR   no colours, if it is set
+  LC_ALL, LC_CTYPE, LANG   other characters than ASCII only with UTF-8")]
+pub struct Args {
+    /// Seconds between samples
+    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
+    interval: Duration,
+    /// Print the figures of one interval, and exit
+    #[arg(long)]
+    once: bool,
+    /// The same, as one JSON object per device and line
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| INTERVAL_SECONDS.contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval is from 0.1 to 3600 seconds".to_owned())
+}
+
+impl Args {
+    /// Shows the devices until it is to stop, or prints them once.
+    ///
+    /// # Errors
+    /// If the state directory cannot be read, or the terminal not used.
+    pub fn run(&self) -> Outcome<ExitCode> {
+        let sampler = Sampler::new(StateDir::locate()?)?;
+        if self.once || self.json {
+            return self.print_once(sampler);
+        }
+        let screen = Screen::open()?;
+        let signals = Signals::install(&signals::TERMINAL)?;
+        let view = View::new(format!("{} s", self.interval.as_secs_f64()));
+        let theme = Theme::of(|name| std::env::var(name).ok());
+        let mut program = Program { view, theme, sampler, signals, keys: Keys::default() };
+        let guard = Guard;
+        let outcome = program.run(screen, self.interval);
+        drop(guard);
+        match outcome {
+            Ok(Some(signal)) => signal.act().map(|()| ExitCode::SUCCESS),
+            Ok(None) => Ok(ExitCode::SUCCESS),
+            Err(Stop::Terminal) => Ok(ExitCode::SUCCESS),
+            Err(Stop::Failed(failure)) => Err(failure),
+        }
+    }
+
+    fn print_once(&self, mut sampler: Sampler) -> Outcome<ExitCode> {
+        let mut devices = Devices::default();
+        let begin = Instant::now();
+        for sample in 0..2 {
+            if sample > 0 {
+                std::thread::sleep(self.interval.saturating_sub(begin.elapsed()));
+            }
+            let now = Instant::now();
+            devices.asked(sampler.ask()?, now);
+            for answer in sampler.wait(now + ONCE_WAIT) {
+                devices.answered(&answer.name, answer.outcome);
+            }
+        }
+        devices.mark_silent(Instant::now());
+        let rows = devices.rows();
+        if self.json {
+            rows.iter().try_for_each(print_json)?;
+        } else {
+            print(&table(&rows))?;
+        }
+        let has_failed = rows.iter().any(|row| row.error.is_some());
+        Ok(if has_failed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS })
+    }
+}
+
+/// The rows as text.
+fn table(rows: &[Row]) -> String {
+    if rows.is_empty() {
+        return String::new();
+    }
+    let heads = ["NAME", "IOPS", "MB/s", "p50", "p99", "QD", "MRG/s", "FLS/s", "THR", "ERR", "HUNG", "CLI"];
+    let mut lines = vec![heads.map(str::to_owned)];
+    let text = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
+    let number = |value: Option<u64>| value.map_or_else(|| "-".to_owned(), count);
+    let time = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), latency);
+    for row in rows {
+        lines.push([
+            row.name.clone(),
+            text(row.iops),
+            text(row.mb_per_s),
+            time(row.latency_p50_us),
+            time(row.latency_p99_us),
+            number(row.in_flight),
+            text(row.merges_per_s),
+            text(row.flushes_per_s),
+            row.throttled_percent.map_or_else(|| "-".to_owned(), percent),
+            number(row.errors),
+            number(row.hung),
+            number(row.clients),
+        ]);
+    }
+    let mut align = [Align::Right; 12];
+    align[0] = Align::Left;
+    let mut table = render(align, &lines);
+    for row in rows {
+        if let Some(error) = &row.error {
+            table += &format!("{}: {error}\n", row.name);
+        }
+    }
+    table
+}
+
+/// Why the view cannot go on.
+enum Stop {
+    /// The terminal is closed: there is nobody to report it to.
+    Terminal,
+    Failed(Failure),
+}
+
+impl From<io::Error> for Stop {
+    fn from(_: io::Error) -> Stop {
+        Stop::Terminal
+    }
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Stop {
+        Stop::Failed(failure)
+    }
+}
+
+struct Program {
+    view: View,
+    theme: Theme,
+    sampler: Sampler,
+    signals: Signals,
+    keys: Keys,
+}
+
+impl Program {
+    /// Until it is to stop: the signal that asked for it, if one did.
+    fn run(&mut self, mut screen: Screen, interval: Duration) -> Result<Option<Signal>, Stop> {
+        screen.enter()?;
+        let mut terminal = Terminal::new(screen)?;
+        let mut next = Instant::now();
+        let mut pause = interval.min(SECOND_SAMPLE);
+        loop {
+            let now = Instant::now();
+            if now >= next {
+                self.view.devices.asked(self.sampler.ask()?, now);
+                // Times that were missed, as while it was stopped, are not made up for.
+                next = if next + pause > now { next + pause } else { now + pause };
+                pause = interval;
+            }
+            for answer in self.sampler.take() {
+                self.view.devices.answered(&answer.name, answer.outcome);
+            }
+            self.view.devices.mark_silent(now);
+            // A terminal that is slow gets the latest picture when it has taken the last.
+            if !terminal.backend().is_behind() {
+                let Program { view, theme, .. } = self;
+                terminal.draw(|frame| draw::draw(view, *theme, frame.buffer_mut()))?;
+            }
+            self.wait(terminal.backend_mut(), next)?;
+            let mut suspend = false;
+            let mut anew = false;
+            for signal in self.signals.take() {
+                match signal {
+                    Signal::Terminate | Signal::Interrupt | Signal::Hangup => return Ok(Some(signal)),
+                    Signal::Stop => suspend = true,
+                    Signal::Continue | Signal::Resize => anew |= signal == Signal::Continue,
+                }
+            }
+            let typed = terminal.backend_mut().typed()?;
+            for key in self.keys.take(&typed, Instant::now()) {
+                match self.view.press(key) {
+                    Action::None => {}
+                    Action::Quit => return Ok(None),
+                    Action::Suspend => suspend = true,
+                    Action::Redraw => anew = true,
+                }
+            }
+            if suspend {
+                terminal::leave();
+                Signal::Stop.act()?;
+                anew = true;
+            }
+            if anew {
+                terminal.backend_mut().enter()?;
+                terminal.clear()?;
+            }
+        }
+    }
+
+    /// Waits for a key, a signal, an answer, room for output, or the time `next`.
+    fn wait(&self, screen: &mut Screen, next: Instant) -> Result<(), Stop> {
+        let mut left = next.saturating_duration_since(Instant::now());
+        if self.keys.is_pending() {
+            left = left.min(keys::KEY_WAIT);
+        }
+        let left = Timespec::try_from(left).unwrap_or_default();
+        let output = if screen.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
+        let mut polled = [
+            PollFd::new(screen, PollFlags::IN | output),
+            PollFd::new(&self.signals, PollFlags::IN),
+            PollFd::new(&self.sampler, PollFlags::IN),
+        ];
+        match poll(&mut polled, Some(&left)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(Stop::Failed(Failure::new(format!("top: poll: {e}")))),
+        }
+        Ok(screen.write_some()?)
+    }
+}

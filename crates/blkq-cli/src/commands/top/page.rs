@@ -1,0 +1,136 @@
+//! One device as a picture: its operations, a heat map of its latencies, and its queues.
+
+use ratatui_core::buffer::Buffer;
+use ratatui_core::layout::Rect;
+use ratatui_core::style::Style;
+
+use super::canvas::{aligned, put};
+use super::heat;
+use super::row::{count, latency, percent, short};
+use super::theme::Theme;
+use super::view::View;
+use crate::commands::stat::report::{Figures, Group, Queue};
+use crate::table::Align;
+
+/// Rows above the heat map.
+const TOP_ROWS: u16 = 9;
+/// Fewest rows in which a heat map is of use.
+const HEAT_ROWS: u16 = 3;
+const COLUMN: u16 = 7;
+
+/// Draws the page of the selected device on `area`.
+pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
+    let name = view.selected.as_deref().unwrap_or_default();
+    put(buffer, area, (0, 0), &format!("blkq top: {name}, every {}", view.interval), theme.title());
+    let Some(device) = view.devices.get(name) else {
+        put(buffer, area, (0, 1), "detached", theme.alarm());
+        return;
+    };
+    let mut queues = 0;
+    match device.report() {
+        Some(report) => {
+            queues = figures(&report.figures, theme, buffer, area);
+        }
+        None => {
+            let trouble = device.trouble();
+            let (text, style) = match &trouble {
+                Some(trouble) => (trouble.as_str(), theme.alarm()),
+                None => ("waiting for the second sample", theme.faint()),
+            };
+            put(buffer, area, (0, 1), text, style);
+        }
+    }
+    let height = area.height.saturating_sub(TOP_ROWS + queues);
+    if height > HEAT_ROWS {
+        let map = Rect { y: area.y + TOP_ROWS, height, ..area };
+        let text =
+            format!("LATENCY of reads, writes, discards: a column each {}, now at the right", view.interval);
+        put(buffer, map, (0, 0), &aligned(&text, area.width, Align::Left), theme.heading());
+        heat::draw(device.columns().iter(), theme, buffer, Rect { y: map.y + 1, height: height - 1, ..map });
+    }
+}
+
+/// Draws the figures above and below the map; returns how many rows those below take.
+fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
+    let plain = Style::new();
+    let Figures { in_flight, queue, busy_percent, hangs, nbd, vhost_user, flushes, batches, .. } = figures;
+    let (hung, throttled) = (&hangs.now, percent(figures.throttled_percent()));
+    let text = format!(
+        "{in_flight} in flight, queue {queue:.2}, busy {busy_percent:.1} %, throttled {throttled}, {hung} hung"
+    );
+    let style = if *hung > 0 { theme.alarm() } else { plain };
+    let mut x = put(buffer, area, (0, 1), &text, style);
+    if let Some(nbd) = nbd {
+        x = put(buffer, area, (x, 1), &format!(", NBD clients: {}", nbd.connected), plain);
+    }
+    if let Some(vhost_user) = vhost_user {
+        put(buffer, area, (x, 1), &format!(", virtual machines: {}", vhost_user.connected), plain);
+    }
+    let heads = ["IOPS", "MB/s", "MRG/s", "avg", "p50", "p99", "max", "errors"];
+    let cells =
+        |cells: &[String]| cells.iter().map(|cell| aligned(cell, COLUMN, Align::Right)).collect::<String>();
+    let heading = aligned("", 8, Align::Left) + &cells(&heads.map(str::to_owned));
+    put(buffer, area, (0, 2), &aligned(&heading, area.width, Align::Left), theme.heading());
+    let groups: [(&str, &Group); 4] = [
+        ("read", &figures.read),
+        ("write", &figures.write),
+        ("discard", &figures.discard),
+        ("flush", &figures.flush),
+    ];
+    for (y, (name, group)) in (3..).zip(groups) {
+        let time = |us| if group.ios == 0 { "-".to_owned() } else { latency(us) };
+        let errors = group.error_count();
+        let line = aligned(name, 8, Align::Left)
+            + &cells(&[
+                short(group.iops),
+                short(group.mb_per_s),
+                short(group.merges_per_s),
+                time(group.latency_average_us),
+                time(group.latency_p50_us),
+                time(group.latency_p99_us),
+                time(group.latency_max_us),
+                count(errors),
+            ]);
+        put(buffer, area, (0, y), &line, if errors > 0 { theme.alarm() } else { plain });
+    }
+    let text = format!(
+        "flushes {} asked, {} sent, {} coalesced; {:.1} a dispatch, {} tag waits",
+        flushes.asked, flushes.sent, flushes.coalesced, batches.dispatch_mean, batches.tag_waits
+    );
+    put(buffer, area, (0, 7), &text, theme.faint());
+    queues(&figures.queues, theme, buffer, area)
+}
+
+/// Draws a line for each queue at the bottom; returns how many rows that takes.
+fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
+    // A daemon of an older version does not send them.
+    let room = usize::from(area.height.saturating_sub(TOP_ROWS) / 3);
+    if queues.is_empty() || room == 0 {
+        return 0;
+    }
+    let shown = queues.len().min(room);
+    let rows = shown as u16 + 1;
+    let below = Rect { y: area.y + area.height - rows, height: rows, ..area };
+    let mut heading = aligned("QUEUE", 8, Align::Left);
+    for head in ["IOPS", "MB/s", "avg", "QD", "busy", "hung"] {
+        heading += &aligned(head, COLUMN, Align::Right);
+    }
+    if shown < queues.len() {
+        heading += &format!("  the first {shown} of {}", queues.len());
+    }
+    put(buffer, below, (0, 0), &aligned(&heading, area.width, Align::Left), theme.heading());
+    for (y, (number, queue)) in (1..).zip(queues.iter().enumerate().take(shown)) {
+        let cells = [
+            short(queue.iops),
+            short(queue.mb_per_s),
+            if queue.iops > 0.0 { latency(queue.latency_average_us) } else { "-".to_owned() },
+            count(queue.in_flight),
+            format!("{:.0}%", queue.busy_percent),
+            count(queue.hung),
+        ];
+        let mut line = aligned(&number.to_string(), 8, Align::Left);
+        cells.iter().for_each(|cell| line += &aligned(cell, COLUMN, Align::Right));
+        put(buffer, below, (0, y), &line, if queue.hung > 0 { theme.alarm() } else { Style::new() });
+    }
+    rows
+}

@@ -1,0 +1,165 @@
+//! Asks daemons for their counters, each in a thread of its own: one that does not answer keeps
+//! nobody from being asked, and no view from being drawn.
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+use crate::control::{Request, ask_if_there};
+use crate::failure::{Failure, Outcome};
+use crate::state::StateDir;
+use crate::statistics::Statistics;
+
+/// Stack of a thread that asks a daemon.
+const STACK_BYTES: usize = 256 << 10;
+
+/// The outcome of a request.
+pub struct Answer {
+    /// The device's name.
+    pub name: String,
+    /// Its counters; `None` if it is starting or stopping.
+    pub outcome: Outcome<Option<Statistics>>,
+}
+
+/// Asks the daemons of a state directory.
+pub struct Sampler {
+    dir: StateDir,
+    /// Those that have not answered yet.
+    outstanding: BTreeSet<String>,
+    sender: Sender<Answer>,
+    answers: Receiver<Answer>,
+    /// Has a byte for each answer.
+    wakes: UnixStream,
+    waker: Arc<UnixStream>,
+}
+
+impl Sampler {
+    /// One for the devices of `dir`.
+    ///
+    /// # Errors
+    /// If the kernel has no descriptors left.
+    pub fn new(dir: StateDir) -> Outcome<Sampler> {
+        let failure = |e: std::io::Error| Failure::new(format!("top: {e}"));
+        let (wakes, waker) = UnixStream::pair().map_err(failure)?;
+        wakes.set_nonblocking(true).map_err(failure)?;
+        waker.set_nonblocking(true).map_err(failure)?;
+        let (sender, answers) = channel();
+        Ok(Sampler { dir, outstanding: BTreeSet::new(), sender, answers, wakes, waker: Arc::new(waker) })
+    }
+
+    /// Asks every daemon that there is and that has answered the last time; returns the names of all.
+    ///
+    /// # Errors
+    /// If the state directory cannot be read.
+    pub fn ask(&mut self) -> Outcome<Vec<String>> {
+        let names = self.dir.names()?;
+        for name in &names {
+            if self.outstanding.insert(name.clone()) {
+                self.ask_one(name.clone());
+            }
+        }
+        Ok(names)
+    }
+
+    fn ask_one(&self, name: String) {
+        let (dir, sender, waker) = (self.dir.clone(), self.sender.clone(), self.waker.clone());
+        let asked = name.clone();
+        let thread = std::thread::Builder::new().name("blkq-top".into()).stack_size(STACK_BYTES);
+        let spawned = thread.spawn(move || {
+            let outcome = ask_if_there::<Option<Statistics>>(&dir, &name, &Request::Stat {});
+            // Nobody receives any more when the process is about to exit.
+            let _ = sender.send(Answer { name, outcome: outcome.map(Option::flatten) });
+            let _ = (&*waker).write(&[0]);
+        });
+        if let Err(e) = spawned {
+            let outcome = Err(Failure::new(format!("{asked}: cannot start a thread: {e}")));
+            let _ = self.sender.send(Answer { name: asked, outcome });
+            let _ = (&*self.waker).write(&[0]);
+        }
+    }
+
+    /// The answers that are there.
+    pub fn take(&mut self) -> Vec<Answer> {
+        // Those that come after this wake the next poll.
+        let mut bytes = [0; 256];
+        while (&self.wakes).read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
+        let answers: Vec<Answer> = self.answers.try_iter().collect();
+        answers.iter().for_each(|answer| {
+            self.outstanding.remove(&answer.name);
+        });
+        answers
+    }
+
+    /// The answers up to `deadline`, or until none is outstanding.
+    pub fn wait(&mut self, deadline: Instant) -> Vec<Answer> {
+        let mut answers = Vec::new();
+        while !self.outstanding.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok(answer) = self.answers.recv_timeout(left) else { break };
+            self.outstanding.remove(&answer.name);
+            answers.push(answer);
+        }
+        answers
+    }
+}
+
+/// Readable when there is an answer.
+impl AsFd for Sampler {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.wakes.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::os::unix::net::UnixListener;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::control::reply_line;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn a_silent_daemon_is_asked_once_and_keeps_nobody() {
+        let dir = scratch("top");
+        let _claims = ["answers", "silent"].map(|name| dir.claim(name).unwrap());
+        let silent = UnixListener::bind(dir.control_socket("silent")).unwrap();
+        let answers = UnixListener::bind(dir.control_socket("answers")).unwrap();
+        let serve = std::thread::spawn(move || {
+            for _ in 0..2 {
+                let (mut stream, _) = answers.accept().unwrap();
+                BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+                stream.write_all(&reply_line(Ok(&Statistics::default()))).unwrap();
+            }
+        });
+        let mut sampler = Sampler::new(dir.clone()).unwrap();
+        for _ in 0..2 {
+            assert_eq!(sampler.ask().unwrap(), ["answers", "silent"]);
+            let begin = Instant::now();
+            // The first answer, though another is outstanding.
+            let answer = loop {
+                if let Some(answer) = sampler.take().pop() {
+                    break answer;
+                }
+                assert!(begin.elapsed() < Duration::from_secs(4), "as long as the silent one");
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            assert_eq!((answer.name.as_str(), answer.outcome), ("answers", Ok(Some(Statistics::default()))));
+        }
+        serve.join().unwrap();
+        // Asked twice, it was called once.
+        let (mut called, _) = silent.accept().unwrap();
+        silent.set_nonblocking(true).unwrap();
+        assert!(silent.accept().is_err());
+        called.write_all(&reply_line::<()>(Err(Failure::new("late")))).unwrap();
+        let answers = sampler.wait(Instant::now() + Duration::from_secs(30));
+        let outcomes: Vec<_> = answers.into_iter().map(|answer| answer.outcome).collect();
+        assert_eq!(outcomes, [Err(Failure::new("late"))]);
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

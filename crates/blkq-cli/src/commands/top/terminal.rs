@@ -1,0 +1,312 @@
+//! The terminal while a view has it: raw, on its other screen, and as it was before whatever happens.
+//!
+//! It is opened anew by way of /dev/tty, so that it can be without blocking for this process and none
+//! that shares standard output with it. A terminal that takes no output, such as that of a connection
+//! that hangs, keeps no signal from being acted upon.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use ratatui_core::backend::{Backend, ClearType, WindowSize};
+use ratatui_core::buffer::Cell;
+use ratatui_core::layout::{Position, Size};
+use ratatui_core::style::{Color, Modifier, Style};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
+
+use crate::failure::{Failure, Outcome};
+
+/// The other screen, and no cursor; without what is left of colours.
+const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[0m\x1b[2J";
+const LEAVE: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
+/// How long the terminal may take to become what it was.
+const LEAVE_WAIT: Duration = Duration::from_millis(500);
+
+/// The modes of the terminal before, and where to set them; for the hook of a panic on any thread.
+static BEFORE: Mutex<Option<(File, Termios)>> = Mutex::new(None);
+
+/// A terminal that shows pictures.
+pub struct Screen {
+    tty: File,
+    raw: Termios,
+    /// The part of the pictures that it has not taken yet.
+    output: Vec<u8>,
+}
+
+impl Screen {
+    /// The terminal of this process, with its modes noted but not changed. A panic of any thread
+    /// restores them from now on, and exits.
+    ///
+    /// # Errors
+    /// If it has none, or one that cannot show pictures.
+    pub fn open() -> Outcome<Screen> {
+        let cure = "blkq top --once prints the figures";
+        let refuse = |why: &str| Failure::new(format!("top: {why}; {cure}"));
+        if !io::stdout().is_terminal() {
+            return Err(refuse("standard output is no terminal"));
+        }
+        match std::env::var("TERM") {
+            Ok(term) if !term.is_empty() && term != "dumb" => {}
+            _ => return Err(refuse("the terminal cannot show pictures (TERM is dumb, or not set)")),
+        }
+        let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+        let tty = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/tty");
+        let tty = tty.map_err(|e| refuse(&format!("/dev/tty: {e}")))?;
+        let before = tcgetattr(&tty).map_err(|e| refuse(&format!("/dev/tty: {e}")))?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        let kept = tty.try_clone().map_err(|e| Failure::new(format!("top: {e}")))?;
+        *lock() = Some((kept, before));
+        let report = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            leave();
+            report(info);
+            // Another thread would go on with a screen that is no longer its own.
+            std::process::exit(101);
+        }));
+        Ok(Screen { tty, raw, output: Vec::new() })
+    }
+
+    /// Takes the terminal, for the first time or after [`leave`].
+    ///
+    /// # Errors
+    /// The error of the kernel.
+    pub fn enter(&mut self) -> io::Result<()> {
+        tcsetattr(&self.tty, OptionalActions::Now, &self.raw)?;
+        self.output.clear();
+        self.output.extend_from_slice(ENTER);
+        Ok(())
+    }
+
+    /// Whether the terminal has not taken all of the last picture.
+    pub fn is_behind(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// Writes what it takes now.
+    ///
+    /// # Errors
+    /// If it is closed.
+    pub fn write_some(&mut self) -> io::Result<()> {
+        while !self.output.is_empty() {
+            match self.tty.write(&self.output) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => drop(self.output.drain(..count)),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes that were typed; empty if none were.
+    ///
+    /// # Errors
+    /// If the terminal is closed.
+    pub fn typed(&mut self) -> io::Result<Vec<u8>> {
+        let mut bytes = [0; 256];
+        match self.tty.read(&mut bytes) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => Ok(bytes[..count].to_vec()),
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                Ok(Vec::new())
+            }
+            Err(e) => Err(e),
+        }
+    }
+}
+
+impl AsFd for Screen {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.tty.as_fd()
+    }
+}
+
+fn lock() -> std::sync::MutexGuard<'static, Option<(File, Termios)>> {
+    BEFORE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Makes the terminal what it was before [`Screen::enter`], as far as it can be.
+pub fn leave() {
+    let before = lock();
+    let Some((tty, modes)) = &*before else { return };
+    let mut rest = LEAVE;
+    let wait = Timespec::try_from(LEAVE_WAIT).unwrap_or_default();
+    while !rest.is_empty() {
+        match (&mut &*tty).write(rest) {
+            Ok(count) if count > 0 => rest = &rest[count..],
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                if poll(&mut [PollFd::new(tty, PollFlags::OUT)], Some(&wait)) == Ok(0) {
+                    break;
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            _ => break,
+        }
+    }
+    // The sequences are on their way before the modes change.
+    let _ = tcsetattr(tty, OptionalActions::Now, modes);
+}
+
+/// Leaves the terminal when it goes out of scope.
+pub struct Guard;
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        leave();
+    }
+}
+
+impl Backend for Screen {
+    type Error = io::Error;
+
+    fn draw<'a, I: Iterator<Item = (u16, u16, &'a Cell)>>(&mut self, content: I) -> io::Result<()> {
+        let mut at = None;
+        let mut style = Style::reset();
+        for (x, y, cell) in content {
+            if at != Some((x, y)) {
+                write!(self.output, "\x1b[{};{}H", y + 1, x + 1)?;
+            }
+            if cell.style() != style {
+                style = cell.style();
+                set_style(&mut self.output, style)?;
+            }
+            self.output.extend_from_slice(cell.symbol().as_bytes());
+            // A cell that is not one column wide is followed by a move.
+            at = cell.symbol().is_ascii().then_some((x + 1, y));
+        }
+        self.output.extend_from_slice(b"\x1b[0m");
+        Ok(())
+    }
+
+    fn hide_cursor(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn show_cursor(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_cursor_position(&mut self) -> io::Result<Position> {
+        Ok(Position::ORIGIN)
+    }
+
+    fn set_cursor_position<P: Into<Position>>(&mut self, _: P) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn clear(&mut self) -> io::Result<()> {
+        self.output.extend_from_slice(b"\x1b[2J");
+        Ok(())
+    }
+
+    fn clear_region(&mut self, _: ClearType) -> io::Result<()> {
+        self.clear()
+    }
+
+    /// At least one cell: a terminal that does not know its size reports 0.
+    fn size(&self) -> io::Result<Size> {
+        let size = tcgetwinsize(&self.tty)?;
+        Ok(match (size.ws_col, size.ws_row) {
+            (0, _) | (_, 0) => Size::new(80, 24),
+            (columns, rows) => Size::new(columns, rows),
+        })
+    }
+
+    fn window_size(&mut self) -> io::Result<WindowSize> {
+        Ok(WindowSize { columns_rows: self.size()?, pixels: Size::ZERO })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.write_some()
+    }
+}
+
+/// The control sequence for `style`, from whatever was before (ECMA-48, SGR).
+fn set_style(output: &mut Vec<u8>, style: Style) -> io::Result<()> {
+    output.extend_from_slice(b"\x1b[0");
+    for (modifier, number) in [(Modifier::BOLD, 1), (Modifier::REVERSED, 7)] {
+        if style.add_modifier.contains(modifier) {
+            write!(output, ";{number}")?;
+        }
+    }
+    for (colour, number) in [(style.fg, 38), (style.bg, 48)] {
+        if let Some(Color::Indexed(colour)) = colour {
+            write!(output, ";{number};5;{colour}")?;
+        }
+    }
+    output.push(b'm');
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{FromRawFd, OwnedFd};
+    use std::os::unix::process::CommandExt;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    const IS_CHILD: &str = "BLKQ_TEST_IN_A_TERMINAL";
+
+    /// Both sides of a terminal: the one that shows it, and the one that programs have.
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let (mut shown, mut used) = (-1, -1);
+        use std::ptr::{null, null_mut};
+        // SAFETY: two places for descriptors; name, modes and size are the kernel's choice.
+        assert_eq!(unsafe { libc::openpty(&mut shown, &mut used, null_mut(), null(), null()) }, 0);
+        // SAFETY: two new descriptors that nobody else has.
+        unsafe { (OwnedFd::from_raw_fd(shown), OwnedFd::from_raw_fd(used)) }
+    }
+
+    fn panic_on_another_thread() -> ! {
+        let mut screen = Screen::open().unwrap();
+        let before = tcgetattr(&screen).unwrap();
+        screen.enter().unwrap();
+        screen.write_some().unwrap();
+        let raw = tcgetattr(&screen).unwrap();
+        assert_ne!(raw.local_modes, before.local_modes);
+        let _ = std::thread::spawn(|| panic!("a bug")).join();
+        std::process::exit(0)
+    }
+
+    #[test]
+    fn a_panic_of_any_thread_restores_the_terminal() {
+        if std::env::var_os(IS_CHILD).is_some() {
+            panic_on_another_thread();
+        }
+        let (shown, used) = pair();
+        let before = tcgetattr(&used).unwrap();
+        let stdio = || Stdio::from(used.try_clone().unwrap());
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let test = "commands::top::terminal::tests::a_panic_of_any_thread_restores_the_terminal";
+        child.args(["--exact", test, "--nocapture"]).env(IS_CHILD, "1").env("TERM", "xterm");
+        child.stdin(stdio()).stdout(stdio()).stderr(stdio());
+        // SAFETY: two system calls, which may be made between fork and exec.
+        unsafe {
+            child.pre_exec(|| match libc::setsid() != -1 && libc::ioctl(0, libc::TIOCSCTTY, 0) == 0 {
+                true => Ok(()),
+                false => Err(io::Error::last_os_error()),
+            });
+        }
+        let status = child.status().unwrap();
+        let mut output = Vec::new();
+        let mut shown = File::from(shown);
+        rustix::io::ioctl_fionbio(&shown, true).unwrap();
+        let _ = shown.read_to_end(&mut output);
+        let text = String::from_utf8_lossy(&output);
+        let at =
+            |what: &[u8]| text.find(std::str::from_utf8(what).unwrap()).unwrap_or_else(|| panic!("{text:?}"));
+        assert!(at(ENTER) < at(LEAVE) && at(LEAVE) < at(b"a bug"), "{text:?}");
+        assert_eq!(status.code(), Some(101), "{text:?}");
+        let after = tcgetattr(&used).unwrap();
+        let modes = |of: &Termios| (of.local_modes, of.input_modes, of.output_modes, of.control_modes);
+        assert_eq!(modes(&after), modes(&before));
+    }
+}

@@ -1,0 +1,284 @@
+//! The part of the devices that is shown, and how keys change that.
+
+use std::cmp::Ordering;
+
+use super::devices::Devices;
+use super::keys::Key;
+use super::row::Row;
+
+/// How far a page key goes.
+const PAGE_ROWS: usize = 10;
+
+/// A column by which devices are sorted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Sort {
+    Name,
+    Iops,
+    MbPerS,
+    P50,
+    P99,
+    InFlight,
+    Merges,
+    Flushes,
+    Throttled,
+    Hung,
+    Clients,
+}
+
+impl Sort {
+    /// In the order of the columns.
+    const ALL: [Sort; 11] = [
+        Sort::Name,
+        Sort::Iops,
+        Sort::MbPerS,
+        Sort::P50,
+        Sort::P99,
+        Sort::InFlight,
+        Sort::Merges,
+        Sort::Flushes,
+        Sort::Throttled,
+        Sort::Hung,
+        Sort::Clients,
+    ];
+
+    fn step(self, by: usize) -> Sort {
+        let at = Sort::ALL.iter().position(|sort| *sort == self).unwrap_or(0);
+        Sort::ALL[(at + by) % Sort::ALL.len()]
+    }
+
+    /// The value of a row; -1 if it is not known.
+    fn value(self, row: &Row) -> f64 {
+        let value = match self {
+            Sort::Name => None,
+            Sort::Iops => row.iops,
+            Sort::MbPerS => row.mb_per_s,
+            Sort::P50 => row.latency_p50_us,
+            Sort::P99 => row.latency_p99_us,
+            Sort::InFlight => row.in_flight.map(|n| n as f64),
+            Sort::Merges => row.merges_per_s,
+            Sort::Flushes => row.flushes_per_s,
+            Sort::Throttled => row.throttled_percent,
+            Sort::Hung => row.hung.map(|n| n as f64),
+            Sort::Clients => row.clients.map(|n| n as f64),
+        };
+        value.unwrap_or(-1.0)
+    }
+}
+
+/// The effect of a key besides another picture.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Action {
+    None,
+    Quit,
+    Suspend,
+    Redraw,
+}
+
+/// The devices, and what of them is shown.
+pub struct View {
+    /// All that there are.
+    pub devices: Devices,
+    /// The length of an interval, in words.
+    pub interval: String,
+    pub sort: Sort,
+    /// The smallest comes first; of names, the last.
+    pub reversed: bool,
+    /// Shown are names that contain this, in any case.
+    pub filter: String,
+    /// Keys are letters of the filter.
+    pub is_editing: bool,
+    /// Of the row that is selected; the first one is if that is not there.
+    pub selected: Option<String>,
+    /// Whether the page of the selected device is shown, and not the list.
+    pub is_page: bool,
+    /// The first row that is shown, of the list's last picture.
+    pub top_row: usize,
+}
+
+impl View {
+    /// A list without devices, with samples an `interval` apart.
+    pub fn new(interval: String) -> View {
+        View {
+            devices: Devices::default(),
+            interval,
+            sort: Sort::Iops,
+            reversed: false,
+            filter: String::new(),
+            is_editing: false,
+            selected: None,
+            is_page: false,
+            top_row: 0,
+        }
+    }
+
+    /// The rows that are shown, in order.
+    pub fn rows(&self) -> Vec<Row> {
+        let filter = self.filter.to_lowercase();
+        let mut rows = self.devices.rows();
+        rows.retain(|row| row.name.to_lowercase().contains(&filter));
+        rows.sort_by(|a, b| {
+            let order = match self.sort {
+                Sort::Name => a.name.cmp(&b.name),
+                sort => sort.value(b).partial_cmp(&sort.value(a)).unwrap_or(Ordering::Equal),
+            };
+            let order = if self.reversed { order.reverse() } else { order };
+            order.then_with(|| a.name.cmp(&b.name))
+        });
+        rows
+    }
+
+    /// The place of the selected row among `rows`.
+    pub fn selected_index(&self, rows: &[Row]) -> usize {
+        let is_selected = |row: &Row| Some(&row.name) == self.selected.as_ref();
+        rows.iter().position(is_selected).unwrap_or(0)
+    }
+
+    /// Acts on a key.
+    pub fn press(&mut self, key: Key) -> Action {
+        match key {
+            Key::Control('c') => return Action::Quit,
+            Key::Control('z') => return Action::Suspend,
+            Key::Control('l') => return Action::Redraw,
+            _ if self.is_editing => self.edit(key),
+            Key::Char('q') => return Action::Quit,
+            Key::Up | Key::Char('k') => self.move_by(-1),
+            Key::Down | Key::Char('j') => self.move_by(1),
+            Key::PageUp => self.move_by(-(PAGE_ROWS as isize)),
+            Key::PageDown => self.move_by(PAGE_ROWS as isize),
+            Key::Home | Key::Char('g') => self.move_by(isize::MIN),
+            Key::End | Key::Char('G') => self.move_by(isize::MAX),
+            Key::Enter | Key::Right if !self.is_page => {
+                self.move_by(0);
+                self.is_page = self.selected.is_some();
+            }
+            Key::Escape | Key::Left | Key::Backspace if self.is_page => self.is_page = false,
+            Key::Escape => self.filter.clear(),
+            Key::Char('/') if !self.is_page => self.is_editing = true,
+            Key::Char('s') => self.sort = self.sort.step(1),
+            Key::Char('S') => self.sort = self.sort.step(Sort::ALL.len() - 1),
+            Key::Char('r') => self.reversed = !self.reversed,
+            _ => {}
+        }
+        Action::None
+    }
+
+    fn edit(&mut self, key: Key) {
+        match key {
+            Key::Char(c) => self.filter.push(c),
+            Key::Backspace => drop(self.filter.pop()),
+            Key::Control('u') => self.filter.clear(),
+            Key::Enter => self.is_editing = false,
+            Key::Escape => {
+                self.filter.clear();
+                self.is_editing = false;
+            }
+            Key::Up | Key::Down => {
+                self.is_editing = false;
+                self.press(key);
+            }
+            _ => {}
+        }
+    }
+
+    /// Selects the row so many rows below, or the last or first.
+    fn move_by(&mut self, rows_down: isize) {
+        let rows = self.rows();
+        let last = rows.len().saturating_sub(1);
+        let at = self.selected_index(&rows).saturating_add_signed(rows_down).min(last);
+        self.selected = rows.get(at).map(|row| row.name.clone());
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use std::time::Instant;
+
+    use super::super::devices::tests::statistics;
+    use super::*;
+
+    /// A view of devices that did so many reads per second, with latencies of 300 us.
+    pub fn view(devices: &[(&str, u64)]) -> View {
+        let mut view = View::new("1 s".to_owned());
+        let names: Vec<String> = devices.iter().map(|(name, _)| (*name).to_owned()).collect();
+        for second in 0..2 {
+            view.devices.asked(names.clone(), Instant::now());
+            for (name, iops) in devices {
+                view.devices.answered(name, Ok(Some(statistics(second, second * iops, 300_000))));
+            }
+        }
+        view
+    }
+
+    fn names(view: &View) -> Vec<String> {
+        view.rows().into_iter().map(|row| row.name).collect()
+    }
+
+    #[test]
+    fn rows_are_sorted_by_a_column_and_filtered_by_name() {
+        let mut view = view(&[("Alpha", 10), ("beta", 500), ("gamma", 10)]);
+        assert_eq!(names(&view), ["beta", "Alpha", "gamma"]);
+        view.press(Key::Char('r'));
+        assert_eq!(names(&view), ["Alpha", "gamma", "beta"]);
+        view.press(Key::Char('r'));
+        view.press(Key::Char('S'));
+        assert_eq!(
+            (view.sort, names(&view)),
+            (Sort::Name, vec!["Alpha".into(), "beta".into(), "gamma".into()])
+        );
+        for key in
+            [Key::Char('/'), Key::Char('A'), Key::Char('q'), Key::Backspace, Key::Char('l'), Key::Enter]
+        {
+            assert_eq!(view.press(key), Action::None);
+        }
+        assert_eq!((view.filter.as_str(), names(&view)), ("Al", vec!["Alpha".to_owned()]));
+        view.press(Key::Escape);
+        assert_eq!(names(&view).len(), 3);
+        assert_eq!(view.press(Key::Char('q')), Action::Quit);
+    }
+
+    #[test]
+    fn every_column_can_be_sorted_by_and_comes_again() {
+        let mut view = view(&[("a", 1)]);
+        let first = view.sort;
+        let mut seen = Vec::new();
+        for _ in Sort::ALL {
+            seen.push(view.sort);
+            view.press(Key::Char('s'));
+        }
+        assert_eq!(view.sort, first);
+        assert!(Sort::ALL.iter().all(|sort| seen.contains(sort)));
+    }
+
+    #[test]
+    fn the_selection_stays_with_its_device() {
+        let mut view = view(&[("a", 300), ("b", 200), ("c", 100)]);
+        view.press(Key::Down);
+        assert_eq!(view.selected.as_deref(), Some("b"));
+        view.press(Key::Char('r'));
+        view.press(Key::Down);
+        assert_eq!(view.selected.as_deref(), Some("a"));
+        view.press(Key::End);
+        view.press(Key::Down);
+        assert_eq!(view.selected.as_deref(), Some("a"), "the last of the reversed order");
+        view.press(Key::Enter);
+        assert!(view.is_page);
+        view.press(Key::Up);
+        assert_eq!((view.selected.as_deref(), view.is_page), (Some("b"), true));
+        view.press(Key::Escape);
+        assert!(!view.is_page);
+        // It is detached: the first is selected.
+        view.devices.asked(vec!["c".to_owned()], Instant::now());
+        assert_eq!(view.selected_index(&view.rows()), 0);
+    }
+
+    #[test]
+    fn keys_do_nothing_harmful_without_devices() {
+        let mut view = View::new("1 s".to_owned());
+        for key in [Key::Up, Key::End, Key::Enter, Key::PageDown, Key::Escape, Key::Char('s'), Key::Home] {
+            assert_eq!(view.press(key), Action::None);
+        }
+        assert!(!view.is_page);
+        assert_eq!(view.press(Key::Control('z')), Action::Suspend);
+        assert_eq!(view.press(Key::Control('c')), Action::Quit);
+    }
+}

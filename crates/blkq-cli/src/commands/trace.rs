@@ -1,0 +1,316 @@
+//! `blkq trace`: what happens to each I/O of a device.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use blkq::clock::monotonic_ns;
+use blkq::drivers::parse_bytes;
+use blkq::trace::{EVENT_BYTES, EVENTS_MAX, EVENTS_MIN};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::complain;
+use crate::completion;
+use crate::devices::named;
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::signals::{Signal, Signals};
+use crate::state::StateDir;
+use crate::trace::connection::TraceConnection;
+use crate::trace::filter::{Filter, Filtered};
+use crate::trace::item::{Item, What};
+use crate::trace::lives::Lives;
+use crate::trace::ordered::Ordered;
+use crate::trace::output::{Output, OutputError, TraceStart};
+
+/// How long to wait between two looks into the rings.
+const POLL: Duration = Duration::from_millis(5);
+/// After how long a person wants to see that it works, and how often.
+const PROGRESS_AFTER: Duration = Duration::from_secs(2);
+const PROGRESS_EVERY: Duration = Duration::from_millis(500);
+
+/// Options of `trace`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Events are those of blktrace(8): Q submitted, X split, G got a tag, M and F merged to the back and
+the front, P and U the plug began and was flushed, I inserted into the scheduler, D given to the
+driver, R requeued as that was busy, C completed. A queue of the device is a CPU there, and a
+client (`nbd 3`, `vring 0`) a process.
+
+Without --follow, --output and --chrome: lines on a terminal, else one binary stream on standard
+output. SIGINT stops it; a summary on standard error has the count of events, and of those that were
+overwritten before they were read.
+
+Examples:
+  blkq trace disk.img
+  blkq trace disk.img --filter 'op=write,latency>10ms'
+  blkq trace disk.img --output /tmp/run --for 10 && blkparse -i /tmp/run
+  blkq trace disk.img | blkparse -i -
+  blkq trace disk.img --chrome trace.json --for 5     open it in ui.perfetto.dev")]
+pub struct Args {
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    name: String,
+    /// Write lines to standard output
+    #[arg(long)]
+    follow: bool,
+    /// Write blktrace's binary files PREFIX.blktrace.N, one per queue; into a directory, with the
+    /// device's name; or with - one stream to standard output
+    #[arg(long, short, value_name = "PREFIX")]
+    output: Option<PathBuf>,
+    /// Write each request as slices, as trace events in JSON, for Perfetto
+    #[arg(long, value_name = "FILE")]
+    chrome: Option<PathBuf>,
+    /// Stop after so many seconds
+    #[arg(long = "for", value_name = "SECONDS", value_parser = parse_seconds)]
+    duration: Option<Duration>,
+    /// Only I/Os for which all of this holds, with commas in between: op=NAME, size>BYTES, size<BYTES,
+    /// latency>TIME, latency<TIME. Size is that of the largest bio or request, latency the time from
+    /// the first bio's submission to the completion
+    #[arg(long, value_name = "CONDITIONS")]
+    filter: Option<Filter>,
+    /// Memory for the events of each queue, which the daemon keeps while it traces
+    #[arg(long, value_name = "SIZE", default_value = "16M", value_parser = parse_bytes)]
+    buffer: u64,
+}
+
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
+    seconds
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .ok_or_else(|| "write a number of seconds, such as 10 or 0.5".to_owned())
+}
+
+/// The largest ring that fits into so many bytes.
+fn events_of(buffer: u64) -> Outcome<u64> {
+    let events = buffer / EVENT_BYTES as u64;
+    let range = EVENTS_MIN..=EVENTS_MAX;
+    if !range.contains(&events) {
+        let bytes = |events: u64| events * EVENT_BYTES as u64;
+        return Err(Failure::new(format!(
+            "a buffer of {buffer} bytes: it has from {} to {} bytes",
+            bytes(*range.start()),
+            bytes(*range.end())
+        )));
+    }
+    Ok(1 << events.ilog2())
+}
+
+impl Args {
+    /// Traces until it is stopped, the time is over, or the daemon closes the connection.
+    ///
+    /// # Errors
+    /// If the device cannot be traced, or the outputs not be written.
+    pub fn run(self) -> Outcome<ExitCode> {
+        let events = events_of(self.buffer)?;
+        let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
+        if self.follow && is_stream {
+            return Err(Failure::new("lines and a binary stream, both on standard output: choose one"));
+        }
+        let dir = StateDir::locate()?;
+        let name = named(&dir, &self.name)?;
+        let stop = stop_on_signals()?;
+        let connection = TraceConnection::open(&dir, &name, events)
+            .map_err(|e| e.during(format_args!("trace {}", self.name)))?;
+        let start = TraceStart {
+            name: &name,
+            queues: connection.queue_count(),
+            time_ns: monotonic_ns(),
+            since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
+        };
+        let lives = Lives::new(start.queues);
+        let mut tracing = Tracing {
+            outputs: self.outputs(is_stream, &start)?,
+            lives,
+            filtered: self.filter.clone().map(Filtered::new),
+            ordered: Ordered::default(),
+            events: 0,
+            lost: 0,
+        };
+        let begun = Instant::now();
+        let ended = tracing.follow(connection, &stop, self.duration, self.shows_progress());
+        let finished = tracing.finish();
+        let mut line = format!(
+            "{name}: {} events in {:.1} s, {} lost",
+            tracing.events,
+            begun.elapsed().as_secs_f64(),
+            tracing.lost
+        );
+        if let Some(given_up) = tracing.filtered.as_ref().map(Filtered::given_up).filter(|count| *count > 0) {
+            line.push_str(&format!(", {given_up} of I/Os that took too long left out"));
+        }
+        match (ended, finished) {
+            (Err(OutputError::Failed(failure)), _) | (_, Err(OutputError::Failed(failure))) => {
+                complain(&Failure::new(line));
+                Err(failure)
+            }
+            (ended, finished) => {
+                if let Ok(files) = finished
+                    && !files.is_empty()
+                {
+                    let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+                    line.push_str(&format!("; in {}", files.join(" ")));
+                }
+                complain(&Failure::new(line));
+                let closed = matches!(ended, Ok(Ended::ByDaemon));
+                if closed {
+                    complain(&Failure::new(format!("{name}: its daemon closed the connection")));
+                }
+                Ok(if closed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS })
+            }
+        }
+    }
+
+    fn outputs(&self, is_stream: bool, start: &TraceStart<'_>) -> Outcome<Vec<Output>> {
+        let mut outputs = Vec::new();
+        let by_default = !self.follow && self.output.is_none() && self.chrome.is_none();
+        let is_terminal = std::io::stdout().is_terminal();
+        if self.follow || by_default && is_terminal {
+            outputs.push(Output::lines(start));
+        }
+        if is_stream || by_default && !is_terminal {
+            outputs.push(Output::stream(start));
+        } else if let Some(place) = &self.output {
+            outputs.push(Output::files(place, start)?);
+        }
+        if let Some(path) = &self.chrome {
+            outputs.push(Output::chrome(path, start)?);
+        }
+        Ok(outputs)
+    }
+
+    /// Lines on a terminal are progress enough.
+    fn shows_progress(&self) -> bool {
+        std::io::stderr().is_terminal() && !self.follow && (self.output.is_some() || self.chrome.is_some())
+    }
+}
+
+/// Why a trace is over.
+enum Ended {
+    AsAsked,
+    ByDaemon,
+}
+
+/// The way of the items.
+struct Tracing {
+    outputs: Vec<Output>,
+    lives: Lives,
+    filtered: Option<Filtered>,
+    ordered: Ordered,
+    events: u64,
+    lost: u64,
+}
+
+impl Tracing {
+    fn follow(
+        &mut self,
+        mut connection: TraceConnection,
+        stop: &AtomicBool,
+        duration: Option<Duration>,
+        shows_progress: bool,
+    ) -> Result<Ended, OutputError> {
+        let begun = Instant::now();
+        let mut shown = begun;
+        let ended = loop {
+            let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
+            let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
+            let timeout = if over { Duration::ZERO } else { left };
+            let mut fds = [PollFd::new(&connection, PollFlags::IN)];
+            // Interrupted: the signal is noted.
+            let closed =
+                poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
+            let now_ns = monotonic_ns();
+            connection.read(self.ordered.input());
+            let items = self.ordered.take(Some(now_ns));
+            self.pass_on(items)?;
+            if shows_progress && begun.elapsed() >= PROGRESS_AFTER && shown.elapsed() >= PROGRESS_EVERY {
+                shown = Instant::now();
+                let seconds = begun.elapsed().as_secs();
+                let _ = write!(
+                    std::io::stderr(),
+                    "\r\x1b[K{seconds} s, {} events, {} lost",
+                    self.events,
+                    self.lost
+                );
+            }
+            match (closed, over) {
+                (_, true) => break Ended::AsAsked,
+                (true, _) => break Ended::ByDaemon,
+                _ => {}
+            }
+        };
+        if shows_progress && shown > begun {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+        }
+        // Its memory has what was written before the connection closed.
+        connection.read(self.ordered.input());
+        Ok(ended)
+    }
+
+    fn pass_on(&mut self, items: Vec<Item>) -> Result<(), OutputError> {
+        let follows_lives = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
+        let mut requests = Vec::new();
+        for item in &items {
+            match item.what {
+                What::Event(_) => self.events += 1,
+                What::Lost(events) => self.lost += events,
+            }
+            if !follows_lives {
+                continue;
+            }
+            let observed = self.lives.observe(item);
+            match &mut self.filtered {
+                Some(filtered) => filtered.push(*item, observed),
+                None => requests.extend(observed.request.map(|request| (item.queue, request))),
+            }
+        }
+        let items = match &mut self.filtered {
+            Some(filtered) => {
+                requests = filtered.take_requests();
+                filtered.take()
+            }
+            None => items,
+        };
+        for (queue, request) in &requests {
+            self.outputs.iter_mut().try_for_each(|output| output.request(*queue, request))?;
+        }
+        self.outputs.iter_mut().try_for_each(|output| output.items(&items))
+    }
+
+    /// Passes on what is left, and completes the outputs.
+    fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
+        let rest = self.ordered.take(None);
+        let passed = self.pass_on(rest);
+        self.lives.finish();
+        let last = self.pass_on(Vec::new());
+        let mut files = Vec::new();
+        for output in self.outputs.drain(..) {
+            files.extend(output.finish()?);
+        }
+        passed.and(last).map(|()| files)
+    }
+}
+
+/// The first signal stops the trace in order; another one at once, as the reader of
+/// standard output may never read.
+fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
+    let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate, Signal::Hangup])?;
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = stop.clone();
+    let wait = move || {
+        loop {
+            let mut fds = [PollFd::new(&signals, PollFlags::IN)];
+            let _ = poll(&mut fds, None);
+            for _ in signals.take() {
+                if stopped.swap(true, Ordering::SeqCst) {
+                    complain(&Failure::new("stopped at once, and the output may not be complete"));
+                    std::process::exit(i32::from(EXIT_FAILED));
+                }
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("blkq-signals".into()).spawn(wait);
+    thread.map(|_| stop).map_err(|e| Failure::new(format!("cannot start a thread: {e}")))
+}

@@ -1,0 +1,51 @@
+//! A trace over the control socket: it lasts as long as its connection.
+
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+
+use blkq_export::peer::Peer;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::shared::Shared;
+use crate::control::{Reply, line_of};
+use crate::failure::{Failure, Outcome};
+use crate::log;
+
+/// Traces the device, and replies, until the client closes the connection, or sends anything.
+///
+/// # Errors
+/// Why the device is not traced; then there was no reply.
+pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, events: u64) -> Outcome {
+    let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
+    let tracer = pid.map_or("another process".to_owned(), |pid| format!("process {}", pid.as_raw_nonzero()));
+    shared.stage().check()?;
+    let trace = shared.device().trace(events, &tracer)?;
+    send(stream, trace.memory().file())?;
+    log::line(&format!("traced by {tracer}"));
+    wait_for_close(stream);
+    log::line("no longer traced");
+    Ok(())
+}
+
+/// Sends the reply, and the memory with its first byte.
+fn send(stream: &UnixStream, memory: BorrowedFd<'_>) -> Outcome {
+    let line = line_of(&Reply::Ok(()))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [memory];
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    // So short a line is sent as a whole, to a socket that nothing was written to.
+    match sendmsg(stream, &[IoSlice::new(&line)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+        Ok(sent) if sent == line.len() => Ok(()),
+        _ => Err(Failure::new("the client does not take the reply")),
+    }
+}
+
+fn wait_for_close(stream: &UnixStream) {
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    while poll(&mut fds, None) == Err(Errno::INTR) {}
+}

@@ -1,0 +1,401 @@
+//! Groups of devices: files in the state directory that their daemons map ([`blkq::throttle::Group`]).
+//!
+//! A member locks the byte of its slot's number, with its open file, so a daemon that was killed is a
+//! member no more. A command that makes, changes, joins or removes a group has an exclusive lock on the whole file
+//! meanwhile (flock(2)), a reader a shared one.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use blkq::ErrorKind;
+use blkq::throttle::{Group, MEMBERS_MAX, Member, MemberInfo, RateLimits};
+use blkq_export::mapping::Mapping;
+use rustix::fs::{FlockOperation, OFlags, flock, ftruncate};
+use rustix::io::Errno;
+
+use crate::failure::{Failure, Outcome};
+use crate::options::parse_group_name;
+use crate::state::StateDir;
+
+/// Where the groups are in the state directory.
+const DIRECTORY: &str = "groups";
+/// The name of this boot: without it, a time of the monotonic clock means nothing.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// How long to wait for other commands that have locked the group: each has it for a moment.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
+/// And how often to try.
+const LOCK_INTERVAL: Duration = Duration::from_millis(5);
+
+/// The file of a group, mapped.
+pub struct GroupFile {
+    name: String,
+    file: File,
+    group: Arc<Group>,
+}
+
+/// A device's membership: as long as this is there, its slot is its own.
+pub struct Joined {
+    name: String,
+    _file: File,
+}
+
+fn path(dir: &StateDir, name: &str) -> PathBuf {
+    dir.path().join(DIRECTORY).join(name)
+}
+
+/// The names of the groups, sorted.
+///
+/// # Errors
+/// If their directory is there but cannot be read.
+pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
+    let directory = dir.path().join(DIRECTORY);
+    let entries = match fs::read_dir(&directory) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Failure::new(format!("{}: {e}", directory.display()))),
+    };
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| parse_group_name(name).is_ok())
+        .collect();
+    names.sort();
+    Ok(names)
+}
+
+/// The name of this boot.
+fn boot_id() -> Outcome<[u64; 2]> {
+    let text = fs::read_to_string(BOOT_ID).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let id = u128::from_str_radix(&digits, 16).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
+    Ok([(id >> 64) as u64, id as u64])
+}
+
+/// Locks the whole file; waits for at most [`LOCK_WAIT`].
+fn lock_whole(file: &File, name: &str, is_exclusive: bool) -> Outcome {
+    let operation = match is_exclusive {
+        true => FlockOperation::NonBlockingLockExclusive,
+        false => FlockOperation::NonBlockingLockShared,
+    };
+    let until = Instant::now() + LOCK_WAIT;
+    loop {
+        match flock(file, operation) {
+            Ok(()) => return Ok(()),
+            Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < until => thread::sleep(LOCK_INTERVAL),
+            Err(Errno::WOULDBLOCK) => {
+                return Err(Failure::new(format!("group {name} is locked by another command; try again")));
+            }
+            Err(e) => return Err(Failure::new(format!("group {name}: its lock: {e}"))),
+        }
+    }
+}
+
+/// Opens the file of a group, makes it first if it is not there and `make`, and locks it.
+fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Outcome<File> {
+    let path = path(dir, name);
+    let failed = |e: io::Error| match e.kind() {
+        io::ErrorKind::NotFound => {
+            Failure::new(format!("there is no group {name}; make it with `blkq group set {name} LIMITS`"))
+        }
+        _ => Failure::new(format!("group {name}: {}: {e}", path.display())),
+    };
+    let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK).bits() as i32;
+    loop {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(make).mode(0o600).custom_flags(flags);
+        let file = options.open(&path).map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
+            return Err(Failure::new(format!("group {name}: {} is no file; remove it", path.display())));
+        }
+        lock_whole(&file, name, is_exclusive)?;
+        // It may have been removed while the lock was waited for.
+        if file.metadata().map_err(failed)?.nlink() > 0 {
+            return Ok(file);
+        }
+    }
+}
+
+fn unlock(file: &File) {
+    // A lock can be released; if not, closing the file does it.
+    let _ = flock(file, FlockOperation::Unlock);
+}
+
+/// Maps the file of a group.
+fn map(name: &str, file: &File) -> Outcome<Arc<Group>> {
+    let mapping = Mapping::new(file.as_fd(), 0, Group::BYTES as u64)
+        .map_err(|e| Failure::from(e).during(format_args!("group {name}")))?;
+    let start = mapping.start();
+    // SAFETY: the mapping begins at a page, has so many bytes and stays until the box is dropped; nothing else
+    // in this process accesses it, and one that is truncated is replaced by zeroes.
+    Ok(Arc::new(unsafe { Group::over(start, Box::new(mapping)) }))
+}
+
+/// Why a group cannot be used, with the cure.
+fn damaged(name: &str, why: &str) -> Failure {
+    Failure::new(format!(
+        "group {name} is damaged: {why}; set its limits anew with `blkq group set {name} LIMITS`"
+    ))
+}
+
+impl GroupFile {
+    /// Opens a group that is there, to read it.
+    ///
+    /// # Errors
+    /// If it is not there, or damaged.
+    pub fn open(dir: &StateDir, name: &str) -> Outcome<(GroupFile, RateLimits)> {
+        let file = open_locked(dir, name, false, false)?;
+        let opened = GroupFile::over(name, file)?;
+        unlock(&opened.0.file);
+        Ok(opened)
+    }
+
+    /// The group in a file that is locked.
+    fn over(name: &str, file: File) -> Outcome<(GroupFile, RateLimits)> {
+        let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+        if bytes != Group::BYTES as u64 {
+            return Err(damaged(name, &format!("its file has {bytes} bytes, not {}", Group::BYTES)));
+        }
+        let group = map(name, &file)?;
+        let limits = group.check().map_err(|error| match error.kind() {
+            ErrorKind::Format => damaged(name, &error.to_string()),
+            _ => error.into(),
+        })?;
+        Ok((GroupFile { name: name.to_owned(), file, group }, limits))
+    }
+
+    /// Changes the limits of a group, which is made if it is not there, or damaged.
+    ///
+    /// # Errors
+    /// If its file cannot be made or written.
+    pub fn set(dir: &StateDir, name: &str, limits: &RateLimits) -> Outcome {
+        dir.create()?;
+        let directory = dir.path().join(DIRECTORY);
+        let failed = |e: io::Error| Failure::new(format!("group {name}: {}: {e}", directory.display()));
+        DirBuilder::new().mode(0o700).recursive(true).create(&directory).map_err(failed)?;
+        let file = open_locked(dir, name, true, true)?;
+        if file.metadata().map_err(failed)?.len() != Group::BYTES as u64 {
+            ftruncate(&file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
+        }
+        let group = map(name, &file)?;
+        let boot = boot_id()?;
+        if !group.is_group() {
+            group.reset(boot, used_slots(&file));
+        } else if !group.is_of(boot) {
+            group.restart(boot, used_slots(&file));
+        }
+        group.set_limits(limits);
+        unlock(&file);
+        Ok(())
+    }
+
+    /// Removes a group without members; one that is damaged too.
+    ///
+    /// # Errors
+    /// Its members, if it has any; if it cannot be removed.
+    pub fn remove(dir: &StateDir, name: &str) -> Outcome {
+        let file = open_locked(dir, name, false, true)?;
+        if (0..MEMBERS_MAX).any(|slot| is_locked(&file, slot)) {
+            return Err(Failure::new(format!(
+                "group {name} has members (blkq group list); detach them first"
+            )));
+        }
+        let path = path(dir, name);
+        fs::remove_file(&path).map_err(|e| Failure::new(format!("group {name}: {}: {e}", path.display())))
+    }
+
+    /// The members that are there.
+    pub fn members(&self) -> Vec<MemberInfo> {
+        let there = (0..MEMBERS_MAX).filter(|slot| is_locked(&self.file, *slot));
+        there.filter_map(|slot| self.group.member(slot)).collect()
+    }
+}
+
+impl Joined {
+    /// Opens the group of this name and makes `device` a member of it, with a weight.
+    ///
+    /// # Errors
+    /// As [`GroupFile::open`]; if it has as many members as there can be.
+    pub fn open(dir: &StateDir, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
+        let file = open_locked(dir, name, false, true)?;
+        let (GroupFile { name, file, group }, _) = GroupFile::over(name, file)?;
+        let boot = boot_id()?;
+        if !group.is_of(boot) {
+            group.restart(boot, used_slots(&file));
+        }
+        let Some(slot) = (0..MEMBERS_MAX).find(|slot| lock(&file, *slot).is_ok()) else {
+            return Err(Failure::new(format!("group {name} has {MEMBERS_MAX} members, and takes no more")));
+        };
+        let member = group.join(slot, device, weight)?;
+        // From its slot's lock on nobody removes the group.
+        unlock(&file);
+        Ok((Joined { name, _file: file }, member))
+    }
+
+    /// The name of the group.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// A lock on the byte of a slot.
+fn slot_lock(slot: usize) -> libc::flock {
+    libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: slot as libc::off_t,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+/// Locks a slot, with the open file; fails if another has it.
+fn lock(file: &File, slot: usize) -> io::Result<()> {
+    // SAFETY: the descriptor is open, the structure lives through the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &slot_lock(slot)) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Whether another open file has locked the slot.
+fn is_locked(file: &File, slot: usize) -> bool {
+    let mut lock = slot_lock(slot);
+    // SAFETY: the descriptor is open, the structure lives through the call.
+    let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    asked == 0 && i32::from(lock.l_type) != libc::F_UNLCK
+}
+
+/// No member that is there has this slot, or a later one.
+fn used_slots(file: &File) -> usize {
+    (0..MEMBERS_MAX).rev().find(|slot| is_locked(file, *slot)).map_or(0, |slot| slot + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{FileExt, PermissionsExt};
+
+    use super::*;
+    use crate::state::tests::scratch;
+
+    fn limits(text: &str) -> RateLimits {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn members_come_and_disappear_with_their_files() {
+        let dir = scratch("group-members");
+        assert!(GroupFile::open(&dir, "g").err().unwrap().to_string().contains("blkq group set g"));
+        GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
+        let mode = fs::metadata(path(&dir, "g")).unwrap().permissions().mode();
+        assert_eq!((mode & 0o777, names(&dir).unwrap()), (0o600, vec!["g".to_owned()]));
+        let a = Joined::open(&dir, "g", "a", 100).unwrap();
+        let b = Joined::open(&dir, "g", "b", 7).unwrap();
+        let listed = || {
+            let members = GroupFile::open(&dir, "g").unwrap().0.members();
+            members.into_iter().map(|member| (member.name, member.weight)).collect::<Vec<_>>()
+        };
+        assert_eq!(listed(), [("a".to_owned(), 100), ("b".to_owned(), 7)]);
+        assert!(GroupFile::remove(&dir, "g").unwrap_err().to_string().contains("has members"));
+        drop(a);
+        assert_eq!(listed(), [("b".to_owned(), 7)]);
+        // The slot is free again.
+        let (c, in_c) = Joined::open(&dir, "g", "c", 1).unwrap();
+        assert_eq!(listed().len(), 2);
+        GroupFile::set(&dir, "g", &limits("none")).unwrap();
+        assert_eq!(in_c.group().limits().map(|(_, limits)| limits), Some(limits("none")));
+        drop((b, c, in_c));
+        GroupFile::remove(&dir, "g").unwrap();
+        assert!(names(&dir).unwrap().is_empty());
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_group_is_reported_in_one_line_and_set_anew() {
+        let dir = scratch("group-damage");
+        GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
+        let whole = fs::read(path(&dir, "g")).unwrap();
+        type Damage = fn(&mut Vec<u8>);
+        let damage: [Damage; 4] = [
+            |bytes| bytes.truncate(100),
+            |bytes| bytes[0] ^= 1,
+            // A change of the limits was interrupted; the first limit is out of range.
+            |bytes| bytes[24] |= 1,
+            |bytes| bytes[32..40].fill(0xff),
+        ];
+        for damage in damage {
+            let mut bytes = whole.clone();
+            damage(&mut bytes);
+            fs::write(path(&dir, "g"), &bytes).unwrap();
+            let why = Joined::open(&dir, "g", "a", 100).err().unwrap().to_string();
+            assert!(why.starts_with("group g is damaged") && why.len() < 200 && !why.contains('\n'), "{why}");
+            GroupFile::set(&dir, "g", &limits("bps=1M")).unwrap();
+            assert_eq!(GroupFile::open(&dir, "g").unwrap().1, limits("bps=1M"));
+        }
+        fs::remove_file(path(&dir, "g")).unwrap();
+        fs::create_dir(path(&dir, "g")).unwrap();
+        assert!(Joined::open(&dir, "g", "a", 100).is_err());
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_group_set_anew_keeps_the_members_that_are_there() {
+        let dir = scratch("group-anew");
+        GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
+        let a = Joined::open(&dir, "g", "a", 100).unwrap();
+        let _b = Joined::open(&dir, "g", "b", 7).unwrap();
+        drop(a);
+        // The magic; the name of the boot.
+        for offset in [0, 8] {
+            let file = File::options().write(true).open(path(&dir, "g")).unwrap();
+            file.write_all_at(&[0xff], offset).unwrap();
+            GroupFile::set(&dir, "g", &limits("iops=20")).unwrap();
+            let (group, now) = GroupFile::open(&dir, "g").unwrap();
+            let members: Vec<_> =
+                group.members().into_iter().map(|member| (member.slot, member.name)).collect();
+            assert_eq!((now, members), (limits("iops=20"), vec![(1, "b".to_owned())]), "{offset}");
+        }
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_group_that_stays_locked_is_reported() {
+        let dir = scratch("group-locked");
+        GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
+        let reader = open_locked(&dir, "g", false, false).unwrap();
+        GroupFile::open(&dir, "g").expect("readers do not wait for each other");
+        thread::scope(|scope| {
+            let failures = [
+                scope.spawn(|| GroupFile::set(&dir, "g", &limits("iops=20")).err()),
+                scope.spawn(|| GroupFile::remove(&dir, "g").err()),
+                scope.spawn(|| Joined::open(&dir, "g", "a", 100).err()),
+            ];
+            for failure in failures {
+                let failure = failure.join().unwrap().unwrap().to_string();
+                assert!(failure.contains("is locked by another command"), "{failure}");
+            }
+        });
+        drop(reader);
+        let joined = Joined::open(&dir, "g", "a", 100).unwrap();
+        assert!(GroupFile::remove(&dir, "g").unwrap_err().to_string().contains("has members"));
+        drop(joined);
+        GroupFile::remove(&dir, "g").unwrap();
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_group_that_shrinks_harms_no_member() {
+        let dir = scratch("group-shrinks");
+        GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
+        let (_joined, member) = Joined::open(&dir, "g", "a", 100).unwrap();
+        File::options().write(true).open(path(&dir, "g")).unwrap().set_len(0).unwrap();
+        assert_eq!(member.group().limits(), None);
+        assert!(member.weight() > 0);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

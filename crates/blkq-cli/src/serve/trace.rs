@@ -1,0 +1,105 @@
+//! Tracing a device: one trace at a time.
+
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use blkq::trace::TraceMemory;
+use blkq::{Disk, EngineHandle, ErrorKind};
+
+use super::Device;
+use crate::failure::{Failure, Outcome};
+
+/// How long an engine may take to end its trace, unless it is stuck.
+const ENGINES_WAIT: Duration = Duration::from_secs(1);
+
+/// A trace of a device, until it is dropped.
+pub struct DeviceTrace<'a> {
+    device: &'a Device,
+    memory: Arc<TraceMemory>,
+    disk: Weak<Disk>,
+    engines: Vec<EngineHandle>,
+}
+
+impl Device {
+    /// Has the engines trace their queues into a new memory with so many events per queue, for
+    /// `tracer`.
+    ///
+    /// # Errors
+    /// If another traces it, the memory cannot be made, or the device has stopped.
+    pub fn trace(&self, events: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
+        let running = self.running()?;
+        let mut traced_by = self.traced_by();
+        if let Some(other) = &*traced_by {
+            return Err(Failure::new(format!("it is traced already, by {other}; stop that first")));
+        }
+        let memory = TraceMemory::new(running.disk.queue_count(), events)
+            .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
+        // Not what keeps a device from stopping.
+        let trace = DeviceTrace {
+            device: self,
+            memory,
+            disk: Arc::downgrade(&running.disk),
+            engines: running.handles(),
+        };
+        *traced_by = Some(tracer.to_owned());
+        trace.set(Some(&trace.memory));
+        Ok(trace)
+    }
+
+    fn traced_by(&self) -> MutexGuard<'_, Option<String>> {
+        self.traced_by.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DeviceTrace<'_> {
+    /// The memory that the engines write.
+    pub fn memory(&self) -> &TraceMemory {
+        &self.memory
+    }
+
+    fn set(&self, memory: Option<&Arc<TraceMemory>>) {
+        if let Some(disk) = self.disk.upgrade() {
+            self.engines.iter().for_each(|engine| engine.trace(&disk, memory.cloned()));
+        }
+    }
+}
+
+impl Drop for DeviceTrace<'_> {
+    fn drop(&mut self) {
+        // In this order: the engines take messages as they come.
+        self.set(None);
+        // The last reference unmaps up to 1 GiB, for which no engine should have to wait.
+        let until = Instant::now() + ENGINES_WAIT;
+        while Arc::strong_count(&self.memory) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        *self.device.traced_by() = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::tests::options;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn a_device_has_one_trace_at_a_time() {
+        let dir = scratch("trace");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        assert!(device.trace(100, "process 1").is_err(), "no power of two");
+        let trace = device.trace(1 << 10, "process 1").unwrap();
+        let refused = device.trace(1 << 10, "process 2").err().unwrap().to_string();
+        assert!(refused.contains("traced already, by process 1"), "{refused}");
+        drop(trace);
+        let trace = device.trace(1 << 10, "process 2").unwrap();
+        device.close(true).unwrap();
+        device.stop().unwrap();
+        drop(trace);
+        assert!(device.trace(1 << 10, "process 3").is_err(), "it has stopped");
+        drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,304 @@
+//! The kernel's binary format, version 7 (`struct blk_io_trace` in include/uapi/linux/blktrace_api.h),
+//! which blkparse(1), btt(1), iowatcher(1) and fio(1) read.
+
+use std::collections::HashSet;
+
+use blkq::trace::{EventKind, TraceClient, TraceEvent};
+use blkq::{BioFlags, Operation};
+
+use super::client;
+use super::item::{Item, What};
+
+/// `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
+const MAGIC: u32 = 0x6561_7400 | 7;
+/// Bytes of a record without what follows it.
+pub const RECORD_BYTES: usize = 48;
+/// The device's number, 240:0: one for local use, as there may be no device of the kernel.
+const DEVICE: u32 = 240 << 20;
+
+/// Categories (`enum blktrace_cat`), in the upper half of an action.
+mod category {
+    pub const READ: u32 = 1 << 16;
+    pub const WRITE: u32 = 1 << 17;
+    pub const FLUSH: u32 = 1 << 18;
+    pub const SYNC: u32 = 1 << 19;
+    pub const QUEUE: u32 = 1 << 20;
+    pub const REQUEUE: u32 = 1 << 21;
+    pub const ISSUE: u32 = 1 << 22;
+    pub const COMPLETE: u32 = 1 << 23;
+    pub const FS: u32 = 1 << 24;
+    pub const NOTIFY: u32 = 1 << 26;
+    pub const DISCARD: u32 = 1 << 29;
+    pub const FUA: u32 = 1 << 31;
+}
+
+/// `BLK_TN_PROCESS` and `BLK_TN_TIMESTAMP`.
+const PROCESS: u32 = category::NOTIFY;
+const TIMESTAMP: u32 = 1 | category::NOTIFY;
+
+/// The action without operation and flags (`enum blktrace_act`).
+fn action_of(kind: EventKind) -> u32 {
+    match kind {
+        EventKind::Queue => 1 | category::QUEUE,
+        EventKind::BackMerge => 2 | category::QUEUE,
+        EventKind::FrontMerge => 3 | category::QUEUE,
+        EventKind::GetRequest => 4 | category::QUEUE,
+        EventKind::Requeue => 6 | category::REQUEUE,
+        EventKind::Issue => 7 | category::ISSUE,
+        EventKind::Complete => 8 | category::COMPLETE,
+        EventKind::Plug => 9 | category::QUEUE,
+        EventKind::Unplug => 10 | category::QUEUE,
+        EventKind::Insert => 12 | category::QUEUE,
+        EventKind::Split => 13,
+        // One that is not in the format is none that other programs expect.
+        _ => 17,
+    }
+}
+
+/// Operation and flags. Write zeroes are writes there.
+fn categories_of(event: &TraceEvent) -> u32 {
+    let operation = match event.operation {
+        Operation::Read => category::READ,
+        Operation::Write | Operation::WriteZeroes => category::WRITE,
+        Operation::Discard => category::WRITE | category::DISCARD,
+        Operation::Flush => category::FLUSH | category::SYNC,
+    };
+    let flag = |flag, category| if event.flags.contains(flag) { category } else { 0 };
+    let flags =
+        flag(BioFlags::FUA, category::FUA | category::SYNC) | flag(BioFlags::PREFLUSH, category::FLUSH);
+    // A request, and not a bio.
+    let request = if event.tag.is_some() { category::FS } else { 0 };
+    operation | flags | request
+}
+
+/// Writes records, of one queue or of several in one stream.
+pub struct Encoder {
+    /// The number of the last record of each queue: a gap is seen as lost events.
+    sequences: Vec<u32>,
+    /// Clients that have a name in it.
+    named: HashSet<TraceClient>,
+}
+
+/// The fields of a record that are not the same in all.
+struct Record<'a> {
+    queue: usize,
+    time_ns: u64,
+    sector: u64,
+    bytes: u32,
+    action: u32,
+    pid: u32,
+    error: i32,
+    payload: &'a [u8],
+}
+
+impl Encoder {
+    /// For events of queues below `queues`.
+    pub fn new(queues: usize) -> Encoder {
+        Encoder { sequences: vec![0; queues], named: HashSet::new() }
+    }
+
+    /// The first record: the time of day at `time_ns` of the trace's clock.
+    pub fn begin(&mut self, queue: usize, time_ns: u64, since_epoch: std::time::Duration, out: &mut Vec<u8>) {
+        let mut payload = [0; 8];
+        payload[..4].copy_from_slice(&(since_epoch.as_secs() as u32).to_ne_bytes());
+        payload[4..].copy_from_slice(&since_epoch.subsec_nanos().to_ne_bytes());
+        let notice = Record {
+            queue,
+            time_ns,
+            sector: 0,
+            bytes: 0,
+            action: TIMESTAMP,
+            pid: 0,
+            error: 0,
+            payload: &payload,
+        };
+        self.record(&notice, out);
+    }
+
+    /// Appends the records of `item`: none for a gap, one or two for an event.
+    pub fn encode(&mut self, item: &Item, out: &mut Vec<u8>) {
+        let event = match &item.what {
+            What::Event(event) => event,
+            What::Lost(events) => {
+                self.sequences[item.queue] = self.sequences[item.queue].wrapping_add(*events as u32);
+                return;
+            }
+        };
+        let (queue, pid) = (item.queue, client::pid(event.client));
+        if self.named.insert(event.client) {
+            let mut comm = [0; client::COMM_BYTES];
+            let name = client::name(event.client);
+            let length = name.len().min(comm.len() - 1);
+            comm[..length].copy_from_slice(&name.as_bytes()[..length]);
+            let time_ns = event.time_ns;
+            self.record(
+                &Record {
+                    queue,
+                    time_ns,
+                    sector: 0,
+                    bytes: 0,
+                    action: PROCESS,
+                    pid,
+                    error: 0,
+                    payload: &comm,
+                },
+                out,
+            );
+        }
+        let is_plug = matches!(event.kind, EventKind::Plug | EventKind::Unplug);
+        let payload = match event.kind {
+            EventKind::Unplug => Some(u64::from(event.other)),
+            EventKind::Split => Some(event.sector.0 + u64::from(event.bytes >> 9)),
+            _ => None,
+        };
+        let payload = payload.map(u64::to_be_bytes);
+        self.record(
+            &Record {
+                queue,
+                time_ns: event.time_ns,
+                sector: event.sector.0,
+                bytes: event.bytes,
+                action: action_of(event.kind) | if is_plug { 0 } else { categories_of(event) },
+                pid,
+                error: event.status.map_or(0, |status| -status.errno()),
+                payload: payload.as_ref().map_or(&[], |bytes| &bytes[..]),
+            },
+            out,
+        );
+    }
+
+    fn record(&mut self, record: &Record<'_>, out: &mut Vec<u8>) {
+        let sequence = &mut self.sequences[record.queue];
+        *sequence = sequence.wrapping_add(1);
+        out.extend(MAGIC.to_ne_bytes());
+        out.extend(sequence.to_ne_bytes());
+        out.extend(record.time_ns.to_ne_bytes());
+        out.extend(record.sector.to_ne_bytes());
+        out.extend(record.bytes.to_ne_bytes());
+        out.extend(record.action.to_ne_bytes());
+        out.extend(record.pid.to_ne_bytes());
+        out.extend(DEVICE.to_ne_bytes());
+        out.extend((record.queue as u32).to_ne_bytes());
+        // As the kernel does: the negative number, cut to 16 bits.
+        out.extend((record.error as u16).to_ne_bytes());
+        out.extend((record.payload.len() as u16).to_ne_bytes());
+        out.extend(record.payload);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::{Sector, Status, Tag};
+    use proptest::prelude::*;
+
+    use super::super::item::tests::{event, item};
+    use super::*;
+
+    /// A record as a reader takes it apart.
+    #[derive(PartialEq, Debug)]
+    struct Read {
+        sequence: u32,
+        time_ns: u64,
+        sector: u64,
+        bytes: u32,
+        action: u32,
+        pid: u32,
+        cpu: u32,
+        error: u16,
+        payload: Vec<u8>,
+    }
+
+    fn read(mut bytes: &[u8]) -> Vec<Read> {
+        let mut records = Vec::new();
+        while !bytes.is_empty() {
+            let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
+            let long = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().unwrap());
+            let half = |at: usize| u16::from_ne_bytes(bytes[at..at + 2].try_into().unwrap());
+            assert_eq!((word(0), word(36)), (0x6561_7407, 240 << 20));
+            let end = RECORD_BYTES + usize::from(half(46));
+            records.push(Read {
+                sequence: word(4),
+                time_ns: long(8),
+                sector: long(16),
+                bytes: word(24),
+                action: word(28),
+                pid: word(32),
+                cpu: word(40),
+                error: half(44),
+                payload: bytes[RECORD_BYTES..end].to_vec(),
+            });
+            bytes = &bytes[end..];
+        }
+        records
+    }
+
+    fn records(encoder: &mut Encoder, items: &[Item]) -> Vec<Read> {
+        let mut bytes = Vec::new();
+        items.iter().for_each(|item| encoder.encode(item, &mut bytes));
+        read(&bytes)
+    }
+
+    #[test]
+    fn a_client_is_named_before_its_first_event() {
+        let client = TraceClient::new(blkq_export::client_kind::NBD, 7);
+        let event = TraceEvent { client, ..event(EventKind::Queue, 5) };
+        let mut encoder = Encoder::new(2);
+        let records = records(&mut encoder, &[item(1, event), item(1, event)]);
+        let numbers: Vec<u32> = records.iter().map(|record| record.sequence).collect();
+        assert_eq!((numbers, records[0].action), (vec![1, 2, 3], PROCESS));
+        assert_eq!(records[0].payload, b"nbd 7\0\0\0\0\0\0\0\0\0\0\0");
+        assert!(records.iter().all(|record| (record.pid, record.cpu) == (7, 1)));
+    }
+
+    #[test]
+    fn payloads_and_errors_are_those_of_the_kernel() {
+        let unplug = TraceEvent { other: 3, ..event(EventKind::Unplug, 1) };
+        let split = TraceEvent { sector: Sector(8), bytes: 4096, ..event(EventKind::Split, 2) };
+        let failed = TraceEvent { status: Some(Status::Io), ..event(EventKind::Complete, 3) };
+        let items = [unplug, split, failed].map(|event| item(0, event));
+        let records = records(&mut Encoder::new(1), &items);
+        assert_eq!(records[1].payload, 3u64.to_be_bytes());
+        assert_eq!(records[2].payload, 16u64.to_be_bytes());
+        assert_eq!(records[3].error, (-libc::EIO) as u16);
+    }
+
+    #[test]
+    fn lost_events_are_a_gap_in_the_sequence() {
+        let event = event(EventKind::Issue, 5);
+        let lost = Item { queue: 0, time_ns: 5, what: What::Lost(10) };
+        let records = records(&mut Encoder::new(1), &[item(0, event), lost, item(0, event)]);
+        assert_eq!(records.iter().map(|record| record.sequence).collect::<Vec<_>>(), [1, 2, 13]);
+    }
+
+    #[test]
+    fn operations_have_the_categories_that_blkparse_shows() {
+        let categories = |operation, flags| {
+            let event = TraceEvent { operation, flags, ..event(EventKind::Queue, 1) };
+            let records = records(&mut Encoder::new(1), &[item(0, event)]);
+            records[1].action & !(category::QUEUE | 0xffff)
+        };
+        let none = BioFlags::empty();
+        assert_eq!(categories(Operation::Read, none), category::READ);
+        assert_eq!(categories(Operation::WriteZeroes, none), category::WRITE);
+        assert_eq!(categories(Operation::Discard, none), category::WRITE | category::DISCARD);
+        assert_eq!(categories(Operation::Flush, none), category::FLUSH | category::SYNC);
+        let durable = category::WRITE | category::FUA | category::SYNC;
+        assert_eq!(categories(Operation::Write, BioFlags::FUA), durable);
+        assert_eq!(categories(Operation::Write, BioFlags::PREFLUSH), category::WRITE | category::FLUSH);
+    }
+
+    proptest! {
+        #[test]
+        fn each_event_is_one_record_with_its_fields(
+            kind in 0..EventKind::ALL.len(), sector: u64, bytes: u32, tag: u16, time_ns: u64, queue in 0..4_usize,
+        ) {
+            let sector = sector >> 10;
+            let of = event(EventKind::ALL[kind], time_ns);
+            let of = TraceEvent { sector: Sector(sector), bytes, tag: Some(Tag(tag)), ..of };
+            let records = records(&mut Encoder::new(4), &[item(queue, of)]);
+            let record = &records[1];
+            prop_assert_eq!((record.sector, record.bytes, record.time_ns), (sector, bytes, time_ns));
+            prop_assert_eq!((record.cpu as usize, record.action & 0xffff), (queue, action_of(of.kind) & 0xffff));
+        }
+    }
+}

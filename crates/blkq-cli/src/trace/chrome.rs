@@ -1,0 +1,136 @@
+//! Trace events in JSON, which Perfetto and chrome://tracing open: each request with a slice per stage.
+
+use std::io::{self, Write};
+
+use serde_json::{Value, json};
+
+use super::client;
+use super::lives::{CompletedRequest, Stage};
+
+/// The number of the process that the device is there.
+const PROCESS: u32 = 1;
+
+/// Writes a file of trace events.
+pub struct ChromeWriter<W: Write> {
+    out: W,
+    since_ns: u64,
+    requests: u64,
+}
+
+fn stage_name(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Queued => "queued",
+        Stage::Scheduled => "scheduled",
+        Stage::Driver => "driver",
+        Stage::Requeued => "requeued",
+    }
+}
+
+impl<W: Write> ChromeWriter<W> {
+    /// Of device `name` with so many queues; times count from `since_ns` on.
+    ///
+    /// # Errors
+    /// Of `out`.
+    pub fn new(mut out: W, name: &str, queues: usize, since_ns: u64) -> io::Result<ChromeWriter<W>> {
+        let name_of = |what: &str, thread: usize, name: &str| json!({"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": {"name": name}});
+        write!(out, "[\n{}", name_of("process_name", 0, &format!("blkq {name}")))?;
+        for queue in 0..queues {
+            write!(out, ",\n{}", name_of("thread_name", queue, &format!("queue {queue}")))?;
+        }
+        Ok(ChromeWriter { out, since_ns, requests: 0 })
+    }
+
+    /// Writes a request of `queue`: a slice of its whole life, and in it one per stage.
+    ///
+    /// # Errors
+    /// Of the file.
+    pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> io::Result<()> {
+        let Some((_, begin_ns)) = request.stages.first() else { return Ok(()) };
+        self.requests += 1;
+        let name = format!("{} {} + {}", request.operation.name(), request.sector.0, request.bytes >> 9);
+        let arguments = json!({
+            "sector": request.sector.0,
+            "bytes": request.bytes,
+            "client": client::name(request.client),
+            "error": request.status.map(|status| status.to_string()),
+        });
+        self.slice(queue, 'b', &name, *begin_ns, Some(&arguments))?;
+        let ends = request.stages[1..].iter().map(|(_, ns)| *ns).chain([request.completed_ns]);
+        for ((stage, begin_ns), end_ns) in request.stages.iter().zip(ends) {
+            self.slice(queue, 'b', stage_name(*stage), *begin_ns, None)?;
+            self.slice(queue, 'e', stage_name(*stage), end_ns, None)?;
+        }
+        self.slice(queue, 'e', &name, request.completed_ns, None)
+    }
+
+    /// The beginning or the end of a slice of the present request.
+    fn slice(
+        &mut self,
+        queue: usize,
+        phase: char,
+        name: &str,
+        ns: u64,
+        args: Option<&Value>,
+    ) -> io::Result<()> {
+        let us = ns.saturating_sub(self.since_ns) as f64 / 1e3;
+        let mut event = json!({
+            "ph": phase, "cat": "request", "id": self.requests, "pid": PROCESS, "tid": queue, "name": name, "ts": us,
+        });
+        if let Some(args) = args {
+            event["args"] = args.clone();
+        }
+        write!(self.out, ",\n{event}")
+    }
+
+    /// Closes the list.
+    ///
+    /// # Errors
+    /// Of the file.
+    pub fn finish(mut self) -> io::Result<()> {
+        self.out.write_all(b"\n]\n")?;
+        self.out.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::trace::TraceClient;
+    use blkq::{Operation, Sector, Status};
+
+    use super::*;
+
+    #[test]
+    fn the_stages_of_a_request_lie_inside_of_its_slice() {
+        let mut bytes = Vec::new();
+        let mut writer = ChromeWriter::new(&mut bytes, "a", 2, 1000).unwrap();
+        let request = CompletedRequest {
+            stages: vec![(Stage::Queued, 2000), (Stage::Driver, 3500)],
+            completed_ns: 9000,
+            operation: Operation::Write,
+            sector: Sector(8),
+            bytes: 4096,
+            client: TraceClient::NONE,
+            status: Some(Status::Io),
+        };
+        writer.request(1, &request).unwrap();
+        writer.finish().unwrap();
+        let events: Vec<Value> = serde_json::from_slice(&bytes).unwrap();
+        let slices: Vec<_> = events.iter().filter(|event| event["ph"] != "M").collect();
+        let found: Vec<_> = slices
+            .iter()
+            .map(|event| (&event["ph"], &event["name"], event["ts"].as_f64().unwrap()))
+            .collect();
+        let (begin, end, name) = (json!("b"), json!("e"), json!("write 8 + 8"));
+        let (queued, driver) = (json!("queued"), json!("driver"));
+        let expected = [
+            (&begin, &name, 1.0),
+            (&begin, &queued, 1.0),
+            (&end, &queued, 2.5),
+            (&begin, &driver, 2.5),
+            (&end, &driver, 8.0),
+            (&end, &name, 8.0),
+        ];
+        assert_eq!(found, expected);
+        assert_eq!(slices[0]["args"]["error"], "I/O error");
+    }
+}

@@ -1,0 +1,222 @@
+//! Choosing I/Os: `op=write,size>64k,latency>1ms`.
+
+use std::cmp::Ordering;
+use std::collections::VecDeque;
+use std::str::FromStr;
+
+use blkq::Operation;
+use blkq::drivers::parse_bytes;
+
+use super::item::{Item, What};
+use super::lives::{CompletedRequest, Fate, Io, Observed, SharedFate, fate_of};
+
+/// Most items that wait for the completion of an I/O; then the oldest I/O is given up.
+const WAITING_MAX: usize = 1 << 20;
+
+/// A condition.
+#[derive(Clone, PartialEq, Debug)]
+enum Condition {
+    Operation(Operation),
+    Size(Ordering, u64),
+    LatencyNs(Ordering, u64),
+}
+
+impl Condition {
+    fn holds(&self, io: &Io, completed_ns: u64) -> bool {
+        match self {
+            Condition::Operation(operation) => io.operation == *operation,
+            Condition::Size(ordering, bytes) => u64::from(io.bytes).cmp(bytes) == *ordering,
+            Condition::LatencyNs(ordering, ns) => io
+                .queued_ns
+                .is_some_and(|queued_ns| completed_ns.saturating_sub(queued_ns).cmp(ns) == *ordering),
+        }
+    }
+}
+
+/// Conditions that all have to hold.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Filter(Vec<Condition>);
+
+impl Filter {
+    /// Whether they hold for an I/O that is over.
+    pub fn holds(&self, io: &Io, completed_ns: u64) -> bool {
+        self.0.iter().all(|condition| condition.holds(io, completed_ns))
+    }
+}
+
+const RULE: &str =
+    "a filter is op=NAME, size>BYTES, size<BYTES, latency>TIME, latency<TIME, with commas in between";
+
+impl FromStr for Filter {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Filter, String> {
+        text.split(',').map(condition).collect::<Result<_, _>>().map(Filter)
+    }
+}
+
+fn condition(text: &str) -> Result<Condition, String> {
+    let at = text.find(['=', '<', '>']).ok_or_else(|| RULE.to_owned())?;
+    let (key, value) = (&text[..at], &text[at + 1..]);
+    let ordering = match &text[at..=at] {
+        "<" => Ordering::Less,
+        ">" => Ordering::Greater,
+        _ => Ordering::Equal,
+    };
+    match (key, ordering) {
+        ("op", Ordering::Equal) => {
+            let named = Operation::ALL.into_iter().find(|operation| operation.name() == value);
+            let names = || Operation::ALL.map(Operation::name).join(", ");
+            named.map(Condition::Operation).ok_or_else(|| format!("op={value}: there are {}", names()))
+        }
+        ("size", _) => {
+            parse_bytes(value).map(|bytes| Condition::Size(ordering, bytes)).map_err(|e| e.to_string())
+        }
+        ("latency", Ordering::Less | Ordering::Greater) => {
+            parse_time_ns(value).map(|ns| Condition::LatencyNs(ordering, ns))
+        }
+        _ => Err(RULE.to_owned()),
+    }
+}
+
+fn parse_time_ns(text: &str) -> Result<u64, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
+    let (number, unit) = text.split_at(digits);
+    let unit_ns = match unit {
+        "ns" => 1.0,
+        "us" => 1e3,
+        "ms" => 1e6,
+        "s" => 1e9,
+        _ => return Err(format!("{text:?} is not a time: write a number and ns, us, ms or s")),
+    };
+    let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a time"))?;
+    Ok((number * unit_ns).round() as u64)
+}
+
+/// Items in their order, until it is known whether they are wanted.
+pub struct Filtered {
+    filter: Filter,
+    waiting: VecDeque<(Item, SharedFate)>,
+    requests: Vec<(usize, CompletedRequest, SharedFate)>,
+    given_up: u64,
+}
+
+impl Filtered {
+    /// By this filter.
+    pub fn new(filter: Filter) -> Filtered {
+        Filtered { filter, waiting: VecDeque::new(), requests: Vec::new(), given_up: 0 }
+    }
+
+    /// Takes the next item, with its effects.
+    pub fn push(&mut self, item: Item, observed: Observed) {
+        if let Some((io, completed_ns)) = &observed.io {
+            let kept = self.filter.holds(io, *completed_ns);
+            *io.fate.borrow_mut() = if kept { Fate::Kept } else { Fate::Dropped };
+        }
+        // Events of no I/O are dropped: of the plug, and of I/Os that began before the trace.
+        if let (What::Event(_), Some(fate)) = (&item.what, &observed.fate) {
+            self.waiting.push_back((item, fate.clone()));
+        }
+        if let (Some(request), Some(fate)) = (observed.request, observed.fate) {
+            self.requests.push((item.queue, request, fate));
+        }
+    }
+
+    /// Takes out the requests that are wanted, with their queues, of I/Os that are over.
+    pub fn take_requests(&mut self) -> Vec<(usize, CompletedRequest)> {
+        let (open, over): (Vec<_>, Vec<_>) =
+            self.requests.drain(..).partition(|(.., fate)| matches!(fate_of(fate), Fate::Open));
+        self.requests = open;
+        let kept = over.into_iter().filter(|(.., fate)| matches!(fate_of(fate), Fate::Kept));
+        kept.map(|(queue, request, _)| (queue, request)).collect()
+    }
+
+    /// Takes out what is wanted, up to the first I/O that is not over.
+    pub fn take(&mut self) -> Vec<Item> {
+        let mut items = Vec::new();
+        while let Some((item, fate)) = self.waiting.front() {
+            match fate_of(fate) {
+                Fate::Open if self.waiting.len() <= WAITING_MAX => break,
+                Fate::Kept => items.push(*item),
+                Fate::Open => self.given_up += 1,
+                Fate::Dropped | Fate::Of(_) => {}
+            }
+            self.waiting.pop_front();
+        }
+        items
+    }
+
+    /// Events of I/Os that took so long that they were given up.
+    pub fn given_up(&self) -> u64 {
+        self.given_up
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::trace::EventKind::{Complete, GetRequest, Issue, Plug, Queue};
+
+    use super::super::item::tests::step;
+    use super::super::lives::Lives;
+    use super::*;
+
+    #[test]
+    fn filters_are_conditions_with_commas_in_between() {
+        let filter: Filter = "op=write-zeroes,size>64k,latency<1.5ms".parse().unwrap();
+        let conditions = vec![
+            Condition::Operation(Operation::WriteZeroes),
+            Condition::Size(Ordering::Greater, 64 << 10),
+            Condition::LatencyNs(Ordering::Less, 1_500_000),
+        ];
+        assert_eq!(filter, Filter(conditions));
+        for text in [
+            "",
+            "op",
+            "op>read",
+            "op=erase",
+            "size>x",
+            "latency>5",
+            "latency=1ms",
+            "latency>-1s",
+            "a=b",
+            "op=read,",
+        ] {
+            assert!(text.parse::<Filter>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn events_of_slow_requests_come_whole_and_in_order() {
+        let items = [
+            step(Queue, 1, 5, None),
+            step(Plug, 1, blkq::trace::NO_BIO, None),
+            step(GetRequest, 1, 5, Some(9)),
+            step(Queue, 2, 6, None),
+            step(GetRequest, 2, 6, Some(8)),
+            step(Issue, 3, 5, Some(9)),
+            step(Issue, 3, 6, Some(8)),
+            step(Complete, 20, 6, Some(8)),
+            step(Complete, 5000, 5, Some(9)),
+        ];
+        let (mut lives, mut filtered) = (Lives::new(1), Filtered::new("latency>1ms".parse().unwrap()));
+        for item in &items {
+            assert!(filtered.take().is_empty() && filtered.take_requests().is_empty());
+            let observed = lives.observe(item);
+            filtered.push(*item, observed);
+        }
+        assert_eq!(filtered.take(), [items[0], items[2], items[5], items[8]]);
+        assert_eq!(filtered.take_requests().len(), 1);
+    }
+
+    #[test]
+    fn an_io_that_never_completes_holds_nothing_up_at_the_end() {
+        let (mut lives, mut filtered) = (Lives::new(1), Filtered::new("op=read".parse().unwrap()));
+        for item in [step(Queue, 1, 5, None), step(Queue, 2, 6, None), step(Complete, 3, 6, None)] {
+            let observed = lives.observe(&item);
+            filtered.push(item, observed);
+        }
+        assert!(filtered.take().is_empty());
+        lives.finish();
+        assert_eq!(filtered.take().len(), 2);
+    }
+}

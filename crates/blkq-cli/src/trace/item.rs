@@ -1,0 +1,102 @@
+//! One thing that a queue's ring had.
+
+use blkq::trace::{EventKind, TraceEvent};
+use blkq::{BioFlags, Operation};
+
+/// An event, or a gap between two.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Item {
+    /// The hardware queue.
+    pub queue: usize,
+    /// Of a gap, that of the event behind it.
+    pub time_ns: u64,
+    /// The event, or how many are missing here.
+    pub what: What,
+}
+
+/// See [`Item`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum What {
+    /// An event.
+    Event(TraceEvent),
+    /// So many events were overwritten before they were read.
+    Lost(u64),
+}
+
+impl Item {
+    /// The event, if it is one.
+    pub fn event(&self) -> Option<&TraceEvent> {
+        match &self.what {
+            What::Event(event) => Some(event),
+            What::Lost(_) => None,
+        }
+    }
+}
+
+/// Operation and flags in the letters of blkparse(1), and `WZ` for write zeroes; `N` of the plug.
+pub fn rwbs(event: &TraceEvent) -> String {
+    if matches!(event.kind, EventKind::Plug | EventKind::Unplug) {
+        return "N".to_owned();
+    }
+    let mut text = String::new();
+    if event.flags.contains(BioFlags::PREFLUSH) {
+        text.push('F');
+    }
+    text.push_str(match event.operation {
+        Operation::Read => "R",
+        Operation::Write => "W",
+        Operation::Discard => "D",
+        Operation::WriteZeroes => "WZ",
+        Operation::Flush => "F",
+    });
+    if event.flags.contains(BioFlags::FUA) {
+        text.push('F');
+    }
+    text
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use blkq::trace::{NO_BIO, TraceClient};
+    use blkq::{Sector, Tag};
+
+    use super::*;
+
+    /// An event of a read, of no bio and no tag.
+    pub fn event(kind: EventKind, time_ns: u64) -> TraceEvent {
+        TraceEvent {
+            time_ns,
+            kind,
+            operation: Operation::Read,
+            flags: BioFlags::empty(),
+            sector: Sector(0),
+            bytes: 0,
+            bio: NO_BIO,
+            tag: None,
+            client: TraceClient::NONE,
+            status: None,
+            other: 0,
+        }
+    }
+
+    /// `event` of `queue`.
+    pub fn item(queue: usize, event: TraceEvent) -> Item {
+        Item { queue, time_ns: event.time_ns, what: What::Event(event) }
+    }
+
+    /// An event of a bio, in microseconds; of a request too, if `tag` is one.
+    pub fn step(kind: EventKind, us: u64, bio: u32, tag: Option<u16>) -> Item {
+        item(0, TraceEvent { bio, tag: tag.map(Tag), bytes: 4096, ..event(kind, us * 1000) })
+    }
+
+    #[test]
+    fn operations_have_the_letters_of_blkparse() {
+        let letters = |operation, flags| rwbs(&TraceEvent { operation, flags, ..event(EventKind::Queue, 0) });
+        assert_eq!(letters(Operation::Write, BioFlags::FUA), "WF");
+        assert_eq!(letters(Operation::Write, BioFlags::PREFLUSH | BioFlags::FUA), "FWF");
+        assert_eq!(
+            Operation::ALL.map(|operation| letters(operation, BioFlags::empty())),
+            ["R", "W", "D", "WZ", "F"]
+        );
+    }
+}

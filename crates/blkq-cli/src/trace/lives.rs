@@ -1,0 +1,466 @@
+//! The life of each I/O: which events belong together, and how long each stage took.
+//!
+//! An I/O is a bio with all the requests that do it, and all the bios that merged with those. It is
+//! over when the last of these requests has completed.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use blkq::trace::{EventKind, NO_BIO, TraceClient, TraceEvent};
+use blkq::{Operation, Sector, Status, Tag};
+
+use super::item::{Item, What};
+
+/// Whether the events of an I/O are wanted: decided when it is over.
+#[derive(Clone, Debug)]
+pub enum Fate {
+    /// It is not over.
+    Open,
+    /// They are.
+    Kept,
+    /// They are not.
+    Dropped,
+    /// It was merged with another, whose fate counts.
+    Of(SharedFate),
+}
+
+/// The fate that the events of one I/O share.
+pub type SharedFate = Rc<RefCell<Fate>>;
+
+/// The fate itself, behind all mergers.
+pub fn fate_of(fate: &SharedFate) -> Fate {
+    match &*fate.borrow() {
+        Fate::Of(other) => fate_of(other),
+        fate => fate.clone(),
+    }
+}
+
+/// An I/O.
+#[derive(Debug)]
+pub struct Io {
+    /// When its first bio was submitted; `None` if that was before the trace.
+    pub queued_ns: Option<u64>,
+    /// The operation that was asked for.
+    pub operation: Operation,
+    /// The larger of its largest bio and its largest request.
+    pub bytes: u32,
+    /// Of all its events.
+    pub fate: SharedFate,
+    /// Requests, and bios without one, that have not completed.
+    open: u32,
+    /// Bytes of a bio that is split, for which there are no parts yet.
+    unsplit: u32,
+    is_split: bool,
+    bios: Vec<u32>,
+}
+
+/// A stage in the life of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stage {
+    /// From its submission to the scheduler or the driver: checks, merges, tags, the plug.
+    Queued,
+    /// In the scheduler.
+    Scheduled,
+    /// In the driver.
+    Driver,
+    /// The driver was busy.
+    Requeued,
+}
+
+/// A request that has completed.
+#[derive(Debug)]
+pub struct CompletedRequest {
+    /// The stages with their beginnings, each over when the next begins.
+    pub stages: Vec<(Stage, u64)>,
+    /// When it completed.
+    pub completed_ns: u64,
+    /// Its operation.
+    pub operation: Operation,
+    /// Where.
+    pub sector: Sector,
+    /// How long.
+    pub bytes: u32,
+    /// The client of its first bio.
+    pub client: TraceClient,
+    /// Why it failed.
+    pub status: Option<Status>,
+}
+
+/// The effects of an item.
+#[derive(Default)]
+pub struct Observed {
+    /// The fate of the event.
+    pub fate: Option<SharedFate>,
+    /// A request that it completes.
+    pub request: Option<CompletedRequest>,
+    /// An I/O that is over with it, and the time.
+    pub io: Option<(Io, u64)>,
+}
+
+struct Request {
+    io: u64,
+    bio: u32,
+    stages: Vec<(Stage, u64)>,
+}
+
+/// The I/O of one queue.
+#[derive(Default)]
+struct QueueLives {
+    ios: HashMap<u64, Io>,
+    next: u64,
+    bios: HashMap<u32, u64>,
+    requests: HashMap<Tag, Request>,
+    /// Flushes that no driver's flush serves yet.
+    flushes: Vec<u64>,
+}
+
+/// The I/O of a device.
+pub struct Lives {
+    queues: Vec<QueueLives>,
+}
+
+impl Lives {
+    /// Of a device with so many queues.
+    pub fn new(queues: usize) -> Lives {
+        Lives { queues: (0..queues).map(|_| QueueLives::default()).collect() }
+    }
+
+    /// Takes the next item of a queue.
+    pub fn observe(&mut self, item: &Item) -> Observed {
+        let queue = &mut self.queues[item.queue];
+        match &item.what {
+            What::Event(event) => queue.observe(event),
+            What::Lost(_) => {
+                queue.forget();
+                Observed::default()
+            }
+        }
+    }
+
+    /// Gives up all that are not over.
+    pub fn finish(&mut self) {
+        self.queues.iter_mut().for_each(QueueLives::forget);
+    }
+}
+
+impl QueueLives {
+    /// Which events belong together is no longer known: numbers of bios and tags are used again.
+    fn forget(&mut self) {
+        for io in self.ios.values() {
+            *io.fate.borrow_mut() = Fate::Dropped;
+        }
+        *self = QueueLives { next: self.next, ..QueueLives::default() };
+    }
+
+    fn observe(&mut self, event: &TraceEvent) -> Observed {
+        let (io, mut request, mut is_over) = match (event.kind, event.tag) {
+            (EventKind::Queue, _) => (Some(self.queued(event)), None, false),
+            (EventKind::Split, _) => (self.split(event), None, false),
+            (EventKind::GetRequest, Some(tag)) => (Some(self.begun(tag, event)), None, false),
+            (EventKind::BackMerge | EventKind::FrontMerge, Some(tag)) => {
+                (self.merged(tag, event), None, false)
+            }
+            (EventKind::Insert | EventKind::Issue | EventKind::Requeue, Some(tag)) => {
+                let stage = match event.kind {
+                    EventKind::Insert => Stage::Scheduled,
+                    EventKind::Issue => Stage::Driver,
+                    _ => Stage::Requeued,
+                };
+                let request = self.requests.get_mut(&tag);
+                let io = request.map(|request| {
+                    request.stages.push((stage, event.time_ns));
+                    request.io
+                });
+                (io, None, false)
+            }
+            (EventKind::Complete, Some(tag)) => match self.requests.remove(&tag) {
+                Some(request) => (Some(request.io), Some(request), true),
+                None => (None, None, false),
+            },
+            (EventKind::Complete, None) => (self.bios.get(&event.bio).copied(), None, true),
+            _ => (None, None, false),
+        };
+        let mut observed = Observed::default();
+        let Some(id) = io else { return observed };
+        if let Some(io) = self.ios.get_mut(&id) {
+            io.bytes = io.bytes.max(event.bytes);
+            observed.fate = Some(io.fate.clone());
+            if is_over {
+                io.open = io.open.saturating_sub(1);
+                is_over = io.open == 0 && io.unsplit == 0;
+            }
+        }
+        observed.request = request.take().map(|request| CompletedRequest {
+            stages: request.stages,
+            completed_ns: event.time_ns,
+            operation: event.operation,
+            sector: event.sector,
+            bytes: event.bytes,
+            client: event.client,
+            status: event.status,
+        });
+        if is_over {
+            observed.io = self.remove(id).map(|io| (io, event.time_ns));
+        }
+        observed
+    }
+
+    fn insert(&mut self, event: &TraceEvent, queued_ns: Option<u64>) -> u64 {
+        self.next += 1;
+        let io = Io {
+            queued_ns,
+            operation: event.operation,
+            bytes: event.bytes,
+            fate: Rc::new(RefCell::new(Fate::Open)),
+            open: 1,
+            unsplit: 0,
+            is_split: false,
+            bios: Vec::new(),
+        };
+        self.ios.insert(self.next, io);
+        self.own(event.bio, self.next);
+        self.next
+    }
+
+    /// The bio is of the I/O `id` from now on.
+    fn own(&mut self, bio: u32, id: u64) {
+        if bio != NO_BIO {
+            self.bios.insert(bio, id);
+            if let Some(io) = self.ios.get_mut(&id) {
+                io.bios.push(bio);
+            }
+        }
+    }
+
+    fn queued(&mut self, event: &TraceEvent) -> u64 {
+        let id = self.insert(event, Some(event.time_ns));
+        if event.operation == Operation::Flush {
+            self.flushes.push(id);
+        }
+        id
+    }
+
+    fn split(&mut self, event: &TraceEvent) -> Option<u64> {
+        let id = *self.bios.get(&event.other)?;
+        let io = self.ios.get_mut(&id)?;
+        if !io.is_split {
+            // The parts are done in its place.
+            (io.is_split, io.unsplit, io.open) = (true, io.bytes, io.open.saturating_sub(1));
+        }
+        io.unsplit = io.unsplit.saturating_sub(event.bytes);
+        io.open += 1;
+        self.own(event.bio, id);
+        Some(id)
+    }
+
+    fn begun(&mut self, tag: Tag, event: &TraceEvent) -> u64 {
+        let id = if event.bio == NO_BIO {
+            // A flush of the driver's serves all that wait.
+            let waiting = std::mem::take(&mut self.flushes);
+            let first = waiting.first().copied();
+            for other in waiting.into_iter().skip(1) {
+                first.into_iter().for_each(|first| self.unite(other, first));
+            }
+            first.filter(|first| self.ios.contains_key(first)).unwrap_or_else(|| self.insert(event, None))
+        } else {
+            match self.bios.get(&event.bio) {
+                Some(id) => *id,
+                None => self.insert(event, None),
+            }
+        };
+        let queued_ns = self.ios.get(&id).and_then(|io| io.queued_ns).unwrap_or(event.time_ns);
+        let stages = vec![(Stage::Queued, queued_ns)];
+        self.requests.insert(tag, Request { io: id, bio: event.bio, stages });
+        id
+    }
+
+    fn merged(&mut self, tag: Tag, event: &TraceEvent) -> Option<u64> {
+        let into = self.requests.get(&tag)?.io;
+        if let Some(from) = self.bios.get(&event.bio).copied() {
+            // The request that began with this bio, if there was one, is a part of the other.
+            self.requests.retain(|of, request| *of == tag || request.bio != event.bio);
+            let queued_ns = self.ios.get(&from).and_then(|io| io.queued_ns);
+            if let (Some(queued_ns), Some(request)) = (queued_ns, self.requests.get_mut(&tag))
+                && let Some((_, first_ns)) = request.stages.first_mut()
+            {
+                *first_ns = (*first_ns).min(queued_ns);
+            }
+            self.unite(from, into);
+        }
+        Some(into)
+    }
+
+    /// One request completes for both.
+    fn unite(&mut self, from: u64, into: u64) {
+        if from == into {
+            if let Some(io) = self.ios.get_mut(&into) {
+                io.open = io.open.saturating_sub(1);
+            }
+            return;
+        }
+        if !self.ios.contains_key(&into) {
+            return;
+        }
+        let Some(other) = self.ios.remove(&from) else { return };
+        for bio in &other.bios {
+            if self.bios.get(bio) == Some(&from) {
+                self.bios.insert(*bio, into);
+            }
+        }
+        for request in self.requests.values_mut().filter(|request| request.io == from) {
+            request.io = into;
+        }
+        if let Some(io) = self.ios.get_mut(&into) {
+            io.queued_ns = [io.queued_ns, other.queued_ns].into_iter().flatten().min();
+            io.bytes = io.bytes.max(other.bytes);
+            io.open = (io.open + other.open).saturating_sub(1);
+            io.unsplit += other.unsplit;
+            io.is_split |= other.is_split;
+            io.bios.extend(other.bios);
+            *other.fate.borrow_mut() = Fate::Of(io.fate.clone());
+        }
+    }
+
+    fn remove(&mut self, id: u64) -> Option<Io> {
+        let io = self.ios.remove(&id)?;
+        for bio in &io.bios {
+            if self.bios.get(bio) == Some(&id) {
+                self.bios.remove(bio);
+            }
+        }
+        self.flushes.retain(|flush| *flush != id);
+        Some(io)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::item::tests::step;
+    use super::*;
+    use EventKind::{BackMerge, Complete, GetRequest, Insert, Issue, Queue, Requeue, Split};
+
+    /// The effects of the last of `items`, when none before it completed an I/O.
+    #[track_caller]
+    fn observe(items: &[Item]) -> Observed {
+        let mut lives = Lives::new(1);
+        let (last, before) = items.split_last().unwrap();
+        before.iter().for_each(|item| assert!(lives.observe(item).io.is_none(), "over at {item:?}"));
+        lives.observe(last)
+    }
+
+    fn with_other(item: Item, other: u32) -> Item {
+        let event = TraceEvent { other, ..*item.event().unwrap() };
+        Item { what: What::Event(event), ..item }
+    }
+
+    fn with_bytes(item: Item, bytes: u32) -> Item {
+        let event = TraceEvent { bytes, ..*item.event().unwrap() };
+        Item { what: What::Event(event), ..item }
+    }
+
+    fn flush(item: Item) -> Item {
+        let event = TraceEvent { operation: Operation::Flush, ..*item.event().unwrap() };
+        Item { what: What::Event(event), ..item }
+    }
+
+    #[test]
+    fn a_request_has_its_stages_one_after_the_other() {
+        let items = [
+            step(Queue, 1, 5, None),
+            step(GetRequest, 2, 5, Some(9)),
+            step(Insert, 3, 5, Some(9)),
+            step(Issue, 4, 5, Some(9)),
+            step(Requeue, 5, 5, Some(9)),
+            step(Issue, 6, 5, Some(9)),
+            step(Complete, 8, 5, Some(9)),
+        ];
+        let observed = observe(&items);
+        let request = observed.request.unwrap();
+        let stages = [Stage::Queued, Stage::Scheduled, Stage::Driver, Stage::Requeued, Stage::Driver];
+        let stages: Vec<_> = stages.into_iter().zip([1000, 3000, 4000, 5000, 6000]).collect();
+        assert_eq!((request.stages, request.completed_ns), (stages, 8000));
+        assert_eq!(observed.io.unwrap().0.queued_ns, Some(1000));
+    }
+
+    #[test]
+    fn merged_bios_are_one_io_with_the_earliest_time() {
+        let items = [
+            step(Queue, 1, 5, None),
+            step(GetRequest, 1, 5, Some(9)),
+            step(Queue, 2, 6, None),
+            step(BackMerge, 2, 6, Some(9)),
+            with_bytes(step(Complete, 8, 5, Some(9)), 8192),
+        ];
+        let (io, completed_ns) = observe(&items).io.unwrap();
+        assert_eq!((io.queued_ns, io.bytes, completed_ns), (Some(1000), 8192, 8000));
+    }
+
+    #[test]
+    fn requests_that_a_scheduler_joins_complete_once() {
+        let items = [
+            step(Queue, 1, 5, None),
+            step(GetRequest, 1, 5, Some(9)),
+            step(Queue, 2, 6, None),
+            step(GetRequest, 2, 6, Some(8)),
+            step(BackMerge, 3, 6, Some(9)),
+            step(Issue, 4, 5, Some(9)),
+            step(Complete, 8, 5, Some(9)),
+        ];
+        let mut lives = Lives::new(1);
+        let last = items.iter().map(|item| lives.observe(item)).last().unwrap();
+        assert!(last.io.is_some() && lives.queues[0].requests.is_empty() && lives.queues[0].bios.is_empty());
+    }
+
+    #[test]
+    fn a_split_bio_is_over_when_its_last_part_has_completed() {
+        let items = [
+            with_bytes(step(Queue, 1, 5, None), 12288),
+            with_other(step(Split, 1, 6, None), 5),
+            step(GetRequest, 1, 6, Some(1)),
+            step(Complete, 2, 6, Some(1)),
+            // The second is made when the first has completed.
+            with_other(step(Split, 3, 7, None), 5),
+            step(GetRequest, 3, 7, Some(1)),
+            with_other(step(Split, 3, 8, None), 5),
+            step(GetRequest, 3, 8, Some(2)),
+            step(Complete, 4, 8, Some(2)),
+            step(Complete, 5, 7, Some(1)),
+        ];
+        let (io, _) = observe(&items).io.unwrap();
+        assert_eq!((io.queued_ns, io.bytes), (Some(1000), 12288));
+    }
+
+    #[test]
+    fn a_flush_of_the_driver_serves_those_that_waited() {
+        let items = [
+            flush(step(Queue, 1, 5, None)),
+            flush(step(Queue, 2, 6, None)),
+            flush(step(GetRequest, 3, NO_BIO, Some(64))),
+            flush(step(Queue, 4, 7, None)),
+            flush(step(Complete, 8, NO_BIO, Some(64))),
+        ];
+        let observed = observe(&items);
+        assert_eq!(observed.io.unwrap().0.queued_ns, Some(1000));
+        assert_eq!(observed.request.unwrap().stages, [(Stage::Queued, 1000)]);
+    }
+
+    #[test]
+    fn a_rejected_bio_is_over_without_a_request() {
+        let observed = observe(&[step(Queue, 1, 5, None), step(Complete, 2, 5, None)]);
+        assert!(observed.io.is_some() && observed.request.is_none());
+    }
+
+    #[test]
+    fn a_gap_forgets_what_was_open_and_numbers_are_used_again() {
+        let mut lives = Lives::new(1);
+        let fate = lives.observe(&step(Queue, 1, 5, None)).fate.unwrap();
+        lives.observe(&Item { queue: 0, time_ns: 2, what: What::Lost(1) });
+        assert!(matches!(fate_of(&fate), Fate::Dropped));
+        assert!(lives.observe(&step(Complete, 2, 5, Some(3))).io.is_none(), "it began before");
+        for item in [step(Queue, 3, 5, None), step(GetRequest, 3, 5, Some(3))] {
+            assert!(lives.observe(&item).io.is_none());
+        }
+        assert_eq!(lives.observe(&step(Complete, 9, 5, Some(3))).io.unwrap().0.queued_ns, Some(3000));
+    }
+}

@@ -1,0 +1,14 @@
+//! `blkq trace`: the events of a device, as they come from its daemon's memory, and what is made of
+//! them. `connection` reads them, `ordered` puts those of all queues in order, `lives` follows each
+//! I/O through its events, `filter` chooses; `blktrace`, `lines` and `chrome` write them.
+
+pub mod blktrace;
+pub mod chrome;
+pub mod client;
+pub mod connection;
+pub mod filter;
+pub mod item;
+pub mod lines;
+pub mod lives;
+pub mod ordered;
+pub mod output;

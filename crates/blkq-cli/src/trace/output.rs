@@ -1,0 +1,213 @@
+//! Where a trace goes: lines, binary files or a stream, and slices for Perfetto.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::failure::{Failure, Outcome};
+
+use super::blktrace::Encoder;
+use super::chrome::ChromeWriter;
+use super::item::Item;
+use super::lines::line;
+use super::lives::CompletedRequest;
+
+/// A trace as it begins.
+pub struct TraceStart<'a> {
+    /// The device.
+    pub name: &'a str,
+    /// Its hardware queues.
+    pub queues: usize,
+    /// The trace's clock.
+    pub time_ns: u64,
+    /// The time of day then, since 1970.
+    pub since_epoch: Duration,
+}
+
+/// An output could not be written.
+pub enum OutputError {
+    /// The reader of standard output has closed it.
+    Closed,
+    /// Anything else.
+    Failed(Failure),
+}
+
+/// One of the outputs.
+pub enum Output {
+    /// Lines on standard output.
+    Lines {
+        /// Of the trace's clock.
+        since_ns: u64,
+        /// Those that are not written yet.
+        text: String,
+    },
+    /// One binary stream on standard output.
+    Stream(Encoder, Vec<u8>),
+    /// A binary file for each queue.
+    Files(Vec<(PathBuf, BufWriter<File>, Encoder)>, Vec<u8>),
+    /// Slices.
+    Chrome(PathBuf, ChromeWriter<BufWriter<File>>),
+}
+
+fn create(path: &Path) -> Outcome<BufWriter<File>> {
+    let file = File::create(path).map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+    Ok(BufWriter::with_capacity(1 << 18, file))
+}
+
+impl Output {
+    /// Lines on standard output.
+    pub fn lines(start: &TraceStart<'_>) -> Output {
+        Output::Lines { since_ns: start.time_ns, text: String::new() }
+    }
+
+    /// A stream on standard output.
+    pub fn stream(start: &TraceStart<'_>) -> Output {
+        let (mut encoder, mut bytes) = (Encoder::new(start.queues), Vec::new());
+        encoder.begin(0, start.time_ns, start.since_epoch, &mut bytes);
+        Output::Stream(encoder, bytes)
+    }
+
+    /// Files `PREFIX.blktrace.0` and so on, one per queue; `place` is the prefix, or a directory for
+    /// files with the device's name.
+    ///
+    /// # Errors
+    /// If one cannot be made.
+    pub fn files(place: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
+        let prefix = if place.is_dir() { place.join(start.name) } else { place.to_owned() };
+        let path_of = |queue: usize| {
+            let mut path = prefix.clone().into_os_string();
+            path.push(format!(".blktrace.{queue}"));
+            PathBuf::from(path)
+        };
+        // blkparse reads all there are, up to the first that is missing: those of an earlier trace with more
+        // queues are not of this one.
+        match std::fs::remove_file(path_of(start.queues)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                return Err(Failure::new(format!("{}: {e}", path_of(start.queues).display())));
+            }
+            _ => {}
+        }
+        let open = |queue: usize| -> Outcome<_> {
+            let (path, mut encoder, mut bytes) = (path_of(queue), Encoder::new(start.queues), Vec::new());
+            let mut file = create(&path)?;
+            encoder.begin(queue, start.time_ns, start.since_epoch, &mut bytes);
+            file.write_all(&bytes).map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+            Ok((path, file, encoder))
+        };
+        Ok(Output::Files((0..start.queues).map(open).collect::<Outcome<_>>()?, Vec::new()))
+    }
+
+    /// A file of slices.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn chrome(path: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
+        let writer = ChromeWriter::new(create(path)?, start.name, start.queues, start.time_ns);
+        let writer = writer.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+        Ok(Output::Chrome(path.to_owned(), writer))
+    }
+
+    /// Whether it has slices, and is to be given requests.
+    pub fn wants_requests(&self) -> bool {
+        matches!(self, Output::Chrome(..))
+    }
+
+    /// Writes these items.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn items(&mut self, items: &[Item]) -> Result<(), OutputError> {
+        match self {
+            Output::Lines { since_ns, text } => {
+                items.iter().for_each(|item| line(item, *since_ns, text));
+                let written = to_stdout(text.as_bytes());
+                text.clear();
+                written
+            }
+            Output::Stream(encoder, bytes) => {
+                items.iter().for_each(|item| encoder.encode(item, bytes));
+                let written = to_stdout(bytes);
+                bytes.clear();
+                written
+            }
+            Output::Files(files, bytes) => {
+                for item in items {
+                    let (path, file, encoder) = &mut files[item.queue];
+                    encoder.encode(item, bytes);
+                    let written = file.write_all(bytes);
+                    bytes.clear();
+                    written.map_err(|e| failed(path, &e))?;
+                }
+                Ok(())
+            }
+            Output::Chrome(..) => Ok(()),
+        }
+    }
+
+    /// Writes a request that has completed, if it has slices.
+    ///
+    /// # Errors
+    /// As [`Output::items`].
+    pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> Result<(), OutputError> {
+        match self {
+            Output::Chrome(path, writer) => writer.request(queue, request).map_err(|e| failed(path, &e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Completes the output. Returns the files that it is in.
+    ///
+    /// # Errors
+    /// As [`Output::items`].
+    pub fn finish(self) -> Result<Vec<PathBuf>, OutputError> {
+        match self {
+            Output::Lines { .. } => Ok(Vec::new()),
+            Output::Stream(_, bytes) => to_stdout(&bytes).map(|()| Vec::new()),
+            Output::Files(files, _) => {
+                let finish = |(path, mut file, _): (PathBuf, BufWriter<File>, Encoder)| {
+                    file.flush().map_err(|e| failed(&path, &e)).map(|()| path)
+                };
+                files.into_iter().map(finish).collect()
+            }
+            Output::Chrome(path, writer) => {
+                writer.finish().map_err(|e| failed(&path, &e)).map(|()| vec![path])
+            }
+        }
+    }
+}
+
+fn failed(path: &Path, error: &io::Error) -> OutputError {
+    OutputError::Failed(Failure::new(format!("{}: {error}", path.display())))
+}
+
+fn to_stdout(bytes: &[u8]) -> Result<(), OutputError> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(OutputError::Closed),
+        Err(e) => Err(OutputError::Failed(Failure::new(format!("standard output: {e}")))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_an_earlier_trace_are_not_part_of_the_next() {
+        let dir = crate::state::tests::scratch("trace-files");
+        let mut start = TraceStart { name: "a", queues: 3, time_ns: 1, since_epoch: Duration::ZERO };
+        let names = |start: &TraceStart<'_>| -> Vec<String> {
+            let Ok(files) = Output::files(dir.path(), start).unwrap().finish() else { panic!("written") };
+            let name = |file: &PathBuf| file.file_name().unwrap().to_str().unwrap().to_owned();
+            assert!(files.iter().all(|file| file.exists()));
+            files.iter().map(name).collect()
+        };
+        assert_eq!(names(&start), ["a.blktrace.0", "a.blktrace.1", "a.blktrace.2"]);
+        start.queues = 1;
+        assert_eq!(names(&start), ["a.blktrace.0"]);
+        assert!(!dir.path().join("a.blktrace.1").exists());
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,149 @@
+//! `blkq attach --config`, `blkq config` and `blkq list --configured`.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::process::{Child, Command, Output, Stdio};
+
+use place::*;
+use serde_json::{Value, json};
+
+/// A directory of configuration files, each with name and text.
+fn configured(test: &str, files: &[(&str, &str)]) -> Place {
+    let place = Place::new(test);
+    fs::create_dir(place.dir.join("c")).unwrap();
+    for (name, text) in files {
+        fs::write(place.dir.join("c").join(name), text).unwrap();
+    }
+    place
+}
+
+fn run(place: &Place, words: &[&str]) -> Output {
+    let mut command: Command = place.command(words);
+    command.env("BLKQ_CONFIG_DIR", place.dir.join("c")).output().unwrap()
+}
+
+fn printed(output: Output) -> String {
+    assert_eq!((output.status.code(), String::from_utf8(output.stderr).unwrap().as_str()), (Some(0), ""));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_device_is_attached_as_its_file_says() {
+    let text = "image = \"ram:1M\"\nexport = [\"nbd\"]\nread-only = true\ndepth = 4\n";
+    let place = configured("config", &[("data.toml", text), ("notes.txt", "not TOML")]);
+    let file = place.dir.join("c/data.toml").display().to_string();
+    let list = || printed(run(&place, &["list", "--configured", "--no-headings", "-o", "NAME,MODE,IMAGE"]));
+    assert_eq!(list(), "data  configured  ram:1M\n");
+    let object = json!([{ "name": "data", "state": "configured", "image": "ram:1M", "config": file }]);
+    let listed = printed(run(&place, &["list", "--configured", "--json"]));
+    assert_eq!(serde_json::from_str::<Value>(&listed).unwrap(), object);
+    assert_eq!(printed(run(&place, &["list", "--json"])), "[]\n");
+
+    printed(run(&place, &["attach", "--config", &file, "--depth", "8"]));
+    let info = place.json(&["show", "data", "--json"]);
+    assert_eq!((&info["attach_options"]["options"]["depth"], &info["read_only"]), (&json!(8), &json!(true)));
+    assert_eq!(list(), "data  ro  ram:1M\n");
+    // The name is the file's: it is not made unique.
+    assert!(place.refused(&["attach", "--config", &file]).contains("data"));
+    assert_eq!(place.done(&["attach", "--config", &file, "--name", "e"]).lines().count(), 1);
+    place.done(&["detach", "data"]);
+    place.done(&["detach", "e"]);
+    assert_eq!(list(), "data  configured  ram:1M\n");
+}
+
+#[test]
+fn every_mistake_of_the_files_is_a_line() {
+    let place = configured(
+        "config-check",
+        &[
+            ("a.toml", "image = \"null:1M\"\n"),
+            ("b.toml", "image = \"null:1M\"\ndepht = 1\n\nqueues = 0\n"),
+            ("c.toml", "image = \"null:1M\"\nname = \"a\"\n"),
+        ],
+    );
+    let output = run(&place, &["config", "check"]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    let lines: Vec<&str> = errors.lines().collect();
+    assert_eq!((output.status.code(), lines.len()), (Some(1), 3), "{errors}");
+    for (line, (file, text)) in lines.iter().zip([
+        ("c/b.toml:2: ", "there is depth"),
+        ("c/b.toml:4: ", "queues"),
+        ("c/c.toml:2: ", "rename the file"),
+    ]) {
+        assert!(line.starts_with("blkq: ") && line.contains(file) && line.contains(text), "{line}");
+    }
+    let a = place.dir.join("c/a.toml").display().to_string();
+    assert_eq!(printed(run(&place, &["config", "check", &a])), "");
+    let b = place.dir.join("c/b.toml").display().to_string();
+    let line = place.refused(&["attach", "--config", &b]);
+    assert!(line.contains("b.toml:2: unknown key") && line.contains("config check reports all"), "{line}");
+    // It is not left out of the list in silence.
+    let list = printed(run(&place, &["list", "--configured", "-o", "NAME,EXPORT", "--no-headings"]));
+    assert!(list.contains("b.toml:2: unknown key"), "{list}");
+}
+
+/// `blkq service data`, as a service manager starts it.
+fn service(place: &Place) -> Child {
+    let mut command = place.command(&["service", "data"]);
+    command.env("BLKQ_CONFIG_DIR", place.dir.join("c")).spawn().unwrap()
+}
+
+fn wait_for_device(place: &Place, child: &mut Child) {
+    let pid = child.id();
+    let of_child = |output: &Output| {
+        let info: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        info["pid"] == pid
+    };
+    while !of_child(&place.run(&["show", "data", "--json"])) {
+        assert_eq!(child.try_wait().unwrap(), None, "it has exited");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_service_is_upgraded_by_its_manager() {
+    let place = configured("service", &[]);
+    let image = place.image("disk.img", 1 << 20);
+    let text = format!("image = \"{image}\"\nexport = [\"vhost-user-blk\"]\n");
+    fs::write(place.dir.join("c/data.toml"), &text).unwrap();
+    let mut child = service(&place);
+    wait_for_device(&place, &mut child);
+
+    fs::write(place.dir.join("c/data.toml"), format!("{text}depth = 9\nno-merge = true\nqueues = 2\n"))
+        .unwrap();
+    printed(run(&place, &["config", "apply"]));
+    let settings = &place.json(&["show", "data", "--json"])["settings"];
+    assert_eq!((&settings["depth"], &settings["merge"]), (&json!(9), &json!(false)));
+
+    let mut upgrade =
+        place.command(&["upgrade", "data", "--service"]).stdout(Stdio::piped()).spawn().unwrap();
+    while child.try_wait().unwrap().is_none() {
+        assert!(upgrade.try_wait().unwrap().is_none_or(|status| status.success()), "it is not upgraded");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(3));
+    let mut next = service(&place);
+    let output = upgrade.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert!(String::from_utf8(output.stdout).unwrap().starts_with("vhost-user:"));
+    wait_for_device(&place, &mut next);
+    place.done(&["detach", "data"]);
+    assert_eq!(next.wait().unwrap().code(), Some(0));
+    assert!(place.files().is_empty());
+}
+
+#[test]
+fn a_service_that_cannot_start_reports_why() {
+    let place =
+        configured("service-bad", &[("data.toml", "image = \"/none.img\"\n"), ("bad.toml", "queues = 0\n")]);
+    for (name, why) in
+        [("data", "No such file"), ("bad", "bad.toml:1: "), ("none", "No such file"), ("../x", "no name")]
+    {
+        let output = run(&place, &["service", name]);
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert!(line.starts_with(&format!("blkq: service {name}: ")) && line.contains(why), "{line}");
+    }
+}

@@ -1,0 +1,118 @@
+//! qcow2 images, attached and used over NBD by QEMU's programs, and checked by them afterwards.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::process::Command;
+
+use place::*;
+
+fn run(program: &str, words: &[&str]) -> String {
+    let output = Command::new(program).args(words).output().unwrap();
+    assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+/// Words of qemu-io that each run one command.
+fn qemu_io(format: &str, image: &str, commands: &[&str]) {
+    let words: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
+    let printed = run("qemu-io", &[&["-f", format], &words[..], &[image]].concat());
+    assert!(!printed.contains("failed"), "{printed}");
+}
+
+#[test]
+fn qemu_writes_over_nbd_what_it_then_finds_in_the_image() {
+    let place = Place::new("qcow2");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (base, top, raw) = (path("base"), path("top.qcow2"), path("raw"));
+    fs::write(&base, vec![1; 1 << 20]).unwrap();
+    for kind in ["cluster_size=64k", "cluster_size=512", "compat=0.10,cluster_size=2M"] {
+        let create = ["create", "-q", "-f", "qcow2", "-o", kind, "-b", &base, "-F", "raw", &top, "8M"];
+        run("qemu-img", &create);
+        let attach = ["attach", &top, "--format", "qcow2", "--export", "nbd", "--name", "q"];
+        let uri = place.done(&attach).trim().to_owned();
+        let commands = [
+            "read -P 1 0 1M",
+            "read -P 0 1M 7M",
+            "write -P 2 4k 4k",
+            "write -P 3 900k 1M",
+            "write -z 128k 64k",
+            "discard 3M 1M",
+            "aio_write -P 4 5M 3M",
+            "aio_flush",
+            "flush",
+            "read -P 1 0 4k",
+            "read -P 2 4k 4k",
+            "read -P 0 128k 64k",
+            "read -P 3 900k 1M",
+            "read -P 4 5M 3M",
+        ];
+        qemu_io("raw", &uri, &commands);
+        // While it is served, with tables that only the daemon has.
+        qemu_io("raw", &uri, &["write -P 5 2M 64k"]);
+        run("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, &raw]);
+        place.done(&["detach", "q"]);
+        run("qemu-img", &["check", "-f", "qcow2", &top]);
+        run("qemu-img", &["compare", "-f", "raw", "-F", "qcow2", &raw, &top]);
+        qemu_io("qcow2", &top, &["read -P 5 2M 64k", "read -P 2 4k 4k"]);
+    }
+    assert_eq!(fs::read(&base).unwrap(), vec![1; 1 << 20]);
+}
+
+// The thread that does this makes no ring, and a call that its filter kills for is the daemon's end.
+#[test]
+fn a_confined_daemon_writes_tables_without_a_queue() {
+    let place = Place::new("qcow2-confined");
+    let image = place.dir.join("d.qcow2").to_str().unwrap().to_owned();
+    for last in ["write -P 1 0 1M", "discard 1M 1M"] {
+        run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "8M"]);
+        let uri = place.done(&["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"]);
+        qemu_io("raw", uri.trim(), &["write -P 1 0 1M", "write -P 2 1M 1M"]);
+        place.done(&["resize", "q", "16M"]);
+        qemu_io("raw", uri.trim(), &["write -P 3 15M 1M", "discard 2M 64k"]);
+        place.done(&["set", "q", "read-only=on"]);
+        place.done(&["set", "q", "read-only=off"]);
+        qemu_io("raw", uri.trim(), &[last]);
+        place.done(&["detach", "q"]);
+        run("qemu-img", &["check", "-f", "qcow2", &image]);
+        qemu_io("qcow2", &image, &["read -P 1 0 1M", "read -P 3 15M 1M"]);
+    }
+}
+
+#[test]
+fn the_format_that_auto_finds_is_printed_and_kept() {
+    let place = Place::new("qcow2-auto");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (image, raw) = (path("d.qcow2"), place.image("raw", 1 << 20));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "8M"]);
+    for (image, format) in [(&image, "qcow2"), (&raw, "raw")] {
+        let attached = place.run(&["attach", image, "--format", "auto", "--export", "nbd", "--name", "a"]);
+        assert!(attached.status.success());
+        let printed = String::from_utf8(attached.stderr).unwrap();
+        assert!(printed.contains(&format!("is served as {format}")), "{printed}");
+        let shown = place.json(&["show", "--json", "a"]);
+        assert_eq!(shown["attach_options"]["options"]["format"], format, "{shown}");
+        place.done(&["detach", "a"]);
+    }
+}
+
+#[test]
+fn options_that_mean_nothing_for_an_image_are_rejected() {
+    let place = Place::new("qcow2-options");
+    let image = place.dir.join("d.qcow2").to_str().unwrap().to_owned();
+    fs::write(place.dir.parent().unwrap().join("behind-qcow2"), [0; 512]).unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-u", "-b", "../behind-qcow2", "-F", "raw", &image, "1M"];
+    run("qemu-img", &create);
+    for (words, why) in [
+        (&["--format", "qcow2"][..], "--backing-chain allow"),
+        (&["--format", "qcow2", "--offset", "512"], "--offset is for raw images"),
+        (&["--format", "qcow2", "--queues", "2"], "have one owner"),
+        (&["--backing-chain", "allow"], "--backing-chain is for qcow2"),
+        (&["--format", "qcow2", "--backing-chain", "allow", "--shared"], "has one writer"),
+    ] {
+        let line = place.refused(&[&["attach", "--export", "nbd", &image], words].concat());
+        assert!(line.contains(why), "{line}");
+    }
+    fs::remove_file(place.dir.parent().unwrap().join("behind-qcow2")).unwrap();
+}

@@ -1,0 +1,168 @@
+//! Large reads are done in parts: the first one is on its way to the client while the device reads the
+//! others. Each is a chunk of a structured reply, and they complete in any order.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use blkq::Status;
+
+use crate::buffers::BufferPool;
+use crate::slots::Slots;
+
+use super::transmission::Request;
+
+/// Length of a part in bytes, but for the last one: with 64 KiB reads were slower, as they are in one piece
+/// (docs/bench.md).
+const PART_BYTES: u64 = 128 << 10;
+/// Most parts of one client in flight: 4 MiB, more than a disk needs at once. A read of 32 MiB has 256
+/// parts, for which the requests of other clients would wait.
+const IN_FLIGHT_MAX: usize = 32;
+
+/// A part of a read.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    /// Of [`SplitReads`].
+    read: u64,
+    /// Where it begins, in bytes of the device.
+    pub offset: u64,
+}
+
+struct SplitRead {
+    request: Request,
+    /// Where the next part begins, in bytes of the device.
+    next: u64,
+    /// Parts that have not completed.
+    left: u32,
+    result: Result<(), Status>,
+}
+
+/// The reads of one client that are done in parts.
+#[derive(Default)]
+pub(super) struct SplitReads {
+    reads: Slots<SplitRead>,
+    /// Those with parts that have not begun, in order.
+    waiting: VecDeque<u64>,
+    /// Parts that have begun and not completed.
+    in_flight: usize,
+}
+
+/// Whether a read of `length` bytes has several parts.
+pub(super) fn is_split(length: u64) -> bool {
+    length > PART_BYTES
+}
+
+/// Size of the buffers for a read of `length` bytes in parts.
+pub(super) fn buffer_bytes(length: u64) -> usize {
+    parts(0..length).map(|part| BufferPool::size((part.end - part.start) as u32)).sum()
+}
+
+/// The parts of `range`.
+pub(super) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let starts = range.clone().step_by(PART_BYTES as usize);
+    starts.map(move |start| start..range.end.min(start + PART_BYTES))
+}
+
+impl SplitReads {
+    /// Takes a read of a range that is not empty: [`SplitReads::next`] hands out its parts.
+    pub fn begin(&mut self, request: Request) {
+        let left = parts(request.range()).count() as u32;
+        let read = self.reads.insert(SplitRead { request, next: request.offset, left, result: Ok(()) });
+        self.waiting.push_back(read);
+    }
+
+    /// Begins the next part, which is to complete, if there is one and it need not wait for others.
+    pub fn next(&mut self) -> Option<(Request, Part, Range<u64>)> {
+        if self.in_flight >= IN_FLIGHT_MAX {
+            return None;
+        }
+        let number = *self.waiting.front()?;
+        let read = self.reads.get_mut(number)?;
+        let end = read.request.range().end;
+        let range = parts(read.next..end).next()?;
+        read.next = range.end;
+        if range.end == end {
+            self.waiting.pop_front();
+        }
+        self.in_flight += 1;
+        Some((read.request, Part { read: number, offset: range.start }, range))
+    }
+
+    /// No other part begins.
+    pub fn abandon(&mut self) {
+        self.waiting.clear();
+    }
+
+    /// A part completed. Returns the result of its read if that was the last one: the first error.
+    pub fn complete(&mut self, part: Part, result: Result<(), Status>) -> Option<Result<(), Status>> {
+        self.in_flight -= 1;
+        let read = self.reads.get_mut(part.read)?;
+        read.left -= 1;
+        read.result = read.result.and(result);
+        if read.left > 0 {
+            return None;
+        }
+        self.reads.take(part.read).map(|read| read.result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nbd::proto::{Command, CommandFlags};
+
+    fn read(range: Range<u64>) -> Request {
+        let (offset, length) = (range.start, range.end - range.start);
+        Request { command: Command::Read, flags: CommandFlags::empty(), cookie: offset, offset, length }
+    }
+
+    fn begin(split: &mut SplitReads, range: Range<u64>) -> Vec<(Part, Range<u64>)> {
+        split.begin(read(range));
+        std::iter::from_fn(|| split.next()).map(|(_, part, range)| (part, range)).collect()
+    }
+
+    #[test]
+    fn a_read_completes_with_its_last_part_and_the_first_error() {
+        let mut split = SplitReads::default();
+        let range = 4096..4096 + 2 * PART_BYTES + 512;
+        let first = begin(&mut split, range.clone());
+        let ranges: Vec<_> = first.iter().map(|(_, range)| range.end - range.start).collect();
+        assert_eq!(ranges, [PART_BYTES, PART_BYTES, 512]);
+        assert_eq!((first[0].1.start, first[2].1.end), (range.start, range.end));
+        let second = begin(&mut split, range);
+        assert_eq!(split.complete(first[2].0, Err(Status::NoSpace)), None);
+        assert_eq!(split.complete(second[1].0, Ok(())), None);
+        assert_eq!(split.complete(first[0].0, Err(Status::Io)), None);
+        assert_eq!(split.complete(first[1].0, Ok(())), Some(Err(Status::NoSpace)));
+        assert_eq!(split.complete(second[0].0, Ok(())), None);
+        assert_eq!(split.complete(second[2].0, Ok(())), Some(Ok(())));
+        let third = begin(&mut split, 0..PART_BYTES + 1);
+        assert_eq!(split.complete(third[1].0, Ok(())), None, "nothing is left of an earlier read");
+        assert_eq!(split.complete(third[0].0, Ok(())), Some(Ok(())));
+        assert_eq!((split.reads.len(), split.in_flight), (0, 0));
+    }
+
+    #[test]
+    fn parts_beyond_the_limit_begin_in_order_as_others_complete() {
+        let mut split = SplitReads::default();
+        let bytes = IN_FLIGHT_MAX as u64 * PART_BYTES;
+        let mut begun = VecDeque::from(begin(&mut split, 0..bytes + PART_BYTES));
+        assert_eq!(begun.len(), IN_FLIGHT_MAX);
+        assert!(begin(&mut split, bytes + PART_BYTES..bytes + 3 * PART_BYTES).is_empty());
+        for part in 0..IN_FLIGHT_MAX as u64 + 3 {
+            let (completed, range) = begun.pop_front().unwrap();
+            assert_eq!(range.start, part * PART_BYTES);
+            let last = part == IN_FLIGHT_MAX as u64 || part == IN_FLIGHT_MAX as u64 + 2;
+            assert_eq!(split.complete(completed, Ok(())), last.then_some(Ok(())));
+            begun.extend(split.next().map(|(_, part, range)| (part, range)));
+            assert!(split.next().is_none());
+        }
+        assert_eq!((begun.len(), split.reads.len(), split.in_flight), (0, 0, 0));
+    }
+
+    #[test]
+    fn buffers_of_parts_are_what_the_parts_take() {
+        assert_eq!(buffer_bytes(2 * PART_BYTES), 256 << 10);
+        assert_eq!(buffer_bytes(PART_BYTES + 512), (128 << 10) + 4096);
+        assert!(!is_split(PART_BYTES) && is_split(PART_BYTES + 1));
+    }
+}

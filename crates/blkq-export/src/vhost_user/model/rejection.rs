@@ -1,0 +1,79 @@
+//! A ring rejects itself on its engine, while the control thread reports it, stops it, starts it again or
+//! disconnects: it is reported once, and requests are neither lost nor done twice.
+
+use super::front_end::FrontEnd;
+use super::{model, thread};
+
+const REQUESTS: u16 = 2;
+
+/// The control thread's next step.
+#[derive(Clone, Copy, PartialEq)]
+enum Then {
+    /// Stops it; the driver repairs it, and it is started again.
+    Restart,
+    Reset,
+    Disconnect,
+}
+
+fn rejected_once(then: Then) {
+    let mut front_end = FrontEnd::connect();
+    let error = front_end.error();
+    (0..u64::from(REQUESTS)).for_each(|number| front_end.add(number));
+    front_end.spoil(REQUESTS);
+    front_end.start();
+    // If the ring is rejected now, that is reported here.
+    front_end.device.turn();
+    // Of a ring that was started again.
+    let mut rejected_before = 0;
+    match then {
+        Then::Disconnect => {}
+        Then::Reset => front_end.reset(),
+        Then::Restart => {
+            front_end.stop();
+            front_end.device.turn();
+            let counters = front_end.device.counters();
+            assert_eq!(counters.rejected_rings, counters.requests / u64::from(REQUESTS), "reported now");
+            front_end.repair(REQUESTS);
+            rejected_before = counters.rejected_rings;
+            front_end.start();
+            let mut taken = 0;
+            while taken < REQUESTS {
+                match front_end.driver.take_used(&front_end.guest) {
+                    Some(_) => taken += 1,
+                    None => thread::yield_now(),
+                }
+            }
+            front_end.device.turn();
+            assert_eq!(front_end.stop(), REQUESTS.into());
+            assert!(front_end.driver.take_used(&front_end.guest).is_none());
+        }
+    }
+    let FrontEnd { device, guest, engine, .. } = front_end;
+    let counters = device.disconnect();
+    // A ring takes the requests before what is wrong in the same turn as that.
+    let rejected = match then {
+        Then::Restart => rejected_before,
+        Then::Reset | Then::Disconnect => counters.requests / u64::from(REQUESTS),
+    };
+    assert_eq!(counters.rejected_rings, rejected, "each rejection is reported once");
+    assert_eq!(FrontEnd::errors(&error), rejected, "the front end is notified once");
+    assert_eq!(counters.errors, 0);
+    guest.assert_intact();
+    drop(engine);
+}
+
+#[cfg(loom)]
+#[test]
+fn loom_a_rejection_is_reported_once() {
+    model("loom_a_rejection_is_reported_once: reset", 2, 3_000, || rejected_once(Then::Reset));
+    model("loom_a_rejection_is_reported_once: disconnect", 2, 3_000, || rejected_once(Then::Disconnect));
+    model("loom_a_rejection_is_reported_once: restart", 2, 3_000, || rejected_once(Then::Restart));
+}
+
+#[cfg(shuttle)]
+#[test]
+fn shuttle_a_rejection_is_reported_once() {
+    model("shuttle_a_rejection_is_reported_once: reset", 2, 2_000, || rejected_once(Then::Reset));
+    model("shuttle_a_rejection_is_reported_once: disconnect", 2, 2_000, || rejected_once(Then::Disconnect));
+    model("shuttle_a_rejection_is_reported_once: restart", 2, 2_000, || rejected_once(Then::Restart));
+}

@@ -1,0 +1,93 @@
+//! The event that wakes the control thread of a device, and its twin for the model checkers.
+
+#[cfg(not(model_check))]
+pub use event::Wakeup;
+#[cfg(model_check)]
+pub use twin::Wakeup;
+
+#[cfg(not(model_check))]
+mod event {
+    use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+    use blkq::Error;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::super::event::signal;
+
+    /// An eventfd that does not block.
+    pub struct Wakeup(OwnedFd);
+
+    impl Wakeup {
+        /// One that is not set.
+        ///
+        /// # Errors
+        /// That there can be no more descriptors.
+        pub fn new() -> Result<Wakeup, Error> {
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map(Wakeup)
+                .map_err(|errno| Error::system("vhost-user: eventfd", errno))
+        }
+
+        /// Wakes the control thread, now or when it next waits. It is called after the reason can be found.
+        pub fn wake(&self) {
+            signal(&self.0);
+        }
+
+        /// Forgets that it was woken, before it checks what for. Returns whether it was.
+        pub fn clear(&self) -> bool {
+            rustix::io::read(&self.0, &mut [0; 8]).is_ok()
+        }
+    }
+
+    impl AsFd for Wakeup {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            self.0.as_fd()
+        }
+    }
+}
+
+#[cfg(model_check)]
+#[allow(missing_docs, reason = "as those of the real one")]
+mod twin {
+    use std::os::fd::{AsFd, BorrowedFd};
+
+    use blkq::Error;
+
+    use crate::sync::{Condvar, Mutex};
+
+    #[derive(Default)]
+    pub struct Wakeup {
+        is_set: Mutex<bool>,
+        set: Condvar,
+    }
+
+    impl Wakeup {
+        pub fn new() -> Result<Wakeup, Error> {
+            Ok(Wakeup::default())
+        }
+
+        pub fn wake(&self) {
+            *self.is_set.lock().expect("no panic") = true;
+            self.set.notify_one();
+        }
+
+        pub fn clear(&self) -> bool {
+            std::mem::take(&mut *self.is_set.lock().expect("no panic"))
+        }
+
+        /// Waits until it is set, as poll(2) does.
+        #[cfg(test)]
+        pub fn wait(&self) {
+            let mut is_set = self.is_set.lock().expect("no panic");
+            while !*is_set {
+                is_set = self.set.wait(is_set).expect("no panic");
+            }
+        }
+    }
+
+    impl AsFd for Wakeup {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            unreachable!("no model polls descriptors")
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Limits on a queue: requests that wait stay where they merge and can be changed, and are no hangs.
+
+mod common;
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use blkq::clock::monotonic_ns;
+use blkq::drivers::ram::Ram;
+use blkq::throttle::{Group, RateLimits};
+use blkq::{
+    Bio, Counter, Disk, EngineThread, IoBuffer, LocalQueue, QueueLimits, SchedulerKind, Sector, Setting,
+    StatGroup,
+};
+use common::{Behaviour, Device, plain_limits};
+
+const S: u64 = 1_000_000_000;
+
+fn limits(text: &str) -> RateLimits {
+    text.parse().expect("limits")
+}
+
+fn disk(text: &str) -> Arc<Disk> {
+    let ram = Ram::new(64 << 20, 512, false).expect("memory");
+    Disk::builder(Box::new(ram)).rate_limits(limits(text)).build().expect("a disk")
+}
+
+fn read(queue: &mut LocalQueue, block: u64) {
+    queue.submit(Bio::read(Sector(block * 8), IoBuffer::zeroed(4096), block)).expect("room");
+}
+
+fn write(queue: &mut LocalQueue, block: u64) {
+    queue.submit(Bio::write(Sector(block * 8), IoBuffer::zeroed(4096), block)).expect("room");
+}
+
+fn throttled(disk: &Disk) -> u64 {
+    disk.stats().throttled
+}
+
+#[test]
+fn a_rate_is_kept() {
+    for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
+        let disk = disk("iops=2000");
+        disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
+        let mut queue = disk.open_queue(0).expect("a queue");
+        let begin = Instant::now();
+        (0..200).for_each(|block| read(&mut queue, block * 2));
+        queue.wait(200);
+        assert_eq!(queue.completions().len(), 200);
+        // At the rate these are 100 ms, less 2 ms that an idle limit has accrued; how much longer depends on the
+        // machine.
+        assert!(begin.elapsed() >= Duration::from_millis(96), "{scheduler}: {:?}", begin.elapsed());
+        let stats = disk.stats();
+        assert!(stats.counter(Counter::ThrottledRequests) > 0 && stats.throttled == 0, "{scheduler}");
+        assert!(stats.counter(Counter::ThrottledNs) >= 90_000_000, "{scheduler}");
+    }
+}
+
+#[test]
+fn a_limit_of_writes_does_not_delay_reads() {
+    for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
+        let disk = disk("write-iops=1");
+        disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
+        let mut queue = disk.open_queue(0).expect("a queue");
+        (0..8).for_each(|block| write(&mut queue, block * 2));
+        queue.poll();
+        (0..8).for_each(|block| read(&mut queue, 100 + block * 2));
+        queue.wait(9);
+        let done: Vec<u64> = queue.completions().map(|completion| completion.user_data).collect();
+        assert_eq!(done.iter().filter(|number| **number >= 100).count(), 8, "{scheduler}: {done:?}");
+        assert!(throttled(&disk) >= 6, "{scheduler}");
+        let unlimited = disk.bypass_limits();
+        queue.wait(7);
+        drop(unlimited);
+        assert_eq!((queue.in_flight(), throttled(&disk)), (0, 0), "{scheduler}");
+    }
+}
+
+#[test]
+fn a_change_and_a_freeze_wake_what_waits() {
+    let disk = disk("iops=1");
+    let mut queue = disk.open_queue(0).expect("a queue");
+    let flood = |queue: &mut LocalQueue| {
+        (0..16).for_each(|block| read(queue, block * 2));
+        queue.poll();
+        queue.completions().count()
+    };
+    let done = flood(&mut queue);
+    assert!(done < 3 && throttled(&disk) >= 13);
+    disk.set_rate_limits(&limits("iops=1000000"));
+    queue.wait(16 - done);
+    assert_eq!(queue.in_flight(), 0);
+    queue.completions().for_each(drop);
+
+    // A change under a freeze does not wait for 16 seconds; the limits count again then.
+    disk.set_rate_limits(&limits("iops=1"));
+    flood(&mut queue);
+    let frozen = std::thread::scope(|scope| {
+        let change = scope.spawn(|| disk.set(Setting::Merge(false)));
+        while !change.is_finished() {
+            queue.poll();
+        }
+        change.join().expect("no panic")
+    });
+    frozen.expect("changed");
+    assert_eq!(queue.in_flight(), 0);
+    flood(&mut queue);
+    assert!(throttled(&disk) > 0);
+    disk.set_rate_limits(&limits("none"));
+    queue.wait(16);
+    assert_eq!((queue.in_flight(), throttled(&disk)), (0, 0));
+}
+
+#[test]
+fn requests_that_wait_are_merged() {
+    let disk = disk("write-iops=1");
+    let mut queue = disk.open_queue(0).expect("a queue");
+    (0..4).for_each(|block| write(&mut queue, 100 + block * 2));
+    queue.poll();
+    for block in 0..8 {
+        write(&mut queue, block);
+        queue.poll();
+    }
+    let merges = disk.stats()[StatGroup::Write].merges;
+    assert!(merges >= 7, "{merges}");
+    disk.set_rate_limits(&limits("none"));
+    queue.wait(12);
+    assert_eq!(queue.in_flight(), 0);
+}
+
+#[test]
+fn requests_that_wait_for_a_limit_do_not_hang() {
+    for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline] {
+        let disk = disk("iops=1");
+        disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
+        let mut queue = disk.open_queue(0).expect("a queue");
+        // More than there are tags.
+        (0..600).for_each(|block| read(&mut queue, block * 2));
+        queue.poll();
+        let scan = queue.scan_for_hangs(monotonic_ns() + 100 * S, S);
+        assert_eq!((scan.hung, scan.hangs.len()), (0, 0), "{scheduler}: {:?}", scan.hangs);
+        disk.set_rate_limits(&limits("none"));
+        queue.wait(600);
+        assert_eq!(queue.in_flight(), 0, "{scheduler}");
+    }
+}
+
+#[test]
+fn a_limit_that_is_removed_leaves_nothing_that_waits() {
+    for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
+        let disk = disk("iops=1");
+        disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
+        let mut queue = disk.open_queue(0).expect("a queue");
+        (0..16).for_each(|block| read(&mut queue, block * 2));
+        queue.poll();
+        assert!(throttled(&disk) >= 13, "{scheduler}");
+        disk.set_rate_limits(&limits("none"));
+        queue.wait(queue.in_flight());
+        assert_eq!((queue.in_flight(), throttled(&disk)), (0, 0), "{scheduler}");
+    }
+}
+
+/// The words of a group, as another process might leave them.
+#[repr(C, align(64))]
+struct Damaged([AtomicU64; Group::BYTES / 8]);
+
+#[test]
+fn a_group_that_is_damaged_stops_no_queue() {
+    const SEQUENCE: usize = 3;
+    let words: Arc<Damaged> = Arc::new(Damaged(std::array::from_fn(|_| AtomicU64::new(0))));
+    let start = NonNull::from(&words.0).cast();
+    // SAFETY: aligned, so large, only accessed by atomic operations, and kept by the group.
+    let group = Arc::new(unsafe { Group::over(start, Box::new(words.clone())) });
+    group.reset([1, 2], 0);
+    group.set_limits(&limits("iops=20"));
+    let disk = disk("none");
+    disk.join_group(group.clone().join(0, "a", 100).expect("a slot"));
+    let mut queue = disk.open_queue(0).expect("a queue");
+    // A change that was interrupted; then not even a group.
+    for (word, damage) in [(SEQUENCE, 1), (0, u64::MAX)] {
+        let mut done = 0;
+        (0..4).for_each(|block| write(&mut queue, block * 2));
+        (0..4).for_each(|block| read(&mut queue, 100 + block * 2));
+        queue.poll();
+        words.0[word].fetch_xor(damage, Relaxed);
+        // Those from before count until it is readable again.
+        while done < 8 {
+            queue.wait(1);
+            done += queue.completions().count();
+        }
+        words.0[word].fetch_xor(damage, Relaxed);
+    }
+}
+
+#[test]
+fn a_flush_costs_one_and_obeys() {
+    // Without a write cache no flush reaches the driver.
+    let cached = QueueLimits { write_cache: true, ..plain_limits() };
+    let device = Device::new(cached, Behaviour::default());
+    let disk = device.builder().rate_limits(limits("write-iops=5")).build().expect("a disk");
+    let mut queue = disk.open_queue(0).expect("a queue");
+    let begin = Instant::now();
+    for number in 0..4 {
+        queue.submit(Bio::flush(number)).expect("room");
+        queue.wait(1);
+        queue.completions().for_each(drop);
+    }
+    // The first passes at once, each other 200 ms after the one before, less 2 ms that an idle limit has accrued.
+    let elapsed = begin.elapsed();
+    assert_eq!(disk.stats().counter(Counter::FlushesSent), 4);
+    assert!(elapsed >= Duration::from_millis(590), "{elapsed:?}");
+}
+
+#[test]
+fn an_engine_that_exits_waits_for_no_limit() {
+    let disk = disk("iops=1");
+    let engine = EngineThread::spawn("limits", vec![(disk.clone(), 0)]).expect("an engine");
+    let mut submitter = disk.submitter();
+    for block in 0..32 {
+        submitter.submit(Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), 0), |_, _| ());
+    }
+    let begin = Instant::now();
+    while throttled(&disk) == 0 && begin.elapsed() < Duration::from_secs(60) {
+        std::thread::yield_now();
+    }
+    let begin = Instant::now();
+    drop(engine);
+    assert!(begin.elapsed() < Duration::from_secs(20), "32 reads at one per second");
+}
+
+#[test]
+fn members_share_the_limit_of_their_group() {
+    let group = Arc::new(Group::new());
+    group.set_limits(&limits("iops=1"));
+    let disks = [disk("none"), disk("none")];
+    let mut queues = Vec::new();
+    for (slot, disk) in disks.iter().enumerate() {
+        disk.join_group(group.clone().join(slot, "member", 100).expect("a slot"));
+        queues.push(disk.open_queue(0).expect("a queue"));
+    }
+    for queue in &mut queues {
+        (0..8).for_each(|block| read(queue, block * 2));
+        queue.poll();
+    }
+    assert!(disks.iter().all(|disk| throttled(disk) >= 5));
+    // A queue that waits sees the change without being woken.
+    group.set_limits(&limits("none"));
+    for queue in &mut queues {
+        queue.wait(8);
+        assert_eq!(queue.in_flight(), 0);
+    }
+}

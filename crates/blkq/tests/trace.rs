@@ -1,0 +1,240 @@
+//! The events of a trace: what each step of an I/O leaves, in order.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::sync::Arc;
+
+use blkq::trace::{EVENTS_MIN, EventKind, NO_BIO, TraceEvent, TraceMemory, TraceReader};
+use blkq::{
+    Bio, BioFlags, Disk, EngineThread, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector, StatGroup,
+    Status,
+};
+use common::{Behaviour, Device, drain, filled, plain_limits};
+
+struct Traced {
+    queue: LocalQueue,
+    reader: TraceReader,
+    _disk: Arc<Disk>,
+}
+
+fn traced(disk: Arc<Disk>) -> Traced {
+    let mut queue = disk.open_queue(0).unwrap();
+    let memory = TraceMemory::new(1, 1 << 12).unwrap();
+    queue.trace(Some(&memory));
+    Traced { queue, reader: TraceReader::new(&memory, 0).unwrap(), _disk: disk }
+}
+
+impl Traced {
+    fn submit(&mut self, bio: Bio) {
+        self.queue.submit(bio).unwrap();
+    }
+
+    fn events(&mut self) -> Vec<TraceEvent> {
+        let mut events = Vec::new();
+        assert_eq!(self.reader.read(&mut events), 0);
+        assert!(events.windows(2).all(|pair| pair[0].time_ns <= pair[1].time_ns), "{events:?}");
+        events
+    }
+
+    /// The letters of what happened until all has completed.
+    fn letters(&mut self) -> String {
+        drain(&mut self.queue);
+        letters(&self.events())
+    }
+}
+
+fn letters(events: &[TraceEvent]) -> String {
+    events.iter().map(|event| event.kind.letter()).collect()
+}
+
+fn read(sector: u64, bytes: usize) -> Bio {
+    Bio::read(Sector(sector), filled(bytes, 0), sector)
+}
+
+fn write(sector: u64, bytes: usize) -> Bio {
+    Bio::write(Sector(sector), filled(bytes, 1), sector)
+}
+
+fn plain() -> Arc<Disk> {
+    Device::plain(Behaviour::default()).builder().build().unwrap()
+}
+
+#[test]
+fn the_life_of_a_request_is_traced_in_order() {
+    let mut traced = traced(plain());
+    traced.submit(read(8, 4096));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!(letters(&events), "QGPUDC");
+    for event in events.iter().filter(|event| !matches!(event.kind, EventKind::Plug | EventKind::Unplug)) {
+        assert_eq!((event.sector, event.bytes, event.operation), (Sector(8), 4096, Operation::Read));
+        assert_eq!(event.tag.is_some(), event.kind != EventKind::Queue);
+        assert_eq!((event.bio, event.status), (events[0].bio, None));
+    }
+    assert_eq!((events[3].other, events[3].bio), (1, NO_BIO));
+}
+
+#[test]
+fn neighbours_are_traced_as_merges_on_their_side() {
+    let mut traced = traced(plain());
+    [16, 24, 8].into_iter().for_each(|sector| traced.submit(write(sector, 4096)));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!(letters(&events), "QGPQMQFUDC");
+    let completion = events.last().unwrap();
+    assert_eq!((completion.sector, completion.bytes), (Sector(8), 3 * 4096));
+    assert_eq!((events[4].sector, events[4].tag), (Sector(24), completion.tag));
+}
+
+#[test]
+fn a_scheduler_is_seen_by_its_inserts_and_joins() {
+    let device = Device::plain(Behaviour::default());
+    let disk = device.builder().scheduler(SchedulerKind::MqDeadline).build().unwrap();
+    let mut traced = traced(disk);
+    traced.submit(read(8, 4096));
+    assert_eq!(traced.letters(), "QGPUIDC");
+}
+
+#[test]
+fn parts_of_a_large_bio_are_traced_as_splits() {
+    let limits = QueueLimits { max_request_bytes: 4096, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    let mut traced = traced(device.builder().merge(false).build().unwrap());
+    traced.submit(write(0, 3 * 4096));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!(letters(&events), "QXXXGPGGUDDDCCC");
+    for (number, part) in events[1..4].iter().enumerate() {
+        assert_eq!((part.sector, part.bytes), (Sector(number as u64 * 8), 4096));
+        assert_eq!(part.other, events[0].bio);
+    }
+}
+
+#[test]
+fn a_flush_serves_the_bios_that_wait_for_it() {
+    let limits = QueueLimits { write_cache: true, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    let mut traced = traced(device.builder().build().unwrap());
+    traced.submit(Bio::flush(1));
+    traced.submit(Bio::flush(2));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!(letters(&events), "QQGDC");
+    assert_eq!((events[2].other, events[2].operation), (2, Operation::Flush));
+    traced.submit(write(8, 512).with_flags(BioFlags::FUA));
+    assert_eq!(traced.letters(), "QGPUDCGDC", "the write, and a flush behind it");
+}
+
+#[test]
+fn errors_are_traced_with_their_status_and_without_a_tag() {
+    let mut traced = traced(plain());
+    traced.submit(read(1 << 40, 512));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!(letters(&events), "QC");
+    assert_eq!((events[1].status, events[1].tag), (Some(Status::Invalid), None));
+}
+
+#[test]
+fn a_busy_driver_is_traced_as_a_requeue() {
+    let behaviour = Behaviour { busy_every: 2, ..Behaviour::default() };
+    let device = Device::plain(behaviour);
+    let mut traced = traced(device.builder().build().unwrap());
+    (0..32).for_each(|number| traced.submit(read(number * 16, 4096)));
+    let letters = traced.letters();
+    let count = |letter| letters.chars().filter(|of| *of == letter).count();
+    assert!(count('R') > 0 && count('D') == 32 + count('R'), "{letters}");
+    assert_eq!((count('Q'), count('C')), (32, 32));
+}
+
+#[test]
+fn each_bio_behind_a_limit_merges_or_gets_a_request() {
+    for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline] {
+        let device = Device::plain(Behaviour::default());
+        let limits = "write-iops=1".parse().unwrap();
+        let disk = device.builder().scheduler(scheduler).rate_limits(limits).build().unwrap();
+        let mut traced = traced(disk.clone());
+        // The youngest that waits grows at its end, then at its beginning, behind a plug that is empty.
+        for sector in [1000, 2000, 64, 72, 80, 56, 48] {
+            traced.submit(write(sector, 4096));
+            traced.queue.poll();
+        }
+        disk.set_rate_limits(&"none".parse().unwrap());
+        let letters = traced.letters();
+        let count = |of: &str| letters.chars().filter(|letter| of.contains(*letter)).count();
+        assert_eq!((count("Q"), count("MFG")), (7, 7), "{scheduler}: {letters}");
+        assert!(count("M") > 0 && count("F") > 0, "{scheduler}: {letters}");
+        assert_eq!(count("MF") as u64, disk.stats()[StatGroup::Write].merges, "{scheduler}: {letters}");
+    }
+}
+
+#[test]
+fn a_trace_begins_and_stops_under_requests() {
+    let device = Device::held();
+    let disk = device.builder().build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let memory = TraceMemory::new(1, EVENTS_MIN).unwrap();
+    let mut reader = TraceReader::new(&memory, 0).unwrap();
+    queue.submit(read(8, 4096)).unwrap();
+    queue.poll();
+    // Under the plug, whose lane is open.
+    queue.submit(read(64, 4096)).unwrap();
+    queue.trace(Some(&memory));
+    queue.submit(read(128, 4096)).unwrap();
+    queue.poll();
+    queue.submit(read(256, 4096)).unwrap();
+    device.release_all();
+    queue.trace(None);
+    queue.submit(read(512, 4096)).unwrap();
+    assert_eq!(drain(&mut queue).len(), 5);
+    let mut events = Vec::new();
+    assert_eq!(reader.read(&mut events), 0);
+    let sectors = |kind| -> Vec<u64> {
+        events.iter().filter(|event| event.kind == kind).map(|event| event.sector.0).collect()
+    };
+    assert_eq!((sectors(EventKind::Queue), sectors(EventKind::Issue)), (vec![128, 256], vec![64, 128]));
+    assert!(sectors(EventKind::Complete).is_empty());
+}
+
+#[test]
+fn nobody_has_to_read_what_a_queue_writes() {
+    let disk = plain();
+    let mut queue = disk.open_queue(0).unwrap();
+    let memory = TraceMemory::new(1, EVENTS_MIN).unwrap();
+    queue.trace(Some(&memory));
+    for number in 0..1000 {
+        queue.submit(read(number, 512)).unwrap();
+        assert_eq!(drain(&mut queue).len(), 1);
+    }
+    let (mut reader, mut events) = (TraceReader::new(&memory, 0).unwrap(), Vec::new());
+    let lost = reader.read(&mut events);
+    assert_eq!(lost + events.len() as u64, 6000);
+}
+
+#[test]
+fn engines_trace_their_queues_from_other_threads() {
+    let disk = Device::plain(Behaviour::default()).builder().queues(2).build().unwrap();
+    let memory = TraceMemory::new(2, 1 << 12).unwrap();
+    let spawn = |queue| EngineThread::spawn("engine", vec![(disk.clone(), queue)]).unwrap();
+    let engines = [spawn(0), spawn(1)];
+    let trace = |memory: Option<&Arc<TraceMemory>>| {
+        engines.iter().for_each(|engine| engine.handle().trace(&disk, memory.cloned()));
+        // Messages are taken in order: once the scan is answered, the trace is on, or off.
+        engines.iter().for_each(|engine| drop(engine.handle().scan_for_hangs(0, 0).recv().unwrap()));
+    };
+    trace(Some(&memory));
+    let write = || {
+        for _ in 0..2 {
+            disk.submitter().write_at(&[1; 4096], 0).unwrap();
+        }
+    };
+    write();
+    trace(None);
+    write();
+    for queue in 0..2 {
+        let mut events = Vec::new();
+        TraceReader::new(&memory, queue).unwrap().read(&mut events);
+        assert_eq!(letters(&events), "QGPUDC", "queue {queue}");
+    }
+}
