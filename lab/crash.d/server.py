@@ -38,7 +38,8 @@ class Server:
     def take(self, info):
         """Notes the output of `attach --json`."""
         self.name, self.pid = info["name"], info["pid"]
-        self.socket = info["exports"][0].partition("socket=")[2]
+        nbd = next(export for export in info["exports"] if export.startswith("nbd"))
+        self.socket = nbd.partition("socket=")[2]
 
     def kill(self):
         """kill -9, and waits until the process has exited."""
