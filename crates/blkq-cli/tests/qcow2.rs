@@ -116,3 +116,73 @@ fn options_that_mean_nothing_for_an_image_are_rejected() {
     }
     fs::remove_file(place.dir.parent().unwrap().join("behind-qcow2")).unwrap();
 }
+
+#[test]
+fn an_overlay_is_a_clone_that_leaves_its_base_as_it_is() {
+    let place = Place::new("qcow2-overlay");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (raw, layered) = (path("base.img"), path("base.qcow2"));
+    fs::write(&raw, vec![1; (3 << 20) + 1000]).unwrap();
+    run("qemu-img", &["convert", "-O", "qcow2", &raw, &layered]);
+    for (base, format) in [(&raw, "raw"), (&layered, "qcow2")] {
+        let (before, clone) = (fs::read(base).unwrap(), path(&format!("clone-of-{format}")));
+        let attach = ["attach", base, "--format", format, "--overlay", &clone, "--name", "c"];
+        let uri = place.done(&attach).trim().to_owned();
+        qemu_io("raw", &uri, &["read -P 1 0 3M", "write -P 2 1M 4k", "write -z 2M 64k", "flush"]);
+        let expected = ["read -P 1 0 1M", "read -P 2 1M 4k", "read -P 0 2M 64k"];
+        qemu_io("raw", &uri, &expected);
+        let line = place.refused(&attach);
+        assert!(line.contains("is there already") && line.contains("--format qcow2"), "{line}");
+        place.done(&["detach", "c"]);
+        assert!(fs::read(base).unwrap() == before, "the base is as it was");
+        run("qemu-img", &["check", "-f", "qcow2", &clone]);
+        let info: serde_json::Value =
+            serde_json::from_str(&run("qemu-img", &["info", "--output=json", &clone])).unwrap();
+        let name = std::path::Path::new(base).file_name().unwrap().to_str().unwrap();
+        assert_eq!(
+            (info["backing-filename"].as_str(), info["backing-filename-format"].as_str()),
+            (Some(name), Some(format))
+        );
+        qemu_io("qcow2", &clone, &expected);
+        let mode = std::os::unix::fs::MetadataExt::mode(&fs::metadata(&clone).unwrap());
+        assert_eq!(mode & 0o777, 0o600);
+        // Another attach finds it by itself.
+        place.done(&["attach", &clone, "--format", "qcow2", "--name", "c"]);
+        place.done(&["detach", "c"]);
+    }
+}
+
+#[test]
+fn an_overlay_that_cannot_be_attached_is_removed() {
+    let place = Place::new("qcow2-no-overlay");
+    let base = place.image("base.img", 1 << 20);
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (layered, elsewhere) = (path("base.qcow2"), path("e"));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &layered, "1M"]);
+    fs::create_dir(&elsewhere).unwrap();
+    let (clone, other) = (path("clone"), path("e/clone"));
+    for (words, why) in [
+        (&[base.as_str(), "--overlay", other.as_str()][..], "--backing-chain allow"),
+        (&[&base, "--overlay", &clone, "--offset", "512"], "clones whole images"),
+        (&[&base, "--overlay", &clone, "--queues", "2"], "have one owner"),
+        (&[&base, "--overlay", &clone, "--export-name", "e", "--listen", "unix:/n/o/n/e"], "/n/o/n/e"),
+        (&[&layered, "--overlay", &clone], "give its format"),
+        (&[&base, "--format", "qcow2", "--overlay", &clone], "cannot be served as qcow2"),
+        (&["ram:1M", "--overlay", &clone], "clones image files"),
+        (&[&path("none"), "--overlay", &clone], "cannot find the image"),
+        (&[&base, "--overlay", &path("n/o")], "No such file"),
+    ] {
+        let line = place.refused(&[&["attach"], words].concat());
+        assert!(line.contains(why), "{line}");
+        assert!(!fs::exists(&clone).unwrap() && !fs::exists(&other).unwrap(), "{words:?}");
+    }
+    let uri = place.done(&["attach", &base, "--name", "b"]);
+    let line = place.refused(&["attach", &base, "--overlay", &clone]);
+    assert!(line.contains("in use") && !fs::exists(&clone).unwrap(), "{line}");
+    drop(uri);
+    let wide = ["attach", &base, "--overlay", &other, "--backing-chain", "allow", "--name", "o"];
+    place.done(&["detach", "b"]);
+    place.done(&wide);
+    // Another clone of the same base at the same time.
+    place.done(&["attach", &base, "--overlay", &clone, "--name", "p"]);
+}

@@ -1,4 +1,4 @@
-//! `attach --create SIZE`: an image that was not there before.
+//! `attach --create SIZE` and `attach --overlay FILE`: an image that was not there before.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -31,34 +31,42 @@ impl NewImage {
             let text = image_text(image);
             return Err(Failure::new(format!("--create makes image files, and {text} is none; omit it")));
         };
-        let failure = |e: io::Error| Failure::new(format!("--create: {e}"));
-        let opened = OpenOptions::new().write(true).create_new(true).mode(MODE).open(path);
+        let there = "it is there already, and nothing is overwritten; omit --create to attach it";
+        let fill = |file: &File| file.set_len(bytes).map_err(|e| Failure::new(e.to_string()));
+        NewImage::make(path, there, fill).map_err(|e| e.during("--create"))
+    }
+
+    /// Makes the file at `path`, with what `fill` writes; durable, as is its name. Fails with `there` if there is
+    /// something of that name.
+    ///
+    /// # Errors
+    /// If it cannot be made; it is removed again then.
+    pub fn make(path: &Path, there: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<NewImage> {
+        let failure = |e: io::Error| Failure::new(e.to_string());
+        let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(MODE).open(path);
         let file = opened.map_err(|e| match e.kind() {
-            io::ErrorKind::AlreadyExists => Failure::new(
-                "--create: it is there already, and nothing is overwritten; omit --create to attach it",
-            ),
+            io::ErrorKind::AlreadyExists => Failure::new(there),
             _ => failure(e),
         })?;
         // From here on it is removed if anything fails.
-        let image = NewImage { path: path.clone(), file: Some(file) };
-        image.allocate(bytes).map_err(failure)?;
-        Ok(image)
-    }
-
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
-        if let Some(file) = &self.file {
-            file.set_len(bytes)?;
-            file.sync_all()?;
-            let directory = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
-            File::open(directory.unwrap_or(Path::new(".")))?.sync_all()?;
+        let image = NewImage { path: path.to_owned(), file: Some(file) };
+        if let Some(file) = &image.file {
+            fill(file)?;
+            file.sync_all().map_err(failure)?;
+            File::open(directory_of(path)).and_then(|directory| directory.sync_all()).map_err(failure)?;
         }
-        Ok(())
+        Ok(image)
     }
 
     /// Lets it stay.
     pub fn keep(mut self) {
         self.file = None;
     }
+}
+
+/// The directory that a file is in.
+pub fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 impl Drop for NewImage {

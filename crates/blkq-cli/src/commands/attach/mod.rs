@@ -3,6 +3,7 @@
 mod attached;
 mod create;
 mod nooverlap;
+mod overlay;
 mod run;
 
 use std::ffi::OsString;
@@ -41,6 +42,7 @@ Examples:
   blkq attach disk.img --listen unix:/run/disk.sock --socket-group libvirt-qemu
   blkq attach disk.img --direct-io on --queues 4 --name data
   blkq attach vm.qcow2 --format qcow2
+  blkq attach base.img --overlay clone.qcow2
   blkq attach ram:1G --name scratch
   blkq attach disk.img --run 'nbdcopy $uri copy.img'
   blkq attach null:1T --foreground      stops with Ctrl-C
@@ -53,6 +55,11 @@ pub struct Args {
     /// overwritten; if the device cannot be attached, the file is removed again
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with_all = ["read_only", "nooverlap"])]
     create: Option<u64>,
+    /// Leave the image as it is, and attach a new qcow2 image FILE that reads from it what was not written yet.
+    /// --format is that of the image. Nothing is ever overwritten; if the device cannot be attached, FILE
+    /// is removed again (docs/qcow2.md)
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["create", "read_only", "shared", "nooverlap"])]
+    overlay: Option<PathBuf>,
     /// If these bytes of the image are attached already, reuse that device and print where it
     /// is; if others that overlap them are, refuse. Of several at once, one attaches
     #[arg(long, conflicts_with_all = ["shared", "foreground"])]
@@ -107,7 +114,20 @@ impl Args {
         if self.run.is_some() && options.exports.is_empty() {
             options.exports.push(Export::Nbd);
         }
-        options.check().map(|()| options)
+        match &self.overlay {
+            Some(file) => overlay::options(&options, file),
+            None => options.check().map(|()| options),
+        }
+    }
+
+    /// Makes the image, if it is to be a new one.
+    fn create(&self) -> Outcome<Option<NewImage>> {
+        let image = &self.options.image;
+        match (self.create, &self.overlay) {
+            (Some(bytes), _) => NewImage::create(image, bytes).map(Some),
+            (None, Some(file)) => overlay::create(&self.options, file).map(Some),
+            (None, None) => Ok(None),
+        }
     }
 
     /// Attaches: starts the daemon and waits until it is ready, or serves in this process.
@@ -125,8 +145,7 @@ impl Args {
             let why = "--run starts a daemon, and the sockets of systemd are served here; omit it";
             return Err(failed(Failure::new(why)));
         }
-        let create = |bytes| NewImage::create(&options.image, bytes);
-        let created = self.create.map(create).transpose().map_err(failed)?;
+        let created = self.create().map_err(failed)?;
         // A service manager watches the process that it hands sockets to.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
             return self.serve(&options, created).map_err(failed);

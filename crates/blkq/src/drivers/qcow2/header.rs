@@ -21,7 +21,7 @@ pub(super) const AUTOCLEAR_AT: usize = 88;
 pub(super) const L1_MAX_BYTES: u64 = 32 << 20;
 pub(super) const REFCOUNT_TABLE_MAX_BYTES: u64 = 8 << 20;
 /// Longest name of a backing file.
-const NAME_MAX_BYTES: usize = 1023;
+pub(super) const NAME_MAX_BYTES: usize = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
 
 const INCOMPATIBLE_DIRTY: u64 = 1;
@@ -31,7 +31,7 @@ const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
 /// The type of the extension that names the backing file's format.
-const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(super) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 
 /// How compressed clusters are compressed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

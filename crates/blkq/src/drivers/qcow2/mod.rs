@@ -4,13 +4,14 @@
 //! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
 //! for them, `env` what tasks share. `read`, `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
-//! path, `blocking` runs tasks without a queue, `extents` and `grow` are for the control plane.
+//! path, `blocking` runs tasks without a queue, `create` makes images, `extents` and `grow` are for the control plane.
 
 mod allocate;
 mod blocking;
 mod cache;
 mod chain;
 mod commit;
+mod create;
 mod entry;
 mod env;
 mod epochs;
@@ -52,6 +53,7 @@ use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
 use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use chain::{LOCKED, Opened};
+pub use create::Base;
 use entry::OFFSET;
 use env::Shared;
 use epochs::Epochs;
