@@ -1,20 +1,23 @@
 //! The control protocol: over the unix socket NAME.control, one JSON line asks and one
 //! JSON line answers, then the daemon closes the connection.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::complain;
 use crate::failure::{Failure, Outcome};
+use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
 
@@ -63,6 +66,12 @@ pub enum Request {
     Trace {
         /// Events of each queue that it has room for: a power of two.
         events: u64,
+    },
+    /// Go on in a new image over the present one. The daemon replies when it is to get the new file, when it has
+    /// prepared that and waits with all I/O, and, after one more byte, when it goes on: see [`Dialogue`].
+    Snapshot {
+        /// The options of the device with the new image.
+        options: Record,
     },
     /// Stop the daemon, and leave the kernel's block device to the next one.
     Leave {},
@@ -203,6 +212,57 @@ fn call_with<T: DeserializeOwned>(
     }
 }
 
+/// A command in several steps: each reply of the daemon is followed by one byte of the client, perhaps with a file.
+#[derive(Debug)]
+pub struct Dialogue {
+    stream: UnixStream,
+}
+
+impl Dialogue {
+    /// Asks the daemon of `name`, and waits for its first reply.
+    ///
+    /// # Errors
+    /// The error of the daemon, or that it does not answer.
+    pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
+        let stream = dir.connect(name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
+            _ => Failure::new(format!("control socket of {name}: {e}")),
+        })?;
+        let dialogue = Dialogue { stream };
+        send(&dialogue.stream, request).map_err(no_answer)?;
+        dialogue.reply().and_then(|reply| reply)?;
+        Ok(dialogue)
+    }
+
+    /// Takes the next step, and waits for the reply.
+    ///
+    /// # Errors
+    /// The outer one if there is no reply, so that it is unknown how far the daemon came; the inner one is the
+    /// daemon's.
+    pub fn step(&self, file: Option<BorrowedFd<'_>>) -> Outcome<Outcome> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files = Vec::from_iter(file);
+        if !files.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&files));
+        }
+        sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL)
+            .map_err(|e| no_answer(e.into()))?;
+        self.reply()
+    }
+
+    fn reply(&self) -> Outcome<Outcome> {
+        match receive::<()>(&self.stream, CHANGE_TIMEOUT).map_err(no_answer)? {
+            Reply::Ok(()) => Ok(Ok(())),
+            Reply::Error(message) => Ok(Err(Failure::new(message))),
+        }
+    }
+}
+
+fn no_answer(e: io::Error) -> Failure {
+    Failure::new(format!("its daemon gave no answer ({e})"))
+}
+
 /// Waits until a daemon that is to stop answers on `stream`, and reports what it waits for if that
 /// takes long.
 ///
@@ -339,6 +399,7 @@ mod tests {
 
     #[test]
     fn requests_survive_the_way() {
+        let options = Record::new(&crate::options::tests::options(&["d", "--format", "qcow2"])).unwrap();
         for request in [
             Request::Ping {},
             Request::Show {},
@@ -347,6 +408,7 @@ mod tests {
             Request::Resize { size: None, force: false, user: None },
             Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
             Request::Trace { events: 1 << 18 },
+            Request::Snapshot { options },
             Request::Leave {},
             Request::Detach { force: true },
         ] {

@@ -22,7 +22,7 @@ use crate::slab::BioSlab;
 use crate::tags::Tag;
 
 /// A device: what it is, how large, what it can do, and how its queues are opened.
-pub trait Driver: Send + Sync + 'static {
+pub trait Driver: Any + Send + Sync {
     /// The driver's name: `loop`, `null`, `ram`, `rbd`.
     fn name(&self) -> &'static str;
 

@@ -22,6 +22,7 @@ pub mod resize;
 pub mod service;
 pub mod set;
 pub mod show;
+pub mod snapshot;
 pub mod stat;
 pub mod top;
 pub mod trace;
@@ -89,6 +90,8 @@ pub enum Command {
     Group(group::Args),
     /// Change the size of a device, or take over that of its image
     Resize(resize::Args),
+    /// Keep a device as it is now, and go on in a new image
+    Snapshot(snapshot::Args),
     /// Flush a device and detach it
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
@@ -134,6 +137,7 @@ impl Command {
             Command::Set(args) => args.run().map(done),
             Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
+            Command::Snapshot(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),

@@ -8,6 +8,7 @@ use std::time::Instant;
 use blkq_export::peer::Peer;
 
 use super::shared::{Shared, Stage};
+use super::snapshot::serve_snapshot;
 use super::trace::serve_trace;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_LEFT, Failure, Outcome};
@@ -55,6 +56,10 @@ fn serve(shared: &Shared, stream: UnixStream) {
             Ok(()) => return,
             Err(failure) => reply_line::<()>(Err(failure)),
         },
+        Request::Snapshot { options } => {
+            let next = || answer(&stream, &reply_line(Ok(())));
+            reply_line(serve_snapshot(shared, &stream, &options, next).inspect_err(refused))
+        }
         Request::Leave {} => match shared.leave() {
             Ok(()) => {
                 log::line("stopping: another daemon takes over the device");

@@ -7,8 +7,10 @@
 mod answer;
 mod parent;
 mod shared;
+mod snapshot;
 mod trace;
 
+use std::fs::File;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::ExitCode;
@@ -129,8 +131,10 @@ impl Daemon {
         if device.leaves_block_device() {
             claim.keep(true);
         }
-        let mut announce = || -> Outcome<Option<PidFile>> {
+        let mut announce = || -> Outcome<(Option<PidFile>, File)> {
             claim.write_state(&device.state_file()?)?;
+            let state_file = File::options().write(true).open(claim.file(".json"));
+            let state_file = state_file.map_err(system("state file"))?;
             let pid_file = pid_file.map(PidFile::write).transpose()?;
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
@@ -148,10 +152,10 @@ impl Daemon {
             }
             parent.notify(&line_of(&Reply::Ok(&info))?)?;
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
-            Ok(pid_file)
+            Ok((pid_file, state_file))
         };
-        let pid_file = match announce() {
-            Ok(pid_file) => pid_file,
+        let (pid_file, state_file) = match announce() {
+            Ok(announced) => announced,
             Err(failure) => {
                 // Nobody knows of it yet; an orphan stays one.
                 if !orphaned {
@@ -164,7 +168,7 @@ impl Daemon {
                 return Err(failure);
             }
         };
-        let shared = Shared::new(owner, device, &claim, sender, waker);
+        let shared = Shared::new(owner, device, &claim, sender, waker, Some(state_file));
         Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 

@@ -1,5 +1,6 @@
 //! The state that the threads of a daemon share, and the changes that they make to it.
 
+use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,11 +11,12 @@ use std::time::{Duration, Instant};
 use rustix::process::Uid;
 
 use crate::failure::{Failure, Outcome};
+use crate::info::StateFile;
 use crate::serve::Device;
 use crate::settings::Setting;
 use crate::signals::Signal;
 use crate::size::format_size;
-use crate::state::{Claim, StateDir};
+use crate::state::{Claim, StateDir, overwrite_state};
 use crate::{log, systemd};
 
 /// How long a daemon that leaves its device to the next one waits for other commands' answers.
@@ -35,6 +37,8 @@ pub(super) struct Shared {
     stage: Mutex<Stage>,
     dir: StateDir,
     name: String,
+    /// Where the directory may not be written to.
+    state_file: Option<File>,
     answering: AtomicUsize,
     /// Changes of the image's size that a thread takes over, and those that came meanwhile.
     size_changes: AtomicUsize,
@@ -82,6 +86,7 @@ impl Shared {
         claim: &Claim,
         stopped: Sender<Stopped>,
         waker: UnixStream,
+        state_file: Option<File>,
     ) -> Arc<Shared> {
         Arc::new(Shared {
             owner,
@@ -89,6 +94,7 @@ impl Shared {
             stage: Mutex::new(Stage::Serving),
             dir: claim.dir().clone(),
             name: claim.name().to_owned(),
+            state_file,
             answering: AtomicUsize::new(0),
             size_changes: AtomicUsize::new(0),
             signalled: AtomicBool::new(false),
@@ -270,6 +276,17 @@ impl Shared {
         }
     }
 
+    /// Writes the state file, as far as this process may.
+    ///
+    /// # Errors
+    /// That of the file.
+    pub(super) fn write_state(&self, state: &StateFile) -> Outcome {
+        match &self.state_file {
+            Some(file) if state.ublk.is_none() => overwrite_state(file, state),
+            _ => self.dir.write_state(&self.name, state),
+        }
+    }
+
     fn write_settings(&self) -> Outcome {
         let state = self.device.state_file()?;
         if state.ublk.is_none() {
@@ -317,7 +334,7 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, &claim, sender, waker);
+        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
         let depth = || {
             let settings = shared.device.info().unwrap().settings;
             settings.into_iter().find(|(key, _)| key == "depth").unwrap().1
@@ -352,7 +369,7 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, &claim, sender, waker);
+        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
         for _ in 0..2 {
             let stage = shared.stage();
             for _ in 0..20 {

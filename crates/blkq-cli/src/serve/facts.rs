@@ -31,6 +31,7 @@ impl Device {
     /// If it has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         let running = self.running()?;
+        let now = self.served().clone();
         let disk = &running.disk;
         let (limits, settings) = (disk.limits(), disk.settings());
         let mut facts = disk.driver().describe();
@@ -88,7 +89,7 @@ impl Device {
                 .map(client_info)
                 .chain(front_end.as_ref().map(guest_info))
                 .collect(),
-            image: self.image.clone(),
+            image: now.image,
             driver: disk.driver().name().to_owned(),
             size: limits.size_bytes(),
             sector_size: limits.logical_block_bytes,
@@ -98,7 +99,7 @@ impl Device {
             partscan: self.partscan,
             sandbox: self.sandbox.clone(),
             direct_io,
-            attach_options: self.attach_options.clone(),
+            attach_options: now.attach_options,
             capabilities: capabilities(&limits),
             settings: std::iter::once(queues)
                 .chain(

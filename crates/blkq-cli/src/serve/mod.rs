@@ -11,6 +11,7 @@ mod rehearsal;
 mod rejections;
 mod running;
 mod settings;
+mod snapshot;
 mod trace;
 
 use std::os::fd::OwnedFd;
@@ -54,9 +55,7 @@ const FLUSH_WAIT: Duration = Duration::from_secs(30);
 /// A device being served, until it is stopped.
 pub struct Device {
     name: String,
-    image: String,
-    /// Whether completed writes, or all data, are in the memory of this process only.
-    lost_with_daemon: bool,
+    served: Mutex<Served>,
     state_directory: PathBuf,
     warnings: Vec<String>,
     /// Why it has no node in /dev, though none was declined.
@@ -68,8 +67,6 @@ pub struct Device {
     /// The parts of the system that the control plane needs, until it is confined to them.
     needs: Option<Needs>,
     sandbox: Confinement,
-    /// How it was attached.
-    attach_options: Option<Record>,
     /// The kernel's block device, which the next daemon takes over.
     block_device: Option<BlockDevice>,
     /// It was removed.
@@ -90,6 +87,16 @@ pub struct Device {
     /// Its group, if it is in one.
     group: Option<Joined>,
     running: Mutex<Option<Arc<Running>>>,
+}
+
+/// The image that is served.
+#[derive(Clone)]
+struct Served {
+    image: String,
+    /// Whether completed writes, or all data, are in the memory of this process only.
+    lost_with_daemon: bool,
+    /// How it was attached, or would be now.
+    attach_options: Option<Record>,
 }
 
 /// Threads that only watch, and stop before all else does.
@@ -141,6 +148,15 @@ impl Device {
     fn running(&self) -> Outcome<Arc<Running>> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         running.clone().ok_or_else(stopping)
+    }
+
+    fn served(&self) -> MutexGuard<'_, Served> {
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The image that is served, as another process finds it.
+    pub fn image(&self) -> String {
+        self.served().image.clone()
     }
 
     /// Whether it detaches with its last client.
@@ -220,7 +236,7 @@ impl Device {
             pid: info.pid,
             image: info.image,
             exports: info.exports,
-            attach_options: self.attach_options.clone(),
+            attach_options: info.attach_options,
             ublk: block_device,
             owner: running.disk.driver().owner(),
             settings: self.settings().clone(),
@@ -330,7 +346,7 @@ impl Device {
 
     /// Closes a device whose virtual machine connects to the next daemon.
     fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
-        if self.lost_with_daemon {
+        if self.served().lost_with_daemon {
             return Err(Failure::new(
                 "data of its image is in the memory of its daemon, and would be lost; detach it, and attach it again",
             ));

@@ -25,7 +25,7 @@ use super::listen::{
 use super::memory_limits::memory_limits;
 use super::running::Running;
 use super::settings::Kept;
-use super::{BackgroundThreads, Device, Meter, rejections};
+use super::{BackgroundThreads, Device, Meter, Served, rejections};
 use crate::access::socket_access;
 use crate::autoclear::{Autoclear, new_event};
 use crate::confine::{self, Confinement, Needs};
@@ -363,8 +363,11 @@ impl Device {
         }
         Ok(Device {
             name: name.to_owned(),
-            image,
-            lost_with_daemon: is_lost_with_daemon(options),
+            served: Mutex::new(Served {
+                image,
+                lost_with_daemon: is_lost_with_daemon(options),
+                attach_options,
+            }),
             state_directory: claim.dir().path().to_owned(),
             warnings,
             fallback: None,
@@ -374,7 +377,6 @@ impl Device {
             background: Mutex::new(Some(background)),
             needs: (options.sandbox).then_some(needs),
             sandbox: Confinement::default(),
-            attach_options,
             block_device,
             block_device_stopped: AtomicBool::new(false),
             failure_event,

@@ -14,7 +14,7 @@ mod remains;
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -180,6 +180,20 @@ impl StateDir {
     }
 }
 
+/// Writes a state file anew that is open, for a daemon that may write to no directory: in one piece, and not shorter,
+/// so that there is a whole one whenever this process is killed.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn overwrite_state(file: &File, state: &impl serde::Serialize) -> Outcome {
+    let failure = |e: io::Error| Failure::new(format!("state file: {e}"));
+    let mut text = serde_json::to_vec(state).map_err(|e| failure(e.into()))?;
+    let before = file.metadata().map_err(failure)?.len() as usize;
+    text.resize(before.max(text.len() + 1) - 1, b' ');
+    text.push(b'\n');
+    file.write_all_at(&text, 0).map_err(failure)
+}
+
 /// Reads a device's state file; `None` if it cannot be read.
 pub fn read_state(path: &Path) -> Option<StateFile> {
     let mut text = Vec::new();
@@ -268,6 +282,19 @@ pub(crate) mod tests {
         assert_eq!(name_from("Büro (alt) - 備份.img", 50), "Büro_alt_-_備份.img");
         assert_eq!(name_from(" \u{202e}\n", 50), "disk");
         assert_eq!((name_from("abcdef", 3), name_from("aéé", 4)), ("abc".to_owned(), "aé".to_owned()));
+    }
+
+    #[test]
+    fn a_state_file_is_whole_when_it_becomes_shorter() {
+        let dir = scratch("overwrite");
+        dir.write_state("a", &"a long one").unwrap();
+        let path = dir.file("a", ".json");
+        let file = File::options().write(true).open(&path).unwrap();
+        for state in ["short", "one that is longer than the first"] {
+            overwrite_state(&file, &state).unwrap();
+            assert_eq!(serde_json::from_slice::<String>(&fs::read(&path).unwrap()).unwrap(), state);
+        }
+        fs::remove_dir_all(&dir.0).unwrap();
     }
 
     #[test]

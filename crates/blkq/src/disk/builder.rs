@@ -126,7 +126,7 @@ impl DiskBuilder {
             return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
         }
         driver.limits().validate()?;
-        let disk = Disk::assemble(driver, name, settings, queues, shared_tags, read_only)?;
+        let disk = Disk::assemble(driver.into(), name, settings, queues, shared_tags, read_only)?;
         if !rate_limits.is_none() {
             disk.set_rate_limits(&rate_limits);
         }

@@ -5,6 +5,7 @@
 mod model;
 
 pub(crate) mod builder;
+mod exchange;
 pub(crate) mod freeze;
 mod settings;
 
@@ -30,6 +31,7 @@ const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
 pub use builder::DiskBuilder;
+pub use exchange::Exchange;
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
 /// The part of a hardware queue that other threads see.
@@ -48,7 +50,8 @@ pub(crate) struct HardwareQueue {
 /// of system calls came after the disk was made, and refuses that, panics there, and nothing has changed.
 pub struct Disk {
     name: String,
-    driver: Box<dyn Driver>,
+    /// Exchanged while frozen.
+    driver: Mutex<Arc<dyn Driver>>,
     settings: Mutex<Settings>,
     /// Locked while a change is made: one at a time.
     changing: Mutex<()>,
@@ -67,7 +70,7 @@ pub struct Disk {
 impl Disk {
     /// A disk with values that [`DiskBuilder::build`] has checked.
     pub(super) fn assemble(
-        driver: Box<dyn Driver>,
+        driver: Arc<dyn Driver>,
         name: String,
         settings: Settings,
         queues: usize,
@@ -95,7 +98,7 @@ impl Disk {
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
             name,
-            driver,
+            driver: Mutex::new(driver),
             settings: Mutex::new(settings),
             changing: Mutex::new(()),
             read_only: AtomicBool::new(read_only),
@@ -111,14 +114,14 @@ impl Disk {
         &self.name
     }
 
-    /// The device behind it.
-    pub fn driver(&self) -> &dyn Driver {
-        &*self.driver
+    /// The device behind it now ([`Exchange`]).
+    pub fn driver(&self) -> Arc<dyn Driver> {
+        Arc::clone(&lock(&self.driver))
     }
 
     /// The device's present limits and its size.
     pub fn limits(&self) -> QueueLimits {
-        let mut limits = self.driver.limits();
+        let mut limits = self.driver().limits();
         limits.read_only |= self.read_only.load(Ordering::SeqCst);
         limits
     }
@@ -219,7 +222,7 @@ impl Disk {
             Setting::Iostats(on) => settings.iostats = on,
             Setting::Clock(mode) => settings.clock = mode,
             Setting::ReadOnly(read_only) => {
-                self.driver.prepare_read_only(read_only)?;
+                self.driver().prepare_read_only(read_only)?;
                 return self.frozen(|| self.set_read_only(read_only));
             }
         }
@@ -242,9 +245,9 @@ impl Disk {
     /// [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn set_driver(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
-        match self.driver.prepare_set(setting)? {
-            Change::Live => self.driver.set(setting),
-            Change::Frozen => self.frozen(|| self.driver.set(setting)),
+        match self.driver().prepare_set(setting)? {
+            Change::Live => self.driver().set(setting),
+            Change::Frozen => self.frozen(|| self.driver().set(setting)),
         }
     }
 
@@ -284,9 +287,9 @@ impl Disk {
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        self.driver.set_read_only(read_only)?;
-        if !read_only && self.driver.limits().read_only {
-            let message = format!("{}: the {} device itself is read-only", self.name, self.driver.name());
+        self.driver().set_read_only(read_only)?;
+        if !read_only && self.driver().limits().read_only {
+            let message = format!("{}: the {} device itself is read-only", self.name, self.driver().name());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         self.read_only.store(read_only, Ordering::SeqCst);
@@ -298,7 +301,7 @@ impl Disk {
     /// # Errors
     /// The driver's.
     pub fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
-        self.driver.prepare_resize(bytes)
+        self.driver().prepare_resize(bytes)
     }
 
     /// Takes over a new size, in bytes; `None` asks the backing store. Returns the size.
@@ -307,7 +310,7 @@ impl Disk {
     /// The driver's, and [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
-        self.frozen(|| self.driver.resize(bytes))?;
+        self.frozen(|| self.driver().resize(bytes))?;
         Ok(self.limits().size_bytes())
     }
 
@@ -317,7 +320,7 @@ impl Disk {
         let _frozen = Frozen(self);
         change()?;
         // Queues stay with the limits that they have, if those of now cannot be.
-        self.driver.limits().validate()
+        self.driver().limits().validate()
     }
 
     /// Freezes the disk, unless what is in flight does not complete.
@@ -347,13 +350,13 @@ impl Disk {
     /// [`ErrorKind::Busy`] as with [`Disk::set`], and then the disk goes on; the driver's.
     pub fn release(&self) -> Result<(), Error> {
         // Without an owner there is nothing that a successor waits for.
-        if self.driver.owner().is_none() {
+        if self.driver().owner().is_none() {
             return Ok(());
         }
         let _one_at_a_time = lock(&self.changing);
         self.freeze_timeout()?;
         // SAFETY: frozen, and nobody thaws it.
-        unsafe { self.driver.release() }
+        unsafe { self.driver().release() }
     }
 
     /// Keeps requests from the driver: when this returns it gets none until what it returns is

@@ -14,6 +14,7 @@ pub mod qcow2;
 pub mod ram;
 pub mod rbd;
 mod size;
+pub mod snapshot;
 
 #[cfg(test)]
 #[cfg(not(model_check))]

@@ -2,7 +2,8 @@
 
 use crate::ring::Ring;
 
-use super::Queue;
+use super::broken::BrokenQueue;
+use super::{Queue, open_driver};
 
 impl Queue {
     /// The idle queue is to have requests, and takes over what changed meanwhile.
@@ -45,15 +46,23 @@ impl Queue {
 
     /// Takes over limits and settings that were changed under a freeze.
     #[cold]
-    fn reload(&mut self, ring: Option<&mut Ring>) {
+    fn reload(&mut self, mut ring: Option<&mut Ring>) {
         if let Some(scheduler) = self.disk.reload_settings() {
             self.dispatch.set_scheduler(scheduler, self.in_flight.requests().len());
         }
         self.tags.set_depth(self.disk.settings().requests());
         self.clock.set_mode(self.disk.settings().clock);
+        let is_new = self.disk.reload_driver();
         let _ = self.completions.take_limits_changed();
         self.reload_limits();
         self.dispatch.set_early_submission(self.disk.settings().early_submission);
+        if is_new {
+            // Its registered files make room for the other's.
+            self.close(ring.as_deref_mut());
+            let slots = self.in_flight.requests().len();
+            let opened = open_driver(&self.disk, slots, ring);
+            return self.dispatch.set_driver(opened.unwrap_or_else(|_| Box::new(BrokenQueue)));
+        }
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.reload(&mut cx);
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::bio::Operation;
 use crate::disk::{Disk, HardwareQueue, Settings};
+use crate::driver::Driver;
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::sched::SchedulerKind;
@@ -17,6 +18,8 @@ pub(super) struct DiskView {
     disk: Arc<Disk>,
     index: usize,
     shared: Arc<HardwareQueue>,
+    /// The driver that the queue's part is of.
+    driver: Arc<dyn Driver>,
     /// Of the changes that were taken over.
     generation: u64,
     settings: Settings,
@@ -35,15 +38,39 @@ impl DiskView {
         // Before all that it is about: a change that comes in between is then seen by `enter`.
         let generation = disk.control.generation();
         let settings = disk.settings();
+        let driver = disk.driver();
         let limits = disk.limits();
         limits.validate()?;
         let fast = FastLimits::new(&limits);
         let shared = disk.hardware_queue(index).clone();
-        Ok(DiskView { disk: disk.clone(), index, shared, generation, settings, limits, fast, entered: false })
+        Ok(DiskView {
+            disk: disk.clone(),
+            index,
+            shared,
+            driver,
+            generation,
+            settings,
+            limits,
+            fast,
+            entered: false,
+        })
     }
 
     pub fn disk(&self) -> &Arc<Disk> {
         &self.disk
+    }
+
+    /// The driver that the queue's part is of.
+    pub fn driver(&self) -> &dyn Driver {
+        &*self.driver
+    }
+
+    /// Takes over the disk's driver. Returns whether that is another one.
+    pub fn reload_driver(&mut self) -> bool {
+        let driver = self.disk.driver();
+        let is_new = !Arc::ptr_eq(&driver, &self.driver);
+        self.driver = driver;
+        is_new
     }
 
     /// The queue's number.

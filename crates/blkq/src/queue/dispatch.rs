@@ -469,6 +469,11 @@ impl Dispatch {
         self.driver.reload(cx);
     }
 
+    /// Takes another driver's part of the queue in place of the one so far, which is closed.
+    pub fn set_driver(&mut self, driver: Box<dyn DriverQueue>) {
+        self.driver = driver;
+    }
+
     /// Has the driver release what it registered with the ring.
     pub fn close(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.close(cx);

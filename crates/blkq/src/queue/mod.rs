@@ -11,6 +11,7 @@
 //! The ring is lent to every call that may reach the driver, because one thread has one
 //! ring and perhaps several queues.
 
+mod broken;
 mod change;
 mod close;
 mod complete;
@@ -39,7 +40,7 @@ use std::sync::Arc;
 use crate::bio::Completion;
 use crate::clock::Clock;
 use crate::disk::{Disk, QueueClaim};
-use crate::driver::OpenContext;
+use crate::driver::{DriverQueue, OpenContext};
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::ring::{Cqe, Registrar, Ring};
@@ -78,6 +79,16 @@ pub(crate) struct Queue {
     _claim: QueueClaim,
 }
 
+/// Opens the driver's part of a queue.
+fn open_driver(
+    view: &DiskView,
+    slots: usize,
+    ring: Option<&mut Ring>,
+) -> Result<Box<dyn DriverQueue>, Error> {
+    let (ring, wake) = (ring.map(Registrar::new), view.shared().kick.clone());
+    view.driver().open_queue(OpenContext { index: view.index() as u16, tags: slots, ring, wake })
+}
+
 /// The turn.
 impl Queue {
     /// Opens queue `index` of `disk` on this thread. `owner` is its name on the ring.
@@ -90,9 +101,7 @@ impl Queue {
         let shared = view.shared();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(disk.depth_max()) + 1;
-        let (ring, wake) = (ring.map(Registrar::new), shared.kick.clone());
-        let cx = OpenContext { index: index as u16, tags: slots, ring, wake };
-        let driver = disk.driver().open_queue(cx)?;
+        let driver = open_driver(&view, slots, ring)?;
         let tags = TagCache::new(shared, view.settings().requests(), disk.depth_max())?;
         Ok(Queue {
             in_flight: InFlight::new(slots, view.limits()),

@@ -58,6 +58,11 @@ impl NewImage {
         Ok(image)
     }
 
+    /// The file, until it is kept.
+    pub fn file(&self) -> Option<&File> {
+        self.file.as_ref()
+    }
+
     /// Lets it stay.
     pub fn keep(mut self) {
         self.file = None;

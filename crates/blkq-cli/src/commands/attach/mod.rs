@@ -1,7 +1,7 @@
 //! `blkq attach`: makes an image usable, by way of a daemon of its own.
 
 mod attached;
-mod create;
+pub mod create;
 mod nooverlap;
 mod overlay;
 mod run;

@@ -46,7 +46,10 @@ pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
     };
     let base = Base::open(path, format).map_err(refusal)?;
     let there = "it is there already, and nothing is overwritten; attach it with --format qcow2, or choose another name";
-    let fill = |new: &std::fs::File| Ok(base.write_overlay(new, directory_of(file))?);
+    let fill = |new: &std::fs::File| {
+        let directory = directory_of(file).canonicalize().map_err(|e| Failure::new(e.to_string()))?;
+        Ok(base.write_overlay(new, &directory)?)
+    };
     NewImage::make(file, there, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
 }
 

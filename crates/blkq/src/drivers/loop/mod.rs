@@ -59,6 +59,21 @@ fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Erro
     Ok(Arc::new(tail))
 }
 
+/// The image of a device, for a driver that is to have it behind an image of its own.
+pub(crate) struct RawImage {
+    pub file: Arc<File>,
+    pub path: PathBuf,
+    /// Of the device, in bytes.
+    pub size: u64,
+    /// In what units the file is read; 1 if through the page cache.
+    pub align: u64,
+    pub memory_align: u32,
+    pub logical_block_bytes: u32,
+    pub requested: DirectIo,
+    /// Why there is no direct I/O, if there is none.
+    pub buffered: Option<String>,
+}
+
 /// A device backed by an image.
 pub struct LoopDevice {
     shared: Arc<Shared>,
@@ -73,6 +88,8 @@ pub struct LoopDevice {
     discard_granularity: u32,
     rotational: bool,
     shared_use: bool,
+    /// Another driver has its file.
+    superseded: AtomicBool,
     warnings: Vec<String>,
 }
 
@@ -171,6 +188,7 @@ impl LoopDevice {
             discard_granularity: backing.discard_granularity,
             rotational: backing.rotational,
             shared_use: options.shared,
+            superseded: AtomicBool::new(false),
             warnings,
         })
     }
@@ -249,6 +267,49 @@ impl LoopDevice {
             Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?,
         };
         Ok(size)
+    }
+
+    /// The image, with all that was written made durable, for a driver that is to have it behind another. The disk
+    /// is frozen.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it is served in part, shared or read-only; if it cannot be made durable.
+    pub(crate) fn raw_image(&self) -> Result<RawImage, Error> {
+        let image = {
+            let state = locked(&self.shared.state);
+            let block = self.shared.logical_block_bytes;
+            let refused = [
+                (self.shared.offset != 0 || state.size_limit.is_some(), "only a part of it is served"),
+                (self.shared_use, "others may write to it"),
+                (state.read_only || !state.writable, "it is read-only, and nothing in it changes"),
+                (!state.size.is_multiple_of(u64::from(block)), "it does not end with a whole sector"),
+            ];
+            if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
+                let message = format!("{} cannot be behind another image: {why}", self.path.display());
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            }
+            let direct = state.mode.direct;
+            RawImage {
+                file: Arc::clone(&state.file),
+                path: self.path.clone(),
+                size: state.size,
+                align: direct.map_or(1, |align| u64::from(align.offset)),
+                memory_align: direct.map_or(1, |align| align.memory.max(align.offset)),
+                logical_block_bytes: block,
+                requested: state.requested,
+                buffered: direct.is_none().then(|| state.mode.reason.clone()),
+            }
+        };
+        self.sync()?;
+        Ok(image)
+    }
+
+    /// Another driver has the image from now on, and only reads it.
+    pub(crate) fn supersede(&self) {
+        self.superseded.store(true, Relaxed);
+        let state = locked(&self.shared.state);
+        // At worst others cannot read it meanwhile.
+        let _ = lock::acquire(&state.file, &self.path, &(0..1 << 62), LockKind::Shared, false);
     }
 
     /// The setting, if it is one of this driver.
@@ -445,6 +506,9 @@ impl Driver for LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
+        if self.superseded.load(Relaxed) {
+            return;
+        }
         // A ring may keep the file open for longer than the device is used.
         let state = locked(&self.shared.state);
         lock::release(&state.file, &(self.shared.offset..self.shared.offset + state.size));

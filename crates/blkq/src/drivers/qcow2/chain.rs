@@ -18,7 +18,7 @@ use super::options::BackingChain;
 use super::state::Tables;
 
 /// Most images behind one.
-const DEPTH_MAX: usize = 64;
+pub(super) const DEPTH_MAX: usize = 64;
 /// The bytes of a file that are locked: all that it may ever have.
 pub(super) const LOCKED: std::ops::Range<u64> = 0..1 << 62;
 

@@ -16,7 +16,7 @@ use super::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTE
 
 /// Bits of the size of a cluster: QEMU's default.
 const CLUSTER_BITS: u32 = 16;
-const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
+pub(super) const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 /// Bytes of the header without extensions.
 const HEADER_BYTES: usize = 112;
 /// Refcounts have 16 bits.
@@ -57,16 +57,18 @@ impl Base {
         Ok(Base { path: backing.path, qcow2: false, size: file_bytes })
     }
 
-    /// Makes `file`, which is empty and in `directory`, an image that has this one behind it, of the same size in
+    /// That of the image at `path`, absolute and without symbolic links, with a device of `size` bytes.
+    pub(super) fn of_open(path: PathBuf, qcow2: bool, size: u64) -> Base {
+        Base { path, qcow2, size }
+    }
+
+    /// Makes `file`, which is empty and in `directory`, absolute and without symbolic links, an image that has this one behind it, of the same size in
     /// whole sectors. It names it relative to its directory if it is there or below. Nothing is made durable.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for a name or a size that no image can have; that of the file.
     pub fn write_overlay(&self, file: &File, directory: &Path) -> Result<(), Error> {
-        let directory = directory
-            .canonicalize()
-            .map_err(|e| Error::system(format!("cannot find the directory {}", directory.display()), e))?;
-        let name = name_in(&directory, &self.path)?;
+        let name = name_in(directory, &self.path)?;
         let size = self.size.next_multiple_of(512);
         write_empty(file, size, &name, if self.qcow2 { b"qcow2" } else { b"raw" })
     }

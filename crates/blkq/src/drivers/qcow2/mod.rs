@@ -4,7 +4,8 @@
 //! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
 //! for them, `env` what tasks share. `read`, `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
-//! path, `blocking` runs tasks without a queue, `create` makes images, `extents` and `grow` are for the control plane.
+//! path, `blocking` runs tasks without a queue, `create` makes images,
+//! `over` one over the image that is served, `extents` and `grow` are for the control plane.
 
 mod allocate;
 mod blocking;
@@ -20,6 +21,7 @@ mod grow;
 mod header;
 mod io;
 mod options;
+mod over;
 mod queue;
 mod read;
 mod refcounts;
@@ -59,6 +61,7 @@ use env::Shared;
 use epochs::Epochs;
 use header::AUTOCLEAR_AT;
 pub use options::{BackingChain, Qcow2Options};
+pub(crate) use over::Below;
 use queue::{Qcow2Queue, SEGMENTS_MAX};
 use reserve::free_reserved;
 use state::{Layer, State, Writer};
@@ -82,6 +85,8 @@ pub struct Qcow2 {
     /// Whether the image is open for writing.
     writable: bool,
     read_only: AtomicBool,
+    /// Another driver has its files.
+    superseded: AtomicBool,
     logical_block_bytes: u32,
     memory_align: u32,
     physical_block: u32,
@@ -191,6 +196,7 @@ impl Qcow2 {
             identity,
             writable: !options.read_only,
             read_only: AtomicBool::new(options.read_only),
+            superseded: AtomicBool::new(false),
             logical_block_bytes,
             memory_align,
             physical_block,
@@ -429,6 +435,9 @@ impl Driver for Qcow2 {
 
 impl Drop for Qcow2 {
     fn drop(&mut self) {
+        if self.superseded.load(Relaxed) {
+            return;
+        }
         // The last flush has written what clients were promised; this frees what they discarded, and what
         // was reserved.
         if self.write_back().is_ok() {

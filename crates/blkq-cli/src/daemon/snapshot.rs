@@ -1,0 +1,74 @@
+//! A snapshot over the control socket, in steps: another device may be stopped at the same moment.
+
+use std::fs::File;
+use std::io::{IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::shared::Shared;
+use crate::control::LINE_TIMEOUT;
+use crate::failure::{Failure, Outcome};
+use crate::log;
+use crate::options::Record;
+
+/// How long I/O waits for the other devices of a snapshot.
+const OTHERS_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Makes the snapshot, unless the client closes the connection before the last step. `reply` notifies the client that
+/// the next step is its.
+///
+/// # Errors
+/// Why there is none; the device goes on as it was.
+pub(super) fn serve_snapshot(
+    shared: &Shared,
+    stream: &UnixStream,
+    options: &Record,
+    reply: impl Fn(),
+) -> Outcome {
+    let options = options.read()?;
+    shared.stage().check()?;
+    reply();
+    let file = receive_file(stream)?;
+    // The next daemon of the device reads what is written here, and nothing is changed once it stops.
+    let stage = shared.stage();
+    stage.check()?;
+    let ready = || {
+        reply();
+        wait(stream)
+    };
+    shared.device().snapshot(file, &options, ready, |state| shared.write_state(state))?;
+    log::line(&format!("snapshot: the image is {} now", shared.device().image()));
+    Ok(())
+}
+
+/// The file that comes with the next byte.
+fn receive_file(stream: &UnixStream) -> Outcome<File> {
+    let failed = |why: String| Failure::new(format!("the new image did not come: {why}"));
+    stream.set_read_timeout(Some(LINE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)
+        .map_err(|e| failed(e.to_string()))?;
+    let files = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => files.last(),
+        _ => None,
+    });
+    files.map(File::from).ok_or_else(|| failed("there was none".to_owned()))
+}
+
+/// Waits for the last step.
+fn wait(mut stream: &UnixStream) -> Outcome {
+    let _ = stream.set_read_timeout(Some(OTHERS_TIMEOUT));
+    match stream.read(&mut [0]) {
+        Ok(1) => Ok(()),
+        Ok(_) => Err(Failure::new("the snapshot was given up")),
+        Err(_) => {
+            let seconds = OTHERS_TIMEOUT.as_secs();
+            Err(Failure::new(format!("the snapshot was given up: its command did nothing for {seconds} s")))
+        }
+    }
+}

@@ -1,0 +1,330 @@
+//! Snapshots of devices in use: what they had stays, and their clients notice nothing.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+
+use place::*;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+const BLOCK: usize = 4096;
+
+fn run(program: &str, words: &[&str]) -> String {
+    let output = Command::new(program).args(words).output().unwrap();
+    assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+/// A client with one request at a time, of blocks that are all one byte.
+struct Client {
+    stream: UnixStream,
+}
+
+impl Client {
+    fn new(uri: &str, name: &str) -> Client {
+        Client { stream: session(uri, name) }
+    }
+
+    fn write(&mut self, block: u64, byte: u8) {
+        let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
+        bytes.extend([0, 0, 0, 1]);
+        bytes.extend(block.to_be_bytes());
+        bytes.extend((block * BLOCK as u64).to_be_bytes());
+        bytes.extend((BLOCK as u32).to_be_bytes());
+        bytes.extend([byte; BLOCK]);
+        self.stream.write_all(&bytes).unwrap();
+        assert_eq!(reply(&mut self.stream, 0), (0, block));
+    }
+
+    fn read(&mut self, block: u64) -> u8 {
+        request(&mut self.stream, 0, block, block * BLOCK as u64, BLOCK as u32);
+        assert_eq!(reply(&mut self.stream, 0), (0, block));
+        let mut bytes = [0; BLOCK];
+        self.stream.read_exact(&mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "block {block} is torn");
+        bytes[0]
+    }
+
+    fn flush(&mut self) {
+        request(&mut self.stream, 3, 9, 0, 0);
+        assert_eq!(reply(&mut self.stream, 0), (0, 9));
+    }
+}
+
+fn kept_image(place: &Place, name: &str) -> String {
+    let state = fs::read(place.state().join(format!("{name}.json"))).unwrap();
+    serde_json::from_slice::<serde_json::Value>(&state).unwrap()["image"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_client_goes_on_in_each_new_image() {
+    let place = Place::new("snapshot");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let base = place.image("base.img", 8 << 20);
+    for confined in [true, false] {
+        fs::write(&base, vec![0; 8 << 20]).unwrap();
+        let attach = ["attach", &base, "--name", "d", "--no-sandbox"];
+        let uri = place.done(&attach[..if confined { 4 } else { 5 }]);
+        let mut client = Client::new(&uri, "d");
+        client.write(1, 1);
+        client.write(2, 1);
+        let images = ["1", "2", "3"].map(&path);
+        let mut below = vec![base.clone()];
+        for (number, image) in images.iter().enumerate() {
+            let before = fs::read(below.last().unwrap()).unwrap();
+            assert_eq!(place.done(&["snapshot", "d", "--to", image]), format!("{image}\n"));
+            assert_eq!(kept_image(&place, "d"), *image);
+            let byte = number as u8 + 2;
+            client.write(2, byte);
+            client.write(10 + number as u64, byte);
+            client.flush();
+            assert_eq!((client.read(1), client.read(2), client.read(3)), (1, byte, 0));
+            let after = fs::read(below.last().unwrap()).unwrap();
+            assert!(
+                after.starts_with(&before[..after.len()]) || before == after,
+                "what was kept has changed"
+            );
+            let shown = place.json(&["show", "d", "--json"]);
+            assert_eq!((&shown["image"], &shown["driver"]), (&image.as_str().into(), &"qcow2".into()));
+            below.push(image.clone());
+        }
+        drop(client);
+        place.done(&["detach", "d"]);
+        assert_eq!(fs::read(&base).unwrap()[2 * BLOCK], 1);
+        for (image, behind) in images.iter().zip(&below) {
+            run("qemu-img", &["check", "-U", "-q", "-f", "qcow2", image]);
+            let info: serde_json::Value =
+                serde_json::from_str(&run("qemu-img", &["info", "--output=json", image])).unwrap();
+            assert_eq!(info["full-backing-filename"], behind.as_str(), "{info}");
+        }
+        // The next daemon finds the same.
+        let uri = place.done(&["attach", &images[2], "--format", "qcow2", "--name", "d"]);
+        let mut client = Client::new(&uri, "d");
+        assert_eq!([1, 2, 3, 10, 11, 12].map(|block| client.read(block)), [1, 4, 0, 2, 3, 4]);
+        drop(client);
+        place.done(&["detach", "d"]);
+        images.iter().for_each(|image| fs::remove_file(image).unwrap());
+    }
+}
+
+/// Sets it however the test goes on.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
+// Contract: live-changes
+#[test]
+fn writes_go_on_through_snapshots_and_none_is_lost() {
+    let place = Place::new("snapshot-load");
+    let base = place.image("base.img", 16 << 20);
+    let uri = place.done(&["attach", &base, "--name", "d"]);
+    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+    let blocks = (16 << 20) / BLOCK as u64;
+    let write = || {
+        let mut client = Client::new(&uri, "d");
+        let mut expected = vec![0; blocks as usize];
+        let mut seed = 1u64;
+        while !stop.load(SeqCst) {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let (block, other, byte) = ((seed >> 33) % blocks, (seed >> 20) % blocks, (seed >> 50) as u8);
+            client.write(block, byte);
+            expected[block as usize] = byte;
+            assert_eq!(client.read(other), expected[other as usize], "block {other}");
+            rounds.fetch_add(1, SeqCst);
+        }
+        client.flush();
+        expected
+    };
+    let mut last = String::new();
+    let expected = std::thread::scope(|scope| {
+        let writer = scope.spawn(write);
+        let stopped = Stop(&stop);
+        for number in 0..5 {
+            let seen = rounds.load(SeqCst);
+            wait_until("the writer writes", || rounds.load(SeqCst) > seen + 50 || writer.is_finished());
+            last = place.dir.join(format!("{number}.qcow2")).to_str().unwrap().to_owned();
+            place.done(&["snapshot", &format!("d={last}")]);
+        }
+        let seen = rounds.load(SeqCst);
+        wait_until("the writer writes", || rounds.load(SeqCst) > seen + 50 || writer.is_finished());
+        drop(stopped);
+        writer.join().unwrap()
+    });
+    // A flush is all that a killed daemon owes.
+    kill(place.pid("d"));
+    let raw = place.dir.join("raw").to_str().unwrap().to_owned();
+    run("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", &last, &raw]);
+    let found = fs::read(raw).unwrap();
+    for (block, byte) in expected.iter().enumerate() {
+        assert_eq!(found[block * BLOCK..][..BLOCK], [*byte; BLOCK], "block {block}");
+    }
+}
+
+#[test]
+fn several_devices_have_snapshots_together_or_none() {
+    let place = Place::new("snapshot-group");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let images = ["a", "b"].map(|name| place.image(&format!("{name}.img"), 1 << 20));
+    let uris = [0, 1].map(|at| place.done(&["attach", &images[at], "--name", ["a", "b"][at]]));
+    let (a, b) = (format!("a={}", path("a.1")), format!("b={}", path("b.1")));
+    let mut client = Client::new(&uris[0], "a");
+    client.write(0, 1);
+    place.done(&["set", "b", "read-only=on"]);
+    let line = place.refused(&["snapshot", &a, &b]);
+    assert!(line.contains("snapshot b") && line.contains("read-only"), "{line}");
+    place.done(&["set", "b", "read-only=off"]);
+    fs::write(path("b.1"), "x").unwrap();
+    let line = place.refused(&["snapshot", &a, &b]);
+    assert!(line.contains("b.1 is there already"), "{line}");
+    assert_eq!(fs::read(path("b.1")).unwrap(), b"x");
+    fs::remove_file(path("b.1")).unwrap();
+    assert!(!fs::exists(path("a.1")).unwrap());
+    assert_eq!(place.json(&["show", "a", "--json"])["image"], images[0].as_str());
+    client.write(1, 2);
+    client.flush();
+    assert_eq!(fs::read(&images[0]).unwrap()[BLOCK], 2, "it goes on as it was");
+    place.done(&["snapshot", &a, &b]);
+    for name in ["a", "b"] {
+        assert_eq!(kept_image(&place, name), path(&format!("{name}.1")));
+    }
+    assert_eq!([0, 1].map(|block| client.read(block)), [1, 2]);
+}
+
+/// Has the device `name` make `path` its next image, and wait.
+fn begin(place: &Place, name: &str, path: &str) -> UnixStream {
+    let mut options = place.json(&["show", name, "--json"])["attach_options"].clone();
+    options["options"]["image"] = path.into();
+    options["options"]["format"] = "qcow2".into();
+    let new = fs::File::options().read(true).write(true).create_new(true).open(path).unwrap();
+    let mut stream = UnixStream::connect(place.state().join(format!("{name}.control"))).unwrap();
+    let mut reply = [0; 64];
+    writeln!(stream, "{}", serde_json::json!({"command": "snapshot", "options": options})).unwrap();
+    let length = stream.read(&mut reply).unwrap();
+    assert_eq!(&reply[..length], b"{\"ok\":null}\n");
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [new.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+    sendmsg(&stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::empty()).unwrap();
+    let length = stream.read(&mut reply).unwrap();
+    assert_eq!(&reply[..length], b"{\"ok\":null}\n");
+    stream
+}
+
+#[test]
+fn a_command_that_dies_leaves_the_device_as_it_was() {
+    let place = Place::new("snapshot-left");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (base, new) = (place.image("base.img", 1 << 20), path("new"));
+    let uri = place.done(&["attach", &base, "--name", "d"]);
+    let mut client = Client::new(&uri, "d");
+    client.write(1, 1);
+    let command = begin(&place, "d", &new);
+    // It waits as long as the device does.
+    request(&mut client.stream, 1, 2, 2 * BLOCK as u64, BLOCK as u32);
+    drop(command);
+    assert_eq!(reply(&mut client.stream, 0), (0, 2));
+    client.flush();
+    assert_eq!(kept_image(&place, "d"), base);
+    assert_eq!(fs::read(&base).unwrap()[..3 * BLOCK], [[0; BLOCK], [1; BLOCK], [7; BLOCK]].concat());
+    fs::remove_file(&new).unwrap();
+    place.done(&["snapshot", "d", "--to", &new]);
+    assert_eq!([0, 1, 2].map(|block| client.read(block)), [0, 1, 7]);
+}
+
+#[test]
+fn a_killed_daemon_leaves_an_image_with_all_that_was_written() {
+    let place = Place::new("snapshot-killed");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let base = place.image("base.img", 1 << 20);
+    let (first, second, third) = (path("1"), path("2"), path("3"));
+    let check = |image: &str, format: &str, expected: [u8; 3]| {
+        if format == "qcow2" {
+            run("qemu-img", &["check", "-U", "-q", "-f", "qcow2", image]);
+        }
+        let uri = place.done(&["attach", image, "--format", format, "--name", "d"]);
+        let mut client = Client::new(&uri, "d");
+        assert_eq!([1, 2, 3].map(|block| client.read(block)), expected, "{image}");
+        client
+    };
+    let mut client = check(&base, "raw", [0; 3]);
+    client.write(1, 1);
+    // The new image is there and durable, and the state file is not written yet: either has all.
+    drop(begin_and_kill(&place, &first));
+    assert_eq!(fs::read(&base).unwrap()[BLOCK], 1);
+    drop(check(&first, "qcow2", [1, 0, 0]));
+    place.done(&["detach", "d"]);
+    let mut client = check(&base, "raw", [1, 0, 0]);
+    // It has changed over: all that is flushed is there.
+    place.done(&["snapshot", "d", "--to", &second]);
+    client.write(2, 2);
+    client.flush();
+    kill(place.pid("d"));
+    let mut client = check(&second, "qcow2", [1, 2, 0]);
+    // The same from qcow2, whose tables are in memory.
+    client.write(3, 3);
+    drop(begin_and_kill(&place, &third));
+    drop(check(&third, "qcow2", [1, 2, 3]));
+    place.done(&["detach", "d"]);
+    drop(check(&second, "qcow2", [1, 2, 3]));
+}
+
+fn begin_and_kill(place: &Place, path: &str) -> UnixStream {
+    let pid = place.pid("d");
+    let command = begin(place, "d", path);
+    kill(pid);
+    command
+}
+
+#[test]
+fn a_snapshot_that_cannot_be_leaves_nothing() {
+    let place = Place::new("snapshot-refused");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let image = place.image("a.img", 1 << 20);
+    fs::create_dir(path("e")).unwrap();
+    let (new, elsewhere) = (path("new"), path("e/new"));
+    for (words, more, why) in [
+        (&[image.as_str()][..], &[][..], "is there already"),
+        (&[&image, "--read-only"], &[], "read-only"),
+        (&[&image, "--offset", "4096"], &[], "--offset"),
+        (&[&image, "--size-limit", "4096"], &[], "--size-limit"),
+        (&[&image, "--shared"], &[], "others may write to it"),
+        (&[&image, "--queues", "2"], &[], "--queues"),
+        (&[&image, "--fault", "none"], &[], "fault"),
+        (&["ram:1M"], &[], "is no image"),
+        (&[&image], &["--to", &elsewhere], "--backing-chain allow"),
+        (&[&image], &["--to", &path("n/o")], "No such file"),
+        (&[&image], &["--to", &new, "n"], "--to is for one device"),
+        (&[&image], &["a"], "give it with --to FILE"),
+    ] {
+        place.done(&[&["attach"], words, &["--name", "n"]].concat());
+        let to = if why == "is there already" { &image } else { &new };
+        let more = if more.is_empty() { &["--to", to][..] } else { more };
+        let line = place.refused(&[&["snapshot", "n"], more].concat());
+        assert!(line.contains(why), "{line}");
+        assert!(!fs::exists(&new).unwrap() && !fs::exists(&elsewhere).unwrap(), "{words:?}");
+        place.done(&["detach", "n"]);
+    }
+    let line = place.refused(&["snapshot", "n", "--to", &new]);
+    assert!(line.contains("no such device"), "{line}");
+    place.done(&["attach", &image, "--name", "n"]);
+    let line = place.refused(&["snapshot", &format!("n={new}"), &format!("{image}={new}.2")]);
+    assert!(line.contains("named twice"), "{line}");
+    // A client that sends no file.
+    let reply = place.ask("n", b"{\"command\":\"snapshot\",\"options\":{\"version\":1,\"options\":{}}}\n");
+    assert!(reply.contains("error"), "{reply}");
+    place.done(&["snapshot", "n", "--to", &elsewhere, "--backing-chain", "allow"]);
+    place.done(&["detach", "n"]);
+    place.done(&["attach", &elsewhere, "--format", "qcow2", "--backing-chain", "allow", "--name", "n"]);
+}

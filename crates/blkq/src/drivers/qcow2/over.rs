@@ -1,0 +1,218 @@
+//! A new image over the one that is served, which is to be served in its place, while no I/O runs.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::OFlags;
+
+use crate::drivers::r#loop::RawImage;
+use crate::drivers::r#loop::backing::{self, Backing};
+use crate::drivers::r#loop::lock::{self, LockKind};
+use crate::drivers::r#loop::options::{DirectIo, choose_mode};
+use crate::error::{Error, ErrorKind};
+use crate::sync::atomic::AtomicBool;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::{Mutex, lock as locked};
+
+use super::cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
+use super::chain::{LOCKED, Opened, read_tables};
+use super::commit::commit;
+use super::create::{Base, CLUSTER_BYTES};
+use super::env::Shared;
+use super::epochs::Epochs;
+use super::reserve::free_reserved;
+use super::state::{Layer, State, Tables};
+use super::{Qcow2, direct_align, open_writer};
+
+/// The image that is served now, with those behind it.
+pub(crate) struct Below {
+    /// The image's own first.
+    files: Vec<Arc<File>>,
+    paths: Vec<PathBuf>,
+    layers: Vec<Layer>,
+    /// Of the device, in bytes.
+    size: u64,
+    slice_bytes: u64,
+    logical_block_bytes: u32,
+    memory_align: u32,
+    requested: DirectIo,
+    /// Why there is no direct I/O, if there is none.
+    buffered: Option<String>,
+}
+
+impl Below {
+    /// A raw image.
+    pub fn of_raw(raw: RawImage) -> Below {
+        let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
+        Below {
+            files: vec![raw.file],
+            paths: vec![raw.path],
+            layers: vec![layer],
+            size: raw.size,
+            slice_bytes: SLICE_MAX_BYTES,
+            logical_block_bytes: raw.logical_block_bytes,
+            memory_align: raw.memory_align,
+            requested: raw.requested,
+            buffered: raw.buffered,
+        }
+    }
+
+    /// The name of the image's format in the header of the one over it.
+    fn is_qcow2(&self) -> bool {
+        self.layers.first().is_some_and(|layer| layer.tables.is_some())
+    }
+}
+
+impl Qcow2 {
+    /// The image, with all that was written made durable, for one over it. Its disk is frozen.
+    ///
+    /// # Errors
+    /// If it is read-only, or something cannot be made durable.
+    pub(crate) fn below(&self) -> Result<Below, Error> {
+        if !self.writable {
+            let message = format!("{} is read-only: nothing in it changes", self.path.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        // Also where no table is dirty: data in place may be.
+        self.run("make the data durable", async |env| commit(&env, true).await)?;
+        self.write_back()?;
+        let state = locked(&self.shared.state);
+        let copy = |layer: &Layer| Layer {
+            tables: layer
+                .tables
+                .as_ref()
+                .map(|tables| Tables { header: tables.header.clone(), l1: tables.l1.clone() }),
+            size: layer.size,
+            align: layer.align,
+            file_bytes: layer.file_bytes,
+        };
+        Ok(Below {
+            files: self.files.clone(),
+            paths: std::iter::once(&self.path).chain(&self.behind).cloned().collect(),
+            layers: state.layers.iter().map(copy).collect(),
+            size: state.size,
+            slice_bytes: state.cache.slice_bytes() as u64,
+            logical_block_bytes: self.logical_block_bytes,
+            memory_align: self.memory_align,
+            requested: self.requested,
+            buffered: self.buffered.clone(),
+        })
+    }
+
+    /// Makes `file`, which is empty and at `path`, the image over `below`, durably, and opens it as the device of
+    /// the same size.
+    ///
+    /// # Errors
+    /// One line: what is wrong, why, and the cure.
+    pub(crate) fn over(below: Below, file: File, path: &Path) -> Result<Qcow2, Error> {
+        let top = Backing::of_open(file, path.to_owned())?;
+        if backing::size(&top.file, &top.path)? != 0 || top.block_device {
+            let message = format!("{} is not a new file", top.path.display());
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        if below.files.len() > super::chain::DEPTH_MAX {
+            let message =
+                format!("{} would have too many images behind it; commit some first", path.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        lock::acquire(&top.file, &top.path, &LOCKED, LockKind::Exclusive, false)?;
+        let base = base_name(&below)?;
+        let directory = path.parent().unwrap_or(Path::new("/"));
+        Base::of_open(base, below.is_qcow2(), below.size).write_overlay(&top.file, directory)?;
+        backing::sync(&top.file)
+            .map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
+        let tables = read_tables(&top)?;
+        let mut top = Opened { backing: top, size: tables.header.size, tables: Some(tables) };
+        // Before it is read in whole blocks only.
+        let writer = open_writer(&top, false)?;
+        let slice_bytes = below.slice_bytes.min(CLUSTER_BYTES);
+        let buffered = choose_buffered(&top, &below, slice_bytes)?;
+        let direct = buffered.is_none();
+        backing::set_flag(&top.backing.file, OFlags::DIRECT, direct)
+            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", path.display()), e))?;
+        let align = match &top.backing.direct {
+            Ok(align) if direct => u64::from(align.offset),
+            _ => 1,
+        };
+        let file_bytes = backing::size(&top.backing.file, &top.backing.path)?;
+        let tables = top.tables.take();
+        let mut layers = vec![Layer { tables, size: top.size, align, file_bytes }];
+        layers.extend(below.layers);
+        let state =
+            State { layers, cache: Cache::new(CACHE_BYTES, slice_bytes as usize), size: below.size, writer };
+        let backing = top.backing;
+        let mut files = vec![Arc::new(backing.file)];
+        files.extend(below.files);
+        Ok(Qcow2 {
+            shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
+            files,
+            path: backing.path,
+            behind: below.paths,
+            identity: backing.identity,
+            writable: true,
+            read_only: AtomicBool::new(false),
+            superseded: AtomicBool::new(false),
+            logical_block_bytes: below.logical_block_bytes,
+            memory_align: below.memory_align,
+            physical_block: backing.physical_block,
+            rotational: backing.rotational,
+            requested: below.requested,
+            buffered,
+            version: 3,
+            cluster_bytes: CLUSTER_BYTES,
+            warnings: Vec::new(),
+        })
+    }
+
+    /// Another driver has the image's file from now on, and only reads it.
+    pub(crate) fn supersede(&self) {
+        self.superseded.store(true, Relaxed);
+        let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        if let Some(file) = self.files.first() {
+            // At worst others cannot read it meanwhile.
+            let _ = lock::acquire(file, &self.path, &LOCKED, LockKind::Shared, false);
+        }
+    }
+}
+
+/// The path that the image has now.
+fn base_name(below: &Below) -> Result<PathBuf, Error> {
+    let found = below.files.first().zip(below.paths.first()).and_then(|(file, path)| {
+        let mine = file.metadata().ok()?;
+        let names = [backing::name_now(file).map(PathBuf::from), Some(path.clone())];
+        let there = |path: &PathBuf| {
+            std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
+        };
+        names.into_iter().flatten().find(there)
+    });
+    found.ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "the image has no name any more that another could find it by")
+    })
+}
+
+/// Why the new image is read and written through the page cache, if it is.
+fn choose_buffered(top: &Opened, below: &Below, slice_bytes: u64) -> Result<Option<String>, Error> {
+    if let Some(why) = &below.buffered {
+        return Ok(Some(why.clone()));
+    }
+    let (path, block) = (&top.backing.path, below.logical_block_bytes);
+    let mode = choose_mode(below.requested, &top.backing.direct, path, block, 0)?;
+    let Some(align) = mode.direct else { return Ok(Some(mode.reason)) };
+    if align.memory.max(align.offset) <= below.memory_align
+        && direct_align(top, true, block, slice_bytes).is_some()
+    {
+        return Ok(None);
+    }
+    let reason = format!(
+        "it demands an alignment of {} bytes, and the clients of the device have one of {}",
+        align.memory.max(align.offset),
+        below.memory_align
+    );
+    if below.requested == DirectIo::On {
+        let message = format!("no direct I/O on {}: {reason}", path.display());
+        return Err(Error::new(ErrorKind::NoDirectIo, message));
+    }
+    Ok(Some(reason))
+}
