@@ -50,6 +50,8 @@ pub(super) struct Dispatch {
     observed: bool,
     /// The same, or there are limits.
     detours: bool,
+    /// The scheduler may have requests, or some may wait for a limit.
+    lingering: bool,
 }
 
 impl Dispatch {
@@ -70,6 +72,7 @@ impl Dispatch {
             blocked_by_quiesce: false,
             tracing: None,
             detours: false,
+            lingering: false,
         };
         dispatch.note_detours();
         dispatch
@@ -79,6 +82,7 @@ impl Dispatch {
     fn note_detours(&mut self) {
         self.observed = self.scheduler.is_some() || self.tracing.is_some();
         self.detours = self.observed || self.throttle.is_on();
+        self.lingering = self.observed || self.throttle.has_waiting();
     }
 
     /// Takes over changed limits.
@@ -216,7 +220,10 @@ impl Dispatch {
     /// A flush goes before all others, but obeys the limits.
     pub fn push_first(&mut self, tag: Tag) {
         match self.throttle.is_on() {
-            true => self.throttle.push_first(tag),
+            true => {
+                self.throttle.push_first(tag);
+                self.lingering = true;
+            }
             false => self.requeued.push_front(tag),
         }
     }
@@ -238,7 +245,11 @@ impl Dispatch {
             None if self.throttle.is_on() => {
                 let count = self.admit(batch, disk, in_flight.requests());
                 self.requeued.extend(&batch[..count]);
+                if let Some(tracer) = &mut self.tracing {
+                    tracer.requests(EventKind::Throttle, &batch[count..], in_flight.requests(), clock);
+                }
                 self.throttle.push(&batch[count..], in_flight.requests(), stats);
+                self.lingering = true;
             }
             None => self.requeued.extend(batch),
         }
@@ -257,6 +268,17 @@ impl Dispatch {
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
         }
+    }
+
+    /// Whether limits are all that there is between `batch` and the driver, and let it through at once. For a
+    /// queue that is not [`Dispatch::is_direct`]: out of line, as it would cost those that are.
+    #[inline(never)]
+    pub fn is_prepaid(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
+        if self.observed || !self.requeued.is_empty() {
+            return false;
+        }
+        // The first needs no more registers than there are free.
+        self.throttle.pay_plainly(batch, requests) || self.throttle.pay(batch, requests)
     }
 
     /// Whether a request comes to the driver without a detour, but for the limits.
@@ -280,6 +302,7 @@ impl Dispatch {
         }
         if !delayed.is_empty() {
             self.throttle.push(delayed, cx.requests, stats);
+            self.lingering = true;
             self.run(disk, stats, cx);
         }
     }
@@ -293,7 +316,7 @@ impl Dispatch {
     /// Whether there is something for [`Dispatch::run`].
     #[inline]
     pub fn has_ready(&self) -> bool {
-        !self.requeued.is_empty() || (self.detours && self.has_scheduled_or_waiting())
+        !self.requeued.is_empty() || (self.lingering && self.has_scheduled_or_waiting())
     }
 
     fn has_scheduled_or_waiting(&self) -> bool {
@@ -325,6 +348,9 @@ impl Dispatch {
         }
         if !self.throttle.is_on() {
             return;
+        }
+        if let Some(flush) = self.throttle.take_new_flush().filter(|_| self.tracing.is_some()) {
+            self.trace(EventKind::Throttle, &[flush], cx);
         }
         self.throttle.note_waiting(self.scheduler.as_ref().map_or(0, |scheduler| scheduler.len()), stats);
         self.note_detours();
@@ -358,6 +384,9 @@ impl Dispatch {
             let open = if passes_limits && scheduler.len() > 0 { self.throttle.open() } else { [true; 2] };
             let Some(tag) = scheduler.dispatch(cx.requests, open, now_ns) else { break };
             if passes_limits && !self.throttle.admit_scheduled(tag, cx.requests, stats) {
+                if let Some(tracer) = &mut self.tracing {
+                    tracer.requests(EventKind::Throttle, &[tag], cx.requests, cx.clock);
+                }
                 continue;
             }
             batch[len] = tag;

@@ -213,7 +213,7 @@ impl Queue {
         }
         let batch = self.plug.take_requests();
         self.stats.count(Counter::PlugFlushes, 1);
-        if self.dispatch.is_direct() {
+        if self.dispatch.is_direct() || self.dispatch.is_prepaid(batch, self.in_flight.requests()) {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);

@@ -9,7 +9,7 @@ use crate::disk::Disk;
 use crate::request::Request;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::throttle::{Meter, RateLimits, Throttle};
+use crate::throttle::{Meter, RateLimits, Throttle, note};
 
 /// How soon a queue that waits for the limit of a group sees that this was changed.
 const CHANGE_NS: u64 = 100_000_000;
@@ -56,6 +56,8 @@ pub(super) struct QueueThrottle {
     waiting: [Waiting; 2],
     /// How many had to wait so far.
     pushed: u64,
+    /// A flush that is among those that wait, and was not tried before.
+    new_flush: Option<Tag>,
     /// The disk, or the queue's owner, wants everything to go on.
     bypassed: bool,
     closing: bool,
@@ -79,6 +81,7 @@ impl QueueThrottle {
             group_retry_ns: 0,
             group_limits: RateLimits::default(),
             pushed: 0,
+            new_flush: None,
             meters: Vec::new(),
             waiting: Default::default(),
             bypassed: false,
@@ -216,8 +219,45 @@ impl QueueThrottle {
         let waiting = &mut self.waiting[OTHERS];
         waiting.next_ns = 0;
         waiting.tags.push_front((tag, 0));
+        self.new_flush = Some(tag);
         self.has_waiting = true;
         self.released_ns[tag.index()] = u64::MAX;
+    }
+
+    /// A flush that has to wait, once.
+    pub fn take_new_flush(&mut self) -> Option<Tag> {
+        let flush = self.new_flush.take()?;
+        (self.released_ns[flush.index()] == u64::MAX).then_some(flush)
+    }
+
+    /// [`QueueThrottle::pay`] for one limit that counts each request once; false with any other.
+    #[inline(always)]
+    pub fn pay_plainly(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
+        if self.has_waiting || self.group_has_changed() {
+            return false;
+        }
+        let [meter] = &mut self.meters[..] else { return false };
+        let is_paid = meter.pay_plainly(batch.len());
+        if is_paid {
+            note::admitted(batch, requests);
+        }
+        is_paid
+    }
+
+    /// Whether all of a batch is prepaid, and may begin: without a look at the time, or at the limits' words.
+    #[inline(never)]
+    pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
+        if self.has_waiting || self.group_has_changed() {
+            return false;
+        }
+        let is_paid = match &mut self.meters[..] {
+            [meter] => meter.pay(batch, requests),
+            meters => pay_all(meters, batch, requests),
+        };
+        if is_paid {
+            note::admitted(batch, requests);
+        }
+        is_paid
     }
 
     /// How many requests of a batch may begin now: those before the first that has to wait; none if others
@@ -255,6 +295,7 @@ impl QueueThrottle {
                 count = admitted.count;
             }
         }
+        note::admitted(&batch[..count], requests);
         (count, next_ns)
     }
 
@@ -262,12 +303,15 @@ impl QueueThrottle {
     /// attempt lets requests be tried anew.
     #[inline]
     fn follow_group(&mut self, now_ns: u64) {
-        if let Some(member) = self.throttle.member()
-            && self.group_sequence != Some(member.group().sequence())
-            && (self.group_sequence.is_some() || self.group_retry_ns <= now_ns)
-        {
+        if self.group_has_changed() && (self.group_sequence.is_some() || self.group_retry_ns <= now_ns) {
             self.reload(now_ns);
         }
+    }
+
+    #[inline]
+    fn group_has_changed(&self) -> bool {
+        let member = self.throttle.member();
+        member.is_some_and(|member| self.group_sequence != Some(member.group().sequence()))
     }
 
     /// Moves requests that waited and may begin now to `batch`: all, if `all`, which no limit counts. Returns
@@ -337,4 +381,18 @@ impl QueueThrottle {
         self.has_waiting = false;
         self.waiting.iter_mut().flat_map(|waiting| waiting.tags.drain(..).map(|(tag, _)| tag))
     }
+}
+
+/// Pays a batch at all limits, or at none.
+#[inline(never)]
+fn pay_all(meters: &mut [Meter], batch: &[Tag], requests: &[Request]) -> bool {
+    for at in 0..meters.len() {
+        if !meters[at].pay(batch, requests) {
+            for meter in &mut meters[..at] {
+                meter.unpay(batch, requests);
+            }
+            return false;
+        }
+    }
+    true
 }

@@ -7,7 +7,7 @@
 
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-const NS_PER_S: u64 = 1_000_000_000;
+pub(crate) const NS_PER_S: u64 = 1_000_000_000;
 /// A word further in the future than this was damaged, or is of one request that is too large for its limit;
 /// it counts as so far.
 pub(crate) const DEBT_NS_MAX: u64 = 60 * NS_PER_S;

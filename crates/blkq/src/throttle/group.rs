@@ -12,16 +12,16 @@ use std::sync::Arc;
 
 use super::bucket::{Buckets, forgive_debt};
 use super::limits::{LIMIT_WORDS, LimitKey, RateLimits};
+use super::sequence::SequencedWords;
 use crate::clock::monotonic_ns;
 use crate::error::{Error, ErrorKind};
 use crate::sync::atomic::{
     AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
-    fence,
 };
 
-/// Devices in a group.
-pub const MEMBERS_MAX: usize = 120;
+/// Devices in a group; fewer for the model checkers.
+pub const MEMBERS_MAX: usize = if cfg!(model_check) { 3 } else { 120 };
 /// A member's weight: from 1 to this.
 pub const WEIGHT_MAX: u32 = 10_000;
 /// The weight of a member that has none of its own.
@@ -30,18 +30,14 @@ pub const WEIGHT_DEFAULT: u32 = 100;
 pub(super) const ACTIVE_NS: u64 = 100_000_000;
 /// `blkqgrp` and the version of the layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"blkqgrp\x01");
-/// Bytes of a member's name that are kept.
-const NAME_WORDS: usize = 14;
-/// How often a reader that meets a change of the limits tries again at once.
-const READ_TRIES: usize = 4;
+/// Words of a member's name that are kept.
+const NAME_WORDS: usize = if cfg!(model_check) { 1 } else { 14 };
 
 #[repr(C, align(64))]
 struct Header {
     magic: AtomicU64,
     boot: [AtomicU64; 2],
-    /// Odd while the limits change.
-    sequence: AtomicU64,
-    limits: [AtomicU64; LIMIT_WORDS],
+    limits: SequencedWords<LIMIT_WORDS>,
     /// Slots that were ever used.
     used: AtomicU64,
 }
@@ -74,8 +70,7 @@ impl Words {
         let header = Header {
             magic: AtomicU64::new(0),
             boot: zeroes(),
-            sequence: AtomicU64::new(0),
-            limits: zeroes(),
+            limits: SequencedWords::new(),
             used: AtomicU64::new(0),
         };
         let slot = |_| Slot {
@@ -160,9 +155,9 @@ impl Group {
     /// the monotonic clock is of, and no member that is there has a slot from `used` on.
     pub fn reset(&self, boot: [u64; 2], used: usize) {
         self.restart(boot, used);
-        let Header { sequence, limits, magic, .. } = &self.words().header;
-        limits.iter().for_each(|word| word.store(0, Relaxed));
-        sequence.store(0, Release);
+        let Header { limits, magic, .. } = &self.words().header;
+        // Members that read limits before see that these are others.
+        limits.reset(monotonic_ns());
         magic.store(MAGIC, Release);
     }
 
@@ -195,11 +190,10 @@ impl Group {
     /// caller that lets nobody else change them meanwhile.
     pub fn check(&self) -> Result<RateLimits, Error> {
         let damaged = |what: &str| Err(Error::new(ErrorKind::Format, what.to_owned()));
-        let sequence = &self.words().header.sequence;
         if !self.is_group() {
             return damaged("it is no group of this version of blkq");
         }
-        if !sequence.load(Acquire).is_multiple_of(2) {
+        if !self.sequence().is_multiple_of(2) {
             return damaged("a change of its limits was interrupted");
         }
         self.limits().map_or_else(|| damaged("its limits are out of range"), |(_, limits)| Ok(limits))
@@ -207,40 +201,31 @@ impl Group {
 
     /// The limits, and the number of their change; `None` while they change, or if they are damaged.
     pub fn limits(&self) -> Option<(u64, RateLimits)> {
-        let Header { sequence, limits, .. } = &self.words().header;
         if !self.is_group() {
             return None;
         }
-        for _ in 0..READ_TRIES {
-            let before = sequence.load(Acquire);
-            let mut words = [0; LIMIT_WORDS];
-            words.iter_mut().zip(limits).for_each(|(word, limit)| *word = limit.load(Relaxed));
-            fence(Acquire);
-            if before.is_multiple_of(2) && sequence.load(Relaxed) == before {
-                return RateLimits::from_words(&words).map(|limits| (before, limits));
-            }
-        }
-        None
+        let (number, words) = self.words().header.limits.read()?;
+        RateLimits::from_words(&words).map(|limits| (number, limits))
     }
 
     /// The number of the last change of the limits: another one after each.
     #[inline]
     pub(crate) fn sequence(&self) -> u64 {
-        self.words().header.sequence.load(Relaxed)
+        self.words().header.limits.sequence()
     }
 
     /// Changes the limits, also where a change was interrupted; one caller at a time. Nobody waits for what was
     /// let through under those before.
     pub fn set_limits(&self, limits: &RateLimits) {
+        self.set_limits_at(limits, monotonic_ns());
+    }
+
+    pub(super) fn set_limits_at(&self, limits: &RateLimits, now_ns: u64) {
         let Words { header, buckets, slots } = self.words();
-        let odd = header.sequence.load(Relaxed) | 1;
-        header.sequence.store(odd, Relaxed);
-        fence(Release);
-        header.limits.iter().zip(limits.to_words()).for_each(|(word, limit)| word.store(limit, Relaxed));
-        let now_ns = monotonic_ns();
-        buckets.0.forgive_debt(now_ns);
-        slots.iter().flat_map(|slot| &slot.spent_ns).for_each(|word| forgive_debt(word, now_ns));
-        header.sequence.store(odd.wrapping_add(1), Release);
+        header.limits.write(&limits.to_words(), || {
+            buckets.0.forgive_debt(now_ns);
+            slots.iter().flat_map(|slot| &slot.spent_ns).for_each(|word| forgive_debt(word, now_ns));
+        });
     }
 
     /// Takes a slot, which no other member has: see [`MEMBERS_MAX`].

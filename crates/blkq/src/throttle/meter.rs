@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::bucket::{accrued, burst_credit_ns, cost_ns, scaled, spent_ns, start_of};
+use super::bucket::{NS_PER_S, accrued, burst_credit_ns, cost_ns, scaled, spent_ns, start_of};
 use super::group::Member;
 use super::limits::{LimitKey, RateLimit, RateLimits};
 use super::{bucket, group};
@@ -11,9 +11,15 @@ use crate::request::Request;
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::tags::Tag;
 
-/// An idle limit accrues no more than this, without a burst: it makes up for a thread that comes late, and is
-/// that much of a second by which a device may be ahead.
-const CREDIT_NS: u64 = 2_000_000;
+/// An idle limit accrues no more than this, without a burst: it makes up for a thread that comes late. With
+/// what a queue has prepaid it is 2 ms, by which a device may be ahead.
+const CREDIT_NS: u64 = 2_000_000 - PREPAID_NS;
+/// A queue prepays no more than the limit allows in this time: 0.25 ms.
+const PREPAID_NS: u64 = 250_000;
+/// Nor more than so many batches like the last.
+const PREPAID_BATCHES: u64 = 64;
+/// Nor more than this part of the room that the limit has: a limit that blocks anybody has none.
+const PREPAID_PART: u64 = 4;
 /// The same of a queue whose requests waited: however late its thread was, the rate is kept.
 const LATE_CREDIT_NS: u64 = 100_000_000;
 /// How far ahead of its share a member may be that uses what others leave.
@@ -44,10 +50,14 @@ pub(crate) struct Meter {
     key: LimitKey,
     is_peak: bool,
     unit: Unit,
+    /// Each request costs one.
+    is_plain: bool,
     rate: u64,
     credit_ns: u64,
     /// The rest of the last division, for the next.
     rest: u64,
+    /// Units that are charged already: while the limit is far, most batches need not touch its word.
+    prepaid: u64,
     /// The member's weight and that of all active members, and until when they are taken for those of now.
     weights: (u64, u64),
     weights_until_ns: u64,
@@ -87,9 +97,11 @@ impl Meter {
                 key,
                 is_peak,
                 unit,
+                is_plain: key == LimitKey::Iops && unit == Unit::One,
                 rate,
                 credit_ns,
                 rest: 0,
+                prepaid: 0,
                 weights: (1, 1),
                 weights_until_ns: 0,
             };
@@ -124,7 +136,7 @@ impl Meter {
             LimitKey::ReadIops | LimitKey::ReadBps => request.operation() == Operation::Read,
             LimitKey::WriteIops | LimitKey::WriteBps => request.operation() != Operation::Read,
         };
-        let bytes = if request.operation().has_data() { request.bytes() } else { 0 };
+        let bytes = data_bytes(request);
         match self.unit {
             _ if !concerned => 0,
             Unit::One => 1,
@@ -144,13 +156,66 @@ impl Meter {
 
     /// When a request that it counts may begin; it charges nothing.
     pub fn next_ns(&mut self, now_ns: u64, is_late: bool) -> u64 {
-        self.admit(&[], &[], now_ns, is_late).next_ns
+        if self.prepaid > 0 { now_ns } else { self.charge(&[], &[], now_ns, is_late).next_ns }
+    }
+
+    /// The cost of the batch, in units of the rate.
+    #[inline(always)]
+    fn cost_of_all(&self, batch: &[Tag], requests: &[Request]) -> u64 {
+        if self.is_plain { batch.len() as u64 } else { self.sum_of_costs(batch, requests) }
+    }
+
+    #[inline(never)]
+    fn sum_of_costs(&self, batch: &[Tag], requests: &[Request]) -> u64 {
+        match self.key {
+            LimitKey::Bps => batch.iter().map(|tag| data_bytes(&requests[tag.index()])).sum(),
+            _ => batch.iter().map(|tag| self.cost(&requests[tag.index()])).sum(),
+        }
+    }
+
+    /// [`Meter::pay`] of a limit that counts each request once; false for any other.
+    #[inline(always)]
+    pub fn pay_plainly(&mut self, requests: usize) -> bool {
+        let left = self.prepaid.checked_sub(requests as u64).filter(|_| self.is_plain);
+        self.prepaid = left.unwrap_or(self.prepaid);
+        left.is_some()
+    }
+
+    /// Lets the whole batch through if it is prepaid.
+    #[inline]
+    pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
+        let left = self.prepaid.checked_sub(self.cost_of_all(batch, requests));
+        self.prepaid = left.unwrap_or(self.prepaid);
+        left.is_some()
+    }
+
+    /// The batch, which was prepaid and paid, does not begin after all.
+    pub fn unpay(&mut self, batch: &[Tag], requests: &[Request]) {
+        self.prepaid += self.cost_of_all(batch, requests);
+    }
+
+    /// How much to prepay behind a batch of so many units, which begin within `room`.
+    #[inline]
+    fn prepaid_of(&self, units: u64, room: Option<u64>, is_late: bool) -> u64 {
+        let spare = match room {
+            Some(room) if !is_late => room.saturating_sub(units) / PREPAID_PART,
+            _ => return 0,
+        };
+        spare.min(self.rate / (NS_PER_S / PREPAID_NS)).min(units.saturating_mul(PREPAID_BATCHES))
+    }
+
+    /// Refunds all that is prepaid.
+    fn return_prepaid(&mut self) {
+        if self.prepaid > 0 {
+            self.refund_units(self.prepaid);
+            self.prepaid = 0;
+        }
     }
 
     /// How many requests of the batch begin within `room`, and what they cost.
     #[inline]
     fn count(&self, batch: &[Tag], requests: &[Request], room: Option<u64>) -> (usize, u64) {
-        if self.key == LimitKey::Iops && self.unit == Unit::One {
+        if self.is_plain {
             // The first one needs no more than that its time has come.
             let count = room.map_or(0, |room| usize::try_from(room.saturating_add(1)).unwrap_or(usize::MAX));
             let count = count.min(batch.len());
@@ -170,21 +235,32 @@ impl Meter {
     /// Lets through what conforms of a batch, in order, and charges it. `is_late` if requests of
     /// this queue waited for the limit.
     pub fn admit(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> Admitted {
+        if self.pay(batch, requests) {
+            return Admitted { count: batch.len(), next_ns: now_ns };
+        }
+        self.return_prepaid();
+        self.charge(batch, requests, now_ns, is_late)
+    }
+
+    /// Charges the limit for what conforms of a batch, and prepays some of what will come.
+    fn charge(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> Admitted {
         let credit_ns = if is_late { self.credit_ns.max(LATE_CREDIT_NS) } else { self.credit_ns };
         if self.member().is_some() {
-            return self.admit_member(batch, requests, now_ns, credit_ns, is_late);
+            return self.charge_member(batch, requests, now_ns, credit_ns, is_late);
         }
         loop {
             let seen_ns = spent_ns(self.word(), now_ns);
             let start_ns = start_of(seen_ns, now_ns, credit_ns);
-            let (count, units) = self.count(batch, requests, accrued(start_ns, now_ns, self.rate));
+            let room = accrued(start_ns, now_ns, self.rate);
+            let (count, units) = self.count(batch, requests, room);
             if units == 0 {
                 return Admitted { count, next_ns: start_ns };
             }
-            let (ns, rest) = cost_ns(units, self.rate, self.rest);
+            let prepaid = self.prepaid_of(units, room, is_late);
+            let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
             let spent_ns = start_ns.saturating_add(ns);
             if self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_ok() {
-                self.rest = rest;
+                (self.rest, self.prepaid) = (rest, prepaid);
                 return Admitted { count, next_ns: spent_ns };
             }
         }
@@ -193,7 +269,7 @@ impl Meter {
     /// The same for a member of a group, which may begin a request when its own share allows it, or when
     /// the limit has room: nobody waits while there is any. Both are charged, so what a member took beyond
     /// its share is that of others until the share has caught up.
-    fn admit_member(
+    fn charge_member(
         &mut self,
         batch: &[Tag],
         requests: &[Request],
@@ -221,7 +297,8 @@ impl Meter {
                 room = room.max(own_ns.and_then(|own_ns| accrued(0, own_ns, self.rate)));
                 (count, units) = self.count(batch, requests, room);
             }
-            let (ns, rest) = cost_ns(units, self.rate, self.rest);
+            let prepaid = self.prepaid_of(units, room, is_late);
+            let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
             let spent_ns = start_ns.saturating_add(ns);
             if units > 0 && self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_err() {
                 continue;
@@ -235,7 +312,7 @@ impl Meter {
             };
             let mut own_spent_ns = share_start_ns;
             if units > 0 {
-                self.rest = rest;
+                (self.rest, self.prepaid) = (rest, prepaid);
                 // Another queue of the device may charge it at the same time.
                 let before_ns = share.fetch_update(Relaxed, Relaxed, |share_ns| Some(charged(share_ns)));
                 own_spent_ns = charged(before_ns.unwrap_or(share_ns));
@@ -253,7 +330,10 @@ impl Meter {
 
     /// The requests, which were charged as the last of a batch, do not begin after all.
     pub fn refund(&mut self, batch: &[Tag], requests: &[Request]) {
-        let units = batch.iter().map(|tag| self.cost(&requests[tag.index()])).sum();
+        self.refund_units(self.cost_of_all(batch, requests));
+    }
+
+    fn refund_units(&self, units: u64) {
         let (ns, _) = cost_ns(units, self.rate, 0);
         let refund = |word: &AtomicU64, ns: u64| {
             let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| Some(spent_ns.saturating_sub(ns)));
@@ -264,6 +344,13 @@ impl Meter {
             refund(member.spent_ns(self.key), scaled(ns, all, weight));
         }
     }
+}
+
+/// Bytes that the request reads or writes.
+#[inline]
+fn data_bytes(request: &Request) -> u64 {
+    // Without a branch, as there is one of these for each request.
+    request.bytes() * u64::from(request.operation().has_data())
 }
 
 const _: () = assert!(WEIGHTS_NS < group::ACTIVE_NS);

@@ -10,6 +10,11 @@ mod limits;
 mod meter;
 #[cfg(all(test, model_check))]
 mod model;
+#[cfg(not(simulation))]
+pub(crate) mod note;
+#[cfg(simulation)]
+pub(crate) mod noted;
+mod sequence;
 #[cfg(all(test, not(model_check)))]
 mod tests;
 
@@ -23,6 +28,10 @@ use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
 pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, RateLimit, RateLimits};
 pub(crate) use meter::Meter;
+#[cfg(simulation)]
+pub(crate) use noted as note;
+#[cfg(simulation)]
+pub use noted::{Admission, take_noted};
 
 /// The limits of a disk, for its queues.
 #[derive(Clone)]

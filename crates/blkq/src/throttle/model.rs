@@ -1,5 +1,6 @@
-//! The words of limits under the model checkers: what queues let through at the same time.
+//! The words of limits and of groups under the model checkers: what queues let through at the same time.
 
+use super::sequence::SequencedWords;
 use super::*;
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::request::Request;
@@ -53,6 +54,95 @@ fn a_word_lets_through_what_it_has(queues: usize, room: u64) {
     assert_eq!(buckets.average[0].load(Relaxed), NOW_NS + (passed * COST_NS) - (room - 1) * COST_NS);
 }
 
+/// A reader of words that change gets those of one change, or none.
+fn readers_get_the_words_of_one_change(changes: u64) {
+    let shared = Arc::new(SequencedWords::<2>::new());
+    let writer = {
+        let shared = shared.clone();
+        thread::spawn(move || (1..=changes).for_each(|change| shared.write(&[change, change], || {})))
+    };
+    for _ in 0..2 {
+        if let Some((number, words)) = shared.read() {
+            assert_eq!(words, [number / 2; 2], "torn");
+        }
+    }
+    writer.join().expect("no panic");
+    assert_eq!(shared.read(), Some((2 * changes, [changes; 2])));
+}
+
+/// The group has room for `room`, and no member has anything left of its share.
+fn group_with_room(members: usize, room: u64) -> (Arc<Group>, Vec<Arc<Member>>) {
+    let group = Arc::new(Group::new());
+    group.set_limits_at(&limits("iops=1000"), NOW_NS);
+    let members: Vec<_> =
+        (0..members).map(|slot| Arc::new(group.clone().join(slot, "m", 100).expect("a slot"))).collect();
+    for member in &members {
+        member.buckets().average[0].store(NOW_NS - (room - 1) * COST_NS, Relaxed);
+        member.spent_ns(LimitKey::Iops).store(NOW_NS, Relaxed);
+        member.note_active(LimitKey::Iops, NOW_NS);
+    }
+    (group, members)
+}
+
+/// Each member wants two requests, and the first of them closes its device then. So many begin as there is room
+/// for, and one more for each that begins within its share; all are charged; one that left has no share.
+fn members_charge_one_word(count: usize, room: u64) {
+    let (group, members) = group_with_room(count, room);
+    let threads: Vec<_> = members
+        .into_iter()
+        .enumerate()
+        .map(|(index, member)| {
+            thread::spawn(move || {
+                let mut meters = Meter::of_group(&limits("iops=1000"), &member);
+                let passed = meters[0].admit(&[Tag(0), Tag(1)], &reads(2), NOW_NS, true).count as u64;
+                (passed, (index > 0).then_some(member))
+            })
+        })
+        .collect();
+    let (passed, members): (Vec<_>, Vec<_>) =
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).unzip();
+    let passed: u64 = passed.into_iter().sum();
+    let wanted = 2 * count as u64;
+    assert!((room.min(wanted)..=wanted.min(room + count as u64)).contains(&passed), "{passed}");
+    let left: Vec<_> = members.into_iter().flatten().collect();
+    let word = left[0].buckets().average[0].load(Relaxed);
+    assert_eq!(word, NOW_NS + passed * COST_NS - (room - 1) * COST_NS, "a charge is lost");
+    assert_eq!(left[0].weights(LimitKey::Iops, NOW_NS), (100, 100 * left.len() as u64));
+    drop((left, group));
+}
+
+/// Members charge while the limits are changed, and one is killed in between: nobody sees limits that are
+/// neither the old nor the new ones, and nobody owes more than it was let through since.
+#[cfg(shuttle)]
+fn limits_change_under_members(count: usize) {
+    let (group, members) = group_with_room(count, 1);
+    // In debt, which the change forgives.
+    members[0].buckets().average[0].store(NOW_NS + 50 * COST_NS, Relaxed);
+    let threads: Vec<_> = members
+        .into_iter()
+        .map(|member| {
+            thread::spawn(move || {
+                let seen = member.group().limits();
+                let known = seen.map_or_else(|| limits("iops=1000"), |(_, limits)| limits);
+                assert!([limits("iops=1000"), limits("iops=500,burst=2000x1s")].contains(&known), "{known}");
+                let mut meters = Meter::of_group(&known, &member);
+                let passed = meters[0].admit(&[Tag(0)], &reads(1), NOW_NS, true).count as u64;
+                // It is killed: nothing of it is undone.
+                std::mem::forget(member);
+                passed
+            })
+        })
+        .collect();
+    group.set_limits_at(&limits("iops=500,burst=2000x1s"), NOW_NS);
+    let passed: u64 = threads.into_iter().map(|thread| thread.join().expect("no panic")).sum();
+    assert_eq!(group.limits().map(|(_, limits)| limits), Some(limits("iops=500,burst=2000x1s")));
+    let next = Arc::new(group.clone().join(count, "next", 100).expect("a slot"));
+    let word = next.buckets().average[0].load(Relaxed);
+    assert!(word <= NOW_NS + 2 * passed * COST_NS, "a debt is left: {} for {passed}", word - NOW_NS);
+    // Those that were killed count for a while.
+    assert_eq!(next.weights(LimitKey::Iops, NOW_NS + group::ACTIVE_NS * 2), (100, 100));
+}
+
 #[cfg(loom)]
 mod loom_throttle {
     use super::*;
@@ -61,6 +151,17 @@ mod loom_throttle {
     fn loom_a_word_lets_through_what_it_has() {
         model_within(3, "two queues, room for one", 0, || a_word_lets_through_what_it_has(2, 1));
         model_within(3, "two queues, room for three", 0, || a_word_lets_through_what_it_has(2, 3));
+    }
+
+    #[test]
+    fn loom_readers_get_the_words_of_one_change() {
+        model_within(2, "words that change", 0, || readers_get_the_words_of_one_change(1));
+    }
+
+    #[test]
+    fn loom_members_charge_one_word() {
+        model_within(2, "two members, room for one", 0, || members_charge_one_word(2, 1));
+        model_within(2, "two members, room for three", 0, || members_charge_one_word(2, 3));
     }
 }
 
@@ -71,5 +172,20 @@ mod shuttle_throttle {
     #[test]
     fn shuttle_a_word_lets_through_what_it_has() {
         model_within(0, "four queues, room for five", 4_000, || a_word_lets_through_what_it_has(4, 5));
+    }
+
+    #[test]
+    fn shuttle_readers_get_the_words_of_one_change() {
+        model_within(0, "words that change", 4_000, || readers_get_the_words_of_one_change(5));
+    }
+
+    #[test]
+    fn shuttle_members_charge_one_word() {
+        model_within(0, "three members, room for four", 4_000, || members_charge_one_word(3, 4));
+    }
+
+    #[test]
+    fn shuttle_limits_change_under_members() {
+        model_within(0, "limits change under two members", 4_000, || limits_change_under_members(2));
     }
 }

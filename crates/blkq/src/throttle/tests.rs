@@ -195,7 +195,69 @@ fn a_word_of_garbage_blocks_for_a_minute_at_most() {
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 1);
 }
 
+#[test]
+fn far_from_its_limit_a_queue_seldom_touches_the_word() {
+    for limits in ["iops=10000000", "bps=1T", "read-iops=1000000", "iops=1000000,bps=1T"] {
+        let (parsed, buckets) = (limits.parse().unwrap(), Arc::new(Buckets::new()));
+        let mut bed = Bed::new(vec![Meter::of_device(&parsed, &buckets)], read);
+        let words = || buckets.average.iter().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
+        let (mut before, mut changes) = (words(), 0);
+        for turn in 0..1_000 {
+            assert_eq!(bed.admit(0, 1, BEGIN_NS + turn * 10_000, false).0, 1);
+            changes += usize::from(words() != before);
+            before = words();
+        }
+        assert!((1..=32).contains(&changes), "{limits}: {changes}");
+    }
+    // Near it each request is charged alone.
+    let buckets = Arc::new(Buckets::new());
+    let mut bed = Bed::new(vec![Meter::of_device(&"iops=1000".parse().unwrap(), &buckets)], read);
+    for turn in 1..=100 {
+        assert_eq!(bed.admit(0, 1, BEGIN_NS + turn * MS, false).0, 1);
+        assert_eq!(buckets.average[0].load(SeqCst), BEGIN_NS + turn * MS - MS * 3 / 4);
+    }
+}
+
+#[test]
+fn a_prepayment_is_returned_when_it_does_not_suffice() {
+    let buckets = Arc::new(Buckets::new());
+    let mut bed = Bed::new(vec![Meter::of_device(&"iops=100000".parse().unwrap(), &buckets)], read);
+    assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
+    let spent = buckets.average[0].load(SeqCst);
+    // One, and 25 for those to come: 0.25 ms.
+    assert_eq!(spent, BEGIN_NS - 1_750_000 + 26 * 10_000);
+    assert_eq!(bed.admit(0, 20, BEGIN_NS, false).0, 20);
+    assert_eq!(buckets.average[0].load(SeqCst), spent);
+    // Beyond all room: the five that are left are charged anew, and nothing is lost.
+    let mut passed = 21;
+    while passed < 176 {
+        passed += bed.admit(0, 64, BEGIN_NS, true).0;
+    }
+    assert_eq!(bed.admit(0, 64, BEGIN_NS, false).0, 0);
+    assert_eq!(buckets.average[0].load(SeqCst), BEGIN_NS - 1_750_000 + passed as u64 * 10_000);
+}
+
 proptest! {
+    /// Whatever the window, and however the queues take turns: no more than the rate, 2 ms of it for one queue,
+    /// and 0.25 ms for each other that has prepaid.
+    #[test]
+    fn prepayments_stay_within_the_window(
+        rate in 10_000_u64..10_000_000,
+        steps in prop::collection::vec((0_u64..400_000, 1_usize..64, 0_usize..3), 1..300),
+    ) {
+        let mut bed = Bed::device(&format!("iops={rate}"), 3, read);
+        // Units beyond the rate, times a second: of the window for which that is most.
+        let (mut now_ns, mut level) = (BEGIN_NS, 0_u128);
+        for (gap_ns, wanted, queue) in steps {
+            now_ns += gap_ns;
+            level = level.saturating_sub(u128::from(gap_ns) * u128::from(rate));
+            let count = bed.admit(queue, wanted, now_ns, false).0;
+            level += count as u128 * 1_000_000_000;
+            let most = u128::from(rate) * (2_000_000 + 2 * 250_000) + 2_000_000_000;
+            prop_assert!(level <= most, "{level} {most}");
+        }
+    }
+
     /// In any window, no more begins than rate and credit allow; and a queue that wants more never waits
     /// longer than for its next request.
     #[test]

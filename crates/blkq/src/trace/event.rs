@@ -43,11 +43,13 @@ pub enum EventKind {
     Complete,
     /// `X`: bio `other` is split, and this bio is a part of it.
     Split,
+    /// `m`, a message there: a request has to wait for a limit.
+    Throttle,
 }
 
 impl EventKind {
     /// Every kind, in the order of its number.
-    pub const ALL: [EventKind; 11] = [
+    pub const ALL: [EventKind; 12] = [
         EventKind::Queue,
         EventKind::GetRequest,
         EventKind::BackMerge,
@@ -59,6 +61,7 @@ impl EventKind {
         EventKind::Requeue,
         EventKind::Complete,
         EventKind::Split,
+        EventKind::Throttle,
     ];
 
     /// Its letter in the output of blkparse(1).
@@ -75,6 +78,7 @@ impl EventKind {
             EventKind::Requeue => 'R',
             EventKind::Complete => 'C',
             EventKind::Split => 'X',
+            EventKind::Throttle => 'm',
         }
     }
 }

@@ -1,0 +1,33 @@
+//! Notes on the requests that limits let through and charged, kept for each thread of a simulated world.
+
+use std::cell::RefCell;
+
+use crate::bio::Operation;
+use crate::request::Request;
+use crate::tags::Tag;
+
+thread_local! {
+    static NOTED: RefCell<Vec<Admission>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A request that was let through and charged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Admission {
+    /// The operation that the driver gets.
+    pub operation: Operation,
+    /// Its length.
+    pub bytes: u64,
+}
+
+/// The requests of this thread's disks that were let through since the last call, in order.
+pub fn take_noted() -> Vec<Admission> {
+    NOTED.take()
+}
+
+pub(crate) fn admitted(batch: &[Tag], requests: &[Request]) {
+    let admission = |tag: &Tag| {
+        let request = &requests[tag.index()];
+        Admission { operation: request.operation(), bytes: request.bytes() }
+    };
+    NOTED.with_borrow_mut(|all| all.extend(batch.iter().map(admission)));
+}
