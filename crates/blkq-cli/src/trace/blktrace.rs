@@ -7,7 +7,7 @@ use blkq::trace::{EventKind, TraceClient, TraceEvent};
 use blkq::{BioFlags, Operation};
 
 use super::client;
-use super::item::{Item, What};
+use super::item::{Item, What, rwbs};
 
 /// `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
 const MAGIC: u32 = 0x6561_7400 | 7;
@@ -32,9 +32,10 @@ mod category {
     pub const FUA: u32 = 1 << 31;
 }
 
-/// `BLK_TN_PROCESS` and `BLK_TN_TIMESTAMP`.
+/// `BLK_TN_PROCESS`, `BLK_TN_TIMESTAMP` and `BLK_TN_MESSAGE`.
 const PROCESS: u32 = category::NOTIFY;
 const TIMESTAMP: u32 = 1 | category::NOTIFY;
+const MESSAGE: u32 = 2 | category::NOTIFY;
 
 /// The action without operation and flags (`enum blktrace_act`).
 fn action_of(kind: EventKind) -> u32 {
@@ -50,6 +51,7 @@ fn action_of(kind: EventKind) -> u32 {
         EventKind::Unplug => 10 | category::QUEUE,
         EventKind::Insert => 12 | category::QUEUE,
         EventKind::Split => 13,
+        EventKind::Throttle => MESSAGE,
         // One that is not in the format is none that other programs expect.
         _ => 17,
     }
@@ -144,6 +146,16 @@ impl Encoder {
                 },
                 out,
             );
+        }
+        if event.kind == EventKind::Throttle {
+            let text = format!("throttled {} {} + {}", rwbs(event), event.sector.0, event.bytes >> 9);
+            let time_ns = event.time_ns;
+            let payload = text.as_bytes();
+            self.record(
+                &Record { queue, time_ns, sector: 0, bytes: 0, action: MESSAGE, pid, error: 0, payload },
+                out,
+            );
+            return;
         }
         let is_plug = matches!(event.kind, EventKind::Plug | EventKind::Unplug);
         let payload = match event.kind {
@@ -251,6 +263,15 @@ mod tests {
     }
 
     #[test]
+    fn a_throttled_request_is_a_message() {
+        let throttled = TraceEvent { sector: Sector(8), bytes: 4096, ..event(EventKind::Throttle, 2) };
+        let records = records(&mut Encoder::new(1), &[item(0, throttled)]);
+        let message = records.last().unwrap();
+        assert_eq!((message.action, message.bytes, message.sector), (MESSAGE, 0, 0));
+        assert_eq!(message.payload, b"throttled R 8 + 8");
+    }
+
+    #[test]
     fn payloads_and_errors_are_those_of_the_kernel() {
         let unplug = TraceEvent { other: 3, ..event(EventKind::Unplug, 1) };
         let split = TraceEvent { sector: Sector(8), bytes: 4096, ..event(EventKind::Split, 2) };
@@ -297,7 +318,10 @@ mod tests {
             let of = TraceEvent { sector: Sector(sector), bytes, tag: Some(Tag(tag)), ..of };
             let records = records(&mut Encoder::new(4), &[item(queue, of)]);
             let record = &records[1];
-            prop_assert_eq!((record.sector, record.bytes, record.time_ns), (sector, bytes, time_ns));
+            let is_message = of.kind == EventKind::Throttle;
+            let place = if is_message { (0, 0) } else { (sector, bytes) };
+            prop_assert_eq!((record.sector, record.bytes), place);
+            prop_assert_eq!(record.time_ns, time_ns);
             prop_assert_eq!((record.cpu as usize, record.action & 0xffff), (queue, action_of(of.kind) & 0xffff));
         }
     }

@@ -20,6 +20,7 @@ pub struct ChromeWriter<W: Write> {
 fn stage_name(stage: Stage) -> &'static str {
     match stage {
         Stage::Queued => "queued",
+        Stage::Throttled => "throttled",
         Stage::Scheduled => "scheduled",
         Stage::Driver => "driver",
         Stage::Requeued => "requeued",

@@ -26,6 +26,7 @@ pub fn line(item: &Item, since_ns: u64, out: &mut String) {
                     let _ = write!(out, "{} + {}", event.sector.0, event.bytes >> 9);
                     match event.status {
                         Some(status) => writeln!(out, " [{status}]"),
+                        None if event.kind == EventKind::Throttle => writeln!(out, " throttled"),
                         None => writeln!(out),
                     }
                 }

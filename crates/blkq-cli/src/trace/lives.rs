@@ -60,6 +60,8 @@ pub struct Io {
 pub enum Stage {
     /// From its submission to the scheduler or the driver: checks, merges, tags, the plug.
     Queued,
+    /// It waits for a limit.
+    Throttled,
     /// In the scheduler.
     Scheduled,
     /// In the driver.
@@ -161,8 +163,9 @@ impl QueueLives {
             (EventKind::BackMerge | EventKind::FrontMerge, Some(tag)) => {
                 (self.merged(tag, event), None, false)
             }
-            (EventKind::Insert | EventKind::Issue | EventKind::Requeue, Some(tag)) => {
+            (EventKind::Insert | EventKind::Issue | EventKind::Requeue | EventKind::Throttle, Some(tag)) => {
                 let stage = match event.kind {
+                    EventKind::Throttle => Stage::Throttled,
                     EventKind::Insert => Stage::Scheduled,
                     EventKind::Issue => Stage::Driver,
                     _ => Stage::Requeued,
@@ -338,7 +341,7 @@ impl QueueLives {
 mod tests {
     use super::super::item::tests::step;
     use super::*;
-    use EventKind::{BackMerge, Complete, GetRequest, Insert, Issue, Queue, Requeue, Split};
+    use EventKind::{BackMerge, Complete, GetRequest, Insert, Issue, Queue, Requeue, Split, Throttle};
 
     /// The effects of the last of `items`, when none before it completed an I/O.
     #[track_caller]
@@ -381,6 +384,19 @@ mod tests {
         let stages: Vec<_> = stages.into_iter().zip([1000, 3000, 4000, 5000, 6000]).collect();
         assert_eq!((request.stages, request.completed_ns), (stages, 8000));
         assert_eq!(observed.io.unwrap().0.queued_ns, Some(1000));
+    }
+
+    #[test]
+    fn a_request_that_waits_for_a_limit_has_a_stage_for_it() {
+        let items = [
+            step(Queue, 1, 5, None),
+            step(GetRequest, 2, 5, Some(9)),
+            step(Throttle, 3, 5, Some(9)),
+            step(Issue, 6, 5, Some(9)),
+            step(Complete, 8, 5, Some(9)),
+        ];
+        let stages = [(Stage::Queued, 1000), (Stage::Throttled, 3000), (Stage::Driver, 6000)];
+        assert_eq!(observe(&items).request.unwrap().stages, stages);
     }
 
     #[test]
