@@ -73,7 +73,10 @@ pub fn grow(world: &Rc<RefCell<World>>) {
 fn make(world: &Rc<RefCell<World>>, change: Change) {
     let (disk, change, begun) = {
         let mut world = world.borrow_mut();
-        let World { common, sectors_max, .. } = &mut *world;
+        let World { common, sectors_max, limited, .. } = &mut *world;
+        if let Some(limited) = limited {
+            limited.freeze();
+        }
         let begun = common.tick();
         common.check_read_only();
         match change {

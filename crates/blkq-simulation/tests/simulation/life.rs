@@ -24,8 +24,10 @@ use blkq_simulation::{Defect, Faults, Panicked};
 use super::change;
 use super::client::{Client, Common, History};
 use super::hits::KINDS;
+use super::limits::Limited;
 use super::model::Model;
 use super::vhost::Machine;
+use super::worlds::Worlds;
 
 /// How a life stops, beside the four random ways.
 const PANIC: u64 = 4;
@@ -34,48 +36,6 @@ pub const TURNS_MAX: u64 = 200_000;
 
 /// The export of each queue.
 const EXPORTS: [&str; 2] = ["disk", "second"];
-
-/// The unusual parts of a seed. They have chance of its own: without all of this a seed
-/// is what it was before there was any.
-#[derive(Clone, Copy, Debug)]
-pub struct Worlds {
-    /// The device has so many queues, each with an export.
-    queues: usize,
-    /// They have one set of tags.
-    shared_tags: bool,
-    /// One life in so many stops by a panic of the engine; 0: none.
-    panics: u64,
-    /// With the power the file loses a size that was not synced.
-    loses_size: bool,
-    /// Rules of the fault driver have a trigger file, which is made and removed.
-    triggers: bool,
-}
-
-impl Worlds {
-    pub const NONE: Worlds =
-        Worlds { queues: 1, shared_tags: false, panics: 0, loses_size: false, triggers: false };
-    /// Every life stops by a panic.
-    pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
-    pub const TWO_QUEUES: Worlds = Worlds { queues: 2, ..Worlds::NONE };
-    pub const TRIGGERS: Worlds = Worlds { triggers: true, ..Worlds::NONE };
-
-    /// Those of a seed whose client is a virtual machine.
-    pub fn of_machine(seed: u64) -> Worlds {
-        Worlds { loses_size: Random::new(!seed).one_in(2), ..Worlds::NONE }
-    }
-
-    /// Those of a seed.
-    pub fn of(seed: u64) -> Worlds {
-        let mut chance = Random::new(!seed);
-        Worlds {
-            queues: 1 + chance.below(2) as usize,
-            shared_tags: chance.one_in(2),
-            panics: 2 * chance.below(2),
-            loses_size: chance.one_in(2),
-            triggers: chance.one_in(2),
-        }
-    }
-}
 
 /// How the device is attached.
 #[derive(Clone, Debug)]
@@ -179,6 +139,9 @@ pub struct Seen {
     pub operations: u64,
     pub changes: u64,
     pub refused_changes: u64,
+    /// Requests that limits let through, and that had to wait for one.
+    pub admitted: u64,
+    pub throttled: u64,
     pub digest: u64,
     /// Requests that the fault driver hit: error, short, torn, misdirect, corrupt, lose, stuck.
     pub hits: [u64; KINDS],
@@ -223,6 +186,8 @@ pub struct World {
     pub server: Option<Server>,
     /// The one client, if the device is that of a virtual machine.
     pub machine: Option<Machine>,
+    /// Its limits, in a world that has any.
+    pub limited: Option<Limited>,
     /// Steps that its thread has waited for one thing.
     waited: u64,
 }
@@ -280,6 +245,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
         image,
         server: None,
         machine: None,
+        limited: worlds.limits.then(|| Limited::new(seed)),
         waited: 0,
     }));
     set_meanwhile(&world);
@@ -308,6 +274,8 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
         errors: world.common.errors,
         hits: world.common.hits,
         triggered: world.common.triggered,
+        admitted: world.limited.as_ref().map_or(0, |limited| limited.admitted),
+        throttled: world.limited.as_ref().map_or(0, |limited| limited.throttled),
         faults: simulation::faults_seen(),
         operations,
         digest,
@@ -328,6 +296,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
         if faulty && world.borrow_mut().chance.one_in(15) {
             change::make_faults(world);
         }
+        world.borrow_mut().change_limits();
     }
     // Soon there is a sync again: what a size is that had none is seen at the end.
     let grows = |world: &mut World| world.worlds.loses_size && world.extra.one_in(2);
@@ -361,6 +330,9 @@ impl World {
         });
         let (disk, mut engine) = setup.open(faulty, self.worlds);
         let source = self.machine.is_none().then(|| setup.serve(&mut engine, self.worlds));
+        if let Some(limited) = &mut self.limited {
+            limited.begin(&disk);
+        }
         self.server = Some(Server { disk, engine, source, clients: Vec::new(), sockets: Vec::new() });
         (changing, faulty)
     }
@@ -368,6 +340,14 @@ impl World {
     pub fn set_faults(&mut self, faults: Faults) {
         self.faults = faults;
         simulation::set_faults(faults);
+    }
+
+    /// Other limits, now and then: nothing waits for that.
+    fn change_limits(&mut self) {
+        let World { limited, server, seen, .. } = self;
+        if let (Some(limited), Some(server)) = (limited, server) {
+            seen.changes += u64::from(limited.change(&server.disk));
+        }
     }
 
     /// I/O uses the page cache from now on, or bypasses it.
@@ -403,8 +383,8 @@ impl World {
     pub fn step(&mut self) {
         self.waited = 0;
         self.toggle_trigger();
-        let World { chance, common, server, extra, worlds, machine, .. } = self;
-        let Some(Server { engine, source, clients, sockets, .. }) = server else { return };
+        let World { chance, common, server, extra, worlds, machine, limited, .. } = self;
+        let Some(Server { disk, engine, source, clients, sockets }) = server else { return };
         let Some(source) = *source else {
             return machine.as_mut().unwrap().step(chance, common, engine);
         };
@@ -426,6 +406,9 @@ impl World {
         for _ in 0..chance.below(4) {
             engine.turn();
             common.note(take_noted(), clients);
+            if let Some(limited) = limited {
+                limited.note(disk);
+            }
         }
         if chance.one_in(200) {
             simulation::pass(chance.below(9_000_000_000));
@@ -451,9 +434,13 @@ impl World {
         if panicked {
             self.panic();
         }
-        let World { chance, common, seen, server, extra, .. } = self;
+        let World { chance, common, seen, server, extra, limited, .. } = self;
         let Server { disk, mut engine, mut clients, sockets, .. } = server.take().unwrap();
         let how = if panicked { PANIC } else { chance.below(4) };
+        if let Some(limited) = limited {
+            // A device that is killed leaves its words in the group as they are.
+            limited.stop(&disk, how >= 2);
+        }
         // An orderly stop works under the faults, too, which block nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
             disk.set_driver(&FaultSpec::default()).unwrap();
@@ -461,7 +448,7 @@ impl World {
         }
         match how {
             0 => {
-                drain(&mut engine, &mut clients, chance, common);
+                drain(&disk, &mut engine, &mut clients, chance, common, limited);
                 drop(clients);
                 engine.stop();
             }
@@ -546,7 +533,14 @@ impl World {
 }
 
 /// Nothing goes wrong any more: every request is answered.
-fn drain(engine: &mut SimulatedEngine, clients: &mut [Client], chance: &mut Random, common: &mut Common) {
+fn drain(
+    disk: &Arc<Disk>,
+    engine: &mut SimulatedEngine,
+    clients: &mut [Client],
+    chance: &mut Random,
+    common: &mut Common,
+    limited: &mut Option<Limited>,
+) {
     simulation::set_faults(Faults::default());
     for _ in 0..TURNS_MAX {
         if clients.iter().all(Client::is_idle) {
@@ -554,6 +548,10 @@ fn drain(engine: &mut SimulatedEngine, clients: &mut [Client], chance: &mut Rand
         }
         engine.turn();
         common.note(take_noted(), clients);
+        if let Some(limited) = limited {
+            limited.note(disk);
+            limited.check_nobody_waits_for_nothing(disk);
+        }
         for client in clients.iter_mut() {
             client.transfer(chance, common);
             assert!(!client.closed, "the server hung up");

@@ -12,8 +12,10 @@ mod change;
 mod client;
 mod hits;
 mod life;
+mod limits;
 mod model;
 mod vhost;
+mod worlds;
 
 use std::ops::Range;
 use std::sync::Once;
@@ -21,8 +23,9 @@ use std::time::Instant;
 
 use blkq_simulation::Defect;
 
-use life::{Seen, Worlds, live};
+use life::{Seen, live};
 use vhost::Tamper;
+use worlds::Worlds;
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name)
@@ -68,6 +71,8 @@ fn seeds() {
         all.operations += seen.operations;
         all.changes += seen.changes;
         all.refused_changes += seen.refused_changes;
+        all.admitted += seen.admitted;
+        all.throttled += seen.throttled;
         all.hits.iter_mut().zip(seen.hits).for_each(|(all, seen)| *all += seen);
     }
     let seconds = begin.elapsed().as_secs_f64();
@@ -81,6 +86,8 @@ fn seeds() {
         all.faults,
         all.errors,
         all.changes,
+        all.admitted,
+        all.throttled,
     ];
     assert!(count < 100 || rare.iter().chain(&all.hits).all(|count| *count > 0));
 }
@@ -99,6 +106,22 @@ fn machines() {
     let seconds = begin.elapsed().as_secs_f64();
     println!("{count} seeds of machines from {first} in {seconds:.1} s: {all:?}");
     assert!(count < 100 || all.rare().iter().all(|count| *count > 0));
+}
+
+/// Lives whose devices have limits: requests that wait for one.
+#[test]
+fn limits_hold() {
+    if std::env::var("BLKQ_SEED").is_ok() {
+        return;
+    }
+    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let (mut admitted, mut throttled) = (0, 0);
+    for seed in first..first + count {
+        let seen = run_named(seed, " with limits", move || live(seed, None, Worlds::of(seed).with_limits()));
+        (admitted, throttled) = (admitted + seen.admitted, throttled + seen.throttled);
+    }
+    println!("{count} seeds with limits from {first}: {throttled} of {admitted} requests had to wait");
+    assert!(count < 100 || throttled > 0);
 }
 
 /// Seeds that found defects which there were, in a world without those of [`Worlds`]. Which they
@@ -120,7 +143,9 @@ fn seeds_that_found_defects() {
 #[test]
 fn a_seed_has_one_fate() {
     for seed in (0..16).chain([1 << 40]) {
-        assert_eq!(run(seed, Worlds::of(seed)), run(seed, Worlds::of(seed)));
+        let worlds = Worlds::of(seed);
+        assert_eq!(run(seed, worlds), run(seed, worlds));
+        assert_eq!(run(seed, worlds.with_limits()), run(seed, worlds.with_limits()));
         assert_eq!(run_machine(seed), run_machine(seed));
     }
 }

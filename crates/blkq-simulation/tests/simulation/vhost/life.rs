@@ -10,7 +10,8 @@ use blkq_simulation as simulation;
 use blkq_simulation::{Defect, Faults, Panicked};
 
 use super::super::change;
-use super::super::life::{Server, Setup, TURNS_MAX, World, Worlds, begin, finish, set_meanwhile};
+use super::super::life::{Server, Setup, TURNS_MAX, World, begin, finish, set_meanwhile};
+use super::super::worlds::Worlds;
 use super::front_end::FrontEnd;
 use super::machine::Machine;
 use super::wiring::{Tamper, Wiring};

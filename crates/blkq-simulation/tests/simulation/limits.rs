@@ -1,0 +1,300 @@
+//! Limits of the device and of a group that it shares with another one, which change while requests wait: nothing
+//! begins beyond them, and nothing waits while they have room.
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::random::Random;
+use blkq::throttle::{Admission, Group, LimitKey, RateLimit, RateLimits, take_noted};
+use blkq::{Bio, Disk, IoBuffer, LocalQueue, Operation, Sector};
+use blkq_simulation as simulation;
+
+const NS_PER_S: u128 = 1_000_000_000;
+/// By how much of its rate a device may be ahead: a queue that waited makes up for 100 ms, and is seen up to a
+/// sleep later.
+const AHEAD_NS: u128 = 130_000_000;
+/// The same of a group, where another member may use its share while one is ahead.
+const GROUP_AHEAD_NS: u128 = 350_000_000;
+/// For how long requests may wait when no limit has anything left to wait for.
+const IDLE_WAIT_NS: u64 = 500_000_000;
+const NEIGHBOUR_BYTES: u64 = 1 << 20;
+
+/// One rate, and what was let through beyond it.
+struct Level {
+    key: LimitKey,
+    rate: u128,
+    /// So many units more, for the length of a burst.
+    burst: u128,
+    /// Units times a second: those beyond the rate, over the window for which they are most.
+    units: u128,
+}
+
+/// A set of limits, since it was set.
+struct Account {
+    limits: RateLimits,
+    levels: Vec<Level>,
+    ahead_ns: u128,
+    /// The largest cost of one request so far.
+    cost_max: u128,
+    noted_ns: u64,
+}
+
+impl Account {
+    fn new(limits: RateLimits, ahead_ns: u128) -> Account {
+        let level = |key| {
+            let RateLimit { rate, burst } = limits.get(key)?;
+            let rate = u128::from(rate);
+            let average = |burst| Level { key, rate, burst, units: 0 };
+            let Some(burst) = burst else { return Some(vec![average(0)]) };
+            let peak = u128::from(burst.rate);
+            let more = (peak - rate) * u128::from(burst.length_ns) / NS_PER_S + 1;
+            Some(vec![average(more), Level { key, rate: peak, burst: 0, units: 0 }])
+        };
+        let levels = LimitKey::ALL.into_iter().filter_map(level).flatten().collect();
+        Account { limits, levels, ahead_ns, cost_max: 0, noted_ns: simulation::time_ns() }
+    }
+
+    fn cost(&self, key: LimitKey, Admission { operation, bytes }: Admission) -> u128 {
+        let is_read = operation == Operation::Read;
+        let concerned = match key {
+            LimitKey::Iops | LimitKey::Bps => true,
+            LimitKey::ReadIops | LimitKey::ReadBps => is_read,
+            LimitKey::WriteIops | LimitKey::WriteBps => !is_read,
+        };
+        let bytes = if matches!(operation, Operation::Read | Operation::Write) { bytes } else { 0 };
+        u128::from(match self.limits.iops_size_bytes() {
+            _ if !concerned => 0,
+            _ if key.is_bytes() => bytes,
+            0 => 1,
+            size => bytes.div_ceil(size).max(1),
+        })
+    }
+
+    fn pass(&mut self) {
+        let now_ns = simulation::time_ns();
+        let ns = u128::from(now_ns - self.noted_ns);
+        self.levels.iter_mut().for_each(|level| level.units = level.units.saturating_sub(level.rate * ns));
+        self.noted_ns = now_ns;
+    }
+
+    fn note(&mut self, admission: Admission) {
+        self.pass();
+        let costs: Vec<_> = self.levels.iter().map(|level| self.cost(level.key, admission)).collect();
+        for (level, cost) in self.levels.iter_mut().zip(costs) {
+            let most = level.rate * self.ahead_ns + (level.burst + 2 * self.cost_max + 4) * NS_PER_S;
+            assert!(
+                cost == 0 || level.units <= most,
+                "more begins than {} allows: {} of {most} for {:?}",
+                self.limits,
+                level.units,
+                level.key
+            );
+            level.units += cost * NS_PER_S;
+            self.cost_max = self.cost_max.max(cost);
+        }
+    }
+
+    /// Whether nothing that was let through is left to wait for.
+    fn is_idle(&mut self) -> bool {
+        self.pass();
+        self.levels.iter().all(|level| level.units == 0)
+    }
+}
+
+/// The other device of the group, which floods it now and then.
+struct Neighbour {
+    queue: LocalQueue,
+    in_flight: u64,
+    depth: u64,
+}
+
+impl Neighbour {
+    fn new(group: &Arc<Group>, chance: &mut Random) -> Neighbour {
+        let disk =
+            Disk::builder(Box::new(Null::new(NullOptions::new(NEIGHBOUR_BYTES)).unwrap())).build().unwrap();
+        disk.join_group(group.clone().join(1, "neighbour", 1 + chance.below(300) as u32).unwrap());
+        Neighbour {
+            queue: disk.open_queue(0).unwrap(),
+            in_flight: 0,
+            depth: [1, 4, 64][chance.below(3) as usize],
+        }
+    }
+
+    fn act(&mut self, chance: &mut Random) {
+        while self.in_flight < self.depth && !chance.one_in(8) {
+            let sector = Sector(chance.below(NEIGHBOUR_BYTES >> 12) * 8);
+            let buffer = IoBuffer::zeroed(4096);
+            let bio =
+                if chance.one_in(2) { Bio::read(sector, buffer, 0) } else { Bio::write(sector, buffer, 0) };
+            self.queue.submit(bio).unwrap();
+            self.in_flight += 1;
+        }
+        self.queue.poll();
+        self.in_flight -=
+            self.queue.completions().map(|completion| completion.result.unwrap()).count() as u64;
+    }
+}
+
+/// The limits of a seed's device, and what they let through.
+pub struct Limited {
+    chance: Random,
+    group: Option<Arc<Group>>,
+    /// Gone when the world was killed while it acted.
+    neighbour: Option<Neighbour>,
+    own: Account,
+    common: Account,
+    /// Of this life: so many were let through, and whether something was that no limit counts.
+    admitted_now: u64,
+    exempt: bool,
+    /// Since when requests wait for nothing.
+    idle_since_ns: Option<u64>,
+    pub admitted: u64,
+    pub throttled: u64,
+}
+
+impl Limited {
+    pub fn new(seed: u64) -> Limited {
+        let mut chance = Random::new(seed.rotate_left(16) ^ 0x11);
+        take_noted();
+        let group = chance.one_in(2).then(|| Arc::new(Group::new()));
+        let neighbour = group.as_ref().map(|group| Neighbour::new(group, &mut chance));
+        Limited {
+            chance,
+            group,
+            neighbour,
+            own: Account::new(RateLimits::default(), AHEAD_NS),
+            common: Account::new(RateLimits::default(), GROUP_AHEAD_NS),
+            admitted_now: 0,
+            exempt: false,
+            idle_since_ns: None,
+            admitted: 0,
+            throttled: 0,
+        }
+    }
+
+    /// The device begins another life.
+    pub fn begin(&mut self, disk: &Arc<Disk>) {
+        (self.admitted_now, self.exempt) = (0, false);
+        if let Some(group) = &self.group {
+            disk.join_group(group.clone().join(0, "disk", 1 + self.chance.below(300) as u32).unwrap());
+        }
+        self.set_own(disk);
+        if self.group.is_some() && self.chance.one_in(2) {
+            self.set_common();
+        }
+    }
+
+    fn set_own(&mut self, disk: &Arc<Disk>) {
+        let limits = limits(&mut self.chance);
+        disk.set_rate_limits(&limits);
+        self.own = Account::new(limits, AHEAD_NS);
+        self.exempt |= limits.is_none() && self.group.is_none();
+    }
+
+    fn set_common(&mut self) {
+        let limits = limits(&mut self.chance);
+        if let Some(group) = &self.group {
+            group.set_limits(&limits);
+        }
+        self.common = Account::new(limits, GROUP_AHEAD_NS);
+    }
+
+    /// Changes the limits, of the device, of the group, or its weight, perhaps: whether it did.
+    pub fn change(&mut self, disk: &Arc<Disk>) -> bool {
+        if !self.chance.one_in(25) {
+            return false;
+        }
+        match (self.chance.below(3), disk.group_member()) {
+            (0, Some(_)) => self.set_common(),
+            (1, Some(member)) => member.set_weight(1 + self.chance.below(1_000) as u32).unwrap(),
+            _ => self.set_own(disk),
+        }
+        true
+    }
+
+    /// All that waits is let through once: a freeze begins.
+    pub fn freeze(&mut self) {
+        self.exempt = true;
+    }
+
+    /// The device has had a turn.
+    pub fn note(&mut self, disk: &Arc<Disk>) {
+        for admission in take_noted() {
+            (self.admitted, self.admitted_now) = (self.admitted + 1, self.admitted_now + 1);
+            self.own.note(admission);
+            self.common.note(admission);
+            self.idle_since_ns = None;
+        }
+        if !self.exempt && disk.settings().iostats {
+            let stats = disk.stats();
+            let completed: u64 = stats.groups.iter().map(|group| group.ios).sum();
+            assert!(
+                completed <= self.admitted_now,
+                "requests bypass the limits: {completed} of {}",
+                self.admitted_now
+            );
+        }
+        // It is gone, and not closed, if the world is killed in the middle.
+        let Some(mut neighbour) = self.neighbour.take().map(ManuallyDrop::new) else { return };
+        if self.chance.one_in(2) {
+            neighbour.act(&mut self.chance);
+            take_noted().into_iter().for_each(|admission| self.common.note(admission));
+        }
+        self.neighbour = Some(ManuallyDrop::into_inner(neighbour));
+    }
+
+    /// With a driver that takes all, requests wait only for what was let through before.
+    pub fn check_nobody_waits_for_nothing(&mut self, disk: &Arc<Disk>) {
+        let now_ns = simulation::time_ns();
+        if disk.stats().throttled == 0 || !self.own.is_idle() || !self.common.is_idle() {
+            self.idle_since_ns = None;
+            return;
+        }
+        let since_ns = *self.idle_since_ns.get_or_insert(now_ns);
+        assert!(
+            now_ns - since_ns <= IDLE_WAIT_NS,
+            "requests wait although there is room: {} and {}",
+            self.own.limits,
+            self.common.limits
+        );
+    }
+
+    /// The device stops, and no limit counts any more.
+    pub fn stop(&mut self, disk: &Arc<Disk>, is_killed: bool) {
+        use blkq::stats::Counter;
+        self.throttled += disk.stats().counter(Counter::ThrottledRequests);
+        self.exempt = true;
+        if let Some(member) = disk.group_member().filter(|_| is_killed) {
+            std::mem::forget(member);
+        }
+    }
+}
+
+/// Limits as a user writes them.
+fn limits(chance: &mut Random) -> RateLimits {
+    if chance.one_in(6) {
+        return RateLimits::default();
+    }
+    let mut text: Vec<String> = Vec::new();
+    let mut has_iops = false;
+    for _ in 0..1 + chance.below(3) {
+        let key = LimitKey::ALL[chance.below(LimitKey::COUNT as u64) as usize];
+        if text.iter().any(|part| part.starts_with(&format!("{}=", key.name()))) {
+            continue;
+        }
+        let rate = match key.is_bytes() {
+            true => [1 << 20, 8 << 20, 1 << 30][chance.below(3) as usize],
+            false => [50, 400, 3_000, 200_000, 10_000_000][chance.below(5) as usize],
+        };
+        has_iops |= !key.is_bytes();
+        text.push(format!("{}={rate}", key.name()));
+        if (rate < 200_000 || key.is_bytes()) && chance.one_in(3) {
+            text.push(format!("burst={}x{}ms", rate * (2 + chance.below(3)), 1 + chance.below(2_000)));
+        }
+    }
+    if has_iops && chance.one_in(4) {
+        text.push(format!("iops-size={}", [4096, 16384][chance.below(2) as usize]));
+    }
+    text.join(",").parse().unwrap()
+}
