@@ -4,6 +4,8 @@
 //! member no more. A command that makes, changes, joins or removes a group has an exclusive lock on the whole file
 //! meanwhile (flock(2)), a reader a shared one.
 
+mod keeper;
+
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -23,6 +25,8 @@ use crate::failure::{Failure, Outcome};
 use crate::options::parse_group_name;
 use crate::state::StateDir;
 
+pub use keeper::{GroupWatch, Keeper};
+
 /// Where the groups are in the state directory.
 const DIRECTORY: &str = "groups";
 /// The name of this boot: without it, a time of the monotonic clock means nothing.
@@ -38,12 +42,18 @@ pub struct GroupFile {
     name: String,
     file: File,
     group: Arc<Group>,
+    mapping: Arc<Mapping>,
 }
 
 /// A device's membership: as long as this is there, its slot is its own.
 pub struct Joined {
     name: String,
-    _file: File,
+    device: String,
+    file: Arc<File>,
+    slot: usize,
+    /// The name of this boot.
+    boot: [u64; 2],
+    mapping: Arc<Mapping>,
 }
 
 fn path(dir: &StateDir, name: &str) -> PathBuf {
@@ -127,13 +137,15 @@ fn unlock(file: &File) {
 }
 
 /// Maps the file of a group.
-fn map(name: &str, file: &File) -> Outcome<Arc<Group>> {
+fn map(name: &str, file: &File) -> Outcome<(Arc<Group>, Arc<Mapping>)> {
     let mapping = Mapping::new(file.as_fd(), 0, Group::BYTES as u64)
         .map_err(|e| Failure::from(e).during(format_args!("group {name}")))?;
+    let mapping = Arc::new(mapping);
     let start = mapping.start();
     // SAFETY: the mapping begins at a page, has so many bytes and stays until the box is dropped; nothing else
     // in this process accesses it, and one that is truncated is replaced by zeroes.
-    Ok(Arc::new(unsafe { Group::over(start, Box::new(mapping)) }))
+    let group = unsafe { Group::over(start, Box::new(mapping.clone())) };
+    Ok((Arc::new(group), mapping))
 }
 
 /// Why a group cannot be used, with the cure.
@@ -161,12 +173,12 @@ impl GroupFile {
         if bytes != Group::BYTES as u64 {
             return Err(damaged(name, &format!("its file has {bytes} bytes, not {}", Group::BYTES)));
         }
-        let group = map(name, &file)?;
+        let (group, mapping) = map(name, &file)?;
         let limits = group.check().map_err(|error| match error.kind() {
             ErrorKind::Format => damaged(name, &error.to_string()),
             _ => error.into(),
         })?;
-        Ok((GroupFile { name: name.to_owned(), file, group }, limits))
+        Ok((GroupFile { name: name.to_owned(), file, group, mapping }, limits))
     }
 
     /// Changes the limits of a group, which is made if it is not there, or damaged.
@@ -182,7 +194,7 @@ impl GroupFile {
         if file.metadata().map_err(failed)?.len() != Group::BYTES as u64 {
             ftruncate(&file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
         }
-        let group = map(name, &file)?;
+        let (group, _) = map(name, &file)?;
         let boot = boot_id()?;
         if !group.is_group() {
             group.reset(boot, used_slots(&file));
@@ -223,7 +235,7 @@ impl Joined {
     /// As [`GroupFile::open`]; if it has as many members as there can be.
     pub fn open(dir: &StateDir, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
         let file = open_locked(dir, name, false, true)?;
-        let (GroupFile { name, file, group }, _) = GroupFile::over(name, file)?;
+        let (GroupFile { name, file, group, mapping }, _) = GroupFile::over(name, file)?;
         let boot = boot_id()?;
         if !group.is_of(boot) {
             group.restart(boot, used_slots(&file));
@@ -234,7 +246,13 @@ impl Joined {
         let member = group.join(slot, device, weight)?;
         // From its slot's lock on nobody removes the group.
         unlock(&file);
-        Ok((Joined { name, _file: file }, member))
+        let (device, file) = (device.to_owned(), Arc::new(file));
+        Ok((Joined { name, device, file, slot, boot, mapping }, member))
+    }
+
+    /// The keeper of the group that was joined, for `member` of it.
+    pub fn keeper(&self, member: &Member) -> Keeper {
+        Keeper::new(self, member)
     }
 
     /// The name of the group.

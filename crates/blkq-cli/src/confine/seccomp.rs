@@ -131,6 +131,8 @@ const MORE: &[Call] = &[
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),
+    // Of the file of a group that was damaged.
+    call!(SYS_flock).seldom(),
     // A freeze.
     call!(SYS_membarrier),
     // Virtual machines: messages with descriptors, memory, the record of what is in flight.

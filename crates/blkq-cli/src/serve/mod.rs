@@ -31,7 +31,7 @@ use blkq_export::vhost_user::VhostUserDevice;
 use crate::autoclear::Autoclear;
 use crate::confine::{self, Confinement, Needs};
 use crate::failure::{Failure, Outcome};
-use crate::group::Joined;
+use crate::group::{GroupWatch, Joined};
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::log;
@@ -103,6 +103,7 @@ struct Served {
 struct BackgroundThreads {
     hangs: HangWatch,
     metrics: Option<Endpoint>,
+    group: Option<GroupWatch>,
 }
 
 impl Device {
@@ -132,8 +133,9 @@ impl Device {
     /// If there can be no more threads.
     pub fn start_background(&self) -> Outcome {
         let mut background = self.background();
-        let Some(BackgroundThreads { hangs, metrics, .. }) = &mut *background else { return Ok(()) };
+        let Some(BackgroundThreads { hangs, metrics, group }) = &mut *background else { return Ok(()) };
         hangs.start(log::line)?;
+        group.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
         if let Some(vhost) = &self.running()?.vhost {
             vhost.serve()?;
         }

@@ -31,7 +31,7 @@ use crate::autoclear::{Autoclear, new_event};
 use crate::confine::{self, Confinement, Needs};
 use crate::descriptors::{clients_max, reserve};
 use crate::failure::{Failure, Outcome};
-use crate::group::Joined;
+use crate::group::{GroupWatch, Joined};
 use crate::hangs::HangWatch;
 use crate::info::{BlockDevice, StateFile};
 use crate::log;
@@ -238,9 +238,11 @@ impl Device {
         let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
         // No child has its open file, which a member that died must not leave locked.
         let mut group = None;
+        let mut group_watch = None;
         let mut warnings = Vec::new();
         match options.group.as_ref().map(|group| Joined::open(claim.dir(), group, name, weight)) {
             Some(Ok((joined, member))) => {
+                group_watch = Some(GroupWatch::new(joined.keeper(&member), disk.clone()));
                 disk.join_group(member);
                 group = Some(joined);
             }
@@ -267,6 +269,7 @@ impl Device {
         let background = BackgroundThreads {
             hangs: HangWatch::new(disk.clone(), handles.clone(), options.hang_warning),
             metrics: metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?,
+            group: group_watch,
         };
         let image = image_name(&options.image);
         let export = NbdExport {

@@ -1,0 +1,304 @@
+//! A member's keeper of its group: it finds that the file was truncated or written over, and makes it whole again.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blkq::Disk;
+use blkq::throttle::{Group, Member, RateLimits};
+use blkq_export::mapping::Mapping;
+use rustix::fs::ftruncate;
+
+use super::{Joined, lock_whole, map, unlock, used_slots};
+use crate::failure::{Failure, Outcome};
+
+/// How often the group is checked.
+const INTERVAL: Duration = Duration::from_millis(500);
+/// Stack of the thread.
+const STACK_BYTES: usize = 128 << 10;
+
+/// A member's knowledge of its group: enough to make it anew.
+pub struct Keeper {
+    name: String,
+    device: String,
+    /// As much of that as the group has.
+    listed: String,
+    file: Arc<File>,
+    slot: usize,
+    boot: [u64; 2],
+    mapping: Arc<Mapping>,
+    /// When all was well.
+    limits: RateLimits,
+    weight: u32,
+}
+
+/// A group that is whole again.
+pub struct Repaired {
+    /// The place in it, if the one from before is of no use any more.
+    pub member: Option<Member>,
+    /// The damage, for the log.
+    pub damage: &'static str,
+}
+
+impl Keeper {
+    /// Of a group that `member` joined just now.
+    pub(super) fn new(joined: &Joined, member: &Member) -> Keeper {
+        let Joined { name, device, file, slot, boot, mapping } = joined;
+        let group = member.group();
+        let limits = group.limits().map_or_else(RateLimits::default, |(_, limits)| limits);
+        let listed = group.member(*slot).map_or_else(|| device.clone(), |member| member.name);
+        let (name, device, weight) = (name.clone(), device.clone(), member.weight());
+        let (file, mapping) = (file.clone(), mapping.clone());
+        Keeper { name, device, listed, file, slot: *slot, boot: *boot, mapping, limits, weight }
+    }
+
+    /// The damage to the group of `member`, if there is any. Takes over limits and weight if there is none.
+    fn damage(&mut self, member: &Member) -> Option<&'static str> {
+        // Before its memory is looked at, pages of which would be gone.
+        if self.file.metadata().is_ok_and(|metadata| metadata.size() != Group::BYTES as u64) {
+            return Some("its file was truncated or extended");
+        }
+        if self.mapping.is_broken() {
+            return Some("its file was truncated");
+        }
+        let group = member.group();
+        let slot = group.member(self.slot);
+        match (group.check(), slot) {
+            (Ok(limits), Some(slot)) if slot.name == self.listed => {
+                (self.limits, self.weight) = (limits, slot.weight);
+                None
+            }
+            _ if self.mapping.is_broken() => Some("its file was truncated"),
+            (Err(_), _) => Some("its file was written over"),
+            (Ok(_), _) => Some("its list of members was written over"),
+        }
+    }
+
+    /// Checks the group of `member`, and makes it whole again if it is damaged.
+    ///
+    /// # Errors
+    /// If that is not possible now: another command has locked it, or its file cannot be written.
+    pub fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
+        // A change in progress looks like damage until it unlocks the group.
+        if self.damage(member).is_none() {
+            return Ok(None);
+        }
+        lock_whole(&self.file, &self.name, true)?;
+        let repaired = self.repair(member);
+        unlock(&self.file);
+        repaired
+    }
+
+    fn repair(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
+        let Some(damage) = self.damage(member) else { return Ok(None) };
+        let failed = |e: std::io::Error| Failure::new(format!("group {}: {e}", self.name));
+        // The first member that is here repairs it for all.
+        let mut is_first = self.file.metadata().map_err(failed)?.size() != Group::BYTES as u64;
+        if is_first {
+            ftruncate(&*self.file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
+        }
+        // This process has zeroes of its own in the place of pages that were gone.
+        let is_broken = self.mapping.is_broken();
+        let group = if is_broken {
+            let (group, mapping) = map(&self.name, &self.file)?;
+            self.mapping = mapping;
+            group
+        } else {
+            member.group().clone()
+        };
+        if !group.is_group() {
+            is_first = true;
+            group.reset(self.boot, used_slots(&self.file).max(self.slot + 1));
+        }
+        if is_first || group.check().is_err() {
+            group.set_limits(&self.limits);
+        }
+        let is_there = group.member(self.slot).is_some_and(|slot| slot.name == self.listed);
+        let member = match is_broken || !is_there {
+            true => Some(group.join(self.slot, &self.device, self.weight)?),
+            false => None,
+        };
+        Ok(Some(Repaired { member, damage }))
+    }
+}
+
+/// The thread of a keeper, until this is dropped.
+pub struct GroupWatch {
+    /// Until the thread has started.
+    keeper: Option<(Keeper, Arc<Disk>)>,
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl GroupWatch {
+    /// To watch the group of `disk`, which is a member of it.
+    pub fn new(keeper: Keeper, disk: Arc<Disk>) -> GroupWatch {
+        GroupWatch { keeper: Some((keeper, disk)), stop: None, thread: None }
+    }
+
+    /// Begins, and passes lines to `log`.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
+        let Some((mut keeper, disk)) = self.keeper.take() else { return Ok(()) };
+        let (stop, stopped) = channel::<()>();
+        let watch = move || {
+            // A failure is logged when it is another one than before.
+            let mut failed = None;
+            while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                let Some(member) = disk.group_member() else { continue };
+                let now = match keeper.check(&member) {
+                    Ok(None) => None,
+                    Ok(Some(Repaired { member, damage })) => {
+                        member.into_iter().for_each(|member| disk.join_group(member));
+                        let Keeper { name, limits, .. } = &keeper;
+                        log(&format!("group {name}: {damage}; it is whole again, with limits {limits}"));
+                        None
+                    }
+                    Err(failure) => Some(failure.to_string()),
+                };
+                if let Some(why) = now.as_ref().filter(|_| now != failed) {
+                    log(&format!("group {} is damaged, and cannot be repaired now: {why}", keeper.name));
+                }
+                failed = now;
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("blkq-group".into())
+            .stack_size(STACK_BYTES)
+            .spawn(watch)
+            .map_err(|e| Failure::new(format!("cannot start a thread: {e}")))?;
+        (self.stop, self.thread) = (Some(stop), Some(thread));
+        Ok(())
+    }
+}
+
+impl Drop for GroupWatch {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic has been printed by the thread itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::FileExt;
+
+    use super::super::{GroupFile, path};
+    use super::*;
+    use crate::state::StateDir;
+    use crate::state::tests::scratch;
+
+    struct Device {
+        keeper: Keeper,
+        member: Arc<Member>,
+        _joined: Joined,
+    }
+
+    impl Device {
+        fn join(dir: &StateDir, name: &str, weight: u32) -> Device {
+            let (joined, member) = Joined::open(dir, "g", name, weight).unwrap();
+            let keeper = joined.keeper(&member);
+            Device { keeper, member: Arc::new(member), _joined: joined }
+        }
+
+        /// Whether there was something to repair.
+        fn check(&mut self) -> bool {
+            let Some(repaired) = self.keeper.check(&self.member).unwrap() else { return false };
+            if let Some(member) = repaired.member {
+                self.member = Arc::new(member);
+            }
+            true
+        }
+    }
+
+    fn members(dir: &StateDir) -> (RateLimits, Vec<(String, u32)>) {
+        let (file, limits) = GroupFile::open(dir, "g").unwrap();
+        (limits, file.members().into_iter().map(|member| (member.name, member.weight)).collect())
+    }
+
+    #[test]
+    fn a_damaged_group_is_whole_again_without_its_members_leaving() {
+        let dir = scratch("group-keeper");
+        let limits: RateLimits = "iops=10,bps=1M".parse().unwrap();
+        GroupFile::set(&dir, "g", &limits).unwrap();
+        let (mut a, mut b) = (Device::join(&dir, "a", 100), Device::join(&dir, "b", 7));
+        assert!(!a.check() && !b.check());
+        b.member.set_weight(9).unwrap();
+        assert!(!a.check() && !b.check());
+        type Damage = fn(&File);
+        let damage: [(Damage, &str); 8] = [
+            (|file| file.set_len(0).unwrap(), "truncated"),
+            (|file| file.set_len(100).unwrap(), "truncated in its head"),
+            (|file| file.set_len(4096).unwrap(), "truncated behind its head"),
+            (|file| file.set_len(1 << 20).unwrap(), "extended"),
+            (|file| file.write_all_at(&[0xff], 0).unwrap(), "its magic"),
+            (|file| file.write_all_at(&[0xff; 32], 24).unwrap(), "its limits"),
+            (|file| file.write_all_at(&vec![0; Group::BYTES], 0).unwrap(), "zeroed"),
+            (|file| file.write_all_at(&vec![0xff; Group::BYTES], 0).unwrap(), "all ones"),
+        ];
+        for (damage, what) in damage {
+            for is_used_meanwhile in [false, true] {
+                damage(&File::options().write(true).open(path(&dir, "g")).unwrap());
+                if is_used_meanwhile {
+                    // As a queue does at its next request.
+                    let _ = (a.member.group().limits(), a.member.weight(), b.member.weight());
+                }
+                assert!(a.check(), "{what}");
+                b.check();
+                assert!(!a.check() && !b.check(), "{what}");
+                let both = vec![("a".to_owned(), 100), ("b".to_owned(), 9)];
+                assert_eq!(members(&dir), (limits, both), "{what}");
+                // They are of one group again.
+                let other: RateLimits = "iops=77".parse().unwrap();
+                for now in [other, limits] {
+                    GroupFile::set(&dir, "g", &now).unwrap();
+                    for device in [&a, &b] {
+                        assert_eq!(
+                            device.member.group().limits().map(|(_, limits)| limits),
+                            Some(now),
+                            "{what}"
+                        );
+                    }
+                }
+                assert!(!a.check() && !b.check(), "{what}");
+            }
+        }
+        // One that another command repairs is left as that has it.
+        File::options().write(true).open(path(&dir, "g")).unwrap().set_len(0).unwrap();
+        let _ = a.member.group().limits();
+        let other: RateLimits = "iops=5".parse().unwrap();
+        GroupFile::set(&dir, "g", &other).unwrap();
+        assert!(a.check() && b.check());
+        assert_eq!(members(&dir).0, other);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_group_is_watched_until_its_device_stops() {
+        use blkq::drivers::null::{Null, NullOptions};
+        let dir = scratch("group-watch");
+        GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
+        let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
+        let (joined, member) = Joined::open(&dir, "g", "a", 3).unwrap();
+        let mut watch = GroupWatch::new(joined.keeper(&member), disk.clone());
+        disk.join_group(member);
+        let (log, lines) = channel();
+        watch.start(move |line| log.send(line.to_owned()).unwrap()).unwrap();
+        File::options().write(true).open(path(&dir, "g")).unwrap().set_len(0).unwrap();
+        let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(line.starts_with("group g: its file was truncated") && line.ends_with("iops=10"), "{line}");
+        assert_eq!(members(&dir), ("iops=10".parse().unwrap(), vec![("a".to_owned(), 3)]));
+        drop(watch);
+        assert!(lines.recv().is_err(), "the thread has exited");
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+}
