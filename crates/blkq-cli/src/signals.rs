@@ -23,6 +23,8 @@ pub enum Signal {
     Interrupt,
     /// SIGHUP
     Hangup,
+    /// SIGQUIT
+    Quit,
     /// SIGTSTP
     Stop,
     /// SIGCONT
@@ -38,6 +40,7 @@ impl Signal {
             Signal::Terminate => "SIGTERM",
             Signal::Interrupt => "SIGINT",
             Signal::Hangup => "SIGHUP",
+            Signal::Quit => "SIGQUIT",
             Signal::Stop => "SIGTSTP",
             Signal::Continue => "SIGCONT",
             Signal::Resize => "SIGWINCH",
@@ -49,6 +52,7 @@ impl Signal {
             Signal::Terminate => libc::SIGTERM,
             Signal::Interrupt => libc::SIGINT,
             Signal::Hangup => libc::SIGHUP,
+            Signal::Quit => libc::SIGQUIT,
             Signal::Stop => libc::SIGTSTP,
             Signal::Continue => libc::SIGCONT,
             Signal::Resize => libc::SIGWINCH,
@@ -71,8 +75,15 @@ impl Signal {
 /// Those of a daemon.
 pub const DAEMON: [Signal; 3] = [Signal::Terminate, Signal::Interrupt, Signal::Hangup];
 /// Those of a program that has the terminal.
-pub const TERMINAL: [Signal; 6] =
-    [Signal::Terminate, Signal::Interrupt, Signal::Hangup, Signal::Stop, Signal::Continue, Signal::Resize];
+pub const TERMINAL: [Signal; 7] = [
+    Signal::Terminate,
+    Signal::Interrupt,
+    Signal::Hangup,
+    Signal::Quit,
+    Signal::Stop,
+    Signal::Continue,
+    Signal::Resize,
+];
 
 const FORWARD: extern "C" fn(libc::c_int) = forward;
 

@@ -254,7 +254,7 @@ impl Daemon {
             }
             Signal::Terminate | Signal::Interrupt => self.shared.terminate(signal),
             // They have no handlers here.
-            Signal::Stop | Signal::Continue | Signal::Resize => false,
+            Signal::Quit | Signal::Stop | Signal::Continue | Signal::Resize => false,
         }
     }
 

@@ -226,7 +226,9 @@ impl Program {
             let mut anew = false;
             for signal in self.signals.take() {
                 match signal {
-                    Signal::Terminate | Signal::Interrupt | Signal::Hangup => return Ok(Some(signal)),
+                    Signal::Terminate | Signal::Interrupt | Signal::Hangup | Signal::Quit => {
+                        return Ok(Some(signal));
+                    }
                     Signal::Stop => suspend = true,
                     Signal::Continue | Signal::Resize => anew |= signal == Signal::Continue,
                 }
