@@ -121,8 +121,12 @@ impl BufferPool {
         }
         self.free = [const { Vec::new() }; CLASSES];
         self.free_bytes = 0;
+        // Other C libraries release freed memory by themselves, as far as they do.
+        #[cfg(target_env = "gnu")]
         // SAFETY: only gives unused pages of the heap back.
-        unsafe { libc::malloc_trim(0) };
+        unsafe {
+            libc::malloc_trim(0)
+        };
     }
 }
 

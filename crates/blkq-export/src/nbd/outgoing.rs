@@ -109,7 +109,8 @@ impl Outgoing {
     pub fn message(&mut self) -> *const libc::msghdr {
         let rest = &mut self.iovecs[self.sent..];
         self.message.msg_iov = rest.as_mut_ptr();
-        self.message.msg_iovlen = rest.len().min(IOVECS_MAX);
+        // Its type is the C library's choice; the number is small.
+        self.message.msg_iovlen = rest.len().min(IOVECS_MAX) as _;
         &raw const self.message
     }
 

@@ -487,9 +487,9 @@ fn distrust_this_thread() {
 }
 
 /// `BLKROSET` of linux/fs.h.
-const BLKROSET: libc::c_ulong = 0x125d;
+const BLKROSET: libc::Ioctl = 0x125d;
 /// `BLKROGET` of linux/fs.h.
-const BLKROGET: libc::c_ulong = 0x125e;
+const BLKROGET: libc::Ioctl = 0x125e;
 
 /// Opens a character device as soon as it is there and udev has given it to the user.
 fn open_node(path: &str) -> Result<File, Error> {
