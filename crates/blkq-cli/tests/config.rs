@@ -54,6 +54,22 @@ fn a_device_is_attached_as_its_file_says() {
 }
 
 #[test]
+fn services_come_after_the_mounts_of_their_files() {
+    let data = "image = \"/srv/a b.img\"\nexport = \"nbd\"\nlisten = \"tcp:127.0.0.1:0\"\ntls-certificates = \"/net/tls\"\n";
+    let files = [("data.toml", data), ("ram.toml", "image = \"ram:1M\"\n"), ("bad.toml", "image = 1\n")];
+    let place = configured("generator", &files);
+    let units = place.dir.join("units");
+    let words = ["systemd-generator", units.to_str().unwrap(), "/none", "/none"];
+    let output = run(&place, &words);
+    // The mistake is of one device, and the others have their mounts.
+    assert_eq!(output.status.code(), Some(0));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("bad.toml:1"));
+    let text = fs::read_to_string(units.join("blkq@data.service.d/50-blkq-mounts.conf")).unwrap();
+    assert!(text.ends_with("RequiresMountsFor=\"/srv/a b.img\" \"/net/tls\"\n"), "{text}");
+    assert_eq!(fs::read_dir(&units).unwrap().count(), 1);
+}
+
+#[test]
 fn every_mistake_of_the_files_is_a_line() {
     let place = configured(
         "config-check",

@@ -24,6 +24,7 @@ pub mod set;
 pub mod show;
 pub mod snapshot;
 pub mod stat;
+pub mod systemd_generator;
 pub mod top;
 pub mod trace;
 pub mod ublk_owner;
@@ -116,6 +117,9 @@ pub enum Command {
     /// Print the user that made a ublk device, for udev
     #[command(hide = true)]
     UblkOwner(ublk_owner::Args),
+    /// Order services after the mounts of their images, for systemd
+    #[command(hide = true)]
+    SystemdGenerator(systemd_generator::Args),
     /// Write manual pages or shell completions into a directory
     Generate(generate::Args),
 }
@@ -149,6 +153,7 @@ impl Command {
             Command::Features(args) => args.run().map(done),
             Command::Daemon(args) => args.run(),
             Command::UblkOwner(args) => args.run().map(done),
+            Command::SystemdGenerator(args) => args.run().map(done),
             Command::Generate(args) => args.run(Cli::command()).map(done),
         }
     }

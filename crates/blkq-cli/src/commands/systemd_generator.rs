@@ -1,0 +1,80 @@
+//! `blkq systemd-generator`: orders the services of configured devices after the mounts that their files are on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::complain;
+use crate::config::{ConfigFile, files, first};
+use crate::failure::{Failure, Outcome};
+
+/// Read after what other generators could write, and before what an administrator wrote.
+const DROP_IN: &str = "50-blkq-mounts.conf";
+
+/// Options of `systemd-generator`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+systemd runs it at boot and for each daemon-reload, by way of system-generators/blkq-generator: each service
+blkq@NAME comes after the mounts, network mounts too, on which the files are that /etc/blkq/NAME.toml names,
+and stops before them.")]
+pub struct Args {
+    /// The directory to write into
+    directory: PathBuf,
+    /// Those for more and for less important units, of which there are none
+    #[arg(num_args = 0..=2)]
+    others: Vec<PathBuf>,
+}
+
+impl Args {
+    /// Writes a drop-in for each file that is understood. A mistake in another is reported, and keeps no other
+    /// device away: the service reports it again.
+    ///
+    /// # Errors
+    /// If the directory of files cannot be read.
+    pub fn run(self) -> Outcome {
+        for path in files()? {
+            if let Err(failure) = write_drop_in(&path, &self.directory) {
+                complain(&failure);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
+    let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
+    let mut options = file.options().map_err(|fault| fault.failure(path))?;
+    let name = file.name();
+    let paths: Vec<String> = options.paths_mut().into_iter().filter_map(|(_, path)| quoted(path)).collect();
+    // Others are escaped in the name of the unit, and systemctl does that.
+    if paths.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "_.-@".contains(c)) {
+        return Ok(());
+    }
+    let text = format!("[Unit]\nSourcePath={}\nRequiresMountsFor={}\n", specifiers(path), paths.join(" "));
+    let unit = directory.join(format!("blkq@{name}.service.d"));
+    let written = fs::create_dir_all(&unit).and_then(|()| fs::write(unit.join(DROP_IN), text));
+    written.map_err(|e| Failure::new(format!("{}: {e}", unit.display())))
+}
+
+/// `path` as a word of a unit file; `None` if it cannot be one.
+fn quoted(path: &Path) -> Option<String> {
+    let text = path.to_str().filter(|text| !text.contains(char::is_control))?;
+    Some(format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%")))
+}
+
+/// The rest of a line, in which `%` begins a specifier.
+fn specifiers(path: &Path) -> String {
+    path.display().to_string().replace('%', "%%").replace(char::is_control, "?")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_words_of_unit_files() {
+        let word = |path: &str| quoted(Path::new(path));
+        assert_eq!(word("/srv/a b.img").as_deref(), Some(r#""/srv/a b.img""#));
+        assert_eq!(word(r#"/srv/50%\"x""#).as_deref(), Some(r#""/srv/50%%\\\"x\"""#));
+        assert_eq!(word("/srv/a\nWants=b"), None);
+    }
+}
