@@ -46,10 +46,10 @@ impl Args {
             parent::exit_with_it()?;
         }
         if self.recover {
-            return recover::take_over(&self.name.to_string_lossy(), parent);
+            return recover::take_over(&self.name.to_string_lossy(), Vec::new(), parent);
         }
         let record: Record = serde_json::from_reader(std::io::stdin().lock())
             .map_err(|e| Failure::new(format!("the options on standard input: {e}")))?;
-        Daemon::start(&record.read()?, parent)
+        Daemon::start(&record.read()?, Vec::new(), parent)
     }
 }

@@ -1,6 +1,7 @@
 //! `blkq recover`: a new daemon for a block device after its own died.
 
 use std::ffi::OsString;
+use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use super::attach;
@@ -52,11 +53,12 @@ pub fn recover(name: &str) -> Outcome<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Takes the orphan `name` over, as its new daemon.
+/// Takes the orphan `name` over, as its new daemon, which listens on the sockets `inherited` as the one before did
+/// on its own.
 ///
 /// # Errors
 /// Why it cannot be; it stays as it was.
-pub fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
+pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
     let dir = StateDir::locate()?;
     if check_name(name).is_err() {
         return Err(no_such_device(name));
@@ -75,7 +77,7 @@ pub fn take_over(name: &str, parent: &mut Parent) -> Outcome<Daemon> {
     let Dead::Orphan(orphan) = dir.clear_dead(name)? else { return Err(busy()) };
     let orphan = *orphan;
     let options = attach_options(&orphan.state)?;
-    Daemon::recover(&options, orphan, parent)
+    Daemon::recover(&options, orphan, inherited, parent)
 }
 
 /// How the block device of a state file was attached.

@@ -9,6 +9,7 @@ use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::launch::warn;
 use crate::state::{Fate, Found, StateDir, check_name};
+use crate::systemd;
 
 /// Options of `service`.
 #[derive(clap::Args, Debug)]
@@ -36,6 +37,8 @@ impl Args {
     fn start(&self) -> Outcome<Daemon> {
         let name = &self.name;
         check_name(name).map_err(|rule| Failure::new(format!("{name:?} is no name of a device: {rule}")))?;
+        // Before any other descriptor is there.
+        let inherited = systemd::take_listeners()?;
         let dir = StateDir::locate()?;
         // The one before, which a service manager has seen exit.
         dir.wait_for_dying(name);
@@ -50,9 +53,9 @@ impl Args {
                 if let Err(failure) = options {
                     complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
                 }
-                recover::take_over(name, &mut Parent::none())
+                recover::take_over(name, inherited, &mut Parent::none())
             }
-            (false, options) => Daemon::start(&options?, &mut Parent::none()),
+            (false, options) => Daemon::start(&options?, inherited, &mut Parent::none()),
         }?;
         match daemon.info() {
             Ok(info) => warn(&info),

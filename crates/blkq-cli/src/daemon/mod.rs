@@ -11,6 +11,7 @@ mod snapshot;
 mod trace;
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::ExitCode;
@@ -57,13 +58,12 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Takes the name, opens the device, and listens; when it returns, the device is
-    /// usable and `parent` knows.
+    /// Takes the name, opens the device, and listens, for NBD on the sockets `inherited` if the options have
+    /// no address; when it returns, the device is usable and `parent` knows.
     ///
     /// # Errors
     /// Whatever keeps the device from being usable; nothing is left of it then.
-    pub fn start(options: &AttachOptions, parent: &mut Parent) -> Outcome<Daemon> {
-        let inherited = systemd::take_listeners()?;
+    pub fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
         let claim = match &options.name {
             Some(name) => dir.claim(name)?,
@@ -77,13 +77,18 @@ impl Daemon {
     ///
     /// # Errors
     /// Whatever keeps the device from being taken over; it stays an orphan then.
-    pub fn recover(options: &AttachOptions, orphan: Orphan, parent: &mut Parent) -> Outcome<Daemon> {
+    pub fn recover(
+        options: &AttachOptions,
+        orphan: Orphan,
+        inherited: Vec<OwnedFd>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
         let (_, signals) = Daemon::begin()?;
         let Orphan { claim, state } = orphan;
         for suffix in [".control", ".nbd", ".vhost"] {
             claim.remove_socket(suffix)?;
         }
-        let open = |claim: &Claim| Device::recover(options, claim, state);
+        let open = |claim: &Claim| Device::recover(options, claim, state, inherited);
         Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
     }
 

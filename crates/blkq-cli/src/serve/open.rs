@@ -115,7 +115,12 @@ impl Device {
     ///
     /// # Errors
     /// Whatever keeps it from being taken over; it stays as it was.
-    pub fn recover(options: &AttachOptions, claim: &Claim, mut state: StateFile) -> Outcome<Device> {
+    pub fn recover(
+        options: &AttachOptions,
+        claim: &Claim,
+        mut state: StateFile,
+        inherited: Vec<OwnedFd>,
+    ) -> Outcome<Device> {
         let Some(block_device) = state.ublk.take() else {
             return Err(Failure::new("there is no block device to take over"));
         };
@@ -130,7 +135,7 @@ impl Device {
         let bytes = size_of(identity)?;
         keep_size(&mut options, bytes);
         let nbd = options.exports.contains(&Export::Nbd);
-        let listen = if nbd { addresses(&options, claim, Vec::new())? } else { Vec::new() };
+        let listen = if nbd { addresses(&options, claim, inherited)? } else { Vec::new() };
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
                 let Some(children) = children else { return Ok(None) };

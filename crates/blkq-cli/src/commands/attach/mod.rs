@@ -181,7 +181,7 @@ impl Args {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
-        let daemon = Daemon::start(options, &mut Parent::none())?;
+        let daemon = Daemon::start(options, systemd::take_listeners()?, &mut Parent::none())?;
         created.into_iter().for_each(NewImage::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();
