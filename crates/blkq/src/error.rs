@@ -192,6 +192,8 @@ pub enum ErrorKind {
     Denied,
     /// In use by another process.
     Busy,
+    /// Requests are held after errors, and what is to be done waits for them.
+    Held,
     /// The kernel itself uses the image: its loop driver, a mount, a device on top of it.
     Claimed,
     /// The image is in a format that is not served.

@@ -114,7 +114,7 @@ pub use bio::{Bio, BioFlags, Completion, Operation};
 pub use buffer::{BUFFER_ALIGN, Data, IoBuffer, KernelPages, RegisteredMemory, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completer::Callback;
-pub use disk::{Disk, DiskBuilder, Frozen, Quiesced, Setting, Settings};
+pub use disk::{Disk, DiskBuilder, ErrorPolicy, Frozen, Quiesced, Resume, Setting, Settings};
 pub use driver::{
     Busy, Change, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
 };

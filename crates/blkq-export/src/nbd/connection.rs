@@ -130,6 +130,11 @@ impl Connection {
         }
     }
 
+    /// Whether it takes no more requests.
+    pub fn is_closing(&self) -> bool {
+        self.closing != Closing::No
+    }
+
     /// Whether nothing is in flight any more and it may be dropped.
     pub fn is_over(&self) -> bool {
         self.closing != Closing::No

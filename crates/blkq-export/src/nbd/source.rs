@@ -394,6 +394,12 @@ unsafe impl Source for NbdSource {
         Some(format!("nbd client {id} ({peer}), cookie {:#x}", request.to.cookie))
     }
 
+    fn is_abandoned(&self, user_data: u64) -> bool {
+        let connection = self.shared.request_of(user_data).map(|request| request.connection as usize);
+        let connection = connection.and_then(|slot| self.connections.get(slot)?.as_ref());
+        connection.is_some_and(|connection| connection.is_closing())
+    }
+
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
         self.stopping = true;
         if self.accept_armed && !self.cancel_armed {

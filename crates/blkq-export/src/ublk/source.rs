@@ -553,6 +553,10 @@ unsafe impl Source for QueueSource {
         Some(format!("the kernel's block device, tag {tag} of its queue {}", self.options.queue))
     }
 
+    fn is_abandoned(&self, _user_data: u64) -> bool {
+        self.stopping && !self.forced
+    }
+
     /// While the engine lives, the device has been stopped, and all commands come back: the kernel
     /// would write to the buffers of those that do not. An engine that exits leaves the device to
     /// another server.

@@ -506,6 +506,10 @@ unsafe impl Source for VringSource {
         Some(format!("vhost-user front end ({peer}), ring {}, descriptor {descriptor}", status.index))
     }
 
+    fn is_abandoned(&self, _user_data: u64) -> bool {
+        self.stopping
+    }
+
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
         self.engine_exits |= cx.engine_exits();

@@ -10,6 +10,7 @@ use crate::sched::SchedulerKind;
 use crate::throttle::RateLimits;
 
 use super::Disk;
+use super::hold::ErrorPolicy;
 use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
 
 /// Makes a [`Disk`].
@@ -21,6 +22,8 @@ pub struct DiskBuilder {
     read_only: bool,
     settings: Settings,
     rate_limits: RateLimits,
+    error_policy: ErrorPolicy,
+    ignore_flushes: bool,
 }
 
 impl DiskBuilder {
@@ -108,12 +111,37 @@ impl DiskBuilder {
         self
     }
 
+    /// The policy for requests that the driver fails; their errors are reported by default.
+    #[must_use]
+    pub fn error_policy(mut self, policy: ErrorPolicy) -> DiskBuilder {
+        self.error_policy = policy;
+        self
+    }
+
+    /// Whether flushes and FUA do nothing; false by default. With true nothing is durable until the
+    /// backing store writes it back by itself.
+    #[must_use]
+    pub fn ignore_flushes(mut self, ignore: bool) -> DiskBuilder {
+        self.ignore_flushes = ignore;
+        self
+    }
+
     /// The disk.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for limits that make no sense and numbers out of range.
     pub fn build(self) -> Result<Arc<Disk>, Error> {
-        let DiskBuilder { driver, name, queues, shared_tags, read_only, settings, rate_limits } = self;
+        let DiskBuilder {
+            driver,
+            name,
+            queues,
+            shared_tags,
+            read_only,
+            settings,
+            rate_limits,
+            error_policy,
+            ignore_flushes,
+        } = self;
         let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
         if !(1..=QUEUES_MAX).contains(&queues) {
             return invalid(format!("{queues} queues: give a number from 1 to {QUEUES_MAX}"));
@@ -126,7 +154,9 @@ impl DiskBuilder {
             return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
         }
         driver.limits().validate()?;
-        let disk = Disk::assemble(driver.into(), name, settings, queues, shared_tags, read_only)?;
+        let disk =
+            Disk::assemble(driver.into(), name, settings, queues, shared_tags, read_only, ignore_flushes)?;
+        disk.hold.set_policy(error_policy);
         if !rate_limits.is_none() {
             disk.set_rate_limits(&rate_limits);
         }
@@ -144,6 +174,8 @@ impl Disk {
             shared_tags: false,
             read_only: false,
             rate_limits: RateLimits::default(),
+            error_policy: ErrorPolicy::Report,
+            ignore_flushes: false,
             settings: Settings {
                 depth: DEPTH_DEFAULT,
                 scheduler: SchedulerKind::None,

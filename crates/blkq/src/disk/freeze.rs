@@ -117,6 +117,11 @@ impl DiskControl {
         }
     }
 
+    /// Has those that freeze the disk check whether that has become futile.
+    pub fn wake_waiters(&self) {
+        self.wake_drained();
+    }
+
     #[cold]
     fn wake_drained(&self) {
         self.drained.wake_all();
@@ -134,10 +139,17 @@ impl DiskControl {
         self.drained.wait_until(|| self.is_clear(ACTIVE));
     }
 
-    /// The same, but gives up after `timeout`: then `false`, and the disk is as it was.
-    pub fn freeze_timeout(&self, timeout: Duration, mut kick: impl FnMut(usize)) -> bool {
+    /// The same, but gives up after `timeout`, or as soon as `is_futile`, which [`DiskControl::wake_waiters`]
+    /// has checked: then `false`, and the disk is as it was.
+    pub fn freeze_timeout(
+        &self,
+        timeout: Duration,
+        is_futile: impl Fn() -> bool,
+        mut kick: impl FnMut(usize),
+    ) -> bool {
         self.begin_freeze(&mut kick);
-        let frozen = self.drained.wait_until_timeout(timeout, || self.is_clear(ACTIVE));
+        self.drained.wait_until_timeout(timeout, || self.is_clear(ACTIVE) || is_futile());
+        let frozen = self.is_clear(ACTIVE);
         if !frozen {
             self.resume(&self.frozen, kick);
         }

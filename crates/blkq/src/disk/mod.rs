@@ -7,6 +7,7 @@ mod model;
 pub(crate) mod builder;
 mod exchange;
 pub(crate) mod freeze;
+mod hold;
 mod settings;
 
 use std::sync::Arc;
@@ -32,6 +33,8 @@ const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 pub use crate::limits::QUEUES_MAX;
 pub use builder::DiskBuilder;
 pub use exchange::Exchange;
+use hold::HoldControl;
+pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
 /// The part of a hardware queue that other threads see.
@@ -62,6 +65,9 @@ pub struct Disk {
     shared_tags: bool,
     pub(crate) control: DiskControl,
     pub(crate) throttle: ThrottleControl,
+    pub(crate) hold: HoldControl,
+    /// Flushes and FUA do nothing.
+    ignore_flushes: bool,
     pub(crate) gate: RequestGate,
     queues: Box<[Arc<HardwareQueue>]>,
     next_queue: AtomicUsize,
@@ -76,6 +82,7 @@ impl Disk {
         queues: usize,
         shared_tags: bool,
         read_only: bool,
+        ignore_flushes: bool,
     ) -> Result<Arc<Disk>, Error> {
         let depth_max = settings.tags();
         let shared = shared_tags.then(|| {
@@ -95,6 +102,8 @@ impl Disk {
         let disk = Disk {
             control: DiskControl::new(queues),
             throttle: ThrottleControl::new(),
+            hold: HoldControl::new(),
+            ignore_flushes,
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
             name,
@@ -123,6 +132,7 @@ impl Disk {
     pub fn limits(&self) -> QueueLimits {
         let mut limits = self.driver().limits();
         limits.read_only |= self.read_only.load(Ordering::SeqCst);
+        limits.write_cache &= !self.ignore_flushes;
         limits
     }
 
@@ -201,7 +211,7 @@ impl Disk {
     /// # Errors
     /// [`ErrorKind::Invalid`] for a depth that the disk has no room for, [`ErrorKind::Unsupported`] if a
     /// device that only reads is to be written to, [`ErrorKind::Busy`] if I/O in flight does not
-    /// complete within 30 seconds, and for read-only the driver's. An invalid value is found
+    /// complete within 30 seconds, [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's. An invalid value is found
     /// without a freeze, but for a device that only reads.
     pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
@@ -274,6 +284,40 @@ impl Disk {
         self.throttle.get().member().cloned()
     }
 
+    /// Changes the policy for requests that the driver fails from now on, while I/O runs; nothing is waited
+    /// for. Requests that are held stay so until [`Disk::resume`].
+    pub fn set_error_policy(&self, policy: ErrorPolicy) {
+        self.hold.set_policy(policy);
+        self.wake_queues();
+    }
+
+    /// The policy for requests that the driver fails.
+    pub fn error_policy(&self) -> ErrorPolicy {
+        self.hold.policy()
+    }
+
+    /// Requests that are held after errors now.
+    pub fn held(&self) -> u64 {
+        self.queues.iter().map(|queue| queue.stats.held()).sum()
+    }
+
+    /// Reissues the requests that are held, or fails them; those that fail again are held again. Does not
+    /// wait. Returns how many were held.
+    pub fn resume(&self, how: Resume) -> u64 {
+        let held = self.held();
+        self.hold.resume(how);
+        self.wake_queues();
+        held
+    }
+
+    /// Fails what is held, and has all errors reported, until what this returns is dropped: for a disk
+    /// that stops. Nests.
+    pub fn report_errors(self: &Arc<Disk>) -> Reporting {
+        self.hold.set_reporting(true);
+        self.wake_queues();
+        Reporting(self.clone())
+    }
+
     /// Lets all requests through, and counts none, until what this returns is dropped: for a disk that
     /// stops. Nests.
     pub fn bypass_limits(self: &Arc<Disk>) -> Unlimited {
@@ -282,7 +326,7 @@ impl Disk {
         Unlimited(self.clone())
     }
 
-    fn wake_queues(&self) {
+    pub(crate) fn wake_queues(&self) {
         self.queues.iter().for_each(|queue| queue.kick.wake());
     }
 
@@ -325,7 +369,17 @@ impl Disk {
 
     /// Freezes the disk, unless what is in flight does not complete.
     fn freeze_timeout(&self) -> Result<(), Error> {
-        if !self.control.freeze_timeout(FREEZE_TIMEOUT, |queue| self.queues[queue].kick.kick()) {
+        // They would not complete in time.
+        let has_held = || self.held() > 0;
+        if !self.control.freeze_timeout(FREEZE_TIMEOUT, has_held, |queue| self.queues[queue].kick.kick()) {
+            match self.held() {
+                0 => {}
+                held => {
+                    let requests = if held == 1 { "request is" } else { "requests are" };
+                    let message = format!("{}: {held} {requests} held after I/O errors", self.name);
+                    return Err(Error::new(ErrorKind::Held, message));
+                }
+            }
             let message = format!(
                 "{}: I/O in flight did not complete within {} s; try again when the backing store answers",
                 self.name,
@@ -337,7 +391,7 @@ impl Disk {
     }
 
     /// Freezes the disk: when this returns no request is in flight, and none starts until what
-    /// it returns is dropped. Freezes nest.
+    /// it returns is dropped. Freezes nest. It waits for held requests too.
     pub fn freeze(&self) -> Frozen<'_> {
         self.control.freeze(|queue| self.queues[queue].kick.kick());
         Frozen(self)
@@ -451,6 +505,17 @@ pub struct Unlimited(Arc<Disk>);
 impl Drop for Unlimited {
     fn drop(&mut self) {
         self.0.throttle.set_bypassed(false);
+        self.0.wake_queues();
+    }
+}
+
+/// The time in which no request is held ([`Disk::report_errors`]), over when this is dropped.
+#[must_use = "requests are held again when this is dropped"]
+pub struct Reporting(Arc<Disk>);
+
+impl Drop for Reporting {
+    fn drop(&mut self) {
+        self.0.hold.set_reporting(false);
         self.0.wake_queues();
     }
 }

@@ -1,6 +1,7 @@
 //! The rounds of a turn: sources get what completed, submit more, and the drivers get that.
 
 use super::Engine;
+use crate::ring::Token;
 
 /// Rounds of a turn at most: a source whose bios complete at once shall not keep the engine from all
 /// else.
@@ -13,12 +14,23 @@ impl Engine {
             self.deliver();
             let (sources, parts) = self.split();
             sources.on_turn(parts);
+            self.fail_abandoned();
             for queue in &mut self.queues {
                 queue.dispatch_all(Some(&mut self.ring));
             }
             if self.queues.iter().all(|queue| queue.completions().is_empty()) {
                 break;
             }
+        }
+    }
+
+    /// Completes held requests for which no client waits any more: resumed, they could overwrite what
+    /// it has written since over another connection.
+    #[inline]
+    fn fail_abandoned(&mut self) {
+        let Engine { ring, queues, sources, .. } = self;
+        for queue in queues.iter_mut().filter(|queue| queue.has_held()) {
+            queue.fail_abandoned(Some(ring), |user_data| sources.is_abandoned(Token(user_data)));
         }
     }
 

@@ -65,6 +65,13 @@ pub unsafe trait Source {
         None
     }
 
+    /// Whether nobody waits any longer for the bio submitted with `user_data`, which is in flight: if it is
+    /// held after an error ([`ErrorPolicy`](crate::ErrorPolicy)), it completes with that.
+    fn is_abandoned(&self, user_data: u64) -> bool {
+        let _ = user_data;
+        false
+    }
+
     /// Begin to stop: take nothing new, complete what is in flight; with `force`, drop clients.
     /// Called again, with `force`, if the engine exits meanwhile.
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);

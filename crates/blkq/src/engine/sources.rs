@@ -130,6 +130,13 @@ impl Sources {
         self.attached.get(index)?.as_ref()?.source.client_of(token.payload())
     }
 
+    /// Whether nobody waits any longer for the bio that was submitted under `token`.
+    pub fn is_abandoned(&self, token: Token) -> bool {
+        let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
+        let attached = self.attached.get(index).and_then(Option::as_ref);
+        attached.is_some_and(|attached| attached.source.is_abandoned(token.payload()))
+    }
+
     /// Has source `id` stop; `stopped` is notified when it is dropped.
     pub fn stop(&mut self, id: SourceId, force: bool, stopped: Sender<()>, parts: EngineParts<'_>) {
         self.with_named(id, parts, |source, cx| source.stop(cx, force));

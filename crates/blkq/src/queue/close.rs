@@ -19,6 +19,7 @@ impl Queue {
         if self.disk.settings().iostats {
             self.plug.count(self.in_flight.requests(), &mut self.stats);
         }
+        self.close_hold();
         let abandoned = self.dispatch.abandon(self.plug.take_requests(), self.in_flight.requests().len());
         self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
         self.complete_batch();
@@ -41,6 +42,9 @@ impl Drop for Queue {
             for completer in self.in_flight.leak() {
                 completer.notify(Err(Status::Offline), Data::None);
             }
+        }
+        if self.hold.forget_writes(self.disk.disk()) {
+            self.disk.disk().wake_queues();
         }
         self.in_flight.reset();
         self.leave_if_idle();

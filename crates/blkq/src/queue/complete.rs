@@ -20,7 +20,15 @@ impl Queue {
         // A fresh reading: no completion is stamped earlier than its issue.
         self.clock.invalidate();
         self.dispatch.clear_rerun();
-        let completed = self.completions.take_requests();
+        let mut completed = self.completions.take_requests();
+        if self.hold.is_on() {
+            self.hold_failed(&mut completed);
+        }
+        self.complete_requests_of(completed);
+    }
+
+    /// Completes `completed`, of which none is to be held.
+    pub(super) fn complete_requests_of(&mut self, completed: Vec<(Tag, IoResult)>) {
         if self.dispatch.is_observed() || self.hang_tracker.has_reported() {
             self.note_completed(&completed);
         }

@@ -117,6 +117,12 @@ impl DiskView {
         self.disk.control.is_frozen()
     }
 
+    /// Whether flushes wait for writes that are held.
+    #[inline]
+    pub fn has_held_writes(&self) -> bool {
+        self.disk.hold.has_writes()
+    }
+
     #[inline]
     pub fn is_quiesced(&self) -> bool {
         self.disk.control.is_quiesced()

@@ -425,7 +425,7 @@ impl Dispatch {
                 self.started += tags.len() as u32;
                 tags.len()
             }
-            Taken::First(count, busy) => self.requeue(tags.len(), count, busy, stats),
+            Taken::First(count, busy) => self.note_busy(tags.len(), count, busy, stats),
         }
     }
 
@@ -437,7 +437,7 @@ impl Dispatch {
     }
 
     #[cold]
-    fn requeue(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
+    fn note_busy(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
         self.started += count as u32;
         stats.count(Counter::Requeues, (offered - count) as u64);
         // With nothing in the driver no completion will come to run the queue again.
@@ -459,6 +459,16 @@ impl Dispatch {
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.completed(completed, clock.now_ns());
         }
+    }
+
+    /// So many requests complete that the driver no longer had.
+    pub fn claim(&mut self, count: u32) {
+        self.started += count;
+    }
+
+    /// Has the driver get `tags`, which it had before, in this order and behind what was requeued.
+    pub fn requeue(&mut self, tags: impl Iterator<Item = Tag>) {
+        self.requeued.extend(tags);
     }
 
     /// So many requests have completed.

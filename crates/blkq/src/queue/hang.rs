@@ -12,7 +12,7 @@ use std::fmt;
 
 use crate::bio::{BioFlags, Operation};
 use crate::clock::Clock;
-use crate::error::IoResult;
+use crate::error::{IoResult, Status};
 use crate::request::{NIL, Request};
 use crate::sector::Sector;
 use crate::tags::Tag;
@@ -33,6 +33,10 @@ pub enum Place {
     Frozen,
     /// It waits for the flush in flight to complete, and for the next one.
     ForFlush,
+    /// It is a flush that waits for writes which are held.
+    ForHeldWrites,
+    /// It failed with this error, and is held until the disk is resumed.
+    Held(Status),
     /// It waits until its batch is full or the owner of the queue polls.
     Plug,
     /// The scheduler has it.
@@ -52,6 +56,8 @@ impl fmt::Display for Place {
             Place::ForTag(before) => write!(f, "waiting for a tag, {before} before it"),
             Place::Frozen => f.write_str("waiting until the device is no longer frozen"),
             Place::ForFlush => f.write_str("waiting for a flush to begin"),
+            Place::ForHeldWrites => f.write_str("waiting for writes that are held"),
+            Place::Held(status) => write!(f, "held: {status}"),
             Place::Plug => f.write_str("in the plug"),
             Place::Scheduler => f.write_str("in the scheduler"),
             Place::Dispatch => f.write_str("requeued: the driver was busy"),

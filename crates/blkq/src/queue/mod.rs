@@ -3,8 +3,8 @@
 //! complete in batches. No lock, no hand-over, no allocation on that way.
 //!
 //! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `pull_cursor`,
-//! `dispatch`, `throttle`, `flush`, `completions`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
-//! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`.
+//! `dispatch`, `throttle`, `flush`, `hold`, `completions`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
+//! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`, `resume`.
 //! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
 //! found to hang, `close` closing it.
 //!
@@ -21,12 +21,14 @@ mod dispatch;
 mod fast_limits;
 mod flush;
 pub mod hang;
+mod hold;
 mod in_flight;
 mod merge;
 mod parts;
 pub mod plug;
 mod pull;
 mod pull_cursor;
+mod resume;
 mod scan;
 mod sequence;
 mod submit;
@@ -54,6 +56,7 @@ use disk_view::DiskView;
 use dispatch::Dispatch;
 use flush::FlushMachine;
 use hang::HangTracker;
+use hold::Hold;
 use in_flight::InFlight;
 use plug::Plug;
 use pull_cursor::PullCursor;
@@ -71,6 +74,7 @@ pub(crate) struct Queue {
     pull_cursor: PullCursor,
     dispatch: Dispatch,
     flush: FlushMachine,
+    hold: Hold,
     completions: Completions,
     clock: Clock,
     stats: StatsWriter,
@@ -111,6 +115,7 @@ impl Queue {
             pull_cursor: PullCursor::default(),
             dispatch: Dispatch::new(owner, driver, &view, slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
+            hold: Hold::new(disk, Tag(slots as u16 - 1), slots),
             completions: Completions::new(slots),
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),
@@ -134,6 +139,9 @@ impl Queue {
         }
         if self.completions.has_requests() {
             self.complete_batch();
+        }
+        if woken {
+            self.refresh_hold();
         }
         self.refresh(ring.as_deref_mut());
         self.kick_flush(ring.as_deref_mut());
@@ -276,6 +284,7 @@ impl Queue {
     pub fn close_to_submitters(&mut self) {
         self.pull_cursor.close();
         self.dispatch.close_limits();
+        self.close_hold();
     }
 
     /// The owner is about to sleep.
@@ -318,8 +327,12 @@ impl Queue {
 
     /// When the queue wants to run at the latest, in nanoseconds of the monotonic clock.
     pub fn deadline_ns(&self) -> Option<u64> {
-        // A frozen disk flushes when it thaws.
-        let flush_ns = if self.disk.is_frozen() { None } else { self.flush.deadline_ns() };
+        // A frozen disk flushes when it thaws, and after a write that is held.
+        let flush_ns = if self.disk.is_frozen() || self.disk.has_held_writes() {
+            None
+        } else {
+            self.flush.deadline_ns()
+        };
         [self.dispatch.deadline_ns(), flush_ns].into_iter().flatten().min()
     }
 
@@ -337,7 +350,8 @@ impl Queue {
     /// queue returned tags, after this one had checked and before it marked itself asleep.
     fn can_continue_now(&self) -> bool {
         let entered = self.disk.is_entered();
-        if !entered && (self.flush.is_due() || self.disk.is_outdated()) {
+        let may_flush = self.flush.is_due() && !self.disk.has_held_writes();
+        if !entered && (may_flush || self.disk.is_outdated()) {
             return true;
         }
         // While idle only a freeze, or missing shared tags, can have blocked what waits.

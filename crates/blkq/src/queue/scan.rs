@@ -46,7 +46,12 @@ impl Queue {
         }
         for index in 0..self.flush.pending().len() {
             let bio = self.flush.pending()[index];
-            let place = if frozen { Place::Frozen } else { Place::ForFlush };
+            let held = self.disk.has_held_writes();
+            let place = match (frozen, held) {
+                (true, _) => Place::Frozen,
+                (_, true) => Place::ForHeldWrites,
+                _ => Place::ForFlush,
+            };
             self.scan_bio(bio, place, &mut scan);
         }
         // The bios that a running flush serves are part of it.
@@ -165,7 +170,7 @@ impl Queue {
     }
 
     /// The submitter of a bio: the `user_data` of one that the queue's owner submitted, or in words.
-    fn submitter_of(&self, bio: u32) -> (Option<u64>, Option<String>) {
+    pub(super) fn submitter_of(&self, bio: u32) -> (Option<u64>, Option<String>) {
         let mut slot = &self.in_flight[bio];
         while slot.parent != NIL {
             slot = &self.in_flight[slot.parent];
@@ -186,6 +191,9 @@ impl Queue {
     }
 
     fn place_of(&self, tag: Tag) -> Place {
+        if let Some(status) = self.hold.status(tag) {
+            return Place::Held(status);
+        }
         let scheduled = self.dispatch.is_scheduled(tag);
         let plugged = self.plug.requests().contains(&tag);
         let requeued = self.dispatch.is_requeued(tag);

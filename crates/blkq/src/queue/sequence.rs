@@ -80,7 +80,7 @@ impl Queue {
 
     #[cold]
     fn issue_flush(&mut self, ring: Option<&mut Ring>) {
-        if self.flush.is_delayed(monotonic_ns()) || self.disk.is_frozen() {
+        if self.flush.is_delayed(monotonic_ns()) || self.disk.is_frozen() || self.disk.has_held_writes() {
             return;
         }
         if !(self.disk.is_entered() || self.enter(ring)) {

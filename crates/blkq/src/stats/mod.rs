@@ -111,11 +111,13 @@ pub enum Counter {
     ThrottledRequests,
     /// Nanoseconds in which requests of a queue waited for a limit; of several queues the sum.
     ThrottledNs,
+    /// A request was held after an error: see [`ErrorPolicy`](crate::ErrorPolicy).
+    HeldRequests,
 }
 
 impl Counter {
     /// Number of counters.
-    pub const COUNT: usize = 15;
+    pub const COUNT: usize = 16;
     /// Every counter, in the order of its number.
     pub const ALL: [Counter; Self::COUNT] = [
         Counter::PlugFlushes,
@@ -133,6 +135,7 @@ impl Counter {
         Counter::EarlySubmissions,
         Counter::ThrottledRequests,
         Counter::ThrottledNs,
+        Counter::HeldRequests,
     ];
 
     /// The name used in tables.
@@ -153,6 +156,7 @@ impl Counter {
             Counter::EarlySubmissions => "early-submissions",
             Counter::ThrottledRequests => "throttled-requests",
             Counter::ThrottledNs => "throttled-ns",
+            Counter::HeldRequests => "held-requests",
         }
     }
 }
@@ -200,6 +204,7 @@ pub(crate) struct QueueStats {
     refused: [[AtomicU64; Status::ALL.len()]; StatGroup::COUNT],
     hung: AtomicU64,
     throttled: AtomicU64,
+    held: AtomicU64,
 }
 
 fn zeroes<const N: usize>() -> [AtomicU64; N] {
@@ -226,6 +231,7 @@ impl QueueStats {
             refused: std::array::from_fn(|_| zeroes()),
             hung: AtomicU64::new(0),
             throttled: AtomicU64::new(0),
+            held: AtomicU64::new(0),
         }
     }
 
@@ -242,6 +248,11 @@ impl QueueStats {
         self.snapshot_at(busy, monotonic_ns())
     }
 
+    /// Requests that are held after errors now.
+    pub fn held(&self) -> u64 {
+        self.held.load(Relaxed)
+    }
+
     fn snapshot_at(&self, busy: u64, now_ns: u64) -> StatsSnapshot {
         let load = |counters: &[AtomicU64], values: &mut [u64]| {
             for (counter, value) in counters.iter().zip(values) {
@@ -255,6 +266,7 @@ impl QueueStats {
         snapshot.clock_age_max_ns = self.clock_age_max_ns.load(Relaxed);
         snapshot.hung = self.hung.load(Relaxed);
         snapshot.throttled = self.throttled.load(Relaxed);
+        snapshot.held = self.held();
         snapshot.busy_ns = busy_ns(busy, now_ns);
         for (i, group) in snapshot.groups.iter_mut().enumerate() {
             let counters = &self.groups[i];
@@ -348,6 +360,11 @@ impl StatsWriter {
     /// So many requests wait for a limit.
     pub fn throttled(&mut self, count: u64) {
         self.0.throttled.store(count, Relaxed);
+    }
+
+    /// So many requests are held after errors.
+    pub fn held(&mut self, count: u64) {
+        self.0.held.store(count, Relaxed);
     }
 
     /// `counter` happened `n` times more.
@@ -453,6 +470,8 @@ pub struct StatsSnapshot {
     pub hung: u64,
     /// Requests that wait for a limit now: see [`throttle`](crate::throttle).
     pub throttled: u64,
+    /// Requests that are held after errors now: see [`ErrorPolicy`](crate::ErrorPolicy).
+    pub held: u64,
 }
 
 impl StatsSnapshot {
@@ -542,6 +561,7 @@ impl AddAssign<&StatsSnapshot> for StatsSnapshot {
         self.clock_age_max_ns = self.clock_age_max_ns.max(other.clock_age_max_ns);
         self.hung += other.hung;
         self.throttled += other.throttled;
+        self.held += other.held;
         self.counters.iter_mut().zip(other.counters).for_each(|(m, t)| *m += t);
     }
 }

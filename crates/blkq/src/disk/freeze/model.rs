@@ -62,7 +62,7 @@ impl Disk {
 
     fn freeze(&self, may_give_up: bool) {
         if may_give_up {
-            if !self.control.freeze_timeout(std::time::Duration::ZERO, |q| self.kick(q)) {
+            if !self.control.freeze_timeout(std::time::Duration::ZERO, || false, |q| self.kick(q)) {
                 return;
             }
         } else {

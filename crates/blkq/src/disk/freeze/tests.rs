@@ -26,10 +26,10 @@ fn a_freeze_that_times_out_leaves_the_disk_as_it_was() {
     let control = DiskControl::new(1);
     assert!(control.enter(0));
     let mut kicks = 0;
-    assert!(!control.freeze_timeout(Duration::from_millis(5), |_| kicks += 1));
+    assert!(!control.freeze_timeout(Duration::from_millis(5), || false, |_| kicks += 1));
     assert_eq!((kicks, control.generation(), control.is_frozen()), (2, 0, false));
     control.leave(0);
-    assert!(control.freeze_timeout(Duration::from_millis(5), |_| {}));
+    assert!(control.freeze_timeout(Duration::from_millis(5), || false, |_| {}));
     assert!(control.is_frozen());
     control.unfreeze(|_| {});
 }

@@ -1,0 +1,160 @@
+//! Requests that the driver fails: their errors are reported, or they are held until somebody has made
+//! room, and resumes the disk (QEMU's `werror` and `rerror`).
+//!
+//! Control threads change the words here and wake the queues, which take that over in their next turn
+//! (`queue::resume`).
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, ErrorKind, Status};
+use crate::sync::atomic::{
+    AtomicU8, AtomicU32, AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
+
+/// The policy for requests that the driver fails.
+///
+/// Errors that are the request's own fault are reported whatever the policy is: one that is invalid, that
+/// the device does not support or that writes to a read-only device. So is that of a flush: reissued,
+/// it could succeed without the data that the failed one lost.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(u8)]
+pub enum ErrorPolicy {
+    /// It completes with its error.
+    #[default]
+    Report = 0,
+    /// It is held until [`Disk::resume`](crate::Disk::resume).
+    Hold = 1,
+    /// It is held if its error is [`Status::NoSpace`]; others complete.
+    HoldNoSpace = 2,
+}
+
+impl ErrorPolicy {
+    /// Every policy, in the order of its number.
+    pub const ALL: [ErrorPolicy; 3] = [ErrorPolicy::Report, ErrorPolicy::Hold, ErrorPolicy::HoldNoSpace];
+
+    /// Its name, as it is parsed.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ErrorPolicy::Report => "report",
+            ErrorPolicy::Hold => "hold",
+            ErrorPolicy::HoldNoSpace => "hold-enospc",
+        }
+    }
+
+    /// Whether a request that is no flush is held after this error.
+    pub(crate) fn holds(self, status: Status) -> bool {
+        match self {
+            ErrorPolicy::Report => false,
+            ErrorPolicy::HoldNoSpace => status == Status::NoSpace,
+            ErrorPolicy::Hold => {
+                !matches!(status, Status::NotSupported | Status::Invalid | Status::ReadOnly | Status::Again)
+            }
+        }
+    }
+}
+
+impl fmt::Display for ErrorPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ErrorPolicy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<ErrorPolicy, Error> {
+        let of_name = ErrorPolicy::ALL.into_iter().find(|policy| policy.name() == text);
+        of_name.ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("{text:?} is not one of report, hold, hold-enospc"))
+        })
+    }
+}
+
+/// The way of held requests ([`Disk::resume`](crate::Disk::resume)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Resume {
+    /// The driver gets them again.
+    Reissue,
+    /// They complete with their errors.
+    Fail,
+}
+
+/// The error policy of a disk, for its control threads and its queues.
+pub(crate) struct HoldControl {
+    policy: AtomicU8,
+    /// How many want all errors to be reported.
+    reporting: AtomicU32,
+    /// How often held requests were to be reissued, and to fail.
+    reissues: AtomicU64,
+    failures: AtomicU64,
+    /// Requests other than reads that were held and have not completed, in all queues.
+    writes: AtomicU32,
+}
+
+impl HoldControl {
+    pub fn new() -> HoldControl {
+        HoldControl {
+            policy: AtomicU8::new(ErrorPolicy::Report as u8),
+            reporting: AtomicU32::new(0),
+            reissues: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
+            writes: AtomicU32::new(0),
+        }
+    }
+
+    /// The policy that was set.
+    pub fn policy(&self) -> ErrorPolicy {
+        ErrorPolicy::ALL[usize::from(self.policy.load(SeqCst)) % ErrorPolicy::ALL.len()]
+    }
+
+    /// The queues are to be woken after this.
+    pub fn set_policy(&self, policy: ErrorPolicy) {
+        self.policy.store(policy as u8, SeqCst);
+    }
+
+    /// Begins or stops to report all errors. The queues are to be woken after this.
+    pub fn set_reporting(&self, on: bool) {
+        let _ = self.reporting.fetch_update(SeqCst, SeqCst, |count| match on {
+            true => Some(count + 1),
+            false => count.checked_sub(1),
+        });
+    }
+
+    /// Whether all errors are reported, whatever the policy is.
+    pub fn is_reporting(&self) -> bool {
+        self.reporting.load(SeqCst) > 0
+    }
+
+    /// The queues are to be woken after this.
+    pub fn resume(&self, how: Resume) {
+        let word = match how {
+            Resume::Reissue => &self.reissues,
+            Resume::Fail => &self.failures,
+        };
+        word.fetch_add(1, SeqCst);
+    }
+
+    /// How often held requests were to be reissued, and to fail.
+    pub fn resumed(&self) -> (u64, u64) {
+        (self.reissues.load(SeqCst), self.failures.load(SeqCst))
+    }
+
+    /// Another write is held.
+    pub fn add_write(&self) {
+        self.writes.fetch_add(1, SeqCst);
+    }
+
+    /// One of them has completed. Returns whether it was the last.
+    pub fn remove_write(&self) -> bool {
+        self.writes.fetch_sub(1, SeqCst) == 1
+    }
+
+    /// Whether writes were held and have not completed: flushes wait for them.
+    #[inline]
+    pub fn has_writes(&self) -> bool {
+        // The queue that removes the last one wakes all others.
+        self.writes.load(Relaxed) > 0
+    }
+}

@@ -1,0 +1,299 @@
+//! Requests that the driver fails are held in place of being reported, until the disk is resumed.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blkq::clock::monotonic_ns;
+use blkq::drivers::fault::FaultSpec;
+use blkq::drivers::{DriverOptions, DriverSpec, open};
+use blkq::hang::Place;
+use blkq::{
+    Bio, BioFlags, Counter, Disk, EngineThread, ErrorKind, ErrorPolicy, IoBuffer, LocalQueue, Operation,
+    QueueLimits, Resume, SchedulerKind, Sector, Setting, StatGroup, Status,
+};
+use common::{Behaviour, Device, Finish, drain, filled, plain_limits, within};
+
+/// A device with a write cache that completes requests at once and in random order, and `policy`.
+fn device(policy: ErrorPolicy) -> (Device, Arc<Disk>, LocalQueue) {
+    let limits = QueueLimits { write_cache: true, ..plain_limits() };
+    let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
+    let disk = device.builder().error_policy(policy).build().unwrap();
+    let queue = disk.open_queue(0).unwrap();
+    (device, disk, queue)
+}
+
+fn write(sector: u64, mark: u64) -> Bio {
+    Bio::write(Sector(sector), filled(512, mark as u8), mark)
+}
+
+/// Turns until so many requests are held.
+fn hold(disk: &Disk, queue: &mut LocalQueue, count: u64) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while disk.held() != count {
+        assert!(Instant::now() < until, "{} are held, not {count}", disk.held());
+        queue.poll();
+    }
+}
+
+/// Turns until nothing happens any more, and returns the marks that completed, with their results.
+fn settle(queue: &mut LocalQueue) -> Vec<(u64, Result<(), Status>)> {
+    for _ in 0..50 {
+        queue.poll();
+    }
+    let mut done: Vec<_> = queue.completions().map(|one| (one.user_data, one.result)).collect();
+    done.sort_unstable_by_key(|(mark, _)| *mark);
+    done
+}
+
+// Contract: errors
+#[test]
+fn what_fails_is_held_and_reissued_with_its_data() {
+    for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
+        let (device, disk, mut queue) = device(ErrorPolicy::HoldNoSpace);
+        disk.set(Setting::Scheduler(scheduler)).unwrap();
+        device.state().bad.push((8..16, Status::NoSpace));
+        // Those of 8 to 11 merge, and fail as one; the others go on.
+        for sector in [8, 9, 10, 11, 40, 14] {
+            queue.submit(write(sector, sector)).unwrap();
+        }
+        queue.submit(Bio::read(Sector(40), filled(512, 0), 100)).unwrap();
+        let done = settle(&mut queue);
+        assert_eq!(done, [(40, Ok(())), (100, Ok(()))], "{scheduler}");
+        assert_eq!((disk.held(), disk.stats().in_flight), (2, [0, 2]), "{scheduler}");
+        assert_eq!(disk.stats().counter(Counter::HeldRequests), 2);
+        // There is no more room: they are held again, without an error for anybody.
+        assert_eq!(disk.resume(Resume::Reissue), 2);
+        assert_eq!(settle(&mut queue), [], "{scheduler}");
+        assert_eq!((disk.held(), disk.stats().counter(Counter::HeldRequests)), (2, 4));
+        device.state().bad.clear();
+        disk.resume(Resume::Reissue);
+        disk.resume(Resume::Reissue);
+        let done: Vec<u64> = settle(&mut queue).iter().map(|(mark, _)| *mark).collect();
+        assert_eq!(done, [8, 9, 10, 11, 14], "{scheduler}");
+        assert_eq!((disk.held(), disk.stats().in_flight), (0, [0, 0]), "{scheduler}");
+        assert_eq!(disk.stats()[StatGroup::Write].failed(), 0);
+        for sector in [8, 9, 10, 11, 40, 14] {
+            assert_eq!(device.state().current[sector << 9], sector as u8, "{scheduler}");
+        }
+        device.assert_legal();
+        assert_eq!(disk.resume(Resume::Reissue), 0);
+    }
+}
+
+// Contract: errors
+#[test]
+fn errors_of_the_request_itself_are_reported() {
+    let own = [Status::NotSupported, Status::Invalid, Status::ReadOnly];
+    for (policy, status, is_held) in [
+        (ErrorPolicy::Report, Status::NoSpace, false),
+        (ErrorPolicy::HoldNoSpace, Status::NoSpace, true),
+        (ErrorPolicy::HoldNoSpace, Status::Io, false),
+        (ErrorPolicy::Hold, Status::Io, true),
+        (ErrorPolicy::Hold, Status::Offline, true),
+    ]
+    .into_iter()
+    .chain(own.map(|status| (ErrorPolicy::Hold, status, false)))
+    {
+        let (device, disk, mut queue) = device(policy);
+        device.state().bad.push((0..8, status));
+        queue.submit(write(0, 1)).unwrap();
+        queue.submit(Bio::read(Sector(1), filled(512, 0), 2)).unwrap();
+        let done = settle(&mut queue);
+        match is_held {
+            true => assert_eq!((done.len(), disk.held()), (0, 2), "{policy} {status}"),
+            false => {
+                assert_eq!(done, [(1, Err(status)), (2, Err(status))], "{policy}");
+                assert_eq!(disk.held(), 0);
+            }
+        }
+        assert_eq!(disk.resume(Resume::Fail), if is_held { 2 } else { 0 });
+        let done = settle(&mut queue);
+        assert_eq!(done.len(), if is_held { 2 } else { 0 });
+        assert!(done.iter().all(|(_, result)| *result == Err(status)));
+        assert_eq!((disk.held(), queue.in_flight()), (0, 0));
+        // A request that the queue itself rejects.
+        queue.submit(write(1 << 40, 3)).unwrap();
+        assert_eq!(settle(&mut queue).len(), 1);
+    }
+}
+
+// Contract: durability
+#[test]
+fn a_flush_waits_for_writes_that_are_held() {
+    let limits = QueueLimits { write_cache: true, ..plain_limits() };
+    let device = Device::new(limits, Behaviour { finish: Finish::AtOnce, ..Behaviour::default() });
+    let disk = device.builder().queues(2).error_policy(ErrorPolicy::Hold).build().unwrap();
+    let (mut first, mut second) = (disk.open_queue(0).unwrap(), disk.open_queue(1).unwrap());
+    device.state().bad.push((8..16, Status::Io));
+    first.submit(write(8, 8)).unwrap();
+    hold(&disk, &mut first, 1);
+    first.submit(Bio::flush(1)).unwrap();
+    // Of another queue, too, and those that FUA needs.
+    second.submit(Bio::flush(2)).unwrap();
+    second.submit(write(40, 3).with_flags(BioFlags::FUA)).unwrap();
+    assert_eq!((settle(&mut first).len(), settle(&mut second).len()), (0, 0));
+    assert_eq!(device.count(Operation::Flush), 0);
+    let scan = first.scan_for_hangs(monotonic_ns() + 31_000_000_000, 30_000_000_000);
+    let places: Vec<&Place> = scan.hangs.iter().map(|hang| &hang.place).collect();
+    assert_eq!(places, [&Place::Held(Status::Io), &Place::ForHeldWrites]);
+    // Reads that are held delay no flush.
+    device.state().bad = vec![(60..61, Status::Io)];
+    second.submit(Bio::read(Sector(60), filled(512, 0), 4)).unwrap();
+    assert_eq!(settle(&mut second).len(), 0);
+    disk.resume(Resume::Reissue);
+    assert_eq!(settle(&mut first), [(1, Ok(())), (8, Ok(()))]);
+    assert_eq!(settle(&mut second), [(2, Ok(())), (3, Ok(()))]);
+    let log = device.log();
+    let at = |operation| log.iter().position(|seen| seen.operation == operation);
+    assert!(log.iter().rposition(|seen| seen.sector == 8) < at(Operation::Flush), "{log:?}");
+    disk.resume(Resume::Fail);
+    assert_eq!(settle(&mut second), [(4, Err(Status::Io))]);
+}
+
+// Contract: durability
+#[test]
+fn a_failed_flush_is_reported_and_not_tried_again() {
+    let (device, disk, mut queue) = device(ErrorPolicy::Hold);
+    device.state().flush_result = Err(Status::Io);
+    queue.submit(Bio::flush(1)).unwrap();
+    queue.submit(write(8, 2).with_flags(BioFlags::FUA)).unwrap();
+    assert_eq!(settle(&mut queue), [(1, Err(Status::Io)), (2, Err(Status::Io))]);
+    assert_eq!(disk.held(), 0);
+}
+
+// Contract: live-changes
+#[test]
+fn a_freeze_gives_up_on_held_requests_at_once() {
+    let (device, disk, mut queue) = device(ErrorPolicy::Hold);
+    device.state().bad.push((8..16, Status::Io));
+    queue.submit(write(8, 8)).unwrap();
+    hold(&disk, &mut queue, 1);
+    let begin = Instant::now();
+    for change in [Setting::Merge(false), Setting::Depth(4), Setting::ReadOnly(true)] {
+        let error = disk.set(change).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Held);
+        assert!(error.to_string().contains("1 request is held after I/O errors"), "{error}");
+    }
+    assert_eq!(disk.resize(None).unwrap_err().kind(), ErrorKind::Held);
+    assert!(begin.elapsed() < Duration::from_secs(20), "it does not wait for 30 seconds");
+    // It fails while the freeze waits for it, too.
+    device.state().bad.clear();
+    disk.resume(Resume::Reissue);
+    assert_eq!(settle(&mut queue), [(8, Ok(()))]);
+    device.state().bad.push((8..16, Status::Io));
+    device.state().behaviour.finish = Finish::Held;
+    queue.submit(write(8, 9)).unwrap();
+    queue.poll();
+    let changed = std::thread::scope(|scope| {
+        let change = scope.spawn(|| disk.set(Setting::Merge(false)));
+        device.release_all();
+        hold(&disk, &mut queue, 1);
+        while !change.is_finished() {
+            queue.poll();
+        }
+        change.join().unwrap()
+    });
+    // Unless it came first.
+    assert_eq!(changed.unwrap_err().kind(), ErrorKind::Held);
+    disk.resume(Resume::Fail);
+    assert_eq!(settle(&mut queue), [(9, Err(Status::Io))]);
+    disk.set(Setting::Merge(false)).unwrap();
+}
+
+#[test]
+fn held_requests_fail_when_the_disk_stops() {
+    let (device, disk, mut queue) = device(ErrorPolicy::Hold);
+    device.state().bad.push((8..16, Status::Io));
+    queue.submit(write(8, 8)).unwrap();
+    hold(&disk, &mut queue, 1);
+    let reporting = disk.report_errors();
+    assert_eq!(settle(&mut queue), [(8, Err(Status::Io))]);
+    queue.submit(write(9, 9)).unwrap();
+    assert_eq!(settle(&mut queue), [(9, Err(Status::Io))], "nothing is held meanwhile");
+    drop(reporting);
+    queue.submit(write(10, 10)).unwrap();
+    hold(&disk, &mut queue, 1);
+    // A queue that is dropped takes none along, and no flush waits for them.
+    drop(queue);
+    assert_eq!(disk.held(), 0);
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(Bio::flush(1)).unwrap();
+    assert_eq!(settle(&mut queue), [(1, Ok(()))]);
+}
+
+#[test]
+fn bios_without_a_tag_go_on_when_held_ones_resume() {
+    let (device, disk, mut queue) = device(ErrorPolicy::Hold);
+    disk.set(Setting::Depth(2)).unwrap();
+    device.state().bad.push((0..1 << 10, Status::Io));
+    for sector in 0..8 {
+        queue.submit(write(sector * 8, sector)).unwrap();
+    }
+    hold(&disk, &mut queue, 2);
+    assert_eq!(settle(&mut queue), []);
+    let scan = queue.scan_for_hangs(monotonic_ns() + 31_000_000_000, 30_000_000_000);
+    assert!(scan.hangs.iter().any(|hang| matches!(hang.place, Place::ForTag(_))), "{scan:?}");
+    device.state().bad.clear();
+    disk.resume(Resume::Reissue);
+    assert_eq!(drain(&mut queue).iter().filter(|one| one.result.is_ok()).count(), 8);
+}
+
+/// Over an engine, whose threads wait: the driver's rules have a file that says when there is room.
+#[test]
+fn threads_wait_until_there_is_room() {
+    within(120, || {
+        let fault: FaultSpec = "error=ENOSPC,op=write".parse().unwrap();
+        let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
+        let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
+        let disk = Disk::builder(driver).error_policy(ErrorPolicy::HoldNoSpace).build().unwrap();
+        let engine = EngineThread::spawn("hold", vec![(disk.clone(), 0)]).unwrap();
+        let writers: Vec<_> = (0..4u8)
+            .map(|writer| {
+                let mut submitter = disk.submitter();
+                std::thread::spawn(move || {
+                    (0..16u64).try_for_each(|block| {
+                        submitter.write_at(&[writer; 4096], (u64::from(writer) * 16 + block) * 8192)
+                    })
+                })
+            })
+            .collect();
+        while disk.held() < 4 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        disk.submitter().read_at(&mut [0; 512], 0).unwrap();
+        // At once, from many threads, and with no room yet.
+        std::thread::scope(|scope| {
+            (0..4).for_each(|_| _ = scope.spawn(|| disk.resume(Resume::Reissue)));
+        });
+        disk.set_driver(&FaultSpec::default()).unwrap();
+        while !writers.iter().all(|writer| writer.is_finished()) {
+            disk.resume(Resume::Reissue);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for (number, writer) in writers.into_iter().enumerate() {
+            writer.join().unwrap().unwrap();
+            let mut read = IoBuffer::zeroed(512);
+            disk.submitter().read_at(&mut read, number as u64 * 16 * 8192).unwrap();
+            assert!(read.iter().all(|byte| *byte == number as u8));
+        }
+        drop(engine);
+    });
+}
+
+// Contract: durability
+#[test]
+fn flushes_that_are_ignored_do_not_reach_the_driver() {
+    let limits = QueueLimits { write_cache: true, fua: true, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    let disk = device.builder().ignore_flushes(true).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    queue.submit(write(8, 1).with_flags(BioFlags::FUA | BioFlags::PREFLUSH)).unwrap();
+    queue.submit(Bio::flush(2)).unwrap();
+    assert!(drain(&mut queue).iter().all(|one| one.result.is_ok()));
+    assert_eq!(device.count(Operation::Flush), 0);
+    assert!(device.log().iter().all(|seen| !seen.flags.contains(BioFlags::FUA)));
+    assert!(!disk.limits().write_cache);
+}
