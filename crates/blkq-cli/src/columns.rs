@@ -84,7 +84,7 @@ macro_rules! columns {
 pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
     Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);
-    Left "MODE" "rw, or ro if writes are refused" |info| Cell::Text(if info.read_only { "ro" } else { "rw" }.to_owned());
+    Left "MODE" "rw, or ro if writes are refused; unsafe if flushes are ignored, held if requests wait for resume" |info| Cell::Text(mode(info));
     Left "DIRECT" "whether direct I/O is on or off" |info| Cell::Text(info.direct_io.effective.clone());
     Right "CLIENTS" "clients that are connected" |info| Cell::Number(info.clients.len() as u64);
     Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(shown_path(info));
@@ -163,6 +163,12 @@ pub fn choose(
 /// The columns and what they show, for `--help`.
 pub fn help(columns: &[Column]) -> String {
     columns.iter().map(|column| format!("  {:>12}  {}\n", column.name, column.about)).collect()
+}
+
+fn mode(info: &DeviceInfo) -> String {
+    let mode = if info.read_only { "ro" } else { "rw" };
+    let marks = [(info.unsafe_flush_ignore, ",unsafe"), (info.held > 0, ",held")];
+    std::iter::once(mode).chain(marks.into_iter().filter(|(is, _)| *is).map(|(_, mark)| mark)).collect()
 }
 
 /// How losetup prints the device: its node in /dev, and without one its URI. Not its name, which

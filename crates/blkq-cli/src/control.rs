@@ -62,6 +62,11 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
     },
+    /// Reissue the requests that are held after errors; the reply is how many were.
+    Resume {
+        /// Complete them with their errors in place of that.
+        fail: bool,
+    },
     /// Trace the device until the connection closes. The memory with the events comes with the reply.
     Trace {
         /// Events of each queue that it has room for: a power of two.
@@ -407,6 +412,7 @@ mod tests {
             Request::Set { settings: vec![("depth".into(), "64".into())] },
             Request::Resize { size: None, force: false, user: None },
             Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
+            Request::Resume { fail: true },
             Request::Trace { events: 1 << 18 },
             Request::Snapshot { options },
             Request::Leave {},

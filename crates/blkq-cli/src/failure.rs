@@ -46,6 +46,12 @@ impl Failure {
         }
     }
 
+    /// A device does not stop, or change, while so many requests are held.
+    pub fn held(requests: u64) -> Failure {
+        let are = if requests == 1 { "request is" } else { "requests are" };
+        Failure::new(format!("{requests} {are} held after I/O errors; {HELD_CURE}"))
+    }
+
     /// The same failure, as part of doing `what`.
     pub fn during(self, what: impl fmt::Display) -> Failure {
         Failure::new(format!("{what}: {self}"))
@@ -59,6 +65,9 @@ impl Failure {
         }
     }
 }
+
+/// The cure of [`ErrorKind::Held`].
+const HELD_CURE: &str = "blkq resume reissues them, or fails them with --fail";
 
 /// Does `what` with one after the other, whatever became of those before. Each failure is reported
 /// on the way, and only the exit code remains.
@@ -86,14 +95,16 @@ impl std::error::Error for Failure {}
 
 impl From<blkq::Error> for Failure {
     fn from(error: blkq::Error) -> Failure {
-        let failure = Failure::new(format!("{error}{}", direct_io_cure(error.kind())));
-        Failure { busy: error.kind() == ErrorKind::Busy, ..failure }
+        let failure = Failure::new(format!("{error}{}", cure_of(error.kind())));
+        Failure { busy: matches!(error.kind(), ErrorKind::Busy | ErrorKind::Held), ..failure }
     }
 }
 
-/// The cure where direct I/O was asked for and cannot be: the same for an attach and a live change.
-fn direct_io_cure(kind: ErrorKind) -> String {
+/// The cure of held requests, and where direct I/O was asked for and cannot be: the same for an attach and a
+/// live change.
+fn cure_of(kind: ErrorKind) -> String {
     match kind {
+        ErrorKind::Held => format!("; {HELD_CURE}"),
         ErrorKind::NoDirectIo => "; take direct-io off or auto".to_owned(),
         ErrorKind::DirectIoSector { needed_bytes, .. } => {
             format!("; attach with --sector-size {needed_bytes}, or take direct-io off")

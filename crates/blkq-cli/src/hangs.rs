@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
-use blkq::hang::{Hang, HangCompletion, HangScan};
+use blkq::hang::{Hang, HangCompletion, HangScan, Place};
 use blkq::{Disk, EngineHandle};
 
 use crate::failure::{Failure, Outcome};
@@ -83,7 +83,8 @@ impl HangWatch {
         counters.set_limit(limit);
         let (wake, woken) = channel();
         let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
-        let watcher = Watcher { disk, queues: watched.collect(), counters: counters.clone() };
+        let watcher =
+            Watcher { disk, queues: watched.collect(), counters: counters.clone(), logged_held: false };
         HangWatch { counters, watcher: Some((watcher, woken)), wake: Some(wake), thread: None }
     }
 
@@ -137,6 +138,8 @@ struct Watcher {
     disk: Arc<Disk>,
     queues: Vec<Watched>,
     counters: HangCounters,
+    /// It was logged that requests are held.
+    logged_held: bool,
 }
 
 /// One queue, and the engine that owns it.
@@ -173,7 +176,13 @@ impl Watcher {
     }
 
     fn scan(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
-        let Watcher { disk, queues, counters } = self;
+        let Watcher { disk, queues, counters, logged_held } = self;
+        let held = disk.held();
+        if held > 0 && !*logged_held {
+            let requests = if held == 1 { "request is" } else { "requests are" };
+            log(&format!("held: {held} {requests} held after I/O errors, and clients wait; {}", cure(disk)));
+        }
+        *logged_held = held > 0;
         for watched in queues.iter_mut() {
             if watched.asked.is_none() {
                 if watched.hung == 0 && disk.has_nothing_to_scan(watched.queue) {
@@ -182,7 +191,7 @@ impl Watcher {
                 let now_ns = monotonic_ns();
                 watched.asked = Some((watched.engine.scan_for_hangs(now_ns, limit_ns), now_ns));
             }
-            watched.take_reply(limit_ns, &counters.stalls, log);
+            watched.take_reply(disk, limit_ns, &counters.stalls, log);
         }
     }
 }
@@ -194,7 +203,7 @@ impl Watched {
     }
 
     /// Takes the answer of the engine, if there is one by now.
-    fn take_reply(&mut self, limit_ns: u64, stalls: &AtomicU64, log: &dyn Fn(&str)) {
+    fn take_reply(&mut self, disk: &Disk, limit_ns: u64, stalls: &AtomicU64, log: &dyn Fn(&str)) {
         let Some((reply, asked_ns)) = &self.asked else { return };
         let answer = match self.stalled {
             // It has been waited for.
@@ -213,7 +222,7 @@ impl Watched {
                 }
                 self.hung = scan.hung;
                 self.asked = None;
-                log_scan(queue, &scan, limit_ns, log);
+                log_scan(disk, queue, &scan, limit_ns, log);
             }
             Err(TryRecvError::Empty) if age_ns > limit_ns && !self.stalled => {
                 self.stalled = true;
@@ -229,10 +238,10 @@ impl Watched {
 }
 
 /// Logs what an engine found in `queue`.
-fn log_scan(queue: usize, scan: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
+fn log_scan(disk: &Disk, queue: usize, scan: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
     // First the hangs that are over: they were logged before.
     scan.completed.iter().for_each(|completion| log(&completion_line(completion)));
-    scan.hangs.iter().for_each(|hang| log(&hang_line(hang)));
+    scan.hangs.iter().for_each(|hang| log(&format!("{}{}", hang_line(hang), cure_of(hang, disk))));
     if scan.more > 0 {
         let HangScan { more, hung, .. } = scan;
         log(&format!(
@@ -252,6 +261,21 @@ fn hang_line(hang: &Hang) -> String {
         let _ = write!(line, ", asked for by {client}");
     }
     line
+}
+
+/// The command that ends a hang because of held requests.
+fn cure_of(hang: &Hang, disk: &Disk) -> String {
+    match (&hang.place, disk.held()) {
+        (Place::Held(_) | Place::ForHeldWrites, _) => format!("; {}", cure(disk)),
+        (Place::ForTag(_), held @ 1..) => {
+            format!("; nothing else can begin while {held} held requests have tags; {}", cure(disk))
+        }
+        _ => String::new(),
+    }
+}
+
+fn cure(disk: &Disk) -> String {
+    format!("blkq resume {} reissues them", disk.name())
 }
 
 fn completion_line(completion: &HangCompletion) -> String {
@@ -292,7 +316,7 @@ mod tests {
 
     use blkq::drivers::fault::FaultSpec;
     use blkq::drivers::{DriverOptions, DriverSpec, open};
-    use blkq::{Bio, Completion, Cqe, EngineThread, Error, Source, SourceContext};
+    use blkq::{Bio, Completion, Cqe, EngineThread, Error, ErrorPolicy, Resume, Source, SourceContext};
 
     use super::*;
 
@@ -354,6 +378,27 @@ mod tests {
         let over = &lines.wait("hang over: #", 1)[0];
         assert!(over.contains("write sector 16 + 8") && over.contains("completed after "), "{over}");
         assert_eq!(disk.stats().hung, 0);
+        drop((watch, engine));
+    }
+
+    #[test]
+    fn held_requests_are_logged_at_once_and_with_their_cure() {
+        let (disk, engine, watch, lines) = device("error=ENOSPC,op=write", Duration::from_millis(400));
+        disk.set_error_policy(ErrorPolicy::HoldNoSpace);
+        let name = disk.name().to_owned();
+        let writer = std::thread::spawn({
+            let mut submitter = disk.submitter();
+            move || submitter.write_at(&[1; 4096], 8192)
+        });
+        let cure = format!("; blkq resume {name} reissues them");
+        let held = &lines.wait("held: 1 request is held after I/O errors", 1)[0];
+        assert!(held.ends_with(&cure), "{held}");
+        let hang = &lines.wait("hang: #", 1)[0];
+        assert!(hang.contains("held: no space left") && hang.ends_with(&cure), "{hang}");
+        disk.set_driver(&FaultSpec::default()).unwrap();
+        assert_eq!(disk.resume(Resume::Reissue), 1);
+        assert!(writer.join().unwrap().is_ok());
+        lines.wait("hang over: #", 1);
         drop((watch, engine));
     }
 

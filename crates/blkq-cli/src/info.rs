@@ -43,6 +43,12 @@ pub struct DeviceInfo {
     /// Whether it detaches with its last client.
     #[serde(default)]
     pub autoclear: bool,
+    /// Requests that are held after errors, until `blkq resume`.
+    #[serde(default)]
+    pub held: u64,
+    /// Whether flushes are answered without making anything durable.
+    #[serde(default)]
+    pub unsafe_flush_ignore: bool,
     /// Whether the kernel was asked to scan for partitions.
     #[serde(default)]
     pub partscan: bool,
@@ -59,6 +65,9 @@ pub struct DeviceInfo {
     /// How it is set, in order.
     #[serde(with = "typed::settings")]
     pub settings: Vec<(String, String)>,
+    /// Those of them that were changed since it was attached, as `blkq set` takes them, in order.
+    #[serde(default, with = "ordered", skip_serializing_if = "Vec::is_empty")]
+    pub changed_settings: Vec<(String, String)>,
     /// Facts of the driver, in order.
     #[serde(with = "typed::facts")]
     pub driver_facts: Vec<(String, String)>,

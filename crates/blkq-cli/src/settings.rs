@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use blkq::ClockMode;
+use blkq::ErrorPolicy;
 use blkq::SchedulerKind;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
@@ -43,6 +44,8 @@ pub enum Setting {
     Limit(RateLimits),
     /// Whether neighbours merge.
     Merge(bool),
+    /// The policy for requests that fail.
+    OnError(ErrorPolicy),
     /// Whether a device that completes in bursts is given half of the requests.
     Pacing(bool),
     /// Whether writes are refused.
@@ -81,7 +84,7 @@ pub struct Key {
 }
 
 /// The keys, in the order of their names.
-pub static KEYS: [Key; 18] = [
+pub static KEYS: [Key; 19] = [
     Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
     Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
     Key::all("clock", |_, text| Ok(Setting::Clock(text.parse()?))),
@@ -94,6 +97,7 @@ pub static KEYS: [Key; 18] = [
     Key::all("iostats", |key, text| switch(key, text).map(Setting::Iostats)),
     Key::all("limit", |_, text| Ok(Setting::Limit(text.parse()?))),
     Key::all("merge", |key, text| switch(key, text).map(Setting::Merge)),
+    Key::all("on-error", |_, text| Ok(Setting::OnError(text.parse()?))),
     Key::all("pacing", |key, text| switch(key, text).map(Setting::Pacing)),
     Key::all("read-only", |key, text| switch(key, text).map(Setting::ReadOnly)),
     Key::all("receive-backoff", |key, text| switch(key, text).map(Setting::ReceiveBackoff)),
@@ -141,6 +145,7 @@ impl Setting {
             Setting::Iostats(_) => "iostats",
             Setting::Limit(_) => "limit",
             Setting::Merge(_) => "merge",
+            Setting::OnError(_) => "on-error",
             Setting::Pacing(_) => "pacing",
             Setting::ReadOnly(_) => "read-only",
             Setting::ReceiveBackoff(_) => "receive-backoff",
@@ -169,6 +174,7 @@ impl Setting {
             Setting::Fault(spec) => spec.to_string(),
             Setting::HangWarning(limit) => limit.as_secs_f64().to_string(),
             Setting::Limit(limits) => limits.to_string(),
+            Setting::OnError(policy) => policy.to_string(),
             Setting::Scheduler(kind) => kind.to_string(),
             Setting::Weight(weight) => weight.to_string(),
         }
@@ -181,7 +187,7 @@ impl Setting {
 }
 
 /// Options of `attach` with a value that stays as it is.
-const FIXED: [&str; 31] = [
+const FIXED: [&str; 32] = [
     "backing-chain",
     "ceph-conf",
     "ceph-keyring",
@@ -211,6 +217,7 @@ const FIXED: [&str; 31] = [
     "threads-per-queue",
     "tls",
     "tls-certificates",
+    "unsafe-flush-ignore",
     "vhost-socket",
     "whole-sectors",
 ];
@@ -314,6 +321,7 @@ mod tests {
             "fault" => &["none", "seed=7; error=ENOSPC,op=write,rate=1%"],
             "limit" => &["none", "read-iops=500,burst=2000x10s,bps=1M,iops-size=16K"],
             "weight" => &["1", "10000"],
+            "on-error" => &["report", "hold", "hold-enospc"],
             "hang-warning" => &["0", "0.1", "0.3", "5", "86400"],
             "scheduler" => &["none", "mq-deadline", "kyber"],
             _ => &["on", "off"],

@@ -29,6 +29,8 @@ pub struct Statistics {
     hung: u64,
     #[serde(default)]
     throttled: u64,
+    #[serde(default)]
+    held: u64,
     /// The limits that are in force.
     #[serde(default)]
     pub throttle: Throttle,
@@ -218,6 +220,7 @@ impl Statistics {
             clock_age_max_ns: snapshot.clock_age_max_ns,
             hung: snapshot.hung,
             throttled: snapshot.throttled,
+            held: snapshot.held,
             ..Statistics::default()
         }
     }
@@ -231,6 +234,7 @@ impl Statistics {
             clock_age_max_ns: self.clock_age_max_ns,
             hung: self.hung,
             throttled: self.throttled,
+            held: self.held,
             ..StatsSnapshot::default()
         };
         for (into, group) in snapshot.groups.iter_mut().zip(&self.groups) {
@@ -270,7 +274,7 @@ mod tests {
             (0..10).for_each(|n| group.latency.record(1000 * n + i));
         }
         snapshot.counters[Counter::Splits as usize] = 7;
-        (snapshot.clock_age_max_ns, snapshot.hung, snapshot.throttled) = (8, 9, 10);
+        (snapshot.clock_age_max_ns, snapshot.hung, snapshot.throttled, snapshot.held) = (8, 9, 10, 11);
         let sent = serde_json::to_string(&Statistics::new(&snapshot, 1, 2)).unwrap();
         let received: Statistics = serde_json::from_str(&sent).unwrap();
         assert_eq!(received.snapshot(), snapshot);

@@ -19,6 +19,7 @@ pub mod list;
 pub mod losetup;
 pub mod recover;
 pub mod resize;
+pub mod resume;
 pub mod service;
 pub mod set;
 pub mod show;
@@ -93,6 +94,8 @@ pub enum Command {
     Resize(resize::Args),
     /// Keep a device as it is now, and go on in a new image
     Snapshot(snapshot::Args),
+    /// Reissue the requests that a device holds after errors, or fail them
+    Resume(resume::Args),
     /// Flush a device and detach it
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
@@ -142,6 +145,7 @@ impl Command {
             Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Snapshot(args) => args.run().map(done),
+            Command::Resume(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),
             Command::Recover(args) => args.run(),

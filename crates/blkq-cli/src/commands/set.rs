@@ -16,6 +16,7 @@ Examples:
   blkq set disk.img direct-io=on
   blkq set disk.img scheduler=mq-deadline depth=64
   blkq set disk.img read-only=on
+  blkq set disk.img on-error=hold-enospc
   blkq set disk.img hang-warning=5      seconds; 0 for none
   blkq set disk.img pacing=off receive-backoff=off
   blkq set disk.img fault=none          on a device attached with --fault")]

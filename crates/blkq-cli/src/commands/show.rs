@@ -95,6 +95,13 @@ fn page(info: &DeviceInfo) -> String {
     row("sector-size", format!("{} (physical {})", info.sector_size, info.physical_sector_size));
     row("read-only", switch(info.read_only));
     row("autoclear", switch(info.autoclear));
+    if info.unsafe_flush_ignore {
+        row("unsafe-flush-ignore", switch(true));
+    }
+    if info.held > 0 {
+        let requests = if info.held == 1 { "request" } else { "requests" };
+        row("held", format!("{} {requests} after errors; blkq resume {}", info.held, info.name));
+    }
     row("partscan", switch(info.partscan));
     let direct = &info.direct_io;
     let reason = if direct.reason.is_empty() { String::new() } else { format!(": {}", direct.reason) };

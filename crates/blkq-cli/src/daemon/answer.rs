@@ -52,6 +52,10 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let resize = || shared.device().resize(size, force, user);
             reply_line(open.and_then(|()| resize()).inspect_err(refused))
         }
+        Request::Resume { fail } => {
+            log::line(if fail { "resume: held requests fail" } else { "resume: held requests are reissued" });
+            reply_line(shared.device().resume(fail))
+        }
         Request::Trace { events } => match serve_trace(shared, &stream, events) {
             Ok(()) => return,
             Err(failure) => reply_line::<()>(Err(failure)),

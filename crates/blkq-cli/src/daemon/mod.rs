@@ -29,7 +29,7 @@ use crate::failure::{EXIT_FAILED, EXIT_UNFLUSHED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::AttachOptions;
 use crate::pid_file::PidFile;
-use crate::serve::Device;
+use crate::serve::{Device, FLUSHES_IGNORED};
 use crate::signals::{self, Signal, Signals};
 use crate::state::{Claim, Orphan, StateDir};
 use crate::{log, systemd};
@@ -154,6 +154,9 @@ impl Daemon {
             let status = format!("Serving {} as {}", info.image, info.exports.join(" ")).replace('\n', " ");
             if log::path().is_some() {
                 log::line(&format!("{status} (process {}, blkq {})", info.pid, env!("CARGO_PKG_VERSION")));
+            }
+            if info.unsafe_flush_ignore {
+                log::line(&format!("warning: {FLUSHES_IGNORED}"));
             }
             parent.notify(&line_of(&Reply::Ok(&info))?)?;
             systemd::notify(&format!("READY=1\nSTATUS={status}"));

@@ -141,6 +141,8 @@ impl Shared {
     /// # Errors
     /// As [`Shared::close`], and that.
     pub(super) fn leave(&self) -> Outcome {
+        // The flush would wait for them.
+        self.device.check_not_held()?;
         // Not under the lock: a flush may take long, or hang, and a forced stop does not wait for it.
         self.device.flush()?;
         self.close(Stage::Leaving, Device::leave)
@@ -289,6 +291,7 @@ impl Shared {
 
     fn write_settings(&self) -> Outcome {
         let state = self.device.state_file()?;
+        // Of others `upgrade` asks for them, and the sandbox lets nothing be written.
         if state.ublk.is_none() {
             return Ok(());
         }

@@ -180,6 +180,12 @@ impl Page {
             "Time in which requests waited for a limit, of all queues together.",
             seconds(snapshot.counter(Counter::ThrottledNs)),
         );
+        self.gauge("held", "Requests that are held after errors now.", snapshot.held);
+        self.counter(
+            "held_requests",
+            "Requests that were held after errors, as often as they were.",
+            snapshot.counter(Counter::HeldRequests),
+        );
         self.gauge("throttled", "Requests that wait for a limit now.", snapshot.throttled);
         self.counter(
             "stalls",

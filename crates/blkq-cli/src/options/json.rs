@@ -5,11 +5,11 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use blkq::ClockMode;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::throttle::RateLimits;
+use blkq::{ClockMode, ErrorPolicy};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -135,6 +135,7 @@ by_name! {
     ClockMode: |mode| mode.to_string();
     FaultSpec: |spec| spec.to_string();
     RateLimits: |limits| limits.to_string();
+    ErrorPolicy: |policy| policy.to_string();
 }
 
 /// Modes of files, in octal digits as chmod(1) has them.

@@ -11,12 +11,12 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use blkq::ClockMode;
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::throttle::{RateLimits, WEIGHT_MAX};
+use blkq::{ClockMode, ErrorPolicy};
 use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
 use serde::{Deserialize, Serialize};
@@ -195,6 +195,16 @@ pub struct AttachOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<u32>,
+    /// Report the error of a request that fails, or hold it until `blkq resume`; hold-enospc
+    /// holds those for which the image's file system has no room (docs/durability.md)
+    #[arg(long, value_name = "POLICY", default_value = "report", value_parser = one_of::<ErrorPolicy>(&["report", "hold", "hold-enospc"]))]
+    #[serde(default, with = "json", skip_serializing_if = "is_report")]
+    pub on_error: ErrorPolicy,
+    /// Answer flushes, and writes with FUA, before the data is safe: a crash of this machine destroys
+    /// the image. For disks that are thrown away, such as those of a test machine
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsafe_flush_ignore: bool,
     /// Report requests in flight for longer than so many seconds in the daemon's log, once each;
     /// 0 for never (docs/watching.md)
     #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse)]
@@ -332,6 +342,10 @@ pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> O
 /// The default of a switch.
 fn on() -> bool {
     true
+}
+
+fn is_report(policy: &ErrorPolicy) -> bool {
+    *policy == ErrorPolicy::Report
 }
 
 fn is_on(switch: &bool) -> bool {

@@ -63,6 +63,7 @@ impl Device {
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),
             Setting::Limit(disk.rate_limits()),
+            Setting::OnError(disk.error_policy()),
         ];
         let member = disk.group_member();
         let group = self.group.as_ref().map(|group| ("group", group.name().to_owned()));
@@ -96,6 +97,8 @@ impl Device {
             physical_sector_size: limits.physical_block_bytes,
             read_only: limits.read_only,
             autoclear: self.autoclear.is_on(),
+            held: disk.held(),
+            unsafe_flush_ignore: self.flushes_ignored,
             partscan: self.partscan,
             sandbox: self.sandbox.clone(),
             direct_io,
@@ -116,6 +119,7 @@ impl Device {
                 .chain(watching)
                 .map(owned)
                 .collect(),
+            changed_settings: self.settings().clone(),
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: disk
                 .driver()

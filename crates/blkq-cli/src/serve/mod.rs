@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use blkq::ErrorKind;
+use blkq::{ErrorKind, Resume};
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::VhostUserDevice;
@@ -45,6 +45,7 @@ use meter::Meter;
 use running::{Running, busy};
 
 pub use image::find_format;
+pub use open::FLUSHES_IGNORED;
 pub use rehearsal::{check_successor, check_take_over};
 
 /// How long a device that stops waits for commands that use it.
@@ -67,6 +68,7 @@ pub struct Device {
     /// The parts of the system that the control plane needs, until it is confined to them.
     needs: Option<Needs>,
     sandbox: Confinement,
+    flushes_ignored: bool,
     /// The kernel's block device, which the next daemon takes over.
     block_device: Option<BlockDevice>,
     /// It was removed.
@@ -295,7 +297,10 @@ impl Device {
     /// The clients or processes that use it; the device keeps running.
     pub fn close(&self, force: bool) -> Outcome {
         let running = self.running()?;
+        // Held requests fail before clients that are dropped wait for them.
+        let _reporting = force.then(|| running.disk.report_errors());
         if !force {
+            self.check_not_held()?;
             running.check_no_clients()?;
         }
         // Clients that are dropped wait for their I/O in flight; if the device stays, the limits count again.
@@ -365,6 +370,26 @@ impl Device {
         release(running)
     }
 
+    /// Reissues the requests that are held after errors, or has them fail. Returns how many were held.
+    ///
+    /// # Errors
+    /// If the device has stopped.
+    pub fn resume(&self, fail: bool) -> Outcome<u64> {
+        let how = if fail { Resume::Fail } else { Resume::Reissue };
+        Ok(self.running()?.disk.resume(how))
+    }
+
+    /// Refuses while requests are held after errors.
+    ///
+    /// # Errors
+    /// How many, and the cure.
+    pub fn check_not_held(&self) -> Outcome {
+        match self.running()?.disk.held() {
+            0 => Ok(()),
+            held => Err(Failure::held(held)),
+        }
+    }
+
     /// Makes what was written durable.
     ///
     /// # Errors
@@ -383,6 +408,7 @@ impl Device {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(running) = running else { return Ok(()) };
         let _unlimited = running.disk.bypass_limits();
+        let _reporting = running.disk.report_errors();
         let flushed = running.flush();
         // The last one that uses the image closes it, and this process is about to exit.
         let until = Instant::now() + USERS_WAIT;

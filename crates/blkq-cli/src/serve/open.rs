@@ -51,6 +51,10 @@ const HANDSHAKE_TIMEOUT_S: u16 = 10;
 const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export has no node in /dev; \
      the kernel of its client scans them (nbd-client), or use --offset and --size-limit for one";
 
+/// The warning of `--unsafe-flush-ignore`.
+pub const FLUSHES_IGNORED: &str =
+    "flushes are ignored: a crash of this machine, or a power loss, destroys what is on the device";
+
 impl Device {
     /// Opens the image and serves it under the name of `claim`: over ublk, or NBD on the addresses of
     /// `options`, if there are none on the sockets `inherited`, and if there are none on a unix socket in
@@ -239,6 +243,8 @@ impl Device {
             .clock(options.clock)
             .read_only(options.read_only)
             .rate_limits(options.limit)
+            .error_policy(options.on_error)
+            .ignore_flushes(options.unsafe_flush_ignore)
             .build()?;
         let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
         // No child has its open file, which a member that died must not leave locked.
@@ -344,6 +350,9 @@ impl Device {
         needs.block_device =
             running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
         warnings.extend(kept.warnings);
+        if options.unsafe_flush_ignore {
+            warnings.push(FLUSHES_IGNORED.to_owned());
+        }
         if connections_max < connections_wanted && !running.servers.is_empty() {
             warnings.push(format!(
                 "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
@@ -385,6 +394,7 @@ impl Device {
             background: Mutex::new(Some(background)),
             needs: (options.sandbox).then_some(needs),
             sandbox: Confinement::default(),
+            flushes_ignored: options.unsafe_flush_ignore,
             block_device,
             block_device_stopped: AtomicBool::new(false),
             failure_event,

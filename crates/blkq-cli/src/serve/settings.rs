@@ -97,6 +97,10 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
             disk.set_rate_limits(limits);
             Ok(())
         }
+        Setting::OnError(policy) => {
+            disk.set_error_policy(*policy);
+            Ok(())
+        }
         Setting::Weight(weight) => disk.group_member().map_or(Ok(()), |member| member.set_weight(*weight)),
         Setting::DirectIo(mode) => disk.set_driver(&LoopSetting::DirectIo(*mode)),
         Setting::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),

@@ -43,6 +43,8 @@ impl Device {
             attach_options: Some(Record::new(options)?),
         };
         let state = self.state_file()?;
+        // A flush would wait for them.
+        self.check_not_held()?;
         // Most of it, while I/O goes on.
         running.flush()?;
         // One change at a time; the state file has the settings of now.

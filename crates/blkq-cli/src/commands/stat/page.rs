@@ -79,7 +79,15 @@ impl Figures {
 
     fn lines(&self, verbose: bool) -> String {
         let Figures {
-            in_flight_max: [reads, others], flushes, batches, gate, clock, hangs, throttle, ..
+            in_flight_max: [reads, others],
+            flushes,
+            batches,
+            gate,
+            clock,
+            hangs,
+            throttle,
+            held,
+            ..
         } = self;
         let mut rows = Vec::new();
         let mut row = |name: &str, text: String| rows.push([name.to_owned(), text]);
@@ -141,6 +149,9 @@ impl Figures {
                 "hangs",
                 format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls),
             );
+        }
+        if verbose || held.now + held.requests > 0 {
+            row("held", format!("{} now, {} after errors", held.now, held.requests));
         }
         if verbose || *throttle != Throttled::default() {
             row("throttle", throttle.describe(self.seconds));
@@ -253,6 +264,7 @@ mod tests {
             "gate       0",
             "clock      25 reads",
             "hangs      0 now, 0 found, 0 stalls (the warning is off)",
+            "held       0 now, 0 after errors",
             "throttle   0 now, 0 requests, 0.000 s of 2.0 s; limits: none",
             "nbd        0",
         ];

@@ -48,6 +48,7 @@ pub struct Figures {
     pub clock: Clock,
     pub hangs: Hangs,
     pub throttle: Throttled,
+    pub held: Held,
     /// Null without an NBD server.
     pub nbd: Option<Nbd>,
     /// Null without vhost-user-blk.
@@ -138,6 +139,14 @@ pub struct Clock {
     pub reads_per_io: f64,
     /// The longest that a cached reading was used since the device was attached.
     pub age_max_us: f64,
+}
+
+/// Requests that are held after errors.
+#[derive(Serialize)]
+pub struct Held {
+    pub now: u64,
+    /// How often one was.
+    pub requests: u64,
 }
 
 #[derive(Serialize)]
@@ -241,6 +250,7 @@ impl Report {
                 time_ns: count(Counter::ThrottledNs),
                 limits: now.throttle.clone(),
             },
+            held: Held { now: totals.held, requests: count(Counter::HeldRequests) },
             nbd: now.nbd.as_ref().map(|nbd| nbd.since(&before.nbd.clone().unwrap_or_default())),
             vhost_user: now
                 .vhost_user

@@ -125,7 +125,7 @@ fn title(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect, rows: &[Row
     if !view.filter.is_empty() {
         x = put(buffer, area, (x, 0), &format!(", names with \"{}\"", view.filter), theme.faint());
     }
-    let troubled = rows.iter().filter(|row| row.error.is_some() || row.hung.unwrap_or(0) > 0).count();
+    let troubled = rows.iter().filter(|row| is_stuck(row)).count();
     if troubled > 0 {
         put(buffer, area, (x, 0), &format!("  ! {troubled} in trouble"), theme.alarm());
     }
@@ -159,8 +159,13 @@ impl Layout {
     }
 }
 
+/// Whether something of the device does not go on.
+fn is_stuck(row: &Row) -> bool {
+    row.error.is_some() || row.hung.unwrap_or(0) + row.held.unwrap_or(0) > 0
+}
+
 fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rect, y: u16) {
-    let is_bad = row.error.is_some() || row.hung.unwrap_or(0) > 0 || row.errors.unwrap_or(0) > 0;
+    let is_bad = is_stuck(row) || row.errors.unwrap_or(0) > 0;
     let style = if is_bad { theme.alarm() } else { Style::new() };
     let names = Rect { width: layout.name.min(area.width), ..area };
     put(buffer, names, (0, y), &row.name, style);

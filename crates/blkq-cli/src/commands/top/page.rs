@@ -53,12 +53,14 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
 /// Draws the figures above and below the map; returns how many rows those below take.
 fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
     let plain = Style::new();
-    let Figures { in_flight, queue, busy_percent, hangs, nbd, vhost_user, flushes, batches, .. } = figures;
+    let Figures { in_flight, queue, busy_percent, hangs, held, nbd, vhost_user, flushes, batches, .. } =
+        figures;
     let (hung, throttled) = (&hangs.now, percent(figures.throttled_percent()));
     let text = format!(
         "{in_flight} in flight, queue {queue:.2}, busy {busy_percent:.1} %, throttled {throttled}, {hung} hung"
     );
-    let style = if *hung > 0 { theme.alarm() } else { plain };
+    let text = if held.now > 0 { format!("{text}, {} held", held.now) } else { text };
+    let style = if *hung + held.now > 0 { theme.alarm() } else { plain };
     let mut x = put(buffer, area, (0, 1), &text, style);
     if let Some(nbd) = nbd {
         x = put(buffer, area, (x, 1), &format!(", NBD clients: {}", nbd.connected), plain);

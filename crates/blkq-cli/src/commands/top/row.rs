@@ -29,6 +29,8 @@ pub struct Row {
     pub errors: Option<u64>,
     /// Requests that hung in the last scan.
     pub hung: Option<u64>,
+    /// Requests that are held after errors.
+    pub held: Option<u64>,
     /// NBD clients and virtual machines connected now; `None` where the kernel is the client.
     pub clients: Option<u64>,
 }
@@ -38,7 +40,7 @@ impl Row {
     pub fn new(name: &str, report: Option<&Report>, error: Option<String>) -> Row {
         let empty = Row { name: name.to_owned(), error, ..Row::default() };
         let Some(report) = report else { return empty };
-        let Figures { seconds, read, write, discard, flush, in_flight, hangs, nbd, vhost_user, .. } =
+        let Figures { seconds, read, write, discard, flush, in_flight, hangs, held, nbd, vhost_user, .. } =
             &report.figures;
         let data = [read, write, discard];
         let latencies = report.latencies();
@@ -60,6 +62,7 @@ impl Row {
             throttled_percent: Some(report.figures.throttled_percent()),
             errors: Some([read, write, discard, flush].iter().map(|group| group.error_count()).sum()),
             hung: Some(hangs.now),
+            held: Some(held.now),
             clients: connected.into_iter().flatten().reduce(|all, more| all + more),
             ..empty
         }

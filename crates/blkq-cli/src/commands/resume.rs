@@ -1,0 +1,44 @@
+//! `blkq resume`: reissues the requests that a device holds after errors.
+
+use crate::completion;
+use crate::control::{Request, ask};
+use crate::devices::named;
+use crate::failure::Outcome;
+use crate::print;
+use crate::state::StateDir;
+
+/// Options of `resume`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+A device that was attached with --on-error hold or hold-enospc, or set so, keeps requests that
+fail, and its clients wait. Make room, or repair the image's disk, and resume. Prints how
+many requests were held; those that fail again are held again, as `blkq show` reports.
+
+Examples:
+  blkq resume disk.img
+      3 held requests reissued
+  blkq resume disk.img --fail           their clients get the errors")]
+pub struct Args {
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    name: String,
+    /// Complete them with their errors in place of that
+    #[arg(long)]
+    fail: bool,
+}
+
+impl Args {
+    /// Resumes the device, and prints how many requests were held.
+    ///
+    /// # Errors
+    /// If there is no such device.
+    pub fn run(self) -> Outcome {
+        let dir = StateDir::locate()?;
+        let name = named(&dir, &self.name)?;
+        let held: u64 = ask(&dir, &name, &Request::Resume { fail: self.fail })
+            .map_err(|e| e.during(format_args!("resume {}", self.name)))?;
+        let what = if self.fail { "failed" } else { "reissued" };
+        let requests = if held == 1 { "request" } else { "requests" };
+        print(&format!("{held} held {requests} {what}\n"))
+    }
+}
