@@ -351,7 +351,7 @@ fn an_upgrade_hands_a_guest_over() {
     let place = Place::new("vhost-upgrade");
     let image = place.image("image", 8 << 20);
     place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
-    place.done(&["set", "d", "depth=32"]);
+    place.done(&["set", "d", "depth=32", "limit=iops=100000", "on-error=hold", "hang-warning=7"]);
     let path = place.state().join("d.vhost");
     let mut front = FrontEnd::started(&path, FEATURES, 1);
     assert!(place.refused(&["upgrade", "d"]).contains("keeps no record of requests in flight"));
@@ -369,7 +369,9 @@ fn an_upgrade_hands_a_guest_over() {
     let printed = place.done(&["upgrade", "d"]);
     assert_eq!(printed, format!("vhost-user:{}\n", path.display()));
     assert_ne!(place.pid("d"), old);
-    assert_eq!(place.json(&["show", "d", "--json"])["settings"]["depth"], 32);
+    let settings = &place.json(&["show", "d", "--json"])["settings"];
+    assert_eq!((&settings["depth"], &settings["hang-warning"]), (&32.into(), &7.into()));
+    assert_eq!((&settings["limit"], &settings["on-error"]), (&"iops=100000".into(), &"hold".into()));
     front.reconnect(&path, FEATURES, &inflight);
     assert!(front.wait(0, 8).iter().all(|it| it.1 == 0));
     assert_eq!(front.run(0, 0, 0, DATA, 4096), 0);

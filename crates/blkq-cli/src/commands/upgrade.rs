@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use super::recover::{attach_options, recover};
+use crate::complain;
 use crate::completion;
 use crate::control::{Called, Request, ask, call};
 use crate::devices::named;
@@ -53,9 +54,11 @@ impl Args {
         let name = named(&dir, &self.name)?;
         if let Some(options) = of_guest(&dir, &name).map_err(during)? {
             if self.service {
-                let size = ask::<DeviceInfo>(&dir, &name, &Request::Show {}).map_err(during)?.size;
-                check_successor(&dir, &options, size).map_err(during)?;
-                return self.restarted(&dir, &name).map_err(during);
+                let before: DeviceInfo = ask(&dir, &name, &Request::Show {}).map_err(during)?;
+                check_successor(&dir, &options, before.size).map_err(during)?;
+                let code = self.restarted(&dir, &name).map_err(during)?;
+                restore_settings(&dir, before);
+                return Ok(code);
             }
             return hand_over(&dir, &name, options).map_err(during);
         }
@@ -108,31 +111,21 @@ fn hand_over(dir: &StateDir, name: &str, mut options: AttachOptions) -> Outcome<
     let attached = launch_attach(&options, false);
     let Launched { info, .. } =
         attached.map_err(|e| e.during("it is detached now, as it cannot be attached"))?;
-    let settings: Vec<(String, String)> = current_settings(&before)
-        .filter(|setting| !current_settings(&info).any(|other| other == *setting))
-        .map(|(key, value)| (key.to_owned(), value))
-        .collect();
-    if !settings.is_empty() {
-        ask::<()>(dir, name, &Request::Set { settings })?;
-    }
+    restore_settings(dir, before);
     report(&info)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The settings of a device that can be changed.
-fn current_settings(info: &DeviceInfo) -> impl Iterator<Item = (&'static str, String)> {
-    const OF_LAYER: [&str; 8] =
-        ["scheduler", "depth", "merge", "early-submission", "batching", "iostats", "clock", "hang-warning"];
-    const OF_OTHERS: [&str; 4] = ["pacing", "receive-backoff", "split-reads", "dispatch"];
-    let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
-    let set = |key: &&str| {
-        let found = info.settings.iter().find(|(name, _)| name == key);
-        found.map(|(_, value)| value.clone())
-    };
-    let listed = OF_LAYER.iter().chain(&OF_OTHERS).filter_map(move |key| Some((*key, set(key)?)));
-    let direct_io = (info.driver == "loop").then(|| ("direct-io", info.direct_io.requested.clone()));
-    let switches = [("autoclear", switch(info.autoclear)), ("read-only", switch(info.read_only))];
-    listed.chain(direct_io).chain(switches)
+/// Has the new daemon of a device have the settings that the old one, `before`, had changed since it was
+/// attached: one by one, as it serves already, and one that it cannot have is no reason to omit the others. That of a
+/// block device reads them by itself.
+fn restore_settings(dir: &StateDir, before: DeviceInfo) {
+    for (key, value) in before.changed_settings {
+        let request = Request::Set { settings: vec![(key, value)] };
+        if let Err(failure) = ask::<()>(dir, &before.name, &request) {
+            complain(&failure.during(format_args!("{}: warning: a setting of before", before.name)));
+        }
+    }
 }
 
 /// Checks whether this program could serve the device `name`, if that is one of the kernel. Whether
