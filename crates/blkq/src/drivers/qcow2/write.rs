@@ -28,6 +28,15 @@ pub(super) enum Source<'a> {
     Zeroes,
 }
 
+/// The bytes of a write that are left: from `at` to `end` of the device; those of `source` begin at `position`.
+#[derive(Clone, Copy)]
+struct Remaining<'a> {
+    at: u64,
+    end: u64,
+    position: u64,
+    source: Source<'a>,
+}
+
 /// How the next bytes are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Step {
@@ -47,7 +56,7 @@ pub(super) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'
     let end = position + bytes;
     let (mut at, mut has_freed) = (position, false);
     while at < end {
-        match write_step(env, at, end, position, source).await {
+        match write_step(env, Remaining { at, end, position, source }).await {
             Ok(run) => at += run,
             Err(Status::NoSpace) if !has_freed && env.state().may_free() => {
                 has_freed = true;
@@ -59,8 +68,9 @@ pub(super) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'
     Ok(())
 }
 
-/// Writes the next bytes, from `at` on; returns how many.
-async fn write_step(env: &Env, at: u64, end: u64, position: u64, source: Source<'_>) -> Result<u64, Status> {
+/// Writes the next bytes; returns how many.
+async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
+    let Remaining { at, end, position, source } = rest;
     match next_step(env, at, end).await? {
         Step::InPlace(host, run) => {
             let run = match source {
@@ -71,8 +81,8 @@ async fn write_step(env: &Env, at: u64, end: u64, position: u64, source: Source<
             env.io.run(op.in_epoch(&env.shared.epochs)).await?;
             Ok(run)
         }
-        Step::New(count) => write_locked(env, at, end, position, count, None, source).await,
-        Step::OverZeroes(host) => write_locked(env, at, end, position, 1, Some(host), source).await,
+        Step::New(count) => write_locked(env, rest, count, None).await,
+        Step::OverZeroes(host) => write_locked(env, rest, 1, Some(host)).await,
     }
 }
 
@@ -132,52 +142,30 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
     Ok(Step::New(count))
 }
 
-/// Writes to the `count` clusters from the one of `at` on, which are locked, and unlocks them. Returns the
-/// bytes that were written: fewer if there were fewer free clusters together.
-async fn write_locked(
-    env: &Env,
-    at: u64,
-    end: u64,
-    position: u64,
-    count: u64,
-    host: Option<u64>,
-    source: Source<'_>,
-) -> Result<u64, Status> {
-    let first = at >> env.state().cluster_bits();
-    let result = write_new(env, at, end, position, count, host, source).await;
+/// Writes to the next `count` clusters, which are locked, and unlocks them. Returns the bytes that were written: fewer
+/// if there were fewer free clusters together.
+async fn write_locked(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
+    let first = rest.at >> env.state().cluster_bits();
+    let result = write_new(env, rest, count, host).await;
     env.state().writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
     env.io.changed();
     result
 }
 
-async fn write_new(
-    env: &Env,
-    at: u64,
-    end: u64,
-    position: u64,
-    count: u64,
-    host: Option<u64>,
-    source: Source<'_>,
-) -> Result<u64, Status> {
+async fn write_new(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
     let clusters = match host {
         Some(host) => Clusters { host, count, fresh: false },
         None => allocate(env, count).await?,
     };
-    let written = copy_and_write(env, at, end, position, clusters, source).await;
+    let written = copy_and_write(env, rest, clusters).await;
     if written.is_err() && host.is_none() {
         free_unused(env, clusters).await;
     }
     written
 }
 
-async fn copy_and_write(
-    env: &Env,
-    at: u64,
-    end: u64,
-    position: u64,
-    clusters: Clusters,
-    source: Source<'_>,
-) -> Result<u64, Status> {
+async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> Result<u64, Status> {
+    let Remaining { at, end, position, source } = rest;
     let bits = env.state().cluster_bits();
     let begin = at >> bits << bits;
     let limit = begin + (clusters.count << bits);
