@@ -78,6 +78,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
     let (refcounts, l2, l1, table, released, epoch, l1_sectors, table_sectors);
     {
         let mut state = env.state();
+        state.commits += 1;
         refcounts = state.cache.take_dirty(Table::Refcounts);
         l2 = state.cache.take_dirty(Table::L2);
         let align = state.layers[0].align;

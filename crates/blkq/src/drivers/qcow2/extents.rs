@@ -26,9 +26,16 @@ pub(super) fn of_chain(
     let end = range.end.min(lock(&shared.state).size);
     let mut at = range.start;
     // One of each image: a place of the device may need them all.
-    let mut extra = Extra::new();
+    let (mut extra, mut commits) = (Extra::new(), 0);
     while at < end {
-        let found = lock(&shared.state).find(at, end - at, Some(&extra));
+        let found = {
+            let mut state = lock(&shared.state);
+            if std::mem::replace(&mut commits, state.commits) != state.commits {
+                // Slices may have been changed in memory since, and have left it.
+                extra.clear();
+            }
+            state.find(at, end - at, Some(&extra))
+        };
         let (found, run) = match found {
             Ok(found) => found,
             Err(Lack::Slice(key, _)) => {

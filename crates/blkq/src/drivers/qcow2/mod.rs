@@ -187,7 +187,8 @@ impl Qcow2 {
             files.push(Arc::new(one.backing.file));
         }
         let (identity, physical_block, rotational) = facts.unwrap_or(((0, 0), 512, false));
-        let state = State { layers, cache: Cache::new(CACHE_BYTES, smallest as usize), size, writer };
+        let cache = Cache::new(CACHE_BYTES, smallest as usize);
+        let state = State { layers, cache, size, writer, commits: 0 };
         let device = Qcow2 {
             shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
             files,

@@ -140,8 +140,8 @@ impl Qcow2 {
         let tables = top.tables.take();
         let mut layers = vec![Layer { tables, size: top.size, align, file_bytes }];
         layers.extend(below.layers);
-        let state =
-            State { layers, cache: Cache::new(CACHE_BYTES, slice_bytes as usize), size: below.size, writer };
+        let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
+        let state = State { layers, cache, size: below.size, writer, commits: 0 };
         let backing = top.backing;
         let mut files = vec![Arc::new(backing.file)];
         files.extend(below.files);

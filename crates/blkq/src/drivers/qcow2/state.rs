@@ -109,6 +109,8 @@ pub(super) struct State {
     /// Of the device, in bytes: whole logical blocks.
     pub size: u64,
     pub writer: Writer,
+    /// Commits that began: what was read from the files before may be old.
+    pub commits: u64,
 }
 
 /// Slices that are not in the cache, as they are in the files.
