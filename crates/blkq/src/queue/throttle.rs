@@ -265,12 +265,13 @@ impl QueueThrottle {
     #[inline]
     pub fn admit(&mut self, batch: &[Tag], requests: &[Request]) -> usize {
         let Some(last) = batch.last().filter(|_| !self.has_waiting) else { return 0 };
-        // The time stamp of the last is a little old, which lets through no more than the time would.
+        // The time stamp of the last is a little old, which lets through no more than the time would; it can be
+        // very old if there were no tags, so it counts for no queue that makes up for being late.
         let stamp_ns = requests[last.index()].start_ns;
         let mut count = 0;
-        if stamp_ns != 0 && stamp_ns != u64::MAX {
+        if stamp_ns > self.late_until_ns && stamp_ns != u64::MAX {
             self.follow_group(stamp_ns);
-            count = self.admit_at(batch, requests, stamp_ns, stamp_ns < self.late_until_ns).0;
+            count = self.admit_at(batch, requests, stamp_ns, false).0;
         }
         if count < batch.len() {
             let now_ns = monotonic_ns();

@@ -219,6 +219,22 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
 }
 
 #[test]
+fn limits_that_are_set_anew_have_another_number() {
+    let group = Group::new();
+    let mut numbers = Vec::new();
+    for _ in 0..3 {
+        group.set_limits(&"iops=5".parse().unwrap());
+        numbers.push(group.limits().unwrap().0);
+        // As after damage.
+        group.reset([0; 2], 0);
+        numbers.push(group.sequence());
+    }
+    numbers.sort_unstable();
+    numbers.dedup();
+    assert_eq!(numbers.len(), 6);
+}
+
+#[test]
 fn a_prepayment_is_returned_when_it_does_not_suffice() {
     let buckets = Arc::new(Buckets::new());
     let mut bed = Bed::new(vec![Meter::of_device(&"iops=100000".parse().unwrap(), &buckets)], read);
