@@ -176,6 +176,8 @@ impl Limited {
     /// The device begins another life.
     pub fn begin(&mut self, disk: &Arc<Disk>) {
         (self.admitted_now, self.exempt) = (0, false);
+        // The last turn of a device that was killed is not over.
+        take_noted();
         if let Some(group) = &self.group {
             disk.join_group(group.clone().join(0, "disk", 1 + self.chance.below(300) as u32).unwrap());
         }
