@@ -37,6 +37,9 @@ use hold::HoldControl;
 pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
+/// Of the next disk of this process. Only counted: no model needs to see it.
+static NEXT_NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+
 /// The part of a hardware queue that other threads see.
 pub(crate) struct HardwareQueue {
     /// The tags that all queues share, if they do; else each queue's owner has its own.
@@ -53,6 +56,7 @@ pub(crate) struct HardwareQueue {
 /// of system calls came after the disk was made, and refuses that, panics there, and nothing has changed.
 pub struct Disk {
     name: String,
+    number: u32,
     /// Exchanged while frozen.
     driver: Mutex<Arc<dyn Driver>>,
     settings: Mutex<Settings>,
@@ -107,6 +111,7 @@ impl Disk {
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
             name,
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             driver: Mutex::new(driver),
             settings: Mutex::new(settings),
             changing: Mutex::new(()),
@@ -121,6 +126,12 @@ impl Disk {
     /// The disk's name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The disk's number in this process, in the order in which disks were made, from 0: what the USDT probes name
+    /// it by.
+    pub fn number(&self) -> u32 {
+        self.number
     }
 
     /// The device behind it now ([`Exchange`]).

@@ -136,6 +136,9 @@ impl LocalQueue {
             }
             None => timeout.into_iter().for_each(std::thread::sleep),
         }
+        if sleeps {
+            self.queue.woke();
+        }
         self.queue.begin_turn(self.ring.as_deref_mut());
         self.queue.dispatch_all(self.ring.as_deref_mut());
     }

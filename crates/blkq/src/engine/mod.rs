@@ -232,6 +232,7 @@ impl Engine {
         } else {
             self.queues.iter_mut().for_each(Queue::idle);
             self.ring.enter(1, time_until(self.deadline_ns()));
+            self.queues.iter_mut().for_each(Queue::woke);
         }
         self.kicks.iter().for_each(|kick| kick.woke());
     }

@@ -121,9 +121,12 @@ impl Dispatch {
         }
     }
 
-    /// Traces from now on, or no longer.
-    pub fn set_tracer(&mut self, tracer: Option<Tracer>) {
-        self.tracing = tracer.map(Box::new);
+    /// Changes what is traced, and where to.
+    #[cold]
+    pub fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
+        let mut tracer = self.tracing.take().unwrap_or_default();
+        change(&mut tracer);
+        self.tracing = tracer.is_on().then_some(tracer);
         self.note_detours();
     }
 

@@ -49,7 +49,7 @@ use crate::ring::{Cqe, Registrar, Ring};
 use crate::slab::BioList;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::trace::{TraceClient, TraceMemory};
+use crate::trace::{TraceClient, TraceMemory, TraceWriter};
 
 use completions::Completions;
 use disk_view::DiskView;
@@ -61,7 +61,9 @@ use in_flight::InFlight;
 use plug::Plug;
 use pull_cursor::PullCursor;
 use tag_cache::TagCache;
-use tracer::Tracer;
+
+/// Plugs of a queue that does not sleep from one check of the probes to the next.
+const PROBE_PLUGS: u64 = 256;
 
 /// One hardware queue of a disk, owned by one thread.
 pub(crate) struct Queue {
@@ -219,8 +221,10 @@ impl Queue {
         if self.disk.settings().iostats {
             self.plug.count(self.in_flight.requests(), &mut self.stats);
         }
+        if self.stats.count_to(Counter::PlugFlushes, PROBE_PLUGS) {
+            self.check_probes();
+        }
         let batch = self.plug.take_requests();
-        self.stats.count(Counter::PlugFlushes, 1);
         if self.dispatch.is_direct() || self.dispatch.is_prepaid(batch, self.in_flight.requests()) {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
@@ -253,7 +257,8 @@ impl Queue {
     pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
         self.close_lane();
         let index = self.disk.index();
-        self.dispatch.set_tracer(memory.and_then(|memory| Tracer::new(memory, index)));
+        let writer = memory.and_then(|memory| TraceWriter::new(memory, index));
+        self.dispatch.change_tracer(|tracer| tracer.set_writer(writer));
     }
 
     /// The client that submits the next bio, if that is to be traced.
@@ -290,6 +295,11 @@ impl Queue {
     /// The owner is about to sleep.
     pub fn idle(&mut self) {
         self.clock.idle();
+    }
+
+    /// The owner has slept.
+    pub fn woke(&mut self) {
+        self.check_probes();
     }
 
     /// Completions of the owner's bios that have not been taken, oldest first.

@@ -2,8 +2,22 @@
 
 use crate::limits::MergeSide;
 use crate::tags::Tag;
+use crate::trace::Probes;
 
 use super::Queue;
+
+impl Queue {
+    /// Fires the probes from now on if somebody is attached to one, or no longer.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn check_probes(&mut self) {
+        let probes = Probes::attached(self.disk.disk().number(), self.disk.index());
+        let fires = self.dispatch.tracer().is_some_and(|tracer| tracer.has_probes());
+        if probes.is_some() != fires {
+            self.dispatch.change_tracer(|tracer| tracer.set_probes(probes));
+        }
+    }
+}
 
 /// The steps of each bio, out of line: a queue that is not traced pays a branch for each and no more.
 impl Queue {

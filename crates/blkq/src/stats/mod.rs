@@ -373,6 +373,15 @@ impl StatsWriter {
         add(&self.0.counters[counter as usize], n);
     }
 
+    /// `counter` happened once more. True once in `every` times, a power of two.
+    #[inline]
+    pub fn count_to(&mut self, counter: Counter, every: u64) -> bool {
+        let counter = &self.0.counters[counter as usize];
+        let count = counter.load(Relaxed) + 1;
+        counter.store(count, Relaxed);
+        count & (every - 1) == 0
+    }
+
     /// No cached reading of the clock was used for longer than `age_ns` so far.
     #[inline]
     pub fn clock_age(&mut self, age_ns: u64) {

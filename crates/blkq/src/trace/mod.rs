@@ -13,9 +13,11 @@ mod event;
 mod memory;
 #[cfg(all(test, model_check))]
 mod model;
+mod probes;
 mod ring;
 
 pub use event::{EVENT_BYTES, EventKind, NO_BIO, TraceClient, TraceEvent};
 pub use memory::{EVENTS_MAX, EVENTS_MIN, MEMORY_MAX_BYTES, TraceMemory};
+pub(crate) use probes::Probes;
 pub use ring::TraceReader;
 pub(crate) use ring::TraceWriter;

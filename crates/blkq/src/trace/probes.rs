@@ -1,0 +1,173 @@
+//! USDT probes of provider `blkq`, for bpftrace(8), perf(1), SystemTap and gdb(1): a `nop` for each, and a note in
+//! the binary (section `.note.stapsdt`) that has its place and its arguments.
+//!
+//! Each has a semaphore, which the kernel or the tool raises while somebody is attached. A queue checks them when it
+//! wakes and once in many plugs, and only then takes the ways on which probes are.
+
+use probe::probe_lazy;
+
+use super::event::{EventKind, TraceEvent};
+use crate::tags::Tag;
+
+/// The tag of none.
+const NO_TAG: u16 = u16::MAX;
+
+/// The probes of one queue. An event has at most six arguments, as bpftrace takes no more; the first is always
+/// the place: the number of the disk from bit 32 on, of the hardware queue from bit 16 on, and the tag.
+#[derive(Clone, Copy)]
+pub(crate) struct Probes {
+    /// Of the queue.
+    place: u64,
+}
+
+impl Probes {
+    /// The probes of a queue of disk number `disk`, if somebody is attached to one.
+    pub fn attached(disk: u32, queue: usize) -> Option<Probes> {
+        let probes = Probes { place: u64::from(disk) << 32 | (queue as u64 & 0xffff) << 16 };
+        let attached = probes.submit(None)
+            || probes.merge(None)
+            || probes.issue(None)
+            || probes.complete(None, 0)
+            || probes.flush(None);
+        attached.then_some(probes)
+    }
+
+    /// Fires the probe for an event, if there is one. `start_ns` is when the request began, 0 if that is not known.
+    pub fn fire(&self, event: &TraceEvent, start_ns: u64) {
+        match event.kind {
+            EventKind::Queue => self.submit(Some(event)),
+            EventKind::BackMerge | EventKind::FrontMerge => self.merge(Some(event)),
+            EventKind::Issue => self.issue(Some(event)),
+            EventKind::Complete => self.complete(Some(event), start_ns),
+            // The others are of plug and scheduler, or of parts of a bio.
+            _ => false,
+        };
+    }
+
+    // Each probe is one place in the source, so that it has one semaphore. Its arguments are evaluated only while
+    // somebody is attached: without an event they return that, and the probe is not reached.
+
+    #[inline(never)]
+    fn submit(&self, event: Option<&TraceEvent>) -> bool {
+        probe_lazy!(
+            blkq,
+            submit,
+            self.place_of(event),
+            match event {
+                Some(event) => event.operation as u8,
+                None => return true,
+            },
+            event.map_or(0, |event| event.sector.0),
+            event.map_or(0, |event| event.bytes)
+        )
+    }
+
+    #[inline(never)]
+    fn merge(&self, event: Option<&TraceEvent>) -> bool {
+        probe_lazy!(
+            blkq,
+            merge,
+            self.place_of(event),
+            match event {
+                Some(event) => event.operation as u8,
+                None => return true,
+            },
+            event.map_or(0, |event| event.sector.0),
+            event.map_or(0, |event| event.bytes)
+        )
+    }
+
+    #[inline(never)]
+    fn issue(&self, event: Option<&TraceEvent>) -> bool {
+        probe_lazy!(
+            blkq,
+            issue,
+            self.place_of(event),
+            match event {
+                Some(event) => event.operation as u8,
+                None => return true,
+            },
+            event.map_or(0, |event| event.sector.0),
+            event.map_or(0, |event| event.bytes)
+        )
+    }
+
+    #[inline(never)]
+    fn complete(&self, event: Option<&TraceEvent>, start_ns: u64) -> bool {
+        probe_lazy!(
+            blkq,
+            complete,
+            self.place_of(event),
+            match event {
+                Some(event) => event.operation as u8,
+                None => return true,
+            },
+            event.map_or(0, |event| event.sector.0),
+            event.map_or(0, |event| event.bytes),
+            event.map_or(0, |event| latency_ns(event, start_ns)),
+            event.and_then(|event| event.status).map_or(0, |status| status.errno())
+        )
+    }
+
+    fn place_of(&self, event: Option<&TraceEvent>) -> u64 {
+        let tag = event.and_then(|event| event.tag).map_or(NO_TAG, |tag| tag.0);
+        self.place | u64::from(tag)
+    }
+
+    /// The driver's flush begins.
+    #[inline(never)]
+    pub fn flush(&self, begun: Option<(Tag, usize)>) -> bool {
+        probe_lazy!(
+            blkq,
+            flush,
+            match begun {
+                Some((tag, _)) => self.place | u64::from(tag.0),
+                None => return true,
+            },
+            begun.map_or(0, |(_, served)| served)
+        )
+    }
+}
+
+/// Since the request began; 0 if that is not known.
+fn latency_ns(event: &TraceEvent, start_ns: u64) -> u64 {
+    if start_ns == 0 { 0 } else { event.time_ns.saturating_sub(start_ns) }
+}
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use super::*;
+
+    /// The arguments of each probe in the notes of this very program, by its name.
+    fn notes() -> Vec<(String, usize, bool)> {
+        let program = std::fs::read("/proc/self/exe").expect("this program");
+        let mut notes = Vec::new();
+        let mut rest = &program[..];
+        // A note: lengths of the owner and of the description, type 3, the owner, and three addresses before the text.
+        while let Some(at) = rest.windows(8).position(|bytes| bytes == b"stapsdt\0") {
+            let (place, semaphore) = (&rest[at + 8..at + 16], &rest[at + 24..at + 32]);
+            let text: Vec<&[u8]> = rest[at + 32..].splitn(4, |byte| *byte == 0).take(3).collect();
+            if let [b"blkq", name, arguments] = text[..] {
+                assert_ne!(place, [0; 8], "a place");
+                let has_semaphore = semaphore != [0; 8];
+                let arguments = String::from_utf8_lossy(arguments).split_whitespace().count();
+                notes.push((String::from_utf8_lossy(name).into_owned(), arguments, has_semaphore));
+            }
+            rest = &rest[at + 8..];
+        }
+        notes.sort();
+        notes.dedup();
+        notes
+    }
+
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn each_probe_has_its_note_and_its_semaphore() {
+        let names = ["complete", "flush", "issue", "merge", "submit"];
+        let counts = [6, 2, 4, 4, 4];
+        let wanted: Vec<_> =
+            names.iter().zip(counts).map(|(name, count)| (name.to_string(), count, true)).collect();
+        assert!(Probes::attached(0, 0).is_none());
+        assert_eq!(notes(), wanted);
+    }
+}
