@@ -93,6 +93,8 @@ pub enum What {
     Clock,
     /// Counters and limits: in shared cache lines against lines of their own
     Layout,
+    /// A modelled disk of limited rate, and the file: no limit against one just under the ceiling
+    Limit,
     /// The work that one core and several do, against raw io_uring
     Peak,
     /// blkq beside the kernel's loop device, qemu-nbd, qemu-storage-daemon and nbdkit

@@ -11,7 +11,7 @@ use blkq::SchedulerKind;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
-use blkq::throttle::{RateLimits, WEIGHT_MAX};
+use blkq::throttle::{LimitMode, WEIGHT_MAX};
 
 use crate::failure::{Failure, Outcome};
 use crate::hangs;
@@ -41,7 +41,7 @@ pub enum Setting {
     /// Whether I/O is counted and timed.
     Iostats(bool),
     /// Limits of I/Os and bytes per second.
-    Limit(RateLimits),
+    Limit(LimitMode),
     /// Whether neighbours merge.
     Merge(bool),
     /// The policy for requests that fail.
@@ -319,7 +319,7 @@ mod tests {
             "direct-io" => &["on", "off", "auto"],
             "dispatch" => &["concurrent", "serial"],
             "fault" => &["none", "seed=7; error=ENOSPC,op=write,rate=1%"],
-            "limit" => &["none", "read-iops=500,burst=2000x10s,bps=1M,iops-size=16K"],
+            "limit" => &["none", "auto", "read-iops=500,burst=2000x10s,bps=1M,iops-size=16K"],
             "weight" => &["1", "10000"],
             "on-error" => &["report", "hold", "hold-enospc"],
             "hang-warning" => &["0", "0.1", "0.3", "5", "86400"],

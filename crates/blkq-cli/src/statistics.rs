@@ -114,7 +114,8 @@ pub struct Gate {
 /// The limits of a device: its own, and those of its group.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Throttle {
-    /// Its own, as `blkq set` takes them; empty if it has none.
+    /// Its own, as `blkq set` takes them; empty if it has none. `auto (iops=9850)` if they are searched, with the limit
+    /// just under the ceiling once that was found.
     pub limits: String,
     /// The group that it is in.
     pub group: Option<String>,

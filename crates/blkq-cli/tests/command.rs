@@ -488,3 +488,25 @@ fn manuals_and_completions_come_from_the_command_line() {
         assert_eq!((&of(name)["available"], of(name)["purpose"].is_string()), (&true.into(), true));
     }
 }
+
+#[test]
+fn a_ceiling_is_searched_when_that_is_asked_for() {
+    let place = Place::new("auto-limit");
+    place.done(&["attach", "ram:1M", "--name", "a", "--export", "nbd", "--limit", "auto"]);
+    let shown = |key: &str| place.json(&["show", "a", "--json"])["settings"][key].clone();
+    assert_eq!((shown("limit"), shown("ceiling")), ("auto".into(), "not found yet".into()));
+    assert!(place.done(&["stat", "a"]).contains("limits: auto"));
+    place.done(&["set", "a", "limit=auto"]);
+    place.done(&["set", "a", "limit=iops=70"]);
+    assert_eq!((shown("limit"), shown("ceiling")), ("iops=70".into(), serde_json::Value::Null));
+    place.done(&["set", "a", "limit=auto"]);
+    assert_eq!(shown("limit"), "auto");
+    place.done(&["set", "a", "limit=none"]);
+    assert_eq!((shown("limit"), shown("ceiling")), ("none".into(), serde_json::Value::Null));
+
+    place.done(&["group", "set", "g", "iops=100"]);
+    place.done(&["attach", "ram:1M", "--name", "b", "--export", "nbd", "--group", "g"]);
+    let line = place.refused(&["set", "b", "limit=auto"]);
+    assert!(line.contains("it is in a group"), "{line}");
+    place.refused(&["attach", "ram:1M", "--name", "c", "--export", "nbd", "--group", "g", "--limit", "auto"]);
+}

@@ -9,6 +9,7 @@ mod clock;
 mod direct;
 mod dispatch;
 mod layout;
+mod limit;
 mod peak;
 mod peers;
 
@@ -23,12 +24,13 @@ pub struct Measure {
 }
 
 /// All tables, in the order of `bench all`.
-pub const TABLES: [Measure; 7] = [
+pub const TABLES: [Measure; 8] = [
     Measure { name: What::Dispatch, planned_seconds: dispatch::planned_seconds, run: dispatch::run },
     Measure { name: What::Direct, planned_seconds: direct::planned_seconds, run: direct::run },
     Measure { name: What::Batching, planned_seconds: batching::planned_seconds, run: batching::run },
     Measure { name: What::Clock, planned_seconds: clock::planned_seconds, run: clock::run },
     Measure { name: What::Layout, planned_seconds: layout::planned_seconds, run: layout::run },
+    Measure { name: What::Limit, planned_seconds: limit::planned_seconds, run: limit::run },
     Measure { name: What::Peak, planned_seconds: peak::planned_seconds, run: peak::run },
     Measure { name: What::Peers, planned_seconds: peers::planned_seconds, run: peers::run },
 ];

@@ -3,7 +3,7 @@
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
-use blkq::throttle::WEIGHT_MAX;
+use blkq::throttle::{LimitMode, WEIGHT_MAX};
 
 use super::values::{parse_ceph_user, parse_export_name, parse_group_name};
 use super::{
@@ -69,6 +69,11 @@ impl AttachOptions {
             return Err(Failure::new(format!("--weight: {weight} is not from 1 to {WEIGHT_MAX}")));
         }
         match &self.group {
+            Some(_) if self.limit == LimitMode::Auto => {
+                return Err(Failure::new(
+                    "--limit auto is for a device that shares no limits; omit --group, or give limits of its own",
+                ));
+            }
             Some(name) => parse_group_name(name).map(drop).map_err(Failure::new)?,
             None if self.weight.is_some() => {
                 return Err(Failure::new("--weight is for a group; give one with --group, or omit it"));

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
-use blkq::throttle::RateLimits;
+use blkq::throttle::LimitMode;
 use blkq::{ClockMode, ErrorPolicy};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -134,7 +134,7 @@ by_name! {
     Dispatch: |mode| mode.name().to_owned();
     ClockMode: |mode| mode.to_string();
     FaultSpec: |spec| spec.to_string();
-    RateLimits: |limits| limits.to_string();
+    LimitMode: |limits| limits.to_string();
     ErrorPolicy: |policy| policy.to_string();
 }
 

@@ -15,7 +15,7 @@ use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::drivers::{DriverSpec, parse_bytes};
-use blkq::throttle::{RateLimits, WEIGHT_MAX};
+use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq::{ClockMode, ErrorPolicy};
 use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
@@ -182,10 +182,11 @@ pub struct AttachOptions {
     #[serde(with = "json")]
     pub fault: Option<FaultSpec>,
     /// Limits of I/Os and bytes per second: KEY=RATE, ... with the keys iops, read-iops, write-iops, bps,
-    /// read-bps, write-bps; burst=RATExLENGTH for the key before it; iops-size=BYTES (docs/limits.md)
-    #[arg(long, value_name = "LIMITS", value_parser = str::parse::<RateLimits>, default_value = "none")]
-    #[serde(default, with = "json", skip_serializing_if = "RateLimits::is_none")]
-    pub limit: RateLimits,
+    /// read-bps, write-bps; burst=RATExLENGTH for the key before it; iops-size=BYTES; or auto: just under the
+    /// device's own ceiling, which is searched (docs/limits.md)
+    #[arg(long, value_name = "LIMITS", value_parser = str::parse::<LimitMode>, default_value = "none")]
+    #[serde(default, with = "json", skip_serializing_if = "LimitMode::is_none")]
+    pub limit: LimitMode,
     /// The group whose limits the device shares with others; `blkq group set` makes it
     #[arg(long, value_name = "NAME", value_parser = parse_group_name)]
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::QueueLimits;
+use blkq::throttle::LimitMode;
 use blkq_export::nbd::ConnectionInfo;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
 
@@ -54,6 +55,7 @@ impl Device {
             register_memory.map(|_| ("register-memory", registered_memory(front_end.as_ref())));
         let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
         let queues = ("queues", disk.queue_count().to_string());
+        let ceiling = disk.ceiling();
         let settings = [
             Setting::Depth(settings.depth),
             Setting::Scheduler(settings.scheduler),
@@ -62,9 +64,12 @@ impl Device {
             Setting::Batching(settings.batching),
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),
-            Setting::Limit(disk.rate_limits()),
+            Setting::Limit(ceiling.map_or(LimitMode::Fixed(disk.rate_limits()), |_| LimitMode::Auto)),
             Setting::OnError(disk.error_policy()),
         ];
+        let ceiling = ceiling.map(|found| {
+            ("ceiling", found.map_or_else(|| "not found yet".to_owned(), |limits| limits.to_string()))
+        });
         let member = disk.group_member();
         let group = self.group.as_ref().map(|group| ("group", group.name().to_owned()));
         let weight = member.map(|member| Setting::Weight(member.weight()));
@@ -112,6 +117,7 @@ impl Device {
                         .chain(weight)
                         .map(|setting| (setting.key(), setting.value())),
                 )
+                .chain(ceiling)
                 .chain(group)
                 .chain(dispatch)
                 .chain(ublk)

@@ -59,7 +59,11 @@ impl Meter {
         let text = |limits: RateLimits| if limits.is_none() { String::new() } else { limits.to_string() };
         let member = disk.group_member();
         statistics.throttle = Throttle {
-            limits: text(disk.rate_limits()),
+            limits: match disk.ceiling() {
+                None => text(disk.rate_limits()),
+                Some(Some(ceiling)) => format!("auto ({ceiling})"),
+                Some(None) => "auto".to_owned(),
+            },
             group: self.group.clone(),
             group_limits: member
                 .as_ref()

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use blkq::disk::AutoLimiter;
 use blkq::{ErrorKind, Resume};
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
@@ -103,6 +104,10 @@ struct Served {
 
 /// Threads that only watch, and stop before all else does.
 struct BackgroundThreads {
+    /// Searches the device's ceiling.
+    auto_limit: Option<AutoLimiter>,
+    /// That is to be started.
+    wants_auto_limit: bool,
     hangs: HangWatch,
     metrics: Option<Endpoint>,
     group: Option<GroupWatch>,
@@ -135,9 +140,16 @@ impl Device {
     /// If there can be no more threads.
     pub fn start_background(&self) -> Outcome {
         let mut background = self.background();
-        let Some(BackgroundThreads { hangs, metrics, group }) = &mut *background else { return Ok(()) };
+        let Some(BackgroundThreads { hangs, metrics, group, auto_limit, wants_auto_limit }) =
+            &mut *background
+        else {
+            return Ok(());
+        };
         hangs.start(log::line)?;
         group.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
+        if std::mem::take(wants_auto_limit) {
+            *auto_limit = Some(AutoLimiter::start(&self.running()?.disk)?);
+        }
         if let Some(vhost) = &self.running()?.vhost {
             vhost.serve()?;
         }

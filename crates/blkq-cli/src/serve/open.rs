@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blkq::drivers::{self, DriverSpec};
-use blkq::throttle::WEIGHT_DEFAULT;
+use blkq::throttle::{LimitMode, WEIGHT_DEFAULT};
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer, NbdSwitches};
 use blkq_export::ublk::{Identity, IdleWatch, SetupProcess, UblkDevice, UblkOptions, process};
@@ -242,7 +242,7 @@ impl Device {
             .iostats(options.iostats)
             .clock(options.clock)
             .read_only(options.read_only)
-            .rate_limits(options.limit)
+            .rate_limits(options.limit.limits())
             .error_policy(options.on_error)
             .ignore_flushes(options.unsafe_flush_ignore)
             .build()?;
@@ -278,6 +278,8 @@ impl Device {
             start_engines(&disk, options.sandbox, block_device.is_some() && !options.partscan.refused)?;
         let handles: Vec<EngineHandle> = engines.iter().map(|engine| engine.handle().clone()).collect();
         let background = BackgroundThreads {
+            auto_limit: None,
+            wants_auto_limit: options.limit == LimitMode::Auto,
             hangs: HangWatch::new(disk.clone(), handles.clone(), options.hang_warning),
             metrics: metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?,
             group: group_watch,

@@ -3,12 +3,13 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::disk::DEPTH_MAX;
+use blkq::disk::{AutoLimiter, DEPTH_MAX};
 use blkq::drivers::r#loop::LoopSetting;
+use blkq::throttle::LimitMode;
 use blkq::{Disk, ErrorKind};
 
 use super::running::Running;
-use super::{Device, stopping};
+use super::{BackgroundThreads, Device, stopping};
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
 use crate::settings::{Setting, SettingGroups};
@@ -29,13 +30,31 @@ impl Device {
     pub fn set(&self, setting: &Setting) -> Outcome {
         let running = self.running()?;
         // Locked in this order; that of the threads only where it is a thread's.
-        let background = matches!(setting, Setting::HangWarning(_)).then(|| self.background());
+        let is_of_thread = matches!(setting, Setting::HangWarning(_) | Setting::Limit(_));
+        let mut background = is_of_thread.then(|| self.background());
         // The value that is kept is the one that was set last, of several at once too.
         let mut settings = self.settings();
         match setting {
             Setting::HangWarning(limit) => {
                 let threads = background.as_ref().and_then(|background| background.as_ref());
                 threads.ok_or_else(stopping)?.hangs.set(*limit);
+            }
+            Setting::Limit(mode) => {
+                let threads = background.as_mut().and_then(|background| background.as_mut());
+                let BackgroundThreads { auto_limit, wants_auto_limit, .. } = threads.ok_or_else(stopping)?;
+                let is_auto = *mode == LimitMode::Auto;
+                if is_auto && running.disk.group_member().is_some() {
+                    return Err(Failure::new(
+                        "limit=auto is for a device that shares no limits, and it is in a group",
+                    ));
+                }
+                *wants_auto_limit = false;
+                if !is_auto {
+                    *auto_limit = None;
+                    running.disk.set_rate_limits(&mode.limits());
+                } else if auto_limit.is_none() {
+                    *auto_limit = Some(AutoLimiter::start(&running.disk)?);
+                }
             }
             Setting::Autoclear(on) => {
                 if let Some(ublk) = &running.ublk {
@@ -93,8 +112,8 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
         Setting::EarlySubmission(on) => disk.set(blkq::Setting::EarlySubmission(*on)),
         Setting::ReadOnly(on) => disk.set(blkq::Setting::ReadOnly(*on)),
         Setting::Scheduler(kind) => disk.set(blkq::Setting::Scheduler(*kind)),
-        Setting::Limit(limits) => {
-            disk.set_rate_limits(limits);
+        Setting::Limit(mode) => {
+            disk.set_rate_limits(&mode.limits());
             Ok(())
         }
         Setting::OnError(policy) => {
@@ -149,6 +168,7 @@ impl Kept {
             match setting {
                 Setting::Autoclear(on) => options.autoclear = *on,
                 Setting::HangWarning(limit) => options.hang_warning = *limit,
+                Setting::Limit(mode) => options.limit = *mode,
                 Setting::Pacing(on) => options.pacing = *on,
                 Setting::ReceiveBackoff(on) => options.receive_backoff = *on,
                 Setting::SplitReads(on) => options.split_reads = *on,

@@ -4,6 +4,7 @@
 #[cfg(all(test, model_check))]
 mod model;
 
+mod auto_limiter;
 pub(crate) mod builder;
 mod exchange;
 pub(crate) mod freeze;
@@ -31,6 +32,7 @@ use crate::throttle::{Member, RateLimits, ThrottleControl};
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
+pub use auto_limiter::AutoLimiter;
 pub use builder::DiskBuilder;
 pub use exchange::Exchange;
 use hold::HoldControl;
@@ -282,6 +284,11 @@ impl Disk {
     /// The disk's own limits.
     pub fn rate_limits(&self) -> RateLimits {
         *self.throttle.get().limits()
+    }
+
+    /// If an [`AutoLimiter`] searches the disk's ceiling: the limit just under it, if it was found.
+    pub fn ceiling(&self) -> Option<Option<RateLimits>> {
+        self.throttle.ceiling()
     }
 
     /// Makes the disk a member of a group, in place of another one.

@@ -29,7 +29,7 @@ impl Queue {
 
     /// Completes `completed`, of which none is to be held.
     pub(super) fn complete_requests_of(&mut self, completed: Vec<(Tag, IoResult)>) {
-        if self.dispatch.is_observed() || self.hang_tracker.has_reported() {
+        if self.dispatch.notes_completions() || self.hang_tracker.has_reported() {
             self.note_completed(&completed);
         }
         self.complete_requests(&completed);
@@ -41,12 +41,13 @@ impl Queue {
         self.completions.deliver_remote(&self.disk.disk().gate);
     }
 
-    /// Informs the scheduler, traces, and notes which of these requests were reported to hang.
+    /// Informs the scheduler, traces, measures the driver, and notes which of these requests were reported to hang.
     #[cold]
     fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.completed(completed, self.in_flight.requests(), &mut self.clock);
         }
+        self.dispatch.note_device_time(completed, self.in_flight.requests(), &mut self.clock);
         if self.dispatch.has_scheduler() {
             self.dispatch.notify_scheduler(completed, &mut self.clock);
         }

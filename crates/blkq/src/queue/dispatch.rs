@@ -16,6 +16,7 @@ use crate::tags::Tag;
 use crate::trace::EventKind;
 
 use super::completions::Completions;
+use super::device_time::DeviceTime;
 use super::disk_view::DiskView;
 use super::in_flight::InFlight;
 use super::plug::PLUG_REQUESTS;
@@ -46,12 +47,18 @@ pub(super) struct Dispatch {
     /// The disk was quiesced when there were requests for the driver.
     blocked_by_quiesce: bool,
     tracing: Option<Box<Tracer>>,
+    /// How long the driver has requests, if that is measured.
+    device_time: Option<Box<DeviceTime>>,
     /// There is a scheduler or a tracer, which sees each request: none takes the shortest way.
     observed: bool,
     /// The same, or there are limits.
     detours: bool,
     /// The scheduler may have requests, or some may wait for a limit.
     lingering: bool,
+    /// There is a scheduler or a tracer, or the driver's time is measured: all are informed of completions.
+    notes_completions: bool,
+    index: usize,
+    slots: usize,
 }
 
 impl Dispatch {
@@ -71,10 +78,14 @@ impl Dispatch {
             has_room: true,
             blocked_by_quiesce: false,
             tracing: None,
+            device_time: None,
             detours: false,
             lingering: false,
+            notes_completions: false,
+            index: disk.index(),
+            slots,
         };
-        dispatch.note_detours();
+        dispatch.measure();
         dispatch
     }
 
@@ -83,13 +94,26 @@ impl Dispatch {
         self.observed = self.scheduler.is_some() || self.tracing.is_some();
         self.detours = self.observed || self.throttle.is_on();
         self.lingering = self.observed || self.throttle.has_waiting();
+        self.notes_completions = self.observed || self.device_time.is_some();
+    }
+
+    /// Measures how long the driver has requests from now on, or no longer.
+    fn measure(&mut self) {
+        let times = self.throttle.device_times(self.index);
+        match (times, &self.device_time) {
+            (Some(times), Some(device_time)) if device_time.counts_in(times) => {}
+            (times, _) => {
+                self.device_time = times.map(|times| Box::new(DeviceTime::new(times.clone(), self.slots)));
+            }
+        }
+        self.note_detours();
     }
 
     /// Takes over changed limits.
     #[cold]
     pub fn refresh_limits(&mut self, disk: &Disk) {
         self.throttle.refresh(disk);
-        self.note_detours();
+        self.measure();
     }
 
     /// The owner stops: no request waits for a limit any more.
@@ -134,6 +158,12 @@ impl Dispatch {
     #[inline]
     pub fn is_observed(&self) -> bool {
         self.observed
+    }
+
+    /// Whether somebody is to be informed of requests that complete.
+    #[inline]
+    pub fn notes_completions(&self) -> bool {
+        self.notes_completions
     }
 
     #[inline]
@@ -277,7 +307,7 @@ impl Dispatch {
     /// queue that is not [`Dispatch::is_direct`]: out of line, as it would cost those that are.
     #[inline(never)]
     pub fn is_prepaid(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
-        if self.observed || !self.requeued.is_empty() {
+        if self.notes_completions || !self.requeued.is_empty() {
             return false;
         }
         // The first needs no more registers than there are free.
@@ -299,6 +329,7 @@ impl Dispatch {
         cx: &mut DriverContext<'_>,
     ) {
         let (batch, delayed) = batch.split_at(self.admit(batch, disk, cx.requests));
+        self.note_issued(batch, cx.clock);
         let taken = self.issue(batch, disk, stats, cx, false);
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
@@ -337,6 +368,7 @@ impl Dispatch {
         let mut batch = [Tag(0); PLUG_REQUESTS];
         loop {
             let len = self.next_batch(&mut batch, disk, stats, cx);
+            self.note_issued(&batch[..len], cx.clock);
             let traced = self.tracing.is_some();
             let taken = self.issue(&batch[..len], disk, stats, cx, traced);
             if traced && !self.blocked_by_quiesce {
@@ -454,6 +486,30 @@ impl Dispatch {
     #[inline]
     pub fn clear_rerun(&mut self) {
         self.rerun_at_ns = None;
+    }
+
+    /// These are about to be issued.
+    #[inline]
+    fn note_issued(&mut self, tags: &[Tag], clock: &mut Clock) {
+        if let Some(device_time) = &mut self.device_time
+            && !tags.is_empty()
+        {
+            device_time.issued(tags, clock.now_ns());
+        }
+    }
+
+    /// These have completed.
+    #[cold]
+    pub fn note_device_time(
+        &mut self,
+        completed: &[(Tag, IoResult)],
+        requests: &[Request],
+        clock: &mut Clock,
+    ) {
+        if let Some(device_time) = &mut self.device_time {
+            let left = u64::from(self.started).saturating_sub(completed.len() as u64);
+            device_time.completed(completed, requests, clock.now_ns(), left);
+        }
     }
 
     /// Informs the scheduler of requests that completed: most disks have none.

@@ -3,7 +3,7 @@
 //! complete in batches. No lock, no hand-over, no allocation on that way.
 //!
 //! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `pull_cursor`,
-//! `dispatch`, `throttle`, `flush`, `hold`, `completions`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
+//! `dispatch`, `throttle`, `device_time`, `flush`, `hold`, `completions`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
 //! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`, `resume`.
 //! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
 //! found to hang, `close` closing it.
@@ -16,6 +16,7 @@ mod change;
 mod close;
 mod complete;
 mod completions;
+mod device_time;
 mod disk_view;
 mod dispatch;
 mod fast_limits;

@@ -2,6 +2,7 @@
 //! others, so that a limit of one does not delay the other.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use crate::bio::Operation;
 use crate::clock::monotonic_ns;
@@ -9,7 +10,7 @@ use crate::disk::Disk;
 use crate::request::Request;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::throttle::{Meter, RateLimits, Throttle, note};
+use crate::throttle::{DeviceTimes, Meter, RateLimits, Throttle, note};
 
 /// How soon a queue that waits for the limit of a group sees that this was changed.
 const CHANGE_NS: u64 = 100_000_000;
@@ -119,6 +120,11 @@ impl QueueThrottle {
         self.meters = self.throttle.meters(&self.group_limits);
         self.is_on = self.throttle.is_on() || self.is_waiting();
         self.waiting.iter_mut().for_each(|waiting| waiting.next_ns = 0);
+    }
+
+    /// Where queue `index` counts how long the device has requests, if it is to.
+    pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
+        self.throttle.device_times(index)
     }
 
     /// Whether requests are to pass the limits.

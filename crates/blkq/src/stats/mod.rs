@@ -17,6 +17,7 @@ use crate::layout::CachePadded;
 
 mod histogram;
 
+pub(crate) use histogram::bucket_of as latency_bucket;
 pub use histogram::{Histogram, LATENCY_BUCKETS};
 
 use histogram::bucket_of;

@@ -4,10 +4,12 @@
 //! place in plug, scheduler and queue, and their chances to merge, until it lets them through. The
 //! members of a group have shares by weight, and use what others leave.
 
+mod auto;
 mod bucket;
 mod group;
 mod limits;
 mod meter;
+mod mode;
 #[cfg(all(test, model_check))]
 mod model;
 #[cfg(not(simulation))]
@@ -17,6 +19,7 @@ pub(crate) mod noted;
 mod sequence;
 #[cfg(all(test, not(model_check)))]
 mod tests;
+mod times;
 
 use std::sync::Arc;
 
@@ -24,14 +27,17 @@ use crate::clock::monotonic_ns;
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use crate::sync::{Mutex, lock};
 
+pub use auto::{AutoLimit, DeviceLoad};
 use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
 pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, RateLimit, RateLimits};
 pub(crate) use meter::Meter;
+pub use mode::LimitMode;
 #[cfg(simulation)]
 pub(crate) use noted as note;
 #[cfg(simulation)]
 pub use noted::{Admission, take_noted};
+pub(crate) use times::DeviceTimes;
 
 /// The limits of a disk, for its queues.
 #[derive(Clone)]
@@ -39,6 +45,8 @@ pub(crate) struct Throttle {
     limits: RateLimits,
     buckets: Arc<Buckets>,
     member: Option<Arc<Member>>,
+    /// Where its queues count how long the device has requests, while its ceiling is searched.
+    measured: Option<Arc<[Arc<DeviceTimes>]>>,
 }
 
 impl Throttle {
@@ -54,7 +62,12 @@ impl Throttle {
 
     /// Whether requests can have to wait, now or when the limits of the group change.
     pub fn is_on(&self) -> bool {
-        !self.limits.is_none() || self.member.is_some()
+        !self.limits.is_none() || self.member.is_some() || self.measured.is_some()
+    }
+
+    /// Where queue `index` counts how long the device has requests, if it is to.
+    pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
+        self.measured.as_ref()?.get(index)
     }
 
     /// The meters of all limits, for a queue: of those of the group too, which are `group`.
@@ -71,16 +84,23 @@ pub(crate) struct ThrottleControl {
     generation: AtomicU64,
     /// How many want the limits to be bypassed.
     bypasses: AtomicU64,
+    /// The ceiling, if one is searched and was found.
+    ceiling: Mutex<Option<RateLimits>>,
 }
 
 impl ThrottleControl {
     pub fn new() -> ThrottleControl {
-        let throttle =
-            Throttle { limits: RateLimits::default(), buckets: Arc::new(Buckets::new()), member: None };
+        let throttle = Throttle {
+            limits: RateLimits::default(),
+            buckets: Arc::new(Buckets::new()),
+            member: None,
+            measured: None,
+        };
         ThrottleControl {
             throttle: Mutex::new(throttle),
             generation: AtomicU64::new(0),
             bypasses: AtomicU64::new(0),
+            ceiling: Mutex::new(None),
         }
     }
 
@@ -95,6 +115,31 @@ impl ThrottleControl {
         throttle.limits = *limits;
         throttle.buckets.forgive_debt(monotonic_ns());
         self.generation.fetch_add(1, SeqCst);
+    }
+
+    /// Has the queues count how long the device has requests, or no longer. False if they do already. The queues are
+    /// to be woken.
+    pub fn set_measured(&self, times: Option<Arc<[Arc<DeviceTimes>]>>) -> bool {
+        let mut throttle = lock(&self.throttle);
+        if times.is_some() && throttle.measured.is_some() {
+            return false;
+        }
+        throttle.measured = times;
+        self.generation.fetch_add(1, SeqCst);
+        drop(throttle);
+        self.set_ceiling(None);
+        true
+    }
+
+    /// The ceiling is this, or is not known.
+    pub fn set_ceiling(&self, ceiling: Option<RateLimits>) {
+        *lock(&self.ceiling) = ceiling;
+    }
+
+    /// The ceiling as far as it is known; `None` if none is searched.
+    pub fn ceiling(&self) -> Option<Option<RateLimits>> {
+        let is_searched = lock(&self.throttle).measured.is_some();
+        is_searched.then(|| *lock(&self.ceiling))
     }
 
     /// Makes the disk a member of a group. The queues are to be woken.

@@ -99,6 +99,8 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
         "flushes {} asked, {} sent, {} coalesced; {:.1} a dispatch, {} tag waits",
         flushes.asked, flushes.sent, flushes.coalesced, batches.dispatch_mean, batches.tag_waits
     );
+    let limits = &figures.throttle.limits.limits;
+    let text = if limits.is_empty() { text } else { format!("{text}; limit {limits}") };
     put(buffer, area, (0, 7), &text, theme.faint());
     queues(&figures.queues, theme, buffer, area)
 }

@@ -26,6 +26,8 @@ pub enum ModelCompletion {
     Random(RangeInclusive<u64>, u64),
     /// When a disk with one arm has done it, one request after the other.
     Disk(SeekModel),
+    /// When a disk with a limited rate has done it, which it begins in order.
+    RateLimited(RateModel),
 }
 
 /// The cost of taking a request, for the engine thread: a bad driver, on purpose
@@ -105,11 +107,112 @@ impl SeekModel {
     }
 }
 
+/// A disk whose rate its provider limits, as those of clouds are: requests take tokens from a bucket, in order, and
+/// wait for the next refill when there are none. At the ceiling most of that is done right after a refill, and the
+/// rest waits for the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RateModel {
+    /// Requests per second; 0 for no limit of them.
+    pub iops: u64,
+    /// Bytes per second; 0 for no limit of them.
+    pub bytes_per_second: u64,
+    /// The bucket is refilled this often, in nanoseconds, from 1.
+    pub refill_ns: u64,
+    /// It takes so many nanoseconds of its rate, and at least a refill: the burst after an idle time.
+    pub burst_ns: u64,
+    /// The time of a request that has its tokens, in nanoseconds; any number of them at once.
+    pub service_ns: u64,
+}
+
+impl Default for RateModel {
+    /// A disk of 10,000 I/Os per second and 200 us, whose bucket is refilled every 50 ms.
+    fn default() -> RateModel {
+        RateModel {
+            iops: 10_000,
+            bytes_per_second: 0,
+            refill_ns: 50_000_000,
+            burst_ns: 0,
+            service_ns: 200_000,
+        }
+    }
+}
+
+/// The bucket of such a disk.
+#[derive(Clone, Debug)]
+pub struct RateBucket {
+    model: RateModel,
+    /// I/Os and bytes; less than none after a request that took more than there was.
+    tokens: [f64; 2],
+    refilled_ns: Option<u64>,
+    /// When the last request began.
+    begun_ns: u64,
+}
+
+impl RateBucket {
+    /// A bucket that is full.
+    pub fn new(model: RateModel) -> RateBucket {
+        let refill_ns = model.refill_ns.max(1);
+        let mut bucket = RateBucket {
+            model: RateModel { refill_ns, ..model },
+            tokens: [0.0; 2],
+            refilled_ns: None,
+            begun_ns: 0,
+        };
+        bucket.tokens = bucket.capacity();
+        bucket
+    }
+
+    /// Changes the rates, from the next refill on.
+    pub fn set_rates(&mut self, iops: u64, bytes_per_second: u64) {
+        (self.model.iops, self.model.bytes_per_second) = (iops, bytes_per_second);
+    }
+
+    fn accrued(&self, ns: u64) -> [f64; 2] {
+        [self.model.iops, self.model.bytes_per_second].map(|rate| rate as f64 * ns as f64 / 1e9)
+    }
+
+    fn capacity(&self) -> [f64; 2] {
+        self.accrued(self.model.burst_ns.max(self.model.refill_ns))
+    }
+
+    fn refill(&mut self, until_ns: u64) {
+        let refilled_ns = self.refilled_ns.get_or_insert(until_ns);
+        let times = until_ns.saturating_sub(*refilled_ns) / self.model.refill_ns;
+        *refilled_ns += times * self.model.refill_ns;
+        let (more, most) = (self.accrued(times * self.model.refill_ns), self.capacity());
+        for (tokens, (more, most)) in self.tokens.iter_mut().zip(more.into_iter().zip(most)) {
+            *tokens = (*tokens + more).min(most);
+        }
+    }
+
+    /// One token is enough for a request of any size: the next waits for what it took too much.
+    fn lacks_tokens(&self) -> bool {
+        let rates = [self.model.iops, self.model.bytes_per_second];
+        self.tokens.iter().zip(rates).any(|(tokens, rate)| rate > 0 && *tokens <= 0.0)
+    }
+
+    /// When a request of `bytes` that comes at `now_ns` completes, in nanoseconds of the same clock. Requests come
+    /// in order.
+    pub fn due_ns(&mut self, now_ns: u64, bytes: u64) -> u64 {
+        let mut begin_ns = now_ns.max(self.begun_ns);
+        self.refill(begin_ns);
+        while self.lacks_tokens() {
+            begin_ns = self.refilled_ns.unwrap_or(begin_ns) + self.model.refill_ns;
+            self.refill(begin_ns);
+        }
+        self.tokens[0] -= 1.0;
+        self.tokens[1] -= bytes as f64;
+        self.begun_ns = begin_ns;
+        begin_ns + self.model.service_ns
+    }
+}
+
 enum Rule {
     Immediate,
     Timer(u64),
     Random { first: u64, span: u64, random: Random },
     Disk { model: SeekModel, capacity: u64, head: u64, busy_until_ns: u64 },
+    RateLimited(RateBucket),
 }
 
 /// The requests that wait for their time.
@@ -127,6 +230,7 @@ impl Delays {
                 let span = range.end().saturating_sub(*range.start()).saturating_add(1);
                 Rule::Random { first: *range.start(), span, random: Random::new(*seed) }
             }
+            ModelCompletion::RateLimited(model) => Rule::RateLimited(RateBucket::new(*model)),
             ModelCompletion::Disk(model) => Rule::Disk { model: *model, capacity, head: 0, busy_until_ns: 0 },
         };
         Delays { rule, waiting: BinaryHeap::with_capacity(tags) }
@@ -145,6 +249,7 @@ impl Delays {
             Rule::Immediate => now,
             Rule::Timer(delay_ns) => now + *delay_ns,
             Rule::Random { first, span, random } => now + *first + random.below(*span),
+            Rule::RateLimited(bucket) => bucket.due_ns(now, cx.request(tag).bytes()),
             Rule::Disk { model, capacity, head, busy_until_ns } => {
                 let request = cx.request(tag);
                 let begin = now.max(*busy_until_ns);

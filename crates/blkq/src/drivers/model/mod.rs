@@ -1,5 +1,5 @@
 //! The model driver: a device that stores nothing and is slow, or busy, on purpose:
-//! timers, random delays, a disk with one arm, blocking. For measuring and testing what the
+//! timers, random delays, a disk with one arm, a disk of limited rate, blocking. For measuring and testing what the
 //! block layer does above such a device.
 
 mod delays;
@@ -17,7 +17,7 @@ use crate::tags::Tag;
 
 use super::null::NullOptions;
 use delays::Delays;
-pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, SeekModel};
+pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, RateBucket, RateModel, SeekModel};
 
 /// The options of a model device.
 #[derive(Clone, Debug)]
@@ -95,10 +95,10 @@ impl Driver for Model {
     // files with `ring` now.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);
-        if matches!(self.options.completion, ModelCompletion::Disk(_))
+        if matches!(self.options.completion, ModelCompletion::Disk(_) | ModelCompletion::RateLimited(_))
             && queues.iter().any(|queue| Arc::strong_count(queue) > 1)
         {
-            let message = "a modelled disk has one arm and so one queue: ask for one queue";
+            let message = "a modelled disk has one arm, or one bucket, and so one queue: ask for one queue";
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         let counters = Arc::new(ModelCounters::default());

@@ -1,0 +1,138 @@
+//! A limit that finds the device's ceiling, against none: on a modelled disk whose rate its provider limits, and on
+//! the file.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkq::disk::AutoLimiter;
+use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, RateModel};
+use blkq::{Disk, StatGroup};
+
+use crate::bench::{Bench, Pace, case};
+use crate::load::{Load, Pattern, local};
+use crate::measurement::Run;
+use crate::metric::Metric;
+use crate::result::{Comparison, Expected, Table};
+use crate::{Result, What};
+
+/// Clients that always have an I/O in flight.
+const DEPTH: usize = 32;
+/// The modelled disk.
+const MODEL: RateModel =
+    RateModel { iops: 10_000, bytes_per_second: 0, refill_ns: 50_000_000, burst_ns: 0, service_ns: 200_000 };
+/// Runs of a disk before it is measured, until its ceiling is found: so long, and so many.
+const SEARCH: Duration = Duration::from_secs(4);
+const SEARCHES: usize = 3;
+/// A run has some refills.
+const SECONDS_MIN: f64 = 0.5;
+
+fn pace_of(pace: &Pace) -> Pace {
+    Pace { seconds: pace.seconds.max(SECONDS_MIN), ..*pace }
+}
+
+/// About how long its runs take.
+pub fn planned_seconds(pace: &Pace) -> f64 {
+    pace_of(pace).cost(4) + (1 + SEARCHES) as f64 * SEARCH.as_secs_f64()
+}
+
+/// A disk with a limit that finds its ceiling.
+struct Limited {
+    disk: Arc<Disk>,
+    _limiter: AutoLimiter,
+}
+
+impl Limited {
+    /// Runs `load` until the ceiling is found, or is not.
+    fn search(disk: Arc<Disk>, load: &Load) -> Result<Limited> {
+        let limited = Limited { _limiter: AutoLimiter::start(&disk)?, disk };
+        for _ in 0..SEARCHES {
+            local::run(&limited.disk, load, SEARCH)?;
+            if limited.has_ceiling() {
+                break;
+            }
+        }
+        Ok(limited)
+    }
+
+    fn has_ceiling(&self) -> bool {
+        self.disk.ceiling().flatten().is_some()
+    }
+}
+
+fn model_disk() -> Result<Arc<Disk>> {
+    let mut options = ModelOptions::new(1 << 40);
+    (options.completion, options.zero_reads) = (ModelCompletion::RateLimited(MODEL), false);
+    Ok(Disk::builder(Box::new(Model::new(options)?)).build()?)
+}
+
+/// Measures it.
+///
+/// # Errors
+/// If a device cannot be made or used.
+pub fn run(bench: &mut Bench) -> Result<Table> {
+    let mut table =
+        Table::new(What::Limit, "a limit that finds the device's ceiling, and keeps the rate just under it");
+    let load = Load::read(Pattern::Random, DEPTH);
+    let (comparison, found) =
+        compare(bench, "modelled disk of 10,000 IOPS, 4 KiB random read", &load, model_disk)?;
+    let p99 = ratio(&comparison, Metric::LatencyP99Us);
+    table.target("modelled disk: 99th percentile, with a limit by without", p99, Expected::AtMost(1.0 / 3.0));
+    let iops = ratio(&comparison, Metric::Iops);
+    table.target("modelled disk: throughput, with a limit by without", iops, Expected::AtLeast(0.97));
+    table.comparisons.push(comparison);
+    let mut notes = vec![match found {
+        true => "the modelled disk's bucket is refilled every 50 ms: at its ceiling it does most I/Os right after \
+                 a refill, and the rest waits for the next"
+            .to_owned(),
+        false => "the modelled disk's ceiling was not found: the machine was too busy for a steady load".to_owned(),
+    }];
+
+    let path = bench.file()?.path().to_owned();
+    let open = || {
+        let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(&path) };
+        Ok(Disk::builder(Box::new(LoopDevice::open(&options)?)).build()?)
+    };
+    let (comparison, found) = compare(bench, "the file, direct, 4 KiB random read", &load, open)?;
+    let iops = ratio(&comparison, Metric::Iops);
+    table.target("the file: throughput, with a limit by without", iops, Expected::AtLeast(0.97));
+    table.comparisons.push(comparison);
+    notes.push(match found {
+        true => "the file: slower by a little, its disk answers several times as fast, and so it has a limit"
+            .into(),
+        false => "the file: no ceiling was found, and so it has no limit".into(),
+    });
+    table.notes = notes;
+    Ok(table)
+}
+
+/// One disk without a limit and one with, which stay for all rounds; and whether a ceiling was found.
+fn compare(
+    bench: &mut Bench,
+    title: &str,
+    load: &Load,
+    open: impl Fn() -> Result<Arc<Disk>>,
+) -> Result<(Comparison, bool)> {
+    let plain = open()?;
+    let limited = bench.progress.aside(|_| Limited::search(open()?, load))?;
+    let on = |disk: Arc<Disk>| {
+        move |length| -> Result<Run> {
+            let before = disk.stats();
+            let run = local::run(&disk, load, length)?;
+            let statistics = disk.stats().delta(&before);
+            let us = |percent| statistics[StatGroup::Read].latency.percentile_ns(percent) as f64 / 1e3;
+            Ok(run.with(Metric::LatencyP50Us, us(50.0)).with(Metric::LatencyP99Us, us(99.0)))
+        }
+    };
+    let cases = vec![case("no limit", on(plain)), case("auto", on(limited.disk.clone()))];
+    let pace = pace_of(&bench.pace);
+    let mut comparison = bench.compare_at(pace, title, cases)?;
+    for metric in [Metric::Iops, Metric::LatencyP50Us, Metric::LatencyP99Us] {
+        comparison.effect("limit", "no limit", "auto", metric, None);
+    }
+    Ok((comparison, limited.has_ceiling()))
+}
+
+fn ratio(comparison: &Comparison, metric: Metric) -> f64 {
+    comparison.case("auto").median(metric) / comparison.case("no limit").median(metric)
+}
