@@ -71,7 +71,7 @@ impl Qcow2 {
     /// # Errors
     /// If it is read-only, or something cannot be made durable.
     pub(crate) fn below(&self) -> Result<Below, Error> {
-        if !self.writable {
+        if !self.writable || self.read_only.load(Relaxed) {
             let message = format!("{} is read-only: nothing in it changes", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
