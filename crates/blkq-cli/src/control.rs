@@ -33,7 +33,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client that waits for something else asks how far that is.
 const STATE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a client waits for a change, which waits for the I/O in flight.
-const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
+pub const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A client's request to a daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -72,8 +72,9 @@ pub enum Request {
         /// Events of each queue that it has room for: a power of two.
         events: u64,
     },
-    /// Go on in a new image over the present one. The daemon replies when it is to get the new file, when it has
-    /// prepared that and waits with all I/O, and, after one more byte, when it goes on: see [`Dialogue`].
+    /// Go on in a new image over the present one. The daemon replies when it has flushed and is to get the new file,
+    /// when it has prepared that and waits with all I/O, and, after one more byte, when it goes on: see
+    /// [`Dialogue`].
     Snapshot {
         /// The options of the device with the new image.
         options: Record,
@@ -242,21 +243,42 @@ impl Dialogue {
     /// Takes the next step, and waits for the reply.
     ///
     /// # Errors
-    /// The outer one if there is no reply, so that it is unknown how far the daemon came; the inner one is the
-    /// daemon's.
+    /// As [`Dialogue::reply`].
     pub fn step(&self, file: Option<BorrowedFd<'_>>) -> Outcome<Outcome> {
+        self.go_on(file)?;
+        self.reply()
+    }
+
+    /// Takes the next step.
+    ///
+    /// # Errors
+    /// The socket's.
+    pub fn go_on(&self, file: Option<BorrowedFd<'_>>) -> Outcome {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let files = Vec::from_iter(file);
         if !files.is_empty() {
             control.push(SendAncillaryMessage::ScmRights(&files));
         }
-        sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL)
-            .map_err(|e| no_answer(e.into()))?;
-        self.reply()
+        match sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL) {
+            // It has given up, and the reason is its reply.
+            Ok(_) | Err(Errno::PIPE) => Ok(()),
+            Err(e) => Err(no_answer(e.into())),
+        }
     }
 
-    fn reply(&self) -> Outcome<Outcome> {
+    /// Whether the daemon waits for the next step: it has not replied since the last one, nor closed the connection.
+    pub fn is_waiting(&self) -> bool {
+        let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
+    }
+
+    /// Waits for the reply to a step.
+    ///
+    /// # Errors
+    /// The outer one if there is no reply, so that it is unknown how far the daemon came; the inner one is the
+    /// daemon's.
+    pub fn reply(&self) -> Outcome<Outcome> {
         match receive::<()>(&self.stream, CHANGE_TIMEOUT).map_err(no_answer)? {
             Reply::Ok(()) => Ok(Ok(())),
             Reply::Error(message) => Ok(Err(Failure::new(message))),

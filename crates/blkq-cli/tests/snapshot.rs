@@ -6,7 +6,7 @@ mod place;
 use std::fs;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -20,6 +20,25 @@ fn run(program: &str, words: &[&str]) -> String {
     let output = Command::new(program).args(words).output().unwrap();
     assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+/// Kills the daemon `pid`, which has `images`. The kernel lets go of a ring's files, and their locks, only some time
+/// after the process has exited.
+fn kill_and_wait(pid: i32, images: &[&str]) {
+    kill(pid);
+    for image in images {
+        let file = fs::File::open(image).unwrap();
+        wait_until("the image is released", || is_free(&file));
+    }
+}
+
+/// Whether no other open file has a lock on it.
+fn is_free(file: &fs::File) -> bool {
+    let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
+    let mut lock = libc::flock { l_type, l_whence, l_start: 0, l_len: 0, l_pid: 0 };
+    // SAFETY: the descriptor is open, the structure lives through the call.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) }, 0);
+    i32::from(lock.l_type) == libc::F_UNLCK
 }
 
 /// A client with one request at a time, of blocks that are all one byte.
@@ -162,7 +181,7 @@ fn writes_go_on_through_snapshots_and_none_is_lost() {
         writer.join().unwrap()
     });
     // A flush is all that a killed daemon owes.
-    kill(place.pid("d"));
+    kill_and_wait(place.pid("d"), &[&base, &last]);
     let raw = place.dir.join("raw").to_str().unwrap().to_owned();
     run("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", &last, &raw]);
     let found = fs::read(raw).unwrap();
@@ -261,7 +280,7 @@ fn a_killed_daemon_leaves_an_image_with_all_that_was_written() {
     let mut client = check(&base, "raw", [0; 3]);
     client.write(1, 1);
     // The new image is there and durable, and the state file is not written yet: either has all.
-    drop(begin_and_kill(&place, &first));
+    drop(begin_and_kill(&place, &base, &first));
     assert_eq!(fs::read(&base).unwrap()[BLOCK], 1);
     drop(check(&first, "qcow2", [1, 0, 0]));
     place.done(&["detach", "d"]);
@@ -270,20 +289,20 @@ fn a_killed_daemon_leaves_an_image_with_all_that_was_written() {
     place.done(&["snapshot", "d", "--to", &second]);
     client.write(2, 2);
     client.flush();
-    kill(place.pid("d"));
+    kill_and_wait(place.pid("d"), &[&base, &second]);
     let mut client = check(&second, "qcow2", [1, 2, 0]);
     // The same from qcow2, whose tables are in memory.
     client.write(3, 3);
-    drop(begin_and_kill(&place, &third));
+    drop(begin_and_kill(&place, &second, &third));
     drop(check(&third, "qcow2", [1, 2, 3]));
     place.done(&["detach", "d"]);
     drop(check(&second, "qcow2", [1, 2, 3]));
 }
 
-fn begin_and_kill(place: &Place, path: &str) -> UnixStream {
+fn begin_and_kill(place: &Place, below: &str, path: &str) -> UnixStream {
     let pid = place.pid("d");
     let command = begin(place, "d", path);
-    kill(pid);
+    kill_and_wait(pid, &[below, path]);
     command
 }
 
@@ -327,4 +346,39 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
     place.done(&["snapshot", "n", "--to", &elsewhere, "--backing-chain", "allow"]);
     place.done(&["detach", "n"]);
     place.done(&["attach", &elsewhere, "--format", "qcow2", "--backing-chain", "allow", "--name", "n"]);
+}
+
+#[test]
+fn a_read_only_qcow2_device_has_no_snapshot() {
+    let place = Place::new("snapshot-read-only");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (image, new) = (path("a.qcow2"), path("new"));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1M"]);
+    place.done(&["attach", &image, "--format", "qcow2", "--name", "d"]);
+    place.done(&["set", "d", "read-only=on"]);
+    let line = place.refused(&["snapshot", "d", "--to", &new]);
+    assert!(line.contains("read-only") && !fs::exists(&new).unwrap(), "{line}");
+    place.done(&["set", "d", "read-only=off"]);
+    place.done(&["snapshot", "d", "--to", &new]);
+}
+
+#[test]
+fn a_configuration_names_the_new_image_before_the_device_has_it() {
+    let place = Place::new("snapshot-configured");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (image, new) = (place.image("a.img", 1 << 20), path("new"));
+    fs::create_dir(path("c")).unwrap();
+    let configure = |text: String| fs::write(path("c/d.toml"), text).unwrap();
+    let run = |words: &[&str]| place.command(words).env("BLKQ_CONFIG_DIR", path("c")).output().unwrap();
+    configure(format!("image = {image:?}\n"));
+    assert!(run(&["attach", "--config", &path("c/d.toml")]).status.success());
+    let refused = run(&["snapshot", "d", "--to", &new]);
+    let line = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{line}");
+    assert!(line.contains(&format!("c/d.toml write image = {new:?}")), "{line}");
+    assert!(!fs::exists(&new).unwrap());
+    configure(format!("image = {new:?}\nformat = \"qcow2\"\n"));
+    assert!(run(&["snapshot", "d", "--to", &new]).status.success());
+    place.done(&["detach", "d"]);
+    assert!(run(&["attach", "--config", &path("c/d.toml")]).status.success());
 }

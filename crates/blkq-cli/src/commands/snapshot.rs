@@ -7,6 +7,7 @@ use blkq::drivers::DriverSpec;
 
 use super::attach::create::{NewImage, directory_of};
 use crate::completion;
+use crate::config;
 use crate::control::{Dialogue, Request, ask};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
@@ -40,6 +41,7 @@ pub struct Args {
 }
 
 /// A device, and the image that it is to get.
+#[derive(Debug)]
 struct Wanted {
     name: String,
     image: String,
@@ -47,8 +49,9 @@ struct Wanted {
     options: Record,
 }
 
-/// One that waits for the others.
-struct Prepared<'a> {
+/// One whose data is durable, but for what is written since. If this is dropped it goes on as it was, and its new image
+/// is removed.
+struct Begun<'a> {
     wanted: &'a Wanted,
     dialogue: Dialogue,
     file: NewImage,
@@ -71,18 +74,12 @@ impl Args {
         if let Some(twice) = wanted.windows(2).find(|pair| pair[0].name == pair[1].name) {
             return Err(Failure::new(format!("snapshot {}: it is named twice; name it once", twice[0].name)));
         }
-        let prepare = |wanted| prepare(&dir, wanted);
-        // If one fails the others are dropped: they go on as they were, and their files are removed.
-        let prepared = wanted.iter().map(prepare).collect::<Outcome<Vec<_>>>()?;
+        let begun = wanted.iter().map(|wanted| Begun::new(&dir, wanted)).collect::<Outcome<Vec<_>>>()?;
+        let done = change_over(begun)?;
+        // Not before all have changed over: nobody may read what is printed.
         let mut failures = Vec::new();
-        for Prepared { wanted, dialogue, file } in prepared {
-            let done = dialogue.step(None);
-            match &done {
-                Ok(Err(_)) => drop(file),
-                // Without a reply it may be the image by now.
-                Ok(Ok(())) | Err(_) => file.keep(),
-            }
-            match done.and_then(|done| done) {
+        for (wanted, done) in done {
+            match done {
                 Ok(()) => print(&format!("{}\n", wanted.path.display()))?,
                 Err(failure) => failures.push(failure.during(format_args!("snapshot {}", wanted.name))),
             }
@@ -138,6 +135,7 @@ impl Args {
                 path.display()
             )));
         }
+        check_configuration(&name, &info.image, &path)?;
         let backing_chain = match self.backing_chain {
             Backing::OwnDirectory => options.backing_chain,
             Backing::Allow => Backing::Allow,
@@ -153,14 +151,167 @@ impl Args {
     }
 }
 
-/// Makes the new image of a device, which waits with all I/O from then on.
-fn prepare<'a>(dir: &StateDir, wanted: &'a Wanted) -> Outcome<Prepared<'a>> {
-    let Wanted { name, image, path, options } = wanted;
-    let of = |e: Failure| e.during(format_args!("snapshot {name}"));
-    let there =
-        format!("{} is there already, and nothing is overwritten; choose another name", path.display());
-    let file = NewImage::make(path, &there, |_| Ok(())).map_err(of)?;
-    let dialogue = Dialogue::begin(dir, name, &Request::Snapshot { options: options.clone() }).map_err(of)?;
-    dialogue.step(file.file().map(AsFd::as_fd)).and_then(|done| done).map_err(|e| of(e.during(image)))?;
-    Ok(Prepared { wanted, dialogue, file })
+/// Refuses a device whose configuration has the old image: a service manager that starts it again, perhaps because its
+/// daemon was killed, would have that written to.
+fn check_configuration(name: &str, image: &str, new: &Path) -> Outcome {
+    let Ok(AttachOptions { image: DriverSpec::Image(configured), .. }) = config::named(name) else {
+        return Ok(());
+    };
+    if configured.canonicalize().is_ok_and(|configured| configured == Path::new(image)) {
+        return Err(Failure::new(format!(
+            "the next start of its service would write to {image}; in {} write image = {new:?} and \
+             format = \"qcow2\" first",
+            config::path_of(name).display()
+        )));
+    }
+    Ok(())
+}
+
+impl<'a> Begun<'a> {
+    /// Makes the file, and has the daemon flush the device.
+    fn new(dir: &StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
+        let Wanted { name, path, options, .. } = wanted;
+        let of = |e: Failure| e.during(format_args!("snapshot {name}"));
+        let there =
+            format!("{} is there already, and nothing is overwritten; choose another name", path.display());
+        let file = NewImage::make(path, &there, |_| Ok(())).map_err(of)?;
+        let request = Request::Snapshot { options: options.clone() };
+        let dialogue = Dialogue::begin(dir, name, &request).map_err(of)?;
+        Ok(Begun { wanted, dialogue, file })
+    }
+
+    fn failed(&self, failure: Failure) -> Failure {
+        failure.during(&self.wanted.image).during(format_args!("snapshot {}", self.wanted.name))
+    }
+
+    /// Has the daemon stop the device's I/O and make the new image.
+    fn stop(&self) -> Outcome {
+        let file = self.file.file().map(AsFd::as_fd);
+        self.dialogue.step(file).and_then(|done| done).map_err(|e| self.failed(e))
+    }
+
+    /// Whether the device still waits: the others may have taken too long.
+    fn check(&self) -> Outcome {
+        if self.dialogue.is_waiting() {
+            return Ok(());
+        }
+        let why = match self.dialogue.reply() {
+            Ok(Err(failure)) | Err(failure) => failure,
+            Ok(Ok(())) => Failure::new("its daemon gave an answer that is none"),
+        };
+        Err(self.failed(why))
+    }
+}
+
+/// Stops the devices, each in turn, and when all wait has them go on in their new images.
+///
+/// # Errors
+/// That of the first which cannot: then none has another image.
+fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<(&Wanted, Outcome)>> {
+    begun.iter().try_for_each(Begun::stop)?;
+    begun.iter().try_for_each(Begun::check)?;
+    // Without a reply in between: a command that is killed here leaves some as they were.
+    let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(None)).collect();
+    let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file }, sent)| {
+        let done = sent.and_then(|()| dialogue.reply());
+        match &done {
+            Ok(Err(_)) => drop(file),
+            // Without a reply it may be the image by now.
+            Ok(Ok(())) | Err(_) => file.keep(),
+        }
+        (wanted, done.and_then(|done| done))
+    });
+    Ok(done.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::thread;
+
+    use super::*;
+    use crate::options::tests::options;
+    use crate::state::tests::scratch;
+
+    /// Takes the request and the file, with a reply to each, then calls `last`.
+    fn daemon<T: Send + 'static>(
+        dir: &StateDir,
+        name: &str,
+        last: impl FnOnce(UnixStream) -> T + Send + 'static,
+    ) -> thread::JoinHandle<T> {
+        let listener = UnixListener::bind(dir.control_socket(name)).unwrap();
+        thread::spawn(move || {
+            let mut stream = listener.accept().unwrap().0;
+            let mut request = String::new();
+            BufReader::new(&stream).read_line(&mut request).unwrap();
+            assert!(request.contains("snapshot"), "{request}");
+            writeln!(stream, "{{\"ok\":null}}").unwrap();
+            stream.read_exact(&mut [0]).unwrap();
+            writeln!(stream, "{{\"ok\":null}}").unwrap();
+            last(stream)
+        })
+    }
+
+    fn wanted(dir: &StateDir, name: &str) -> Wanted {
+        let path = dir.file(name, ".new");
+        let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
+        let options = Record::new(&options).unwrap();
+        Wanted { name: name.to_owned(), image: format!("/{name}.img"), path, options }
+    }
+
+    #[test]
+    fn one_device_that_gave_up_keeps_the_others_from_changing_over() {
+        let dir = scratch("snapshot-given-up");
+        dir.create().unwrap();
+        let (given_up, waits) = std::sync::mpsc::channel();
+        let first = daemon(&dir, "a", move |mut stream| {
+            writeln!(stream, "{{\"error\":\"the snapshot was given up\"}}").unwrap();
+            drop(stream);
+            given_up.send(()).unwrap();
+        });
+        // The reply to its file comes later than that.
+        let listener = UnixListener::bind(dir.control_socket("b")).unwrap();
+        let second = thread::spawn(move || {
+            let mut stream = listener.accept().unwrap().0;
+            BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+            writeln!(stream, "{{\"ok\":null}}").unwrap();
+            stream.read_exact(&mut [0]).unwrap();
+            waits.recv().unwrap();
+            writeln!(stream, "{{\"ok\":null}}").unwrap();
+            stream.read(&mut [0]).unwrap()
+        });
+        let wanted = ["a", "b"].map(|name| wanted(&dir, name));
+        let begun = wanted.iter().map(|one| Begun::new(&dir, one)).collect::<Outcome<Vec<_>>>().unwrap();
+        let failure = change_over(begun).unwrap_err().to_string();
+        assert!(failure.starts_with("snapshot a: "), "{failure}");
+        assert_eq!(second.join().unwrap(), 0, "it was told to go on as it was");
+        first.join().unwrap();
+        assert!(wanted.iter().all(|one| !one.path.exists()));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_new_image_stays_unless_its_daemon_says_that_it_is_none() {
+        let dir = scratch("snapshot-done");
+        dir.create().unwrap();
+        let reply = |text: &'static str| {
+            move |mut stream: UnixStream| {
+                stream.read_exact(&mut [0]).unwrap();
+                stream.write_all(text.as_bytes()).unwrap();
+            }
+        };
+        let daemons = [
+            daemon(&dir, "done", reply("{\"ok\":null}\n")),
+            daemon(&dir, "dead", reply("")),
+            daemon(&dir, "refused", reply("{\"error\":\"why\"}\n")),
+        ];
+        let wanted = ["done", "dead", "refused"].map(|name| wanted(&dir, name));
+        let begun = wanted.iter().map(|one| Begun::new(&dir, one)).collect::<Outcome<Vec<_>>>().unwrap();
+        let done = change_over(begun).unwrap();
+        daemons.into_iter().for_each(|daemon| daemon.join().unwrap());
+        assert_eq!([0, 1, 2].map(|at| done[at].1.is_ok()), [true, false, false]);
+        assert_eq!([0, 1, 2].map(|at| wanted[at].path.exists()), [true, true, false]);
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
 }

@@ -215,12 +215,17 @@ pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
     Ok(files()?.into_iter().map(outcome).collect())
 }
 
+/// The file of the device `name`, whether it is there or not.
+pub fn path_of(name: &str) -> PathBuf {
+    directory().join(format!("{name}.{SUFFIX}"))
+}
+
 /// The options that the file `NAME.toml` of the directory has.
 ///
 /// # Errors
 /// The first mistake in it.
 pub fn named(name: &str) -> Outcome<AttachOptions> {
-    let path = directory().join(format!("{name}.{SUFFIX}"));
+    let path = path_of(name);
     let file = ConfigFile::read(&path).map_err(|faults| first(&faults, &path))?;
     file.options().map_err(|fault| fault.failure(&path))
 }

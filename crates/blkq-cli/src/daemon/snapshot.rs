@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::shared::Shared;
-use crate::control::LINE_TIMEOUT;
+use crate::control::CHANGE_TIMEOUT;
 use crate::failure::{Failure, Outcome};
 use crate::log;
 use crate::options::Record;
@@ -30,6 +30,9 @@ pub(super) fn serve_snapshot(
 ) -> Outcome {
     let options = options.read()?;
     shared.stage().check()?;
+    // Most of it while I/O goes on, before any device of the snapshot is stopped; and not under the lock: a flush may
+    // take long, or hang, and a forced stop does not wait for it.
+    shared.device().flush_for_change()?;
     reply();
     let file = receive_file(stream)?;
     // The next daemon of the device reads what is written here, and nothing is changed once it stops.
@@ -44,10 +47,10 @@ pub(super) fn serve_snapshot(
     Ok(())
 }
 
-/// The file that comes with the next byte.
+/// The file that comes with the next byte, when the other devices have been flushed.
 fn receive_file(stream: &UnixStream) -> Outcome<File> {
     let failed = |why: String| Failure::new(format!("the new image did not come: {why}"));
-    stream.set_read_timeout(Some(LINE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
+    stream.set_read_timeout(Some(CHANGE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];

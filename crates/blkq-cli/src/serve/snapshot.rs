@@ -12,6 +12,16 @@ use crate::info::StateFile;
 use crate::options::{AttachOptions, Record};
 
 impl Device {
+    /// Makes what was written durable, so that the device need not stop for long.
+    ///
+    /// # Errors
+    /// As [`Device::flush`], and if requests are held after errors.
+    pub fn flush_for_change(&self) -> Outcome {
+        // A flush would wait for them.
+        self.check_not_held()?;
+        self.flush()
+    }
+
     /// Makes `file`, which is empty, the image over the present one, with which the device is as `options` say. All I/O
     /// waits while `ready` waits for other devices, and while `keep` writes the state file: if either fails, the
     /// device goes on as it was.
@@ -43,10 +53,7 @@ impl Device {
             attach_options: Some(Record::new(options)?),
         };
         let state = self.state_file()?;
-        // A flush would wait for them.
         self.check_not_held()?;
-        // Most of it, while I/O goes on.
-        running.flush()?;
         // One change at a time; the state file has the settings of now.
         let settings = self.settings();
         let state = StateFile {
