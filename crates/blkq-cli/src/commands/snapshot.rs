@@ -285,7 +285,7 @@ mod tests {
         let begun = wanted.iter().map(|one| Begun::new(&dir, one)).collect::<Outcome<Vec<_>>>().unwrap();
         let failure = change_over(begun).unwrap_err().to_string();
         assert!(failure.starts_with("snapshot a: "), "{failure}");
-        assert_eq!(second.join().unwrap(), 0, "it was told to go on as it was");
+        assert_eq!(second.join().unwrap(), 0, "it goes on as it was");
         first.join().unwrap();
         assert!(wanted.iter().all(|one| !one.path.exists()));
         std::fs::remove_dir_all(dir.path()).unwrap();
