@@ -103,7 +103,7 @@ enum Phase {
     Raise { by: f64 },
 }
 
-/// Finds the ceiling of a device from what the device does ([the module](self)).
+/// Finds the ceiling of a device from what the device does.
 #[derive(Debug)]
 pub struct AutoLimit {
     phase: Phase,
