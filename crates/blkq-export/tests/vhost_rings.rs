@@ -9,11 +9,11 @@ use std::os::fd::AsFd;
 
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, LoopSetting};
-use blkq::{Disk, Setting};
+use blkq::{Disk, ErrorPolicy, Setting};
 use blkq_export::vhost_user::Event;
 use front_end::*;
 use rustix::event::{EventfdFlags, eventfd};
-use vhost::{image, ram, serve, serve_disk, until};
+use vhost::{image, ram, serve, serve_disk, unique, until};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -443,4 +443,37 @@ fn a_front_end_that_asks_for_no_reply_sleeps_and_resets() {
     }
     assert_eq!(served.device.counters().violations, 0);
     assert_eq!(served.device.take_reports(), []);
+}
+
+/// A front end stops its rings one after the other, and waits for each.
+// Contract: errors
+#[test]
+fn a_ring_stops_while_another_one_holds_requests() {
+    let rules: FaultSpec = "error=ENOSPC,op=write".parse().unwrap();
+    let driver = Fault::new(image(DirectIo::Off, None), rules).unwrap();
+    let disk = Disk::builder(Box::new(driver)).queues(2).error_policy(ErrorPolicy::Hold).build().unwrap();
+    let served = serve_disk(disk, unique("sock"));
+    for (requests, disconnects) in [(2, false), (4, true)] {
+        let mut front = FrontEnd::started(&served.path, FEATURES, 2);
+        front.submit(1, OUT, 0, DATA, 4096);
+        front.kick(1);
+        until("the write is held", || served.disk.held() == 1);
+        // It waits for that write.
+        front.submit(0, FLUSH, 0, 0, 0);
+        front.kick(0);
+        until("the flush is there", || served.device.counters().requests == requests);
+        if !disconnects {
+            assert_eq!((front.stop(0), front.stop(1)), (1, 1));
+            assert_eq!(front.wait(0, 1)[0].1, 0);
+            assert_eq!(front.wait(1, 1)[0].1, 1);
+        }
+        drop(front);
+        served.until_idle();
+        assert_eq!(served.disk.held(), 0);
+    }
+    // Nothing is reported any longer than that takes.
+    let mut front = FrontEnd::started(&served.path, FEATURES, 1);
+    front.submit(0, OUT, 0, DATA, 4096);
+    front.kick(0);
+    until("the write is held", || served.disk.held() == 1);
 }

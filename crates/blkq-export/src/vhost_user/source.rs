@@ -507,7 +507,8 @@ unsafe impl Source for VringSource {
     }
 
     fn is_abandoned(&self, _user_data: u64) -> bool {
-        self.stopping
+        // A ring that was rejected has no answer for its guest, and perhaps zeroes in the place of its data.
+        self.stopping || self.rejected
     }
 
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {

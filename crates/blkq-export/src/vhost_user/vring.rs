@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Acquire;
 
-use blkq::{EngineHandle, SourceId};
+use blkq::{Disk, EngineHandle, SourceId};
 
 use super::abi::feature;
 use super::foreign::{CallFile, Foreign};
@@ -44,6 +44,7 @@ enum Kick {
 
 /// The source that serves a ring.
 struct Serving {
+    disk: Arc<Disk>,
     engine: EngineHandle,
     id: SourceId,
     status: Arc<RingStatus>,
@@ -219,7 +220,7 @@ impl Vring {
         shared.registry.add_ring(&status);
         let added = engine.add_source(move || Box::new(VringSource::new(start)));
         let id = added.map_err(|e| rejected(e.to_string()))?;
-        self.serving = Some(Serving { engine, id, status, reported: false });
+        self.serving = Some(Serving { disk: shared.disk.clone(), engine, id, status, reported: false });
         Ok(())
     }
 
@@ -227,6 +228,9 @@ impl Vring {
     /// was.
     pub fn stop(&mut self) {
         let Some(mut serving) = self.serving.take() else { return };
+        // A flush of this ring may wait for a write of another one that is held after an error, or a request
+        // for its tag: the front end waits for this ring before it stops that one.
+        let _reporting = serving.disk.report_errors();
         serving.engine.stop_source(serving.id, true);
         self.base = serving.status.base.load(Acquire);
         self.rejections.extend(serving.take_rejection());
