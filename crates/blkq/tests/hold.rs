@@ -3,7 +3,9 @@
 
 mod common;
 
+use std::any::Any;
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
@@ -11,8 +13,9 @@ use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::{DriverOptions, DriverSpec, open};
 use blkq::hang::Place;
 use blkq::{
-    Bio, BioFlags, Counter, Disk, EngineThread, ErrorKind, ErrorPolicy, IoBuffer, LocalQueue, Operation,
-    QueueLimits, Resume, SchedulerKind, Sector, Setting, StatGroup, Status,
+    Bio, BioFlags, Completion, Counter, Cqe, Disk, EngineThread, Error, ErrorKind, ErrorPolicy, IoBuffer,
+    LocalQueue, Operation, QueueLimits, Resume, SchedulerKind, Sector, Setting, Source, SourceContext,
+    StatGroup, Status,
 };
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits, within};
 
@@ -280,6 +283,87 @@ fn threads_wait_until_there_is_room() {
             assert!(read.iter().all(|byte| *byte == number as u8));
         }
         drop(engine);
+    });
+}
+
+/// Clients 1 and 2, of whom each writes and reads one of two blocks that merge.
+struct TwoClients {
+    completed: Sender<(u64, Result<(), Status>)>,
+    in_flight: usize,
+    /// They disconnected.
+    gone: Vec<u64>,
+}
+
+// SAFETY: it is stopped when no bio is in flight.
+unsafe impl Source for TwoClients {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        for bio in [write(8, 1), write(9, 2)]
+            .into_iter()
+            .chain([(16, 11), (17, 12)].map(|(sector, mark)| Bio::read(Sector(sector), filled(512, 0), mark)))
+        {
+            cx.submit(0, bio).map_err(|_| Error::new(ErrorKind::Busy, "no room"))?;
+            self.in_flight += 1;
+        }
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, completion: Completion) {
+        self.in_flight -= 1;
+        self.completed.send((completion.user_data, completion.result)).unwrap();
+    }
+
+    fn on_message(&mut self, _: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
+        self.gone.push(*message.downcast::<u64>().unwrap());
+    }
+
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+
+    fn is_abandoned(&self, user_data: u64) -> bool {
+        self.gone.contains(&(user_data % 10))
+    }
+
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {
+        self.gone = vec![1, 2];
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.in_flight == 0
+    }
+}
+
+/// Reissued, the write could land on what the client has written since over another connection.
+// Contract: errors
+#[test]
+fn held_writes_fail_with_one_client_and_reads_with_all() {
+    within(120, || {
+        let fault: FaultSpec = "error=EIO".parse().unwrap();
+        let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
+        let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
+        let disk = Disk::builder(driver).error_policy(ErrorPolicy::Hold).build().unwrap();
+        let engine = EngineThread::spawn("hold", vec![(disk.clone(), 0)]).unwrap();
+        let (completed, completions) = channel();
+        let source = move || Box::new(TwoClients { completed, in_flight: 0, gone: Vec::new() }) as Box<_>;
+        let id = engine.handle().add_source(source).unwrap();
+        let wait_for_held = |count| {
+            while disk.held() != count {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        wait_for_held(2);
+        let next = || {
+            let mut both = [completions.recv().unwrap(), completions.recv().unwrap()];
+            both.sort_unstable_by_key(|(mark, _)| *mark);
+            both
+        };
+        engine.handle().send(id, Box::new(1u64));
+        assert_eq!(next(), [(1, Err(Status::Io)), (2, Err(Status::Io))]);
+        wait_for_held(1);
+        engine.handle().send(id, Box::new(2u64));
+        assert_eq!(next(), [(11, Err(Status::Io)), (12, Err(Status::Io))]);
+        wait_for_held(0);
+        engine.handle().stop_source(id, true);
     });
 }
 

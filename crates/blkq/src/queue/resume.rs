@@ -48,8 +48,8 @@ impl Queue {
             tracer.requests(EventKind::Requeue, &tags, self.in_flight.requests(), &mut self.clock);
         }
         self.dispatch.release(count as u32);
-        self.stats.count(Counter::HeldRequests, count as u64);
         self.stats.held(self.hold.len() as u64);
+        self.stats.count(Counter::HeldRequests, count as u64);
         if self.disk.is_frozen() {
             // A freeze would wait for these in vain.
             self.disk.disk().control.wake_waiters();
@@ -77,20 +77,22 @@ impl Queue {
         self.fail_held(|_| true);
     }
 
-    /// Completes requests with their errors of whose bios `is_abandoned` is true: none of them is
-    /// waited for any more. It gets their `user_data`.
+    /// Completes requests with their errors that are not to be reissued: a write of which `is_abandoned` is
+    /// true for one of its merged bios, as that one would overwrite what its client wrote since, and a read
+    /// that nobody waits for any more. `is_abandoned` gets their `user_data`.
     pub(crate) fn fail_abandoned(&mut self, ring: Option<&mut Ring>, is_abandoned: impl Fn(u64) -> bool) {
+        self.close_lane();
         let mut failing = Vec::new();
         let held: Vec<Tag> = self.hold.held().collect();
         for tag in held {
             self.in_flight.fill_plain(tag);
-            let mut bio = self.in_flight[tag].first_bio;
-            let mut all = bio != NIL;
-            while all && bio != NIL {
-                all = self.submitter_of(bio).0.is_some_and(&is_abandoned);
+            let (mut bio, mut any, mut all) = (self.in_flight[tag].first_bio, false, true);
+            while bio != NIL {
+                let is = self.submitter_of(bio).0.is_some_and(&is_abandoned);
+                (any, all) = (any || is, all && is);
                 bio = self.in_flight[bio].next;
             }
-            if all {
+            if any && (all || self.in_flight[tag].operation.is_write()) {
                 failing.push(tag);
             }
         }
