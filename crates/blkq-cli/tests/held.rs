@@ -106,6 +106,30 @@ fn held_requests_can_fail_and_the_policy_be_changed() {
     place.done(&["detach", "a"]);
 }
 
+/// A flush of the command itself waits for a write that is reissued, and is held again.
+// Contract: errors
+#[test]
+fn a_flush_of_a_command_gives_up_on_held_requests() {
+    let place = Place::new("heldagain");
+    let uri = attach(&place, &["--on-error", "hold"]);
+    let mut client = session(&uri, "a");
+    request(&mut client, 1, 1, 0, 512);
+    wait_for_held(&place, 1);
+    place.done(&["set", "a", "fault=stuck=2s,op=write"]);
+    place.done(&["resume", "a"]);
+    // It is held again, or still, before this has flushed.
+    let line = place.refused(&["upgrade", "a"]);
+    assert!(line.contains("1 request is held after I/O errors"), "{line}");
+    place.done(&["set", "a", "fault=none"]);
+    place.done(&["resume", "a"]);
+    assert_eq!(reply(&mut client, 0), (0, 1));
+    drop(client);
+    wait_until("it has no client", || {
+        place.json(&["show", "a", "--json"])["clients"].as_array().unwrap().is_empty()
+    });
+    place.done(&["detach", "a"]);
+}
+
 // Contract: detach
 #[test]
 fn clients_that_vanish_and_forced_stops_leave_nothing_held() {

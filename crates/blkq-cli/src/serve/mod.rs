@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -53,6 +53,8 @@ pub use rehearsal::{check_successor, check_take_over};
 const USERS_WAIT: Duration = Duration::from_secs(1);
 /// How long the last flush before another daemon may take.
 const FLUSH_WAIT: Duration = Duration::from_secs(30);
+/// How often a flush checks whether it waits for held requests.
+const HELD_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A device being served, until it is stopped.
 pub struct Device {
@@ -405,9 +407,10 @@ impl Device {
     /// Makes what was written durable.
     ///
     /// # Errors
-    /// If this or an earlier write cannot be made durable, or the device has stopped.
+    /// If this or an earlier write cannot be made durable, requests are held after errors, which a flush would
+    /// wait for, or the device has stopped.
     pub fn flush(&self) -> Outcome {
-        self.running()?.flush()
+        flush_unless_held(&self.running()?)
     }
 
     /// Stops a device that is closed: flushes, stops the engines and closes the image.
@@ -459,16 +462,32 @@ fn release(running: &Arc<Running>) -> Outcome {
 
 /// Flushes; a flush that is not answered is left to itself.
 fn flush_within(running: &Arc<Running>, wait: Duration) -> Outcome {
+    begin_flush(running)?
+        .recv_timeout(wait)
+        .unwrap_or_else(|_| Err(Failure::new(format!("flush: no answer within {} s", wait.as_secs()))))
+}
+
+/// Flushes; a flush that waits for held requests, of now or of later, is left to itself.
+fn flush_unless_held(running: &Arc<Running>) -> Outcome {
+    let flushed = begin_flush(running)?;
+    loop {
+        match (flushed.recv_timeout(HELD_POLL_INTERVAL), running.disk.held()) {
+            (Ok(flushed), _) => return flushed,
+            (Err(RecvTimeoutError::Timeout), 0) => {}
+            (Err(RecvTimeoutError::Timeout), held) => return Err(Failure::held(held)),
+            (Err(RecvTimeoutError::Disconnected), _) => return Err(stopping()),
+        }
+    }
+}
+
+/// Has a thread flush, which is left to itself if nobody waits any longer.
+fn begin_flush(running: &Arc<Running>) -> Outcome<Receiver<Outcome>> {
     let (sender, flushed) = channel();
     let running = running.clone();
     let flush = move || _ = sender.send(running.flush());
-    thread::Builder::new()
-        .name("blkq-flush".to_owned())
-        .spawn(flush)
-        .map_err(|e| Failure::new(format!("flush: {e}")))?;
-    flushed
-        .recv_timeout(wait)
-        .unwrap_or_else(|_| Err(Failure::new(format!("flush: no answer within {} s", wait.as_secs()))))
+    let spawned = thread::Builder::new().name("blkq-flush".to_owned()).spawn(flush);
+    spawned.map_err(|e| Failure::new(format!("flush: {e}")))?;
+    Ok(flushed)
 }
 
 fn stopping() -> Failure {
