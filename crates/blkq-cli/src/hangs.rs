@@ -383,7 +383,7 @@ mod tests {
 
     #[test]
     fn held_requests_are_logged_at_once_and_with_their_cure() {
-        let (disk, engine, watch, lines) = device("error=ENOSPC,op=write", Duration::from_millis(400));
+        let (disk, engine, watch, lines) = device("error=ENOSPC,op=write", Duration::from_secs(3));
         disk.set_error_policy(ErrorPolicy::HoldNoSpace);
         let name = disk.name().to_owned();
         let writer = std::thread::spawn({
