@@ -8,6 +8,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -250,19 +251,47 @@ fn a_daemon_inherits_no_descriptors() {
     assert!(strange.is_empty(), "{strange:?}");
 }
 
+/// `attach` with `words`, which is handed a socket at `path` as by a service manager.
+fn activated(place: &Place, path: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" attach --name d \"$@\""])
+        .arg(place.command(&[]).get_program())
+        .args(words)
+        .env("BLKQ_STATE_DIR", place.state())
+        .stdin(OwnedFd::from(UnixListener::bind(path).unwrap()))
+        .stdout(Stdio::null());
+    command
+}
+
+#[test]
+fn a_server_of_an_inherited_socket_makes_its_image() {
+    let place = Place::new("create-sd");
+    let (path, image) = (place.dir.join("a.sock"), place.dir.join("new.img"));
+    let words = [image.to_str().unwrap(), "--create=1M"];
+    let mut child = activated(&place, &path, &words).spawn().unwrap();
+    drop(client(&format!("nbd+unix:///?socket={}", path.display())));
+    // It has its name still.
+    place.refused(&["attach", "ram:1M", "--name", "d"]);
+    signal(child.id().try_into().unwrap(), Signal::TERM);
+    wait_for_exit(&mut child, "SIGTERM stops it");
+    assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
+
+    // One that is not served is removed again.
+    fs::remove_file(&image).unwrap();
+    fs::remove_file(&path).unwrap();
+    let words = [words[0], words[1], "--listen=unix:/nowhere/a.sock"];
+    let mut child = activated(&place, &path, &words).stderr(Stdio::null()).spawn().unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+    assert!(!image.exists());
+}
+
 #[test]
 fn a_server_of_an_inherited_socket_has_no_other_descriptors() {
     let place = Place::new("fds-sd");
     let path = place.dir.join("a.sock");
-    let listener = UnixListener::bind(&path).unwrap();
     let (reader, writer) = pipe();
-    let mut command = Command::new("sh");
-    command
-        .args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" attach ram:1M --name d"])
-        .arg(place.command(&[]).get_program())
-        .env("BLKQ_STATE_DIR", place.state())
-        .stdin(OwnedFd::from(listener))
-        .stdout(Stdio::null());
+    let mut command = activated(&place, &path, &["ram:1M"]);
     inherit(&mut command, &writer);
     let mut child = command.spawn().unwrap();
     drop(writer);

@@ -7,6 +7,7 @@ mod overlay;
 mod run;
 
 use std::ffi::OsString;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -145,10 +146,12 @@ impl Args {
             let why = "--run starts a daemon, and the sockets of systemd are served here; omit it";
             return Err(failed(Failure::new(why)));
         }
+        // Before any other descriptor is there.
+        let inherited = systemd::take_listeners().map_err(failed)?;
         let created = self.create().map_err(failed)?;
         // A service manager watches the process that it hands sockets to.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
-            return self.serve(&options, created).map_err(failed);
+            return self.serve(&options, inherited, created).map_err(failed);
         }
         if let Some(command) = &self.run {
             let launched = launch_attach(&options, true).map_err(failed)?;
@@ -177,11 +180,16 @@ impl Args {
     }
 
     /// Serves the device in this process until it is detached.
-    fn serve(&self, options: &AttachOptions, created: Option<NewImage>) -> Outcome<ExitCode> {
+    fn serve(
+        &self,
+        options: &AttachOptions,
+        inherited: Vec<OwnedFd>,
+        created: Option<NewImage>,
+    ) -> Outcome<ExitCode> {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
-        let daemon = Daemon::start(options, systemd::take_listeners()?, &mut Parent::none())?;
+        let daemon = Daemon::start(options, inherited, &mut Parent::none())?;
         created.into_iter().for_each(NewImage::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();
