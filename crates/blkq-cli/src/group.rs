@@ -148,6 +148,19 @@ fn map(name: &str, file: &File) -> Outcome<(Arc<Group>, Arc<Mapping>)> {
     Ok((Arc::new(group), mapping))
 }
 
+/// Whether what was written to a group is in its file.
+///
+/// # Errors
+/// If a page of it could not be made, and only this process has what was written.
+fn has_room(name: &str, mapping: &Mapping) -> Outcome {
+    match mapping.is_broken() {
+        true => {
+            Err(Failure::new(format!("group {name}: its file cannot be written; is its file system full?")))
+        }
+        false => Ok(()),
+    }
+}
+
 /// Why a group cannot be used, with the cure.
 fn damaged(name: &str, why: &str) -> Failure {
     Failure::new(format!(
@@ -194,14 +207,15 @@ impl GroupFile {
         if file.metadata().map_err(failed)?.len() != Group::BYTES as u64 {
             ftruncate(&file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
         }
-        let (group, _) = map(name, &file)?;
+        let (group, mapping) = map(name, &file)?;
         let boot = boot_id()?;
         if !group.is_group() {
-            group.reset(boot, used_slots(&file));
+            group.reset(boot, used_slots(&file), limits);
         } else if !group.is_of(boot) {
             group.restart(boot, used_slots(&file));
         }
         group.set_limits(limits);
+        has_room(name, &mapping)?;
         unlock(&file);
         Ok(())
     }

@@ -174,8 +174,7 @@ fn a_group_that_is_damaged_stops_no_queue() {
     let start = NonNull::from(&words.0).cast();
     // SAFETY: aligned, so large, only accessed by atomic operations, and kept by the group.
     let group = Arc::new(unsafe { Group::over(start, Box::new(words.clone())) });
-    group.reset([1, 2], 0);
-    group.set_limits(&limits("iops=20"));
+    group.reset([1, 2], 0, &limits("iops=20"));
     let disk = disk("none");
     disk.join_group(group.clone().join(0, "a", 100).expect("a slot"));
     let mut queue = disk.open_queue(0).expect("a queue");

@@ -12,7 +12,7 @@ use blkq::throttle::{Group, Member, RateLimits};
 use blkq_export::mapping::Mapping;
 use rustix::fs::ftruncate;
 
-use super::{Joined, lock_whole, map, unlock, used_slots};
+use super::{Joined, has_room, lock_whole, map, unlock, used_slots};
 use crate::failure::{Failure, Outcome};
 
 /// How often the group is checked.
@@ -111,7 +111,7 @@ impl Keeper {
         };
         if !group.is_group() {
             is_first = true;
-            group.reset(self.boot, used_slots(&self.file).max(self.slot + 1));
+            group.reset(self.boot, used_slots(&self.file).max(self.slot + 1), &self.limits);
         }
         if is_first || group.check().is_err() {
             group.set_limits(&self.limits);
@@ -121,6 +121,7 @@ impl Keeper {
             true => Some(group.join(self.slot, &self.device, self.weight)?),
             false => None,
         };
+        has_room(&self.name, &self.mapping)?;
         Ok(Some(Repaired { member, damage }))
     }
 }

@@ -127,7 +127,7 @@ impl Group {
     /// A group of this process, without limits.
     pub fn new() -> Group {
         let group = Group { memory: Memory::Own(Box::new(Words::new())) };
-        group.reset([0; 2], 0);
+        group.reset([0; 2], 0, &RateLimits::default());
         group
     }
 
@@ -151,13 +151,14 @@ impl Group {
         }
     }
 
-    /// Begins the group anew, without limits. For memory of zeroes, or damaged; `boot` names the time that
-    /// the monotonic clock is of, and no member that is there has a slot from `used` on.
-    pub fn reset(&self, boot: [u64; 2], used: usize) {
+    /// Begins the group anew, with `limits`. For memory of zeroes, or damaged; `boot` names the time that
+    /// the monotonic clock is of, and no member that is there has a slot from `used` on. Nobody sees a group
+    /// without its limits meanwhile, nor if the caller is killed.
+    pub fn reset(&self, boot: [u64; 2], used: usize, limits: &RateLimits) {
         self.restart(boot, used);
-        let Header { limits, magic, .. } = &self.words().header;
+        let Header { limits: words, magic, .. } = &self.words().header;
         // Members that read limits before see that these are others.
-        limits.reset(monotonic_ns());
+        words.reset(&limits.to_words(), monotonic_ns());
         magic.store(MAGIC, Release);
     }
 

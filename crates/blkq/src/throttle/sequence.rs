@@ -54,9 +54,10 @@ impl<const N: usize> SequencedWords<N> {
         self.sequence.store(odd.wrapping_add(1), Release);
     }
 
-    /// Makes all words zeroes, whatever there was; `number` is the sequence, rounded up to be even.
-    pub fn reset(&self, number: u64) {
-        self.words.iter().for_each(|word| word.store(0, Relaxed));
+    /// Has these words, whatever there was; `number` is the sequence, rounded up to be even. For words that nobody
+    /// reads yet.
+    pub fn reset(&self, words: &[u64; N], number: u64) {
+        self.words.iter().zip(words).for_each(|(shared, word)| shared.store(*word, Relaxed));
         self.sequence.store(number.wrapping_add(1) & !1, Release);
     }
 }

@@ -226,7 +226,9 @@ fn limits_that_are_set_anew_have_another_number() {
         group.set_limits(&"iops=5".parse().unwrap());
         numbers.push(group.limits().unwrap().0);
         // As after damage.
-        group.reset([0; 2], 0);
+        let limits: RateLimits = "iops=7".parse().unwrap();
+        group.reset([0; 2], 0, &limits);
+        assert_eq!(group.limits(), Some((group.sequence(), limits)));
         numbers.push(group.sequence());
     }
     numbers.sort_unstable();
