@@ -148,8 +148,12 @@ impl DiskControl {
         mut kick: impl FnMut(usize),
     ) -> bool {
         self.begin_freeze(&mut kick);
-        self.drained.wait_until_timeout(timeout, || self.is_clear(ACTIVE) || is_futile());
-        let frozen = self.is_clear(ACTIVE);
+        // Once clear, it stays so: a queue may enter for a moment, and leaves as it sees the freeze.
+        let mut frozen = false;
+        self.drained.wait_until_timeout(timeout, || {
+            frozen = self.is_clear(ACTIVE);
+            frozen || is_futile()
+        });
         if !frozen {
             self.resume(&self.frozen, kick);
         }
