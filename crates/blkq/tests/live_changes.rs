@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use blkq::drivers::ram::Ram;
 use blkq::{
-    Bio, BioFlags, Counter, Disk, DriverSetting, ErrorKind, LocalQueue, Operation, Sector, Setting, Status,
+    Bio, BioFlags, Counter, Disk, Driver, DriverQueue, DriverSetting, Error, ErrorKind, LocalQueue,
+    OpenContext, Operation, QueueLimits, Sector, Setting, Status,
 };
 use common::{Behaviour, Device, DeviceSetting, Finish, drain, filled, plain_limits, run};
 
@@ -467,4 +468,37 @@ fn contradictory_limits_are_rejected_and_never_used() {
     disk.set_driver(&DeviceSetting::MaxRequest(4096)).unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(8), filled(512, 1), 0)).result, Err(Status::Invalid));
+}
+
+/// Disk memory whose queues cannot be opened.
+struct Unopened(Ram);
+
+impl Driver for Unopened {
+    fn name(&self) -> &'static str {
+        "unopened"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        self.0.limits()
+    }
+
+    fn open_queue(&self, _: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Err(Error::new(ErrorKind::System, "no more descriptors"))
+    }
+}
+
+#[test]
+fn a_queue_that_cannot_open_its_new_driver_says_why() {
+    let ram = || Ram::new(1 << 20, 512, false).unwrap();
+    let disk = Disk::builder(Box::new(ram())).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let write = || Bio::write(Sector(0), filled(512, 1), 0);
+    for (works, driver) in [(false, Box::new(Unopened(ram())) as Box<dyn Driver>), (true, Box::new(ram()))] {
+        let exchange = disk.begin_exchange().unwrap();
+        exchange.replace(driver).unwrap();
+        drop(exchange);
+        assert_eq!(run(&mut queue, write()).result.is_ok(), works);
+        let why = disk.broken();
+        assert_eq!(why.as_deref(), (!works).then_some("queue 0: no more descriptors"));
+    }
 }

@@ -58,12 +58,13 @@ impl Exchange<'_> {
     }
 
     /// Puts `driver`, which was checked, in the place of the disk's, which is returned. Each queue of the disk opens its
-    /// own of the driver's when it goes on; if it cannot, its requests fail.
+    /// own of the driver's when it goes on; if it cannot, its requests fail, and [`Disk::broken`] has the reason.
     ///
     /// # Errors
     /// As [`Exchange::check`]; nothing has changed then.
     pub fn replace(&self, driver: Box<dyn Driver>) -> Result<Arc<dyn Driver>, Error> {
         self.check(&*driver)?;
+        self.disk.set_broken(None);
         Ok(std::mem::replace(&mut *lock(&self.disk.driver), driver.into()))
     }
 }

@@ -77,6 +77,8 @@ pub struct Disk {
     pub(crate) gate: RequestGate,
     queues: Box<[Arc<HardwareQueue>]>,
     next_queue: AtomicUsize,
+    /// Why a queue could not open its part of a driver that it got while the disk was in use.
+    broken: Mutex<Option<String>>,
 }
 
 impl Disk {
@@ -121,6 +123,7 @@ impl Disk {
             depth_max,
             shared_tags,
             next_queue: AtomicUsize::new(0),
+            broken: Mutex::new(None),
         };
         Ok(Arc::new(disk))
     }
@@ -163,6 +166,16 @@ impl Disk {
     /// Number of hardware queues.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
+    }
+
+    /// Why a queue fails all its requests, if one does: it could not open its part of the driver that the disk got
+    /// while it was in use ([`Exchange::replace`]).
+    pub fn broken(&self) -> Option<String> {
+        lock(&self.broken).clone()
+    }
+
+    pub(crate) fn set_broken(&self, why: Option<String>) {
+        *lock(&self.broken) = why;
     }
 
     /// Statistics, summed over the queues.

@@ -61,7 +61,10 @@ impl Queue {
             self.close(ring.as_deref_mut());
             let slots = self.in_flight.requests().len();
             let opened = open_driver(&self.disk, slots, ring);
-            return self.dispatch.set_driver(opened.unwrap_or_else(|_| Box::new(BrokenQueue)));
+            return self.dispatch.set_driver(opened.unwrap_or_else(|why| {
+                self.disk.disk().set_broken(Some(format!("queue {}: {why}", self.disk.index())));
+                Box::new(BrokenQueue)
+            }));
         }
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.reload(&mut cx);
