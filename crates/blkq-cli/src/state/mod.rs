@@ -19,7 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -181,16 +181,22 @@ impl StateDir {
 }
 
 /// Writes a state file anew that is open, for a daemon that may write to no directory: in one piece, and not shorter,
-/// so that there is a whole one whenever this process is killed.
+/// so that there is a whole one whenever this process is killed. Its space is reserved before, so that a full file
+/// system leaves the old one.
 ///
 /// # Errors
-/// If it cannot be written.
+/// If there is no space for it, or it cannot be written.
 pub fn overwrite_state(file: &File, state: &impl serde::Serialize) -> Outcome {
     let failure = |e: io::Error| Failure::new(format!("state file: {e}"));
     let mut text = serde_json::to_vec(state).map_err(|e| failure(e.into()))?;
     let before = file.metadata().map_err(failure)?.len() as usize;
     text.resize(before.max(text.len() + 1) - 1, b' ');
     text.push(b'\n');
+    match fallocate(file, FallocateFlags::KEEP_SIZE, 0, text.len() as u64) {
+        // Not every file system can.
+        Ok(()) | Err(Errno::OPNOTSUPP) => {}
+        Err(e) => return Err(failure(e.into())),
+    }
     file.write_all_at(&text, 0).map_err(failure)
 }
 
