@@ -250,6 +250,8 @@ fn a_command_that_dies_leaves_the_device_as_it_was() {
     let mut client = Client::new(&uri, "d");
     client.write(1, 1);
     let command = begin(&place, "d", &new);
+    // Reports do not wait for it.
+    assert_eq!(place.json(&["show", "d", "--json"])["image"], base.as_str());
     // It waits as long as the device does.
     request(&mut client.stream, 1, 2, 2 * BLOCK as u64, BLOCK as u32);
     drop(command);

@@ -132,6 +132,9 @@ impl Device {
                 .warnings()
                 .into_iter()
                 .chain(self.warnings.iter().cloned())
+                .chain(
+                    disk.broken().map(|why| format!("all I/O fails: {why}; detach it, and attach it again")),
+                )
                 .chain(front_end.iter().flat_map(rejected_rings))
                 .chain(front_end.iter().filter_map(unregistered_memory))
                 .collect(),

@@ -82,8 +82,11 @@ pub struct Device {
     size_event: Arc<OwnedFd>,
     /// The groups of settings that it has.
     has: SettingGroups,
-    /// And what was changed since it was attached, by its last value, as the state file has it.
+    /// And what was changed since it was attached, by its last value, as the state file has it. Never locked while
+    /// something waits: reports read it.
     settings: Mutex<Vec<(String, String)>>,
+    /// Locked while the device is changed: one change at a time, which may wait for I/O.
+    changing: Mutex<()>,
     certificates: Option<TlsCertificates>,
     rejection_event: Arc<OwnedFd>,
     switches: Arc<NbdSwitches>,
@@ -221,6 +224,11 @@ impl Device {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until no other change is made.
+    fn begin_change(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The counters, unless the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         self.meter.statistics()
@@ -270,7 +278,7 @@ impl Device {
     pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
         // One change at a time: what is larger than the size of now stays so.
-        let _settings = self.settings();
+        let _changing = self.begin_change();
         if let Some(ublk) = &running.ublk {
             let again = "detach it, and attach it again";
             ublk.check_resizable().map_err(|e| Failure::of(e, ErrorKind::Unsupported, again))?;

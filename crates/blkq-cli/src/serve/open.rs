@@ -403,6 +403,7 @@ impl Device {
             size_event,
             has,
             settings: Mutex::new(settings),
+            changing: Mutex::new(()),
             certificates,
             rejection_event,
             switches,

@@ -29,11 +29,11 @@ impl Device {
     /// If the device cannot be set to that.
     pub fn set(&self, setting: &Setting) -> Outcome {
         let running = self.running()?;
-        // Locked in this order; that of the threads only where it is a thread's.
+        // Locked in this order; that of the threads only where it is a thread's. The value that is kept is the one that
+        // was set last, of several at once too.
+        let _changing = self.begin_change();
         let is_of_thread = matches!(setting, Setting::HangWarning(_) | Setting::Limit(_));
         let mut background = is_of_thread.then(|| self.background());
-        // The value that is kept is the one that was set last, of several at once too.
-        let mut settings = self.settings();
         match setting {
             Setting::HangWarning(limit) => {
                 let threads = background.as_ref().and_then(|background| background.as_ref());
@@ -74,6 +74,7 @@ impl Device {
             _ => set_disk(&running.disk, setting)?,
         }
         let (key, value) = setting.to_text();
+        let mut settings = self.settings();
         settings.retain(|(other, _)| *other != key);
         settings.push((key, value));
         Ok(())

@@ -1,14 +1,17 @@
 //! A device goes on in a new image.
 
 use std::fs::File;
+use std::sync::Arc;
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::snapshot::{prepare, supersede};
 
 use super::image::{image_name, is_lost_with_daemon};
-use super::{Device, Served};
+use super::running::Running;
+use super::{Device, Served, flush_unless_held};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
+use crate::log;
 use crate::options::{AttachOptions, Record};
 
 impl Device {
@@ -52,15 +55,13 @@ impl Device {
             lost_with_daemon: is_lost_with_daemon(options),
             attach_options: Some(Record::new(options)?),
         };
-        let state = self.state_file()?;
         self.check_not_held()?;
-        // One change at a time; the state file has the settings of now.
-        let settings = self.settings();
+        // The state file has the settings of now.
+        let _changing = self.begin_change();
         let state = StateFile {
             image: served.image.clone(),
             attach_options: served.attach_options.clone(),
-            settings: settings.clone(),
-            ..state
+            ..self.state_file()?
         };
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
@@ -72,6 +73,16 @@ impl Device {
         supersede(&*before);
         *self.served() = served;
         drop(exchange);
+        log_broken(&running);
         Ok(())
+    }
+}
+
+/// Logs why a queue could not go on with the driver that its disk has got.
+pub(super) fn log_broken(running: &Arc<Running>) {
+    // Each queue has taken it over when its flush completes.
+    let flushed = flush_unless_held(running);
+    if let (Err(_), Some(why)) = (flushed, running.disk.broken()) {
+        log::line(&format!("all I/O fails: {why}; detach the device, and attach it again"));
     }
 }
