@@ -131,6 +131,33 @@ fn requests_that_wait_are_merged() {
     assert_eq!(queue.in_flight(), 0);
 }
 
+/// In a debug build what a plug has counted is compared with its requests.
+#[test]
+fn bytes_of_merged_requests_and_of_discards_are_counted() {
+    let disk = disk("bps=1T");
+    let mut queue = disk.open_queue(0).expect("a queue");
+    let mut bios = 0;
+    for round in 0..8 {
+        // Adjacent ones merge, and some of them with the first of the batch.
+        (0..8).for_each(|block| read(&mut queue, round + block));
+        (0..4).for_each(|block| write(&mut queue, 100 + block * 2));
+        bios += 12;
+        queue.wait(queue.in_flight());
+        assert!(queue.completions().all(|completion| completion.result.is_ok()));
+        // Without merges they are counted as they are submitted.
+        (0..4).for_each(|block| write(&mut queue, 100 + block * 2));
+        queue.submit(Bio::discard(Sector(4096), 64, 0)).expect("room");
+        queue.submit(Bio::write_zeroes(Sector(8192), 64, 0)).expect("room");
+        bios += 6;
+        queue.wait(queue.in_flight());
+        queue.completions().for_each(drop);
+    }
+    let stats = disk.stats();
+    let ios: u64 = stats.groups.iter().map(|group| group.ios + group.merges).sum();
+    assert_eq!((ios, stats.counter(Counter::ThrottledRequests)), (bios, 0));
+    assert!(stats[StatGroup::Read].merges > 0);
+}
+
 #[test]
 fn requests_that_wait_for_a_limit_do_not_hang() {
     for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline] {

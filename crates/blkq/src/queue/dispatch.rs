@@ -303,15 +303,16 @@ impl Dispatch {
         }
     }
 
-    /// Whether limits are all that there is between `batch` and the driver, and let it through at once. For a
-    /// queue that is not [`Dispatch::is_direct`]: out of line, as it would cost those that are.
+    /// Whether limits are all that there is between `batch` and the driver, and let it through at once. It has
+    /// `data_sectors`, as [`Plug::data_sectors`](super::plug::Plug::data_sectors) counts them. For a queue that is
+    /// not [`Dispatch::is_direct`]: out of line, as it would cost those that are.
     #[inline(never)]
-    pub fn is_prepaid(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
+    pub fn is_prepaid(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
         if self.notes_completions || !self.requeued.is_empty() {
             return false;
         }
         // The first needs no more registers than there are free.
-        self.throttle.pay_plainly(batch, requests) || self.throttle.pay(batch, requests)
+        self.throttle.pay_at_once(batch, data_sectors, requests) || self.throttle.pay(batch, requests)
     }
 
     /// Whether a request comes to the driver without a detour, but for the limits.

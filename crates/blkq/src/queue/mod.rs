@@ -225,8 +225,11 @@ impl Queue {
         if self.stats.count_to(Counter::PlugFlushes, PROBE_PLUGS) {
             self.check_probes();
         }
+        let data_sectors = self.plug.data_sectors();
         let batch = self.plug.take_requests();
-        if self.dispatch.is_direct() || self.dispatch.is_prepaid(batch, self.in_flight.requests()) {
+        if self.dispatch.is_direct()
+            || self.dispatch.is_prepaid(batch, data_sectors, self.in_flight.requests())
+        {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);

@@ -17,6 +17,9 @@ pub const PLUG_REQUESTS_SEVERAL_QUEUES: usize = 64;
 /// A request of at least this many bytes flushes the plug (BLK_PLUG_FLUSH_SIZE).
 pub const PLUG_FLUSH_BYTES: u64 = 128 << 10;
 
+/// More sectors than the requests of a plug have, and far from an overflow, in bytes too.
+pub const UNKNOWN_SECTORS: u64 = 1 << 53;
+
 /// The tail of an empty plug: no device is large enough to have anything that touches it.
 const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
@@ -30,12 +33,14 @@ pub(crate) struct Plug {
     len: usize,
     /// Where the tags of the lane end; it is closed if none is left.
     ready: usize,
+    /// How many of the requests are no reads.
+    others: usize,
+    /// Sectors that its requests read or write; no less than [`UNKNOWN_SECTORS`] if that is not known.
+    data_sectors: u64,
     /// The time stamp of all bios that the lane takes; 0 without iostats.
     start_ns: u64,
     /// Where the youngest request begins and ends: what touches it may merge with it.
     tail: Range<Sector>,
-    /// How many of the requests are reads, and how many are not.
-    directions: [u32; 2],
     /// Requests before a flush: see the constants.
     limit: usize,
     /// The youngest request has become large by merging.
@@ -50,9 +55,10 @@ impl Plug {
             tags: [Tag(0); PLUG_REQUESTS_SEVERAL_QUEUES],
             len: 0,
             ready: 0,
+            others: 0,
+            data_sectors: 0,
             start_ns: 0,
             tail: NOWHERE,
-            directions: [0; 2],
             limit: PLUG_REQUESTS,
             grown: false,
             last_len: 0,
@@ -78,8 +84,9 @@ impl Plug {
 
     /// The youngest request was merged with what touched it.
     pub fn merged(&mut self, request: &Request) {
+        self.data_sectors |= UNKNOWN_SECTORS;
         self.tail = request.sector..request.end();
-        self.grown = request.bytes() >= PLUG_FLUSH_BYTES;
+        self.grown = request.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT;
     }
 
     /// The thread has several queues.
@@ -111,16 +118,24 @@ impl Plug {
     pub fn push(&mut self, tag: Tag, outline: &Outline, merge: bool) -> bool {
         debug_assert!(!self.is_open());
         self.tags[self.len] = tag;
-        self.note_pushed(outline);
+        self.note_pushed(outline, if outline.operation.has_data() { outline.sectors } else { 0 });
         self.ready = self.len;
         self.is_full() || (outline.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT && merge)
     }
 
     #[inline(always)]
-    fn note_pushed(&mut self, outline: &Outline) {
+    fn note_pushed(&mut self, outline: &Outline, data_sectors: u64) {
         self.len += 1;
         self.tail = outline.sector..outline.sector + outline.sectors;
-        self.directions[usize::from(outline.operation != Operation::Read)] += 1;
+        self.others += usize::from(outline.operation != Operation::Read);
+        self.data_sectors += data_sectors;
+    }
+
+    /// Sectors that its requests read or write. One that is no less than [`UNKNOWN_SECTORS`] is no such number:
+    /// requests were merged, and somebody has to add up theirs.
+    #[inline]
+    pub fn data_sectors(&self) -> u64 {
+        self.data_sectors
     }
 
     /// Counts its requests, which are about to be dispatched.
@@ -129,9 +144,10 @@ impl Plug {
         let Some(first) = self.requests().first() else { return };
         let first_ns = requests[first.index()].start_ns;
         // Only the direction counts.
-        for (group, count) in [StatGroup::Read, StatGroup::Write].into_iter().zip(self.directions) {
+        let directions = [(StatGroup::Read, self.len - self.others), (StatGroup::Write, self.others)];
+        for (group, count) in directions {
             if count > 0 {
-                stats.start(group, u64::from(count), first_ns);
+                stats.start(group, count as u64, first_ns);
             }
         }
     }
@@ -141,7 +157,7 @@ impl Plug {
     #[inline]
     pub fn take_requests(&mut self) -> &[Tag] {
         self.last_len = self.len;
-        (self.len, self.ready, self.directions) = (0, 0, [0; 2]);
+        (self.len, self.ready, self.others, self.data_sectors) = (0, 0, 0, 0);
         (self.tail, self.grown) = (NOWHERE, false);
         &self.tags[..self.last_len]
     }
@@ -177,12 +193,12 @@ impl Plug {
         self.start_ns
     }
 
-    /// The open lane takes the bio of `outline`: returns its tag.
+    /// The open lane takes the bio of `outline`, which reads or writes: returns its tag.
     #[inline(always)]
     pub fn take(&mut self, outline: &Outline) -> Tag {
         // Masked instead of checked: it is smaller anyway.
         let tag = self.tags[self.len % PLUG_REQUESTS_SEVERAL_QUEUES];
-        self.note_pushed(outline);
+        self.note_pushed(outline, outline.sectors);
         tag
     }
 

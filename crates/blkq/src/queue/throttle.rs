@@ -8,9 +8,10 @@ use crate::bio::Operation;
 use crate::clock::monotonic_ns;
 use crate::disk::Disk;
 use crate::request::Request;
+use crate::sector::SECTOR_SHIFT;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::throttle::{DeviceTimes, Meter, RateLimits, Throttle, note};
+use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle, note};
 
 /// How soon a queue that waits for the limit of a group sees that this was changed.
 const CHANGE_NS: u64 = 100_000_000;
@@ -46,6 +47,9 @@ pub(super) struct QueueThrottle {
     /// Whether there are limits, or requests that wait for one.
     is_on: bool,
     has_waiting: bool,
+    /// The kind of cost of the only limit, if it is known without a look at each request, nobody waits,
+    /// and no group can change it.
+    counted: Counted,
     /// Of the disk's limits, and of the group's.
     generation: u64,
     group_sequence: Option<u64>,
@@ -77,6 +81,7 @@ impl QueueThrottle {
             throttle: disk.throttle.get(),
             is_on: false,
             has_waiting: false,
+            counted: Counted::Each,
             generation: u64::MAX,
             group_sequence: None,
             group_retry_ns: 0,
@@ -119,7 +124,16 @@ impl QueueThrottle {
         }
         self.meters = self.throttle.meters(&self.group_limits);
         self.is_on = self.throttle.is_on() || self.is_waiting();
+        self.set_has_waiting(self.has_waiting);
         self.waiting.iter_mut().for_each(|waiting| waiting.next_ns = 0);
+    }
+
+    fn set_has_waiting(&mut self, has_waiting: bool) {
+        self.has_waiting = has_waiting;
+        self.counted = match &self.meters[..] {
+            [meter] if !has_waiting && self.throttle.member().is_none() => meter.counted(),
+            _ => Counted::Each,
+        };
     }
 
     /// Where queue `index` counts how long the device has requests, if it is to.
@@ -213,10 +227,10 @@ impl QueueThrottle {
                 waiting.next_ns = 0;
             }
             self.pushed += 1;
-            self.has_waiting = true;
             waiting.tags.push_back((tag, self.pushed));
             self.released_ns[tag.index()] = u64::MAX;
         }
+        self.set_has_waiting(self.has_waiting || !tags.is_empty());
         stats.count(Counter::ThrottledRequests, tags.len() as u64);
     }
 
@@ -226,7 +240,7 @@ impl QueueThrottle {
         waiting.next_ns = 0;
         waiting.tags.push_front((tag, 0));
         self.new_flush = Some(tag);
-        self.has_waiting = true;
+        self.set_has_waiting(true);
         self.released_ns[tag.index()] = u64::MAX;
     }
 
@@ -236,14 +250,17 @@ impl QueueThrottle {
         (self.released_ns[flush.index()] == u64::MAX).then_some(flush)
     }
 
-    /// [`QueueThrottle::pay`] for one limit that counts each request once; false with any other.
+    /// [`QueueThrottle::pay`] for one limit that counts requests or the bytes of their data, which are of
+    /// `data_sectors`; false with any other.
     #[inline(always)]
-    pub fn pay_plainly(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
-        if self.has_waiting || self.group_has_changed() {
-            return false;
-        }
-        let [meter] = &mut self.meters[..] else { return false };
-        let is_paid = meter.pay_plainly(batch.len());
+    pub fn pay_at_once(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
+        let units = match self.counted {
+            Counted::Requests => batch.len() as u64,
+            Counted::Bytes => data_sectors << SECTOR_SHIFT,
+            Counted::Each => return false,
+        };
+        let is_paid = self.meters.first_mut().is_some_and(|meter| meter.pay_units(units));
+        debug_assert!(!is_paid || self.meters[0].cost_of_all(batch, requests) == units);
         if is_paid {
             note::admitted(batch, requests);
         }
@@ -348,7 +365,7 @@ impl QueueThrottle {
             batch[len] = tag;
             len += 1;
         }
-        self.has_waiting = self.waiting.iter().any(|waiting| !waiting.tags.is_empty());
+        self.set_has_waiting(self.waiting.iter().any(|waiting| !waiting.tags.is_empty()));
         len
     }
 
@@ -385,7 +402,7 @@ impl QueueThrottle {
 
     /// Takes out all that waits.
     pub fn drain(&mut self) -> impl Iterator<Item = Tag> + '_ {
-        self.has_waiting = false;
+        self.set_has_waiting(false);
         self.waiting.iter_mut().flat_map(|waiting| waiting.tags.drain(..).map(|(tag, _)| tag))
     }
 }

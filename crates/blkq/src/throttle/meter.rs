@@ -17,7 +17,7 @@ const CREDIT_NS: u64 = 2_000_000 - PREPAID_NS;
 /// A queue prepays no more than the limit allows in this time: 0.25 ms.
 const PREPAID_NS: u64 = 250_000;
 /// Nor more than so many batches like the last.
-const PREPAID_BATCHES: u64 = 64;
+const PREPAID_BATCHES: u64 = 256;
 /// Nor more than this part of the room that the limit has: a limit that blocks anybody has none.
 const PREPAID_PART: u64 = 4;
 /// The same of a queue whose requests waited: however late its thread was, the rate is kept.
@@ -44,14 +44,24 @@ enum Unit {
     Bytes,
 }
 
+/// The part of a batch that a limit counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Counted {
+    /// Its requests.
+    Requests,
+    /// The bytes that they read or write.
+    Bytes,
+    /// Each request has a cost of its own, or none.
+    Each,
+}
+
 /// A limit, or the rate of its burst.
 pub(crate) struct Meter {
     place: Place,
     key: LimitKey,
     is_peak: bool,
     unit: Unit,
-    /// Each request costs one.
-    is_plain: bool,
+    counted: Counted,
     rate: u64,
     credit_ns: u64,
     /// The rest of the last division, for the next.
@@ -92,12 +102,17 @@ impl Meter {
                 0 => Unit::One,
                 bytes => Unit::PerBytes(bytes),
             };
+            let counted = match (key, unit) {
+                (LimitKey::Iops, Unit::One) => Counted::Requests,
+                (LimitKey::Bps, _) => Counted::Bytes,
+                _ => Counted::Each,
+            };
             let meter = |rate, is_peak, credit_ns| Meter {
                 place: place(),
                 key,
                 is_peak,
                 unit,
-                is_plain: key == LimitKey::Iops && unit == Unit::One,
+                counted,
                 rate,
                 credit_ns,
                 rest: 0,
@@ -159,24 +174,33 @@ impl Meter {
         if self.prepaid > 0 { now_ns } else { self.charge(&[], &[], now_ns, is_late).next_ns }
     }
 
+    /// The part of a batch that it counts.
+    pub fn counted(&self) -> Counted {
+        self.counted
+    }
+
     /// The cost of the batch, in units of the rate.
     #[inline(always)]
-    fn cost_of_all(&self, batch: &[Tag], requests: &[Request]) -> u64 {
-        if self.is_plain { batch.len() as u64 } else { self.sum_of_costs(batch, requests) }
+    pub fn cost_of_all(&self, batch: &[Tag], requests: &[Request]) -> u64 {
+        if self.counted == Counted::Requests {
+            batch.len() as u64
+        } else {
+            self.sum_of_costs(batch, requests)
+        }
     }
 
     #[inline(never)]
     fn sum_of_costs(&self, batch: &[Tag], requests: &[Request]) -> u64 {
-        match self.key {
-            LimitKey::Bps => batch.iter().map(|tag| data_bytes(&requests[tag.index()])).sum(),
+        match self.counted {
+            Counted::Bytes => batch.iter().map(|tag| data_bytes(&requests[tag.index()])).sum(),
             _ => batch.iter().map(|tag| self.cost(&requests[tag.index()])).sum(),
         }
     }
 
-    /// [`Meter::pay`] of a limit that counts each request once; false for any other.
+    /// Lets through what costs so many units if it is prepaid.
     #[inline(always)]
-    pub fn pay_plainly(&mut self, requests: usize) -> bool {
-        let left = self.prepaid.checked_sub(requests as u64).filter(|_| self.is_plain);
+    pub fn pay_units(&mut self, units: u64) -> bool {
+        let left = self.prepaid.checked_sub(units);
         self.prepaid = left.unwrap_or(self.prepaid);
         left.is_some()
     }
@@ -184,9 +208,7 @@ impl Meter {
     /// Lets the whole batch through if it is prepaid.
     #[inline]
     pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
-        let left = self.prepaid.checked_sub(self.cost_of_all(batch, requests));
-        self.prepaid = left.unwrap_or(self.prepaid);
-        left.is_some()
+        self.pay_units(self.cost_of_all(batch, requests))
     }
 
     /// The batch, which was prepaid and paid, does not begin after all.
@@ -215,7 +237,7 @@ impl Meter {
     /// How many requests of the batch begin within `room`, and what they cost.
     #[inline]
     fn count(&self, batch: &[Tag], requests: &[Request], room: Option<u64>) -> (usize, u64) {
-        if self.is_plain {
+        if self.counted == Counted::Requests {
             // The first one needs no more than that its time has come.
             let count = room.map_or(0, |room| usize::try_from(room.saturating_add(1)).unwrap_or(usize::MAX));
             let count = count.min(batch.len());
