@@ -65,9 +65,6 @@ pub struct DeviceInfo {
     /// How it is set, in order.
     #[serde(with = "typed::settings")]
     pub settings: Vec<(String, String)>,
-    /// Those of them that were changed since it was attached, as `blkq set` takes them, in order.
-    #[serde(default, with = "ordered", skip_serializing_if = "Vec::is_empty")]
-    pub changed_settings: Vec<(String, String)>,
     /// Facts of the driver, in order.
     #[serde(with = "typed::facts")]
     pub driver_facts: Vec<(String, String)>,
@@ -161,7 +158,7 @@ pub struct ClientInfo {
 }
 
 /// Pairs of name and value as a JSON object that keeps their order.
-mod ordered {
+pub(crate) mod ordered {
     use std::fmt;
     use std::marker::PhantomData;
 

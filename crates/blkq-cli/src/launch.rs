@@ -1,14 +1,19 @@
 //! Starting a daemon: this program again, which reports on its standard output and stays.
 
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
 
 use crate::control::{REPLY_BYTES_MAX, Reply};
 use crate::descriptors::inherit_standard_only;
 use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
+use crate::info::{DeviceInfo, ordered};
 use crate::options::{AttachOptions, Record};
 use crate::print;
 
@@ -27,29 +32,73 @@ pub struct Launched {
     pub daemon: Child,
 }
 
-/// Attaches by a daemon, and waits until it is ready. `exit_with_parent`: it detaches when this process
-/// exits.
-///
-/// # Errors
-/// The failure that it reports, or that it reported nothing.
-pub fn launch_attach(options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
-    let name = options.name.clone().unwrap_or_else(|| options.default_name());
-    let input = serde_json::to_vec(&Record::new(options)?).map_err(|e| failure(e.into()))?;
-    let flags = exit_with_parent.then_some("--exit-with-parent");
-    launch(flags, &name, &input)
+/// A device that a daemon is to serve, as it reads it from its standard input. A program that knows no
+/// settings there takes it for a [`Record`].
+#[derive(Serialize, Deserialize)]
+pub struct LaunchMessage {
+    /// How it is attached.
+    #[serde(flatten)]
+    pub options: Record,
+    /// The settings that its last daemon had changed since, in order.
+    #[serde(default, with = "ordered", skip_serializing_if = "Vec::is_empty")]
+    pub settings: Vec<(String, String)>,
 }
 
-/// Has a new daemon serve the orphan `name`, and waits until it is ready.
-///
-/// # Errors
-/// The failure that it reports, or that it reported nothing.
-pub fn launch_recover(name: &str) -> Outcome<Launched> {
-    launch(Some("--recover"), name, &[])
+/// A program that is run as a daemon.
+pub enum Program {
+    /// This one.
+    This,
+    /// That of another process, though the file may have been replaced or removed since.
+    Running(File),
 }
 
-/// Runs this program as a daemon. Its arguments are to be seen in lists of processes.
-fn launch(flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
-    let mut command = Command::new("/proc/self/exe");
+impl Program {
+    /// That of the process `pid`.
+    ///
+    /// # Errors
+    /// If this process may not see it.
+    pub fn of_process(pid: u32) -> std::io::Result<Program> {
+        File::open(format!("/proc/{pid}/exe")).map(Program::Running)
+    }
+
+    /// As the process that becomes it finds it.
+    fn path(&self) -> PathBuf {
+        match self {
+            Program::This => "/proc/self/exe".into(),
+            Program::Running(file) => format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
+        }
+    }
+
+    /// Attaches by a daemon, and waits until it is ready. `settings` are those that the device had before.
+    /// `exit_with_parent`: it detaches when this process exits.
+    ///
+    /// # Errors
+    /// The failure that it reports, or that it reported nothing.
+    pub fn launch_attach(
+        &self,
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        exit_with_parent: bool,
+    ) -> Outcome<Launched> {
+        let name = options.name.clone().unwrap_or_else(|| options.default_name());
+        let message = LaunchMessage { options: Record::new(options)?, settings };
+        let input = serde_json::to_vec(&message).map_err(|e| failure(e.into()))?;
+        let flags = exit_with_parent.then_some("--exit-with-parent");
+        launch(self, flags, &name, &input)
+    }
+
+    /// Has a new daemon serve the orphan `name`, and waits until it is ready.
+    ///
+    /// # Errors
+    /// The failure that it reports, or that it reported nothing.
+    pub fn launch_recover(&self, name: &str) -> Outcome<Launched> {
+        launch(self, Some("--recover"), name, &[])
+    }
+}
+
+/// Runs `program` as a daemon. Its arguments are to be seen in lists of processes.
+fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
+    let mut command = Command::new(program.path());
     command.arg0("blkq").arg(SUBCOMMAND).args(flag).arg("--").arg(name);
     let mut child = inherit_standard_only(&mut command)
         .stdin(Stdio::piped())

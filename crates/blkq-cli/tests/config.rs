@@ -132,6 +132,7 @@ fn a_service_is_upgraded_by_its_manager() {
     printed(run(&place, &["config", "apply"]));
     let settings = &place.json(&["show", "data", "--json"])["settings"];
     assert_eq!((&settings["depth"], &settings["merge"]), (&json!(9), &json!(false)));
+    place.done(&["set", "data", "on-error=hold"]);
 
     let mut upgrade =
         place.command(&["upgrade", "data", "--service"]).stdout(Stdio::piped()).spawn().unwrap();
@@ -145,9 +146,53 @@ fn a_service_is_upgraded_by_its_manager() {
     assert!(output.status.success());
     assert!(String::from_utf8(output.stdout).unwrap().starts_with("vhost-user:"));
     wait_for_device(&place, &mut next);
+    let settings = &place.json(&["show", "data", "--json"])["settings"];
+    assert_eq!((&settings["depth"], &settings["on-error"]), (&json!(9), &json!("hold")));
     place.done(&["detach", "data"]);
     assert_eq!(next.wait().unwrap().code(), Some(0));
     assert!(place.files().is_empty());
+}
+
+/// Of a service of NBD, which nobody takes over; a start that fails in between does not lose them.
+#[test]
+fn settings_outlive_a_killed_service_until_it_is_stopped() {
+    let place = configured("service-killed", &[]);
+    let image = place.image("disk.img", 1 << 20);
+    let text = format!("image = \"{image}\"\nexport = \"nbd\"\ndepth = 16\n");
+    fs::write(place.dir.join("c/data.toml"), &text).unwrap();
+    let depth_and_mode = || {
+        let info = place.json(&["show", "data", "--json"]);
+        (info["settings"]["depth"].clone(), info["read_only"].clone())
+    };
+    let mut child = service(&place);
+    wait_for_device(&place, &mut child);
+    place.done(&["set", "data", "depth=9", "read-only=on"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+
+    let away = place.dir.join("away").display().to_string();
+    fs::rename(&image, &away).unwrap();
+    for _ in 0..2 {
+        assert_eq!(run(&place, &["service", "data"]).status.code(), Some(1));
+    }
+    fs::rename(&away, &image).unwrap();
+    let mut child = service(&place);
+    wait_for_device(&place, &mut child);
+    assert_eq!(depth_and_mode(), (json!(9), json!(true)));
+    place.done(&["detach", "data"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+
+    let mut child = service(&place);
+    wait_for_device(&place, &mut child);
+    assert_eq!(depth_and_mode(), (json!(16), json!(false)));
+    // Nor does one that is attached by hand have them.
+    place.done(&["set", "data", "depth=9"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let file = place.dir.join("c/data.toml").display().to_string();
+    place.done(&["attach", "--config", &file]);
+    assert_eq!(depth_and_mode(), (json!(16), json!(false)));
+    place.done(&["detach", "data"]);
 }
 
 #[test]

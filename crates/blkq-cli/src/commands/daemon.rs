@@ -7,7 +7,7 @@ use super::recover;
 use crate::control::reply_line;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
-use crate::options::Record;
+use crate::launch::LaunchMessage;
 use crate::parent;
 
 /// Options of `daemon`.
@@ -48,8 +48,9 @@ impl Args {
         if self.recover {
             return recover::take_over(&self.name.to_string_lossy(), Vec::new(), parent);
         }
-        let record: Record = serde_json::from_reader(std::io::stdin().lock())
-            .map_err(|e| Failure::new(format!("the options on standard input: {e}")))?;
-        Daemon::start(&record.read()?, Vec::new(), parent)
+        let message = serde_json::from_reader(std::io::stdin().lock());
+        let LaunchMessage { options, settings } =
+            message.map_err(|e| Failure::new(format!("the options on standard input: {e}")))?;
+        Daemon::start(&options.read()?, settings, Vec::new(), parent)
     }
 }

@@ -11,7 +11,7 @@ use crate::daemon::{Daemon, Parent};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
-use crate::launch::{Launched, launch_recover, report};
+use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
 use crate::state::{Dead, Fate, Found, StateDir, check_name};
 use blkq::drivers::DriverSpec;
@@ -39,18 +39,12 @@ impl Args {
     /// # Errors
     /// Why the device cannot be taken over; it stays as it was.
     pub fn run(self) -> Outcome<ExitCode> {
-        recover(&named(&StateDir::locate()?, &self.name)?)
+        let name = named(&StateDir::locate()?, &self.name)?;
+        let launched = Program::This.launch_recover(&name);
+        let Launched { info, .. } = launched.map_err(|e| e.during(format_args!("recover {name}")))?;
+        report(&info)?;
+        Ok(ExitCode::SUCCESS)
     }
-}
-
-/// Starts a new daemon for the orphan `name`, and prints where it is.
-///
-/// # Errors
-/// The failure that the daemon reports.
-pub fn recover(name: &str) -> Outcome<ExitCode> {
-    let Launched { info, .. } = launch_recover(name).map_err(|e| e.during(format_args!("recover {name}")))?;
-    report(&info)?;
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Takes the orphan `name` over, as its new daemon, which listens on the sockets `inherited` as the one before did

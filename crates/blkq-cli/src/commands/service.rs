@@ -1,5 +1,6 @@
 //! `blkq service`: serves a configured device for a service manager, as blkq@.service does.
 
+use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use super::recover;
@@ -8,7 +9,8 @@ use crate::config;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::launch::warn;
-use crate::state::{Fate, Found, StateDir, check_name};
+use crate::options::AttachOptions;
+use crate::state::{Fate, Found, StateDir, check_name, read_state};
 use crate::systemd;
 
 /// Options of `service`.
@@ -42,21 +44,23 @@ impl Args {
         let dir = StateDir::locate()?;
         // The one before, which a service manager has seen exit.
         dir.wait_for_dying(name);
-        let is_orphan = matches!(
-            dir.inspect(name)?,
-            Found::Remains(remains) if remains.state == Fate::Orphan
-        );
+        let before = match dir.inspect(name)? {
+            Found::Remains(remains) => Some(remains.state),
+            _ => None,
+        };
         let options = config::named(name);
-        let daemon = match (is_orphan, options) {
+        let parent = &mut Parent::none();
+        let daemon = match (before, options) {
             // Its I/O waits, and how it was attached is in its state file.
-            (true, options) => {
+            (Some(Fate::Orphan), options) => {
                 if let Err(failure) = options {
                     complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
                 }
-                recover::take_over(name, inherited, &mut Parent::none())
+                recover::take_over(name, inherited, parent)?
             }
-            (false, options) => Daemon::start(&options?, inherited, &mut Parent::none()),
-        }?;
+            (Some(Fate::Dead), options) => succeed(&dir, name, &options?, inherited, parent)?,
+            (None, options) => Daemon::start(&options?, Vec::new(), inherited, parent)?,
+        };
         match daemon.info() {
             Ok(info) => warn(&info),
             Err(failure) => {
@@ -66,4 +70,27 @@ impl Args {
         }
         Ok(daemon)
     }
+}
+
+/// Serves a device whose daemon was killed, or left it to this one, with the settings that it had. If that fails
+/// they stay for the next start.
+fn succeed(
+    dir: &StateDir,
+    name: &str,
+    options: &AttachOptions,
+    inherited: Vec<OwnedFd>,
+    parent: &mut Parent,
+) -> Outcome<Daemon> {
+    let Some(state) = read_state(&dir.file(name, ".json")) else {
+        return Daemon::start(options, Vec::new(), inherited, parent);
+    };
+    Daemon::start(options, state.settings.clone(), inherited, parent).inspect_err(|_| {
+        // Best effort: the reason of the failed start is the one to report.
+        if !state.settings.is_empty()
+            && let Ok(mut claim) = dir.claim(name)
+            && claim.write_state(&state).is_ok()
+        {
+            claim.keep(true);
+        }
+    })
 }

@@ -58,18 +58,24 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Takes the name, opens the device, and listens, for NBD on the sockets `inherited` if the options have
-    /// no address; when it returns, the device is usable and `parent` knows.
+    /// Takes the name, opens the device, with the `settings` that its last daemon had, and listens, for NBD on
+    /// the sockets `inherited` if the options have no address; when it returns, the device is usable and `parent`
+    /// knows.
     ///
     /// # Errors
     /// Whatever keeps the device from being usable; nothing is left of it then.
-    pub fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
+    pub fn start(
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        inherited: Vec<OwnedFd>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
         let claim = match &options.name {
             Some(name) => dir.claim(name)?,
             None => dir.claim_unique(&options.default_name())?,
         };
-        let open = |claim: &Claim| Device::open(options, claim, inherited);
+        let open = |claim: &Claim| Device::open(options, settings, claim, inherited);
         Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
     }
 

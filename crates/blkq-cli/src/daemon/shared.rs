@@ -265,7 +265,7 @@ impl Shared {
         self.keep(self.change(settings))
     }
 
-    /// Writes the settings that were `changed` down, for the next daemon of the block device.
+    /// Writes the settings that were `changed` down, for the next daemon of the device.
     fn keep(&self, changed: Outcome) -> Outcome {
         let stage = self.stage();
         match *stage {
@@ -291,11 +291,7 @@ impl Shared {
 
     fn write_settings(&self) -> Outcome {
         let state = self.device.state_file()?;
-        // Of others `upgrade` asks for them, and the sandbox lets nothing be written.
-        if state.ublk.is_none() {
-            return Ok(());
-        }
-        self.dir.write_state(&self.name, &state).map_err(|e| e.during("set, but not kept for blkq recover"))
+        self.write_state(&state).map_err(|e| e.during("set, but not kept for the next daemon"))
     }
 
     fn change(&self, settings: &[(String, String)]) -> Outcome {
@@ -335,7 +331,7 @@ mod tests {
         let dir = scratch("handover");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
         let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
         let depth = || {
@@ -370,7 +366,7 @@ mod tests {
         let dir = scratch("sizes");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
         let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
         for _ in 0..2 {

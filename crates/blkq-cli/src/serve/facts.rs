@@ -125,7 +125,6 @@ impl Device {
                 .chain(watching)
                 .map(owned)
                 .collect(),
-            changed_settings: self.settings().clone(),
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: disk
                 .driver()

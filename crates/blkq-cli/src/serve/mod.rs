@@ -513,7 +513,7 @@ mod tests {
         let dir = scratch("users");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         device.close(true).unwrap();
         let used = device.running().unwrap();
         let disk = Arc::downgrade(&used.disk);

@@ -58,11 +58,17 @@ pub const FLUSHES_IGNORED: &str =
 impl Device {
     /// Opens the image and serves it under the name of `claim`: over ublk, or NBD on the addresses of
     /// `options`, if there are none on the sockets `inherited`, and if there are none on a unix socket in
-    /// the state directory.
+    /// the state directory. `settings` are those that its last daemon had, changed since it was attached; one that
+    /// it cannot have any more becomes a warning.
     ///
     /// # Errors
     /// Whatever keeps it from being served; nothing is left open then.
-    pub fn open(options: &AttachOptions, claim: &Claim, inherited: Vec<OwnedFd>) -> Outcome<Device> {
+    pub fn open(
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        claim: &Claim,
+        inherited: Vec<OwnedFd>,
+    ) -> Outcome<Device> {
         let options = &with_ceph_files(options);
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
@@ -82,7 +88,7 @@ impl Device {
             attach_options: Some(Record::new(&absolute(options)?)?),
             ublk: exports.ublk.then(|| BlockDevice::new(identity)),
             owner: None,
-            settings: Vec::new(),
+            settings,
         };
         let mut options = options.clone();
         let fewer_threads = if exports.ublk { limit_threads(&mut options)? } else { None };

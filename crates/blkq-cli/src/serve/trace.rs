@@ -88,7 +88,7 @@ mod tests {
         let dir = scratch("trace");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, &claim, Vec::new()).unwrap();
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         assert!(device.trace(100, "process 1").is_err(), "no power of two");
         let trace = device.trace(1 << 10, "process 1").unwrap();
         let refused = device.trace(1 << 10, "process 2").err().unwrap().to_string();

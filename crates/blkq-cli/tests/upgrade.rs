@@ -1,0 +1,95 @@
+//! `blkq upgrade` of a virtual machine's disk: what its new daemon begins with, and what happens when that does not
+//! start.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod place;
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::process::{Command, Output, Stdio};
+
+use place::Place;
+use serde_json::json;
+
+const SET: [&str; 6] =
+    ["set", "d", "read-only=on", "on-error=hold", "limit=read-iops=100000", "hang-warning=7"];
+
+/// A disk of a virtual machine that is not there yet, with settings that were changed since it was attached.
+fn attach(place: &Place) {
+    let image = place.image("image", 1 << 20);
+    place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
+    place.done(&SET);
+}
+
+fn check_settings(place: &Place) {
+    let info = place.json(&["show", "d", "--json"]);
+    let settings = &info["settings"];
+    assert_eq!((&info["read_only"], &settings["on-error"]), (&json!(true), &json!("hold")), "{info}");
+    assert_eq!((&settings["limit"], &settings["hang-warning"]), (&json!("read-iops=100000"), &json!(7)));
+    // The daemon began with them: nobody has set them since.
+    let log = fs::read_to_string(place.state().join("d.log")).unwrap();
+    let served = log.rfind("Serving ").unwrap();
+    assert!(!log[served..].contains("set "), "{log}");
+}
+
+#[test]
+fn a_new_daemon_begins_with_the_settings_of_the_old_one() {
+    let place = Place::new("upgrade");
+    attach(&place);
+    let old = place.pid("d");
+    // The settings are handed on to the next one, too.
+    for _ in 0..2 {
+        place.done(&["upgrade", "d"]);
+        check_settings(&place);
+    }
+    assert_ne!(place.pid("d"), old);
+    place.done(&["detach", "d"]);
+}
+
+/// The program's dynamic loader runs `blkq upgrade`, so that the daemon that this launches is the loader, which
+/// finds no program of the name `daemon`.
+fn upgrade_that_cannot_launch(place: &Place) -> Output {
+    let mut head = [0; 4096];
+    File::open(env!("CARGO_BIN_EXE_blkq")).unwrap().read_exact(&mut head).unwrap();
+    let text = String::from_utf8_lossy(&head);
+    let loader = text.split('\0').find(|text| text.starts_with("/lib")).expect("PT_INTERP");
+    let upgrade = [env!("CARGO_BIN_EXE_blkq"), "upgrade", "d"];
+    Command::new(loader).args(upgrade).env("BLKQ_STATE_DIR", place.state()).output().unwrap()
+}
+
+#[test]
+fn the_old_program_serves_again_if_the_new_one_does_not() {
+    let place = Place::new("upgrade-back");
+    attach(&place);
+    let old = place.pid("d");
+    let output = upgrade_that_cannot_launch(&place);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(1), &b""[..]), "{errors}");
+    let why = "the old program serves it again, as the new one did not start: the daemon exited before";
+    assert!(errors.contains(&format!("upgrade d: {why}")), "{errors}");
+    assert_ne!(place.pid("d"), old);
+    check_settings(&place);
+    place.done(&["detach", "d"]);
+}
+
+#[test]
+fn of_two_upgrades_at_once_none_leaves_the_disk_alone() {
+    let place = Place::new("upgrade-twice");
+    attach(&place);
+    let mut done = 0;
+    for _ in 0..8 {
+        let both = [(); 2].map(|()| {
+            let mut command = place.command(&["upgrade", "d"]);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        });
+        for output in both.map(|child| child.wait_with_output().unwrap()) {
+            let errors = place::without_waiting(output.stderr);
+            done += usize::from(output.status.success());
+            assert_eq!(errors.lines().count(), usize::from(!output.status.success()), "{errors}");
+            assert!(!errors.contains("detached now"), "{errors}");
+        }
+        check_settings(&place);
+    }
+    assert!(done >= 8, "{done}");
+    place.done(&["detach", "d"]);
+}
