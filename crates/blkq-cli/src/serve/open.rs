@@ -196,6 +196,8 @@ impl Device {
         kept.put_into(&mut options);
         let options = &options;
         let autoclear = Autoclear::new(options.autoclear)?;
+        // Before the mount that it is on may go.
+        let image = image_name(&options.image);
         // The client of a cluster has threads, and they are to be made after all processes; a file may be on a
         // mount that goes with them.
         let is_file = !matches!(options.image, DriverSpec::Rbd(_));
@@ -290,7 +292,6 @@ impl Device {
             metrics: metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?,
             group: group_watch,
         };
-        let image = image_name(&options.image);
         let export = NbdExport {
             name: options.export_name.clone().unwrap_or_else(|| name.to_owned()),
             description: format!("{driver_name} {image}"),

@@ -3,7 +3,7 @@
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
 //! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
-//! does with the image, `format` what is no raw image, `extents` what is data and what is a hole.
+//! does with the image, `name` how that is called now, `format` what is no raw image, `extents` what is data and what is a hole.
 
 pub(crate) mod backing;
 pub(crate) mod claim;
@@ -12,6 +12,7 @@ pub(crate) mod extents;
 pub(crate) mod format;
 mod image;
 pub(crate) mod lock;
+pub(crate) mod name;
 pub(crate) mod options;
 mod outcome;
 mod progress;
@@ -41,6 +42,7 @@ use crate::sync::{Mutex, lock as locked};
 use backing::{Backing, DirectAlign};
 pub use counters::{LoopCounters, LoopSnapshot};
 use lock::LockKind;
+use name::ImageName;
 pub use options::{DirectIo, Dispatch, LoopOptions, LoopSetting};
 use options::{Mode, Window, choose_logical_block, choose_mode, invalid};
 use queue::LoopQueue;
@@ -77,6 +79,7 @@ pub(crate) struct RawImage {
 /// A device backed by an image.
 pub struct LoopDevice {
     shared: Arc<Shared>,
+    name: ImageName,
     path: PathBuf,
     /// Device and inode of the image, which it keeps under any name.
     identity: (u64, u64),
@@ -180,6 +183,7 @@ impl LoopDevice {
         };
         Ok(LoopDevice {
             shared: Arc::new(shared),
+            name: ImageName::new(&backing.path),
             path: backing.path,
             identity: backing.identity,
             direct: backing.direct,
@@ -482,7 +486,7 @@ impl Driver for LoopDevice {
             None => ("off", state.mode.reason.to_string()),
         };
         vec![
-            ("backing-file", backing::name_now(&state.file).unwrap_or(self.path.display().to_string())),
+            ("backing-file", self.name.now(&state.file)),
             ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
             ("backing-inode", self.identity.1.to_string()),
             ("offset", self.shared.offset.to_string()),

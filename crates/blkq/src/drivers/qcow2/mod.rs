@@ -50,6 +50,7 @@ use crate::sync::{Mutex, lock as locked};
 
 use super::r#loop::backing::{self, Backing, DirectAlign};
 use super::r#loop::lock::{self, LockKind};
+use super::r#loop::name::ImageName;
 use super::r#loop::options::choose_mode;
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
@@ -78,6 +79,7 @@ pub struct Qcow2 {
     shared: Arc<Shared>,
     /// Those of the chain, the image's own first.
     files: Vec<Arc<File>>,
+    name: ImageName,
     path: PathBuf,
     behind: Vec<PathBuf>,
     /// Device and inode of the image.
@@ -192,6 +194,7 @@ impl Qcow2 {
         let device = Qcow2 {
             shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
             files,
+            name: ImageName::new(&path),
             path,
             behind: paths.split_off(1),
             identity,
@@ -415,10 +418,10 @@ impl Driver for Qcow2 {
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
-        let name = self.files.first().and_then(|file| backing::name_now(file));
+        let name = self.files.first().map(|file| self.name.now(file));
         let behind: Vec<String> = self.behind.iter().map(|path| path.display().to_string()).collect();
         vec![
-            ("backing-file", name.unwrap_or(self.path.display().to_string())),
+            ("backing-file", name.unwrap_or_default()),
             ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
             ("backing-inode", self.identity.1.to_string()),
             ("offset", "0".to_owned()),

@@ -10,6 +10,7 @@ use rustix::fs::OFlags;
 use crate::drivers::r#loop::RawImage;
 use crate::drivers::r#loop::backing::{self, Backing};
 use crate::drivers::r#loop::lock::{self, LockKind};
+use crate::drivers::r#loop::name::ImageName;
 use crate::drivers::r#loop::options::{DirectIo, choose_mode};
 use crate::error::{Error, ErrorKind};
 use crate::sync::atomic::AtomicBool;
@@ -148,6 +149,7 @@ impl Qcow2 {
         Ok(Qcow2 {
             shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
             files,
+            name: ImageName::new(&backing.path),
             path: backing.path,
             behind: below.paths,
             identity: backing.identity,
