@@ -164,7 +164,7 @@ fn call_with<T: DeserializeOwned>(
     name: &str,
     request: &Request,
     patience: Patience,
-    report: impl FnOnce(&str),
+    report: impl FnMut(&str),
 ) -> Outcome<Called<T>> {
     let log = dir.file(name, ".log");
     let hangs = |pid: Option<Pid>, why: &str| {
@@ -291,7 +291,7 @@ fn no_answer(e: io::Error) -> Failure {
 }
 
 /// Waits until a daemon that is to stop answers on `stream`, and reports what it waits for if that
-/// takes long.
+/// takes long, and once more if requests are held later on.
 ///
 /// # Errors
 /// [`io::ErrorKind::TimedOut`] at `until`.
@@ -301,30 +301,61 @@ fn wait_for_stop(
     stream: &UnixStream,
     report_after: Duration,
     until: Option<Instant>,
-    report: impl FnOnce(&str),
+    mut report: impl FnMut(&str),
 ) -> io::Result<()> {
-    if !is_readable(stream, Some(Instant::now() + report_after)) {
-        report(&what_remains(dir, name));
-        if !is_readable(stream, until) {
-            return Err(io::ErrorKind::TimedOut.into());
+    let mut reported: Option<bool> = None;
+    while !is_readable(stream, Some(Instant::now() + report_after)) {
+        let remaining = Remaining::of(dir, name);
+        let is_held = matches!(remaining, Remaining::Held(_));
+        if reported.is_none_or(|reported_held| is_held && !reported_held) {
+            report(&remaining.describe(name));
+            reported = Some(is_held);
+        }
+        // Forced, it fails what is held.
+        if until.is_some() {
+            return match is_readable(stream, until) {
+                true => Ok(()),
+                false => Err(io::ErrorKind::TimedOut.into()),
+            };
         }
     }
     Ok(())
 }
 
-/// The work that a stopping device has left, as far as its daemon answers.
-fn what_remains(dir: &StateDir, name: &str) -> String {
-    let statistics = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
-        send(&stream, &Request::Stat {})?;
-        receive::<Statistics>(&stream, STATE_TIMEOUT)
-    });
-    match statistics {
-        Ok(Reply::Ok(statistics)) => match statistics.snapshot().in_flight.iter().sum::<u64>() {
-            0 => "the last flush".to_owned(),
-            1 => "1 request in flight".to_owned(),
-            requests => format!("{requests} requests in flight"),
-        },
-        _ => "its daemon to exit".to_owned(),
+/// The work that a stopping device has left.
+enum Remaining {
+    InFlight(u64),
+    /// Requests that are held after errors: the kernel writes pages back that the last user of a block device has left.
+    Held(u64),
+    /// Its daemon does not answer.
+    Unknown,
+}
+
+impl Remaining {
+    fn of(dir: &StateDir, name: &str) -> Remaining {
+        let statistics = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
+            send(&stream, &Request::Stat {})?;
+            receive::<Statistics>(&stream, STATE_TIMEOUT)
+        });
+        let Ok(Reply::Ok(statistics)) = statistics else { return Remaining::Unknown };
+        let snapshot = statistics.snapshot();
+        match snapshot.held {
+            0 => Remaining::InFlight(snapshot.in_flight.iter().sum()),
+            held => Remaining::Held(held),
+        }
+    }
+
+    fn describe(&self, name: &str) -> String {
+        let plural = |count: &u64| if *count == 1 { "" } else { "s" };
+        match self {
+            Remaining::InFlight(0) => "the last flush".to_owned(),
+            Remaining::InFlight(count) => format!("{count} request{} in flight", plural(count)),
+            Remaining::Held(count) => format!(
+                "{count} request{} held after I/O errors; blkq resume {name} reissues them, or fails them with --fail",
+                plural(count)
+            ),
+            Remaining::Unknown => "its daemon to exit".to_owned(),
+        }
     }
 }
 
@@ -334,7 +365,7 @@ fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -
     Failure::new(format!(
         "{name}: still waiting for {} after {} s: the image's disk does not answer (dmesg may have the reason); it stops \
          by itself when that answers{kill} to abort the I/O in flight",
-        what_remains(dir, name),
+        Remaining::of(dir, name).describe(name),
         waited.as_secs()
     ))
 }
@@ -481,6 +512,34 @@ mod tests {
         assert_eq!(reported, "the last flush");
         let own = format!("kill -9 {}", std::process::id());
         assert!(failure.contains("still waiting for the last flush") && failure.contains(&own), "{failure}");
+        serve.join().unwrap();
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    // Contract: detach
+    #[test]
+    fn a_stop_that_waits_for_held_requests_names_the_cure() {
+        let dir = crate::state::tests::scratch("waits-for-held");
+        let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
+        let serve = std::thread::spawn(move || {
+            let (mut asker, _) = daemon.accept().unwrap();
+            // Its last requests are in flight, and then held.
+            for (held, in_flight) in [(0, 1), (2, 2), (2, 2)] {
+                let (mut stream, _) = daemon.accept().unwrap();
+                BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+                let mut statistics = serde_json::to_value(Statistics::default()).unwrap();
+                statistics["held"] = held.into();
+                statistics["in_flight"] = vec![0, in_flight].into();
+                stream.write_all(&reply_line(Ok(statistics))).unwrap();
+            }
+            asker.write_all(&reply_line(Ok(()))).unwrap();
+        });
+        let stream = dir.connect("a", ANSWER_TIMEOUT).unwrap();
+        let mut reported = Vec::new();
+        let report = |what: &str| reported.push(what.to_owned());
+        wait_for_stop(&dir, "a", &stream, Duration::from_millis(50), None, report).unwrap();
+        let held = "2 requests held after I/O errors; blkq resume a reissues them, or fails them with --fail";
+        assert_eq!(reported, ["1 request in flight", held]);
         serve.join().unwrap();
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
@@ -27,6 +27,9 @@ const SECONDS_MIN: f64 = 0.1;
 const SCANS: u32 = 8;
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
 const INTERVAL_MAX: Duration = Duration::from_secs(5);
+/// How often held requests are looked for where there are no scans; and how far apart the lines about them are.
+const HELD_INTERVAL: Duration = Duration::from_secs(2);
+const HELD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// How long an engine's answer is waited for before another one is asked.
 const ANSWER_WAIT: Duration = Duration::from_millis(100);
 /// Stack of the thread.
@@ -83,8 +86,13 @@ impl HangWatch {
         counters.set_limit(limit);
         let (wake, woken) = channel();
         let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
-        let watcher =
-            Watcher { disk, queues: watched.collect(), counters: counters.clone(), logged_held: false };
+        let watcher = Watcher {
+            disk,
+            queues: watched.collect(),
+            counters: counters.clone(),
+            logged_held: false,
+            log_held_from: Instant::now(),
+        };
         HangWatch { counters, watcher: Some((watcher, woken)), wake: Some(wake), thread: None }
     }
 
@@ -140,6 +148,8 @@ struct Watcher {
     counters: HangCounters,
     /// It was logged that requests are held.
     logged_held: bool,
+    /// When that may be logged next.
+    log_held_from: Instant,
 }
 
 /// One queue, and the engine that owns it.
@@ -161,28 +171,44 @@ impl Watcher {
         loop {
             let limit = self.counters.limit();
             let interval = (limit / SCANS).clamp(INTERVAL_MIN, INTERVAL_MAX);
-            let woke = match limit.is_zero() {
-                true => woken.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                false => woken.recv_timeout(interval),
-            };
-            match woke {
+            // Requests that are held are reported also if none is too long in flight.
+            let interval = if limit.is_zero() { HELD_INTERVAL } else { interval };
+            match woken.recv_timeout(interval) {
                 Err(RecvTimeoutError::Disconnected) => return,
                 // Nothing is too long now: what was counted as hanging no longer is.
                 Ok(()) if self.counters.limit().is_zero() => self.scan(u64::MAX, log),
                 Ok(()) => {}
-                Err(RecvTimeoutError::Timeout) => self.scan(limit.as_nanos() as u64, log),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.check_held(log);
+                    if !limit.is_zero() {
+                        self.scan(limit.as_nanos() as u64, log);
+                    }
+                }
             }
         }
     }
 
-    fn scan(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
-        let Watcher { disk, queues, counters, logged_held } = self;
-        let held = disk.held();
-        if held > 0 && !*logged_held {
-            let requests = if held == 1 { "request is" } else { "requests are" };
-            log(&format!("held: {held} {requests} held after I/O errors, and clients wait; {}", cure(disk)));
+    /// Logs that requests are held, and that none is any more; at most once in a while, however often that changes.
+    fn check_held(&mut self, log: &dyn Fn(&str)) {
+        let held = self.disk.held();
+        match (held, self.logged_held) {
+            (0, true) => {
+                log("held: no request is held any more");
+                self.logged_held = false;
+            }
+            (1.., false) if Instant::now() >= self.log_held_from => {
+                let requests = if held == 1 { "request is" } else { "requests are" };
+                let cure = cure(&self.disk);
+                log(&format!("held: {held} {requests} held after I/O errors, and clients wait; {cure}"));
+                self.logged_held = true;
+                self.log_held_from = Instant::now() + HELD_LOG_INTERVAL;
+            }
+            _ => {}
         }
-        *logged_held = held > 0;
+    }
+
+    fn scan(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
+        let Watcher { disk, queues, counters, .. } = self;
         for watched in queues.iter_mut() {
             if watched.asked.is_none() {
                 if watched.hung == 0 && disk.has_nothing_to_scan(watched.queue) {
@@ -312,7 +338,6 @@ fn state_in(status: &File) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
-    use std::time::Instant;
 
     use blkq::drivers::fault::FaultSpec;
     use blkq::drivers::{DriverOptions, DriverSpec, open};
@@ -399,6 +424,33 @@ mod tests {
         assert_eq!(disk.resume(Resume::Reissue), 1);
         assert!(writer.join().unwrap().is_ok());
         lines.wait("hang over: #", 1);
+        lines.wait("held: no request is held any more", 1);
+        drop((watch, engine));
+    }
+
+    #[test]
+    fn held_requests_are_logged_without_hang_warnings_too() {
+        let (disk, engine, watch, lines) = device("error=ENOSPC,op=write", Duration::ZERO);
+        disk.set_error_policy(ErrorPolicy::Hold);
+        let hold = || {
+            let mut submitter = disk.submitter();
+            std::thread::spawn(move || submitter.write_at(&[1; 4096], 8192))
+        };
+        let writer = hold();
+        lines.wait("held: 1 request is held after I/O errors", 1);
+        disk.resume(Resume::Fail);
+        assert!(writer.join().unwrap().is_err());
+        lines.wait("held: no request is held any more", 1);
+        // The next ones are within the time of that line.
+        let writer = hold();
+        let until = Instant::now() + HELD_INTERVAL * 3 / 2;
+        while Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        disk.resume(Resume::Fail);
+        assert!(writer.join().unwrap().is_err());
+        assert_eq!(lines.with("held: ").len(), 2, "{:?}", lines.with("held: "));
+        assert!(lines.with("hang").is_empty());
         drop((watch, engine));
     }
 

@@ -12,7 +12,7 @@ use crate::state::StateDir;
 #[command(after_help = "\
 A device that was attached with --on-error hold or hold-enospc, or set so, keeps requests that
 fail, and its clients wait. Make room, or repair the image's disk, and resume. Prints how
-many requests were held; those that fail again are held again, as `blkq show` reports.
+many requests it resumed; those that fail again are held again, as `blkq show` reports.
 
 Examples:
   blkq resume disk.img
@@ -28,7 +28,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Resumes the device, and prints how many requests were held.
+    /// Resumes the device, and prints how many requests that was.
     ///
     /// # Errors
     /// If there is no such device.

@@ -53,8 +53,15 @@ fn serve(shared: &Shared, stream: UnixStream) {
             reply_line(open.and_then(|()| resize()).inspect_err(refused))
         }
         Request::Resume { fail } => {
-            log::line(if fail { "resume: held requests fail" } else { "resume: held requests are reissued" });
-            reply_line(shared.device().resume(fail))
+            let resumed = shared.device().resume(fail);
+            if let Ok(count) = &resumed {
+                let requests = if *count == 1 { "request" } else { "requests" };
+                log::line(&format!(
+                    "resume: {count} held {requests} {}",
+                    if fail { "failed" } else { "reissued" }
+                ));
+            }
+            reply_line(resumed)
         }
         Request::Trace { events } => match serve_trace(shared, &stream, events) {
             Ok(()) => return,

@@ -392,7 +392,7 @@ impl Device {
         release(running)
     }
 
-    /// Reissues the requests that are held after errors, or has them fail. Returns how many were held.
+    /// Reissues the requests that are held after errors, or has them fail. Returns how many.
     ///
     /// # Errors
     /// If the device has stopped.

@@ -10,8 +10,9 @@ use std::str::FromStr;
 use crate::error::{Error, ErrorKind, Status};
 use crate::sync::atomic::{
     AtomicU8, AtomicU32, AtomicU64,
-    Ordering::{Relaxed, SeqCst},
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
+use crate::sync::{Mutex, lock};
 
 /// The policy for requests that the driver fails.
 ///
@@ -89,17 +90,23 @@ pub(crate) struct HoldControl {
     /// How often held requests were to be reissued, and to fail.
     reissues: AtomicU64,
     failures: AtomicU64,
+    /// For each queue how many of both it has followed.
+    followed: Box<[AtomicU64]>,
+    /// Locked by a thread that counts what it resumes.
+    counting: Mutex<()>,
     /// Requests other than reads that were held and have not completed, in all queues.
     writes: AtomicU32,
 }
 
 impl HoldControl {
-    pub fn new() -> HoldControl {
+    pub fn new(queues: usize) -> HoldControl {
         HoldControl {
             policy: AtomicU8::new(ErrorPolicy::Report as u8),
             reporting: AtomicU32::new(0),
             reissues: AtomicU64::new(0),
             failures: AtomicU64::new(0),
+            followed: (0..queues).map(|_| AtomicU64::new(0)).collect(),
+            counting: Mutex::new(()),
             writes: AtomicU32::new(0),
         }
     }
@@ -127,13 +134,24 @@ impl HoldControl {
         self.reporting.load(SeqCst) > 0
     }
 
-    /// The queues are to be woken after this.
-    pub fn resume(&self, how: Resume) {
+    /// The queues are to be woken after this. Returns how many requests are resumed, of the `held` ones of each queue:
+    /// those that an earlier call is about to resume are not counted again.
+    pub fn resume(&self, how: Resume, held: impl Fn(usize) -> u64) -> u64 {
         let word = match how {
             Resume::Reissue => &self.reissues,
             Resume::Fail => &self.failures,
         };
+        let _counting = lock(&self.counting);
+        let (reissues, failures) = self.resumed();
+        let has_followed = |queue: &usize| self.followed[*queue].load(Acquire) == reissues + failures;
+        let count = (0..self.followed.len()).filter(has_followed).map(held).sum();
         word.fetch_add(1, SeqCst);
+        count
+    }
+
+    /// `queue` has followed so many requests to reissue, and to fail: its count of held requests is one of after them.
+    pub fn follow(&self, queue: usize, (reissues, failures): (u64, u64)) {
+        self.followed[queue].store(reissues + failures, Release);
     }
 
     /// How often held requests were to be reissued, and to fail.

@@ -110,7 +110,7 @@ impl Disk {
         let disk = Disk {
             control: DiskControl::new(queues),
             throttle: ThrottleControl::new(),
-            hold: HoldControl::new(),
+            hold: HoldControl::new(queues),
             ignore_flushes,
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
@@ -333,12 +333,11 @@ impl Disk {
     }
 
     /// Reissues the requests that are held, or fails them; those that fail again are held again. Does not
-    /// wait. Returns how many were held.
+    /// wait. Returns how many were held, without those that an earlier call is still to resume.
     pub fn resume(&self, how: Resume) -> u64 {
-        let held = self.held();
-        self.hold.resume(how);
+        let resumed = self.hold.resume(how, |queue| self.queues[queue].stats.held());
         self.wake_queues();
-        held
+        resumed
     }
 
     /// Fails what is held, and has all errors reported, until what this returns is dropped: for a disk

@@ -30,7 +30,7 @@ pub(super) struct Hold {
 }
 
 impl Hold {
-    pub fn new(disk: &Disk, flush: Tag, slots: usize) -> Hold {
+    pub fn new(disk: &Disk, queue: usize, flush: Tag, slots: usize) -> Hold {
         let mut hold = Hold {
             policy: ErrorPolicy::Report,
             flush,
@@ -41,6 +41,7 @@ impl Hold {
             closing: false,
         };
         hold.reload(disk);
+        disk.hold.follow(queue, hold.resumed);
         hold
     }
 
@@ -98,6 +99,11 @@ impl Hold {
             return Some(Resume::Fail);
         }
         (reissues != reissued).then_some(Resume::Reissue)
+    }
+
+    /// What [`Hold::take_resumed`] returned is done, and counted.
+    pub fn note_resumed(&self, disk: &Disk, queue: usize) {
+        disk.hold.follow(queue, self.resumed);
     }
 
     /// Nothing is held from now on.

@@ -118,7 +118,7 @@ impl Queue {
             pull_cursor: PullCursor::default(),
             dispatch: Dispatch::new(owner, driver, &view, slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
-            hold: Hold::new(disk, Tag(slots as u16 - 1), slots),
+            hold: Hold::new(disk, view.index(), Tag(slots as u16 - 1), slots),
             completions: Completions::new(slots),
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),

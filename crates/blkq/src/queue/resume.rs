@@ -67,8 +67,9 @@ impl Queue {
                 self.dispatch.requeue(held.into_iter());
                 self.stats.held(0);
             }
-            None => {}
+            None => return,
         }
+        self.hold.note_resumed(self.disk.disk(), self.disk.index());
     }
 
     /// Nothing is held from now on.
