@@ -101,7 +101,7 @@ impl Hold {
         (reissues != reissued).then_some(Resume::Reissue)
     }
 
-    /// What [`Hold::take_resumed`] returned is done, and counted.
+    /// The queue has done what [`Hold::take_resumed`] returned, and counted it.
     pub fn note_resumed(&self, disk: &Disk, queue: usize) {
         disk.hold.follow(queue, self.resumed);
     }
