@@ -134,6 +134,12 @@ impl Clock {
         self.idle();
     }
 
+    /// The last cached reading, whether it may still be used or not; 0 if there was none.
+    #[inline]
+    pub fn last_read_ns(&self) -> u64 {
+        self.cached_ns
+    }
+
     /// How often the clock was read since this was last asked.
     #[inline]
     pub fn take_reads(&mut self) -> u64 {

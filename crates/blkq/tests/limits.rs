@@ -115,6 +115,30 @@ fn a_change_and_a_freeze_wake_what_waits() {
 }
 
 #[test]
+fn bios_that_waited_for_a_tag_begin_at_the_rate() {
+    const BIOS: u64 = 60;
+    let device = Device::held();
+    let disk = device.builder().depth(1).rate_limits(limits("iops=1000")).build().expect("a disk");
+    let mut queue = disk.open_queue(0).expect("a queue");
+    // No faster than the limit allows, while the device has its first for a while.
+    for block in 0..BIOS {
+        read(&mut queue, block * 2 % 32);
+        queue.poll();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let begin = Instant::now();
+    let mut done = 0;
+    while done < BIOS {
+        device.release_all();
+        queue.poll();
+        done += queue.completions().count() as u64;
+    }
+    // The one that the device had is done, and 2 ms may have accrued.
+    let elapsed = begin.elapsed();
+    assert!(elapsed >= Duration::from_millis(BIOS - 1 - 4), "{elapsed:?}");
+}
+
+#[test]
 fn requests_that_wait_are_merged() {
     let disk = disk("write-iops=1");
     let mut queue = disk.open_queue(0).expect("a queue");

@@ -80,8 +80,17 @@ impl Keeper {
     /// Checks the group of `member`, and makes it whole again if it is damaged.
     ///
     /// # Errors
-    /// If that is not possible now: another command has locked it, or its file cannot be written.
+    /// If that is not possible now: another command has locked it, or its file cannot be written; or was removed,
+    /// which `blkq group` does of a group without members only.
     pub fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
+        if self.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
+            let name = &self.name;
+            return Err(Failure::new(format!(
+                "its file was removed, and only its members of now share its limits; make it anew with `blkq group \
+                 set {name} LIMITS`, and then `blkq upgrade {device}`, or detach and attach it",
+                device = self.device
+            )));
+        }
         // A change in progress looks like damage until it unlocks the group.
         if self.damage(member).is_none() {
             return Ok(None);
@@ -280,6 +289,29 @@ mod tests {
         GroupFile::set(&dir, "g", &other).unwrap();
         assert!(a.check() && b.check());
         assert_eq!(members(&dir).0, other);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_group_whose_file_was_removed_is_reported() {
+        let dir = scratch("group-removed");
+        let limits: RateLimits = "iops=10".parse().unwrap();
+        GroupFile::set(&dir, "g", &limits).unwrap();
+        let mut a = Device::join(&dir, "a", 100);
+        fs::remove_file(path(&dir, "g")).unwrap();
+        for is_made_anew in [false, true] {
+            if is_made_anew {
+                GroupFile::set(&dir, "g", &"iops=5".parse().unwrap()).unwrap();
+            }
+            let why = a.keeper.check(&a.member).err().unwrap().to_string();
+            assert!(why.contains("was removed") && why.contains("`blkq group set g LIMITS`"), "{why}");
+            assert!(why.contains("`blkq upgrade a`"), "{why}");
+            assert_eq!(a.member.group().limits().map(|(_, limits)| limits), Some(limits));
+        }
+        // As an upgrade does.
+        let mut a = Device::join(&dir, "a", 100);
+        assert!(!a.check());
+        assert_eq!(members(&dir), ("iops=5".parse().unwrap(), vec![("a".to_owned(), 100)]));
         fs::remove_dir_all(dir.path()).unwrap();
     }
 

@@ -276,7 +276,7 @@ impl Dispatch {
                 batch.iter().for_each(|&tag| scheduler.insert(tag, in_flight.requests(), now_ns));
             }
             None if self.throttle.is_on() => {
-                let count = self.admit(batch, disk, in_flight.requests());
+                let count = self.admit(batch, disk, in_flight.requests(), clock.last_read_ns());
                 self.requeued.extend(&batch[..count]);
                 if let Some(tracer) = &mut self.tracing {
                     tracer.requests(EventKind::Throttle, &batch[count..], in_flight.requests(), clock);
@@ -329,7 +329,8 @@ impl Dispatch {
         stats: &mut StatsWriter,
         cx: &mut DriverContext<'_>,
     ) {
-        let (batch, delayed) = batch.split_at(self.admit(batch, disk, cx.requests));
+        let admitted = self.admit(batch, disk, cx.requests, cx.clock.last_read_ns());
+        let (batch, delayed) = batch.split_at(admitted);
         self.note_issued(batch, cx.clock);
         let taken = self.issue(batch, disk, stats, cx, false);
         if taken < batch.len() {
@@ -344,8 +345,8 @@ impl Dispatch {
 
     /// How many requests of a plug may begin now, by the limits.
     #[inline(never)]
-    fn admit(&mut self, batch: &[Tag], disk: &DiskView, requests: &[Request]) -> usize {
-        if disk.is_frozen() { batch.len() } else { self.throttle.admit(batch, requests) }
+    fn admit(&mut self, batch: &[Tag], disk: &DiskView, requests: &[Request], read_ns: u64) -> usize {
+        if disk.is_frozen() { batch.len() } else { self.throttle.admit(batch, requests, read_ns) }
     }
 
     /// Whether there is something for [`Dispatch::run`].

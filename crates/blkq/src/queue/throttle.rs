@@ -284,15 +284,16 @@ impl QueueThrottle {
     }
 
     /// How many requests of a batch may begin now: those before the first that has to wait; none if others
-    /// wait already.
+    /// wait already. `read_ns` is when the queue's clock was last read.
     #[inline]
-    pub fn admit(&mut self, batch: &[Tag], requests: &[Request]) -> usize {
+    pub fn admit(&mut self, batch: &[Tag], requests: &[Request], read_ns: u64) -> usize {
         let Some(last) = batch.last().filter(|_| !self.has_waiting) else { return 0 };
-        // The time stamp of the last is a little old, which lets through no more than the time would; it can be
-        // very old if there were no tags, so it counts for no queue that makes up for being late.
+        // The time stamp of the last, if it is of that reading, is a little old, which lets through no more than
+        // the time would. An older one is of a request that waited for a tag: all that came while the device was
+        // slow would begin at once. It counts for no queue that makes up for being late.
         let stamp_ns = requests[last.index()].start_ns;
         let mut count = 0;
-        if stamp_ns > self.late_until_ns && stamp_ns != u64::MAX {
+        if stamp_ns == read_ns && stamp_ns > self.late_until_ns {
             self.follow_group(stamp_ns);
             count = self.admit_at(batch, requests, stamp_ns, false).0;
         }

@@ -314,10 +314,11 @@ impl Meter {
             let share_start_ns = start_of(share_ns, now_ns, share_credit_ns);
             let mut room = accrued(start_ns, now_ns, self.rate);
             let (mut count, mut units) = self.count(batch, requests, room);
-            if count < batch.len() && all > weight {
-                let own_ns = now_ns.checked_sub(share_start_ns).map(|ns| scaled(ns, weight, all));
-                room = room.max(own_ns.and_then(|own_ns| accrued(0, own_ns, self.rate)));
-                (count, units) = self.count(batch, requests, room);
+            let share_ns_left = now_ns.checked_sub(share_start_ns).map(|ns| scaled(ns, weight, all));
+            let own_room = share_ns_left.and_then(|ns| accrued(0, ns, self.rate));
+            let (own_count, own_units) = self.count(batch, requests, own_room);
+            if own_count > count && all > weight {
+                (room, count, units) = (own_room, own_count, own_units);
             }
             let prepaid = self.prepaid_of(units, room, is_late);
             let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
@@ -326,8 +327,9 @@ impl Meter {
                 continue;
             }
             let own_ns = scaled(ns, all, weight);
-            // A member that used what others left repays that for a moment only.
-            let ahead_ns = now_ns.saturating_add(own_ns.max(AHEAD_NS_MAX));
+            // It repays in full what was within its share, and for a moment only what others had left.
+            let due_ns = scaled(cost_ns(own_units.min(units), self.rate, 0).0, all, weight);
+            let ahead_ns = now_ns.saturating_add(due_ns.max(AHEAD_NS_MAX));
             let charged = |share_ns: u64| {
                 let start_ns = start_of(share_ns, now_ns, share_credit_ns);
                 start_ns.saturating_add(own_ns).min(ahead_ns.max(start_ns))

@@ -139,6 +139,22 @@ fn shares_follow_weights_and_leave_nothing_unused() {
 }
 
 #[test]
+fn what_others_left_is_repaid_for_a_moment_only() {
+    let mut bed = Bed::group("bps=1M", &[100, 100], read);
+    assert_eq!(bed.admit(1, 1, BEGIN_NS, false).0, 1);
+    bed.requests[0] = request(Operation::Read, 32 << 10);
+    assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
+    // Its share is used up for 60 ms; the limit has room before, and lets half a megabyte through.
+    let now_ns = BEGIN_NS + 40 * MS;
+    bed.requests[0] = request(Operation::Read, 512 << 10);
+    assert_eq!(bed.admit(0, 1, now_ns, false).0, 1);
+    bed.requests[0] = read();
+    assert_eq!(bed.admit(0, 1, now_ns + 90 * MS, false).0, 0);
+    assert_eq!(bed.admit(1, 1, now_ns + 90 * MS, false).0, 1, "it is within its share");
+    assert_eq!(bed.admit(0, 1, now_ns + 110 * MS, false).0, 1, "it has repaid");
+}
+
+#[test]
 fn a_burst_has_its_rate_and_its_length() {
     let mut bed = Bed::device("iops=500,burst=2000x10s", 1, read);
     let burst = bed.flood(10 * S, |_| 0)[0];
