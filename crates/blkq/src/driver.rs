@@ -56,6 +56,16 @@ pub trait Driver: Any + Send + Sync {
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
+    /// How deep in the chain of images the bytes of `range` are allocated, up to `max` runs from its beginning. May
+    /// block; never called on an engine thread. The default, of a device without images behind it, is 1.
+    ///
+    /// # Errors
+    /// The device's error.
+    fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
+        let _ = max;
+        Ok(vec![DepthExtent { length: range.end - range.start, depth: 1 }])
+    }
+
     /// Prepares a change of a setting of the driver's own, and returns how [`Driver::set`] is to be
     /// called. I/O runs meanwhile: what is wrong with the setting is found here, and what takes
     /// long is done here as far as it can be, so that a freeze is short. The default has no settings.
@@ -225,6 +235,15 @@ pub struct Extent {
     pub hole: bool,
     /// Reads as zeroes.
     pub zero: bool,
+}
+
+/// A run of bytes that the same image of a chain has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DepthExtent {
+    /// Length in bytes.
+    pub length: u64,
+    /// 1 for the image itself, 2 for the one behind it, and so on; 0 if none of them has it.
+    pub depth: u32,
 }
 
 /// Why a driver did not take a request.

@@ -78,6 +78,7 @@
 //! docs/contracts.md; what survives which loss is in docs/durability.md.
 
 mod bio;
+pub mod bitmap;
 mod buffer;
 pub mod clock;
 mod completer;
@@ -116,7 +117,7 @@ pub use clock::ClockMode;
 pub use completer::Callback;
 pub use disk::{Disk, DiskBuilder, ErrorPolicy, Frozen, Quiesced, Resume, Setting, Settings};
 pub use driver::{
-    Busy, Change, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
+    Busy, Change, DepthExtent, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
 };
 pub use engine::local::LocalQueue;
 pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};

@@ -5,6 +5,7 @@
 mod model;
 
 mod auto_limiter;
+mod bitmaps;
 pub(crate) mod builder;
 mod exchange;
 pub(crate) mod freeze;
@@ -14,6 +15,7 @@ mod settings;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::bitmap::BitmapSet;
 use crate::disk::freeze::DiskControl;
 use crate::driver::{Change, Driver, DriverSetting};
 use crate::error::{Error, ErrorKind, Status};
@@ -72,6 +74,7 @@ pub struct Disk {
     pub(crate) control: DiskControl,
     pub(crate) throttle: ThrottleControl,
     pub(crate) hold: HoldControl,
+    pub(crate) bitmaps: BitmapSet,
     /// Flushes and FUA do nothing.
     ignore_flushes: bool,
     pub(crate) gate: RequestGate,
@@ -111,6 +114,7 @@ impl Disk {
             control: DiskControl::new(queues),
             throttle: ThrottleControl::new(),
             hold: HoldControl::new(queues),
+            bitmaps: BitmapSet::new(),
             ignore_flushes,
             gate: RequestGate::new(settings.gate_requests(queues, shared_tags), settings.batching),
             queues: (0..queues).map(|_| hardware()).collect::<Result<_, _>>()?,
@@ -378,13 +382,18 @@ impl Disk {
         self.driver().prepare_resize(bytes)
     }
 
-    /// Takes over a new size, in bytes; `None` asks the backing store. Returns the size.
+    /// Takes over a new size, in bytes; `None` asks the backing store. Returns the size. The new part is dirty in its
+    /// bitmaps; one that would take too much memory then is removed.
     ///
     /// # Errors
     /// The driver's, and [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
-        self.frozen(|| self.driver().resize(bytes))?;
+        self.frozen(|| {
+            self.driver().resize(bytes)?;
+            self.bitmaps.resize(self.limits().size_bytes());
+            Ok(())
+        })?;
         Ok(self.limits().size_bytes())
     }
 

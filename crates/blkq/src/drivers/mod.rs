@@ -6,6 +6,7 @@ use std::str::FromStr;
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
 
+pub mod bitmaps;
 pub mod fault;
 pub mod r#loop;
 pub mod model;

@@ -3,6 +3,7 @@
 use crate::ring::Ring;
 
 use super::broken::BrokenQueue;
+use super::tracked::track;
 use super::{Queue, open_driver};
 
 impl Queue {
@@ -61,10 +62,15 @@ impl Queue {
             self.close(ring.as_deref_mut());
             let slots = self.in_flight.requests().len();
             let opened = open_driver(&self.disk, slots, ring);
-            return self.dispatch.set_driver(opened.unwrap_or_else(|why| {
+            *self.dispatch.driver_mut() = opened.unwrap_or_else(|why| {
                 self.disk.disk().set_broken(Some(format!("queue {}: {why}", self.disk.index())));
                 Box::new(BrokenQueue)
-            }));
+            });
+            self.is_tracked = track(self.dispatch.driver_mut(), self.disk.disk());
+            return;
+        }
+        if !self.is_tracked {
+            self.is_tracked = track(self.dispatch.driver_mut(), self.disk.disk());
         }
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.reload(&mut cx);

@@ -569,9 +569,9 @@ impl Dispatch {
         self.driver.reload(cx);
     }
 
-    /// Takes another driver's part of the queue in place of the one so far, which is closed.
-    pub fn set_driver(&mut self, driver: Box<dyn DriverQueue>) {
-        self.driver = driver;
+    /// The driver's part of the queue, for another one in its place.
+    pub fn driver_mut(&mut self) -> &mut Box<dyn DriverQueue> {
+        &mut self.driver
     }
 
     /// Has the driver release what it registered with the ring.

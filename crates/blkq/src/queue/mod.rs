@@ -37,6 +37,7 @@ mod tag_cache;
 mod throttle;
 mod trace;
 mod tracer;
+mod tracked;
 
 use std::sync::Arc;
 
@@ -82,6 +83,8 @@ pub(crate) struct Queue {
     clock: Clock,
     stats: StatsWriter,
     hang_tracker: HangTracker,
+    /// The driver's writes set the bits of bitmaps.
+    is_tracked: bool,
     /// Last, as the driver's part of the queue is dropped before another thread may open it.
     _claim: QueueClaim,
 }
@@ -108,7 +111,8 @@ impl Queue {
         let shared = view.shared();
         // One request beyond the tags is the queue's own flush.
         let slots = usize::from(disk.depth_max()) + 1;
-        let driver = open_driver(&view, slots, ring)?;
+        let mut driver = open_driver(&view, slots, ring)?;
+        let is_tracked = tracked::track(&mut driver, disk);
         let tags = TagCache::new(shared, view.settings().requests(), disk.depth_max())?;
         Ok(Queue {
             in_flight: InFlight::new(slots, view.limits()),
@@ -123,6 +127,7 @@ impl Queue {
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),
             hang_tracker: HangTracker::default(),
+            is_tracked,
             disk: view,
             _claim: claim,
         })

@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
+use crate::driver::{Change, DepthExtent, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
 use crate::error::Error;
 use crate::limits::QueueLimits;
 use crate::sync::atomic::AtomicU64;
@@ -48,6 +48,11 @@ impl Fault {
         let rules = Mutex::new(Rules::new(spec));
         let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
         Ok(Fault { shared: Arc::new(Shared { inner, rules, generation, wakes }) })
+    }
+
+    /// The driver that it wraps.
+    pub fn inner(&self) -> &dyn Driver {
+        &*self.shared.inner
     }
 
     /// The seed in force: with it the faults come again.
@@ -89,6 +94,10 @@ impl Driver for Fault {
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         self.shared.inner.extents(range, max)
+    }
+
+    fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
+        self.shared.inner.allocation_depths(range, max)
     }
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {

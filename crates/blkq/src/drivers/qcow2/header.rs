@@ -30,6 +30,11 @@ const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
+/// The feature that the bitmaps of the extension are up to date, or marked as not.
+pub(super) const AUTOCLEAR_BITMAPS: u64 = 1;
+
+/// The type of the extension that has the place of the dirty bitmaps.
+pub(super) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 /// The type of the extension that names the backing file's format.
 pub(super) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 
@@ -46,6 +51,15 @@ pub(super) struct BackingName {
     pub name: Vec<u8>,
     /// Its format, if the header has one: `raw`, `qcow2`.
     pub format: Option<String>,
+}
+
+/// The place of the dirty bitmaps.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct BitmapsExtension {
+    pub count: u32,
+    pub directory_bytes: u64,
+    /// Where the directory begins in the file.
+    pub directory: u64,
 }
 
 /// The header of an image.
@@ -68,6 +82,7 @@ pub(super) struct Header {
     pub corrupt: bool,
     pub compression: Compression,
     pub backing: Option<BackingName>,
+    pub bitmaps: Option<BitmapsExtension>,
 }
 
 /// The size of a cluster by the first bytes of an image.
@@ -129,6 +144,7 @@ impl Header {
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             compression,
             backing: backing_name(bytes, header_bytes)?,
+            bitmaps: if v3 { bitmaps_extension(bytes, header_bytes) } else { None },
         };
         header.check()?;
         Ok(header)
@@ -224,6 +240,17 @@ fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<BackingName>
     Ok(Some(BackingName { name: name.to_vec(), format }))
 }
 
+/// The place of the bitmaps; `None` also for an extension that is damaged.
+fn bitmaps_extension(bytes: &[u8], header_bytes: usize) -> Option<BitmapsExtension> {
+    let data = extension(bytes, header_bytes, EXTENSION_BITMAPS).ok().flatten();
+    let data = data.filter(|data| data.len() == 24)?;
+    Some(BitmapsExtension {
+        count: u32_at(data, 0),
+        directory_bytes: u64_at(data, 8),
+        directory: u64_at(data, 16),
+    })
+}
+
 /// The data of the header extension of that type.
 fn extension(bytes: &[u8], header_bytes: usize, wanted: u32) -> Result<Option<&[u8]>, Error> {
     let mut rest = bytes.get(header_bytes..).unwrap_or_default();
@@ -251,7 +278,7 @@ pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// The number at `at` of a slice that has it.
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let mut number = [0; 4];
     number.copy_from_slice(&bytes[at..at + 4]);
     u32::from_be_bytes(number)

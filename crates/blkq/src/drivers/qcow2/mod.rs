@@ -4,10 +4,11 @@
 //! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
 //! for them, `env` what tasks share. `read`, `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
-//! path, `blocking` runs tasks without a queue, `create` makes images,
+//! path, `bitmaps` are the dirty bitmaps in an image and `keep` writes them, `blocking` runs tasks without a queue, `create` makes images,
 //! `over` one over the image that is served, `extents` and `grow` are for the control plane.
 
 mod allocate;
+mod bitmaps;
 mod blocking;
 mod cache;
 mod chain;
@@ -20,6 +21,7 @@ mod extents;
 mod grow;
 mod header;
 mod io;
+mod keep;
 mod options;
 mod over;
 mod queue;
@@ -41,7 +43,8 @@ use std::sync::Arc;
 
 use rustix::fs::OFlags;
 
-use crate::driver::{Driver, DriverQueue, Extent, OpenContext};
+use crate::bitmap::Bitmap;
+use crate::driver::{DepthExtent, Driver, DriverQueue, Extent, OpenContext};
 use crate::error::{Error, ErrorKind};
 use crate::limits::QueueLimits;
 use crate::sync::atomic::AtomicBool;
@@ -60,7 +63,7 @@ pub use create::Base;
 use entry::OFFSET;
 use env::Shared;
 use epochs::Epochs;
-use header::AUTOCLEAR_AT;
+use keep::{Image, Kept};
 pub use options::{BackingChain, Qcow2Options};
 pub(crate) use over::Below;
 use queue::{Qcow2Queue, SEGMENTS_MAX};
@@ -99,6 +102,8 @@ pub struct Qcow2 {
     version: u32,
     cluster_bytes: u64,
     warnings: Vec<String>,
+    /// The dirty bitmaps in the image.
+    kept: Mutex<Kept>,
 }
 
 /// The image itself, with a lock on it.
@@ -191,7 +196,7 @@ impl Qcow2 {
         let (identity, physical_block, rotational) = facts.unwrap_or(((0, 0), 512, false));
         let cache = Cache::new(CACHE_BYTES, smallest as usize);
         let state = State { layers, cache, size, writer, commits: 0 };
-        let device = Qcow2 {
+        Ok(Qcow2 {
             shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
             files,
             name: ImageName::new(&path),
@@ -210,23 +215,29 @@ impl Qcow2 {
             version: header.version,
             cluster_bytes: header.cluster_bytes(),
             warnings,
-        };
-        device.clear_features(header.autoclear)
+            kept: Mutex::new(Kept::default()),
+        })
     }
 
-    /// Clears the features that a writer clears which does not keep them up to date: dirty bitmaps.
-    fn clear_features(mut self, autoclear: u64) -> Result<Qcow2, Error> {
-        if autoclear == 0 || !self.writable {
-            return Ok(self);
-        }
-        self.run("change its header", async |env| {
-            allocate::change_header(&env, AUTOCLEAR_AT, &[0; 8]).await
-        })?;
-        self.warnings.push(format!(
-            "the dirty bitmaps in {} are not kept up to date, and are marked so",
-            self.path.display()
-        ));
-        Ok(self)
+    /// The image, for what keeps its bitmaps.
+    fn image(&self) -> Image<'_> {
+        let Qcow2 { shared, files, path, writable, kept, .. } = self;
+        Image { shared, files, path, writable: *writable, kept }
+    }
+
+    /// As [`Image::load_bitmaps`].
+    pub(crate) fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
+        self.image().load_bitmaps()
+    }
+
+    /// As [`Image::check_bitmaps`].
+    pub(crate) fn check_bitmaps(&self) -> Result<(), Error> {
+        self.image().check_bitmaps()
+    }
+
+    /// As [`Image::store_bitmaps`].
+    pub(crate) fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        self.image().store_bitmaps(bitmaps)
     }
 
     /// Runs a task while no queue does I/O.
@@ -359,6 +370,9 @@ impl Driver for Qcow2 {
     }
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        if self.writable {
+            self.image().mark_bitmaps()?;
+        }
         let ring =
             cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the qcow2 driver needs an io_uring"))?;
         Ok(Box::new(Qcow2Queue::open(Arc::clone(&self.shared), &self.files, self.writable, cx.tags, ring)?))
@@ -367,6 +381,11 @@ impl Driver for Qcow2 {
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         extents::of_chain(&self.shared, &self.files, range, max)
             .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
+    }
+
+    fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
+        extents::depths(&self.shared, &self.files, range, max)
+            .map_err(|e| Error::system(format!("cannot find what {} has", self.path.display()), e))
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {

@@ -23,6 +23,7 @@ use super::commit::commit;
 use super::create::{Base, CLUSTER_BYTES};
 use super::env::Shared;
 use super::epochs::Epochs;
+use super::keep::Kept;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
 use super::{Qcow2, direct_align, open_writer};
@@ -165,6 +166,7 @@ impl Qcow2 {
             version: 3,
             cluster_bytes: CLUSTER_BYTES,
             warnings: Vec::new(),
+            kept: Mutex::new(Kept::default()),
         })
     }
 

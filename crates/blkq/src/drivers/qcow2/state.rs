@@ -169,21 +169,32 @@ impl State {
         bytes: u64,
         extra: Option<&Extra>,
     ) -> Result<(Found, u64), Lack> {
+        self.find_with_layer(first, position, bytes, extra).map(|(found, _, run)| (found, run))
+    }
+
+    /// As [`State::find_below`], with the number of the layer; where none has the bytes, how many there are.
+    pub fn find_with_layer(
+        &mut self,
+        first: usize,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, usize, u64), Lack> {
         let mut bytes = bytes;
         for layer in first..self.layers.len() {
             let size = self.layers[layer].size;
             if position >= size {
                 // Beyond its end an image reads as zeroes, whatever is behind it.
-                return Ok((if layer == 0 { Found::Nothing } else { Found::Zero }, bytes));
+                return Ok((if layer == 0 { Found::Nothing } else { Found::Zero }, layer, bytes));
             }
             bytes = bytes.min(size - position);
             let (found, run) = self.find_in(layer, position, bytes, extra)?;
             bytes = run;
             if found != Found::Nothing {
-                return Ok((found, bytes));
+                return Ok((found, layer, bytes));
             }
         }
-        Ok((Found::Nothing, bytes))
+        Ok((Found::Nothing, self.layers.len(), bytes))
     }
 
     fn find_in(

@@ -1,0 +1,100 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn bitmap(granularity: u64, size: u64) -> Bitmap {
+    Bitmap::new("b", granularity, size, BitmapState::Recording).unwrap()
+}
+
+fn dirty(bitmap: &Bitmap) -> Vec<Range<u64>> {
+    let mut at = 0;
+    let run = |extent: DirtyExtent| {
+        at += extent.length;
+        extent.dirty.then_some(at - extent.length..at)
+    };
+    bitmap.extents(0..bitmap.size(), usize::MAX).into_iter().filter_map(run).collect()
+}
+
+proptest! {
+    #[test]
+    fn bits_are_those_of_a_list_of_granules(
+        size in 1u64..1 << 20,
+        shift in 9u32..13,
+        writes in proptest::collection::vec((0u64..1 << 20, 1u64..200_000), 0..20),
+        resized in 1u64..1 << 20,
+    ) {
+        let granularity = 1 << shift;
+        let bitmap = bitmap(granularity, size);
+        let mut model = vec![false; size.div_ceil(granularity) as usize];
+        for (start, length) in &writes {
+            let range = *start % size..(*start % size + length).min(size);
+            model[(range.start >> shift) as usize..range.end.div_ceil(granularity) as usize].fill(true);
+            // Up to the padding of the last block.
+            bitmap.mark(range.start..range.end.next_multiple_of(512));
+        }
+        let check = |bitmap: &Bitmap, model: &[bool]| {
+            let size = bitmap.size();
+            let mut expected: Vec<Range<u64>> = Vec::new();
+            for (at, _) in model.iter().enumerate().filter(|(_, dirty)| **dirty) {
+                let granule = (at as u64) << shift..(((at as u64) + 1) << shift).min(size);
+                match expected.last_mut() {
+                    Some(last) if last.end == granule.start => last.end = granule.end,
+                    _ => expected.push(granule),
+                }
+            }
+            assert_eq!(dirty(bitmap), expected);
+            assert_eq!(bitmap.dirty_bytes(), expected.iter().map(|run| run.end - run.start).sum::<u64>());
+        };
+        check(&bitmap, &model);
+        let mut copy = self::bitmap(granularity, size);
+        for (at, part) in bitmap.to_bytes().chunks(16).enumerate() {
+            copy.load(at as u64 * 16, part);
+        }
+        check(&copy, &model);
+        let other = bitmap.resized(resized).unwrap();
+        model.resize(resized.div_ceil(granularity) as usize, true);
+        if resized > size {
+            model[(size >> shift) as usize] = true;
+        }
+        check(&other, &model);
+        bitmap.clear();
+        assert_eq!(dirty(&bitmap), []);
+    }
+}
+
+#[test]
+fn a_bitmap_that_cannot_be_is_rejected() {
+    let error = |name: &str, granularity, size| {
+        let made = Bitmap::new(name, granularity, size, BitmapState::Recording);
+        made.err().map(|e| e.to_string()).unwrap_or_default()
+    };
+    assert_eq!(error(&"n".repeat(NAME_MAX_BYTES), GRANULARITY_MAX, 1 << 60), "");
+    assert!(error("", 512, 1).contains("empty"));
+    assert!(error(&"n".repeat(NAME_MAX_BYTES + 1), 512, 1).contains("1023"));
+    assert!(error("a\nb", 512, 1).contains("control"));
+    for granularity in [0, 256, 1000, 4 << 30] {
+        assert!(error("b", granularity, 1).contains("power of two"), "{granularity}");
+    }
+    assert!(error("b", 512, 1 << 50).contains("memory"));
+}
+
+#[test]
+fn a_set_has_each_name_once_and_a_bound() {
+    let set = BitmapSet::new();
+    let add = |name: &str, size, state| set.add(Bitmap::new(name, 512, size, state).unwrap());
+    add("b", 512, BitmapState::Disabled).unwrap();
+    assert!(!set.has_recording());
+    add("a", 512, BitmapState::Recording).unwrap();
+    assert!(set.has_recording() && set.recording().len() == 1);
+    assert_eq!(set.list().iter().map(|bitmap| bitmap.name()).collect::<Vec<_>>(), ["a", "b"]);
+    assert!(add("a", 512, BitmapState::Disabled).unwrap_err().to_string().contains("already"));
+    let most = MEMORY_MAX_BYTES * 8 * 512;
+    assert!(add("c", most, BitmapState::Disabled).unwrap_err().to_string().contains("all together"));
+    assert_eq!(set.resize(most * 2), ["a", "b"]);
+    assert!(set.list().is_empty() && !set.has_recording());
+    for number in 0..BITMAPS_MAX {
+        add(&number.to_string(), 512, BitmapState::Recording).unwrap();
+    }
+    assert!(add("more", 512, BitmapState::Recording).unwrap_err().to_string().contains("64 already"));
+    assert!(set.remove("3") && !set.remove("3"));
+}

@@ -1,0 +1,290 @@
+//! The dirty bitmaps in an image, as QEMU's docs/interop/qcow2.rst specifies them: an extension of the header has
+//! the place of the directory, that has a table for each bitmap, and the table has its clusters.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::bitmap::{Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
+use crate::buffer::IoBuffer;
+use crate::error::{Error, ErrorKind};
+
+use super::header::{
+    AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, u32_at, u64_at,
+};
+
+/// Largest directory, in bytes: that of all bitmaps that a disk can have, and many more.
+const DIRECTORY_MAX_BYTES: u64 = 4 << 20;
+/// Bytes of an entry of the directory without extra data and name.
+const ENTRY_BYTES: usize = 24;
+/// Flags of an entry: writes may be missing; writes are to set bits; extra data can be ignored.
+const FLAG_IN_USE: u32 = 1;
+const FLAG_AUTO: u32 = 1 << 1;
+const FLAG_EXTRA_COMPATIBLE: u32 = 1 << 2;
+/// The only type.
+const TYPE_DIRTY: u8 = 1;
+/// An entry of a bitmap's table without a cluster: all bits are set.
+const ALL_ONES: u64 = 1;
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+
+/// The bitmaps in an image, and the clusters that they take.
+#[derive(Default)]
+pub(super) struct Stored {
+    pub bitmaps: Vec<Bitmap>,
+    /// By their offset in the file.
+    pub clusters: Vec<u64>,
+    /// The directory with all bitmaps marked as in use.
+    pub marked: Vec<u8>,
+    /// Bitmaps that are not kept up to date from now on: each one line.
+    pub warnings: Vec<String>,
+}
+
+/// A bitmap in the directory.
+struct Entry {
+    name: String,
+    granularity: u64,
+    flags: u32,
+    table: u64,
+    clusters: u64,
+    /// Where the directory has the flags.
+    flags_at: usize,
+}
+
+/// Reads the bitmaps of an image with a device of `size` bytes.
+///
+/// # Errors
+/// [`ErrorKind::Format`] if the extension is damaged; those of the file.
+pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Result<Stored, Error> {
+    let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
+    let cluster = header.cluster_bytes();
+    let read = |range: Range<u64>| {
+        read_at(file, range).map_err(|e| Error::system(format!("cannot read {}", path.display()), e))
+    };
+    if extension.directory_bytes > DIRECTORY_MAX_BYTES {
+        return Err(damaged(format!("their directory has {} bytes", extension.directory_bytes)));
+    }
+    let place = place(extension.directory, extension.directory_bytes, cluster)?;
+    let mut stored = Stored { marked: read(place.clone())?, ..Stored::default() };
+    let entries = entries(&stored.marked, extension.count, cluster)?;
+    stored.clusters.extend(place.step_by(cluster as usize));
+    for entry in entries {
+        let flags = (entry.flags | FLAG_IN_USE).to_be_bytes();
+        stored.marked[entry.flags_at..entry.flags_at + 4].copy_from_slice(&flags);
+        let range = entry.table..entry.table + entry.clusters * 8;
+        let table: Vec<u64> = read(range.clone())?.chunks_exact(8).map(|number| u64_at(number, 0)).collect();
+        stored.clusters.extend(range.step_by(cluster as usize));
+        let offsets = table.iter().map(|number| number & OFFSET);
+        stored.clusters.extend(offsets.filter(|offset| *offset != 0 && offset.is_multiple_of(cluster)));
+        let bitmap = match entry.flags & FLAG_IN_USE != 0 {
+            true => entry.inconsistent(),
+            false => entry.load(&table, size, cluster, read).or_else(|error| {
+                stored.warnings.push(format!("the bitmap {} cannot be kept up to date: {error}", entry.name));
+                entry.inconsistent()
+            }),
+        };
+        stored.bitmaps.push(bitmap?);
+    }
+    Ok(stored)
+}
+
+fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<Vec<Entry>, Error> {
+    let (mut rest, mut entries) = (directory, Vec::<Entry>::new());
+    let mut clusters_left = MEMORY_MAX_BYTES / cluster + u64::from(count);
+    while !rest.is_empty() {
+        let at = directory.len() - rest.len();
+        let (entry, bytes) = Entry::parse(rest, at, cluster)?;
+        let Some(left) = clusters_left.checked_sub(entry.clusters) else {
+            return Err(damaged(format!("their tables have more than {MEMORY_MAX_BYTES} bytes")));
+        };
+        clusters_left = left;
+        if entries.iter().any(|other| other.name == entry.name) {
+            return Err(damaged(format!("two are called {}", entry.name)));
+        }
+        entries.push(entry);
+        rest = rest.get(bytes..).ok_or_else(|| damaged("their directory is cut off"))?;
+    }
+    if entries.len() != count as usize {
+        return Err(damaged(format!("there are {} of {count}", entries.len())));
+    }
+    Ok(entries)
+}
+
+impl Entry {
+    /// The first entry of `bytes`, which the directory has at `at`, and its bytes.
+    fn parse(bytes: &[u8], at: usize, cluster: u64) -> Result<(Entry, usize), Error> {
+        if bytes.len() < ENTRY_BYTES {
+            return Err(damaged("their directory is cut off"));
+        }
+        let (table, clusters, flags) = (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)), u32_at(bytes, 12));
+        let (kind, granularity_bits) = (bytes[16], bytes[17]);
+        let name_bytes = usize::from(u16::from_be_bytes([bytes[18], bytes[19]]));
+        let extra_bytes = u32_at(bytes, 20) as usize;
+        let name = bytes.get(ENTRY_BYTES..).and_then(|rest| rest.get(extra_bytes..)?.get(..name_bytes));
+        let name = name.filter(|name| (1..=NAME_MAX_BYTES).contains(&name.len()));
+        let name = name.and_then(|name| String::from_utf8(name.to_vec()).ok());
+        let name = name.filter(|name| !name.contains(char::is_control));
+        let Some(name) = name else { return Err(damaged("one has no name that is text")) };
+        let known = FLAG_IN_USE | FLAG_AUTO | FLAG_EXTRA_COMPATIBLE;
+        if kind != TYPE_DIRTY || flags & !known != 0 || extra_bytes > 0 && flags & FLAG_EXTRA_COMPATIBLE == 0
+        {
+            return Err(damaged(format!("{name} is of a kind that is not known")));
+        }
+        if !(9..=31).contains(&granularity_bits) || clusters == 0 {
+            return Err(damaged(format!("{name} has a granularity of 2^{granularity_bits} bytes")));
+        }
+        place(table, clusters * 8, cluster)?;
+        let flags_at = at + 12;
+        let bytes = (ENTRY_BYTES + extra_bytes + name_bytes).next_multiple_of(8);
+        Ok((Entry { name, granularity: 1 << granularity_bits, flags, table, clusters, flags_at }, bytes))
+    }
+
+    fn inconsistent(&self) -> Result<Bitmap, Error> {
+        Bitmap::new(&self.name, self.granularity, 0, BitmapState::Inconsistent)
+    }
+
+    fn load(
+        &self,
+        table: &[u64],
+        size: u64,
+        cluster: u64,
+        read: impl Fn(Range<u64>) -> Result<Vec<u8>, Error>,
+    ) -> Result<Bitmap, Error> {
+        let state = if self.flags & FLAG_AUTO != 0 { BitmapState::Recording } else { BitmapState::Disabled };
+        let mut bitmap = Bitmap::new(&self.name, self.granularity, size, state)?;
+        if bytes_for(size, self.granularity).div_ceil(cluster) != self.clusters {
+            return Err(damaged("it is of a device of another size"));
+        }
+        for (number, entry) in table.iter().enumerate() {
+            let at = number as u64 * cluster;
+            match (entry & OFFSET, entry & !OFFSET) {
+                (0, 0) => {}
+                (0, ALL_ONES) => bitmap.load(at, &vec![0xff; cluster as usize]),
+                (offset, 0) => {
+                    let place = place(offset, cluster, cluster)?;
+                    bitmap.load(at, &read(place)?);
+                }
+                _ => return Err(damaged("its table has an entry that is none")),
+            }
+        }
+        Ok(bitmap)
+    }
+}
+
+/// A bitmap of a directory to be written, with the place of its table.
+pub(super) struct NewEntry<'a> {
+    pub bitmap: &'a Bitmap,
+    pub table: u64,
+    /// Entries of its table.
+    pub clusters: u64,
+}
+
+impl NewEntry<'_> {
+    /// As the directory has it.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let flags = match self.bitmap.state() {
+            BitmapState::Recording => FLAG_AUTO,
+            BitmapState::Disabled => 0,
+            BitmapState::Inconsistent => FLAG_IN_USE,
+        };
+        let name = self.bitmap.name().as_bytes();
+        let mut bytes = self.table.to_be_bytes().to_vec();
+        bytes.extend((self.clusters as u32).to_be_bytes());
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend([TYPE_DIRTY, self.bitmap.granularity().trailing_zeros() as u8]);
+        bytes.extend((name.len() as u16).to_be_bytes());
+        bytes.extend(0u32.to_be_bytes());
+        bytes.extend(name);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        bytes
+    }
+}
+
+/// An entry of a bitmap's table that needs no cluster for `bits`, if there is one.
+pub(super) fn entry_without_cluster(bits: &[u8], is_whole: bool) -> Option<u64> {
+    match bits {
+        _ if bits.iter().all(|byte| *byte == 0) => Some(0),
+        _ if is_whole && bits.iter().all(|byte| *byte == 0xff) => Some(ALL_ONES),
+        _ => None,
+    }
+}
+
+/// The first cluster of an image, `old`, with another extension for bitmaps, or without one.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] for an image of version 2, or if there is no room for the extension.
+pub(super) fn change_extension(old: &[u8], extension: Option<&BitmapsExtension>) -> Result<Vec<u8>, Error> {
+    let unsupported = |why: &str| Err(Error::new(ErrorKind::Unsupported, why));
+    if u32_at(old, 4) < 3 {
+        return unsupported(
+            "it is of version 2, which has no bitmaps; `qemu-img amend -o compat=v3` changes that",
+        );
+    }
+    let header_bytes = u32_at(old, 100) as usize;
+    let (name_at, name_bytes) = (u64_at(old, 8) as usize, u32_at(old, 16) as usize);
+    let name = if name_at == 0 { &[][..] } else { &old[name_at..name_at + name_bytes] };
+    let mut new = old[..header_bytes].to_vec();
+    let end = if name_at == 0 { old.len() } else { name_at };
+    let mut rest = &old[header_bytes..end];
+    while let Some((head, data)) = rest.split_at_checked(8) {
+        let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
+        let padded = length.next_multiple_of(8);
+        let Some(data) = data.get(..padded).filter(|_| kind != 0) else { break };
+        if kind != EXTENSION_BITMAPS {
+            new.extend(head);
+            new.extend(data);
+        }
+        rest = &rest[8 + padded..];
+    }
+    if let Some(extension) = extension {
+        new.extend(EXTENSION_BITMAPS.to_be_bytes());
+        new.extend(24u32.to_be_bytes());
+        new.extend(extension.count.to_be_bytes());
+        new.extend([0; 4]);
+        new.extend(extension.directory_bytes.to_be_bytes());
+        new.extend(extension.directory.to_be_bytes());
+    }
+    // The end of the extensions.
+    new.extend([0; 8]);
+    let name_at = new.len();
+    new.extend(name);
+    if new.len() > old.len() {
+        return unsupported("its header has no room for bitmaps: its clusters are too small");
+    }
+    new.resize(old.len(), 0);
+    if !name.is_empty() {
+        new[8..16].copy_from_slice(&(name_at as u64).to_be_bytes());
+    }
+    let autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
+    new[AUTOCLEAR_AT..AUTOCLEAR_AT + 8].copy_from_slice(&autoclear.to_be_bytes());
+    Ok(new)
+}
+
+/// The bytes of a table or a cluster at `offset` of the file.
+fn place(offset: u64, bytes: u64, cluster: u64) -> Result<Range<u64>, Error> {
+    let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
+    match end {
+        Some(end) if offset >= cluster && offset.is_multiple_of(cluster) => Ok(offset..end),
+        _ => Err(damaged(format!("a part of them is at byte {offset}"))),
+    }
+}
+
+/// Reads a range that begins with a cluster and is all in the file, perhaps by direct I/O.
+fn read_at(file: &File, range: Range<u64>) -> std::io::Result<Vec<u8>> {
+    let length = (range.end - range.start) as usize;
+    let mut buffer = IoBuffer::zeroed(length.next_multiple_of(4096));
+    let mut done = 0;
+    while done < length {
+        match file.read_at(&mut buffer[done..], range.start + done as u64) {
+            Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            Ok(bytes) => done += bytes,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(buffer[..length].to_vec())
+}
+
+fn damaged(why: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Format, why)
+}
