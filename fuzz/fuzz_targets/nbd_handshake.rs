@@ -18,6 +18,7 @@ const REPLIES_MAX_BYTES: usize = 400;
 
 fn exports(mode: u8) -> Vec<Export> {
     let export = |name: &str, description: &str| Export {
+        bitmaps: ["a".to_owned()].into(),
         name: name.into(),
         description: description.into(),
         size_bytes: 1 << 30,

@@ -8,7 +8,7 @@
 
 #![no_main]
 
-use blkq::Extent;
+use blkq_export::nbd::contexts::{ContextStatus, Contexts, StatusExtent};
 use blkq_export::nbd::handshake::Session;
 use blkq_export::nbd::proto::*;
 use blkq_export::nbd::reply::{ReplyStyle, ReplyTo};
@@ -25,7 +25,11 @@ fn session(choice: &[u8; 4]) -> Session {
         flags: TransmissionFlags::from_bits_truncate(flags),
         minimum_block_bytes: [1, 512, 4096, 65536][usize::from(choice[3] >> 2) % 4],
         replies,
-        base_allocation: choice[3] & 2 != 0 && replies != ReplyStyle::Simple,
+        contexts: if choice[3] & 2 != 0 && replies != ReplyStyle::Simple {
+            Contexts::BASE_ALLOCATION
+        } else {
+            Contexts::default()
+        },
     }
 }
 
@@ -166,7 +170,7 @@ fn check_allowed(session: &Session, request: &Request) {
     for (used, flag) in needs {
         assert!(!used || session.flags.contains(flag), "{request:?} without {flag:?}");
     }
-    assert!(command != Command::BlockStatus || session.base_allocation);
+    assert!(command != Command::BlockStatus || !session.contexts.is_empty());
     assert!(!flags.contains(CommandFlags::NO_HOLE) || command == Command::WriteZeroes);
     assert!(!flags.contains(CommandFlags::REQ_ONE) || command == Command::BlockStatus);
 }
@@ -218,8 +222,9 @@ fuzz_target!(|data: &[u8]| {
                     }
                     Command::BlockStatus => {
                         let length = request.length;
-                        let extents = [Extent { length, hole: false, zero: false }; 3];
-                        session.replies.block_status(to, &extents, &mut reply);
+                        let extents = vec![StatusExtent { length, flags: 0 }; 3];
+                        let contexts = [ContextStatus { id: 1, extents }];
+                        session.replies.block_status(to, &contexts, &mut reply);
                     }
                     _ => session.replies.done(to, &mut reply),
                 }

@@ -1,10 +1,11 @@
 //! The NBD handshake against byte-exact vectors of the specification.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use blkq_export::nbd::contexts::Contexts;
 use blkq_export::nbd::handshake::{
     Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, TlsPolicy,
 };
-use blkq_export::nbd::proto::{BASE_ALLOCATION_ID, TransmissionFlags, option, option_reply};
+use blkq_export::nbd::proto::{TransmissionFlags, option, option_reply};
 use blkq_export::nbd::reply::ReplyStyle;
 use proptest::prelude::*;
 
@@ -16,6 +17,7 @@ fn exports() -> Vec<Export> {
         flags: TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH,
         minimum_block_bytes: 512,
         preferred_block_bytes: 4096,
+        bitmaps: if name == "disk" { ["a".to_owned(), "b".to_owned()].into() } else { [].into() },
     };
     vec![export("disk", "a disk", 0x1234_0000), export("other", "", 1 << 20)]
 }
@@ -134,7 +136,7 @@ fn go_describes_the_export_and_begins() {
     assert_eq!(session.replies, ReplyStyle::Structured);
     assert_eq!(session.size_bytes, 0x1234_0000);
     assert!(session.flags.contains(TransmissionFlags::SEND_DF));
-    assert!(!session.base_allocation);
+    assert!(session.contexts.is_empty());
 }
 
 #[test]
@@ -182,11 +184,11 @@ fn metadata_contexts_need_structured_replies_and_one_export() {
         bytes.extend(reply_bytes(option, option_reply::ACK, &[]));
         (bytes, Next::Receive)
     };
-    // Listing: no query is all, `base:` is the name space; both name the context.
-    for queries in [&[][..], &[b"base:".as_slice()], &[b"x-none:1", base]] {
+    // Listing: `base:` is the namespace.
+    for queries in [&[b"base:".as_slice()][..], &[b"x-none:1", base]] {
         assert_eq!(client.option(9, &context_data(b"disk", queries)), reply(9, 0));
     }
-    client.acknowledged(option::LIST_META_CONTEXT, &context_data(b"disk", &[b"qemu:dirty-bitmap:"]));
+    client.acknowledged(option::LIST_META_CONTEXT, &context_data(b"other", &[b"qemu:dirty-bitmap:"]));
     // Setting: no query is none, the name space alone is ignored.
     client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[]));
     client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[b"base:"]));
@@ -194,10 +196,10 @@ fn metadata_contexts_need_structured_replies_and_one_export() {
 
     let set = |client: &mut Client, name: &[u8]| {
         let answer = client.option(option::SET_META_CONTEXT, &context_data(name, &[b"x-none:", base]));
-        assert_eq!(answer, reply(10, BASE_ALLOCATION_ID));
+        assert_eq!(answer, reply(10, 1));
     };
     let go = |mut client: Client, name: &[u8]| match client.option(option::GO, &go_data(name, &[])).1 {
-        Next::Transmission(session) => session.base_allocation,
+        Next::Transmission(session) => session.contexts == Contexts::BASE_ALLOCATION,
         next => panic!("{next:?}"),
     };
     let structured = || {
@@ -215,6 +217,40 @@ fn metadata_contexts_need_structured_replies_and_one_export() {
     set(&mut failed_later, b"disk");
     failed_later.refused(option::SET_META_CONTEXT, b"junk", option_reply::ERR_INVALID);
     assert!(!go(failed_later, b"disk"));
+}
+
+#[test]
+fn contexts_of_qemu_are_listed_by_namespace_and_set_by_name() {
+    let depth: &[u8] = b"qemu:allocation-depth";
+    let (a, b): (&[u8], &[u8]) = (b"qemu:dirty-bitmap:a", b"qemu:dirty-bitmap:b");
+    let all = [b"base:allocation".as_slice(), depth, a, b];
+    let reply = |option: u32, contexts: &[(u32, &[u8])]| {
+        let reply = |(id, name): &(u32, &[u8])| {
+            reply_bytes(option, option_reply::META_CONTEXT, &[&id.to_be_bytes(), *name].concat())
+        };
+        let mut bytes: Vec<u8> = contexts.iter().flat_map(reply).collect();
+        bytes.extend(reply_bytes(option, option_reply::ACK, &[]));
+        (bytes, Next::Receive)
+    };
+    let mut client = Client::new(3);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+    for (query, found) in [
+        (&[][..], &all[..]),
+        (&[b"qemu:".as_slice()], &all[1..]),
+        (&[b"qemu:dirty-bitmap:"], &all[2..]),
+        (&[depth, depth], &[depth]),
+        (&[b, a], &[a, b]),
+        (&[b"qemu:dirty-bitmap:c", b"qemu:allocation"], &[]),
+    ] {
+        let found: Vec<_> = found.iter().map(|name| (0, *name)).collect();
+        assert_eq!(client.option(9, &context_data(b"disk", query)), reply(9, &found));
+    }
+    client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[b"qemu:", b"qemu:dirty-bitmap:"]));
+    let set = client.option(10, &context_data(b"disk", &[b, depth]));
+    assert_eq!(set, reply(10, &[(2, depth), (4, b)]));
+    let (_, next) = client.option(option::GO, &go_data(b"disk", &[]));
+    let Next::Transmission(session) = next else { panic!("{next:?}") };
+    assert_eq!(session.contexts, Contexts::ALLOCATION_DEPTH.with(Contexts::bitmap(1)));
 }
 
 #[test]
@@ -364,7 +400,7 @@ fn nothing_that_was_said_in_clear_counts_under_tls() {
         client.input.clear();
         let (_, next) = client.option(option::GO, &go_data(b"disk", &[]));
         let Next::Transmission(session) = next else { panic!("{next:?}") };
-        assert_eq!((session.replies, session.base_allocation), (ReplyStyle::Simple, false));
+        assert_eq!((session.replies, session.contexts), (ReplyStyle::Simple, Contexts::default()));
     }
 }
 

@@ -1,7 +1,8 @@
 //! NBD requests and replies against byte-exact vectors of the specification.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use blkq::{Extent, Status};
+use blkq::Status;
+use blkq_export::nbd::contexts::{ContextStatus, Contexts, StatusExtent};
 use blkq_export::nbd::handshake::Session;
 use blkq_export::nbd::proto::{Command, CommandFlags, NbdError, PAYLOAD_MAX_BYTES, TransmissionFlags};
 use blkq_export::nbd::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
@@ -20,7 +21,7 @@ fn session(replies: ReplyStyle) -> Session {
         flags,
         minimum_block_bytes: 512,
         replies,
-        base_allocation: replies != ReplyStyle::Simple,
+        contexts: if replies == ReplyStyle::Simple { Contexts::default() } else { Contexts::BASE_ALLOCATION },
     }
 }
 
@@ -122,8 +123,11 @@ fn every_command_takes_the_flags_of_the_specification() {
 
 #[test]
 fn requests_that_were_not_advertised_are_rejected() {
-    let bare =
-        |replies| Session { flags: TransmissionFlags::HAS_FLAGS, base_allocation: false, ..session(replies) };
+    let bare = |replies| Session {
+        flags: TransmissionFlags::HAS_FLAGS,
+        contexts: Contexts::default(),
+        ..session(replies)
+    };
     for (command, flags) in [(0, 1), (0, 4), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)] {
         let length = if command == 3 { 0 } else { 512 };
         let bytes = encode(ReplyStyle::Structured, command, flags, 0, length);
@@ -266,18 +270,32 @@ fn structured_replies() {
     assert_eq!(written(|out| style.data(TO, 512, out)), data);
     let error = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0x80, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 6, 0, 0, 0, 5, 0, 0];
     assert_eq!(written(|out| style.error(TO, NbdError::Io, out)), error);
-    let extents = [
-        Extent { length: 0x1000, hole: true, zero: true },
-        Extent { length: 9 << 32, hole: false, zero: false },
-    ];
+    let extents = [StatusExtent { length: 0x1000, flags: 3 }, StatusExtent { length: 9 << 32, flags: 0 }];
     let status = [
         0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 5, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 20, 0, 0, 0, 1, 0, 0, 0x10, 0,
         0, 0, 0, 3, 0xff, 0xff, 0, 0, 0, 0, 0, 0,
     ];
-    assert_eq!(written(|out| style.block_status(TO, &extents, out)), status);
+    assert_eq!(written(|out| style.block_status(TO, &base(&extents), out)), status);
     // An extent after one that had to be cut short would be misplaced.
     let after = [extents[1], extents[0]];
-    assert_eq!(written(|out| style.block_status(TO, &after, out)).len(), 20 + 4 + 8);
+    assert_eq!(written(|out| style.block_status(TO, &base(&after), out)).len(), 20 + 4 + 8);
+}
+
+/// The answer in one context.
+fn base(extents: &[StatusExtent]) -> [ContextStatus; 1] {
+    [ContextStatus { id: 1, extents: extents.to_vec() }]
+}
+
+#[test]
+fn each_context_of_a_reply_has_a_chunk() {
+    let context = |id, flags| ContextStatus { id, extents: vec![StatusExtent { length: 512, flags }] };
+    let contexts = [context(1, 3), context(2, 7)];
+    let chunk = |last, id, flags| {
+        let head = [0x66, 0x8e, 0x33, 0xef, 0, last, 0, 5, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 12];
+        [&head[..], &[0, 0, 0, id, 0, 0, 2, 0, 0, 0, 0, flags]].concat()
+    };
+    let reply = [chunk(0, 1, 3), chunk(1, 2, 7)].concat();
+    assert_eq!(written(|out| ReplyStyle::Structured.block_status(TO, &contexts, out)), reply);
 }
 
 #[test]
@@ -296,20 +314,17 @@ fn extended_replies() {
     let mut error = head(0x8001, 6);
     error.extend([0, 0, 0, 75, 0, 0]);
     assert_eq!(written(|out| style.error(TO, NbdError::Overflow, out)), error);
-    let extents = [
-        Extent { length: 9 << 32, hole: false, zero: true },
-        Extent { length: 512, hole: true, zero: false },
-    ];
+    let extents = [StatusExtent { length: 9 << 32, flags: 2 }, StatusExtent { length: 512, flags: 1 }];
     let mut status = head(6, 40);
     status.extend([0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2]);
     status.extend([0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
-    assert_eq!(written(|out| style.block_status(TO, &extents, out)), status);
+    assert_eq!(written(|out| style.block_status(TO, &base(&extents), out)), status);
 }
 
 #[test]
 fn the_extents_of_a_reply_are_bounded() {
-    let extents = vec![Extent { length: 512, hole: false, zero: false }; EXTENTS_MAX + 1];
-    let length = |style: ReplyStyle| written(|out| style.block_status(TO, &extents, out)).len();
+    let extents = vec![StatusExtent { length: 512, flags: 0 }; EXTENTS_MAX + 1];
+    let length = |style: ReplyStyle| written(|out| style.block_status(TO, &base(&extents), out)).len();
     assert_eq!(length(ReplyStyle::Structured), 20 + 4 + 8 * EXTENTS_MAX);
     assert_eq!(length(ReplyStyle::Extended), 32 + 8 + 16 * EXTENTS_MAX);
 }

@@ -6,9 +6,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Completion, Extent, SourceContext};
+use blkq::{Completion, SourceContext};
 use rustix::net::Shutdown;
 
+use super::contexts::ContextStatus;
 use super::handshake::{Export, Handshake, Next, TlsPolicy};
 use super::in_flight::InFlight;
 use super::receive_backoff::{Decision, ReceiveBackoff};
@@ -269,8 +270,10 @@ impl Connection {
                 }
                 Next::Transmission(session) => {
                     self.stream.forget_tls();
-                    self.status.establish(exports[session.export].name.clone());
-                    self.phase = Phase::Transmission(Requests::new(self.slot, session, shared, cx));
+                    let export = &exports[session.export];
+                    self.status.establish(export.name.clone());
+                    let requests = Requests::new(self.slot, session, export, shared, cx);
+                    self.phase = Phase::Transmission(requests);
                 }
             }
         }
@@ -327,10 +330,10 @@ impl Connection {
         }
     }
 
-    /// A query of extents completed.
-    pub fn complete_extents(&mut self, request: InFlight, extents: Option<Vec<Extent>>) {
+    /// A query of the metadata contexts completed.
+    pub fn complete_status(&mut self, request: InFlight, contexts: Option<Vec<ContextStatus>>) {
         if let Phase::Transmission(requests) = &mut self.phase {
-            requests.complete_extents(request, extents, self.stream.replies());
+            requests.complete_status(request, contexts, self.stream.replies());
         }
     }
 

@@ -3,9 +3,12 @@
 //! The caller keeps what it received in one buffer of at least [`INPUT_BYTES`], hands it to
 //! [`Handshake::receive`], drops what was consumed and sends what was written.
 
+use std::sync::Arc;
+
 use zerocopy::byteorder::big_endian::{U16, U32};
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::contexts::{Contexts, context_name};
 use super::proto::*;
 use super::reply::ReplyStyle;
 
@@ -22,9 +25,6 @@ pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
 /// Clients that do not ask for block sizes keep to sectors of this size, in bytes; a larger
 /// minimum they must have asked for.
 const BLOCK_MIN_USUAL_BYTES: u32 = 512;
-
-/// The only metadata context.
-const BASE_ALLOCATION: &[u8] = b"base:allocation";
 
 /// One thing that clients can choose.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +43,8 @@ pub struct Export {
     /// Smallest request that is efficient, in bytes: a power of two from 512 (and the
     /// minimum) to [`PAYLOAD_MAX_BYTES`].
     pub preferred_block_bytes: u32,
+    /// The names of its dirty bitmaps, at most [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
+    pub bitmaps: Arc<[String]>,
 }
 
 /// The outcome of a handshake.
@@ -58,8 +60,8 @@ pub struct Session {
     pub minimum_block_bytes: u32,
     /// The format of replies.
     pub replies: ReplyStyle,
-    /// Whether `base:allocation` was chosen.
-    pub base_allocation: bool,
+    /// The metadata contexts that were chosen.
+    pub contexts: Contexts,
 }
 
 /// Whether a client may, or must, ask for TLS.
@@ -106,8 +108,8 @@ pub struct Handshake {
     client_flags: ClientFlags,
     options: u32,
     replies: ReplyStyle,
-    /// The export for which `base:allocation` was chosen.
-    base_allocation: Option<usize>,
+    /// The export for which metadata contexts were chosen, and which.
+    contexts: Option<(usize, Contexts)>,
     /// The export whose block sizes the client received.
     block_sizes: Option<usize>,
     aborted: bool,
@@ -129,7 +131,7 @@ impl Handshake {
             client_flags: ClientFlags::empty(),
             options: 0,
             replies: ReplyStyle::Simple,
-            base_allocation: None,
+            contexts: None,
             block_sizes: None,
             aborted: false,
             lacks_tls: false,
@@ -295,7 +297,7 @@ impl Handshake {
                 reply.send(option_reply::ACK, &[]);
                 // A man in the middle may have sent all that came before (CVE-2021-3716).
                 self.replies = ReplyStyle::Simple;
-                self.base_allocation = None;
+                self.contexts = None;
                 self.block_sizes = None;
                 self.encrypted = true;
                 return Next::StartTls;
@@ -381,7 +383,7 @@ impl Handshake {
     ) -> Result<(), Refusal> {
         if set {
             // An earlier choice is forgotten even when this fails.
-            self.base_allocation = None;
+            self.contexts = None;
         }
         if self.replies == ReplyStyle::Simple {
             return Err((option_reply::ERR_INVALID, "structured replies come first"));
@@ -389,22 +391,23 @@ impl Handshake {
         let mut data = Fields(data);
         let name = data.string()?;
         let queries = data.take::<U32>()?.get();
-        let mut matches = queries == 0 && !set;
+        let export = find(exports, name);
+        let bitmaps = export.map_or(&[][..], |export| &exports[export].bitmaps);
+        let mut found = if queries == 0 && !set { Contexts::all(bitmaps) } else { Contexts::default() };
         for _ in 0..queries {
             // Every query takes four bytes at least, so the option's length bounds the loop.
-            let query = data.string()?;
-            matches |= query == BASE_ALLOCATION || (!set && query == b"base:");
+            found = found.with(Contexts::matching(data.string()?, bitmaps, !set));
         }
         if !data.0.is_empty() {
             return Err(INVALID);
         }
-        let export = find(exports, name).ok_or(UNKNOWN)?;
-        if matches {
-            let id = U32::new(if set { BASE_ALLOCATION_ID } else { 0 });
-            reply.send(option_reply::META_CONTEXT, &[id.as_bytes(), BASE_ALLOCATION]);
-            if set {
-                self.base_allocation = Some(export);
-            }
+        let export = export.ok_or(UNKNOWN)?;
+        for id in found.ids() {
+            let number = U32::new(if set { id } else { 0 });
+            reply.send(option_reply::META_CONTEXT, &[number.as_bytes(), &context_name(id, bitmaps)]);
+        }
+        if set {
+            self.contexts = Some((export, found));
         }
         Ok(())
     }
@@ -419,7 +422,10 @@ impl Handshake {
             flags,
             minimum_block_bytes: export.minimum_block_bytes,
             replies: self.replies,
-            base_allocation: self.base_allocation == Some(index),
+            contexts: self
+                .contexts
+                .filter(|(of, _)| *of == index)
+                .map_or(Contexts::default(), |(_, found)| found),
         }
     }
 }

@@ -6,6 +6,7 @@
 mod budget;
 mod certificates;
 mod connection;
+pub mod contexts;
 pub mod handshake;
 mod in_flight;
 mod listener;

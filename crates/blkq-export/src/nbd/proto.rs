@@ -28,8 +28,6 @@ pub const STRING_MAX_BYTES: usize = 4096;
 /// Largest payload of a request or reply, in bytes: the largest that every implementation
 /// can rely on, and what we announce.
 pub const PAYLOAD_MAX_BYTES: u32 = 32 << 20;
-/// The number by which replies to `NBD_CMD_BLOCK_STATUS` name `base:allocation`.
-pub const BASE_ALLOCATION_ID: u32 = 1;
 /// Zeroes after the answer to `NBD_OPT_EXPORT_NAME`, unless the client declined them.
 pub const EXPORT_NAME_ZEROES: usize = 124;
 

@@ -1,12 +1,12 @@
 //! Replies: everything but the content of a read, which is sent from where it lies.
 
-use blkq::Extent;
 use zerocopy::IntoBytes;
 use zerocopy::byteorder::big_endian::U32;
 
+use super::contexts::ContextStatus;
 use super::proto::*;
 
-/// Most extents of one reply; the specification's bound is 2^20.
+/// Most extents of one context in a reply; the specification's bound is 2^20.
 pub const EXTENTS_MAX: usize = 4096;
 
 /// The format of replies, as negotiated.
@@ -69,17 +69,22 @@ impl ReplyStyle {
         output.extend_from_slice(&offset.to_be_bytes());
     }
 
-    /// Appends the reply to a block status request: `extents`, at least one and none of
-    /// length 0, from the request's offset on. Those beyond [`EXTENTS_MAX`] are left out, as
-    /// is what comes after an extent too long for a 32-bit reply.
+    /// Appends the reply to a block status request: a chunk for each context that was chosen, at least one.
+    /// Extents beyond [`EXTENTS_MAX`] are left out, as is what comes after an extent too long for a 32-bit reply.
     ///
     /// # Panics
     /// If the style is simple, in which block status cannot have been negotiated.
-    pub fn block_status(self, to: ReplyTo, extents: &[Extent], output: &mut Vec<u8>) {
+    pub fn block_status(self, to: ReplyTo, contexts: &[ContextStatus], output: &mut Vec<u8>) {
+        for (number, context) in contexts.iter().enumerate() {
+            self.context_status(to, context, number + 1 == contexts.len(), output);
+        }
+    }
+
+    fn context_status(self, to: ReplyTo, context: &ContextStatus, last: bool, output: &mut Vec<u8>) {
         /// Longest extent of a 32-bit reply: a multiple of every block size.
         const LENGTH_MAX: u64 = (1 << 32) - (1 << 16);
-        let mut extents = &extents[..extents.len().min(EXTENTS_MAX)];
-        let context = U32::new(BASE_ALLOCATION_ID);
+        let mut extents = &context.extents[..context.extents.len().min(EXTENTS_MAX)];
+        let id = U32::new(context.id);
         match self {
             ReplyStyle::Simple => panic!("block status needs structured replies"),
             ReplyStyle::Structured => {
@@ -87,25 +92,23 @@ impl ReplyStyle {
                     extents = &extents[..=long];
                 }
                 let length = 4 + extents.len() * size_of::<BlockStatusExtent>();
-                self.chunk(to, reply_type::BLOCK_STATUS, length, true, output);
-                output.extend_from_slice(context.as_bytes());
+                self.chunk(to, reply_type::BLOCK_STATUS, length, last, output);
+                output.extend_from_slice(id.as_bytes());
                 for extent in extents {
                     let length = extent.length.min(LENGTH_MAX) as u32;
-                    let descriptor =
-                        BlockStatusExtent { length: length.into(), flags: state(extent).bits().into() };
+                    let descriptor = BlockStatusExtent { length: length.into(), flags: extent.flags.into() };
                     output.extend_from_slice(descriptor.as_bytes());
                 }
             }
             ReplyStyle::Extended => {
                 let count = U32::new(extents.len() as u32);
                 let length = 8 + extents.len() * size_of::<BlockStatusExtentExt>();
-                self.chunk(to, reply_type::BLOCK_STATUS_EXT, length, true, output);
-                output.extend_from_slice(context.as_bytes());
+                self.chunk(to, reply_type::BLOCK_STATUS_EXT, length, last, output);
+                output.extend_from_slice(id.as_bytes());
                 output.extend_from_slice(count.as_bytes());
                 for extent in extents {
-                    let flags = u64::from(state(extent).bits());
-                    let descriptor =
-                        BlockStatusExtentExt { length: extent.length.into(), flags: flags.into() };
+                    let flags = u64::from(extent.flags).into();
+                    let descriptor = BlockStatusExtentExt { length: extent.length.into(), flags };
                     output.extend_from_slice(descriptor.as_bytes());
                 }
             }
@@ -142,11 +145,4 @@ fn simple(to: ReplyTo, error: u32, output: &mut Vec<u8>) {
     let reply =
         SimpleReply { magic: SIMPLE_REPLY_MAGIC.into(), error: error.into(), cookie: to.cookie.into() };
     output.extend_from_slice(reply.as_bytes());
-}
-
-fn state(extent: &Extent) -> AllocationFlags {
-    let mut flags = AllocationFlags::empty();
-    flags.set(AllocationFlags::HOLE, extent.hole);
-    flags.set(AllocationFlags::ZERO, extent.zero);
-    flags
 }

@@ -7,11 +7,12 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Bio, Completion, Data, Extent, Operation, Sector, SourceContext, Status};
+use blkq::{Bio, Completion, Data, Operation, Sector, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 
-use super::handshake::Session;
+use super::contexts::{ChosenContexts, ContextStatus, StatusExtent};
+use super::handshake::{Export, Session};
 use super::in_flight::InFlight;
 use super::outgoing::Outgoing;
 use super::payload::Payload;
@@ -25,8 +26,8 @@ use super::stream::Stream;
 use super::transmission::{Request, Step, Transmission};
 use super::unaligned::{Finished, OrderedWrite};
 
-/// Most that the extents of one request take, in bytes.
-const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<Extent>();
+/// Most that the extents of one request take in one metadata context, in bytes.
+const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<StatusExtent>();
 
 /// How [`Requests::parse`] left the stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,6 +52,7 @@ pub(super) struct Requests {
     /// The bits of a byte's number within its logical block.
     block_mask: u64,
     style: ReplyStyle,
+    contexts: ChosenContexts,
     counters: RequestCounters,
     incoming: Option<Payload>,
     /// When the payload must have arrived, `u64::MAX` if none is expected.
@@ -68,8 +70,14 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// Those of the connection in `slot`, as agreed on in `session`.
-    pub fn new(slot: u32, session: Session, shared: &EngineShared, cx: &SourceContext<'_>) -> Requests {
+    /// Those of the connection in `slot` for `export`, as agreed on in `session`.
+    pub fn new(
+        slot: u32,
+        session: Session,
+        export: &Export,
+        shared: &EngineShared,
+        cx: &SourceContext<'_>,
+    ) -> Requests {
         let queue = shared.options.exports[session.export].queue;
         let in_parts =
             session.replies != ReplyStyle::Simple && shared.options.switches.split_reads.load(Relaxed);
@@ -78,6 +86,7 @@ impl Requests {
             queue,
             block_mask: u64::from(cx.limits(queue).logical_block_bytes) - 1,
             style: session.replies,
+            contexts: ChosenContexts { contexts: session.contexts, bitmaps: export.bitmaps.clone() },
             transmission: Transmission::new(session),
             counters: RequestCounters::default(),
             incoming: None,
@@ -277,7 +286,7 @@ impl Requests {
             Command::WriteZeroes => {
                 self.submit(request, Operation::WriteZeroes, request.range(), Data::None, shared, cx);
             }
-            Command::BlockStatus => self.query_extents(request, shared, cx),
+            Command::BlockStatus => self.query_status(request, shared, cx),
             // The parser turns it into a step of its own.
             Command::Disconnect => {}
         }
@@ -350,14 +359,14 @@ impl Requests {
             }
             Plan::Order => self.order(request, Operation::WriteZeroes, request.range(), Data::None, shared),
             Plan::Discard(blocks) => self.submit(request, Operation::Discard, blocks, Data::None, shared, cx),
-            Plan::Extents => self.query_extents(request, shared, cx),
+            Plan::Extents => self.query_status(request, shared, cx),
         }
     }
 
-    fn query_extents(&mut self, request: Request, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
+    fn query_status(&mut self, request: Request, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         self.busy += 1;
         let max = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
-        shared.query_extents(self.in_flight(&request), self.queue, max, cx);
+        shared.query_status(self.in_flight(&request), self.queue, &self.contexts, max, cx);
     }
 
     /// Answers a request with an error before anything was done for it. A payload is dropped.
@@ -391,7 +400,7 @@ impl Requests {
     /// Size of the buffers that a request needs.
     fn buffer_bytes(&self, request: &Request) -> usize {
         if request.command == Command::BlockStatus {
-            return EXTENTS_MAX_BYTES;
+            return self.extents_max_bytes();
         }
         if self.is_split(request) {
             return split::buffer_bytes(request.length);
@@ -533,28 +542,26 @@ impl Requests {
         self.complete(request, Completion { user_data: 0, result, data: Data::None }, replies, shared);
     }
 
-    /// A query of extents completed.
-    pub fn complete_extents(
+    /// A query of the metadata contexts completed.
+    pub fn complete_status(
         &mut self,
         request: InFlight,
-        extents: Option<Vec<Extent>>,
+        contexts: Option<Vec<ContextStatus>>,
         replies: &mut Outgoing,
     ) {
         self.busy -= 1;
-        replies.hold_extents(EXTENTS_MAX_BYTES);
-        let Some(mut extents) = extents else { return self.error(request.to, NbdError::Io, replies) };
-        let mut left = request.length;
-        // Exactly the requested range, whatever the driver returned.
-        extents.retain_mut(|extent| {
-            extent.length = extent.length.min(left);
-            left -= extent.length;
-            extent.length > 0
-        });
+        replies.hold_extents(self.extents_max_bytes());
+        let Some(contexts) = contexts else { return self.error(request.to, NbdError::Io, replies) };
         // All of it lies beyond the end of a device that shrank.
-        if extents.is_empty() {
+        if contexts.iter().any(|context| context.extents.is_empty()) {
             return self.error(request.to, NbdError::Invalid, replies);
         }
-        replies.reply(|output| self.style.block_status(request.to, &extents, output));
+        replies.reply(|output| self.style.block_status(request.to, &contexts, output));
+    }
+
+    /// Most that the extents of one request take, in bytes.
+    fn extents_max_bytes(&self) -> usize {
+        EXTENTS_MAX_BYTES * self.contexts.contexts.count()
     }
 
     fn done(&self, to: ReplyTo, replies: &mut Outgoing) {

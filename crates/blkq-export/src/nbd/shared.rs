@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::trace::TraceClient;
-use blkq::{Bio, Completion, Extent, SourceContext, Worker};
+use blkq::{Bio, Completion, SourceContext, Worker};
 
 use crate::buffers::BufferPool;
 use crate::client_kind;
 
 use super::budget::Budget;
+use super::contexts::{ChosenContexts, ContextStatus};
 use super::in_flight::{InFlight, InFlightTable};
 use super::options::NbdOptions;
 use super::pacing::Pacing;
@@ -43,8 +44,8 @@ pub(super) enum Message {
     Crowded,
     /// TLS of a connection, after a step of its handshake.
     Handshake(u32, Box<Tls>),
-    /// The extents that a request asked for, `None` if the query failed.
-    Extents(u32, Option<Vec<Extent>>),
+    /// The state of a range in the metadata contexts that a request asked for, `None` if the query failed.
+    Status(u32, Option<Vec<ContextStatus>>),
 }
 
 /// The state that the connections of one engine share.
@@ -294,17 +295,24 @@ impl EngineShared {
         });
     }
 
-    /// Queries the extents that a request asks for.
-    pub fn query_extents(&mut self, asks: InFlight, queue: usize, max: usize, cx: &mut SourceContext<'_>) {
+    /// Queries the metadata contexts that a request asks for.
+    pub fn query_status(
+        &mut self,
+        asks: InFlight,
+        queue: usize,
+        contexts: &ChosenContexts,
+        max: usize,
+        cx: &mut SourceContext<'_>,
+    ) {
         let range = asks.to.offset..asks.to.offset + asks.length;
         let index = self.in_flight.remember(asks);
-        let disk = cx.disk(queue).clone();
+        let (disk, contexts) = (cx.disk(queue).clone(), contexts.clone());
         // A driver that panics there fails the command, as one that returns an error does.
-        let extents = AssertUnwindSafe(move || disk.driver().extents(range, max).ok());
-        cx.offload(move || Box::new(Message::Extents(index, catch_unwind(extents).unwrap_or(None))));
+        let query = AssertUnwindSafe(move || contexts.query(&disk, &range, max).ok());
+        cx.offload(move || Box::new(Message::Status(index, catch_unwind(query).unwrap_or(None))));
     }
 
-    /// The request whose extents were queried.
+    /// The request whose contexts were queried.
     pub fn recall(&mut self, index: u32) -> InFlight {
         self.in_flight.recall(index)
     }

@@ -11,6 +11,7 @@ use blkq::{Completion, Cqe, EngineHandle, Error, Source, SourceContext, SourceId
 use io_uring::{opcode, types};
 
 use super::connection::Connection;
+use super::contexts::offered_bitmaps;
 use super::handshake::Export;
 use super::listener::{peer_name, tune};
 use super::options::NbdOptions;
@@ -180,6 +181,7 @@ impl NbdSource {
                 flags: transmission_flags(limits),
                 minimum_block_bytes: if unaligned { 1 } else { limits.logical_block_bytes },
                 preferred_block_bytes: limits.physical_block_bytes.max(4096),
+                bitmaps: offered_bitmaps(cx.disk(export.queue)),
             }
         });
         let exports: Vec<Export> = exports.collect();
@@ -332,10 +334,10 @@ unsafe impl Source for NbdSource {
                     self.make_ready(slot);
                 }
             }
-            Message::Extents(index, extents) => {
+            Message::Status(index, contexts) => {
                 let request = self.shared.recall(index);
                 if let Some(Some(connection)) = self.connections.get_mut(request.connection as usize) {
-                    connection.complete_extents(request, extents);
+                    connection.complete_status(request, contexts);
                     self.make_ready(request.connection);
                 }
             }

@@ -224,7 +224,7 @@ impl Transmission {
                 )
             }
             Command::Cache => (advertised(TransmissionFlags::SEND_CACHE), CommandFlags::empty()),
-            Command::BlockStatus => (session.base_allocation, CommandFlags::REQ_ONE),
+            Command::BlockStatus => (!session.contexts.is_empty(), CommandFlags::REQ_ONE),
             Command::Disconnect => (false, CommandFlags::empty()),
         };
         // The specification: FUA is valid on every command once it is advertised.

@@ -1,0 +1,177 @@
+//! Metadata contexts: what a client can ask of ranges, beside their data, and the answers.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, DirtyExtent};
+use blkq::{Disk, Extent, Status};
+
+use super::proto::AllocationFlags;
+
+/// The namespace of QEMU's contexts.
+const QEMU: &[u8] = b"qemu:";
+const BASE: &[u8] = b"base:";
+const BASE_ALLOCATION: &[u8] = b"base:allocation";
+const ALLOCATION_DEPTH: &[u8] = b"qemu:allocation-depth";
+const DIRTY_BITMAP: &[u8] = b"qemu:dirty-bitmap:";
+
+/// The number of the first dirty bitmap.
+const BITMAPS_ID: u32 = 3;
+
+/// Some of the metadata contexts of one export: `base:allocation`, `qemu:allocation-depth`, and its dirty bitmaps,
+/// in this order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Contexts(u128);
+
+impl Contexts {
+    /// `base:allocation`.
+    pub const BASE_ALLOCATION: Contexts = Contexts(1);
+    /// `qemu:allocation-depth`.
+    pub const ALLOCATION_DEPTH: Contexts = Contexts(1 << 1);
+
+    /// The dirty bitmap of this number, below [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
+    pub const fn bitmap(number: usize) -> Contexts {
+        Contexts(1 << (2 + number))
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// How many there are.
+    pub fn count(self) -> usize {
+        self.0.count_ones() as usize
+    }
+
+    /// Those that a client's `query` names, of an export with the dirty bitmaps `bitmaps`. A namespace names
+    /// all that is in it, if they are to be listed.
+    pub(super) fn matching(query: &[u8], bitmaps: &[String], listing: bool) -> Contexts {
+        let all = Contexts::all(bitmaps);
+        let is_named = |id: &u32| {
+            let name = context_name(*id, bitmaps);
+            name == query || listing && [BASE, QEMU, DIRTY_BITMAP].contains(&query) && name.starts_with(query)
+        };
+        all.ids().filter(is_named).fold(Contexts::default(), |found, id| found.with(Contexts(1 << (id - 1))))
+    }
+
+    /// All contexts of an export with the dirty bitmaps `bitmaps`.
+    pub(super) fn all(bitmaps: &[String]) -> Contexts {
+        let bitmaps = (0..bitmaps.len().min(BITMAPS_MAX)).map(Contexts::bitmap);
+        bitmaps.fold(Contexts::BASE_ALLOCATION.with(Contexts::ALLOCATION_DEPTH), Contexts::with)
+    }
+
+    /// These and `others`.
+    pub fn with(self, others: Contexts) -> Contexts {
+        Contexts(self.0 | others.0)
+    }
+
+    /// The numbers by which replies name them, from 1 on.
+    pub fn ids(self) -> impl Iterator<Item = u32> {
+        (0..u128::BITS).filter(move |bit| self.0 >> bit & 1 != 0).map(|bit| bit + 1)
+    }
+}
+
+/// The names of the bitmaps of `disk` that clients may choose.
+pub(super) fn offered_bitmaps(disk: &Disk) -> Arc<[String]> {
+    disk.bitmaps().iter().filter(|bitmap| is_offered(bitmap)).map(|bitmap| bitmap.name().to_owned()).collect()
+}
+
+fn is_offered(bitmap: &Bitmap) -> bool {
+    bitmap.state() != BitmapState::Inconsistent
+}
+
+/// The name of the context with this number, of an export with the dirty bitmaps `bitmaps`.
+pub(super) fn context_name(id: u32, bitmaps: &[String]) -> Vec<u8> {
+    match id {
+        1 => BASE_ALLOCATION.to_vec(),
+        2 => ALLOCATION_DEPTH.to_vec(),
+        _ => [DIRTY_BITMAP, bitmaps[(id - BITMAPS_ID) as usize].as_bytes()].concat(),
+    }
+}
+
+/// A run of bytes with one state in a metadata context.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StatusExtent {
+    /// Length in bytes.
+    pub length: u64,
+    /// The state, as the context defines it.
+    pub flags: u32,
+}
+
+impl From<Extent> for StatusExtent {
+    fn from(extent: Extent) -> StatusExtent {
+        let mut flags = AllocationFlags::empty();
+        flags.set(AllocationFlags::HOLE, extent.hole);
+        flags.set(AllocationFlags::ZERO, extent.zero);
+        StatusExtent { length: extent.length, flags: flags.bits() }
+    }
+}
+
+/// The extents of a range in one context.
+pub struct ContextStatus {
+    /// The number of the context.
+    pub id: u32,
+    /// From the beginning of the range on; at least one, and none of length 0.
+    pub extents: Vec<StatusExtent>,
+}
+
+/// The contexts that a client chose, to be asked on a thread that may wait.
+#[derive(Clone)]
+pub(super) struct ChosenContexts {
+    pub contexts: Contexts,
+    pub bitmaps: Arc<[String]>,
+}
+
+impl ChosenContexts {
+    /// The extents of `range` of `disk` in each context, at most `max` each.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn query(&self, disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<ContextStatus>, Status> {
+        let of = |id: u32| {
+            let extents = match id {
+                1 => extents(disk, range, max)?,
+                2 => depths(disk, range, max)?,
+                _ => self.dirty(id, disk, range, max)?,
+            };
+            Ok(ContextStatus { id, extents: within(extents, range.end - range.start) })
+        };
+        self.contexts.ids().map(of).collect()
+    }
+
+    /// A bitmap that was removed since has no answer: writes that came after that are not in it.
+    fn dirty(
+        &self,
+        id: u32,
+        disk: &Disk,
+        range: &Range<u64>,
+        max: usize,
+    ) -> Result<Vec<StatusExtent>, Status> {
+        let name = &self.bitmaps[(id - BITMAPS_ID) as usize];
+        let bitmap = disk.bitmaps().into_iter().find(|bitmap| bitmap.name() == name && is_offered(bitmap));
+        let extents = bitmap.ok_or(Status::Io)?.extents(range.clone(), max);
+        let status = |run: DirtyExtent| StatusExtent { length: run.length, flags: run.dirty.into() };
+        Ok(extents.into_iter().map(status).collect())
+    }
+}
+
+fn extents(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
+    let extents = disk.driver().extents(range.clone(), max).map_err(|_| Status::Io)?;
+    Ok(extents.into_iter().map(StatusExtent::from).collect())
+}
+
+fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
+    let depths = disk.driver().allocation_depths(range.clone(), max).map_err(|_| Status::Io)?;
+    Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
+}
+
+/// Exactly the first `bytes` bytes, whatever the driver returned.
+fn within(mut extents: Vec<StatusExtent>, mut bytes: u64) -> Vec<StatusExtent> {
+    extents.retain_mut(|extent| {
+        extent.length = extent.length.min(bytes);
+        bytes -= extent.length;
+        extent.length > 0
+    });
+    extents
+}
