@@ -15,6 +15,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::bitmaps::BitmapChange;
 use crate::complain;
 use crate::failure::{Failure, Outcome};
 use crate::options::Record;
@@ -66,6 +67,13 @@ pub enum Request {
     Resume {
         /// Complete them with their errors in place of that.
         fail: bool,
+    },
+    /// The dirty bitmaps.
+    Bitmaps {},
+    /// Change the dirty bitmaps.
+    Bitmap {
+        /// How.
+        change: BitmapChange,
     },
     /// Trace the device until the connection closes. The memory with the events comes with the reply.
     Trace {
@@ -182,7 +190,8 @@ fn call_with<T: DeserializeOwned>(
     // The kernel's record of the listening process, by which its exit is seen.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-    let asks = matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {});
+    let asks =
+        matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {} | Request::Bitmaps {});
     let stops = matches!(request, Request::Detach { .. } | Request::Leave {});
     let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + patience.forced);
     let reply = send(&stream, request).and_then(|()| {
@@ -466,6 +475,10 @@ mod tests {
             Request::Resize { size: None, force: false, user: None },
             Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
             Request::Resume { fail: true },
+            Request::Bitmaps {},
+            Request::Bitmap { change: BitmapChange::Add { name: "a b".into(), granularity: 512 } },
+            Request::Bitmap { change: BitmapChange::Remove { name: "b".into() } },
+            Request::Bitmap { change: BitmapChange::Clear { name: "b".into() } },
             Request::Trace { events: 1 << 18 },
             Request::Snapshot { options },
             Request::Leave {},

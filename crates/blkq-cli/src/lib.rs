@@ -13,6 +13,7 @@ use clap_complete::CompleteEnv;
 pub mod access;
 pub mod autoclear;
 pub mod backing;
+pub mod bitmaps;
 pub mod columns;
 pub mod commands;
 pub mod completion;

@@ -155,7 +155,7 @@ fn a_bitmap_added_under_load_has_exactly_what_follows() {
     let engines: Vec<EngineThread> =
         (0..QUEUES).map(|queue| EngineThread::spawn("test", vec![(disk.clone(), queue)]).unwrap()).collect();
     let (begun, completed) = (AtomicU64::new(0), AtomicU64::new(0));
-    let (done, sectors) = (AtomicBool::new(false), 64 * SIZE >> 9);
+    let (done, sectors) = (AtomicBool::new(false), (64 * SIZE) >> 9);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut submitter = disk.submitter();

@@ -8,6 +8,7 @@ use crate::failure::Outcome;
 
 pub mod attach;
 pub mod bench;
+pub mod bitmap;
 pub mod config;
 pub mod daemon;
 pub mod detach;
@@ -94,6 +95,8 @@ pub enum Command {
     Resize(resize::Args),
     /// Keep a device as it is now, and go on in a new image
     Snapshot(snapshot::Args),
+    /// List, add, clear and remove dirty bitmaps of a device, for incremental backups
+    Bitmap(bitmap::Args),
     /// Reissue the requests that a device holds after errors, or fail them
     Resume(resume::Args),
     /// Flush a device and detach it
@@ -145,6 +148,7 @@ impl Command {
             Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Snapshot(args) => args.run().map(done),
+            Command::Bitmap(args) => args.run().map(done),
             Command::Resume(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),

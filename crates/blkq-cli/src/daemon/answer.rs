@@ -10,6 +10,7 @@ use blkq_export::peer::Peer;
 use super::shared::{Shared, Stage};
 use super::snapshot::serve_snapshot;
 use super::trace::serve_trace;
+use crate::bitmaps::BitmapChange;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
@@ -62,6 +63,17 @@ fn serve(shared: &Shared, stream: UnixStream) {
                 ));
             }
             reply_line(resumed)
+        }
+        Request::Bitmaps {} => reply_line(shared.device().bitmaps()),
+        Request::Bitmap { change } => {
+            let (what, name) = match &change {
+                BitmapChange::Add { name, .. } => ("add", name),
+                BitmapChange::Remove { name } => ("remove", name),
+                BitmapChange::Clear { name } => ("clear", name),
+            };
+            log::line(&format!("bitmap: {what} {}", name.escape_debug()));
+            let open = shared.stage().check();
+            reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
         }
         Request::Trace { events } => match serve_trace(shared, &stream, events) {
             Ok(()) => return,

@@ -1,8 +1,10 @@
 //! Where a daemon meets the block layer and its attachments.
 
+mod bitmaps;
 mod exports;
 mod facts;
 mod image;
+mod kept_bitmaps;
 mod listen;
 mod memory_limits;
 mod meter;
@@ -438,8 +440,9 @@ impl Device {
         while Arc::strong_count(&running) > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
+        let kept = running.bitmaps.keep();
         drop(running);
-        flushed
+        flushed.and(kept)
     }
 }
 
@@ -462,6 +465,10 @@ fn release(running: &Arc<Running>) -> Outcome {
     flush_within(running, FLUSH_WAIT).inspect_err(|failure| {
         log::line(&format!("not left to another daemon, which would not know of it: {failure}"));
     })?;
+    // The next daemon has them as inconsistent then.
+    if let Err(failure) = running.bitmaps.keep_stopped() {
+        log::line(&format!("warning: {failure}"));
+    }
     if let Err(error) = running.disk.release() {
         log::line(&format!("the image is left as if this daemon were killed: {error}"));
     }

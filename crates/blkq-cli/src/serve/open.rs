@@ -18,6 +18,7 @@ use super::image::{
     absolute, ceph_mounts, image_name, is_lost_with_daemon, keep_format, keep_size, open_driver, refusal,
     serves_bytes, with_ceph_files,
 };
+use super::kept_bitmaps::KeptBitmaps;
 use super::listen::{
     addresses, directories_of, listen_at, no_server, tls, vhost_address, warn_of_access,
     warn_of_closed_directories,
@@ -258,7 +259,7 @@ impl Device {
         // No child has its open file, which a member that died must not leave locked.
         let mut group = None;
         let mut group_watch = None;
-        let mut warnings = Vec::new();
+        let (bitmaps, mut warnings) = KeptBitmaps::load(&disk)?;
         match options.group.as_ref().map(|group| Joined::open(claim.dir(), group, name, weight)) {
             Some(Ok((joined, member))) => {
                 group_watch = Some(GroupWatch::new(joined.keeper(&member), disk.clone()));
@@ -338,7 +339,8 @@ impl Device {
         };
         // Made before the servers, so that these stop first if one of them does not start.
         let unaligned = nbd_options.unaligned.clone();
-        let mut running = Running { servers: Vec::new(), vhost, ublk: None, engines, disk, unaligned };
+        let mut running =
+            Running { servers: Vec::new(), vhost, ublk: None, engines, bitmaps, disk, unaligned };
         for listen in listen {
             match NbdServer::start(listen, nbd_options.clone(), &handles) {
                 Ok(server) => running.servers.push(server),

@@ -7,6 +7,7 @@ use blkq_export::nbd::{ConnectionInfo, NbdServer, Paused, RangeLock};
 use blkq_export::ublk::{Claimed, UblkDevice};
 use blkq_export::vhost_user::{self, VhostUserDevice};
 
+use super::kept_bitmaps::KeptBitmaps;
 use crate::failure::{Failure, Outcome};
 
 /// The running parts of a device, in the order in which they stop.
@@ -16,6 +17,8 @@ pub(super) struct Running {
     pub(super) ublk: Option<UblkDevice>,
     /// One per hardware queue. They stop with the last use of this, before the disk.
     pub(super) engines: Vec<EngineThread>,
+    /// Kept with the image when no engine writes to it any more.
+    pub(super) bitmaps: KeptBitmaps,
     pub(super) disk: Arc<Disk>,
     /// The lock of its servers, if they serve parts of blocks.
     pub(super) unaligned: Option<Arc<RangeLock>>,

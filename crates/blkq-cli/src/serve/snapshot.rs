@@ -70,6 +70,7 @@ impl Device {
         ready()?;
         keep(&state)?;
         exchange.replace(driver)?;
+        running.bitmaps.leave_in(&*before);
         supersede(&*before);
         *self.served() = served;
         drop(exchange);

@@ -216,7 +216,7 @@ impl Bitmap {
     /// Clears the bits that stand for nothing.
     fn clear_behind(&self) {
         let bits = self.size.div_ceil(self.granularity());
-        if let Some(last) = self.words.last().filter(|_| bits % WORD_BITS != 0) {
+        if let Some(last) = self.words.last().filter(|_| !bits.is_multiple_of(WORD_BITS)) {
             last.fetch_and(mask(0, bits % WORD_BITS - 1), Relaxed);
         }
     }

@@ -1,0 +1,109 @@
+//! `blkq bitmap`: which parts of a device were written to since a moment, for incremental backups.
+
+use blkq::drivers::parse_bytes;
+use clap::Subcommand;
+
+use crate::bitmaps::{BitmapChange, BitmapInfo};
+use crate::completion;
+use crate::control::{Request, ask};
+use crate::devices::named;
+use crate::failure::{Failure, Outcome};
+use crate::size::format_size;
+use crate::state::StateDir;
+use crate::table::{Align, render};
+use crate::{print, print_json};
+
+/// Options of `bitmap`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+A bitmap has the parts of a device that were written to since it was added or cleared. NBD clients read it
+as the metadata context qemu:dirty-bitmap:BITMAP. It is kept in the qcow2 image; after a daemon was
+killed it is inconsistent: remove it, add it again, and make a full backup (docs/backup.md).
+
+Examples:
+  blkq bitmap add vm.qcow2 monday
+  blkq bitmap list vm.qcow2
+  nbdinfo --map=qemu:dirty-bitmap:monday URI
+  blkq bitmap remove vm.qcow2 monday")]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Add a bitmap of the writes from now on
+    Add {
+        #[command(flatten)]
+        device: Device,
+        /// Its name, at most 1023 bytes
+        bitmap: String,
+        /// The bytes that one bit stands for: a power of two from 512 to 2G
+        #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "64K")]
+        granularity: u64,
+    },
+    /// Remove a bitmap
+    Remove {
+        #[command(flatten)]
+        device: Device,
+        /// Its name
+        bitmap: String,
+    },
+    /// Have a bitmap begin anew
+    Clear {
+        #[command(flatten)]
+        device: Device,
+        /// Its name
+        bitmap: String,
+    },
+    /// List the bitmaps of a device
+    List {
+        #[command(flatten)]
+        device: Device,
+        /// One JSON array of objects
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// The device of all subcommands.
+#[derive(clap::Args, Debug)]
+struct Device {
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    device: String,
+}
+
+impl Args {
+    /// Does it.
+    ///
+    /// # Errors
+    /// The bitmap that cannot be added, removed, cleared or listed, and why.
+    pub fn run(self) -> Outcome {
+        let dir = StateDir::locate()?;
+        let (device, change) = match self.command {
+            Command::Add { device, bitmap, granularity } => {
+                (device, BitmapChange::Add { name: bitmap, granularity })
+            }
+            Command::Remove { device, bitmap } => (device, BitmapChange::Remove { name: bitmap }),
+            Command::Clear { device, bitmap } => (device, BitmapChange::Clear { name: bitmap }),
+            Command::List { device, json } => {
+                let bitmaps: Vec<BitmapInfo> =
+                    ask(&dir, &named(&dir, &device.device)?, &Request::Bitmaps {})?;
+                return if json { print_json(&bitmaps) } else { print(&table(&bitmaps)) };
+            }
+        };
+        let of = |e: Failure| e.during(format_args!("bitmap {}", device.device));
+        let name = named(&dir, &device.device)?;
+        ask(&dir, &name, &Request::Bitmap { change }).map_err(of)
+    }
+}
+
+fn table(bitmaps: &[BitmapInfo]) -> String {
+    let mut rows = vec![["BITMAP", "GRANULARITY", "DIRTY", "STATE"].map(str::to_owned)];
+    rows.extend(bitmaps.iter().map(|bitmap| {
+        let dirty = bitmap.dirty.map_or("-".to_owned(), format_size);
+        [bitmap.name.clone(), format_size(bitmap.granularity), dirty, bitmap.state.clone()]
+    }));
+    render([Align::Left, Align::Right, Align::Right, Align::Left], &rows)
+}

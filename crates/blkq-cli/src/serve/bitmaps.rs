@@ -1,0 +1,49 @@
+//! The dirty bitmaps of a device, and changes of them.
+
+use blkq::bitmap::{Bitmap, BitmapState};
+use blkq::drivers::bitmaps;
+
+use super::Device;
+use crate::bitmaps::{BitmapChange, BitmapInfo};
+use crate::failure::Outcome;
+
+impl Device {
+    /// The bitmaps, by name.
+    ///
+    /// # Errors
+    /// If the device has stopped.
+    pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
+        Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| describe(bitmap)).collect())
+    }
+
+    /// Adds, removes or clears a bitmap: at one moment, for which I/O in flight completes.
+    ///
+    /// # Errors
+    /// If the device can have no such bitmap, or has none of that name.
+    pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
+        let running = self.running()?;
+        match change {
+            BitmapChange::Add { name, granularity } => {
+                bitmaps::check(&*running.disk.driver())?;
+                running.disk.add_bitmap(name, *granularity)?;
+            }
+            BitmapChange::Remove { name } => running.disk.remove_bitmap(name)?,
+            BitmapChange::Clear { name } => running.disk.clear_bitmap(name)?,
+        }
+        Ok(())
+    }
+}
+
+fn describe(bitmap: &Bitmap) -> BitmapInfo {
+    let (state, dirty) = match bitmap.state() {
+        BitmapState::Recording => ("recording", Some(bitmap.dirty_bytes())),
+        BitmapState::Disabled => ("disabled", Some(bitmap.dirty_bytes())),
+        BitmapState::Inconsistent => ("inconsistent", None),
+    };
+    BitmapInfo {
+        name: bitmap.name().to_owned(),
+        granularity: bitmap.granularity(),
+        state: state.to_owned(),
+        dirty,
+    }
+}

@@ -1,0 +1,219 @@
+//! Allocation depth and dirty bitmaps over NBD, beside QEMU's programs on the same images.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::process::Command;
+
+use place::*;
+
+fn run(program: &str, words: &[&str]) -> String {
+    let output = Command::new(program).args(words).output().unwrap();
+    assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+/// Words of qemu-io that each run one command.
+fn qemu_io(format: &str, image: &str, commands: &[&str]) {
+    let words: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
+    let printed = run("qemu-io", &[&["-f", format], &words[..], &[image]].concat());
+    assert!(!printed.contains("failed"), "{printed}");
+}
+
+#[test]
+fn allocation_depth_is_what_qemu_nbd_reports() {
+    let place = Place::new("depth");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (raw, short, base, top) = (path("raw"), path("short.qcow2"), path("base.qcow2"), path("top.qcow2"));
+    fs::write(&raw, vec![1; 1 << 20]).unwrap();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &short, "3M"]);
+    qemu_io("qcow2", &short, &["write -P 1 0 1M"]);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &short, "-F", "qcow2", &base, "8M"]);
+    qemu_io("qcow2", &base, &["write -P 2 512k 1M", "write -z 2M 64k", "write -P 2 4M 64k"]);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "qcow2", &top, "8M"]);
+    qemu_io(
+        "qcow2",
+        &top,
+        &["write -P 3 1M 64k", "write -z 512k 64k", "write -c -P 4 5M 64k", "write 7M 1M"],
+    );
+    let over_raw = path("over.qcow2");
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &raw, "-F", "raw", &over_raw, "2M"]);
+    for (image, format) in [(&raw, "raw"), (&short, "qcow2"), (&top, "qcow2"), (&over_raw, "qcow2")] {
+        let map = |words: &[&str]| run("nbdinfo", &[&["--map=qemu:allocation-depth"], words].concat());
+        let expected = map(&["--", "[", "qemu-nbd", "-r", "-A", "-f", format, image, "]"]);
+        let uri = place.done(&["attach", image, "--format", format, "--export", "nbd", "--name", "d"]);
+        assert_eq!(map(&[uri.trim()]), expected, "{image}");
+        let listed = run("nbdinfo", &["--list", uri.trim()]);
+        assert!(listed.contains("base:allocation") && listed.contains("qemu:allocation-depth"), "{listed}");
+        place.done(&["detach", "d"]);
+    }
+}
+
+/// The runs of bytes that a bitmap has as dirty, by nbdinfo.
+fn dirty(server: &[&str], bitmap: &str) -> Vec<(u64, u64)> {
+    let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
+    let json: serde_json::Value =
+        serde_json::from_str(&run("nbdinfo", &[&["--json", &map], server].concat())).unwrap();
+    let extents = json.as_array().unwrap().iter().filter(|extent| extent["type"] == 1);
+    extents.map(|extent| (extent["offset"].as_u64().unwrap(), extent["length"].as_u64().unwrap())).collect()
+}
+
+fn in_qemu_nbd(image: &str, bitmap: &str) -> Vec<(u64, u64)> {
+    dirty(&["--", "[", "qemu-nbd", "-r", "-f", "qcow2", "-B", bitmap, image, "]"], bitmap)
+}
+
+fn state(place: &Place, device: &str, bitmap: &str) -> String {
+    let list = place.json(&["bitmap", "list", "--json", device]);
+    let found = list.as_array().unwrap().iter().find(|one| one["name"] == bitmap);
+    found.map_or("none".to_owned(), |found| found["state"].as_str().unwrap().to_owned())
+}
+
+const K: u64 = 1024;
+
+// Contract: bitmaps
+#[test]
+fn a_bitmap_of_qemu_gets_the_writes_of_blkq() {
+    let place = Place::new("bitmap-qemu");
+    for (number, create) in ["cluster_size=64k", "cluster_size=512", "cluster_size=2M"].iter().enumerate() {
+        let image = place.dir.join(format!("{number}.qcow2")).to_str().unwrap().to_owned();
+        run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", create, &image, "64M"]);
+        run("qemu-img", &["bitmap", "--add", "-g", "32k", &image, "b0"]);
+        run("qemu-img", &["bitmap", "--add", "--disable", &image, "off"]);
+        qemu_io("qcow2", &image, &["write -P 1 0 1k"]);
+        let uri = place.done(&["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"]);
+        let uri = uri.trim().to_owned();
+        assert_eq!(dirty(&[&uri], "b0"), [(0, 32 * K)]);
+        let commands = ["write -P 2 1M 4k", "discard 2M 64k", "write -z 33M 512k", "write -P 2 64511k 1k"];
+        qemu_io("raw", &uri, &[&commands[..], &["read 40M 1M", "flush"]].concat());
+        let expected =
+            [(0, 32 * K), (K << 10, 32 * K), (2 << 20, 64 * K), (33 << 20, 512 * K), (64480 * K, 32 * K)];
+        assert_eq!(dirty(&[&uri], "b0"), expected, "{create}");
+        assert_eq!(dirty(&[&uri], "off"), []);
+        place.done(&["detach", "q"]);
+        run("qemu-img", &["check", "-f", "qcow2", &image]);
+        assert_eq!(in_qemu_nbd(&image, "b0"), expected, "{create}");
+        // QEMU goes on with it, and then so does blkq.
+        qemu_io("qcow2", &image, &["write -P 3 48M 32k"]);
+        let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
+        let uri = place.done(&attach).trim().to_owned();
+        assert_eq!(dirty(&[&uri], "b0").len(), expected.len() + 1);
+        assert_eq!(
+            (state(&place, "q", "b0"), state(&place, "q", "off")),
+            ("recording".into(), "disabled".into())
+        );
+        place.done(&["bitmap", "clear", "q", "b0"]);
+        assert_eq!(dirty(&[&uri], "b0"), []);
+        place.done(&["bitmap", "remove", "q", "off"]);
+        place.done(&["detach", "q"]);
+        run("qemu-img", &["check", "-f", "qcow2", &image]);
+        let info = run("qemu-img", &["info", &image]);
+        assert!(info.contains("name: b0") && !info.contains("name: off"), "{info}");
+        assert!(!info.contains("in-use"), "{info}");
+        assert_eq!(in_qemu_nbd(&image, "b0"), []);
+    }
+}
+
+#[test]
+fn a_bitmap_of_blkq_is_read_by_qemu() {
+    let place = Place::new("bitmap-blkq");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (base, image) = (path("base"), path("d.qcow2"));
+    fs::write(&base, vec![1; 1 << 20]).unwrap();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &image, "1G"]);
+    let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
+    let uri = place.done(&attach).trim().to_owned();
+    qemu_io("raw", &uri, &["write -P 1 5M 64k"]);
+    place.done(&["bitmap", "add", "q", "one two"]);
+    place.done(&["bitmap", "add", "q", "fine", "--granularity", "512"]);
+    for (words, why) in [
+        (&["add", "q", "fine"][..], "already"),
+        (&["add", "q", "x", "--granularity", "1000"], "power of two"),
+        (&["add", "q", "a\nb"], "control characters"),
+        (&["remove", "q", "none"], "no bitmap none"),
+        (&["clear", "q", "none"], "no bitmap none"),
+    ] {
+        let line = place.refused(&[&["bitmap"], words].concat());
+        assert!(line.contains(why), "{line}");
+    }
+    let listed = run("nbdinfo", &["--list", &uri]);
+    assert!(listed.contains("qemu:dirty-bitmap:one two"), "{listed}");
+    qemu_io("raw", &uri, &["write -P 2 10M 512", "write -P 2 100M 1M"]);
+    place.done(&["resize", "q", "2G"]);
+    let (grown, coarse) =
+        ((1 << 30, 1 << 30), [(10 << 20, 64 * K), (100 << 20, K << 10), (1 << 30, 1 << 30)]);
+    place.done(&["detach", "q"]);
+    run("qemu-img", &["check", "-f", "qcow2", &image]);
+    assert_eq!(in_qemu_nbd(&image, "one two"), coarse);
+    assert_eq!(in_qemu_nbd(&image, "fine"), [(10 << 20, 512), (100 << 20, K << 10), grown]);
+    // Read-only, nothing is marked.
+    let mut read_only = attach.to_vec();
+    read_only.push("--read-only");
+    let before = fs::read(&image).unwrap();
+    let uri = place.done(&read_only).trim().to_owned();
+    assert_eq!(dirty(&[&uri], "one two"), coarse);
+    assert!(place.refused(&["bitmap", "add", "q", "more"]).contains("read-only"));
+    place.done(&["detach", "q"]);
+    assert!(fs::read(&image).unwrap() == before, "the image is as it was");
+    place.done(&attach);
+    place.done(&["bitmap", "remove", "q", "one two"]);
+    place.done(&["bitmap", "remove", "q", "fine"]);
+    place.done(&["detach", "q"]);
+    run("qemu-img", &["check", "-f", "qcow2", &image]);
+    assert!(!run("qemu-img", &["info", &image]).contains("bitmaps"));
+    assert!(run("qemu-img", &["info", &image]).contains(&format!("backing file: {base}")));
+}
+
+#[test]
+fn a_snapshot_keeps_bitmaps_in_both_images() {
+    let place = Place::new("bitmap-snapshot");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (image, top) = (path("d.qcow2"), path("top.qcow2"));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "8M"]);
+    let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
+    let uri = place.done(&attach).trim().to_owned();
+    place.done(&["bitmap", "add", "q", "b0"]);
+    qemu_io("raw", &uri, &["write -P 1 1M 64k"]);
+    place.done(&["snapshot", "q", "--to", &top]);
+    qemu_io("raw", &uri, &["write -P 2 2M 64k"]);
+    let (before, after) = ([(K << 10, 64 * K)], [(K << 10, 64 * K), (2 << 20, 64 * K)]);
+    assert_eq!(dirty(&[&uri], "b0"), after);
+    assert_eq!(in_qemu_nbd(&image, "b0"), before, "as it was, while the device goes on");
+    let read = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "copy", "--read-only"];
+    assert_eq!(dirty(&[place.done(&read).trim()], "b0"), before);
+    place.done(&["detach", "copy"]);
+    place.done(&["detach", "q"]);
+    for image in [&image, &top] {
+        run("qemu-img", &["check", "-f", "qcow2", image]);
+    }
+    assert_eq!(in_qemu_nbd(&top, "b0"), after);
+}
+
+// Contract: bitmaps
+#[test]
+fn after_a_kill_a_bitmap_is_inconsistent() {
+    let place = Place::new("bitmap-kill");
+    let image = place.dir.join("d.qcow2").to_str().unwrap().to_owned();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "8M"]);
+    run("qemu-img", &["bitmap", "--add", &image, "b0"]);
+    let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
+    place.done(&attach);
+    kill(place.pid("q"));
+    // Its lock goes a moment later.
+    assert!(run("qemu-img", &["info", "-U", &image]).contains("in-use"));
+    let attached = place.run(&attach);
+    let warned = String::from_utf8(attached.stderr).unwrap();
+    assert!(attached.status.success() && warned.contains("inconsistent"), "{warned}");
+    let uri = String::from_utf8(attached.stdout).unwrap().trim().to_owned();
+    assert_eq!(state(&place, "q", "b0"), "inconsistent");
+    assert!(!run("nbdinfo", &["--list", &uri]).contains("dirty-bitmap"));
+    assert!(place.refused(&["bitmap", "clear", "q", "b0"]).contains("remove it, and add it again"));
+    place.done(&["detach", "q"]);
+    assert!(run("qemu-img", &["info", &image]).contains("in-use"), "nobody trusts it later either");
+    assert!(place.run(&attach).status.success());
+    place.done(&["bitmap", "remove", "q", "b0"]);
+    place.done(&["bitmap", "add", "q", "b0"]);
+    place.done(&["detach", "q"]);
+    run("qemu-img", &["check", "-f", "qcow2", &image]);
+    assert_eq!(in_qemu_nbd(&image, "b0"), []);
+}
