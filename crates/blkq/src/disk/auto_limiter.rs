@@ -20,9 +20,18 @@ const STACK_BYTES: usize = 256 << 10;
 /// Keeps the rate of a disk just under its ceiling ([`AutoLimit`]), until this is dropped: then the disk has no
 /// limits of its own.
 pub struct AutoLimiter {
-    disk: Arc<Disk>,
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// A disk whose ceiling is searched, as long as this is there: however its thread exits, no limit of it stays.
+struct Searched(Arc<Disk>);
+
+impl Drop for Searched {
+    fn drop(&mut self) {
+        self.0.throttle.set_measured(None);
+        self.0.set_rate_limits(&RateLimits::default());
+    }
 }
 
 impl AutoLimiter {
@@ -36,15 +45,15 @@ impl AutoLimiter {
         if !disk.throttle.set_measured(Some(times.clone())) {
             return Err(Error::new(ErrorKind::Busy, "the ceiling of this disk is searched already"));
         }
+        let searched = Searched(disk.clone());
         disk.set_rate_limits(&RateLimits::default());
         let (stop, stopped) = channel();
-        let mut limiter = AutoLimiter { disk: disk.clone(), stop: Some(stop), thread: None };
-        let disk = disk.clone();
         let run = move || {
+            let Searched(disk) = &searched;
             let (mut auto, mut ios) = (AutoLimit::new(), 0);
             let mut tick = TICK;
             while stopped.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
-                let load = load_of(&disk, &times);
+                let load = load_of(disk, &times);
                 tick = if load.latency.count() == ios && load.in_flight == 0 { IDLE_TICK } else { TICK };
                 ios = load.latency.count();
                 if auto.update(&load) {
@@ -54,8 +63,8 @@ impl AutoLimiter {
             }
         };
         let thread = std::thread::Builder::new().name("blkq-limit".into()).stack_size(STACK_BYTES).spawn(run);
-        limiter.thread = Some(thread.map_err(|e| Error::system("cannot start a thread", e))?);
-        Ok(limiter)
+        let thread = thread.map_err(|e| Error::system("cannot start a thread", e))?;
+        Ok(AutoLimiter { stop: Some(stop), thread: Some(thread) })
     }
 }
 
@@ -73,7 +82,5 @@ impl Drop for AutoLimiter {
             // A panic has been printed by the thread itself.
             let _ = thread.join();
         }
-        self.disk.throttle.set_measured(None);
-        self.disk.set_rate_limits(&RateLimits::default());
     }
 }

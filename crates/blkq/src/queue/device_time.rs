@@ -32,13 +32,15 @@ impl DeviceTime {
 
     /// It has completed these, and has `left`.
     pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], now_ns: u64, left: u64) {
+        let mut issued = 0;
         for (tag, _) in completed {
             let issued_ns = std::mem::take(&mut self.issued_ns[tag.index()]);
             let request = &requests[tag.index()];
+            issued += u64::from(issued_ns != 0);
             if issued_ns != 0 && request.operation().has_data() {
-                self.times.completed(now_ns.saturating_sub(issued_ns), request.bytes());
+                self.times.timed(now_ns.saturating_sub(issued_ns), request.bytes());
             }
         }
-        self.times.set_in_flight(left);
+        self.times.completed(issued, left);
     }
 }

@@ -36,6 +36,10 @@ const AWAY_NS: u64 = 10 * S;
 const AWAY_NS_MAX: u64 = 160 * S;
 /// In force, the latency is judged this often.
 const JUDGE_NS: u64 = 250 * MS;
+/// A latency that is too long counts when it is so this often in a row: once it may be a thread that was late. Without
+/// a limit, to search one anew: more often.
+const SLOW: u32 = 2;
+const SLOW_AWAY: u32 = 4;
 /// A higher rate is tried after so long at the limit, then after twice as long.
 const RAISE_NS: u64 = 4 * S;
 const RAISE_NS_MAX: u64 = 64 * S;
@@ -44,10 +48,13 @@ const RAISE: f64 = 0.02;
 const RAISE_MAX: f64 = 1.0;
 /// One that was found too coarsely is followed by a finer one after this.
 const RETRY_NS: u64 = 500 * MS;
-/// By how much the rate is lowered when the latency grows, then by twice as much; and how often before the ceiling is
-/// searched anew.
+/// By how much the rate is lowered when the latency grows, then by twice as much.
 const LOWER: f64 = 0.02;
-const LOWERED_MAX: u32 = 4;
+/// A rate that was good for so long, at the limit, is not one that only a burst allowed.
+const SURE_NS: u64 = 2 * S;
+/// Below this part of the highest such rate the ceiling is searched anew: the device may not be slow for its
+/// rate, and then a lower one does not help.
+const LOWEST: f64 = 0.85;
 /// Requests of more bytes in the mean are limited by their bytes, as providers do.
 const SMALL_BYTES: u64 = 32 << 10;
 /// If the mean size of requests changes by this factor, the ceiling is another.
@@ -62,6 +69,8 @@ pub struct DeviceLoad {
     pub latency: Histogram,
     /// Bytes of these.
     pub bytes: u64,
+    /// Requests that it has completed, flushes and discards among them, as a limit counts them.
+    pub ios: u64,
     /// For how long requests waited for the limit, in nanoseconds.
     pub throttled_ns: u64,
     /// Requests that the device has now.
@@ -74,15 +83,11 @@ struct Seen {
     /// Requests and bytes per second.
     iops: f64,
     bps: f64,
+    /// The mean size of reads and writes.
+    bytes: f64,
     p99_ns: f64,
     /// Requests waited for the limit.
     is_limited: bool,
-}
-
-impl Seen {
-    fn bytes(&self) -> f64 {
-        self.bps / self.iops.max(1.0)
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -93,10 +98,10 @@ enum Phase {
     Drain { trial: usize },
     /// The latency at the rate is measured, once it has settled.
     Trial { trial: usize, is_settled: bool },
-    /// No trial before this time.
-    Away { until_ns: u64 },
-    /// In force: at the limit, with a good latency, for so long.
-    Held { at_limit_ns: u64 },
+    /// No trial before this time, unless the device is slow: it was so often.
+    Away { until_ns: u64, slow: u32 },
+    /// In force: at the limit, with a good latency, for so long; and then with a long one so often.
+    Held { at_limit_ns: u64, slow: u32 },
     /// In force again, after the device has completed what it had queued.
     Recover,
     /// A rate higher by this part is tried.
@@ -109,7 +114,7 @@ pub struct AutoLimit {
     phase: Phase,
     /// The limit: of I/Os or of bytes.
     key: LimitKey,
-    /// Per second: measured without a limit, and in force.
+    /// Per second: measured without a limit, or good for [`SURE_NS`] since; and in force.
     ceiling: f64,
     pace: f64,
     /// The 99th percentile without a limit, and that which is too long with one.
@@ -177,21 +182,23 @@ impl AutoLimit {
             return false;
         }
         let latency = load.latency.delta(&begin.latency);
-        let ios = latency.count();
+        let timed = latency.count();
         let needs_ios = !matches!(self.phase, Phase::Drain { .. } | Phase::Recover | Phase::Away { .. });
-        if needs_ios && ios < IOS_MIN && load.in_flight > 0 && length_ns < wanted_ns * EXTENDED {
+        if needs_ios && timed < IOS_MIN && load.in_flight > 0 && length_ns < wanted_ns * EXTENDED {
             return false;
         }
         let per_second = |count: u64| count as f64 * 1e9 / length_ns as f64;
+        let bytes = load.bytes.saturating_sub(begin.bytes);
         let seen = Seen {
-            iops: per_second(ios),
-            bps: per_second(load.bytes.saturating_sub(begin.bytes)),
+            iops: per_second(load.ios.saturating_sub(begin.ios)),
+            bps: per_second(bytes),
+            bytes: bytes as f64 / timed.max(1) as f64,
             p99_ns: latency.percentile_ns(99.0) as f64,
             is_limited: load.throttled_ns.saturating_sub(begin.throttled_ns) > length_ns / 2,
         };
         self.begin = Some(load.clone());
         let before = self.limits;
-        self.decide(load.now_ns, length_ns, (ios >= IOS_MIN).then_some(seen));
+        self.decide(load.now_ns, length_ns, (timed >= IOS_MIN).then_some(seen));
         before != self.limits
     }
 
@@ -219,18 +226,20 @@ impl AutoLimit {
                 self.phase = Phase::Trial { trial, is_settled: true }
             }
             Phase::Trial { trial, is_settled: true } => self.tried(now_ns, trial, seen),
-            Phase::Away { until_ns } => {
+            Phase::Away { until_ns, slow } => {
                 // Slower by as much as a limit is to be worth: a burst may be over, and the ceiling there.
                 let is_slow = seen.is_some_and(|seen| seen.p99_ns >= WORTH * self.open_p99_ns);
-                if is_slow || now_ns >= until_ns {
+                let slow = if is_slow { slow + 1 } else { 0 };
+                self.phase = Phase::Away { until_ns, slow };
+                if slow >= SLOW_AWAY || now_ns >= until_ns {
                     self.open();
                 }
             }
             Phase::Recover => {
                 self.set_pace(self.pace);
-                self.phase = Phase::Held { at_limit_ns: 0 };
+                self.hold();
             }
-            Phase::Held { at_limit_ns } => self.held(at_limit_ns, length_ns, seen),
+            Phase::Held { at_limit_ns, slow } => self.held(at_limit_ns, slow, length_ns, seen),
             Phase::Raise { by } => self.raised(by, seen),
         }
     }
@@ -246,13 +255,13 @@ impl AutoLimit {
             self.phase = Phase::Measure { before: None };
             return;
         };
-        let is_small = seen.bytes() <= SMALL_BYTES as f64;
+        let is_small = seen.bytes <= SMALL_BYTES as f64;
         self.key = if is_small { LimitKey::Iops } else { LimitKey::Bps };
         let rate = self.rate(&seen);
         match before {
             Some(before) if (rate / before - 1.0).abs() * 100.0 <= STEADY_PERCENT => {
                 self.ceiling = rate.min(before);
-                (self.open_p99_ns, self.bytes) = (seen.p99_ns, seen.bytes());
+                (self.open_p99_ns, self.bytes) = (seen.p99_ns, seen.bytes);
                 self.set_limit(self.ceiling * DRAIN);
                 self.phase = Phase::Drain { trial: 0 };
             }
@@ -269,7 +278,7 @@ impl AutoLimit {
                 self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
                 (self.away_ns, self.raise_ns, self.lowered) = (AWAY_NS, RAISE_NS, 0);
                 self.retry_by = None;
-                self.phase = Phase::Held { at_limit_ns: 0 };
+                self.hold();
             }
             Some(_) if trial + 1 < TRIALS.len() => {
                 self.set_limit(self.ceiling * DRAIN);
@@ -277,50 +286,69 @@ impl AutoLimit {
             }
             Some(_) => {
                 self.limits = RateLimits::default();
-                self.phase = Phase::Away { until_ns: now_ns + self.away_ns };
+                self.phase = Phase::Away { until_ns: now_ns + self.away_ns, slow: 0 };
                 self.away_ns = (2 * self.away_ns).min(AWAY_NS_MAX);
             }
         }
     }
 
-    fn held(&mut self, at_limit_ns: u64, length_ns: u64, seen: Option<Seen>) {
+    fn hold(&mut self) {
+        self.phase = Phase::Held { at_limit_ns: 0, slow: 0 };
+    }
+
+    fn held(&mut self, at_limit_ns: u64, slow: u32, length_ns: u64, seen: Option<Seen>) {
         let Some(seen) = seen else { return };
-        let change = seen.bytes() / self.bytes.max(1.0);
+        let change = seen.bytes / self.bytes.max(1.0);
         if !(1.0 / SIZE_FACTOR..=SIZE_FACTOR).contains(&change) {
             return self.open();
         }
-        if seen.p99_ns <= self.long_ns {
-            if !seen.is_limited {
-                return;
-            }
-            let at_limit_ns = at_limit_ns + length_ns;
-            self.phase = Phase::Held { at_limit_ns };
-            if at_limit_ns >= 2 * S {
-                self.lowered = 0;
-            }
-            let retry_by = self.retry_by.filter(|_| at_limit_ns >= RETRY_NS);
-            if let Some(by) = retry_by.or((at_limit_ns >= self.raise_ns).then_some(RAISE)) {
-                self.retry_by = None;
-                self.raise(by);
+        if seen.p99_ns > self.long_ns {
+            self.phase = Phase::Held { at_limit_ns, slow: slow + 1 };
+            let rate = self.rate(&seen);
+            // A burst is over that a raise had found.
+            let is_over = self.is_far(rate) && rate * TRIALS[0] >= self.ceiling * LOWEST;
+            if is_over || slow + 1 >= SLOW {
+                self.lower(rate);
             }
             return;
         }
-        // Some other disturbance, or the ceiling is lower than it was.
-        self.lowered += 1;
-        if self.lowered > LOWERED_MAX {
+        let at_limit_ns = at_limit_ns + if seen.is_limited { length_ns } else { 0 };
+        self.phase = Phase::Held { at_limit_ns, slow: 0 };
+        if !seen.is_limited {
+            return;
+        }
+        if at_limit_ns >= SURE_NS {
+            self.lowered = 0;
+            self.ceiling = self.ceiling.max(self.pace);
+        }
+        let retry_by = self.retry_by.filter(|_| at_limit_ns >= RETRY_NS);
+        if let Some(by) = retry_by.or((at_limit_ns >= self.raise_ns).then_some(RAISE)) {
+            self.retry_by = None;
+            self.raise(by);
+        }
+    }
+
+    /// Whether the device does far less than it may.
+    fn is_far(&self, rate: f64) -> bool {
+        rate < self.pace * 0.8
+    }
+
+    /// The device is slow, at `rate`: some other disturbance, or the ceiling is lower than it was.
+    fn lower(&mut self, rate: f64) {
+        let is_far = self.is_far(rate);
+        let lower = self.pace * (1.0 - LOWER * f64::from(1 << self.lowered));
+        let pace = if is_far { rate * TRIALS[0] } else { lower };
+        if pace < self.ceiling * LOWEST {
             return self.open();
         }
-        let rate = self.rate(&seen);
         if self.retry_by.take().is_some() {
             // Only a burst allowed the last raise.
             self.raise_ns = (2 * self.raise_ns).min(RAISE_NS_MAX);
         }
-        if rate < self.pace * 0.8 {
-            // Found again soon, if it was a disturbance.
-            (self.pace, self.retry_by) = (rate * TRIALS[0], Some(2.0 * RAISE));
-        } else {
-            self.pace *= 1.0 - LOWER * f64::from(1 << (self.lowered - 1));
-        }
+        // Found again soon, if it was a disturbance.
+        self.retry_by = is_far.then_some(2.0 * RAISE);
+        self.lowered += 1;
+        self.pace = pace;
         self.recover();
     }
 
@@ -342,7 +370,7 @@ impl AutoLimit {
             // The load has what it wants.
             _ => {
                 self.set_pace(pace);
-                self.phase = Phase::Held { at_limit_ns: 0 };
+                self.hold();
             }
         }
     }

@@ -10,6 +10,7 @@ pub(crate) struct DeviceTimes {
     latencies: [AtomicU64; LATENCY_BUCKETS],
     latency_max_ns: AtomicU64,
     bytes: AtomicU64,
+    ios: AtomicU64,
     in_flight: AtomicU64,
 }
 
@@ -19,17 +20,19 @@ impl DeviceTimes {
             latencies: std::array::from_fn(|_| AtomicU64::new(0)),
             latency_max_ns: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
+            ios: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         }
     }
 
-    /// The driver has so many requests.
-    pub fn set_in_flight(&self, count: u64) {
-        self.in_flight.store(count, Relaxed);
+    /// The driver has completed so many requests, of any operation, and has `left`.
+    pub fn completed(&self, count: u64, left: u64) {
+        self.ios.store(self.ios.load(Relaxed) + count, Relaxed);
+        self.in_flight.store(left, Relaxed);
     }
 
-    /// The driver has completed a read or a write of `bytes` after `latency_ns`.
-    pub fn completed(&self, latency_ns: u64, bytes: u64) {
+    /// One of them was a read or a write of `bytes`, and took `latency_ns`.
+    pub fn timed(&self, latency_ns: u64, bytes: u64) {
         // Nobody else writes: no locked instruction.
         let raise = |counter: &AtomicU64, by| counter.store(counter.load(Relaxed) + by, Relaxed);
         raise(&self.latencies[latency_bucket(latency_ns)], 1);
@@ -44,6 +47,7 @@ impl DeviceTimes {
         }
         load.latency.max_ns = load.latency.max_ns.max(self.latency_max_ns.load(Relaxed));
         load.bytes += self.bytes.load(Relaxed);
+        load.ios += self.ios.load(Relaxed);
         load.in_flight += self.in_flight.load(Relaxed);
     }
 }
