@@ -20,6 +20,7 @@ use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status}
 use libfuzzer_sys::fuzz_target;
 
 const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
 const STEPS_MAX: usize = 32;
 const MODEL_MAX_BYTES: u64 = 4 << 20;
 /// Longest I/O in sectors, and bios in flight.
@@ -43,6 +44,22 @@ struct Shape {
     size: u64,
     behind: Option<(&'static str, &'static str)>,
     fill: u8,
+    /// Its data is a frame of zstd.
+    zstd: bool,
+}
+
+/// A frame of zstd with `length` bytes: a byte that is repeated, in blocks.
+fn zstd_frame(length: u64, fill: u8) -> Vec<u8> {
+    const BLOCK_MAX: u64 = 128 << 10;
+    // A single segment, with its length in 4 bytes.
+    let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0xa0];
+    frame.extend((length as u32).to_le_bytes());
+    for at in (0..length).step_by(BLOCK_MAX as usize) {
+        let (block, last) = ((length - at).min(BLOCK_MAX), at + BLOCK_MAX >= length);
+        frame.extend(&((block << 3 | 1 << 1 | u64::from(last)) as u32).to_le_bytes()[..3]);
+        frame.push(fill);
+    }
+    frame
 }
 
 impl Shape {
@@ -69,10 +86,11 @@ impl Shape {
         header.extend(1_u32.to_be_bytes());
         header.extend([0; 12]);
         if !self.v2 {
-            header.extend([0; 24]);
+            header.extend((u64::from(self.zstd) << 3).to_be_bytes());
+            header.extend([0; 16]);
             header.extend(self.refcount_order.to_be_bytes());
             header.extend(112_u32.to_be_bytes());
-            header.extend([0; 8]);
+            header.extend([u8::from(self.zstd), 0, 0, 0, 0, 0, 0, 0]);
         }
         if let Some((_, format)) = self.behind {
             header.extend(0xe279_2aca_u32.to_be_bytes());
@@ -92,9 +110,13 @@ impl Shape {
         }
         put(2 * cluster, &refcounts);
         put(3 * cluster, &(COPIED | 4 * cluster).to_be_bytes());
-        put(4 * cluster, &(COPIED | 5 * cluster).to_be_bytes());
+        let data = if self.zstd { COMPRESSED } else { COPIED };
+        put(4 * cluster, &(data | 5 * cluster).to_be_bytes());
         put(4 * cluster + 8, &(COPIED | 6 * cluster | u64::from(!self.v2)).to_be_bytes());
-        put(5 * cluster, &vec![self.fill; cluster.min(self.size) as usize]);
+        match self.zstd {
+            true => put(5 * cluster, &zstd_frame(cluster, self.fill)),
+            false => put(5 * cluster, &vec![self.fill; cluster.min(self.size) as usize]),
+        }
         file.set_len(7 * cluster).expect("memory");
     }
 
@@ -343,6 +365,7 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
         behind: [None, Some(("raw", "raw")), Some(("behind", "qcow2")), Some(("top", "qcow2"))]
             [usize::from(kind >> 2) % 4],
         fill: TOP,
+        zstd: !v2 && size % 4 == 3,
     };
     let lower = Shape {
         cluster_bits: 9 + u32::from(kind >> 4) % 4,
@@ -350,6 +373,7 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
         size: 40 << 10,
         behind: Some(("raw", "raw")),
         fill: BEHIND,
+        zstd: false,
         ..shape
     };
     // Or else the pieces are the images.

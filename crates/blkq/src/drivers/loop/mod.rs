@@ -10,7 +10,7 @@ pub(crate) mod claim;
 mod counters;
 pub(crate) mod extents;
 pub(crate) mod format;
-mod image;
+pub(super) mod image;
 pub(crate) mod lock;
 pub(crate) mod name;
 pub(crate) mod options;

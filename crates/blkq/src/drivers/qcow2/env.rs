@@ -1,16 +1,18 @@
 //! The things that all tasks of an image share on one thread.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::buffer::IoBuffer;
 use crate::error::Status;
+use crate::kick::Wake;
 use crate::sync::{Mutex, MutexGuard, lock};
 
 use super::cache::{Key, Table};
 use super::epochs::Epochs;
+use super::inflate::{Compressed, Inflater, Place};
 use super::io::{Io, Op};
 use super::state::State;
 
@@ -24,7 +26,7 @@ pub(super) struct Shared {
 }
 
 /// A cluster that was decompressed, and where it was compressed.
-pub(super) type Decompressed = ((u8, u64), Rc<Vec<u8>>);
+pub(super) type Decompressed = (Place, Rc<Vec<u8>>);
 
 /// The state and the operations that the tasks of one thread share.
 pub(super) struct Env {
@@ -34,17 +36,68 @@ pub(super) struct Env {
     /// Bytes that are reserved for copies.
     bounce: Cell<u64>,
     pub decompressed: RefCell<Option<Decompressed>>,
+    /// Clusters that tasks decompress now.
+    pub decompressing: RefCell<HashSet<Place>>,
+    /// `None`: on this thread.
+    inflater: Option<RefCell<Inflater>>,
+    inflated: RefCell<HashMap<Place, Result<Vec<u8>, Status>>>,
 }
 
 impl Env {
+    /// For tasks on a thread that may take its time.
     pub fn new(shared: Arc<Shared>) -> Rc<Env> {
+        Env::with_inflater(shared, None)
+    }
+
+    /// For the tasks of a queue, which `wake` wakes.
+    pub fn of_queue(shared: Arc<Shared>, wake: Arc<dyn Wake>) -> Rc<Env> {
+        Env::with_inflater(shared, Some(RefCell::new(Inflater::new(wake))))
+    }
+
+    fn with_inflater(shared: Arc<Shared>, inflater: Option<RefCell<Inflater>>) -> Rc<Env> {
         Rc::new(Env {
             shared,
             io: Io::default(),
             loading: RefCell::default(),
             bounce: Cell::new(0),
             decompressed: RefCell::default(),
+            decompressing: RefCell::default(),
+            inflater,
+            inflated: RefCell::default(),
         })
+    }
+
+    /// The content of the compressed cluster at `place`, which no other task decompresses.
+    ///
+    /// # Errors
+    /// [`Status::Io`] for bytes that are no cluster.
+    pub async fn inflate(&self, place: Place, compressed: Compressed) -> Result<Vec<u8>, Status> {
+        let started = match &self.inflater {
+            Some(inflater) => inflater.borrow_mut().start(place, compressed),
+            None => Err(compressed),
+        };
+        if let Err(compressed) = started {
+            return compressed.inflate();
+        }
+        loop {
+            self.io.wait().await;
+            if let Some(inflated) = self.inflated.borrow_mut().remove(&place) {
+                return inflated;
+            }
+        }
+    }
+
+    /// Takes what was decompressed on the other thread, for the tasks that wait for it.
+    pub fn take_inflated(&self) {
+        let Some(inflater) = &self.inflater else { return };
+        let mut any = false;
+        while let Some((place, content)) = inflater.borrow().next() {
+            self.inflated.borrow_mut().insert(place, content);
+            any = true;
+        }
+        if any {
+            self.io.changed();
+        }
     }
 
     /// The state of the image, never to be kept over a wait.

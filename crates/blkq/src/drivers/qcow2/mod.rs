@@ -2,7 +2,7 @@
 //!
 //! `header` and `entry` read the format, `chain` opens the files, `state` is what is in memory: tables, slices
 //! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
-//! for them, `env` what tasks share. `read`, `write` and `zero` are the tasks; `allocate` finds clusters
+//! for them, `env` what tasks share. `read` (`inflate`), `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
 //! path, `bitmaps` are the dirty bitmaps in an image and `keep` writes them, `blocking` runs tasks without a queue, `create` makes images,
 //! `over` one over the image that is served, `extents` and `grow` are for the control plane.
@@ -20,6 +20,7 @@ mod epochs;
 mod extents;
 mod grow;
 mod header;
+mod inflate;
 mod io;
 mod keep;
 mod options;
@@ -375,7 +376,8 @@ impl Driver for Qcow2 {
         }
         let ring =
             cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the qcow2 driver needs an io_uring"))?;
-        Ok(Box::new(Qcow2Queue::open(Arc::clone(&self.shared), &self.files, self.writable, cx.tags, ring)?))
+        let shared = Arc::clone(&self.shared);
+        Ok(Box::new(Qcow2Queue::open(shared, &self.files, self.writable, (cx.tags, cx.wake), ring)?))
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {

@@ -13,7 +13,9 @@ use io_uring::{opcode, squeue, types};
 use crate::bio::{BioFlags, Operation};
 use crate::buffer::Segment;
 use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::drivers::r#loop::image::OPERATIONS;
 use crate::error::{Error, Status};
+use crate::kick::Wake;
 use crate::request::Request;
 use crate::ring::{Cqe, FileSlot, Registrar};
 use crate::tags::Tag;
@@ -28,18 +30,6 @@ use super::zero::{Wanted, clear};
 
 /// Segments of a request.
 pub(super) const SEGMENTS_MAX: u16 = 128;
-
-/// The operations that are submitted, to be probed.
-const OPERATIONS: [(&str, u8); 8] = [
-    ("IORING_OP_READ", opcode::Read::CODE),
-    ("IORING_OP_WRITE", opcode::Write::CODE),
-    ("IORING_OP_READV", opcode::Readv::CODE),
-    ("IORING_OP_WRITEV", opcode::Writev::CODE),
-    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE),
-    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE),
-    ("IORING_OP_FSYNC", opcode::Fsync::CODE),
-    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
-];
 
 /// Marks the completion of a request's one operation; below it is the tag. Else it is an operation of a task.
 const PLAIN: u64 = 1 << 40;
@@ -58,7 +48,7 @@ pub(super) struct Qcow2Queue {
 }
 
 impl Qcow2Queue {
-    /// For `tags` requests at a time.
+    /// For `tags` requests at a time, on the thread that `wake` wakes.
     ///
     /// # Errors
     /// The ring's.
@@ -66,7 +56,7 @@ impl Qcow2Queue {
         shared: Arc<Shared>,
         files: &[Arc<File>],
         writable: bool,
-        tags: usize,
+        (tags, wake): (usize, Arc<dyn Wake>),
         mut ring: Registrar<'_>,
     ) -> Result<Qcow2Queue, Error> {
         ring.require(&OPERATIONS)?;
@@ -81,7 +71,7 @@ impl Qcow2Queue {
             }
         }
         Ok(Qcow2Queue {
-            env: Env::new(shared),
+            env: Env::of_queue(shared, wake),
             executor: Executor::default(),
             files: slots,
             iovecs: Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX)),
@@ -250,6 +240,7 @@ unsafe impl DriverQueue for Qcow2Queue {
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         if !self.executor.is_idle() {
+            self.env.take_inflated();
             self.run(cx);
         }
     }

@@ -2,16 +2,12 @@
 
 use std::rc::Rc;
 
-use miniz_oxide::inflate::TINFLStatus;
-use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
-use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
-
 use crate::buffer::IoBuffer;
 use crate::error::{IoResult, Status};
 
 use super::allocate::provide;
 use super::env::Env;
-use super::header::Compression;
+use super::inflate::Compressed;
 use super::io::Memory;
 use super::state::Found;
 
@@ -46,6 +42,7 @@ pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) 
                 }
                 let content = decompressed(env, layer, host, bytes).await?;
                 bounce = None;
+                let Some(content) = content else { continue };
                 memory.fill(done, &content[skip as usize..][..run as usize]);
             }
         }
@@ -80,7 +77,7 @@ pub(super) async fn read_own(env: &Env, first: usize, position: u64, bytes: u64)
                 }
             }
             Found::Compressed { layer, host, bytes, skip } => {
-                let content = decompressed(env, layer, host, bytes).await?;
+                let Some(content) = decompressed(env, layer, host, bytes).await? else { continue };
                 buffer[part].copy_from_slice(&content[skip as usize..][..run as usize]);
             }
         }
@@ -104,39 +101,41 @@ fn cluster_bytes(env: &Env, layer: u8) -> u64 {
     state.layers[usize::from(layer)].tables.as_ref().map_or(0, |tables| tables.header.cluster_bytes())
 }
 
-/// The content of a compressed cluster, whose `bytes` compressed ones at most are at `host`.
-async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Rc<Vec<u8>>, Status> {
-    if let Some((place, content)) = &*env.decompressed.borrow()
-        && *place == (layer, host)
-    {
-        return Ok(Rc::clone(content));
+/// The content of a compressed cluster, whose `bytes` compressed ones at most are at `host`. `None`: another task was
+/// at it, and the cluster is to be found anew.
+async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Option<Rc<Vec<u8>>>, Status> {
+    let cached = |env: &Env| env.decompressed.borrow().as_ref().filter(|one| one.0 == (layer, host)).cloned();
+    if let Some((_, content)) = cached(env) {
+        return Ok(Some(content));
     }
-    let (align, cluster_bytes) = {
+    if !env.decompressing.borrow_mut().insert((layer, host)) {
+        while env.decompressing.borrow().contains(&(layer, host)) {
+            env.io.wait().await;
+        }
+        return Ok(cached(env).map(|(_, content)| content));
+    }
+    let done = decompress(env, layer, host, bytes).await.map(Rc::new);
+    env.decompressing.borrow_mut().remove(&(layer, host));
+    if let Ok(content) = &done {
+        *env.decompressed.borrow_mut() = Some(((layer, host), Rc::clone(content)));
+    }
+    env.io.changed();
+    done.map(Some)
+}
+
+async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
+    let (align, method, cluster_bytes) = {
         let state = env.state();
         let layer = &state.layers[usize::from(layer)];
-        let tables = layer.tables.as_ref().ok_or(Status::Io)?;
-        if tables.header.compression != Compression::Deflate {
-            return Err(Status::NotSupported);
-        }
-        (layer.align, tables.header.cluster_bytes())
+        let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
+        (layer.align, header.compression, header.cluster_bytes())
     };
     let begin = host - host % align;
     let length = (host + bytes).next_multiple_of(align) - begin;
     let op = env.read_op(layer, begin).with_buffer(IoBuffer::zeroed(length as usize));
-    let read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
-    let compressed = &read.buffers[0][(host - begin) as usize..][..bytes as usize];
-    let content = Rc::new(inflate(compressed, cluster_bytes as usize)?);
-    *env.decompressed.borrow_mut() = Some(((layer, host), Rc::clone(&content)));
-    Ok(content)
-}
-
-/// Decompresses a raw stream of deflate that has `bytes`.
-fn inflate(compressed: &[u8], bytes: usize) -> Result<Vec<u8>, Status> {
-    let mut content = vec![0; bytes];
-    let flags = TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
-    let (status, _, length) = decompress(&mut DecompressorOxide::new(), compressed, &mut content, 0, flags);
-    match status {
-        TINFLStatus::Done | TINFLStatus::HasMoreOutput if length == bytes => Ok(content),
-        _ => Err(Status::Io),
-    }
+    let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
+    let buffer = read.buffers.pop().ok_or(Status::Io)?;
+    let first = (host - begin) as usize;
+    let range = first..first + bytes as usize;
+    env.inflate((layer, host), Compressed { buffer, range, method, cluster_bytes: cluster_bytes as usize }).await
 }
