@@ -186,3 +186,58 @@ fn an_overlay_that_cannot_be_attached_is_removed() {
     // Another clone of the same base at the same time.
     place.done(&["attach", &base, "--overlay", &clone, "--name", "p"]);
 }
+
+/// Copies between files and devices without a flush.
+fn copy(from: &str, to: &str) {
+    run("nbdcopy", &[from, to]);
+}
+
+// Contract: durability
+#[test]
+fn a_daemon_that_is_killed_loses_no_completed_write() {
+    let place = Place::new("qcow2-killed");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (image, top, data, back) = (path("d.qcow2"), path("top.qcow2"), path("data"), path("back"));
+    let journals = place.state().join("journals");
+    let content = |seed: u32| -> Vec<u8> {
+        (0..1 << 20).flat_map(|at: u32| (at.wrapping_mul(seed) ^ at).to_ne_bytes()).collect()
+    };
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "4M"]);
+    let attach = |image: &str| {
+        place
+            .done(&["attach", image, "--format", "qcow2", "--export", "nbd", "--name", "k"])
+            .trim()
+            .to_owned()
+    };
+    let holds = |uri: &str, expected: &[u8]| {
+        copy(uri, &back);
+        assert!(fs::read(&back).unwrap() == expected);
+    };
+    let uri = attach(&image);
+    fs::write(&data, content(3)).unwrap();
+    copy(&data, &uri);
+    kill(place.pid("k"));
+    let convert = ["convert", "-U", "-f", "qcow2", "-O", "raw", &image, &back];
+    // The kernel unlocks a ring's files only some time after the process has exited.
+    wait_until("the image is read", || {
+        Command::new("qemu-img").args(convert).output().unwrap().status.success()
+    });
+    assert!(fs::read(&back).unwrap() != content(3), "the image has it without the journal");
+    let uri = attach(&image);
+    holds(&uri, &content(3));
+    // Of a snapshot, whose journal a confined daemon makes.
+    place.done(&["snapshot", "k", "--to", &top]);
+    fs::write(&data, content(5)).unwrap();
+    copy(&data, &uri);
+    assert_eq!(fs::read_dir(&journals).unwrap().count(), 1);
+    kill(place.pid("k"));
+    let uri = attach(&top);
+    holds(&uri, &content(5));
+    place.done(&["detach", "k"]);
+    assert_eq!(fs::read_dir(&journals).unwrap().count(), 0);
+    for (image, expected) in [(&image, content(3)), (&top, content(5))] {
+        run("qemu-img", &["check", "-f", "qcow2", image]);
+        run("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", image, &back]);
+        assert!(fs::read(&back).unwrap() == expected);
+    }
+}

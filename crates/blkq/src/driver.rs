@@ -141,6 +141,12 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
+    /// Whether a process that is killed takes with it what completed writes changed: all of it, or what was not
+    /// flushed. Clients that go on with the next process do not notice. The default loses nothing.
+    fn is_lost_with_process(&self) -> bool {
+        false
+    }
+
     /// Closes what keeps other processes from opening the backing store. Called by
     /// [`Disk::release`](crate::Disk::release). The default does nothing.
     ///

@@ -60,6 +60,7 @@ Files, in the state directory (/run/blkq for root), which `blkq show NAME` names
   NAME.vhost         the socket for virtual machines, unless --vhost-socket gives its place
   NAME.control       the socket on which the daemon takes commands
   NAME.lock          locked as long as the daemon lives
+  journals/          what qcow2 images lack if their daemon is killed
   groups/GROUP       the limits that a group's devices share
 
 Exit status: 0 done, 1 refused or failed (one line on stderr has the reason), 2 wrong usage.

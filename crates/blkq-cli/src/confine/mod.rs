@@ -29,6 +29,8 @@ pub struct Needs {
     pub image: Option<OwnedFd>,
     /// Files that are removed in the end: sockets, and those in the state directory.
     pub removed: Vec<PathBuf>,
+    /// The directory of the journals of qcow2 images.
+    pub journals: Option<PathBuf>,
     /// Directories whose files are read again: certificates.
     pub read: Vec<PathBuf>,
     /// The number of the block device, if there is one, and the state directory: what is set is
@@ -111,6 +113,11 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     }
     for directory in directories(&needs.removed) {
         landlock.allow_removing(directory)?;
+    }
+    if let Some(directory) = &needs.journals {
+        // For that of a snapshot.
+        landlock.allow_replacing(directory)?;
+        landlock.allow_reading(directory)?;
     }
     for directory in &needs.read {
         landlock.allow_reading(directory)?;

@@ -1,9 +1,10 @@
 //! The image or memory behind a device: how its driver is opened, and why it is not.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkq::drivers::qcow2::BackingChain;
+use blkq::drivers::qcow2::{BackingChain, Journals};
 use blkq::drivers::{self, DriverOptions, DriverSpec, ImageFormat};
 use blkq::{Driver, ErrorKind};
 
@@ -73,8 +74,9 @@ pub(super) fn open_driver(
     ublk: bool,
     wait: Duration,
     predecessor: Option<String>,
+    journals: Option<Arc<Journals>>,
 ) -> Result<Box<dyn Driver>, blkq::Error> {
-    let driver_options = DriverOptions { predecessor, ..driver_options(options, ublk) };
+    let driver_options = DriverOptions { predecessor, journals, ..driver_options(options, ublk) };
     // A cluster notices in its own time that a client has died; other waits are of no use with it.
     let (wait, retry) = match &options.image {
         DriverSpec::Rbd(_) if wait >= DYING_WAIT => (CLIENT_DYING_WAIT, Duration::from_secs(1)),
@@ -203,6 +205,7 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
         ceph_keyring: options.ceph_keyring.clone(),
         ceph_user: options.ceph_user.clone(),
         predecessor: None,
+        journals: None,
         fault: options.fault.clone(),
     }
 }
@@ -220,10 +223,13 @@ pub(super) fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
     options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }
 
-/// Whether a daemon that is killed takes with it what a completed write changed: all of a disk in memory, and of a
-/// qcow2 image the tables since the last flush. A file system above would not notice.
-pub(super) fn is_lost_with_daemon(options: &AttachOptions) -> bool {
-    matches!(options.image, DriverSpec::Ram(_)) || options.format == Some(Format::Qcow2)
+/// The journals of qcow2 images, which are with the state of devices.
+///
+/// # Errors
+/// If their directory cannot be made.
+pub(super) fn journals(options: &AttachOptions, state: &Path) -> Outcome<Option<Arc<Journals>>> {
+    let is_file = matches!(options.image, DriverSpec::Image(_));
+    Ok(is_file.then(|| Journals::open(&state.join("journals"))).transpose()?)
 }
 
 /// The image as another process finds it.

@@ -26,6 +26,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::disk::AutoLimiter;
+use blkq::drivers::qcow2::Journals;
 use blkq::{ErrorKind, Resume};
 use blkq_export::nbd::{NbdSwitches, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
@@ -90,6 +91,8 @@ pub struct Device {
     /// Locked while the device is changed: one change at a time, which may wait for I/O.
     changing: Mutex<()>,
     certificates: Option<TlsCertificates>,
+    /// The journals of qcow2 images.
+    journals: Option<Arc<Journals>>,
     rejection_event: Arc<OwnedFd>,
     switches: Arc<NbdSwitches>,
     /// The process that traces it.
@@ -103,8 +106,6 @@ pub struct Device {
 #[derive(Clone)]
 struct Served {
     image: String,
-    /// Whether completed writes, or all data, are in the memory of this process only.
-    lost_with_daemon: bool,
     /// How it was attached, or would be now.
     attach_options: Option<Record>,
 }
@@ -377,7 +378,7 @@ impl Device {
 
     /// Closes a device whose virtual machine connects to the next daemon.
     fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
-        if self.served().lost_with_daemon {
+        if running.disk.driver().is_lost_with_process() {
             return Err(Failure::new(
                 "data of its image is in the memory of its daemon, and would be lost; detach it, and attach it again",
             ));

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use blkq::drivers::qcow2::Journals;
 use blkq::drivers::{self, DriverSpec};
 use blkq::throttle::{LimitMode, WEIGHT_DEFAULT};
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
@@ -15,8 +16,8 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
 use super::image::{
-    absolute, ceph_mounts, image_name, is_lost_with_daemon, keep_format, keep_size, open_driver, refusal,
-    serves_bytes, with_ceph_files,
+    absolute, ceph_mounts, image_name, journals, keep_format, keep_size, open_driver, refusal, serves_bytes,
+    with_ceph_files,
 };
 use super::kept_bitmaps::KeptBitmaps;
 use super::listen::{
@@ -73,11 +74,10 @@ impl Device {
         let options = &with_ceph_files(options);
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
-        let recoverable = !is_lost_with_daemon(options);
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let open = || {
+        let open = |journals| {
             let predecessor = claim.owner_before(&image_name(&options.image));
-            let opened = open_driver(options, exports.ublk, wait, predecessor);
+            let opened = open_driver(options, exports.ublk, wait, predecessor, journals);
             opened.map_err(|error| refusal(error, options, claim))
         };
         let identity = Identity::of_new();
@@ -103,7 +103,7 @@ impl Device {
                 let copy = options.copy.mode();
                 let options = UblkOptions {
                     identity,
-                    recoverable,
+                    recoverable: !disk.driver().is_lost_with_process(),
                     partscan: !options.partscan.refused,
                     copy,
                     threads_per_queue: options.threads_per_queue,
@@ -159,8 +159,8 @@ impl Device {
                 Ok(Some(taken_over.map_err(not_taken_over)?))
             };
         let predecessor = state.owner.take();
-        let open = || {
-            let opened = open_driver(&options, true, DYING_WAIT, predecessor.clone());
+        let open = |journals| {
+            let opened = open_driver(&options, true, DYING_WAIT, predecessor.clone(), journals);
             opened.map_err(|error| refusal(error, &options, claim))
         };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
@@ -177,7 +177,7 @@ impl Device {
     pub(super) fn serve(
         options: &AttachOptions,
         claim: &Claim,
-        open: impl Fn() -> Outcome<Box<dyn Driver>>,
+        open: impl Fn(Option<Arc<Journals>>) -> Outcome<Box<dyn Driver>>,
         sockets: Sockets,
         state: StateFile,
         is_successor: bool,
@@ -202,7 +202,8 @@ impl Device {
         // The client of a cluster has threads, and they are to be made after all processes; a file may be on a
         // mount that goes with them.
         let is_file = !matches!(options.image, DriverSpec::Rbd(_));
-        let opened = is_file.then(&open).transpose()?;
+        let journals = journals(options, claim.dir().path())?;
+        let opened = is_file.then(|| open(journals.clone())).transpose()?;
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         // Before the mounts that these are on may go.
         let tls = tls(options)?;
@@ -211,6 +212,7 @@ impl Device {
         needs
             .read
             .extend(certificates.iter().flat_map(|certificates| directories_of(certificates.directory())));
+        needs.journals = journals.as_ref().map(|journals| journals.directory().to_owned());
         let mut children = None;
         if block_device.is_some() {
             let mut kept = vec![StateDir::locate()?.path().to_owned()];
@@ -238,7 +240,7 @@ impl Device {
             let users = unsafe { IdleWatch::fork(autoclear.idle_event(), confine) }?;
             children = Some((setup, users));
         }
-        let driver = opened.map_or_else(open, Ok)?;
+        let driver = opened.map_or_else(|| open(None), Ok)?;
         let driver_name = driver.name();
         let disk = Disk::builder(driver)
             .name(name)
@@ -391,11 +393,8 @@ impl Device {
         }
         Ok(Device {
             name: name.to_owned(),
-            served: Mutex::new(Served {
-                image,
-                lost_with_daemon: is_lost_with_daemon(options),
-                attach_options,
-            }),
+            served: Mutex::new(Served { image, attach_options }),
+            journals,
             state_directory: claim.dir().path().to_owned(),
             warnings,
             fallback: None,

@@ -215,7 +215,7 @@ mod tests {
         state.ublk = None;
 
         let claim = dir.claim("kept").unwrap();
-        let open = || Ok(open_driver(&options, false, Duration::ZERO, None)?);
+        let open = |_| Ok(open_driver(&options, false, Duration::ZERO, None, None)?);
         let device =
             Device::serve(&options, &claim, open, Sockets::default(), state, true, |_, _, _, _| Ok(None))
                 .unwrap();
@@ -270,7 +270,7 @@ mod tests {
         let serve = |is_successor| {
             let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
             (state.ublk, state.settings) = (None, Vec::new());
-            let open = || Ok(open_driver(&options, false, Duration::ZERO, None)?);
+            let open = |_| Ok(open_driver(&options, false, Duration::ZERO, None, None)?);
             let attach = |_: &_, _: &[_], _, _| Ok(None);
             Device::serve(&options, &claim, open, Sockets::default(), state, is_successor, attach)
         };

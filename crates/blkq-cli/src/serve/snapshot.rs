@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::snapshot::{prepare, supersede};
+use blkq_export::ublk::UblkDevice;
 
-use super::image::{image_name, is_lost_with_daemon};
+use super::image::image_name;
 use super::running::Running;
 use super::{Device, Served, flush_unless_held};
 use crate::failure::{Failure, Outcome};
@@ -42,19 +43,14 @@ impl Device {
         let DriverSpec::Image(path) = &options.image else {
             return Err(Failure::new("the new image is none in a file"));
         };
-        // The kernel keeps the block device of a raw image when its daemon exits, and may pass pages that only
-        // the ring reaches.
-        if running.ublk.is_some() && !self.served().lost_with_daemon {
+        if running.ublk.as_ref().is_some_and(UblkDevice::passes_kernel_pages) {
             return Err(Failure::new(
-                "a block device of a raw image outlives its daemon, and with a qcow2 image it does not; detach it, and \
-                 attach a new image with --overlay",
+                "the data of its block device is copied by nobody, which a qcow2 image cannot do; detach it, and attach \
+                 it with --copy kernel",
             ));
         }
-        let served = Served {
-            image: image_name(&options.image),
-            lost_with_daemon: is_lost_with_daemon(options),
-            attach_options: Some(Record::new(options)?),
-        };
+        let served =
+            Served { image: image_name(&options.image), attach_options: Some(Record::new(options)?) };
         self.check_not_held()?;
         // The state file has the settings of now.
         let _changing = self.begin_change();
@@ -65,8 +61,14 @@ impl Device {
         };
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
-        let driver = prepare(&*before, file, path)?;
+        let driver = prepare(&*before, file, path, self.journals.as_deref())?;
         exchange.check(&*driver)?;
+        if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
+            let why = driver.warnings().join("; ");
+            return Err(Failure::new(format!(
+                "a block device outlives its daemon, and the new image would not: {why}"
+            )));
+        }
         ready()?;
         keep(&state)?;
         exchange.replace(driver)?;

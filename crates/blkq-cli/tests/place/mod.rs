@@ -94,8 +94,12 @@ impl Place {
         self.json(&["show", name, "--json"])["pid"].as_i64().unwrap().try_into().unwrap()
     }
 
+    /// The files of the state directory. That of journals is there for good, if they are not.
     pub fn files(&self) -> Vec<String> {
         let entries = fs::read_dir(self.state()).into_iter().flatten();
+        let journals = self.state().join("journals");
+        let is_empty = fs::read_dir(&journals).is_ok_and(|mut journals| journals.next().is_none());
+        let entries = entries.filter(|entry| !is_empty || entry.as_ref().unwrap().path() != journals);
         let mut names: Vec<String> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();

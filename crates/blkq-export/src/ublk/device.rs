@@ -331,6 +331,11 @@ impl UblkDevice {
         self.identity
     }
 
+    /// Whether it passes pages that no thread of this process reaches ([`CopyMode::None`]).
+    pub fn passes_kernel_pages(&self) -> bool {
+        self.copy() == CopyMode::None
+    }
+
     /// How its data moves.
     fn copy(&self) -> CopyMode {
         CopyMode::of(Features::from_bits_retain(self.info.flags))

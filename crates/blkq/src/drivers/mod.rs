@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
@@ -25,7 +26,7 @@ use fault::{Fault, FaultSpec};
 use r#loop::backing::{self, Backing};
 use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions, format};
 use null::{Null, NullOptions};
-use qcow2::{BackingChain, Qcow2, Qcow2Options};
+use qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
 use ram::Ram;
 use rbd::{Rbd, RbdOptions, RbdSpec};
 use size::check_logical_block;
@@ -108,6 +109,8 @@ pub struct DriverOptions {
     pub format: ImageFormat,
     /// The backing files that a qcow2 image may have.
     pub backing_chain: BackingChain,
+    /// The directory in which what completed on a qcow2 image survives this process ([`Qcow2Options::journals`]).
+    pub journals: Option<Arc<Journals>>,
     /// The configuration of a Ceph cluster ([`RbdOptions::conf`]).
     pub ceph_conf: Option<PathBuf>,
     /// The keyring of Ceph's user ([`RbdOptions::keyring`]).
@@ -169,6 +172,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
                 read_only: options.read_only,
                 shared: options.shared,
                 backing_chain: options.backing_chain,
+                journals: options.journals.clone(),
             })?))
         }
         DriverSpec::Image(path) => Ok(Box::new(LoopDevice::open(&LoopOptions {

@@ -81,6 +81,10 @@ impl Driver for Ram {
         Ok(Box::new(RamQueue { medium: Arc::clone(&self.medium) }))
     }
 
+    fn is_lost_with_process(&self) -> bool {
+        true
+    }
+
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         self.medium
             .extents(range, max)

@@ -147,6 +147,10 @@ impl Driver for Fault {
         self.shared.inner.owner()
     }
 
+    fn is_lost_with_process(&self) -> bool {
+        self.shared.inner.is_lost_with_process()
+    }
+
     unsafe fn release(&self) -> Result<(), Error> {
         // SAFETY: the caller's promise, and a queue of a fault has the requests of one queue behind it.
         unsafe { self.shared.inner.release() }

@@ -5,9 +5,22 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use io_uring::opcode;
 use rustix::fs::{AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, seek, statx};
 
 use crate::error::{Error, ErrorKind};
+
+/// The operations that are submitted to the files of images, to be probed.
+pub(crate) const OPERATIONS: [(&str, u8); 8] = [
+    ("IORING_OP_READ", opcode::Read::CODE),
+    ("IORING_OP_WRITE", opcode::Write::CODE),
+    ("IORING_OP_READV", opcode::Readv::CODE),
+    ("IORING_OP_WRITEV", opcode::Writev::CODE),
+    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE),
+    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE),
+    ("IORING_OP_FSYNC", opcode::Fsync::CODE),
+    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
+];
 
 /// `TMPFS_MAGIC` of the kernel's uapi/linux/magic.h.
 const TMPFS_MAGIC: i64 = 0x0102_1994;

@@ -24,18 +24,6 @@ const SCRATCH_BYTES: usize = 4096;
 /// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
 const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
 
-/// The operations that are submitted to the files of images, to be probed.
-pub(in crate::drivers) const OPERATIONS: [(&str, u8); 8] = [
-    ("IORING_OP_READ", opcode::Read::CODE),
-    ("IORING_OP_WRITE", opcode::Write::CODE),
-    ("IORING_OP_READV", opcode::Readv::CODE),
-    ("IORING_OP_WRITEV", opcode::Writev::CODE),
-    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE),
-    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE),
-    ("IORING_OP_FSYNC", opcode::Fsync::CODE),
-    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
-];
-
 /// The image, and what submissions to it need.
 pub(super) struct Image {
     file: Arc<File>,

@@ -10,7 +10,7 @@ pub(crate) mod claim;
 mod counters;
 pub(crate) mod extents;
 pub(crate) mod format;
-pub(super) mod image;
+mod image;
 pub(crate) mod lock;
 pub(crate) mod name;
 pub(crate) mod options;

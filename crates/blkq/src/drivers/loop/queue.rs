@@ -19,8 +19,9 @@ use crate::request::Request;
 use crate::ring::{Cqe, Registrar};
 use crate::tags::Tag;
 
+use super::backing::OPERATIONS;
 use super::counters::QueueCounters;
-use super::image::{Image, OPERATIONS};
+use super::image::Image;
 use super::outcome::{self, Outcome};
 use super::progress::{NEXT_SHIFT, Progress};
 use super::shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};

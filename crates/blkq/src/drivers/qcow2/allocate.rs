@@ -11,7 +11,7 @@ use super::entry::{COPIED, table_offset};
 use super::env::Env;
 use super::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
 use super::io::Op;
-use super::refcounts::{refcount, refcount_place, set_refcount};
+use super::refcounts::{refcount, refcount_place, set_refcount, set_refcounts};
 use super::state::{Lack, State};
 
 /// Slices that are searched in one go.
@@ -77,18 +77,14 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
     while cluster < end {
         let lack = {
             let mut state = env.state();
-            match (
-                refcount_place(&mut state, cluster),
-                state.top().map(|tables| tables.header.refcount_order),
-            ) {
-                (Ok((slot, index)), Ok(order)) => {
-                    set_refcount(state.cache.change(slot), index, order, 0);
+            match refcount_place(&mut state, cluster) {
+                Ok(place) => {
+                    set_refcounts(&mut state, place, cluster, 1, 0);
                     state.writer.next_free = state.writer.next_free.min(cluster);
                     cluster += 1;
                     continue;
                 }
-                (Err(lack), _) => lack,
-                (_, Err(status)) => Lack::Failed(status),
+                Err(lack) => lack,
             }
         };
         // Else they stay allocated, which harms nobody.
@@ -126,8 +122,7 @@ fn find_free(state: &mut State, wanted: u64) -> Result<Clusters, Lack> {
         }
         let count = (last - first) as u64;
         state.check_target(host << bits..(host + count) << bits)?;
-        let slice = state.cache.change(slot);
-        (first..last).for_each(|at| set_refcount(slice, at, order, 1));
+        set_refcounts(state, (slot, first), host, count, 1);
         let writer = &mut state.writer;
         writer.next_free = host + count;
         let fresh = host >= writer.fresh_from;
@@ -183,8 +178,7 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     }
     env.io.run(env.write_op(host).with_buffer(buffer)).await?;
     let mut state = env.state();
-    state.top_mut()?.l1[index] = host | COPIED;
-    state.writer.l1_dirty.insert(index);
+    state.set_l1(index, host | COPIED)?;
     state.writer.released.extend(old);
     Ok(())
 }
@@ -211,10 +205,10 @@ async fn make_block(env: &Env, block: u64) -> IoResult {
 }
 
 async fn write_block(env: &Env, block: u64) -> IoResult {
-    let (range, order, slice_bytes) = {
+    let (range, first, slice_bytes) = {
         let mut state = env.state();
         let header = &state.top()?.header;
-        let (bits, order) = (header.cluster_bits, header.refcount_order);
+        let bits = header.cluster_bits;
         let first = block * header.refcounts_per_block();
         let is_there = state.writer.refcount_table.get(block as usize).is_none_or(|entry| *entry != 0);
         if is_there {
@@ -227,7 +221,7 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
         state.check_target(range.clone())?;
         state.cache.forget(0, range.clone());
         state.writer.fresh_from = state.writer.fresh_from.max(first + 1);
-        (range, order, state.cache.slice_bytes())
+        (range, first, state.cache.slice_bytes())
     };
     let zeroes = IoBuffer::zeroed((range.end - range.start) as usize);
     env.io.run(env.write_op(range.start).with_buffer(zeroes)).await?;
@@ -236,9 +230,9 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
             let mut state = env.state();
             let key = Key { layer: 0, offset: range.start };
             if let Some(slot) = state.cache.insert(key, Table::Refcounts, &vec![0; slice_bytes]) {
-                set_refcount(state.cache.change(slot), 0, order, 1);
-                state.writer.refcount_table[block as usize] = range.start;
-                state.writer.refcount_table_dirty.insert(block as usize);
+                // First the entry: the refcount is found by it.
+                state.set_refcount_block(block as usize, range.start)?;
+                set_refcounts(&mut state, (slot, 0), first, 1, 1);
                 return Ok(());
             }
         }
@@ -350,8 +344,17 @@ async fn move_table(env: &Env, block: u64) -> IoResult {
 /// Changes bytes of the header, and makes that durable.
 ///
 /// # Errors
-/// That of the file; after one of a write or a sync, nothing more is written to the tables.
+/// As [`write_header`].
 pub(super) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
+    write_header(env, at, bytes).await?;
+    sync(env).await
+}
+
+/// Changes bytes of the header.
+///
+/// # Errors
+/// That of the file; after one of a write or a sync, nothing more is written to the tables.
+pub(super) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let sector = env.state().layers[0].align.max(512) as usize;
     let mut read: Op = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(sector))).await?;
     let mut buffer = read.buffers.pop().ok_or(Status::Io)?;
@@ -361,6 +364,5 @@ pub(super) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResul
         // The file may have either.
         env.state().writer.failed = true;
     }
-    written?;
-    sync(env).await
+    written.map(drop)
 }

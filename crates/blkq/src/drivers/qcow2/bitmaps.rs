@@ -256,7 +256,7 @@ pub(super) fn change_extension(old: &[u8], extension: Option<&BitmapsExtension>)
         new[8..16].copy_from_slice(&(name_at as u64).to_be_bytes());
     }
     let autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
-    new[AUTOCLEAR_AT..AUTOCLEAR_AT + 8].copy_from_slice(&autoclear.to_be_bytes());
+    new[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].copy_from_slice(&autoclear.to_be_bytes());
     Ok(new)
 }
 

@@ -92,6 +92,11 @@ impl Cache {
         u64_at(self.get(slot), index * 8)
     }
 
+    /// The byte of the file of an entry of a slice of an L2 table.
+    pub fn entry_offset(&self, slot: usize, index: usize) -> u64 {
+        self.slots[slot].key.offset + index as u64 * 8
+    }
+
     /// The content of a slice, to be changed: it is dirty now.
     pub fn change(&mut self, slot: usize) -> &mut [u8] {
         if !self.slots[slot].dirty {

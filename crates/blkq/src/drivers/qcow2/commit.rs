@@ -16,7 +16,8 @@ use crate::error::{IoResult, Status};
 use super::cache::{Key, Table};
 use super::env::Env;
 use super::io::Op;
-use super::refcounts::{refcount, refcount_place, set_refcount};
+use super::journal::Journal;
+use super::refcounts::{refcount, refcount_place, set_refcounts};
 use super::state::{Lack, State};
 
 /// Writes in flight together.
@@ -75,10 +76,11 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
     while !env.state().writer.released.is_empty() && !env.shared.epochs.may_turn() {
         env.io.wait().await;
     }
-    let (refcounts, l2, l1, table, released, epoch, l1_sectors, table_sectors);
+    let (refcounts, l2, l1, table, released, epoch, l1_sectors, table_sectors, turned);
     {
         let mut state = env.state();
         state.commits += 1;
+        turned = state.journal.as_mut().is_none_or(Journal::turn);
         refcounts = state.cache.take_dirty(Table::Refcounts);
         l2 = state.cache.take_dirty(Table::L2);
         let align = state.layers[0].align;
@@ -110,7 +112,13 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
     }
     let released = std::mem::take(&mut rest.released);
     drop(rest);
-    if let Some(epoch) = epoch {
+    if let Some(journal) = &mut env.state().journal {
+        journal.finish();
+    }
+    if !turned {
+        // The journal still has changes of tables that may be among them: no other use until it has not.
+        env.state().writer.released.extend(released);
+    } else if let Some(epoch) = epoch {
         while !env.shared.epochs.is_idle(epoch) {
             env.io.wait().await;
         }
@@ -189,6 +197,10 @@ async fn free(env: &Env, mut released: Vec<u64>) {
     let cluster_bytes = 1u64 << env.state().cluster_bits();
     let mut run = 0..0;
     for host in released {
+        if !env.state().journal.as_ref().is_none_or(Journal::has_room) {
+            env.state().writer.released.push(host);
+            continue;
+        }
         match count_of(env, host).await {
             // Twice, as an image has it whose tables are wrong: it is freed once.
             Some(1) if run.contains(&host) => {}
@@ -243,7 +255,7 @@ fn count_down(env: &Env, host: u64) {
     let Ok((slot, index)) = refcount_place(&mut state, host >> bits) else { return };
     let count = refcount(state.cache.get(slot), index, order);
     if count > 0 {
-        set_refcount(state.cache.change(slot), index, order, count - 1);
+        set_refcounts(&mut state, (slot, index), host >> bits, 1, count - 1);
     }
     if count == 1 {
         state.writer.next_free = state.writer.next_free.min(host >> bits);

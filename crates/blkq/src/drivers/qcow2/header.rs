@@ -15,7 +15,9 @@ pub(super) const SIZE_AT: usize = 24;
 /// Where the header has the number of L1 entries and their place.
 pub(super) const L1_AT: usize = 36;
 /// Where the header has the features that a writer clears if it does not keep them up to date.
-pub(super) const AUTOCLEAR_AT: usize = 88;
+pub(super) const AUTOCLEAR_AT: usize = 92;
+/// Where the header has the tag of the image's journal: in the upper half of those features, of which none is defined.
+pub(super) const TAG_AT: usize = 88;
 
 /// Largest L1 table and refcount table: the limits of QEMU.
 pub(super) const L1_MAX_BYTES: u64 = 32 << 20;
@@ -31,7 +33,7 @@ const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
 /// The feature that the bitmaps of the extension are up to date, or marked as not.
-pub(super) const AUTOCLEAR_BITMAPS: u64 = 1;
+pub(super) const AUTOCLEAR_BITMAPS: u32 = 1;
 
 /// The type of the extension that has the place of the dirty bitmaps.
 pub(super) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
@@ -76,7 +78,10 @@ pub(super) struct Header {
     /// A refcount has `1 << refcount_order` bits.
     pub refcount_order: u32,
     pub snapshots: u32,
-    pub autoclear: u64,
+    /// The lower half.
+    pub autoclear: u32,
+    /// Of its journal ([`TAG_AT`]); 0 for none.
+    pub tag: u32,
     /// Whether the refcounts may be wrong.
     pub dirty: bool,
     pub corrupt: bool,
@@ -139,7 +144,8 @@ impl Header {
             refcount_table_clusters: u32_at(bytes, REFCOUNT_TABLE_AT + 8),
             refcount_order: if v3 { u32_at(bytes, 96) } else { 4 },
             snapshots: u32_at(bytes, 60),
-            autoclear: v3_u64(AUTOCLEAR_AT),
+            autoclear: v3_u64(TAG_AT) as u32,
+            tag: (v3_u64(TAG_AT) >> 32) as u32,
             dirty: incompatible & INCOMPATIBLE_DIRTY != 0,
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             compression,

@@ -27,7 +27,7 @@ pub(super) type Place = (u8, u64);
 
 /// A compressed cluster.
 pub(super) struct Compressed {
-    /// What was read of the file.
+    /// A part of the file.
     pub buffer: IoBuffer,
     /// The bytes of it that may be the cluster's: there may be more than it has.
     pub range: Range<usize>,
@@ -81,12 +81,13 @@ fn inflate_zstd(mut compressed: &[u8], length: usize) -> Result<Vec<u8>, Status>
     if done == length && decoder.can_collect() == 0 { Ok(content) } else { Err(Status::Io) }
 }
 
+type Job = (Place, Compressed);
 type Inflated = (Place, Result<Vec<u8>, Status>);
 
 /// The thread that decompresses for a queue, started when first needed. It exits when this is dropped.
 pub(super) struct Inflater {
     wake: Arc<dyn Wake>,
-    thread: Option<(Sender<(Place, Compressed)>, Receiver<Inflated>)>,
+    thread: Option<(Sender<Job>, Receiver<Inflated>)>,
 }
 
 impl Inflater {
@@ -124,7 +125,7 @@ impl Inflater {
     }
 }
 
-fn work(todo: &Receiver<(Place, Compressed)>, done: &Sender<Inflated>, wake: &dyn Wake) {
+fn work(todo: &Receiver<Job>, done: &Sender<Inflated>, wake: &dyn Wake) {
     while let Ok((place, compressed)) = todo.recv() {
         let inflated = catch_unwind(AssertUnwindSafe(|| compressed.inflate())).unwrap_or(Err(Status::Io));
         if done.send((place, inflated)).is_err() {
@@ -184,7 +185,12 @@ mod tests {
             &frame(16, &[(whole, 7)])[..9],
             &[0x50, 0x2a, 0x4d, 0x18, 0xff, 0xff, 0xff, 0xff],
         ] {
-            assert_eq!(inflate(Compression::Zstd, bytes), Err(Status::Io), "{:?}", &bytes[..bytes.len().min(16)]);
+            assert_eq!(
+                inflate(Compression::Zstd, bytes),
+                Err(Status::Io),
+                "{:?}",
+                &bytes[..bytes.len().min(16)]
+            );
             assert_eq!(inflate(Compression::Deflate, bytes), Err(Status::Io));
         }
     }

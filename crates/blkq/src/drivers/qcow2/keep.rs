@@ -96,7 +96,7 @@ impl Image<'_> {
         if header.autoclear == 0 || !self.writable {
             return Ok(());
         }
-        self.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 8]).await)
+        self.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 4]).await)
     }
 
     /// Marks bitmaps that nobody loaded as not kept up to date: the image is about to be written to.

@@ -5,7 +5,8 @@
 //! for them, `env` what tasks share. `read` (`inflate`), `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
 //! path, `bitmaps` are the dirty bitmaps in an image and `keep` writes them, `blocking` runs tasks without a queue, `create` makes images,
-//! `over` one over the image that is served, `extents` and `grow` are for the control plane.
+//! `over` one over the image that is served, `extents` and `grow` are for the control plane. `journal`
+//! (`mapping`) has what the file lacks when the process is killed, and `replay` applies it.
 
 mod allocate;
 mod bitmaps;
@@ -22,12 +23,15 @@ mod grow;
 mod header;
 mod inflate;
 mod io;
+mod journal;
 mod keep;
+mod mapping;
 mod options;
 mod over;
 mod queue;
 mod read;
 mod refcounts;
+mod replay;
 mod reserve;
 mod state;
 #[cfg(test)]
@@ -64,6 +68,9 @@ pub use create::Base;
 use entry::OFFSET;
 use env::Shared;
 use epochs::Epochs;
+use header::TAG_AT;
+pub use journal::Journals;
+use journal::{Journal, Left};
 use keep::{Image, Kept};
 pub use options::{BackingChain, Qcow2Options};
 pub(crate) use over::Below;
@@ -196,8 +203,8 @@ impl Qcow2 {
         }
         let (identity, physical_block, rotational) = facts.unwrap_or(((0, 0), 512, false));
         let cache = Cache::new(CACHE_BYTES, smallest as usize);
-        let state = State { layers, cache, size, writer, commits: 0 };
-        Ok(Qcow2 {
+        let state = State { layers, cache, size, writer, commits: 0, journal: None };
+        let device = Qcow2 {
             shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
             files,
             name: ImageName::new(&path),
@@ -217,7 +224,47 @@ impl Qcow2 {
             cluster_bytes: header.cluster_bytes(),
             warnings,
             kept: Mutex::new(Kept::default()),
-        })
+        };
+        device.begin_journal(options.journals.as_deref())
+    }
+
+    /// Applies the journal that a process which was killed left, and begins one if there are `journals`.
+    fn begin_journal(mut self, journals: Option<&Journals>) -> Result<Qcow2, Error> {
+        // A header of version 2 has no place for the tag.
+        let journals = journals.filter(|_| self.version >= 3);
+        let journal = journals.map(|all| Journal::open(all, self.identity, self.writable));
+        let mut journal = match journal {
+            Some(Err(error)) if self.writable => {
+                self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
+                None
+            }
+            journal => journal.and_then(Result::ok),
+        };
+        match journal.as_ref().map_or(Left::Nothing, |journal| journal.left(self.tag())) {
+            Left::Nothing => {}
+            Left::Records(records) if records.is_empty() => {}
+            _ if !self.writable => {
+                let message = format!(
+                    "{} lacks writes of a process that was killed; open it for writing once, so that it gets them",
+                    self.path.display()
+                );
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            }
+            Left::Records(records) => {
+                self.run("apply the journal", async move |env| replay::replay(&env, records).await)?;
+                self.write_back()?;
+            }
+            Left::Incomplete => self.warnings.push(format!(
+                "the journal of {} is damaged: writes may be lost that were not flushed when its process was killed",
+                self.path.display()
+            )),
+        }
+        if !self.writable {
+            return Ok(self);
+        }
+        self.set_tag(journal.as_mut().map_or(0, Journal::begin))?;
+        locked(&self.shared.state).journal = journal;
+        Ok(self)
     }
 
     /// The image, for what keeps its bitmaps.
@@ -239,6 +286,34 @@ impl Qcow2 {
     /// As [`Image::store_bitmaps`].
     pub(crate) fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         self.image().store_bitmaps(bitmaps)
+    }
+
+    /// Ends the journal of an image whose file has all.
+    fn end_journal(&self) {
+        let journal = locked(&self.shared.state).journal.take();
+        // Without a tag in the image it has no meaning any more.
+        if let Some(journal) = journal.filter(|_| self.set_tag(0).is_ok()) {
+            journal.remove();
+        }
+    }
+
+    /// The tag of its journal that the image has; 0 for none.
+    fn tag(&self) -> u32 {
+        locked(&self.shared.state).top().map_or(0, |tables| tables.header.tag)
+    }
+
+    /// Sets the tag in the image. A power loss may undo it.
+    fn set_tag(&self, tag: u32) -> Result<(), Error> {
+        if self.tag() == tag {
+            return Ok(());
+        }
+        self.run("change its header", async move |env| {
+            allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
+        })?;
+        if let Ok(tables) = locked(&self.shared.state).top_mut() {
+            tables.header.tag = tag;
+        }
+        Ok(())
     }
 
     /// Runs a task while no queue does I/O.
@@ -400,6 +475,10 @@ impl Driver for Qcow2 {
         Ok(())
     }
 
+    fn is_lost_with_process(&self) -> bool {
+        self.writable && locked(&self.shared.state).journal.is_none()
+    }
+
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let now = locked(&self.shared.state).size;
         let Some(bytes) = bytes.filter(|bytes| *bytes != now) else { return Ok(now) };
@@ -466,6 +545,7 @@ impl Drop for Qcow2 {
         // The last flush has written what clients were promised; this frees what they discarded, and what
         // was reserved.
         if self.write_back().is_ok() {
+            self.end_journal();
             let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         }
         if let Some(file) = self.files.first() {

@@ -1,8 +1,11 @@
 //! The options of a user.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::drivers::r#loop::DirectIo;
+
+use super::journal::Journals;
 
 /// The backing files that an image may name: a name in a file is a path that a stranger may have written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -31,6 +34,8 @@ pub struct Qcow2Options {
     pub shared: bool,
     /// The backing files that it may have.
     pub backing_chain: BackingChain,
+    /// The directory in which what completed survives this process, if it is killed; `None`: what is not flushed is lost then.
+    pub journals: Option<Arc<Journals>>,
 }
 
 impl Qcow2Options {
@@ -43,6 +48,7 @@ impl Qcow2Options {
             read_only: false,
             shared: false,
             backing_chain: BackingChain::OwnDirectory,
+            journals: None,
         }
     }
 }

@@ -23,6 +23,7 @@ use super::commit::commit;
 use super::create::{Base, CLUSTER_BYTES};
 use super::env::Shared;
 use super::epochs::Epochs;
+use super::journal::Journals;
 use super::keep::Kept;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
@@ -104,11 +105,16 @@ impl Qcow2 {
     }
 
     /// Makes `file`, which is empty and at `path`, the image over `below`, durably, and opens it as the device of
-    /// the same size.
+    /// the same size, with one of `journals`.
     ///
     /// # Errors
     /// One line: what is wrong, why, and the cure.
-    pub(crate) fn over(below: Below, file: File, path: &Path) -> Result<Qcow2, Error> {
+    pub(crate) fn over(
+        below: Below,
+        file: File,
+        path: &Path,
+        journals: Option<&Journals>,
+    ) -> Result<Qcow2, Error> {
         let top = Backing::of_open(file, path.to_owned())?;
         if backing::size(&top.file, &top.path)? != 0 || top.block_device {
             let message = format!("{} is not a new file", top.path.display());
@@ -143,11 +149,11 @@ impl Qcow2 {
         let mut layers = vec![Layer { tables, size: top.size, align, file_bytes }];
         layers.extend(below.layers);
         let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
-        let state = State { layers, cache, size: below.size, writer, commits: 0 };
+        let state = State { layers, cache, size: below.size, writer, commits: 0, journal: None };
         let backing = top.backing;
         let mut files = vec![Arc::new(backing.file)];
         files.extend(below.files);
-        Ok(Qcow2 {
+        let device = Qcow2 {
             shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
             files,
             name: ImageName::new(&backing.path),
@@ -167,12 +173,17 @@ impl Qcow2 {
             cluster_bytes: CLUSTER_BYTES,
             warnings: Vec::new(),
             kept: Mutex::new(Kept::default()),
-        })
+        };
+        device.begin_journal(journals)
     }
 
     /// Another driver has the image's file from now on, and only reads it.
     pub(crate) fn supersede(&self) {
         self.superseded.store(true, Relaxed);
+        // The tag stays in its header, as it is to change no more: without the journal it has no meaning.
+        if let Some(journal) = locked(&self.shared.state).journal.take() {
+            journal.remove();
+        }
         let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         if let Some(file) = self.files.first() {
             // At worst others cannot read it meanwhile.

@@ -13,7 +13,7 @@ use io_uring::{opcode, squeue, types};
 use crate::bio::{BioFlags, Operation};
 use crate::buffer::Segment;
 use crate::driver::{DriverContext, DriverQueue, Taken};
-use crate::drivers::r#loop::image::OPERATIONS;
+use crate::drivers::r#loop::backing::OPERATIONS;
 use crate::error::{Error, Status};
 use crate::kick::Wake;
 use crate::request::Request;

@@ -137,5 +137,6 @@ async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u
     let buffer = read.buffers.pop().ok_or(Status::Io)?;
     let first = (host - begin) as usize;
     let range = first..first + bytes as usize;
-    env.inflate((layer, host), Compressed { buffer, range, method, cluster_bytes: cluster_bytes as usize }).await
+    env.inflate((layer, host), Compressed { buffer, range, method, cluster_bytes: cluster_bytes as usize })
+        .await
 }

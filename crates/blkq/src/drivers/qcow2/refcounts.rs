@@ -2,6 +2,7 @@
 
 use super::cache::{Key, Table};
 use super::entry::table_offset;
+use super::journal::Record;
 use super::state::{Lack, State};
 
 /// Refcount `index` of a slice, of `1 << order` bits.
@@ -27,6 +28,20 @@ pub(super) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u6
     }
     let bytes = 1 << (order - 3);
     slice[index * bytes..][..bytes].copy_from_slice(&count.to_be_bytes()[8 - bytes..]);
+}
+
+/// Sets the refcounts of `count` clusters of the file from `first` on, in a slice where the first is at `index`.
+pub(super) fn set_refcounts(
+    state: &mut State,
+    (slot, index): (usize, usize),
+    first: u64,
+    count: u64,
+    refcount: u64,
+) {
+    let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
+    let slice = state.cache.change(slot);
+    (index..index + count as usize).for_each(|at| set_refcount(slice, at, order, refcount));
+    state.note(Record::Refcounts { first, count, refcount });
 }
 
 /// The slot and the index of the refcount of a cluster of the file.

@@ -10,6 +10,7 @@ use crate::error::Status;
 use super::cache::{Cache, Key, Table};
 use super::entry::{COPIED, Entry, table_offset};
 use super::header::{Header, u64_at};
+use super::journal::{Journal, Record};
 
 /// The thing that is missing for another to be done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -111,6 +112,8 @@ pub(super) struct State {
     pub writer: Writer,
     /// Commits that began: what was read from the files before may be old.
     pub commits: u64,
+    /// The changes that the file has not; `None`: they are lost with the process.
+    pub journal: Option<Journal>,
 }
 
 /// Slices that are not in the cache, as they are in the files.
@@ -343,11 +346,51 @@ impl State {
         }
     }
 
+    /// Sets entries of the image itself that follow each other: the first to `entry`, the others to those of the
+    /// clusters behind its own.
+    pub fn set_entries(&mut self, slot: usize, index: usize, entry: u64, count: u64) {
+        let bits = self.cluster_bits();
+        for number in 0..count {
+            self.cache.set_entry(slot, index + number as usize, entry + (number << bits));
+        }
+        let offset = self.cache.entry_offset(slot, index);
+        self.note(Record::L2 { offset, entry, count });
+    }
+
+    /// Sets an entry of the L1 table of the image itself.
+    ///
+    /// # Errors
+    /// If it has no such entry.
+    pub fn set_l1(&mut self, index: usize, entry: u64) -> Result<(), Status> {
+        *self.top_mut()?.l1.get_mut(index).ok_or(Status::Io)? = entry;
+        self.writer.l1_dirty.insert(index);
+        self.note(Record::L1 { index: index as u64, entry });
+        Ok(())
+    }
+
+    /// Sets an entry of the refcount table.
+    ///
+    /// # Errors
+    /// If it has no such entry.
+    pub fn set_refcount_block(&mut self, block: usize, offset: u64) -> Result<(), Status> {
+        *self.writer.refcount_table.get_mut(block).ok_or(Status::Io)? = offset;
+        self.writer.refcount_table_dirty.insert(block);
+        self.note(Record::RefcountTable { index: block as u64, entry: offset });
+        Ok(())
+    }
+
+    /// Notes a change of a table in the journal.
+    pub fn note(&mut self, record: Record) {
+        if let Some(journal) = &mut self.journal {
+            journal.append(record);
+        }
+    }
+
     /// Whether so much is dirty or released that a commit should come before there is more.
     pub fn is_crowded(&self) -> bool {
         let released = self.writer.released.len();
         let most = RELEASED_MAX.min(RELEASED_MAX_BYTES >> self.cluster_bits());
-        self.cache.is_crowded() || released >= most
+        self.cache.is_crowded() || released >= most || self.journal.as_ref().is_some_and(Journal::is_crowded)
     }
 
     /// Whether a commit may free clusters.

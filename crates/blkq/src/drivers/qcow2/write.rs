@@ -250,14 +250,13 @@ async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
                 let mut state = env.state();
                 let bits = state.cluster_bits();
                 for number in 0..clusters.count {
-                    let index = index + number as usize;
                     let host = clusters.host + (number << bits);
-                    let old = Entry::parse(state.cache.entry(slot, index), bits)?;
-                    state.cache.set_entry(slot, index, host | COPIED);
+                    let old = Entry::parse(state.cache.entry(slot, index + number as usize), bits)?;
                     if !matches!(old, Entry::Zero { host: Some(old), .. } if old == host) {
                         release(env, &mut state, old);
                     }
                 }
+                state.set_entries(slot, index, clusters.host | COPIED, clusters.count);
                 return Ok(());
             }
             Err(lack) => provide(env, lack).await?,

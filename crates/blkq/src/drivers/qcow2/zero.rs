@@ -134,7 +134,7 @@ fn clear_entries(
             }
             // The table may be a snapshot's too.
             state.entry_to_change(at)?;
-            state.cache.set_entry(slot, index, new);
+            state.set_entries(slot, index, new, 1);
             if new & !ZERO == 0 {
                 release(env, state, parsed);
             }

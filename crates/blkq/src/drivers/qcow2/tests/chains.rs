@@ -76,7 +76,8 @@ fn compressed_clusters_are_read_and_become_ordinary_ones() {
     if !has_qemu() {
         return;
     }
-    for (cluster, method) in [("64k", "zlib"), ("4k", "zlib"), ("2M", "zlib"), ("4k", "zstd"), ("2M", "zstd")] {
+    for (cluster, method) in [("64k", "zlib"), ("4k", "zlib"), ("2M", "zlib"), ("4k", "zstd"), ("2M", "zstd")]
+    {
         let directory = Directory::new();
         let mut data = pattern(4 << 20, 3).to_vec();
         data[1 << 20..3 << 20].iter_mut().enumerate().for_each(|(at, byte)| *byte = (at >> 12) as u8);

@@ -3,6 +3,7 @@
 mod chains;
 mod control;
 mod data;
+mod kill;
 mod power;
 
 use std::path::{Path, PathBuf};

@@ -15,26 +15,30 @@ use crate::drivers::qcow2::zero::{Wanted, clear};
 use crate::random::Random;
 use crate::tags::Tag;
 
-const SECTOR: usize = 512;
+pub(super) const SECTOR: usize = 512;
 
 /// The files of the chain in memory. Only the image itself is written.
-struct Disk {
-    files: Vec<Vec<u8>>,
+pub(super) struct Disk {
+    pub files: Vec<Vec<u8>>,
     durable: Vec<u8>,
     /// Writes that are not durable: when each was done, where, and what.
     log: Vec<(u64, usize, Vec<u8>)>,
     clock: u64,
     /// Operations that were submitted, and when.
-    pending: Vec<(u64, Submitted)>,
+    pub pending: Vec<(u64, Submitted)>,
 }
 
 impl Disk {
+    pub fn new(files: Vec<Vec<u8>>) -> Disk {
+        Disk { durable: files[0].clone(), files, log: Vec::new(), clock: 0, pending: Vec::new() }
+    }
+
     fn put(image: &mut Vec<u8>, at: usize, bytes: &[u8]) {
         image.resize(image.len().max(at + bytes.len()), 0);
         image[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    fn collect(&mut self, env: &Env) {
+    pub fn collect(&mut self, env: &Env) {
         while let Some(operation) = env.io.next_operation() {
             self.clock += 1;
             self.pending.push((self.clock, operation));
@@ -42,7 +46,7 @@ impl Disk {
     }
 
     /// Does one of the operations, whichever.
-    fn execute(&mut self, env: &Env, random: &mut Random) {
+    pub fn execute(&mut self, env: &Env, random: &mut Random) {
         let (submitted, operation) =
             self.pending.swap_remove(random.below(self.pending.len() as u64) as usize);
         self.clock += 1;
@@ -100,6 +104,25 @@ impl Disk {
         env.io.complete(operation.place, result as i32);
     }
 
+    /// The image that the death of the process leaves: all that was done, and any part of what is in flight.
+    pub fn kill(&self, random: &mut Random) -> Vec<u8> {
+        let mut image = self.files[0].clone();
+        for (_, operation) in self.pending.iter().filter(|(_, one)| one.action == Action::Write) {
+            let mut at = operation.range.start as usize;
+            for piece in &operation.pieces {
+                // SAFETY: as in `execute`.
+                let bytes = unsafe { std::slice::from_raw_parts(piece.iov_base.cast::<u8>(), piece.iov_len) };
+                for sector in bytes.chunks(SECTOR) {
+                    if random.below(2) == 0 {
+                        Disk::put(&mut image, at, sector);
+                    }
+                    at += sector.len();
+                }
+            }
+        }
+        image
+    }
+
     /// The image that a power loss leaves.
     fn lose(&self, random: &mut Random) -> Vec<u8> {
         let mut image = self.durable.clone();
@@ -143,7 +166,7 @@ impl Model {
     }
 }
 
-fn content_of(contents: &[u32]) -> IoBuffer {
+pub(super) fn content_of(contents: &[u32]) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(contents.len() * SECTOR);
     for (sector, content) in buffer.chunks_exact_mut(SECTOR).zip(contents) {
         sector.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&content.to_ne_bytes()));
@@ -183,13 +206,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let env = Env::new(Arc::clone(&device.shared));
     let file = std::fs::read(&path).unwrap();
     let base = std::fs::read(directory.0.join("base")).unwrap();
-    let mut disk = Disk {
-        durable: file.clone(),
-        files: vec![file, base],
-        log: Vec::new(),
-        clock: 0,
-        pending: Vec::new(),
-    };
+    let mut disk = Disk::new(vec![file, base]);
     let mut now = behind;
     now.resize(sectors, 0);
     let mut model = Model { allowed: now.iter().map(|content| vec![*content]).collect(), now };
@@ -292,7 +309,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
 }
 
 /// Reads sectors, with whatever operations that takes.
-fn run_read(
+pub(super) fn run_read(
     env: &Rc<Env>,
     executor: &mut Executor,
     disk: &mut Disk,

@@ -1,0 +1,292 @@
+//! The changes of an image's tables that its file has not, in memory that outlives the process: a file in a directory
+//! of the system's memory (`/run`), mapped. After a process was killed the next one to open the image applies them,
+//! so that nothing is lost that completed. A power loss loses both, and the image has what was flushed.
+//!
+//! A change has the new content, not the difference: to apply one that the file has already changes nothing. There
+//! are two halves, of which one is written. A commit begins with the other, and when the file has all that came before
+//! it, the first is empty again.
+//!
+//! The image has the tag of its journal in the features of its header that a program clears if it does not know them
+//! (autoclear): so a journal is not applied after another program wrote to the image.
+
+use std::fs::{DirBuilder, File, Permissions};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat};
+use rustix::io::Errno;
+
+use crate::error::{Error, ErrorKind};
+
+use super::mapping::Words;
+
+/// "blkqjnl" and the version of the format.
+const MAGIC: u64 = u64::from_be_bytes(*b"blkqjnl\x01");
+/// Words before the halves.
+const HEADER_WORDS: usize = 16;
+const RECORD_WORDS: usize = 3;
+/// Records of a half: two for each write to new clusters. Few in tests, so that it is crowded there.
+const RECORDS: usize = if cfg!(test) { 1 << 10 } else { 16 << 10 };
+const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
+/// Records that a half has when no task should begin to change more: those that have begun need fewer than the rest.
+const CROWDED: usize = RECORDS / 4;
+
+/// The words of the header.
+const MAGIC_AT: usize = 0;
+const TAG_AT: usize = 1;
+const BOOT_AT: usize = 2;
+const IDENTITY_AT: usize = 4;
+const HALF_AT: usize = 6;
+const OVERFLOW_AT: usize = 7;
+const COUNTS_AT: usize = 8;
+
+/// The directory in which the journals of images are.
+#[derive(Debug)]
+pub struct Journals {
+    directory: PathBuf,
+    /// Of the kernel: what another one left is void.
+    boot: [u64; 2],
+    /// Whose they are.
+    user: u32,
+}
+
+impl Journals {
+    /// The journals in `directory`, which should be in memory, and is made if it is not there.
+    ///
+    /// # Errors
+    /// If it cannot be made, or the kernel has no `boot_id`.
+    pub fn open(directory: &Path) -> Result<Arc<Journals>, Error> {
+        let failed = |e| Error::system(format!("cannot make the directory {}", directory.display()), e);
+        match DirBuilder::new().mode(0o700).create(directory) {
+            // Whatever the process's umask.
+            Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(failed(e)),
+        }
+        let path = "/proc/sys/kernel/random/boot_id";
+        let text =
+            std::fs::read_to_string(path).map_err(|e| Error::system(format!("cannot read {path}"), e))?;
+        let id = u128::from_str_radix(&text.trim().replace('-', ""), 16)
+            .map_err(|_| Error::new(ErrorKind::System, format!("{path} has no number")))?;
+        let user = rustix::process::geteuid().as_raw();
+        Ok(Arc::new(Journals { directory: directory.to_owned(), boot: [(id >> 64) as u64, id as u64], user }))
+    }
+
+    /// The directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+}
+
+/// A change of a table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Record {
+    /// `count` entries of an L2 table, the first at this byte of the file: `entry`, and those of the clusters that
+    /// follow its own.
+    L2 { offset: u64, entry: u64, count: u64 },
+    /// The refcounts of `count` clusters.
+    Refcounts { first: u64, count: u64, refcount: u64 },
+    /// An entry of the L1 table.
+    L1 { index: u64, entry: u64 },
+    /// An entry of the refcount table.
+    RefcountTable { index: u64, entry: u64 },
+}
+
+impl Record {
+    fn words(self) -> [u64; RECORD_WORDS] {
+        match self {
+            Record::L2 { offset, entry, count } => [count << 8 | 1, offset, entry],
+            Record::Refcounts { first, count, refcount } => [count << 8 | 2, first, refcount],
+            Record::L1 { index, entry } => [3, index, entry],
+            Record::RefcountTable { index, entry } => [4, index, entry],
+        }
+    }
+
+    fn parse([kind, place, value]: [u64; RECORD_WORDS]) -> Option<Record> {
+        let count = kind >> 8;
+        Some(match kind & 0xff {
+            1 => Record::L2 { offset: place, entry: value, count },
+            2 => Record::Refcounts { first: place, count, refcount: value },
+            3 => Record::L1 { index: place, entry: value },
+            4 => Record::RefcountTable { index: place, entry: value },
+            _ => return None,
+        })
+    }
+}
+
+/// The changes that a process which was killed left for an image.
+#[derive(PartialEq, Eq, Debug)]
+pub(super) enum Left {
+    /// Nothing that belongs to it.
+    Nothing,
+    /// All changes, in order.
+    Records(Vec<Record>),
+    /// Only a part of the changes, or none that can be read.
+    Incomplete,
+}
+
+/// The journal of an image.
+pub(super) struct Journal {
+    words: Words,
+    path: PathBuf,
+    boot: [u64; 2],
+    /// Device and inode of the image.
+    identity: (u64, u64),
+    half: usize,
+    counts: [usize; 2],
+}
+
+impl Journal {
+    /// Opens the journal of the image with that device and inode, which no other process writes; or makes it, if
+    /// `make`.
+    ///
+    /// # Errors
+    /// If there is none, or no memory for it, or the file is another user's.
+    pub fn open(journals: &Journals, identity: (u64, u64), make: bool) -> Result<Journal, Error> {
+        let path = journals.directory.join(format!("{:x}-{:x}", identity.0, identity.1));
+        let failed = |e: Errno| Error::system(format!("cannot open the journal {}", path.display()), e);
+        let make = if make { OFlags::CREATE } else { OFlags::empty() };
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | make;
+        let file = File::from(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?);
+        let metadata =
+            file.metadata().map_err(|e| Error::system(format!("cannot read {}", path.display()), e))?;
+        if !metadata.is_file() || metadata.uid() != journals.user {
+            let message = format!("the journal {} is no file of this user", path.display());
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let bytes = (WORDS * 8) as u64;
+        if metadata.len() > bytes {
+            ftruncate(&file, bytes).map_err(failed)?;
+        }
+        // Else a store would kill the process when memory runs out.
+        if let Err(error) = fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+            // Nothing is in it that was not there before.
+            let _ = (metadata.len() == 0).then(|| std::fs::remove_file(&path));
+            return Err(failed(error));
+        }
+        let words = Words::map(file.as_fd(), WORDS).map_err(failed)?;
+        Ok(Journal { words, path, boot: journals.boot, identity, half: 0, counts: [0; 2] })
+    }
+
+    fn word(&self, at: usize) -> &AtomicU64 {
+        &self.words.all()[at]
+    }
+
+    /// The changes that are left of a process which had the image open with that tag.
+    pub fn left(&self, tag: u32) -> Left {
+        let word = |at: usize| self.word(at).load(Acquire);
+        let identity = (word(IDENTITY_AT), word(IDENTITY_AT + 1));
+        let boot = [word(BOOT_AT), word(BOOT_AT + 1)];
+        if tag == 0
+            || (word(MAGIC_AT), word(TAG_AT)) != (MAGIC, u64::from(tag))
+            || (boot, identity) != (self.boot, self.identity)
+        {
+            return Left::Nothing;
+        }
+        let mut records = Vec::new();
+        let now = (word(HALF_AT) & 1) as usize;
+        for half in [1 - now, now] {
+            let count = word(COUNTS_AT + half) as usize;
+            if count > RECORDS || word(OVERFLOW_AT) != 0 {
+                return Left::Incomplete;
+            }
+            for number in 0..count {
+                let at = record_at(half, number);
+                match Record::parse([word(at), word(at + 1), word(at + 2)]) {
+                    Some(record) => records.push(record),
+                    None => return Left::Incomplete,
+                }
+            }
+        }
+        Left::Records(records)
+    }
+
+    /// Empties the journal, for an image that is to have the tag which is returned.
+    pub fn begin(&mut self) -> u32 {
+        self.word(TAG_AT).store(0, Release);
+        let (dev, inode) = self.identity;
+        let [high, low] = self.boot;
+        for (at, value) in [
+            (BOOT_AT, high),
+            (BOOT_AT + 1, low),
+            (IDENTITY_AT, dev),
+            (IDENTITY_AT + 1, inode),
+            (HALF_AT, 0),
+            (OVERFLOW_AT, 0),
+            (COUNTS_AT, 0),
+            (COUNTS_AT + 1, 0),
+            (MAGIC_AT, MAGIC),
+        ] {
+            self.word(at).store(value, Relaxed);
+        }
+        (self.half, self.counts) = (0, [0; 2]);
+        // Each has another seed.
+        let tag = (RandomState::new().build_hasher().finish() as u32).max(1);
+        self.word(TAG_AT).store(tag.into(), Release);
+        tag
+    }
+
+    /// Notes a change, which was or will be made in memory before anything that depends on it completes.
+    pub fn append(&mut self, record: Record) {
+        let number = self.counts[self.half];
+        if number == RECORDS {
+            // More tasks than ever began at once: until the next commit the journal is of no use.
+            return self.word(OVERFLOW_AT).store(1, Release);
+        }
+        let at = record_at(self.half, number);
+        for (place, word) in record.words().into_iter().enumerate() {
+            self.word(at + place).store(word, Relaxed);
+        }
+        self.counts[self.half] = number + 1;
+        // Not seen before the record itself.
+        self.word(COUNTS_AT + self.half).store((number + 1) as u64, Release);
+    }
+
+    /// Whether a commit should come before there are more changes.
+    pub fn is_crowded(&self) -> bool {
+        self.counts[self.half] >= CROWDED
+    }
+
+    /// Whether there is room for a commit to free clusters.
+    pub fn has_room(&self) -> bool {
+        self.counts[self.half] < RECORDS - CROWDED
+    }
+
+    /// A commit begins, which writes all that was changed so far: from now on the other half is written. Returns
+    /// whether it is; not if there is something in it yet, because the last commit failed.
+    pub fn turn(&mut self) -> bool {
+        let other = 1 - self.half;
+        if self.counts[other] > 0 {
+            return false;
+        }
+        self.half = other;
+        self.word(HALF_AT).store(other as u64, Release);
+        true
+    }
+
+    /// The file has all that was changed before the last [`Journal::turn`].
+    pub fn finish(&mut self) {
+        let other = 1 - self.half;
+        self.counts[other] = 0;
+        self.word(COUNTS_AT + other).store(0, Release);
+        if self.counts[self.half] < RECORDS {
+            self.word(OVERFLOW_AT).store(0, Release);
+        }
+    }
+
+    /// Removes the journal, of an image whose file has all of it.
+    pub fn remove(&self) {
+        self.word(TAG_AT).store(0, Release);
+        // At worst it stays, without a meaning.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn record_at(half: usize, number: usize) -> usize {
+    HEADER_WORDS + (half * RECORDS + number) * RECORD_WORDS
+}

@@ -1,0 +1,239 @@
+//! Deaths of the process: all that it wrote stays, and of what is in flight any part does; the journal is as memory
+//! has it. The next process must find each write that completed, and an image in which qemu-img finds no error.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::power::{Disk, SECTOR, content_of, run_read};
+use super::*;
+use crate::buffer::Segment;
+use crate::drivers::qcow2::commit::commit;
+use crate::drivers::qcow2::env::Env;
+use crate::drivers::qcow2::io::{Executor, Memory};
+use crate::drivers::qcow2::write::{Source, write};
+use crate::drivers::qcow2::zero::{Wanted, clear};
+use crate::random::Random;
+use crate::tags::Tag;
+
+/// Where the journal has the identity of its image.
+const IDENTITY_AT: usize = 32;
+
+/// The contents that each sector may have.
+type Allowed = Vec<Vec<u32>>;
+
+struct Life {
+    directory: Directory,
+    journals: Arc<Journals>,
+    /// The journal of the image that lives.
+    journal: PathBuf,
+}
+
+impl Life {
+    fn options(&self, name: &str) -> Qcow2Options {
+        let path = self.directory.0.join(name);
+        let journals = Some(Arc::clone(&self.journals));
+        Qcow2Options { direct_io: DirectIo::Off, journals, ..Qcow2Options::new(path) }
+    }
+
+    /// Has another process open `image`, with the journal as it is now.
+    fn revive(&self, image: &[u8], allowed: &Allowed, seed: u64) {
+        use std::os::unix::fs::MetadataExt;
+        let path = self.directory.0.join("killed.qcow2");
+        std::fs::write(&path, image).unwrap();
+        let (dev, inode) = std::fs::metadata(&path).map(|file| (file.dev(), file.ino())).unwrap();
+        let mut journal = std::fs::read(&self.journal).unwrap();
+        journal[IDENTITY_AT..][..8].copy_from_slice(&dev.to_ne_bytes());
+        journal[IDENTITY_AT + 8..][..8].copy_from_slice(&inode.to_ne_bytes());
+        let left = self.journals.directory().join(format!("{dev:x}-{inode:x}"));
+        std::fs::write(&left, journal).unwrap();
+        let device = Qcow2::open(&self.options("killed.qcow2")).unwrap();
+        assert_eq!(device.warnings(), Vec::<String>::new(), "seed {seed}");
+        drop(device);
+        assert!(!left.exists(), "a journal is left");
+        let (images, directory) = (["killed.qcow2", "killed.raw"], &self.directory.0);
+        let check = ["check", "-f", "qcow2", images[0]];
+        let check = Command::new("qemu-img").args(check).current_dir(directory).output().unwrap();
+        // 3: there are clusters that nothing refers to.
+        let text =
+            String::from_utf8_lossy(&check.stdout).into_owned() + &String::from_utf8_lossy(&check.stderr);
+        assert!(matches!(check.status.code(), Some(0 | 3)), "seed {seed}: {text}");
+        self.directory.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", images[0], images[1]]);
+        let raw = std::fs::read(directory.join(images[1])).unwrap();
+        for (number, (sector, allowed)) in raw.chunks(SECTOR).zip(allowed).enumerate() {
+            let found = u32::from_ne_bytes([sector[0], sector[1], sector[2], sector[3]]);
+            assert!(
+                allowed.contains(&found),
+                "seed {seed}: sector {number} has {found}, not one of {allowed:?}"
+            );
+        }
+    }
+}
+
+/// A life of an image with deaths of its process at several instants.
+fn live(kind: &str, backing: bool, seed: u64) {
+    let mut random = Random::new(seed);
+    let directory = Directory::new();
+    let sectors = 768 * 1024 / SECTOR;
+    let behind: Vec<u32> =
+        (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
+    std::fs::write(directory.0.join("base"), &*content_of(&behind)).unwrap();
+    let bytes = (sectors * SECTOR).to_string();
+    let mut words = vec!["create", "-q", "-f", "qcow2", "-o", kind];
+    if backing {
+        words.extend(["-b", "base", "-F", "raw"]);
+    }
+    directory.qemu_img(&[&words[..], &["d.qcow2", &bytes]].concat());
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let mut life = Life { directory, journals, journal: PathBuf::new() };
+    let device = Qcow2::open(&life.options("d.qcow2")).unwrap();
+    life.journal = std::fs::read_dir(life.journals.directory()).unwrap().next().unwrap().unwrap().path();
+    let env = Env::new(Arc::clone(&device.shared));
+    let files = ["d.qcow2", "base"].map(|name| std::fs::read(life.directory.0.join(name)).unwrap());
+    let mut disk = Disk::new(files.into());
+    let mut now = behind;
+    now.resize(sectors, 0);
+    let mut allowed: Allowed = now.iter().map(|content| vec![*content]).collect();
+    let mut executor = Executor::default();
+    let mut next = 10_000;
+    for _ in 0..30 {
+        let mut buffers = Vec::new();
+        // Of each request its range, and that it is no discard.
+        let mut requests = Vec::new();
+        for part in 0..8 {
+            let room = sectors / 8;
+            let longest = [2, 16, 192][random.below(3) as usize];
+            let length = random.below(longest) as usize + 1;
+            let first = part * room + random.below((room - length.min(room) + 1) as u64) as usize;
+            let range = first..(first + length).min((part + 1) * room);
+            let (position, bytes) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u64);
+            let (task, tag) = (Rc::clone(&env), Tag(requests.len() as u16));
+            let wanted = match random.below(10) {
+                0..6 => None,
+                6 => Some(Wanted::Zeroes),
+                7 => Some(Wanted::ZeroesKept),
+                8 => Some(Wanted::Discard),
+                _ => {
+                    executor.spawn(&env.io, async move {
+                        let done = commit(&task, true).await;
+                        task.io.finish(tag, done);
+                    });
+                    requests.push((0..0, true));
+                    continue;
+                }
+            };
+            match wanted {
+                Some(wanted) => {
+                    range.clone().for_each(|sector| allowed[sector].push(0));
+                    executor.spawn(&env.io, async move {
+                        let done = clear(&task, position, bytes, wanted).await;
+                        task.io.finish(tag, done);
+                    });
+                }
+                None => {
+                    let contents: Vec<u32> = range.clone().map(|sector| next + sector as u32).collect();
+                    range.clone().zip(&contents).for_each(|(sector, content)| allowed[sector].push(*content));
+                    next += sectors as u32;
+                    let mut buffer = content_of(&contents);
+                    let segment = Segment::new(buffer.as_mut_ptr(), buffer.len() as u32);
+                    buffers.push(buffer);
+                    // SAFETY: the buffers live until all operations have completed, below.
+                    let memory = unsafe { Memory::new(tag, vec![segment]) };
+                    executor.spawn(&env.io, async move {
+                        let done = write(&task, position, bytes, Source::Memory(&memory)).await;
+                        task.io.finish(tag, done);
+                    });
+                }
+            }
+            requests.push((range, wanted != Some(Wanted::Discard)));
+        }
+        let mut death = random.below(80);
+        loop {
+            executor.run(&env.io);
+            disk.collect(&env);
+            while let Some((tag, result)) = env.io.take_finished() {
+                assert_eq!(result, Ok(()), "seed {seed}");
+                let (range, known) = requests[tag.index()].clone();
+                range.filter(|_| known).for_each(|sector| drop(allowed[sector].drain(..1)));
+            }
+            if death == 0 {
+                life.revive(&disk.kill(&mut random), &allowed, seed);
+            }
+            if disk.pending.is_empty() {
+                break;
+            }
+            disk.execute(&env, &mut random);
+            death = death.wrapping_sub(1);
+        }
+        assert!(executor.is_idle(), "seed {seed}: a task waits for nothing");
+        for (range, known) in requests {
+            if !known {
+                let contents = run_read(&env, &mut executor, &mut disk, &mut random, range.clone());
+                for (sector, content) in range.zip(contents) {
+                    assert!(allowed[sector].contains(&content));
+                    allowed[sector] = vec![content];
+                }
+            }
+        }
+        drop(buffers);
+    }
+    life.revive(&disk.files[0], &allowed, seed);
+}
+
+// Contract: durability
+#[test]
+fn what_completed_survives_the_death_of_the_process() {
+    if !has_qemu() {
+        return;
+    }
+    let factor = std::env::var("BLKQ_MODEL_FACTOR").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
+    for seed in 0..3 * factor {
+        for (number, (kind, backing)) in [
+            ("cluster_size=512", false),
+            ("cluster_size=4k", true),
+            ("cluster_size=64k", true),
+            ("cluster_size=512,refcount_bits=64", true),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            live(kind, backing, seed * 10 + number as u64);
+        }
+    }
+}
+
+#[test]
+fn a_journal_is_void_once_another_program_wrote() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    for by_qemu in [true, false] {
+        let device = Qcow2::open(&options).unwrap();
+        assert!(!device.is_lost_with_process());
+        let mut h = Harness::open(&device).unwrap();
+        let tag = h.write(MIB, vec![pattern(4096, 1)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+        drop(h);
+        // As if it was killed: the tables are not written.
+        device.superseded.store(true, Relaxed);
+        lock::release(&device.files[0], &LOCKED);
+        let reader = Qcow2::open(&Qcow2Options { read_only: true, ..options.clone() });
+        assert!(reader.err().unwrap().to_string().contains("open it for writing once"));
+        if by_qemu {
+            let program = ["-f", "qcow2", "-c", "write -P 7 0 64k", path.to_str().unwrap()];
+            assert!(Command::new("qemu-io").args(program).output().unwrap().status.success());
+        }
+        let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
+        let expected =
+            if by_qemu { pattern(4096, 1).iter().map(|_| 0).collect() } else { pattern(4096, 1).to_vec() };
+        assert_eq!(h.read_back(MIB, 4096), expected);
+        assert_eq!(h.read_back(0, 512), [7; 512]);
+        drop(h);
+        drop(device);
+        directory.check(&path);
+    }
+    assert_eq!(std::fs::read_dir(directory.0.join("journals")).unwrap().count(), 0);
+}
