@@ -98,6 +98,12 @@ show_progress() { # NAME BEGIN-MS
 step() {
     local name=$1 begin_ms code seconds progress='' log=$SCRATCH/step.log
     shift
+    (
+        set -e
+        false
+        exit 42
+    )
+    [[ $? -ne 42 ]] || die "step $name is called where bash ignores set -e, and would pass whatever fails"
     begin_ms=$(now_ms)
     if [[ -t 1 ]]; then
         show_progress "$name" "$begin_ms" &
@@ -126,6 +132,22 @@ step() {
         tail -n "${LAB_TAIL:-25}" "$log" | sed 's/^/      /'
     fi
     return "$code"
+}
+
+# case_of NAME COMMAND...: a step that is cleaned up after if it fails.
+case_of() {
+    local code
+    step "$@"
+    code=$?
+    [[ $code -eq 0 ]] || clean_up
+}
+
+# What a step that failed has left.
+clean_up() {
+    limit 20 "$BLKQ" detach --all --force >/dev/null 2>&1
+    daemons | xargs -r kill -9
+    sleep 0.1
+    find "$BLKQ_STATE_DIR" -mindepth 1 -delete
 }
 
 leave_out() {
@@ -191,6 +213,10 @@ attach() {
 
 detach() {
     limit 30 "$BLKQ" detach "$@"
+}
+
+daemon_of() { # NAME
+    "$BLKQ" show "$1" --json | sed -n 's/.*"pid":\([0-9]*\).*/\1/p'
 }
 
 # The processes that serve devices of this lab's state directory.

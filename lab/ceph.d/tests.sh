@@ -13,10 +13,6 @@ serve() {
     SOCKET=${URI#*socket=}
 }
 
-daemon_of() { # NAME
-    "$BLKQ" show "$1" --json | sed -n 's/.*"pid":\([0-9]*\).*/\1/p'
-}
-
 # refused TEXT COMMAND...: within two minutes, with one line that holds TEXT.
 refused() {
     local text=$1 line
