@@ -139,7 +139,8 @@ impl Output {
                     bytes.clear();
                     written.map_err(|e| failed(path, &e))?;
                 }
-                Ok(())
+                // So that a reader, and a kill, find in the files what has happened.
+                files.iter_mut().try_for_each(|(path, file, _)| file.flush().map_err(|e| failed(path, &e)))
             }
             Output::Chrome(..) => Ok(()),
         }
