@@ -14,9 +14,9 @@ use crate::state::StateDir;
 /// Options of `config`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A file has one device: its keys are the long options of `blkq attach` without the dashes, and image.
-Switches are true, options that may be given several times are lists. The name of the device is that of the
-file. Each mistake is one line on stderr, with the number of its line.
+A file has one device: its keys are the long options of `blkq attach` without the dashes, and
+image. Switches are true, options that may be given several times are lists. The name of the device
+is that of the file. Each mistake is one line on stderr, with the number of its line.
 
 Examples:
   blkq config check

@@ -13,7 +13,7 @@ use crate::{print, print_json};
 /// Options of `features`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Example:
+Examples:
   blkq features | grep missing")]
 pub struct Args {
     /// Print one JSON object

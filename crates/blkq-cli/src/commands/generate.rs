@@ -12,46 +12,8 @@ use clap_mangen::Man;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
-/// The heading of the examples in a command's help.
-const EXAMPLES: &str = "Examples:\n";
-/// Sections that all pages have.
-const SECTIONS: &str = r".SH ENVIRONMENT
-.TP
-BLKQ_STATE_DIR
-The state directory.
-.TP
-BLKQ_CONFIG_DIR
-The directory of configuration files.
-.TP
-XDG_RUNTIME_DIR
-The state directory of other users than root is
-.I blkq
-in there.
-.SH FILES
-.TP
-.I /etc/blkq/NAME.toml
-The options of a device, for
-.B blkq attach \-\-config
-and the service blkq@NAME.
-.TP
-.I /run/blkq
-The state directory of root.
-.B blkq show
-names it, and the log, for each device. It has NAME.log (the log of the daemon), NAME.log.1 (the one before), NAME.json
-(what is kept for
-.BR blkq\-recover (1)),
-NAME.nbd, NAME.vhost and NAME.control (sockets) and NAME.lock.
-.SH EXIT STATUS
-.TP
-0
-Done.
-.TP
-1
-Refused or failed; one line on standard error has what, why, and the cure.
-.TP
-2
-Wrong usage.
-";
+/// Headings of the sections that a command's help has behind its text, each at the beginning of a line.
+const HEADINGS: &[&str] = &["Examples:", "Environment:", "Files:", "Exit status:"];
 
 /// Options of `generate`.
 #[derive(clap::Args, Debug)]
@@ -114,37 +76,101 @@ fn manual(command: Command, dir: &Path) -> io::Result<()> {
     command.build();
     let all: Vec<Command> = command.get_subcommands().filter(|sub| !sub.is_hide_set()).cloned().collect();
     let pages: Vec<String> = all.iter().map(page_name).collect();
+    let common = Help::of(&command);
     for sub in &all {
-        write_page(dir, sub, &["blkq".to_owned()])?;
+        let help = Help::of(sub);
+        let sections: Vec<_> = common.sections.iter().filter(|section| !section.is_examples()).collect();
+        write_page(dir, sub, &help, &sections, &["blkq".to_owned()])?;
     }
-    write_page(dir, &command, &pages)
+    write_page(dir, &command, &common, &[], &pages)
 }
 
 fn page_name(command: &Command) -> String {
     command.get_display_name().unwrap_or(command.get_name()).to_owned()
 }
 
-fn write_page(dir: &Path, command: &Command, see_also: &[String]) -> io::Result<()> {
-    let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-    let (text, after) = help.split_once(EXAMPLES).unwrap_or((&help, ""));
-    // The text after the examples is in sections of its own.
-    let examples = after.split("\n\n").next().unwrap_or_default();
+/// The part of a command's help behind the options.
+struct Help {
+    /// Lines of the description.
+    text: Vec<String>,
+    sections: Vec<Section>,
+}
+
+/// A part of the help with a heading: lines that are indented.
+struct Section {
+    heading: &'static str,
+    lines: Vec<String>,
+}
+
+impl Help {
+    fn of(command: &Command) -> Help {
+        let text = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        let mut help = Help { text: Vec::new(), sections: Vec::new() };
+        let mut in_section = false;
+        for line in text.lines() {
+            if let Some(heading) = HEADINGS.iter().find(|heading| **heading == line) {
+                help.sections.push(Section { heading, lines: Vec::new() });
+                in_section = true;
+                continue;
+            }
+            in_section &= line.is_empty() || line.starts_with(' ');
+            if line.starts_with("See also:") {
+                continue;
+            }
+            match help.sections.last_mut() {
+                Some(section) if in_section => section.lines.push(line.to_owned()),
+                _ => help.text.push(line.to_owned()),
+            }
+        }
+        help
+    }
+}
+
+impl Section {
+    fn is_examples(&self) -> bool {
+        self.heading == "Examples:"
+    }
+
+    /// The section as a page has it: examples as they are, all else as terms with what they are.
+    fn rendered(&self) -> String {
+        let lines = self.lines.iter().filter(|line| self.is_examples() || !line.is_empty());
+        if self.is_examples() {
+            let lines: String = lines.map(|line| roff(line) + "\n").collect();
+            return format!(".SH EXAMPLES\n.nf\n{}\n.fi\n", lines.trim_end());
+        }
+        let terms: String = lines
+            .map(|line| {
+                let (term, what) = line.trim_start().split_once("  ").unwrap_or((line, ""));
+                format!(".TP\n{}\n{}\n", roff(term), roff(what.trim_start()))
+            })
+            .collect();
+        format!(".SH {}\n{terms}", self.heading.trim_end_matches(':').to_uppercase())
+    }
+}
+
+/// Writes the page of a command: `common` are the sections that all pages have, unless the command's own help
+/// has one of that heading.
+fn write_page(
+    dir: &Path,
+    command: &Command,
+    help: &Help,
+    common: &[&Section],
+    see_also: &[String],
+) -> io::Result<()> {
     let man = Man::new(command.clone());
     let mut page = Vec::new();
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
     page.extend(format!(".SH SYNOPSIS\n{}", synopsis(command)).bytes());
     man.render_description_section(&mut page)?;
-    page.extend(text.lines().map(|line| roff(line) + "\n").collect::<String>().bytes());
+    page.extend(help.text.iter().flat_map(|line| (roff(line) + "\n").into_bytes()));
     man.render_options_section(&mut page)?;
     if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
-    if !examples.is_empty() {
-        let lines: String = examples.lines().map(|line| roff(line) + "\n").collect();
-        page.extend(format!(".SH EXAMPLES\n.nf\n{lines}.fi\n").bytes());
-    }
-    page.extend(SECTIONS.bytes());
+    let inherited =
+        common.iter().copied().filter(|section| help.sections.iter().all(|own| own.heading != section.heading));
+    page.extend(help.sections.iter().chain(inherited).flat_map(|section| section.rendered().into_bytes()));
     let see_also: Vec<String> = see_also.iter().map(|page| format!(".BR {} (1)", roff(page))).collect();
     page.extend(format!(".SH SEE ALSO\n{}\n", see_also.join(",\n")).bytes());
     fs::write(dir.join(format!("{}.1", page_name(command))), page)

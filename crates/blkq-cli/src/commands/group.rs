@@ -22,8 +22,8 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// Options of `group`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A group has limits that its members share, by their weights when all of them want more than there is;
-what one leaves the others have. Devices join it when they are attached (docs/limits.md).
+A group has limits that its members share, by their weights when all of them want more than there
+is; what one leaves the others have. Devices join it when they are attached (docs/limits.md).
 
 Examples:
   blkq group set tenant-a iops=2000,bps=200M
@@ -43,7 +43,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Change the limits of a group, in use too; make it if there is none of the name
+    /// Change the limits of a group, in use too; create it if missing
     Set {
         /// The group
         #[arg(value_parser = parse_group_name)]

@@ -51,9 +51,8 @@ Environment:
   XDG_RUNTIME_DIR    it is blkq in there for other users than root
 
 Files:
-  /etc/blkq/NAME.toml  the options of a device, for `blkq attach --config`
-
-Files, in the state directory (/run/blkq for root), which `blkq show NAME` names:
+  /etc/blkq/NAME.toml  the options of a device, for `blkq attach --config` and service blkq@NAME
+  /run/blkq          the state directory of root, which `blkq show NAME` names; it has
   NAME.log           the daemon's log; NAME.log.1 the one before
   NAME.json          what is kept for `blkq recover`
   NAME.nbd           the NBD socket, unless --listen gives its place
@@ -63,7 +62,12 @@ Files, in the state directory (/run/blkq for root), which `blkq show NAME` names
   journals/          what qcow2 images lack if their daemon is killed
   groups/GROUP       the limits that a group's devices share
 
-Exit status: 0 done, 1 refused or failed (one line on stderr has the reason), 2 wrong usage.
+Exit status:
+  0  done
+  1  refused or failed; one line on stderr has what, why, and the cure
+  2  wrong usage
+  3  a daemon in the foreground left its device to the next one, as `upgrade` asked
+  4  a daemon in the foreground detached, but its last flush failed: data may be lost
 
 See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]
@@ -132,10 +136,10 @@ pub enum Command {
 }
 
 impl Command {
-    /// Does it.
+    /// Runs the subcommand, and returns the exit code of the process.
     ///
     /// # Errors
-    /// The action that was refused or failed.
+    /// One line: what was refused or failed, why, and the cure.
     pub fn run(self) -> Outcome<ExitCode> {
         let done = |()| ExitCode::SUCCESS;
         match self {
@@ -172,8 +176,42 @@ impl Command {
 mod tests {
     use super::*;
 
+    const COMMAND_PAGE: &str = include_str!("../../../../docs/command.md");
+    /// Columns of `max_term_width`: longer lines are wrapped.
+    const WIDTH: usize = 100;
+
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn no_line_behind_the_options_is_wrapped_again() {
+        let mut command = Cli::command();
+        command.build();
+        let all = std::iter::once(&command).chain(command.get_subcommands());
+        for one in all {
+            let text = one.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > WIDTH).collect();
+            assert!(wide.is_empty(), "{}: {wide:#?}", one.get_name());
+        }
+    }
+
+    #[test]
+    fn the_page_has_every_command_and_option_of_attach() {
+        let command = Cli::command();
+        for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
+            let name = sub.get_name();
+            assert!(COMMAND_PAGE.contains(&format!("`{name}`")) || COMMAND_PAGE.contains(&format!("`{name} ")), "{name}");
+        }
+        let (_, table) = COMMAND_PAGE.split_once("## Options of `attach`").expect("a heading of the page");
+        let attach = command.find_subcommand("attach").expect("a subcommand");
+        let options = attach.get_arguments().filter(|option| !option.is_hide_set());
+        let missing: Vec<&str> = options
+            .filter_map(clap::Arg::get_long)
+            .filter(|long| !["help", "version"].contains(long))
+            .filter(|long| !table.contains(&format!("`--{long}`")) && !table.contains(&format!("`--{long} ")))
+            .collect();
+        assert!(missing.is_empty(), "docs/command.md has no row for {missing:?}");
     }
 }

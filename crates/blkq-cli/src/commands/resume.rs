@@ -22,7 +22,7 @@ pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
     #[arg(add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// Complete them with their errors in place of that
+    /// Fail the held requests with their errors instead of reissuing them
     #[arg(long)]
     fail: bool,
 }

@@ -16,11 +16,12 @@ use crate::systemd;
 /// Options of `service`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when it is
-usable. If a block device of that name has lost its daemon, that is served again instead, with the options
-and settings that it had: I/O that waited is reissued. A mistake in the file is a warning then.
+Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when it
+is usable. If a block device of that name has lost its daemon, that is served again instead, with
+the options and settings that it had: I/O that waited is reissued. A mistake in the file is a
+warning then.
 
-Example:
+Examples:
   blkq service data")]
 pub struct Args {
     /// The name of the file, without .toml

@@ -9,7 +9,7 @@ use crate::state::StateDir;
 /// Options of `set`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-New I/O waits while a change is made; nothing in flight is lost.
+Nothing in flight is lost; new I/O waits while the image, its mode or the queues change.
 `blkq show NAME` lists the settings.
 
 Examples:
@@ -17,6 +17,7 @@ Examples:
   blkq set disk.img scheduler=mq-deadline depth=64
   blkq set disk.img read-only=on
   blkq set disk.img on-error=hold-enospc
+  blkq set disk.img limit=read-iops=500,bps=100M
   blkq set disk.img hang-warning=5      seconds; 0 for none
   blkq set disk.img pacing=off receive-backoff=off
   blkq set disk.img fault=none          on a device attached with --fault")]

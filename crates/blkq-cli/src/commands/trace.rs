@@ -36,8 +36,8 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(500);
 #[command(after_help = "\
 Events are those of blktrace(8): Q submitted, X split, G got a tag, M and F merged to the back and
 the front, P and U the plug began and was flushed, I inserted into the scheduler, D given to the
-driver, R requeued as that was busy, C completed. A queue of the device is a CPU there, and a
-client (`nbd 3`, `vring 0`) a process.
+driver, R requeued as that was busy, m waits for a limit, C completed. A queue of the device is a
+CPU there, and a client (`nbd 3`, `vring 0`) a process.
 
 Without --follow, --output and --chrome: lines on a terminal, else one binary stream on standard
 output. SIGINT stops it; a summary on standard error has the count of events, and of those that were

@@ -11,7 +11,7 @@ use crate::print;
 Prints the user's and the group's number of the maker of a device, if that is not root, and
 nothing for a device of root. packaging/udev/60-blkq-ublk.rules uses it.
 
-Example:
+Examples:
   blkq ublk-owner ublkb0
       1000 1000")]
 pub struct Args {

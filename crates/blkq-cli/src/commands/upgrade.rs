@@ -25,10 +25,11 @@ Install the new blkq, and run it: the daemon that serves the device exits, and a
 program that you run takes over. I/O in flight is reissued; what comes meanwhile waits, and
 nothing fails. Options, image and certificates are checked first: if the new program could not
 serve them, the old one keeps running; if it does not start, one of the old program takes over. The
-options are those of `blkq attach`, the settings and the size those of the old daemon. A virtual machine connects to the new one by itself, if its front end reconnects and keeps a
-record of requests in flight, as QEMU with reconnect-ms does.
+options are those of `blkq attach`, the settings and the size those of the old daemon. A virtual
+machine connects to the new one by itself, if its front end reconnects and keeps a record of
+requests in flight, as QEMU with reconnect-ms does.
 
-Example:
+Examples:
   blkq upgrade disk.img
       /dev/ublkb0")]
 pub struct Args {

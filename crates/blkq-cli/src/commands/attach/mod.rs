@@ -30,7 +30,7 @@ use create::NewImage;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Returns when the device is usable and prints one line per export; a daemon of its own
-serves it until `blkq detach`. Sizes take K, M, G, T or KiB, MiB, ... (powers of 1024), or KB, MB, ...
+serves it until `blkq detach`. Sizes take K, M, G, T or KiB, MiB, ... (powers of 1024), or KB, MB.
 (powers of 1000), and fractions: 1.5G.
 
 Examples:
