@@ -245,7 +245,7 @@ fn bios_without_a_tag_go_on_when_held_ones_resume() {
     assert_eq!(drain(&mut queue).iter().filter(|one| one.result.is_ok()).count(), 8);
 }
 
-/// Over an engine, whose threads wait: the driver's rules have a file that says when there is room.
+/// Over an engine: writers wait until the rules of the driver change.
 #[test]
 fn threads_wait_until_there_is_room() {
     within(120, || {

@@ -276,6 +276,7 @@ fn an_engine_that_exits_waits_for_no_limit() {
     while throttled(&disk) == 0 && begin.elapsed() < Duration::from_secs(60) {
         std::thread::yield_now();
     }
+    assert!(throttled(&disk) > 0, "no read waits");
     let begin = Instant::now();
     drop(engine);
     assert!(begin.elapsed() < Duration::from_secs(20), "32 reads at one per second");
