@@ -84,7 +84,7 @@ macro_rules! columns {
 pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
     Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);
-    Left "MODE" "rw, or ro if writes are refused; unsafe if flushes are ignored, held if requests wait for resume" |info| Cell::Text(mode(info));
+    Left "MODE" "rw, or ro: no writes; unsafe: flushes are ignored; held: requests wait for resume" |info| Cell::Text(mode(info));
     Left "DIRECT" "whether direct I/O is on or off" |info| Cell::Text(info.direct_io.effective.clone());
     Right "CLIENTS" "clients that are connected" |info| Cell::Number(info.clients.len() as u64);
     Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(shown_path(info));

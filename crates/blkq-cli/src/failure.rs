@@ -11,7 +11,7 @@ pub const EXIT_FAILED: u8 = 1;
 /// Exit code of a daemon that left its device to the next one, for service managers.
 pub const EXIT_LEFT: u8 = 3;
 
-/// Exit code of a daemon that detached its device when the last flush had failed: another start mends nothing.
+/// Exit code of a daemon that detached its device when the last flush had failed: another start fixes nothing.
 pub const EXIT_UNFLUSHED: u8 = 4;
 
 /// One line: what was tried, why it did not work, and the cure.

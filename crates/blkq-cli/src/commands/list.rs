@@ -48,10 +48,10 @@ pub struct Args {
 fn after_help() -> String {
     format!(
         "\
-A device whose daemon died is listed with the mode `dead`; `blkq show` reports what happened, and the
-next `blkq attach` of the name, `blkq detach` or --clean removes what it left. A kernel's block
-device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`. With --configured, a device
-that is not attached has the mode `configured`.
+A device whose daemon died is listed with the mode `dead`; `blkq show` reports what happened, and
+the next `blkq attach` of the name, `blkq detach` or --clean removes what it left. A kernel's block
+device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`. With
+--configured, a device that is not attached has the mode `configured`.
 
 Columns:
 {}and those of `blkq losetup`.
