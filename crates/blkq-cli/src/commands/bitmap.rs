@@ -16,9 +16,10 @@ use crate::{print, print_json};
 /// Options of `bitmap`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A bitmap has the parts of a device that were written to since it was added or cleared. NBD clients read it
-as the metadata context qemu:dirty-bitmap:BITMAP. It is kept in the qcow2 image; after a daemon was
-killed it is inconsistent: remove it, add it again, and make a full backup (docs/backup.md).
+A bitmap has the parts of a device that were written to since it was added or cleared. NBD clients
+read it as the metadata context qemu:dirty-bitmap:BITMAP. It is kept in the qcow2 image; after a
+daemon was killed it is inconsistent: remove it, add it again, and make a full backup
+(docs/backup.md).
 
 Examples:
   blkq bitmap add vm.qcow2 monday

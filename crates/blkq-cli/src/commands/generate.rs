@@ -168,8 +168,10 @@ fn write_page(
     if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
-    let inherited =
-        common.iter().copied().filter(|section| help.sections.iter().all(|own| own.heading != section.heading));
+    let inherited = common
+        .iter()
+        .copied()
+        .filter(|section| help.sections.iter().all(|own| own.heading != section.heading));
     page.extend(help.sections.iter().chain(inherited).flat_map(|section| section.rendered().into_bytes()));
     let see_also: Vec<String> = see_also.iter().map(|page| format!(".BR {} (1)", roff(page))).collect();
     page.extend(format!(".SH SEE ALSO\n{}\n", see_also.join(",\n")).bytes());

@@ -202,7 +202,10 @@ mod tests {
         let command = Cli::command();
         for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
             let name = sub.get_name();
-            assert!(COMMAND_PAGE.contains(&format!("`{name}`")) || COMMAND_PAGE.contains(&format!("`{name} ")), "{name}");
+            assert!(
+                COMMAND_PAGE.contains(&format!("`{name}`")) || COMMAND_PAGE.contains(&format!("`{name} ")),
+                "{name}"
+            );
         }
         let (_, table) = COMMAND_PAGE.split_once("## Options of `attach`").expect("a heading of the page");
         let attach = command.find_subcommand("attach").expect("a subcommand");
