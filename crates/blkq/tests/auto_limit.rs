@@ -238,6 +238,17 @@ fn a_disturbed_disk_keeps_its_throughput() {
 }
 
 #[test]
+fn a_limit_that_nobody_reaches_is_removed() {
+    let mut world = World::new(16, limited(RateModel::default()), true);
+    world.run(20 * S);
+    assert!(world.has_ceiling(), "{:?}", world.auto);
+    // One client is left, which does half of that.
+    (world.waiting, world.issued) = ([world.now_ns].into(), BinaryHeap::new());
+    world.run(40 * S);
+    assert!(!world.has_ceiling() && world.gap_ns().is_none(), "{:?}", world.auto);
+}
+
+#[test]
 fn a_ceiling_that_changes_is_followed() {
     let model = RateModel::default();
     let mut bucket = RateBucket::new(model);

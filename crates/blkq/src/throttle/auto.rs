@@ -40,6 +40,10 @@ const JUDGE_NS: u64 = 250 * MS;
 /// a limit, to search one anew: more often.
 const SLOW: u32 = 2;
 const SLOW_AWAY: u32 = 4;
+/// When the device does less than this part of its rate for so long, and nothing waits for the limit, it is removed:
+/// the load needs none now, or its clients are so slow that a limit makes them sleep too often.
+const IDLE: f64 = 0.9;
+const IDLE_NS: u64 = 30 * S;
 /// A higher rate is tried after so long at the limit, then after twice as long.
 const RAISE_NS: u64 = 4 * S;
 const RAISE_NS_MAX: u64 = 64 * S;
@@ -127,6 +131,8 @@ pub struct AutoLimit {
     /// The next raise, if it is not to wait for that long.
     retry_by: Option<f64>,
     lowered: u32,
+    /// For how long the device did less than [`IDLE`].
+    idle_ns: u64,
     limits: RateLimits,
     /// Where the time that is looked at began.
     begin: Option<DeviceLoad>,
@@ -153,6 +159,7 @@ impl AutoLimit {
             raise_ns: RAISE_NS,
             retry_by: None,
             lowered: 0,
+            idle_ns: 0,
             limits: RateLimits::default(),
             begin: None,
         }
@@ -271,25 +278,33 @@ impl AutoLimit {
 
     fn tried(&mut self, now_ns: u64, trial: usize, seen: Option<Seen>) {
         match seen {
-            // The load is gone, or needs less by now: that says nothing.
+            // The load is gone: that says nothing.
             None => self.open(),
-            Some(seen) if !seen.is_limited && self.rate(&seen) < self.pace * 0.9 => self.open(),
+            Some(seen) if self.is_idle(&seen) => self.leave(now_ns),
             Some(seen) if seen.p99_ns * WORTH <= self.open_p99_ns => {
                 self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
                 (self.away_ns, self.raise_ns, self.lowered) = (AWAY_NS, RAISE_NS, 0);
-                self.retry_by = None;
+                (self.retry_by, self.idle_ns) = (None, 0);
                 self.hold();
             }
             Some(_) if trial + 1 < TRIALS.len() => {
                 self.set_limit(self.ceiling * DRAIN);
                 self.phase = Phase::Drain { trial: trial + 1 };
             }
-            Some(_) => {
-                self.limits = RateLimits::default();
-                self.phase = Phase::Away { until_ns: now_ns + self.away_ns, slow: 0 };
-                self.away_ns = (2 * self.away_ns).min(AWAY_NS_MAX);
-            }
+            Some(_) => self.leave(now_ns),
         }
+    }
+
+    /// Without a limit, until the next trial.
+    fn leave(&mut self, now_ns: u64) {
+        self.limits = RateLimits::default();
+        self.phase = Phase::Away { until_ns: now_ns + self.away_ns, slow: 0 };
+        self.away_ns = (2 * self.away_ns).min(AWAY_NS_MAX);
+    }
+
+    /// Whether the load does not need what it may have.
+    fn is_idle(&self, seen: &Seen) -> bool {
+        !seen.is_limited && self.rate(seen) < self.pace * IDLE
     }
 
     fn hold(&mut self) {
@@ -311,6 +326,10 @@ impl AutoLimit {
                 self.lower(rate);
             }
             return;
+        }
+        self.idle_ns = if self.is_idle(&seen) { self.idle_ns + length_ns } else { 0 };
+        if self.idle_ns >= IDLE_NS {
+            return self.open();
         }
         let at_limit_ns = at_limit_ns + if seen.is_limited { length_ns } else { 0 };
         self.phase = Phase::Held { at_limit_ns, slow: 0 };
