@@ -142,6 +142,8 @@ pub struct Seen {
     /// Requests that limits let through, and that had to wait for one.
     pub admitted: u64,
     pub throttled: u64,
+    /// Limits that a search of the device's ceiling has set.
+    pub found: u64,
     pub digest: u64,
     /// Requests that the fault driver hit: error, short, torn, misdirect, corrupt, lose, stuck.
     pub hits: [u64; KINDS],
@@ -276,6 +278,7 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
         triggered: world.common.triggered,
         admitted: world.limited.as_ref().map_or(0, |limited| limited.admitted),
         throttled: world.limited.as_ref().map_or(0, |limited| limited.throttled),
+        found: world.limited.as_ref().map_or(0, |limited| limited.found),
         faults: simulation::faults_seen(),
         operations,
         digest,

@@ -4,6 +4,7 @@
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
+use blkq::disk::CeilingSearch;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::random::Random;
 use blkq::throttle::{Admission, Group, LimitKey, RateLimit, RateLimits, take_noted};
@@ -11,13 +12,17 @@ use blkq::{Bio, Disk, IoBuffer, LocalQueue, Operation, Sector};
 use blkq_simulation as simulation;
 
 const NS_PER_S: u128 = 1_000_000_000;
-/// By how much of its rate a device may be ahead: a queue that waited makes up for 100 ms, and is seen up to a
-/// sleep later.
-const AHEAD_NS: u128 = 130_000_000;
-/// The same of a group, where another member may use its share while one is ahead.
-const GROUP_AHEAD_NS: u128 = 350_000_000;
-/// For how long requests may wait when no limit has anything left to wait for.
-const IDLE_WAIT_NS: u64 = 500_000_000;
+/// By how much of its rate a device may be ahead: a queue that waited makes up for 100 ms, and each of two may have
+/// prepaid 0.25 ms.
+const AHEAD_NS: u128 = 100_500_000;
+/// The same of a group of three queues. Its members make up for 100 ms of their shares besides, whose weights they know
+/// a millisecond late.
+const GROUP_AHEAD_NS: u128 = 201_750_000;
+/// For how long requests may wait when no limit has anything left to wait for: a queue sees a change of its group so
+/// late, and then sleeps no more.
+const IDLE_WAIT_NS: u64 = 110_000_000;
+/// How often a search of the ceiling looks at the device.
+const SEARCH_NS: u64 = 50_000_000;
 const NEIGHBOUR_BYTES: u64 = 1 << 20;
 
 /// One rate, and what was let through beyond it.
@@ -142,6 +147,8 @@ pub struct Limited {
     group: Option<Arc<Group>>,
     /// Gone when the world was killed while it acted.
     neighbour: Option<Neighbour>,
+    /// The search of the device's ceiling, and when it looks next.
+    search: Option<(CeilingSearch, u64)>,
     own: Account,
     common: Account,
     /// Of this life: so many were let through, and whether something was that no limit counts.
@@ -151,6 +158,8 @@ pub struct Limited {
     idle_since_ns: Option<u64>,
     pub admitted: u64,
     pub throttled: u64,
+    /// Limits that a search has set.
+    pub found: u64,
 }
 
 impl Limited {
@@ -163,6 +172,7 @@ impl Limited {
             chance,
             group,
             neighbour,
+            search: None,
             own: Account::new(RateLimits::default(), AHEAD_NS),
             common: Account::new(RateLimits::default(), GROUP_AHEAD_NS),
             admitted_now: 0,
@@ -170,6 +180,7 @@ impl Limited {
             idle_since_ns: None,
             admitted: 0,
             throttled: 0,
+            found: 0,
         }
     }
 
@@ -188,6 +199,13 @@ impl Limited {
     }
 
     fn set_own(&mut self, disk: &Arc<Disk>) {
+        // A search that there was removes its limits.
+        self.search = None;
+        if self.group.is_none() && self.chance.one_in(3) {
+            self.search = Some((CeilingSearch::begin(disk).unwrap(), 0));
+            self.own = Account::new(RateLimits::default(), AHEAD_NS);
+            return;
+        }
         let limits = limits(&mut self.chance);
         disk.set_rate_limits(&limits);
         self.own = Account::new(limits, AHEAD_NS);
@@ -215,6 +233,23 @@ impl Limited {
         true
     }
 
+    /// The search of the ceiling looks at the device, perhaps. A life is too short to find one: chance sets the limits.
+    fn search(&mut self, disk: &Arc<Disk>) {
+        let now_ns = simulation::time_ns();
+        let Some((search, next_ns)) = self.search.as_mut().filter(|(_, next_ns)| *next_ns <= now_ns) else {
+            return;
+        };
+        *next_ns = now_ns + SEARCH_NS;
+        let ios = search.load().ios;
+        assert!(self.exempt || ios <= self.admitted_now, "{ios} completed of {}", self.admitted_now);
+        if self.chance.one_in(4) {
+            let limits = limits(&mut self.chance);
+            disk.set_rate_limits(&limits);
+            self.own = Account::new(limits, AHEAD_NS);
+            self.found += 1;
+        }
+    }
+
     /// All that waits is let through once: a freeze begins.
     pub fn freeze(&mut self) {
         self.exempt = true;
@@ -228,6 +263,7 @@ impl Limited {
             self.common.note(admission);
             self.idle_since_ns = None;
         }
+        self.search(disk);
         if !self.exempt && disk.settings().iostats {
             let stats = disk.stats();
             let completed: u64 = stats.groups.iter().map(|group| group.ios).sum();
@@ -267,6 +303,8 @@ impl Limited {
         use blkq::stats::Counter;
         self.throttled += disk.stats().counter(Counter::ThrottledRequests);
         self.exempt = true;
+        // It has a thread of its own, which exits before the device.
+        self.search = None;
         if let Some(member) = disk.group_member().filter(|_| is_killed) {
             std::mem::forget(member);
         }

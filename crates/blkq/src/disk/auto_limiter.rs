@@ -17,20 +17,56 @@ const IDLE_TICK: Duration = Duration::from_millis(500);
 /// Stack of the thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Keeps the rate of a disk just under its ceiling ([`AutoLimit`]), until this is dropped: then the disk has no
+/// Keeps the rate of a disk just under its ceiling ([`CeilingSearch`]), until this is dropped: then the disk has no
 /// limits of its own.
 pub struct AutoLimiter {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A disk whose ceiling is searched, as long as this is there: however its thread exits, no limit of it stays.
-struct Searched(Arc<Disk>);
+/// The search of a disk's ceiling. When it is dropped, however its thread exits, the disk has no limits of its own.
+pub struct CeilingSearch {
+    disk: Arc<Disk>,
+    times: Arc<[Arc<DeviceTimes>]>,
+    auto: AutoLimit,
+}
 
-impl Drop for Searched {
+impl CeilingSearch {
+    /// Begins one; the disk's own limits are removed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if there is another.
+    pub fn begin(disk: &Arc<Disk>) -> Result<CeilingSearch, Error> {
+        let times: Arc<[Arc<DeviceTimes>]> =
+            (0..disk.queue_count()).map(|_| Arc::new(DeviceTimes::new())).collect();
+        if !disk.throttle.set_measured(Some(times.clone())) {
+            return Err(Error::new(ErrorKind::Busy, "the ceiling of this disk is searched already"));
+        }
+        disk.set_rate_limits(&RateLimits::default());
+        Ok(CeilingSearch { disk: disk.clone(), times, auto: AutoLimit::new() })
+    }
+
+    /// The work of the disk so far.
+    pub fn load(&self) -> DeviceLoad {
+        let mut load = DeviceLoad { now_ns: monotonic_ns(), ..DeviceLoad::default() };
+        self.times.iter().for_each(|times| times.add_to(&mut load));
+        load.throttled_ns = self.disk.stats().counter(Counter::ThrottledNs);
+        load
+    }
+
+    /// Decides on the limits, and sets them; to be called some 20 times a second.
+    pub fn update(&mut self, load: &DeviceLoad) {
+        if self.auto.update(load) {
+            self.disk.set_rate_limits(self.auto.limits());
+        }
+        self.disk.throttle.set_ceiling(self.auto.ceiling());
+    }
+}
+
+impl Drop for CeilingSearch {
     fn drop(&mut self) {
-        self.0.throttle.set_measured(None);
-        self.0.set_rate_limits(&RateLimits::default());
+        self.disk.throttle.set_measured(None);
+        self.disk.set_rate_limits(&RateLimits::default());
     }
 }
 
@@ -40,39 +76,21 @@ impl AutoLimiter {
     /// # Errors
     /// [`ErrorKind::Busy`] if another does; if there can be no more threads.
     pub fn start(disk: &Arc<Disk>) -> Result<AutoLimiter, Error> {
-        let times: Arc<[Arc<DeviceTimes>]> =
-            (0..disk.queue_count()).map(|_| Arc::new(DeviceTimes::new())).collect();
-        if !disk.throttle.set_measured(Some(times.clone())) {
-            return Err(Error::new(ErrorKind::Busy, "the ceiling of this disk is searched already"));
-        }
-        let searched = Searched(disk.clone());
-        disk.set_rate_limits(&RateLimits::default());
+        let mut search = CeilingSearch::begin(disk)?;
         let (stop, stopped) = channel();
         let run = move || {
-            let Searched(disk) = &searched;
-            let (mut auto, mut ios) = (AutoLimit::new(), 0);
-            let mut tick = TICK;
+            let (mut ios, mut tick) = (0, TICK);
             while stopped.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
-                let load = load_of(disk, &times);
-                tick = if load.latency.count() == ios && load.in_flight == 0 { IDLE_TICK } else { TICK };
-                ios = load.latency.count();
-                if auto.update(&load) {
-                    disk.set_rate_limits(auto.limits());
-                }
-                disk.throttle.set_ceiling(auto.ceiling());
+                let load = search.load();
+                tick = if load.ios == ios && load.in_flight == 0 { IDLE_TICK } else { TICK };
+                ios = load.ios;
+                search.update(&load);
             }
         };
         let thread = std::thread::Builder::new().name("blkq-limit".into()).stack_size(STACK_BYTES).spawn(run);
         let thread = thread.map_err(|e| Error::system("cannot start a thread", e))?;
         Ok(AutoLimiter { stop: Some(stop), thread: Some(thread) })
     }
-}
-
-fn load_of(disk: &Disk, times: &[Arc<DeviceTimes>]) -> DeviceLoad {
-    let mut load = DeviceLoad { now_ns: monotonic_ns(), ..DeviceLoad::default() };
-    times.iter().for_each(|times| times.add_to(&mut load));
-    load.throttled_ns = disk.stats().counter(Counter::ThrottledNs);
-    load
 }
 
 impl Drop for AutoLimiter {

@@ -34,7 +34,7 @@ use crate::throttle::{Member, RateLimits, ThrottleControl};
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
-pub use auto_limiter::AutoLimiter;
+pub use auto_limiter::{AutoLimiter, CeilingSearch};
 pub use builder::DiskBuilder;
 pub use exchange::Exchange;
 use hold::HoldControl;
