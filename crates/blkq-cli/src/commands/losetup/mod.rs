@@ -129,8 +129,8 @@ fn after_help() -> String {
     format!(
         "\
 A DEVICE is what --show prints: its node in /dev if it has one, else its URI; its name (the column
-REF) and its image are understood as well. Sizes take K, M, G, T, P, E, with iB or nothing for powers
-of 1024, with B for powers of 1000.
+REF) and its image are understood as well. Sizes take K, M, G, T, P, E, with iB or nothing for
+powers of 1024, with B for powers of 1000.
 
 Columns:
 {}and those of `blkq list`.
