@@ -70,6 +70,8 @@ pub enum Request {
     },
     /// The dirty bitmaps.
     Bitmaps {},
+    /// Keep the dirty bitmaps of a raw image in a file, which is new and comes with the next step ([`Dialogue`]).
+    BitmapFile {},
     /// Change the dirty bitmaps.
     Bitmap {
         /// How.
@@ -476,6 +478,7 @@ mod tests {
             Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
             Request::Resume { fail: true },
             Request::Bitmaps {},
+            Request::BitmapFile {},
             Request::Bitmap { change: BitmapChange::Add { name: "a b".into(), granularity: 512 } },
             Request::Bitmap { change: BitmapChange::Remove { name: "b".into() } },
             Request::Bitmap { change: BitmapChange::Clear { name: "b".into() } },

@@ -4,6 +4,7 @@
 mod place;
 
 use std::fs;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::process::Command;
 
 use place::*;
@@ -216,4 +217,86 @@ fn after_a_kill_a_bitmap_is_inconsistent() {
     place.done(&["detach", "q"]);
     run("qemu-img", &["check", "-f", "qcow2", &image]);
     assert_eq!(in_qemu_nbd(&image, "b0"), []);
+}
+
+// Contract: bitmaps
+#[test]
+fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
+    let place = Place::new("bitmap-raw");
+    let image = place.image("d.img", 8 << 20);
+    let file = place.dir.join("d.img.bitmaps");
+    let attach = ["attach", &image, "--export", "nbd", "--name", "r"];
+    let attached = || {
+        let output = place.run(&attach);
+        assert!(output.status.success());
+        (
+            String::from_utf8(output.stdout).unwrap().trim().to_owned(),
+            String::from_utf8(output.stderr).unwrap(),
+        )
+    };
+    let uri = attached().0;
+    qemu_io("raw", &uri, &["write -P 1 0 64k"]);
+    // As one that was killed on the way leaves it.
+    fs::write(&file, "").unwrap();
+    place.done(&["bitmap", "add", "r", "b0"]);
+    place.done(&["bitmap", "add", "r", "b1", "--granularity", "4K"]);
+    qemu_io("raw", &uri, &["write -P 2 1M 4k", "discard 2M 64k", "write -P 3 8191k 1k"]);
+    let expected = [(K << 10, 64 * K), (2 << 20, 64 * K), (8128 * K, 64 * K)];
+    assert_eq!(dirty(&[&uri], "b0"), expected);
+    place.done(&["detach", "r"]);
+
+    let (uri, warned) = attached();
+    assert_eq!((dirty(&[&uri], "b0"), warned.as_str()), (expected.to_vec(), ""));
+    assert_eq!(dirty(&[&uri], "b1"), [(K << 10, 4 * K), (2 << 20, 64 * K), (8188 * K, 4 * K)]);
+    place.done(&["bitmap", "remove", "r", "b1"]);
+    place.done(&["detach", "r"]);
+    for (kill_it, why) in [(true, "was not closed"), (false, "written to since")] {
+        attached();
+        if kill_it {
+            kill(place.pid("r"));
+        } else {
+            place.done(&["bitmap", "remove", "r", "b0"]);
+            place.done(&["bitmap", "add", "r", "b0"]);
+            place.done(&["detach", "r"]);
+            fs::File::options().write(true).open(&image).unwrap().write_at(b"x", 0).unwrap();
+        }
+        let (uri, warned) = attached();
+        assert!(warned.contains("b0") && warned.contains(why), "{warned}");
+        assert_eq!(state(&place, "r", "b0"), "inconsistent");
+        assert!(!run("nbdinfo", &["--list", &uri]).contains("dirty-bitmap"));
+        place.done(&["detach", "r"]);
+    }
+    fs::write(&file, "damaged").unwrap();
+    assert!(attached().1.contains("is damaged"));
+    place.done(&["bitmap", "add", "r", "b0"]);
+    place.done(&["detach", "r"]);
+    let (uri, warned) = attached();
+    assert_eq!((dirty(&[&uri], "b0"), warned.as_str()), (vec![], ""));
+    place.done(&["detach", "r"]);
+
+    let part = ["attach", &image, "--offset", "4096", "--export", "nbd", "--name", "p"];
+    place.done(&part);
+    assert!(place.refused(&["bitmap", "add", "p", "b0"]).contains("only a part of it"));
+    place.done(&["attach", "ram:1M", "--export", "nbd", "--name", "m"]);
+    assert!(place.refused(&["bitmap", "add", "m", "b0"]).contains("no image in a file"));
+    place.done(&["detach", "--all"]);
+}
+
+#[test]
+fn a_snapshot_of_a_raw_image_leaves_its_bitmaps_beside_it() {
+    let place = Place::new("bitmap-raw-snapshot");
+    let (image, top) =
+        (place.image("d.img", 8 << 20), place.dir.join("top.qcow2").to_str().unwrap().to_owned());
+    let uri = place.done(&["attach", &image, "--export", "nbd", "--sector-size", "512", "--name", "r"]);
+    place.done(&["bitmap", "add", "r", "b0"]);
+    let made = fs::metadata(format!("{image}.bitmaps")).unwrap();
+    assert_eq!(made.permissions().mode() & 0o777, 0o600);
+    qemu_io("raw", uri.trim(), &["write -P 1 1M 64k"]);
+    place.done(&["snapshot", "r", "--to", &top]);
+    qemu_io("raw", uri.trim(), &["write -P 2 2M 64k"]);
+    let copy = place.done(&["attach", &image, "--export", "nbd", "--name", "copy", "--read-only"]);
+    assert_eq!(dirty(&[copy.trim()], "b0"), [(K << 10, 64 * K)]);
+    assert_eq!(dirty(&[uri.trim()], "b0"), [(K << 10, 64 * K), (2 << 20, 64 * K)]);
+    place.done(&["detach", "--all"]);
+    assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K), (2 << 20, 64 * K)]);
 }

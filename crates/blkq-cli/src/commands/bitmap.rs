@@ -1,13 +1,22 @@
 //! `blkq bitmap`: which parts of a device were written to since a moment, for incremental backups.
 
-use blkq::drivers::parse_bytes;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::PathBuf;
+
+use blkq::drivers::{DriverSpec, parse_bytes};
 use clap::Subcommand;
 
+use super::attach::create::NewImage;
 use crate::bitmaps::{BitmapChange, BitmapInfo};
 use crate::completion;
-use crate::control::{Request, ask};
+use crate::control::{Dialogue, Request, ask};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::options::{AttachOptions, Format, Record};
 use crate::size::format_size;
 use crate::state::StateDir;
 use crate::table::{Align, render};
@@ -17,9 +26,9 @@ use crate::{print, print_json};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A bitmap has the parts of a device that were written to since it was added or cleared. NBD clients
-read it as the metadata context qemu:dirty-bitmap:BITMAP. It is kept in the qcow2 image; after a
-daemon was killed it is inconsistent: remove it, add it again, and make a full backup
-(docs/backup.md).
+read it as the metadata context qemu:dirty-bitmap:BITMAP. It is kept in a qcow2 image, and beside
+a raw one as IMAGE.bitmaps; after a daemon was killed it is inconsistent: remove it, add it again,
+and make a full backup (docs/backup.md).
 
 Examples:
   blkq bitmap add vm.qcow2 monday
@@ -96,8 +105,54 @@ impl Args {
         };
         let of = |e: Failure| e.during(format_args!("bitmap {}", device.device));
         let name = named(&dir, &device.device)?;
+        if matches!(change, BitmapChange::Add { .. }) {
+            bring_file(&dir, &name).map_err(of)?;
+        }
         ask(&dir, &name, &Request::Bitmap { change }).map_err(of)
     }
+}
+
+/// Brings the daemon of a raw image the file for its bitmaps, which is made if there is none: the daemon is confined.
+/// One that has it since attach keeps that.
+fn bring_file(dir: &StateDir, name: &str) -> Outcome {
+    let info: DeviceInfo = ask(dir, name, &Request::Show {})?;
+    let options = info.attach_options.as_ref().map(Record::read).transpose()?;
+    let is_raw = |options: AttachOptions| {
+        matches!(options.image, DriverSpec::Image(_)) && options.format != Some(Format::Qcow2)
+    };
+    let is_file = fs::metadata(&info.image).is_ok_and(|image| image.is_file());
+    if info.read_only || !is_file || !options.is_some_and(is_raw) {
+        return Ok(());
+    }
+    let path = PathBuf::from(format!("{}.bitmaps", info.image));
+    let of_file = |e: Failure| e.during(path.display());
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let opened = File::options().read(true).write(true).custom_flags(flags).open(&path);
+    let bring = |file: &File| {
+        Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(Some(file.as_fd())).and_then(|done| done)
+    };
+    match opened {
+        Ok(file) => bring(&file),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            let new = NewImage::make(&path, "another made it just now; try again", |file| {
+                own_as(file, &info.image)
+            });
+            let new = new.map_err(of_file)?;
+            new.file().map_or(Ok(()), bring)?;
+            new.keep();
+            Ok(())
+        }
+        Err(e) => Err(of_file(Failure::new(e.to_string()))),
+    }
+}
+
+/// Gives `file` to the owner of the image: the next daemon of the device may be another user's than this command.
+fn own_as(file: &File, image: &str) -> Outcome {
+    let change = || -> io::Result<()> {
+        let owner = fs::metadata(image)?;
+        fchown(file, Some(owner.uid()), Some(owner.gid()))
+    };
+    change().map_err(|e| Failure::new(e.to_string()))
 }
 
 fn table(bitmaps: &[BitmapInfo]) -> String {

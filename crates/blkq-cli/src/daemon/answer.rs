@@ -8,7 +8,7 @@ use std::time::Instant;
 use blkq_export::peer::Peer;
 
 use super::shared::{Shared, Stage};
-use super::snapshot::serve_snapshot;
+use super::snapshot::{receive_file, serve_snapshot};
 use super::trace::serve_trace;
 use crate::bitmaps::BitmapChange;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
@@ -65,6 +65,12 @@ fn serve(shared: &Shared, stream: UnixStream) {
             reply_line(resumed)
         }
         Request::Bitmaps {} => reply_line(shared.device().bitmaps()),
+        Request::BitmapFile {} => {
+            answer(&stream, &reply_line(Ok(())));
+            let file = receive_file(&stream);
+            let open = shared.stage().check();
+            reply_line(file.and_then(|file| open.and_then(|()| shared.device().set_bitmap_file(file))))
+        }
         Request::Bitmap { change } => {
             let (what, name) = match &change {
                 BitmapChange::Add { name, .. } => ("add", name),

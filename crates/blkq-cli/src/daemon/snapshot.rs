@@ -47,9 +47,12 @@ pub(super) fn serve_snapshot(
     Ok(())
 }
 
-/// The file that comes with the next byte, when the other devices have been flushed.
-fn receive_file(stream: &UnixStream) -> Outcome<File> {
-    let failed = |why: String| Failure::new(format!("the new image did not come: {why}"));
+/// The file that comes with the next byte.
+///
+/// # Errors
+/// If none comes in time.
+pub(super) fn receive_file(stream: &UnixStream) -> Outcome<File> {
+    let failed = |why: String| Failure::new(format!("the new file did not come: {why}"));
     stream.set_read_timeout(Some(CHANGE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

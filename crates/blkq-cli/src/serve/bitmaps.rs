@@ -1,5 +1,7 @@
 //! The dirty bitmaps of a device, and changes of them.
 
+use std::fs::File;
+
 use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::drivers::bitmaps;
 
@@ -14,6 +16,14 @@ impl Device {
     /// If the device has stopped.
     pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
         Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| describe(bitmap)).collect())
+    }
+
+    /// Has the bitmaps of a raw image kept in `file`, which is new; one that has a file keeps that.
+    ///
+    /// # Errors
+    /// If the image can have none.
+    pub fn set_bitmap_file(&self, file: File) -> Outcome {
+        Ok(bitmaps::set_file(&*self.running()?.disk.driver(), file)?)
     }
 
     /// Adds, removes or clears a bitmap: at one moment, for which I/O in flight completes.

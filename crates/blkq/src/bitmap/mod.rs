@@ -24,7 +24,7 @@ pub const NAME_MAX_BYTES: usize = 1023;
 /// Most bitmaps of a disk.
 pub const BITMAPS_MAX: usize = 64;
 /// Most memory of all bitmaps of a disk, in bytes.
-pub const MEMORY_MAX_BYTES: u64 = 256 << 20;
+pub const MEMORY_MAX_BYTES: u64 = 32 << 20;
 
 const WORD_BITS: u64 = u64::BITS as u64;
 

@@ -1,6 +1,7 @@
-//! Keeping the dirty bitmaps of a disk with its image: in a qcow2 image itself.
+//! Keeping the dirty bitmaps of a disk with its image: in a qcow2 image itself, beside a raw one.
 
 use std::any::Any;
+use std::fs::File;
 use std::sync::Arc;
 
 use crate::bitmap::Bitmap;
@@ -8,10 +9,12 @@ use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
 
 use super::fault::Fault;
+use super::r#loop::LoopDevice;
 use super::qcow2::Qcow2;
 
 /// A driver that keeps bitmaps.
 enum Keeper<'a> {
+    Loop(&'a LoopDevice),
     Qcow2(&'a Qcow2),
 }
 
@@ -20,7 +23,8 @@ fn keeper(driver: &dyn Driver) -> Option<Keeper<'_>> {
     if let Some(fault) = device.downcast_ref::<Fault>() {
         return keeper(fault.inner());
     }
-    device.downcast_ref::<Qcow2>().map(Keeper::Qcow2)
+    let raw = device.downcast_ref::<LoopDevice>().map(Keeper::Loop);
+    raw.or_else(|| device.downcast_ref::<Qcow2>().map(Keeper::Qcow2))
 }
 
 /// Loads the bitmaps that are kept with the image of `driver`, and marks them there as in use if it is to be
@@ -30,6 +34,7 @@ fn keeper(driver: &dyn Driver) -> Option<Keeper<'_>> {
 /// Those of the files.
 pub fn load(driver: &dyn Driver) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
     match keeper(driver) {
+        Some(Keeper::Loop(raw)) => raw.load_bitmaps(),
         Some(Keeper::Qcow2(qcow2)) => qcow2.load_bitmaps(),
         None => Ok((Vec::new(), Vec::new())),
     }
@@ -38,15 +43,30 @@ pub fn load(driver: &dyn Driver) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
 /// Checks whether bitmaps can be kept with the image of `driver`.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`]: why not.
+/// [`ErrorKind::Unsupported`]: why not; [`ErrorKind::NotFound`] if they can, once it has a file for them
+/// ([`set_file`]).
 pub fn check(driver: &dyn Driver) -> Result<(), Error> {
     match keeper(driver) {
+        Some(Keeper::Loop(raw)) => raw.check_bitmaps(),
         Some(Keeper::Qcow2(qcow2)) => qcow2.check_bitmaps(),
         None => {
             let message =
-                format!("a {} device has no place to keep bitmaps; use a qcow2 image", driver.name());
+                format!("a {} device has no place for bitmaps: it has no image in a file", driver.name());
             Err(Error::new(ErrorKind::Unsupported, message))
         }
+    }
+}
+
+/// Has the bitmaps of the raw image of `driver` kept in `file`, which is new and open for reading and writing: the
+/// image's path with `.bitmaps` behind it, where they are found when it is opened next. One that has a file keeps
+/// that.
+///
+/// # Errors
+/// As [`check`], and if the file is not a new one.
+pub fn set_file(driver: &dyn Driver, file: File) -> Result<(), Error> {
+    match keeper(driver) {
+        Some(Keeper::Loop(raw)) => raw.set_bitmap_file(file),
+        _ => check(driver),
     }
 }
 
@@ -57,6 +77,7 @@ pub fn check(driver: &dyn Driver) -> Result<(), Error> {
 /// Those of the files; bitmaps that were loaded are marked as in use there still.
 pub fn store(driver: &dyn Driver, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
     match keeper(driver) {
+        Some(Keeper::Loop(raw)) => raw.store_bitmaps(bitmaps),
         Some(Keeper::Qcow2(qcow2)) => qcow2.store_bitmaps(bitmaps),
         None => Ok(()),
     }

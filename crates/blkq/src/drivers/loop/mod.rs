@@ -3,9 +3,12 @@
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
 //! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
-//! does with the image, `name` how that is called now, `format` what is no raw image, `extents` what is data and what is a hole.
+//! does with the image, `name` how that is called now, `format` what is no raw image, `extents` what is data and what is a hole,
+//! `bitmaps` and `bitmap_file` the dirty bitmaps that are kept beside the image.
 
 pub(crate) mod backing;
+mod bitmap_file;
+mod bitmaps;
 pub(crate) mod claim;
 mod counters;
 pub(crate) mod extents;
@@ -31,6 +34,7 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{Advice, OFlags, fadvise};
 
+use crate::bitmap::Bitmap;
 use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
 use crate::error::{Error, ErrorKind};
 use crate::layout::CachePadded;
@@ -40,6 +44,8 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
 
 use backing::{Backing, DirectAlign};
+use bitmap_file::BitmapFile;
+use bitmaps::cannot_keep;
 pub use counters::{LoopCounters, LoopSnapshot};
 use lock::LockKind;
 use name::ImageName;
@@ -93,6 +99,8 @@ pub struct LoopDevice {
     shared_use: bool,
     /// Another driver has its file.
     superseded: AtomicBool,
+    /// Why its dirty bitmaps cannot be kept, or the file that has them, if there is one.
+    bitmaps: Result<Mutex<Option<BitmapFile>>, &'static str>,
     warnings: Vec<String>,
 }
 
@@ -152,6 +160,10 @@ impl LoopDevice {
         }
         // A block device whose block is larger than the sector does neither on odd blocks.
         let able = !backing.block_device || backing.logical_block <= logical_block_bytes;
+        let bitmaps = match cannot_keep(options, &backing) {
+            Some(why) => Err(why),
+            None => Ok(Mutex::new(BitmapFile::open(&backing.path, options.read_only)?)),
+        };
         let synced = backing::reopen(&backing.file, &backing.path, false)?;
         let tail =
             partial.then(|| tail_file(&backing.file, &backing.path, !options.read_only)).transpose()?;
@@ -193,6 +205,7 @@ impl LoopDevice {
             rotational: backing.rotational,
             shared_use: options.shared,
             superseded: AtomicBool::new(false),
+            bitmaps,
             warnings,
         })
     }
@@ -314,6 +327,31 @@ impl LoopDevice {
         let state = locked(&self.shared.state);
         // At worst others cannot read it meanwhile.
         let _ = lock::acquire(&state.file, &self.path, &(0..1 << 62), LockKind::Shared, false);
+    }
+
+    /// The image, for what keeps its bitmaps.
+    fn image(&self) -> bitmaps::Image<'_> {
+        bitmaps::Image { shared: &self.shared, path: &self.path, bitmaps: &self.bitmaps }
+    }
+
+    /// As [`bitmaps::Image::load_bitmaps`].
+    pub(crate) fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
+        self.image().load_bitmaps()
+    }
+
+    /// As [`bitmaps::Image::check_bitmaps`].
+    pub(crate) fn check_bitmaps(&self) -> Result<(), Error> {
+        self.image().check_bitmaps()
+    }
+
+    /// As [`bitmaps::Image::set_bitmap_file`].
+    pub(crate) fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
+        self.image().set_bitmap_file(file)
+    }
+
+    /// As [`bitmaps::Image::store_bitmaps`].
+    pub(crate) fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        self.image().store_bitmaps(bitmaps)
     }
 
     /// The setting, if it is one of this driver.

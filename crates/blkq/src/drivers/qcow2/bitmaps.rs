@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::bitmap::{Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
+use crate::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 use crate::buffer::IoBuffer;
 use crate::error::{Error, ErrorKind};
 
@@ -14,8 +14,8 @@ use super::header::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, u32_at, u64_at,
 };
 
-/// Largest directory, in bytes: that of all bitmaps that a disk can have, and many more.
-const DIRECTORY_MAX_BYTES: u64 = 4 << 20;
+/// Largest directory, in bytes: that of all bitmaps that a disk can have, with extra data.
+const DIRECTORY_MAX_BYTES: u64 = 1 << 20;
 /// Bytes of an entry of the directory without extra data and name.
 const ENTRY_BYTES: usize = 24;
 /// Flags of an entry: writes may be missing; writes are to set bits; extra data can be ignored.
@@ -89,9 +89,12 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
 }
 
 fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<Vec<Entry>, Error> {
+    if count as usize > BITMAPS_MAX {
+        return Err(damaged(format!("there are {count}, and at most {BITMAPS_MAX} are kept up to date")));
+    }
     let (mut rest, mut entries) = (directory, Vec::<Entry>::new());
     let mut clusters_left = MEMORY_MAX_BYTES / cluster + u64::from(count);
-    while !rest.is_empty() {
+    while !rest.is_empty() && entries.len() < count as usize {
         let at = directory.len() - rest.len();
         let (entry, bytes) = Entry::parse(rest, at, cluster)?;
         let Some(left) = clusters_left.checked_sub(entry.clusters) else {
@@ -104,8 +107,8 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<Vec<Entry>, Err
         entries.push(entry);
         rest = rest.get(bytes..).ok_or_else(|| damaged("their directory is cut off"))?;
     }
-    if entries.len() != count as usize {
-        return Err(damaged(format!("there are {} of {count}", entries.len())));
+    if entries.len() != count as usize || !rest.is_empty() {
+        return Err(damaged(format!("their directory has not just the {count} that there are")));
     }
     Ok(entries)
 }
@@ -151,10 +154,10 @@ impl Entry {
         read: impl Fn(Range<u64>) -> Result<Vec<u8>, Error>,
     ) -> Result<Bitmap, Error> {
         let state = if self.flags & FLAG_AUTO != 0 { BitmapState::Recording } else { BitmapState::Disabled };
-        let mut bitmap = Bitmap::new(&self.name, self.granularity, size, state)?;
         if bytes_for(size, self.granularity).div_ceil(cluster) != self.clusters {
             return Err(damaged("it is of a device of another size"));
         }
+        let mut bitmap = Bitmap::new(&self.name, self.granularity, size, state)?;
         for (number, entry) in table.iter().enumerate() {
             let at = number as u64 * cluster;
             match (entry & OFFSET, entry & !OFFSET) {
