@@ -1,8 +1,9 @@
 //! qcow2 images that anybody may have made, alone and as a chain, on the real ring: they are rejected, or
 //! every bio completes once; the header stays, and so do all files behind the image. An image that is as it
-//! should be fails nothing, and has the data of a model, also when it is opened again.
+//! should be fails nothing, and has the data of a model, also when it is opened again; and so has its dirty bitmap,
+//! if it has one.
 //!
-//! Input: the shape of the images, the number of steps, the steps of four bytes, then pieces of the files,
+//! Input: the shape of the images and whether the first has a bitmap, the number of steps, the steps of four bytes, then pieces of the files,
 //! which are laid over them: in which file and how many words of 8 bytes, at which word (two bytes), the words.
 // Contract: bounded-input
 
@@ -15,6 +16,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blkq::bitmap::BitmapState;
+use blkq::drivers::bitmaps;
 use blkq::drivers::qcow2::{Qcow2, Qcow2Options};
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
 use libfuzzer_sys::fuzz_target;
@@ -32,6 +35,9 @@ const RAW: u8 = 0x11;
 const BEHIND: u8 = 0x22;
 const TOP: u8 = 0x33;
 
+/// Where a header has the name of the file behind.
+const NAME_AT: u64 = 192;
+
 /// The images' file names.
 const NAMES: [&str; 3] = ["top", "behind", "raw"];
 
@@ -46,6 +52,7 @@ struct Shape {
     fill: u8,
     /// Its data is a frame of zstd.
     zstd: bool,
+    bitmap: bool,
 }
 
 /// A frame of zstd with `length` bytes: a byte that is repeated, in blocks.
@@ -75,7 +82,7 @@ impl Shape {
         let mut header = b"QFI\xfb".to_vec();
         header.extend(if self.v2 { 2_u32 } else { 3 }.to_be_bytes());
         let name = self.behind.map_or("", |(name, _)| name);
-        header.extend(if name.is_empty() { 0 } else { 160_u64 }.to_be_bytes());
+        header.extend(if name.is_empty() { 0 } else { NAME_AT }.to_be_bytes());
         header.extend((name.len() as u32).to_be_bytes());
         header.extend(self.cluster_bits.to_be_bytes());
         header.extend(self.size.to_be_bytes());
@@ -87,7 +94,8 @@ impl Shape {
         header.extend([0; 12]);
         if !self.v2 {
             header.extend((u64::from(self.zstd) << 3).to_be_bytes());
-            header.extend([0; 16]);
+            header.extend([0; 8]);
+            header.extend(u64::from(self.bitmap).to_be_bytes());
             header.extend(self.refcount_order.to_be_bytes());
             header.extend(112_u32.to_be_bytes());
             header.extend([u8::from(self.zstd), 0, 0, 0, 0, 0, 0, 0]);
@@ -96,13 +104,18 @@ impl Shape {
             header.extend(0xe279_2aca_u32.to_be_bytes());
             header.extend((format.len() as u32).to_be_bytes());
             header.extend(format.as_bytes());
+            header.resize(header.len().next_multiple_of(8), 0);
         }
-        header.resize(160, 0);
+        if self.bitmap {
+            self.write_bitmap(&mut header, put);
+        }
+        header.resize(NAME_AT as usize, 0);
         header.extend(name.as_bytes());
         put(0, &header);
         put(cluster, &(2 * cluster).to_be_bytes());
-        let mut refcounts = [0_u8; 64];
-        for index in 0..7 {
+        let clusters = if self.bitmap { 10 } else { 7 };
+        let mut refcounts = [0_u8; 80];
+        for index in 0..clusters {
             match 1_usize << self.refcount_order {
                 bits @ 1..8 => refcounts[index * bits / 8] |= 1 << (index * bits % 8),
                 bits => refcounts[(index + 1) * bits / 8 - 1] = 1,
@@ -117,7 +130,27 @@ impl Shape {
             true => put(5 * cluster, &zstd_frame(cluster, self.fill)),
             false => put(5 * cluster, &vec![self.fill; cluster.min(self.size) as usize]),
         }
-        file.set_len(7 * cluster).expect("memory");
+        file.set_len(clusters as u64 * cluster).expect("memory");
+    }
+
+    /// Writes the bitmap `b`, with all bits set that its first cluster has: directory, table and bits.
+    fn write_bitmap(self, header: &mut Vec<u8>, put: impl Fn(u64, &[u8])) {
+        let cluster = self.cluster();
+        header.extend(0x2385_2875_u32.to_be_bytes());
+        header.extend(24_u32.to_be_bytes());
+        header.extend(1_u32.to_be_bytes());
+        header.extend([0; 4]);
+        header.extend(32_u64.to_be_bytes());
+        header.extend((7 * cluster).to_be_bytes());
+        let mut entry = (8 * cluster).to_be_bytes().to_vec();
+        entry.extend(1_u32.to_be_bytes());
+        // Recording; of that type, a granularity of 512 bytes, a name of one byte.
+        entry.extend(2_u32.to_be_bytes());
+        entry.extend([1, 9, 0, 1, 0, 0, 0, 0]);
+        entry.extend(b"b\0\0\0\0\0\0\0");
+        put(7 * cluster, &entry);
+        put(8 * cluster, &(9 * cluster).to_be_bytes());
+        put(9 * cluster, &vec![0xff; cluster as usize]);
     }
 
     /// Lays the content over that of the image behind it.
@@ -165,14 +198,47 @@ struct Session {
     sent: Vec<Option<Sent>>,
     model: Model,
     read_only: bool,
+    /// The sectors that are to be dirty, of an image with a bitmap whose data is known.
+    dirty: Option<Vec<bool>>,
 }
 
 impl Session {
-    fn open(path: &Path, read_only: bool, model: Model) -> Result<Session, blkq::Error> {
+    fn open(
+        path: &Path,
+        read_only: bool,
+        model: Model,
+        dirty: Option<Vec<bool>>,
+    ) -> Result<Session, blkq::Error> {
         let device = Qcow2::open(&Qcow2Options { read_only, ..Qcow2Options::new(path) })?;
         let disk = Disk::builder(Box::new(device)).depth(IN_FLIGHT_MAX as u16).build()?;
+        let (bitmaps, _) = bitmaps::load(&*disk.driver())?;
+        disk.load_bitmaps(bitmaps)?;
         let queue = disk.open_queue(0)?;
-        Ok(Session { disk, queue, sent: Vec::new(), model, read_only })
+        let session = Session { disk, queue, sent: Vec::new(), model, read_only, dirty };
+        session.check_bitmap();
+        Ok(session)
+    }
+
+    /// The bitmap has as dirty what it should.
+    fn check_bitmap(&self) {
+        let Some(dirty) = &self.dirty else { return };
+        let bitmaps = self.disk.bitmaps();
+        let [bitmap] = &bitmaps[..] else { panic!("{} bitmaps", bitmaps.len()) };
+        assert_eq!((bitmap.name(), bitmap.state()), ("b", BitmapState::Recording));
+        let size = self.disk.limits().capacity_bytes;
+        let mut found = Vec::new();
+        for extent in bitmap.extents(0..size, usize::MAX) {
+            found.extend(std::iter::repeat_n(extent.dirty, extent.length.div_ceil(512) as usize));
+        }
+        assert_eq!(&found, dirty);
+    }
+
+    /// Keeps the bitmaps in the image. If its tables are wrong, that may fail.
+    fn keep_bitmaps(&self) {
+        if !self.read_only {
+            let kept = bitmaps::store(&*self.disk.driver(), &self.disk.bitmaps());
+            assert!(kept.is_ok() || self.model.is_none(), "{kept:?}");
+        }
     }
 
     fn take(&mut self) {
@@ -213,6 +279,9 @@ impl Session {
         let zeroes = limits.max_write_zeroes_bytes.min(limits.max_write_zeroes_no_unmap_bytes) > 0;
         let Some(model) = self.model.as_mut().filter(|_| !self.read_only) else { return };
         let place = &mut model[range.start as usize..range.end as usize];
+        if let Some(dirty) = self.dirty.as_mut().filter(|_| operation.is_write()) {
+            dirty[(range.start >> 9) as usize..(range.end >> 9) as usize].fill(true);
+        }
         match operation {
             Operation::Write => place.fill(Some(fill)),
             Operation::WriteZeroes if zeroes => place.fill(Some(0)),
@@ -276,6 +345,9 @@ impl Session {
             && let Some(model) = &mut self.model
         {
             model.resize(bytes as usize, Some(0));
+            if let Some(dirty) = &mut self.dirty {
+                dirty.resize((bytes >> 9) as usize, true);
+            }
         }
     }
 
@@ -366,6 +438,7 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
             [usize::from(kind >> 2) % 4],
         fill: TOP,
         zstd: !v2 && size % 4 == 3,
+        bitmap: !v2 && kind & 0x40 != 0,
     };
     let lower = Shape {
         cluster_bits: 9 + u32::from(kind >> 4) % 4,
@@ -374,6 +447,7 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
         behind: Some(("raw", "raw")),
         fill: BEHIND,
         zstd: false,
+        bitmap: false,
         ..shape
     };
     // Or else the pieces are the images.
@@ -400,22 +474,25 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
     let kept = [bytes_of(behind), bytes_of(raw)];
     let mut head = [0; 36];
     let had = top.read_at(&mut head, 0).expect("memory");
-    session(images, steps, model, kind & 0x80 != 0);
+    let dirty = model.as_ref().filter(|_| shape.bitmap).map(|_| vec![true; shape.size as usize >> 9]);
+    session(images, steps, model, dirty, kind & 0x80 != 0);
     assert!([bytes_of(behind), bytes_of(raw)] == kept, "a file behind the image changed");
     let mut now = [0; 36];
     top.read_at(&mut now, 0).expect("memory");
     // The size, and the entries of the L1 table, may have grown.
     if had == head.len() {
-        assert!(now[..24] == head[..24] && now[32..] == head[32..], "the header changed");
+        // The name of the file behind is moved for bitmaps.
+        let parts = [0..8, 16..24, 32..36];
+        assert!(parts.into_iter().all(|part| now[part.clone()] == head[part]), "the header changed");
     }
     let blocks = std::os::unix::fs::MetadataExt::blocks(&top.metadata().expect("a file"));
     assert!(blocks << 9 < 256 << 20, "the file has {blocks} blocks");
     Some(())
 }
 
-fn session(images: &Images, steps: &[u8], model: Model, read_only: bool) {
+fn session(images: &Images, steps: &[u8], model: Model, dirty: Option<Vec<bool>>, read_only: bool) {
     let path = images.directory.join(NAMES[0]);
-    let mut session = match Session::open(&path, read_only, model.clone()) {
+    let mut session = match Session::open(&path, read_only, model.clone(), dirty) {
         Ok(session) => session,
         Err(error) => {
             assert!(!error.to_string().is_empty() && !error.to_string().contains('\n'));
@@ -426,10 +503,12 @@ fn session(images: &Images, steps: &[u8], model: Model, read_only: bool) {
         session.step(*words);
     }
     session.wait();
-    let model = session.model.take();
+    session.check_bitmap();
+    session.keep_bitmaps();
+    let (model, dirty) = (session.model.take(), session.dirty.take());
     drop(session);
     if model.is_some() {
-        let mut again = Session::open(&path, true, model).expect("the image that was closed");
+        let mut again = Session::open(&path, true, model, dirty).expect("the image that was closed");
         again.read_all();
     }
 }
