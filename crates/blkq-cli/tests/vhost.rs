@@ -344,13 +344,24 @@ fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
     }
 }
 
-/// `blkq upgrade` hands the disk to a new daemon, with its settings, and no request is lost.
 #[test]
 fn an_upgrade_hands_a_guest_over() {
+    hand_over("vhost-upgrade", "raw");
+}
+
+#[test]
+fn an_upgrade_hands_a_guest_of_a_qcow2_image_over() {
+    hand_over("vhost-upgrade-qcow2", "qcow2");
+}
+
+/// `blkq upgrade` hands the disk to a new daemon, with its settings, and no request is lost.
+fn hand_over(test: &str, format: &str) {
     use front_end::{DATA, FEATURES, FrontEnd, GET_CONFIG, SET_CONFIG, words};
-    let place = Place::new("vhost-upgrade");
-    let image = place.image("image", 8 << 20);
-    place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
+    let place = Place::new(test);
+    let image = place.dir.join("image").to_str().unwrap().to_owned();
+    let create = ["create", "-q", "-f", format, &image, "8M"];
+    assert!(std::process::Command::new("qemu-img").args(create).status().unwrap().success());
+    place.done(&["attach", "--name", "d", &image, "--format", format, "--export", "vhost-user-blk"]);
     place.done(&["set", "d", "depth=32", "limit=iops=100000", "on-error=hold", "hang-warning=7"]);
     let path = place.state().join("d.vhost");
     let mut front = FrontEnd::started(&path, FEATURES, 1);

@@ -13,7 +13,7 @@ use crate::options::{AttachOptions, Format, image_text};
 /// The options of the device in the clone `file`, where `options` are those of the image behind it.
 ///
 /// # Errors
-/// What is for whole images, or for raw ones, only.
+/// If the image is not in a file; for an option that serves a part of it; and for one that a qcow2 image cannot have.
 pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
     if !matches!(options.image, DriverSpec::Image(_)) {
         let text = image_text(&options.image);
