@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::process::{Command, Output, Stdio};
 
-use place::Place;
+use place::{Place, wait_until};
 use serde_json::json;
 
 const SET: [&str; 6] =
@@ -43,6 +43,20 @@ fn a_new_daemon_begins_with_the_settings_of_the_old_one() {
         check_settings(&place);
     }
     assert_ne!(place.pid("d"), old);
+    place.done(&["detach", "d"]);
+}
+
+#[test]
+fn a_new_daemon_searches_the_ceiling_anew() {
+    let place = Place::new("upgrade-auto");
+    attach(&place);
+    place.done(&["set", "d", "limit=auto"]);
+    place.done(&["upgrade", "d"]);
+    let settings = &place.json(&["show", "d", "--json"])["settings"];
+    assert_eq!((&settings["limit"], &settings["ceiling"]), (&json!("auto"), &json!("not found yet")));
+    let threads = || fs::read_dir(format!("/proc/{}/task", place.pid("d"))).unwrap();
+    let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+    wait_until("it has its thread", || threads().any(|thread| name(thread.unwrap()) == "blkq-limit\n"));
     place.done(&["detach", "d"]);
 }
 
