@@ -12,6 +12,24 @@ use crate::tags::Tag;
 /// The tag of none.
 const NO_TAG: u16 = u16::MAX;
 
+/// The probe of this name for an event: place, operation, sector, bytes, and the other arguments.
+macro_rules! probe_io {
+    ($name:ident, $probes:expr, $event:ident $(, $argument:expr)*) => {
+        probe_lazy!(
+            blkq,
+            $name,
+            $probes.place_of($event),
+            match $event {
+                Some(event) => event.operation as u8,
+                None => return true,
+            },
+            $event.map_or(0, |event| event.sector.0),
+            $event.map_or(0, |event| event.bytes)
+            $(, $argument)*
+        )
+    };
+}
+
 /// The probes of one queue. An event has at most six arguments, as bpftrace takes no more; the first is always
 /// the place: the number of the disk from bit 32 on, of the hardware queue from bit 16 on, and the tag.
 #[derive(Clone, Copy)]
@@ -49,61 +67,25 @@ impl Probes {
 
     #[inline(never)]
     fn submit(&self, event: Option<&TraceEvent>) -> bool {
-        probe_lazy!(
-            blkq,
-            submit,
-            self.place_of(event),
-            match event {
-                Some(event) => event.operation as u8,
-                None => return true,
-            },
-            event.map_or(0, |event| event.sector.0),
-            event.map_or(0, |event| event.bytes)
-        )
+        probe_io!(submit, self, event)
     }
 
     #[inline(never)]
     fn merge(&self, event: Option<&TraceEvent>) -> bool {
-        probe_lazy!(
-            blkq,
-            merge,
-            self.place_of(event),
-            match event {
-                Some(event) => event.operation as u8,
-                None => return true,
-            },
-            event.map_or(0, |event| event.sector.0),
-            event.map_or(0, |event| event.bytes)
-        )
+        probe_io!(merge, self, event)
     }
 
     #[inline(never)]
     fn issue(&self, event: Option<&TraceEvent>) -> bool {
-        probe_lazy!(
-            blkq,
-            issue,
-            self.place_of(event),
-            match event {
-                Some(event) => event.operation as u8,
-                None => return true,
-            },
-            event.map_or(0, |event| event.sector.0),
-            event.map_or(0, |event| event.bytes)
-        )
+        probe_io!(issue, self, event)
     }
 
     #[inline(never)]
     fn complete(&self, event: Option<&TraceEvent>, start_ns: u64) -> bool {
-        probe_lazy!(
-            blkq,
+        probe_io!(
             complete,
-            self.place_of(event),
-            match event {
-                Some(event) => event.operation as u8,
-                None => return true,
-            },
-            event.map_or(0, |event| event.sector.0),
-            event.map_or(0, |event| event.bytes),
+            self,
+            event,
             event.map_or(0, |event| latency_ns(event, start_ns)),
             event.and_then(|event| event.status).map_or(0, |status| status.errno())
         )
