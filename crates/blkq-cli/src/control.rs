@@ -1,7 +1,7 @@
 //! The control protocol: over the unix socket NAME.control, one JSON line asks and one
 //! JSON line answers, then the daemon closes the connection.
 
-use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
+use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,10 @@ use std::time::{Duration, Instant};
 use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -241,14 +244,28 @@ impl Dialogue {
     /// # Errors
     /// The error of the daemon, or that it does not answer.
     pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
+        Dialogue::begin_with_file(dir, name, request, CHANGE_TIMEOUT).map(|(dialogue, _)| dialogue)
+    }
+
+    /// As [`Dialogue::begin`], with a timeout and the file that comes with the reply.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn begin_with_file(
+        dir: &StateDir,
+        name: &str,
+        request: &Request,
+        timeout: Duration,
+    ) -> Outcome<(Dialogue, Option<OwnedFd>)> {
         let stream = dir.connect(name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
             _ => Failure::new(format!("control socket of {name}: {e}")),
         })?;
-        let dialogue = Dialogue { stream };
-        send(&dialogue.stream, request).map_err(no_answer)?;
-        dialogue.reply().and_then(|reply| reply)?;
-        Ok(dialogue)
+        send(&stream, request).map_err(no_answer)?;
+        match receive_with_file::<()>(&stream, timeout).map_err(no_answer)? {
+            (Reply::Ok(()), file) => Ok((Dialogue { stream }, file)),
+            (Reply::Error(message), _) => Err(Failure::new(message)),
+        }
     }
 
     /// Takes the next step, and waits for the reply.
@@ -294,6 +311,13 @@ impl Dialogue {
             Reply::Ok(()) => Ok(Ok(())),
             Reply::Error(message) => Ok(Err(Failure::new(message))),
         }
+    }
+}
+
+/// Readable when there is a reply, or the daemon has closed the connection.
+impl AsFd for Dialogue {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 
@@ -453,13 +477,38 @@ fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
 }
 
 fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::Result<Reply<T>> {
+    receive_with_file(stream, timeout).map(|(reply, _)| reply)
+}
+
+/// A reply, and the file that came with its first bytes.
+fn receive_with_file<T: DeserializeOwned>(
+    stream: &UnixStream,
+    timeout: Duration,
+) -> io::Result<(Reply<T>, Option<OwnedFd>)> {
     stream.set_read_timeout(Some(timeout))?;
-    let mut answer = Vec::new();
-    BufReader::new(stream.take(REPLY_BYTES_MAX as u64)).read_until(b'\n', &mut answer)?;
+    let mut answer = vec![0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        let pieces = &mut [IoSliceMut::new(&mut answer)];
+        match recvmsg(stream, pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            received => break received?,
+        }
+    };
+    answer.truncate(received.bytes);
+    let files = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => files.last(),
+        _ => None,
+    });
+    let file = files.last();
+    if !answer.is_empty() && answer.last() != Some(&b'\n') {
+        BufReader::new(stream.take(REPLY_BYTES_MAX as u64)).read_until(b'\n', &mut answer)?;
+    }
     if answer.last() != Some(&b'\n') {
         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
     }
-    Ok(serde_json::from_slice(&answer)?)
+    Ok((serde_json::from_slice(&answer)?, file))
 }
 
 #[cfg(test)]

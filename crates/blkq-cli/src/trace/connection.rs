@@ -1,15 +1,11 @@
 //! The connection to a daemon that traces its device, and the rings that it writes.
 
-use std::io::{self, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use blkq::trace::{TraceEvent, TraceMemory, TraceReader};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use crate::control::{LINE_BYTES_MAX, Reply, Request, ask};
+use crate::control::{Dialogue, Request, ask};
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 
@@ -20,7 +16,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A trace, which its daemon stops when this is dropped.
 pub struct TraceConnection {
-    stream: UnixStream,
+    dialogue: Dialogue,
     readers: Vec<TraceReader>,
     events: Vec<TraceEvent>,
 }
@@ -33,24 +29,13 @@ impl TraceConnection {
     pub fn open(dir: &StateDir, name: &str, events: u64) -> Outcome<TraceConnection> {
         // A daemon that died is reported as every command does.
         ask::<()>(dir, name, &Request::Ping {})?;
-        let failed = |e: io::Error| Failure::new(format!("{name}: its daemon does not answer: {e}"));
-        let mut stream = dir.connect(name, TIMEOUT).map_err(failed)?;
-        let mut line = serde_json::to_vec(&Request::Trace { events })
-            .map_err(|e| Failure::new(format!("the request: {e}")))?;
-        line.push(b'\n');
-        let timed = stream.set_read_timeout(Some(TIMEOUT)).and_then(|()| stream.write_all(&line));
-        timed.map_err(failed)?;
-        let (reply, memory) = receive(&mut stream).map_err(failed)?;
-        match serde_json::from_slice(&reply) {
-            Ok(Reply::Ok(())) => {}
-            Ok(Reply::Error(message)) => return Err(Failure::new(message)),
-            Err(e) => return Err(Failure::new(format!("{name}: its daemon's reply: {e}"))),
-        }
+        let (dialogue, memory) =
+            Dialogue::begin_with_file(dir, name, &Request::Trace { events }, TIMEOUT)?;
         let memory = memory.ok_or_else(|| Failure::new(format!("{name}: its daemon sent no memory")))?;
         let memory = TraceMemory::open(memory)?;
         let readers =
             (0..memory.queue_count()).filter_map(|queue| TraceReader::new(&memory, queue)).collect();
-        Ok(TraceConnection { stream, readers, events: Vec::new() })
+        Ok(TraceConnection { dialogue, readers, events: Vec::new() })
     }
 
     /// How many hardware queues the device has.
@@ -75,30 +60,6 @@ impl TraceConnection {
 /// Readable when the daemon has closed the connection.
 impl AsFd for TraceConnection {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+        self.dialogue.as_fd()
     }
-}
-
-/// Receives the reply, with the descriptor that comes with its first bytes.
-fn receive(stream: &mut UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
-    let mut line = vec![0; 4096];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received =
-        recvmsg(&*stream, &mut [IoSliceMut::new(&mut line)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    line.truncate(received.bytes);
-    let mut memory = None;
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(files) = message {
-            memory = files.last();
-        }
-    }
-    let mut piece = [0; 4096];
-    while line.last() != Some(&b'\n') && line.len() < LINE_BYTES_MAX {
-        match stream.read(&mut piece)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            length => line.extend_from_slice(&piece[..length]),
-        }
-    }
-    Ok((line, memory))
 }
