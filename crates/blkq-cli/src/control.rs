@@ -82,8 +82,8 @@ pub enum Request {
     },
     /// Trace the device until the connection closes. The memory with the events comes with the reply.
     Trace {
-        /// Events of each queue that it has room for: a power of two.
-        events: u64,
+        /// Its bytes for each queue: a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
+        ring_bytes: u64,
     },
     /// Go on in a new image over the present one. The daemon replies when it has flushed and is to get the new file,
     /// when it has prepared that and waits with all I/O, and, after one more byte, when it goes on: see
@@ -531,7 +531,7 @@ mod tests {
             Request::Bitmap { change: BitmapChange::Add { name: "a b".into(), granularity: 512 } },
             Request::Bitmap { change: BitmapChange::Remove { name: "b".into() } },
             Request::Bitmap { change: BitmapChange::Clear { name: "b".into() } },
-            Request::Trace { events: 1 << 18 },
+            Request::Trace { ring_bytes: 1 << 24 },
             Request::Snapshot { options },
             Request::Leave {},
             Request::Detach { force: true },

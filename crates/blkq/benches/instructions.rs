@@ -114,7 +114,7 @@ fn local<const BYTES: u64>(disk: DiskBuilder, ios: usize, stride: u64) -> Result
 
 fn traced(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let mut queue = disk.build()?.open_queue(0)?;
-    queue.trace(Some(&TraceMemory::new(1, 1 << 12)?));
+    queue.trace(Some(&TraceMemory::new(1, 1 << 18)?));
     turn_of::<DISK_BYTES>(queue, ios, SCATTERED)
 }
 

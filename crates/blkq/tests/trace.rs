@@ -3,12 +3,16 @@
 
 mod common;
 
+use std::any::Any;
 use std::sync::Arc;
 
-use blkq::trace::{EVENTS_MIN, EventKind, NO_BIO, TraceEvent, TraceMemory, TraceReader};
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::drivers::{DriverOptions, DriverSpec, open};
+use blkq::ring::Cqe;
+use blkq::trace::{EventKind, NO_BIO, RING_BYTES_MIN, TraceClient, TraceEvent, TraceMemory, TraceReader};
 use blkq::{
-    Bio, BioFlags, Disk, EngineThread, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector, StatGroup,
-    Status,
+    Bio, BioFlags, ClockMode, Completion, Disk, EngineThread, Error, LocalQueue, Operation, QueueLimits,
+    SchedulerKind, Sector, Source, SourceContext, StatGroup, Status,
 };
 use common::{Behaviour, Device, drain, filled, plain_limits};
 
@@ -20,7 +24,7 @@ struct Traced {
 
 fn traced(disk: Arc<Disk>) -> Traced {
     let mut queue = disk.open_queue(0).unwrap();
-    let memory = TraceMemory::new(1, 1 << 12).unwrap();
+    let memory = TraceMemory::new(1, 1 << 18).unwrap();
     queue.trace(Some(&memory));
     Traced { queue, reader: TraceReader::new(&memory, 0).unwrap(), _disk: disk }
 }
@@ -174,7 +178,7 @@ fn a_trace_begins_and_stops_under_requests() {
     let device = Device::held();
     let disk = device.builder().build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
-    let memory = TraceMemory::new(1, EVENTS_MIN).unwrap();
+    let memory = TraceMemory::new(1, RING_BYTES_MIN).unwrap();
     let mut reader = TraceReader::new(&memory, 0).unwrap();
     queue.submit(read(8, 4096)).unwrap();
     queue.poll();
@@ -198,10 +202,158 @@ fn a_trace_begins_and_stops_under_requests() {
 }
 
 #[test]
+fn a_plug_is_traced_in_order_whichever_way_its_bios_took() {
+    let limits = QueueLimits { max_discard_bytes: 1 << 20, ..plain_limits() };
+    let discard = || Bio::discard(Sector(1024), 8, 0);
+    for (clock, iostats) in
+        [(ClockMode::Cached, true), (ClockMode::Precise, true), (ClockMode::Cached, false)]
+    {
+        let device = Device::new(limits.clone(), Behaviour::default());
+        let mut traced = traced(device.builder().clock(clock).iostats(iostats).build().unwrap());
+        for round in 0..3 {
+            [read(8, 4096), write(64, 512), read(128, 8192)].into_iter().for_each(|bio| traced.submit(bio));
+            drain(&mut traced.queue);
+            let events = traced.events();
+            assert_eq!(letters(&events), "QGPQGQGUDDDCCC", "{clock}, round {round}");
+            let places: Vec<_> = events.iter().filter(|event| event.kind == EventKind::Complete).collect();
+            let of = |event: &TraceEvent| (event.sector.0, event.bytes, event.operation);
+            let expected =
+                [(8, 4096, Operation::Read), (64, 512, Operation::Write), (128, 8192, Operation::Read)];
+            assert!(places.iter().map(|event| of(event)).eq(expected), "{places:?}");
+            let times = events.iter().map(|event| event.time_ns).collect::<std::collections::BTreeSet<_>>();
+            assert_eq!(times.len() > 3, clock == ClockMode::Precise, "{clock}: {times:?}");
+        }
+        [read(8, 4096), discard(), read(64, 512), read(65, 512)]
+            .into_iter()
+            .for_each(|bio| traced.submit(bio));
+        assert_eq!(traced.letters(), "QGPQGQGQMUDDDCCC", "{clock}");
+    }
+}
+
+#[test]
+fn a_device_too_large_for_short_records_is_traced_all_the_same() {
+    let driver = Null::new(NullOptions::new(1 << 50)).unwrap();
+    let mut traced = traced(Disk::builder(Box::new(driver)).build().unwrap());
+    let far = (1 << 41) - 8;
+    traced.submit(read(far, 4096));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!((letters(&events).as_str(), events[0].sector.0), ("QGPUDC", far));
+}
+
+#[test]
+fn requests_in_flight_before_a_trace_complete_in_it() {
+    let device = Device::held();
+    let mut queue = device.builder().build().unwrap().open_queue(0).unwrap();
+    queue.submit(read(8, 4096)).unwrap();
+    queue.poll();
+    let memory = TraceMemory::new(1, RING_BYTES_MIN).unwrap();
+    queue.trace(Some(&memory));
+    queue.submit(read(64, 512)).unwrap();
+    queue.poll();
+    device.release_all();
+    drain(&mut queue);
+    let (mut reader, mut events) = (TraceReader::new(&memory, 0).unwrap(), Vec::new());
+    assert_eq!((reader.read(&mut events), letters(&events).as_str()), (0, "QGPUDCC"));
+    let completed: Vec<_> = events[5..].iter().map(|event| (event.sector.0, event.bytes)).collect();
+    assert_eq!(completed, [(8, 4096), (64, 512)]);
+}
+
+#[test]
+fn a_quiesced_disk_traces_the_issue_when_it_goes_on() {
+    let disk = plain();
+    let mut traced = traced(disk.clone());
+    // The queue has entered the disk.
+    traced.submit(read(8, 4096));
+    assert_eq!(traced.letters(), "QGPUDC");
+    let quiesced = disk.quiesce();
+    traced.submit(read(64, 4096));
+    traced.queue.poll();
+    assert_eq!(letters(&traced.events()), "QGPU");
+    drop(quiesced);
+    assert_eq!(traced.letters(), "DC");
+}
+
+#[test]
+fn each_failed_completion_of_a_batch_has_its_status() {
+    let options = DriverOptions { fault: Some("error=EIO".parse().unwrap()), ..DriverOptions::default() };
+    let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
+    let mut traced = traced(Disk::builder(driver).build().unwrap());
+    [8, 64].into_iter().for_each(|sector| traced.submit(read(sector, 512)));
+    drain(&mut traced.queue);
+    let events = traced.events();
+    assert_eq!(letters(&events), "QGPQGUDDCC");
+    assert!(events.iter().all(|event| event.status.is_some() == (event.kind == EventKind::Complete)));
+}
+
+/// A client for each bio: those of a plug, one that merges, and one whose operation is not of the fast lane.
+struct Clients {
+    in_flight: usize,
+}
+
+// SAFETY: it is stopped when no bio is in flight.
+unsafe impl Source for Clients {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        for (number, bio) in
+            [read(8, 512), read(64, 512), read(65, 512), Bio::discard(Sector(128), 8, 0), read(256, 512)]
+                .into_iter()
+                .enumerate()
+        {
+            cx.set_trace_client(0, || TraceClient::new(1, number as u32));
+            cx.submit(0, bio).unwrap();
+            self.in_flight += 1;
+        }
+        // Nobody names the client of this one.
+        cx.submit(0, read(512, 512)).unwrap();
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {
+        self.in_flight -= 1;
+    }
+
+    fn on_message(&mut self, _: &mut SourceContext<'_>, _: Box<dyn Any + Send>) {}
+
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
+
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+
+    fn is_stopped(&self) -> bool {
+        self.in_flight == 0
+    }
+}
+
+#[test]
+fn each_bio_of_a_plug_is_traced_with_its_client() {
+    let limits = QueueLimits { max_discard_bytes: 1 << 20, ..plain_limits() };
+    let disk = Device::new(limits, Behaviour::default()).builder().build().unwrap();
+    let engine = EngineThread::spawn("engine", vec![(disk.clone(), 0)]).unwrap();
+    let memory = TraceMemory::new(1, 1 << 18).unwrap();
+    engine.handle().trace(&disk, Some(memory.clone()));
+    engine.handle().add_source(|| Box::new(Clients { in_flight: 0 })).unwrap();
+    engine.handle().scan_for_hangs(0, 0).recv().unwrap();
+    drop(engine);
+    let (mut reader, mut events) = (TraceReader::new(&memory, 0).unwrap(), Vec::new());
+    assert_eq!(reader.read(&mut events), 0);
+    let clients = |kind| -> Vec<_> {
+        let of_kind = events.iter().filter(|event| event.kind == kind);
+        of_kind.map(|event| (event.sector.0, event.client.kind(), event.client.number())).collect()
+    };
+    let requests = [(8, 1, 0), (64, 1, 1), (128, 1, 3), (256, 1, 4), (512, 0, 0)];
+    for kind in [EventKind::GetRequest, EventKind::Issue, EventKind::Complete] {
+        assert_eq!(clients(kind), requests, "{kind:?}");
+    }
+    assert_eq!(clients(EventKind::BackMerge), [(65, 1, 2)]);
+}
+
+#[test]
 fn nobody_has_to_read_what_a_queue_writes() {
     let disk = plain();
     let mut queue = disk.open_queue(0).unwrap();
-    let memory = TraceMemory::new(1, EVENTS_MIN).unwrap();
+    let memory = TraceMemory::new(1, RING_BYTES_MIN).unwrap();
     queue.trace(Some(&memory));
     for number in 0..1000 {
         queue.submit(read(number, 512)).unwrap();
@@ -215,7 +367,7 @@ fn nobody_has_to_read_what_a_queue_writes() {
 #[test]
 fn engines_trace_their_queues_from_other_threads() {
     let disk = Device::plain(Behaviour::default()).builder().queues(2).build().unwrap();
-    let memory = TraceMemory::new(2, 1 << 12).unwrap();
+    let memory = TraceMemory::new(2, 1 << 18).unwrap();
     let spawn = |queue| EngineThread::spawn("engine", vec![(disk.clone(), queue)]).unwrap();
     let engines = [spawn(0), spawn(1)];
     let trace = |memory: Option<&Arc<TraceMemory>>| {

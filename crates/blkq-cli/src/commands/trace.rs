@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blkq::clock::monotonic_ns;
 use blkq::drivers::parse_bytes;
-use blkq::trace::{EVENT_BYTES, EVENTS_MAX, EVENTS_MIN};
+use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::complain;
@@ -84,18 +84,13 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// The largest ring that fits into so many bytes.
-fn events_of(buffer: u64) -> Outcome<u64> {
-    let events = buffer / EVENT_BYTES as u64;
-    let range = EVENTS_MIN..=EVENTS_MAX;
-    if !range.contains(&events) {
-        let bytes = |events: u64| events * EVENT_BYTES as u64;
+fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
+    if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
         return Err(Failure::new(format!(
-            "a buffer of {buffer} bytes: it has from {} to {} bytes",
-            bytes(*range.start()),
-            bytes(*range.end())
+            "a buffer of {buffer} bytes: it has from {RING_BYTES_MIN} to {MEMORY_MAX_BYTES} bytes"
         )));
     }
-    Ok(1 << events.ilog2())
+    Ok(buffer - buffer % PAGE_BYTES)
 }
 
 impl Args {
@@ -104,7 +99,7 @@ impl Args {
     /// # Errors
     /// If the device cannot be traced, or the outputs not be written.
     pub fn run(self) -> Outcome<ExitCode> {
-        let events = events_of(self.buffer)?;
+        let ring_bytes = ring_bytes_of(self.buffer)?;
         let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
         if self.follow && is_stream {
             return Err(Failure::new("lines and a binary stream, both on standard output: choose one"));
@@ -112,7 +107,7 @@ impl Args {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
         let stop = stop_on_signals()?;
-        let connection = TraceConnection::open(&dir, &name, events)
+        let connection = TraceConnection::open(&dir, &name, ring_bytes)
             .map_err(|e| e.during(format_args!("trace {}", self.name)))?;
         let start = TraceStart {
             name: &name,

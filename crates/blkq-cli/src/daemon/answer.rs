@@ -81,7 +81,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let open = shared.stage().check();
             reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
         }
-        Request::Trace { events } => match serve_trace(shared, &stream, events) {
+        Request::Trace { ring_bytes } => match serve_trace(shared, &stream, ring_bytes) {
             Ok(()) => return,
             Err(failure) => reply_line::<()>(Err(failure)),
         },

@@ -19,11 +19,11 @@ use crate::log;
 ///
 /// # Errors
 /// Why the device is not traced; then there was no reply.
-pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, events: u64) -> Outcome {
+pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Outcome {
     let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
     let tracer = pid.map_or("another process".to_owned(), |pid| format!("process {}", pid.as_raw_nonzero()));
     shared.stage().check()?;
-    let trace = shared.device().trace(events, &tracer)?;
+    let trace = shared.device().trace(ring_bytes, &tracer)?;
     send(stream, trace.memory().file())?;
     log::line(&format!("traced by {tracer}"));
     wait_for_close(stream);

@@ -21,18 +21,18 @@ pub struct DeviceTrace<'a> {
 }
 
 impl Device {
-    /// Has the engines trace their queues into a new memory with so many events per queue, for
+    /// Has the engines trace their queues into a new memory with so many bytes for each, for
     /// `tracer`.
     ///
     /// # Errors
     /// If another traces it, the memory cannot be made, or the device has stopped.
-    pub fn trace(&self, events: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
+    pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
         let running = self.running()?;
         let mut traced_by = self.traced_by();
         if let Some(other) = &*traced_by {
             return Err(Failure::new(format!("it is traced already, by {other}; stop that first")));
         }
-        let memory = TraceMemory::new(running.disk.queue_count(), events)
+        let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
         // Not what keeps a device from stopping.
         let trace = DeviceTrace {
@@ -89,16 +89,16 @@ mod tests {
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
-        assert!(device.trace(100, "process 1").is_err(), "no power of two");
-        let trace = device.trace(1 << 10, "process 1").unwrap();
-        let refused = device.trace(1 << 10, "process 2").err().unwrap().to_string();
+        assert!(device.trace(10_000, "process 1").is_err(), "no whole pages");
+        let trace = device.trace(1 << 16, "process 1").unwrap();
+        let refused = device.trace(1 << 16, "process 2").err().unwrap().to_string();
         assert!(refused.contains("traced already, by process 1"), "{refused}");
         drop(trace);
-        let trace = device.trace(1 << 10, "process 2").unwrap();
+        let trace = device.trace(1 << 16, "process 2").unwrap();
         device.close(true).unwrap();
         device.stop().unwrap();
         drop(trace);
-        assert!(device.trace(1 << 10, "process 3").is_err(), "it has stopped");
+        assert!(device.trace(1 << 16, "process 3").is_err(), "it has stopped");
         drop((device, claim));
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

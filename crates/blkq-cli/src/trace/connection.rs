@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
+use blkq::ErrorKind;
 use blkq::trace::{TraceEvent, TraceMemory, TraceReader};
 
 use crate::control::{Dialogue, Request, ask};
@@ -22,17 +23,18 @@ pub struct TraceConnection {
 }
 
 impl TraceConnection {
-    /// Has the daemon of `name` trace its device, with room for so many events of each queue.
+    /// Has the daemon of `name` trace its device, with so many bytes for the events of each queue.
     ///
     /// # Errors
     /// If there is no such device, it is traced already, or its daemon does not know how.
-    pub fn open(dir: &StateDir, name: &str, events: u64) -> Outcome<TraceConnection> {
+    pub fn open(dir: &StateDir, name: &str, ring_bytes: u64) -> Outcome<TraceConnection> {
         // A daemon that died is reported as every command does.
         ask::<()>(dir, name, &Request::Ping {})?;
         let (dialogue, memory) =
-            Dialogue::begin_with_file(dir, name, &Request::Trace { events }, TIMEOUT)?;
+            Dialogue::begin_with_file(dir, name, &Request::Trace { ring_bytes }, TIMEOUT)?;
         let memory = memory.ok_or_else(|| Failure::new(format!("{name}: its daemon sent no memory")))?;
-        let memory = TraceMemory::open(memory)?;
+        let memory = TraceMemory::open(memory)
+            .map_err(|e| Failure::of(e, ErrorKind::Unsupported, "its daemon is older: blkq upgrade"))?;
         let readers =
             (0..memory.queue_count()).filter_map(|queue| TraceReader::new(&memory, queue)).collect();
         Ok(TraceConnection { dialogue, readers, events: Vec::new() })

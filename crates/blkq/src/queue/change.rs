@@ -56,6 +56,9 @@ impl Queue {
         let is_new = self.disk.reload_driver();
         let _ = self.completions.take_limits_changed();
         self.reload_limits();
+        if self.dispatch.is_traced() {
+            self.reload_tracer();
+        }
         self.dispatch.set_early_submission(self.disk.settings().early_submission);
         if is_new {
             // Its registered files make room for the other's.

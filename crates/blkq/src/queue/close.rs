@@ -20,6 +20,7 @@ impl Queue {
             self.plug.count(self.in_flight.requests(), &mut self.stats);
         }
         self.close_hold();
+        self.trace_lane();
         let abandoned = self.dispatch.abandon(self.plug.take_requests(), self.in_flight.requests().len());
         self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
         self.complete_batch();

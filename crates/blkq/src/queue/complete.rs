@@ -44,6 +44,7 @@ impl Queue {
     /// Informs the scheduler, traces, measures the driver, and notes which of these requests were reported to hang.
     #[cold]
     fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
+        self.trace_lane();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.completed(completed, self.in_flight.requests(), &mut self.clock);
         }
@@ -196,6 +197,7 @@ impl Queue {
 
     /// Completes a bio that has no request.
     pub(super) fn complete_at_once(&mut self, index: u32, result: IoResult) {
+        self.trace_lane();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.completed_bio(index, &self.in_flight[index], result, &mut self.clock);
         }

@@ -1,6 +1,8 @@
 //! Dispatch: requests reach the driver, in this order: what was requeued, then the
 //! scheduler's (block/blk-mq-sched.c). A busy driver is no error: the request is requeued.
 
+mod traced;
+
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
@@ -49,9 +51,9 @@ pub(super) struct Dispatch {
     tracing: Option<Box<Tracer>>,
     /// How long the driver has requests, if that is measured.
     device_time: Option<Box<DeviceTime>>,
-    /// There is a scheduler or a tracer, which sees each request: none takes the shortest way.
+    /// There is a scheduler or a tracer that sees each bio: none takes the fast lane.
     observed: bool,
-    /// The same, or there are limits.
+    /// There is a scheduler or a tracer, or there are limits: no request takes the shortest way.
     detours: bool,
     /// The scheduler may have requests, or some may wait for a limit.
     lingering: bool,
@@ -91,10 +93,12 @@ impl Dispatch {
 
     /// A scheduler, a tracer, or limits have come or were removed.
     fn note_detours(&mut self) {
-        self.observed = self.scheduler.is_some() || self.tracing.is_some();
-        self.detours = self.observed || self.throttle.is_on();
-        self.lingering = self.observed || self.throttle.has_waiting();
-        self.notes_completions = self.observed || self.device_time.is_some();
+        let seen = self.scheduler.is_some() || self.tracing.is_some();
+        let sees_bios = self.tracing.as_ref().is_some_and(|tracer| !tracer.allows_lane());
+        self.observed = self.scheduler.is_some() || sees_bios;
+        self.detours = seen || self.throttle.is_on();
+        self.lingering = self.scheduler.is_some() || self.throttle.has_waiting();
+        self.notes_completions = seen || self.device_time.is_some();
     }
 
     /// Measures how long the driver has requests from now on, or no longer.
@@ -145,16 +149,7 @@ impl Dispatch {
         }
     }
 
-    /// Changes what is traced, and where to.
-    #[cold]
-    pub fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
-        let mut tracer = self.tracing.take().unwrap_or_default();
-        change(&mut tracer);
-        self.tracing = tracer.is_on().then_some(tracer);
-        self.note_detours();
-    }
-
-    /// Whether a scheduler or a tracer sees each request.
+    /// Whether a scheduler or a tracer sees each bio.
     #[inline]
     pub fn is_observed(&self) -> bool {
         self.observed
@@ -164,27 +159,6 @@ impl Dispatch {
     #[inline]
     pub fn notes_completions(&self) -> bool {
         self.notes_completions
-    }
-
-    #[inline]
-    pub fn is_traced(&self) -> bool {
-        self.tracing.is_some()
-    }
-
-    /// The plug is flushed, with the requests of `batch`, into the scheduler if there is one.
-    pub fn trace_unplug(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
-        let is_inserted = self.has_scheduler();
-        if let Some(tracer) = self.tracer() {
-            tracer.unplugged(batch.len(), clock);
-            if is_inserted {
-                tracer.requests(EventKind::Insert, batch, in_flight.requests(), clock);
-            }
-        }
-    }
-
-    #[inline]
-    pub fn tracer(&mut self) -> Option<&mut Tracer> {
-        self.tracing.as_deref_mut()
     }
 
     #[inline]
@@ -297,7 +271,7 @@ impl Dispatch {
         stats: &mut StatsWriter,
         cx: &mut DriverContext<'_>,
     ) {
-        let taken = self.issue(batch, disk, stats, cx, false);
+        let taken = self.issue(batch, disk, stats, cx, |_, _| {});
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
         }
@@ -317,7 +291,7 @@ impl Dispatch {
 
     /// Whether a request comes to the driver without a detour, but for the limits.
     pub fn is_limited_only(&self) -> bool {
-        !self.observed && self.requeued.is_empty() && self.throttle.is_on()
+        !self.observed && self.tracing.is_none() && self.requeued.is_empty() && self.throttle.is_on()
     }
 
     /// The same within the limits: requests that have to wait stay, too.
@@ -332,7 +306,7 @@ impl Dispatch {
         let admitted = self.admit(batch, disk, cx.requests, cx.clock.last_read_ns());
         let (batch, delayed) = batch.split_at(admitted);
         self.note_issued(batch, cx.clock);
-        let taken = self.issue(batch, disk, stats, cx, false);
+        let taken = self.issue(batch, disk, stats, cx, |_, _| {});
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
         }
@@ -371,9 +345,12 @@ impl Dispatch {
         loop {
             let len = self.next_batch(&mut batch, disk, stats, cx);
             self.note_issued(&batch[..len], cx.clock);
-            let traced = self.tracing.is_some();
-            let taken = self.issue(&batch[..len], disk, stats, cx, traced);
-            if traced && !self.blocked_by_quiesce {
+            let taken = self.issue(&batch[..len], disk, stats, cx, |tracing, cx| {
+                if let Some(tracer) = tracing {
+                    tracer.requests(EventKind::Issue, &batch[..len], cx.requests, cx.clock);
+                }
+            });
+            if self.tracing.is_some() && !self.blocked_by_quiesce {
                 self.trace(EventKind::Requeue, &batch[taken..len], cx);
             }
             for &tag in batch[taken..len].iter().rev() {
@@ -432,7 +409,7 @@ impl Dispatch {
         len
     }
 
-    /// Offers `tags` to the driver, and traces that if it is to be. Returns how many it took.
+    /// Offers `tags` to the driver, unless it is quiesced; `trace` comes right before that. Returns how many it took.
     #[inline(always)]
     fn issue(
         &mut self,
@@ -440,7 +417,7 @@ impl Dispatch {
         disk: &DiskView,
         stats: &mut StatsWriter,
         cx: &mut DriverContext<'_>,
-        traced: bool,
+        trace: impl FnOnce(&mut Option<Box<Tracer>>, &mut DriverContext<'_>),
     ) -> usize {
         if tags.is_empty() {
             return 0;
@@ -450,9 +427,7 @@ impl Dispatch {
         if self.blocked_by_quiesce {
             return 0;
         }
-        if traced {
-            self.trace(EventKind::Issue, tags, cx);
-        }
+        trace(&mut self.tracing, cx);
         let taken = self.driver.queue_requests(cx, tags);
         self.driver.commit(cx);
         disk.leave_dispatch();
@@ -463,13 +438,6 @@ impl Dispatch {
                 tags.len()
             }
             Taken::First(count, busy) => self.note_busy(tags.len(), count, busy, stats),
-        }
-    }
-
-    #[cold]
-    fn trace(&mut self, kind: EventKind, tags: &[Tag], cx: &mut DriverContext<'_>) {
-        if let Some(tracer) = &mut self.tracing {
-            tracer.requests(kind, tags, cx.requests, cx.clock);
         }
     }
 

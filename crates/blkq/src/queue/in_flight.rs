@@ -77,6 +77,13 @@ impl InFlight {
         (&mut self.requests, &self.bios, &self.zeroes)
     }
 
+    /// Their tags.
+    pub fn tags(&self) -> impl Iterator<Item = Tag> {
+        let busy =
+            self.requests.iter().enumerate().filter(|(_, request)| request.state != RequestState::Idle);
+        busy.map(|(index, _)| Tag(index as u16))
+    }
+
     /// Requests built and not completed.
     #[inline]
     pub fn in_use(&self) -> u32 {

@@ -117,6 +117,7 @@ impl Queue {
             return;
         }
         let operation = head.operation;
+        self.trace_lane();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.joined(first, second, self.in_flight.requests(), &mut self.clock);
         }

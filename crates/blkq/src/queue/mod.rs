@@ -51,7 +51,6 @@ use crate::ring::{Cqe, Registrar, Ring};
 use crate::slab::BioList;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::trace::{TraceClient, TraceMemory, TraceWriter};
 
 use completions::Completions;
 use disk_view::DiskView;
@@ -242,6 +241,10 @@ impl Queue {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_limited(batch, &self.disk, &mut self.stats, &mut cx);
+        } else if self.dispatch.is_traced_only() {
+            let mut cx =
+                self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
+            self.dispatch.issue_traced(batch, &self.disk, &mut self.stats, &mut cx);
         } else {
             self.dispatch.trace_unplug(batch, &self.in_flight, &mut self.clock);
             self.dispatch.insert(batch, &self.in_flight, &mut self.clock, &self.disk, &mut self.stats);
@@ -260,22 +263,6 @@ impl Queue {
     /// The disk.
     pub fn disk(&self) -> &Arc<Disk> {
         self.disk.disk()
-    }
-
-    /// Traces the queue into `memory`, if there is one; else not any more.
-    pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
-        self.close_lane();
-        let index = self.disk.index();
-        let writer = memory.and_then(|memory| TraceWriter::new(memory, index));
-        self.dispatch.change_tracer(|tracer| tracer.set_writer(writer));
-    }
-
-    /// The client that submits the next bio, if that is to be traced.
-    #[inline]
-    pub fn set_trace_client(&mut self, client: impl FnOnce() -> TraceClient) {
-        if let Some(tracer) = self.dispatch.tracer() {
-            tracer.set_client(client());
-        }
     }
 
     /// The calls into the kernel since the last time, by its owner's ring.

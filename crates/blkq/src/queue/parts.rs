@@ -137,6 +137,7 @@ impl Queue {
             slot.issued += sectors;
             slot.pending += 1;
             self.stats.count(Counter::Splits, 1);
+            self.trace_lane();
             if let Some(tracer) = self.dispatch.tracer() {
                 tracer.split(index, part, &self.in_flight[part], &mut self.clock);
             }

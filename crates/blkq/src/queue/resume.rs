@@ -44,6 +44,7 @@ impl Queue {
             return;
         }
         let tags: Vec<Tag> = hold.held().skip(held_before).collect();
+        self.trace_lane();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.requests(EventKind::Requeue, &tags, self.in_flight.requests(), &mut self.clock);
         }

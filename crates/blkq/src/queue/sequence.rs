@@ -95,6 +95,7 @@ impl Queue {
             self.stats.start(StatGroup::Flush, 1, start_ns);
         }
         self.in_flight.begin_flush(self.flush.tag(), start_ns);
+        self.trace_lane();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.flush_begun(self.flush.tag(), served, &mut self.clock);
         }

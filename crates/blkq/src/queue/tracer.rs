@@ -1,35 +1,93 @@
 //! The events of a queue's I/O, while it is traced.
 
-use crate::bio::{BioFlags, Operation};
-use crate::clock::Clock;
+use std::ops::Range;
+
+use crate::bio::Operation;
+use crate::clock::{Clock, ClockMode};
 use crate::error::IoResult;
-use crate::limits::MergeSide;
-use crate::request::{NIL, Request};
-use crate::sector::{SECTOR_BYTES, Sector};
+use crate::limits::{MergeSide, QueueLimits};
+use crate::request::Request;
+use crate::sector::SECTOR_BYTES;
 use crate::slab::BioSlot;
 use crate::tags::Tag;
-use crate::trace::{EventKind, Probes, TraceClient, TraceEvent, TraceWriter};
+use crate::trace::{
+    EventKind, PlugRecord, Probes, RECORD_CAPACITY_SECTORS, RECORD_REQUESTS_MAX, TraceClient, TraceEvent,
+    TraceWriter,
+};
+
+use super::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
+
+/// A plug has one record at most.
+const _: () = assert!(PLUG_REQUESTS_SEVERAL_QUEUES <= RECORD_REQUESTS_MAX);
 
 /// Writes the events of a queue, and fires the probes for them.
-#[derive(Default)]
+///
+/// Requests of the fast lane have their first events in one record per plug: when that is flushed, or before
+/// another event is written.
 pub(super) struct Tracer {
     writer: Option<TraceWriter>,
     probes: Option<Probes>,
-    /// The client that submits the next bio, if that is known.
-    next_client: TraceClient,
+    /// A record has room for the requests of a plug: they have one time, and are not too far back.
+    has_records: bool,
+    /// How many requests of the plug have been traced, or began before the trace.
+    plugged: usize,
+    /// The client of each bio that the lane took into the plug, and at `next_bio` of the next.
+    plug_clients: [TraceClient; PLUG_REQUESTS_SEVERAL_QUEUES],
+    next_bio: usize,
+    /// Some bio had a client.
+    has_clients: bool,
     /// The client of each bio in flight.
     clients: Vec<TraceClient>,
+    /// Requests in flight that began before the trace: no reader knows them by their tags.
+    unknown: Vec<Tag>,
+}
+
+impl Default for Tracer {
+    fn default() -> Tracer {
+        Tracer {
+            writer: None,
+            probes: None,
+            has_records: false,
+            plugged: 0,
+            plug_clients: [TraceClient::NONE; PLUG_REQUESTS_SEVERAL_QUEUES],
+            next_bio: 0,
+            has_clients: false,
+            clients: Vec::new(),
+            unknown: Vec::new(),
+        }
+    }
 }
 
 impl Tracer {
-    /// Writes the events with `writer` from now on, or no longer.
-    pub fn set_writer(&mut self, writer: Option<TraceWriter>) {
+    /// Writes the events with `writer` from now on, or no longer. So many requests are in the plug, and those of
+    /// `in_flight` have begun.
+    pub fn set_writer(
+        &mut self,
+        writer: Option<TraceWriter>,
+        plugged: usize,
+        in_flight: impl Iterator<Item = Tag>,
+    ) {
         self.writer = writer;
+        self.plugged = plugged;
+        self.plug_clients = [TraceClient::NONE; PLUG_REQUESTS_SEVERAL_QUEUES];
+        self.unknown = in_flight.collect();
     }
 
-    /// Fires `probes` from now on, or no longer.
-    pub fn set_probes(&mut self, probes: Option<Probes>) {
+    /// Fires `probes` from now on, or no longer. So many requests are in the plug.
+    pub fn set_probes(&mut self, probes: Option<Probes>, plugged: usize) {
         self.probes = probes;
+        self.plugged = plugged;
+    }
+
+    /// Takes over the clock's mode and the device's size.
+    pub fn reload(&mut self, clock: ClockMode, limits: &QueueLimits) {
+        self.has_records =
+            clock == ClockMode::Cached && limits.capacity_bytes / SECTOR_BYTES <= RECORD_CAPACITY_SECTORS;
+    }
+
+    /// Whether bios may take the fast lane: nothing is to be done for each of them at once.
+    pub fn allows_lane(&self) -> bool {
+        self.has_records && self.probes.is_none()
     }
 
     /// Whether it fires probes.
@@ -79,9 +137,11 @@ impl Tracer {
         }
     }
 
-    /// `client` submits the next bio.
-    pub fn set_client(&mut self, client: TraceClient) {
-        self.next_client = client;
+    /// `client` submits the next bio, while so many requests are in the plug.
+    pub fn set_client(&mut self, client: TraceClient, plugged: usize) {
+        self.has_clients |= client != TraceClient::NONE;
+        self.next_bio = plugged % PLUG_REQUESTS_SEVERAL_QUEUES;
+        self.plug_clients[self.next_bio] = client;
     }
 
     fn set_client_of(&mut self, bio: u32, client: TraceClient) {
@@ -130,7 +190,7 @@ impl Tracer {
 
     /// A bio was submitted, and is in its slot.
     pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
-        let client = std::mem::take(&mut self.next_client);
+        let client = std::mem::take(&mut self.plug_clients[self.next_bio]);
         self.set_client_of(bio, client);
         let now_ns = clock.now_ns();
         self.push(self.bio(EventKind::Queue, bio, slot, now_ns));
@@ -176,13 +236,61 @@ impl Tracer {
         }
     }
 
-    /// A bio became request `tag`, the first of the plug or not.
-    pub fn begun(&mut self, tag: Tag, request: &Request, is_first: bool, clock: &mut Clock) {
+    /// A bio became request `tag`, and is about to be the next in the plug.
+    pub fn begun(&mut self, tag: Tag, request: &Request, clock: &mut Clock) {
         let now_ns = clock.now_ns();
         let event = self.request(EventKind::GetRequest, tag, request, now_ns);
         self.push(event);
-        if is_first {
-            self.plug_event(EventKind::Plug, 0, now_ns);
+        if self.plugged == 0 {
+            self.push(TraceEvent::of_plug(EventKind::Plug, 0, now_ns));
+        }
+        self.plugged += 1;
+    }
+
+    /// The lane took the requests behind the first of `plug` that have no event yet. It is called before
+    /// any other event of the queue.
+    #[inline]
+    pub fn lane_begun(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
+        if self.plugged < plug.len() {
+            self.write_lane(plug, requests, clock);
+        }
+    }
+
+    #[inline(never)]
+    fn write_lane(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
+        while let [first, rest @ ..] = &plug[self.plugged..] {
+            let start_ns = requests[first.index()].start_ns;
+            let alike = rest.iter().take_while(|tag| requests[tag.index()].start_ns == start_ns).count();
+            self.write_plug(&plug[..self.plugged + 1 + alike], requests, false, clock);
+        }
+    }
+
+    /// Writes the events of the requests of `plug` that have none yet, which were submitted at one time; those of
+    /// its flush, too, if it is issued.
+    fn write_plug(&mut self, plug: &[Tag], requests: &[Request], issued: bool, clock: &mut Clock) {
+        let tags = &plug[self.plugged..];
+        let start_ns = requests[tags[0].index()].start_ns;
+        // There is none without statistics.
+        let queued_ns = if start_ns == 0 { clock.now_ns() } else { start_ns };
+        // The plug of an attachment lasts as long as its sockets are read: that is not the driver's time.
+        let issued_ns = issued.then(|| if self.has_clients { clock.now_ns() } else { queued_ns });
+        let clients = if self.has_clients { self.plugged..plug.len() } else { 0..0 };
+        let record = PlugRecord { queued_ns, begins: self.plugged == 0, issued_ns };
+        if let Some(writer) = &mut self.writer {
+            writer.push_plug(&record, tags, requests, &self.plug_clients[clients.clone()]);
+        }
+        if self.has_clients {
+            self.keep_clients(plug, clients);
+        }
+        self.plugged = plug.len();
+    }
+
+    #[inline(never)]
+    fn keep_clients(&mut self, plug: &[Tag], places: Range<usize>) {
+        for index in places {
+            let client = std::mem::take(&mut self.plug_clients[index]);
+            // A plain bio has the number of its tag.
+            self.set_client_of(plug[index].0.into(), client);
         }
     }
 
@@ -192,20 +300,29 @@ impl Tracer {
             probes.flush(Some((tag, served)));
         }
         self.push(TraceEvent {
-            kind: EventKind::GetRequest,
             operation: Operation::Flush,
             tag: Some(tag),
-            ..bare(clock.now_ns(), served as u32)
+            ..TraceEvent::of_plug(EventKind::GetRequest, served as u32, clock.now_ns())
         });
     }
 
-    /// The plug is flushed, with so many requests.
-    pub fn unplugged(&mut self, requests: usize, clock: &mut Clock) {
-        self.plug_event(EventKind::Unplug, requests as u32, clock.now_ns());
+    /// The plug is flushed, with the requests of `plug`.
+    pub fn unplugged(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
+        self.lane_begun(plug, requests, clock);
+        self.plugged = 0;
+        self.push(TraceEvent::of_plug(EventKind::Unplug, plug.len() as u32, clock.now_ns()));
     }
 
-    fn plug_event(&mut self, kind: EventKind, other: u32, time_ns: u64) {
-        self.push(TraceEvent { kind, ..bare(time_ns, other) });
+    /// The plug is flushed, and its requests are issued.
+    pub fn issued(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
+        let times = [plug.first(), plug.last()].map(|tag| tag.map(|tag| requests[tag.index()].start_ns));
+        if self.plugged == 0 && times[0] == times[1] {
+            self.write_plug(plug, requests, true, clock);
+            self.plugged = 0;
+        } else {
+            self.unplugged(plug, requests, clock);
+            self.requests(EventKind::Issue, plug, requests, clock);
+        }
     }
 
     /// Something happens to each of these requests at the same time: they are inserted, issued, requeued.
@@ -222,6 +339,21 @@ impl Tracer {
 
     /// These requests complete, and are still what they were.
     pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], clock: &mut Clock) {
+        if self.allows_lane() && self.unknown.is_empty() {
+            for batch in completed.chunks(RECORD_REQUESTS_MAX) {
+                let now_ns = clock.now_ns();
+                let written =
+                    self.writer.as_mut().is_none_or(|writer| writer.push_completions(now_ns, batch));
+                if !written {
+                    self.completed_singly(batch, requests, clock);
+                }
+            }
+        } else {
+            self.completed_singly(completed, requests, clock);
+        }
+    }
+
+    fn completed_singly(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], clock: &mut Clock) {
         for &(tag, result) in completed {
             let event = self.request(EventKind::Complete, tag, &requests[tag.index()], clock.now_ns());
             self.push(TraceEvent { status: result.err(), ..event });
@@ -231,23 +363,9 @@ impl Tracer {
                 self.fire(EventKind::Complete, tag, &requests[tag.index()], result, clock.now_ns());
             }
         }
-    }
-}
-
-/// An event of no bio.
-fn bare(time_ns: u64, other: u32) -> TraceEvent {
-    TraceEvent {
-        time_ns,
-        kind: EventKind::Plug,
-        operation: Operation::Read,
-        flags: BioFlags::empty(),
-        sector: Sector(0),
-        bytes: 0,
-        bio: NIL,
-        tag: None,
-        client: TraceClient::NONE,
-        status: None,
-        other,
+        if !self.unknown.is_empty() {
+            self.unknown.retain(|tag| completed.iter().all(|(completed, _)| completed != tag));
+        }
     }
 }
 

@@ -6,10 +6,8 @@ use crate::request::NIL;
 use crate::sector::Sector;
 use crate::tags::Tag;
 
-/// Words of an event.
+/// Words of an event that has a record of its own.
 pub(super) const EVENT_WORDS: usize = 5;
-/// Bytes of an event.
-pub const EVENT_BYTES: usize = EVENT_WORDS * 8;
 /// The number of no bio.
 pub const NO_BIO: u32 = NIL;
 /// The number of no tag.
@@ -108,6 +106,14 @@ impl TraceClient {
     pub const fn number(self) -> u32 {
         self.0 & Self::NUMBER
     }
+
+    pub(super) const fn bits(self) -> u32 {
+        self.0
+    }
+
+    pub(super) const fn from_bits(bits: u32) -> TraceClient {
+        TraceClient(bits)
+    }
 }
 
 /// One event.
@@ -139,26 +145,43 @@ pub struct TraceEvent {
 }
 
 impl TraceEvent {
-    /// Its words in memory.
+    /// One of no bio.
+    pub(crate) const fn of_plug(kind: EventKind, other: u32, time_ns: u64) -> TraceEvent {
+        TraceEvent {
+            time_ns,
+            kind,
+            operation: Operation::Read,
+            flags: BioFlags::empty(),
+            sector: Sector(0),
+            bytes: 0,
+            bio: NO_BIO,
+            tag: None,
+            client: TraceClient::NONE,
+            status: None,
+            other,
+        }
+    }
+
+    /// Its words in memory: the first has the kind in its lowest byte.
     #[inline]
     pub(super) fn to_words(self) -> [u64; EVENT_WORDS] {
         let tag = self.tag.map_or(NO_TAG, |tag| tag.0);
         [
-            self.time_ns,
-            self.sector.0,
-            u64::from(self.bytes) | u64::from(self.bio) << 32,
-            u64::from(self.client.0) | u64::from(self.other) << 32,
             u64::from(self.kind as u8)
                 | u64::from(self.operation as u8) << 8
                 | u64::from(self.flags.bits()) << 16
                 | u64::from(self.status.map_or(0, |status| status as u8)) << 24
                 | u64::from(tag) << 32,
+            self.time_ns,
+            self.sector.0,
+            u64::from(self.bytes) | u64::from(self.bio) << 32,
+            u64::from(self.client.0) | u64::from(self.other) << 32,
         ]
     }
 
     /// The event of these words; `None` if they are of a kind that is not known here.
     pub(super) fn from_words(words: [u64; EVENT_WORDS]) -> Option<TraceEvent> {
-        let [time_ns, sector, place, client, what] = words;
+        let [what, time_ns, sector, place, client] = words;
         let byte = |shift: u32| (what >> shift) as u8;
         let (status, tag) = (byte(24), (what >> 32) as u16);
         Some(TraceEvent {

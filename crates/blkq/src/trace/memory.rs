@@ -1,4 +1,4 @@
-//! The memory of a trace: a header, the count of events of each queue, and the events.
+//! The memory of a trace: a header, how much was written of each queue, and the rings of pages.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -7,37 +7,38 @@ use crate::error::{Error, ErrorKind};
 use crate::limits::QUEUES_MAX;
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::event::EVENT_WORDS;
-
-/// Fewest events of a queue's ring.
-pub const EVENTS_MIN: u64 = 64;
-/// Most events of a queue's ring.
-pub const EVENTS_MAX: u64 = 1 << 24;
+/// Words of a page. Under the model checkers it has its first word and one record.
+pub(super) const PAGE_WORDS: usize = if cfg!(model_check) { 6 } else { 512 };
+/// Bytes of a page: a queue's ring has a whole number of them.
+pub const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
+/// Least memory of a queue's ring, in bytes: of two pages one is whole.
+pub const RING_BYTES_MIN: u64 = 2 * PAGE_BYTES;
 /// Most memory of a trace, in bytes.
-pub const MEMORY_MAX_BYTES: usize = 1 << 30;
+pub const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
 /// "blkqtrc" and the version of the format.
-const MAGIC: u64 = u64::from_be_bytes(*b"blkqtrc\x01");
-/// The words of the header: magic, queues, events of each.
+const MAGIC: u64 = u64::from_be_bytes(*b"blkqtrc\x02");
+/// The words of the header: magic, queues, pages of each.
 const HEADER_WORDS: usize = 16;
-/// Words from one count to the next: no two of them share a cache line, or two that are fetched together.
-const COUNT_WORDS: usize = 16;
+/// Words from one position to the next: no two of them share a cache line, or two that are fetched together.
+const POSITION_WORDS: usize = 16;
 
 /// Where the ring of a queue is, in words.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RingPlace {
-    /// The count of its events.
-    pub count: usize,
+    /// How many words were written since the trace began, the unused rest of pages among them.
+    pub position: usize,
+    /// How many events they stand for.
+    pub events: usize,
     first: usize,
-    /// Events that it has room for: a power of two.
-    pub events: u64,
+    /// Pages that it consists of.
+    pub pages: u64,
 }
 
 impl RingPlace {
-    /// Where the words of event `number` begin.
-    #[inline]
-    pub fn event(&self, number: u64) -> usize {
-        self.first + (number & (self.events - 1)) as usize * EVENT_WORDS
+    /// Where the word at `position` is.
+    pub fn word(&self, position: u64) -> usize {
+        self.first + (position % (self.pages * PAGE_WORDS as u64)) as usize
     }
 }
 
@@ -46,23 +47,27 @@ impl RingPlace {
 pub struct TraceMemory {
     words: Words,
     queues: usize,
-    events: u64,
+    pages: u64,
     writable: bool,
 }
 
 impl TraceMemory {
-    /// Makes a memory for as many `queues`, each with a ring of `events`: a power of two from
-    /// [`EVENTS_MIN`] to [`EVENTS_MAX`].
+    /// Makes a memory for as many `queues`, each with a ring of `ring_bytes`: a multiple of [`PAGE_BYTES`],
+    /// at least [`RING_BYTES_MIN`].
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for other numbers, and more than [`MEMORY_MAX_BYTES`]; [`ErrorKind::System`]
     /// if the kernel gives no memory.
-    pub fn new(queues: usize, events: u64) -> Result<Arc<TraceMemory>, Error> {
-        let words = Words::new(words_of(queues, events)?)?;
-        for (word, value) in words.all().iter().zip([MAGIC, queues as u64, events]) {
+    pub fn new(queues: usize, ring_bytes: u64) -> Result<Arc<TraceMemory>, Error> {
+        let pages = ring_bytes / PAGE_BYTES;
+        if !ring_bytes.is_multiple_of(PAGE_BYTES) {
+            return Err(Error::new(ErrorKind::Invalid, format!("a ring of {ring_bytes} bytes")));
+        }
+        let words = Words::new(words_of(queues, pages)?)?;
+        for (word, value) in words.all().iter().zip([MAGIC, queues as u64, pages]) {
             word.store(value, Relaxed);
         }
-        Ok(Arc::new(TraceMemory { words, queues, events, writable: true }))
+        Ok(Arc::new(TraceMemory { words, queues, pages, writable: true }))
     }
 
     /// The memory, for another process.
@@ -77,16 +82,20 @@ impl TraceMemory {
     /// mapped.
     pub fn open(file: OwnedFd) -> Result<Arc<TraceMemory>, Error> {
         let words = Words::open(file)?;
-        let [magic, queues, events, ..] = words.all() else { return Err(no_memory()) };
-        if magic.load(Relaxed) != MAGIC {
-            return Err(no_memory());
+        let [magic, queues, pages, ..] = words.all() else { return Err(no_memory()) };
+        let magic = magic.load(Relaxed);
+        if magic >> 8 == MAGIC >> 8 && magic != MAGIC {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("the trace is of format {}, not {}", magic as u8, MAGIC as u8),
+            ));
         }
-        let (queues, events) = (queues.load(Relaxed), events.load(Relaxed));
+        let (queues, pages) = (queues.load(Relaxed), pages.load(Relaxed));
         let queues = usize::try_from(queues).map_err(|_| no_memory())?;
-        if words_of(queues, events)? != words.all().len() {
+        if magic != MAGIC || words_of(queues, pages)? != words.all().len() {
             return Err(no_memory());
         }
-        Ok(Arc::new(TraceMemory { words, queues, events, writable: false }))
+        Ok(Arc::new(TraceMemory { words, queues, pages, writable: false }))
     }
 
     /// How many queues it has rings for.
@@ -99,15 +108,16 @@ impl TraceMemory {
         self.writable
     }
 
-    /// Events of a queue that it keeps.
-    pub fn events(&self) -> u64 {
-        self.events
+    /// Bytes of each queue's ring.
+    pub fn ring_bytes(&self) -> u64 {
+        self.pages * PAGE_BYTES
     }
 
     pub(super) fn place(&self, queue: usize) -> Option<RingPlace> {
-        let first = first_event(self.queues) + queue * self.events as usize * EVENT_WORDS;
-        let count = HEADER_WORDS + queue * COUNT_WORDS;
-        (queue < self.queues).then_some(RingPlace { count, first, events: self.events })
+        let first = first_page(self.queues) + queue * self.pages as usize * PAGE_WORDS;
+        let position = HEADER_WORDS + queue * POSITION_WORDS;
+        let place = RingPlace { position, events: position + 1, first, pages: self.pages };
+        (queue < self.queues).then_some(place)
     }
 
     #[inline]
@@ -121,26 +131,22 @@ fn no_memory() -> Error {
 }
 
 /// Where the first ring begins.
-fn first_event(queues: usize) -> usize {
-    HEADER_WORDS + queues * COUNT_WORDS
+fn first_page(queues: usize) -> usize {
+    HEADER_WORDS + queues * POSITION_WORDS
 }
 
-fn words_of(queues: usize, events: u64) -> Result<usize, Error> {
-    let valid = (1..=QUEUES_MAX).contains(&queues)
-        && events.is_power_of_two()
-        && (if cfg!(model_check) { 1 } else { EVENTS_MIN }..=EVENTS_MAX).contains(&events);
-    if !valid {
-        let message = format!("a trace of {queues} queues with {events} events each");
-        return Err(Error::new(ErrorKind::Invalid, message));
+fn words_of(queues: usize, pages: u64) -> Result<usize, Error> {
+    let invalid = |why: &str| {
+        let message =
+            format!("a trace of {queues} queues with {pages} pages of {PAGE_BYTES} bytes each{why}");
+        Err(Error::new(ErrorKind::Invalid, message))
+    };
+    if !(1..=QUEUES_MAX).contains(&queues) || !(2..=MEMORY_MAX_BYTES / PAGE_BYTES).contains(&pages) {
+        return invalid("");
     }
-    let words = first_event(queues) + queues * events as usize * EVENT_WORDS;
-    if words > MEMORY_MAX_BYTES / 8 {
-        let message = format!(
-            "a trace of {queues} queues with {events} events each is {} MiB, and may be {} MiB",
-            words >> 17,
-            MEMORY_MAX_BYTES >> 20
-        );
-        return Err(Error::new(ErrorKind::Invalid, message));
+    let words = first_page(queues) + queues * pages as usize * PAGE_WORDS;
+    if words as u64 > MEMORY_MAX_BYTES / 8 {
+        return invalid(&format!(" is {} MiB, and may be {} MiB", words >> 17, MEMORY_MAX_BYTES >> 20));
     }
     Ok(words)
 }

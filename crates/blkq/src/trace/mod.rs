@@ -5,19 +5,25 @@
 //! writing: the oldest events are overwritten, and it never looks at what a reader does. A reader maps
 //! the file without the right to write, and finds by the count of events what it missed.
 //!
+//! An event is a record of its own, or, of bios in the fast lane, part of a record for a whole plug or batch of
+//! completions, which the reader expands.
+//!
 //! While tracing is off a queue takes one branch per batch for each kind of event. Times are those
 //! of the queue's clock: with [`ClockMode::Cached`](crate::ClockMode::Cached) what happens under one plug, or in one batch of
-//! completions, has one time.
+//! completions, has one time; but an attachment's plug, which lasts while its clients are read, is flushed and issued
+//! at a time of its own.
 
 mod event;
 mod memory;
 #[cfg(all(test, model_check))]
 mod model;
 mod probes;
+mod record;
 mod ring;
 
-pub use event::{EVENT_BYTES, EventKind, NO_BIO, TraceClient, TraceEvent};
-pub use memory::{EVENTS_MAX, EVENTS_MIN, MEMORY_MAX_BYTES, TraceMemory};
+pub use event::{EventKind, NO_BIO, TraceClient, TraceEvent};
+pub use memory::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN, TraceMemory};
 pub(crate) use probes::Probes;
+pub(crate) use record::{PlugRecord, RECORD_CAPACITY_SECTORS, RECORD_REQUESTS_MAX};
 pub use ring::TraceReader;
 pub(crate) use ring::TraceWriter;

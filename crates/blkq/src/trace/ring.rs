@@ -1,27 +1,44 @@
-//! The ring buffer of one queue: one thread writes, any number read, and none waits for another.
+//! The ring of one queue, in pages (kernel/trace/ring_buffer.c): one thread writes, any number read, and none
+//! waits for another. No record is on two pages, and each page begins with the count of events before it:
+//! so a reader that was overtaken goes on with any page, and knows what it missed.
 //!
-//! A reader may see an event half overwritten. The writer publishes its position before it begins
-//! with the next event, so that a reader who has seen a part of that sees the position too, and drops
-//! what it has read: what a seqlock does for one value (include/linux/seqlock.h).
+//! A reader may see a page half overwritten. The writer publishes its position before it begins with the
+//! next page, so that a reader who has seen a part of that sees the position too, and drops what it has
+//! read: what a seqlock does for one value (include/linux/seqlock.h).
 
+use std::sync::Arc;
+
+use crate::error::IoResult;
+use crate::request::Request;
 use crate::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
     fence,
 };
-use std::sync::Arc;
+use crate::tags::Tag;
 
-use super::event::{EVENT_WORDS, TraceEvent};
-use super::memory::{RingPlace, TraceMemory};
+use super::event::{EVENT_WORDS, TraceClient, TraceEvent};
+use super::memory::{PAGE_WORDS, RingPlace, TraceMemory};
+use super::record::{
+    PAGE_END, PlugRecord, RECORD_REQUESTS_MAX, TracedRequests, completions_words, expand, write_completions,
+};
 
-/// Events that a reader copies before it checks that they are whole.
-const READ_AT_ONCE: usize = if cfg!(loom) { 2 } else { 256 };
+/// The same as a position.
+const PAGE: u64 = PAGE_WORDS as u64;
+
+/// A page has room for the longest record behind its first word.
+const _: () = assert!(cfg!(model_check) || RECORD_REQUESTS_MAX * 2 < PAGE_WORDS);
 
 /// The writer of a queue's events.
 pub(crate) struct TraceWriter {
     memory: Arc<TraceMemory>,
     place: RingPlace,
+    /// How many words were written.
+    position: u64,
+    /// Where the next record begins, and where its page ends.
+    next: usize,
+    page_end: usize,
     /// How many events were written.
-    count: u64,
+    events: u64,
 }
 
 impl TraceWriter {
@@ -29,22 +46,86 @@ impl TraceWriter {
     /// is another process's.
     pub fn new(memory: &Arc<TraceMemory>, index: usize) -> Option<TraceWriter> {
         let place = memory.place(index).filter(|_| memory.is_writable())?;
-        let count = memory.words()[place.count].load(Relaxed);
-        Some(TraceWriter { memory: memory.clone(), place, count })
+        let [position, events] = [place.position, place.events].map(|at| memory.words()[at].load(Relaxed));
+        let next = place.word(position);
+        // Behind a page that is full comes a new one, whatever is next in memory.
+        let page_end = next + (position.next_multiple_of(PAGE) - position) as usize;
+        Some(TraceWriter { memory: memory.clone(), place, position, next, page_end, events })
     }
 
     /// Writes an event over the oldest.
     #[inline]
     pub fn push(&mut self, event: TraceEvent) {
-        let words = self.memory.words();
-        // A reader that sees a word of this event then sees the count that was stored before.
-        fence(Release);
-        let at = self.place.event(self.count);
-        for (word, value) in words[at..at + EVENT_WORDS].iter().zip(event.to_words()) {
-            word.store(value, Relaxed);
+        self.make_room(EVENT_WORDS);
+        let words = &self.memory.words()[self.next..];
+        words.iter().zip(event.to_words()).for_each(|(word, value)| word.store(value, Relaxed));
+        self.publish(EVENT_WORDS, 1);
+    }
+
+    /// Writes the events of requests, at most [`RECORD_REQUESTS_MAX`], with the client of each unless `clients` is
+    /// empty; none is beyond [`RECORD_CAPACITY_SECTORS`](super::RECORD_CAPACITY_SECTORS).
+    #[inline]
+    pub fn push_plug(
+        &mut self,
+        record: &PlugRecord,
+        tags: &[Tag],
+        requests: &[Request],
+        clients: &[TraceClient],
+    ) {
+        let length = PlugRecord::words(tags.len(), !clients.is_empty());
+        self.make_room(length);
+        let words = &self.memory.words()[self.next..self.next + length];
+        record.write(words, tags, requests, clients);
+        self.publish(length, record.events(tags.len()));
+    }
+
+    /// Writes the completions of requests, at most [`RECORD_REQUESTS_MAX`]. False if one has failed, and nothing
+    /// is written.
+    #[inline]
+    pub fn push_completions(&mut self, time_ns: u64, completed: &[(Tag, IoResult)]) -> bool {
+        let length = completions_words(completed.len());
+        self.make_room(length);
+        let words = &self.memory.words()[self.next..self.next + length];
+        let all_well = write_completions(words, time_ns, completed);
+        if all_well {
+            self.publish(length, completed.len() as u64);
         }
-        self.count += 1;
-        words[self.place.count].store(self.count, Release);
+        all_well
+    }
+
+    /// So many words are left of the page, or there is a new one.
+    #[inline]
+    fn make_room(&mut self, words: usize) {
+        if self.page_end - self.next < words {
+            self.begin_page();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn begin_page(&mut self) {
+        let words = self.memory.words();
+        if self.next < self.page_end {
+            words[self.next].store(PAGE_END, Relaxed);
+            self.position += (self.page_end - self.next) as u64;
+            words[self.place.position].store(self.position, Release);
+        }
+        // A reader that sees a word of this page then sees the position that was stored before.
+        fence(Release);
+        let first = self.place.word(self.position);
+        words[first].store(self.events, Relaxed);
+        (self.next, self.page_end) = (first + 1, first + PAGE_WORDS);
+        self.position += 1;
+    }
+
+    #[inline]
+    fn publish(&mut self, words: usize, events: u64) {
+        self.next += words;
+        self.position += words as u64;
+        self.events += events;
+        let memory = self.memory.words();
+        memory[self.place.events].store(self.events, Relaxed);
+        memory[self.place.position].store(self.position, Release);
     }
 }
 
@@ -52,58 +133,77 @@ impl TraceWriter {
 pub struct TraceReader {
     memory: Arc<TraceMemory>,
     place: RingPlace,
-    /// The number of the next event to read.
+    /// The position of the next record.
     next: u64,
+    /// How many events were before it.
+    events: u64,
+    requests: TracedRequests,
 }
 
 impl TraceReader {
     /// A reader of queue `index`, from its first event on; none if the memory has no such queue.
     pub fn new(memory: &Arc<TraceMemory>, index: usize) -> Option<TraceReader> {
-        Some(TraceReader { memory: memory.clone(), place: memory.place(index)?, next: 0 })
+        let place = memory.place(index)?;
+        Some(TraceReader {
+            memory: memory.clone(),
+            place,
+            next: 0,
+            events: 0,
+            requests: TracedRequests::default(),
+        })
     }
 
     /// Appends the events that were written since the last time to `events`, as far as they still are
-    /// there: they follow each other. Returns how many before them are not, or are of no known kind.
+    /// there. Returns how many are not: those before them; completions of requests that began
+    /// before those; and what is of no known kind.
     pub fn read(&mut self, events: &mut Vec<TraceEvent>) -> u64 {
-        let (until, capacity) = (self.count(Acquire), self.place.events);
-        let mut lost = 0;
-        if self.next < until.saturating_sub(capacity) {
+        let until = self.position(Acquire);
+        if self.is_overwritten(until) {
             // With less than half a ring of distance it would be overtaken again.
-            let from = until - capacity / 2;
-            lost = from - self.next;
-            self.next = from;
+            self.next = (until / PAGE - self.place.pages / 2) * PAGE;
+            self.requests.clear();
         }
-        let begin = events.len();
+        let mut lost = 0;
         while self.next < until {
-            let end = until.min(self.next.saturating_add(READ_AT_ONCE as u64));
-            let mut copies = [[0; EVENT_WORDS]; READ_AT_ONCE];
-            let words = self.memory.words();
-            for (number, copy) in (self.next..end).zip(&mut copies) {
-                let at = self.place.event(number);
-                for (value, word) in copy.iter_mut().zip(&words[at..at + EVENT_WORDS]) {
-                    *value = word.load(Relaxed);
-                }
-            }
-            // Reads the count after the words: see the writer.
+            let end = until.min((self.next - self.next % PAGE).saturating_add(PAGE));
+            let mut copy = [0; PAGE_WORDS];
+            let copy = &mut copy[..(end - self.next) as usize];
+            let words = &self.memory.words()[self.place.word(self.next)..];
+            copy.iter_mut().zip(words).for_each(|(copy, word)| *copy = word.load(Relaxed));
+            // Reads the position after the words: see the writer.
             fence(Acquire);
-            // The event at the count may be in the making, over that of a ring before.
-            let oldest = (self.count(Relaxed).saturating_add(1)).saturating_sub(capacity);
-            let torn = (oldest.clamp(self.next, end) - self.next) as usize;
-            if torn > 0 && events.len() > begin {
+            if self.is_overwritten(self.position(Relaxed)) {
                 // The next call counts them.
                 break;
             }
-            let whole = &copies[torn..(end - self.next) as usize];
-            let before = events.len();
-            events.extend(whole.iter().filter_map(|words| TraceEvent::from_words(*words)));
-            lost += end - self.next - (events.len() - before) as u64;
+            lost += self.expand_page(copy, events);
             self.next = end;
         }
         lost
     }
 
-    fn count(&self, ordering: crate::sync::atomic::Ordering) -> u64 {
-        self.memory.words()[self.place.count].load(ordering)
+    /// Whether a writer at `position` has begun to overwrite the page of the next record.
+    fn is_overwritten(&self, position: u64) -> bool {
+        self.next / PAGE + self.place.pages <= position / PAGE
+    }
+
+    /// Expands the records of a page, or of its rest. Returns how many events are missing before them and among them.
+    fn expand_page(&mut self, mut words: &[u64], events: &mut Vec<TraceEvent>) -> u64 {
+        let mut lost = 0;
+        if let ([before, records @ ..], true) = (words, self.next.is_multiple_of(PAGE)) {
+            lost += before.saturating_sub(self.events);
+            (self.events, words) = (*before, records);
+        }
+        let (first, before) = (events.len(), self.events);
+        while let Some((length, written)) = expand(words, &mut self.requests, events) {
+            words = &words[length..];
+            self.events = self.events.wrapping_add(written);
+        }
+        lost + self.events.wrapping_sub(before).saturating_sub((events.len() - first) as u64)
+    }
+
+    fn position(&self, ordering: crate::sync::atomic::Ordering) -> u64 {
+        self.memory.words()[self.place.position].load(ordering)
     }
 }
 
@@ -111,12 +211,14 @@ impl TraceReader {
 mod tests {
     use std::os::fd::OwnedFd;
 
+    use proptest::prelude::*;
     use rustix::mm::{MapFlags, ProtFlags, mmap};
 
     use super::*;
-    use crate::bio::{BioFlags, Operation};
+    use crate::bio::{BioFlags, Operation, Outline};
+    use crate::error::Status;
     use crate::sector::Sector;
-    use crate::trace::{EVENTS_MAX, EVENTS_MIN, EventKind, NO_BIO, TraceClient};
+    use crate::trace::{EventKind, MEMORY_MAX_BYTES, NO_BIO, PAGE_BYTES, RING_BYTES_MIN};
 
     fn event(number: u64) -> TraceEvent {
         TraceEvent {
@@ -136,11 +238,15 @@ mod tests {
 
     /// Memory with two queues, as its reader maps it too.
     fn memory() -> (Arc<TraceMemory>, Arc<TraceMemory>) {
-        let memory = TraceMemory::new(2, EVENTS_MIN).expect("memory");
+        let memory = TraceMemory::new(2, RING_BYTES_MIN).expect("memory");
         let file: OwnedFd = memory.file().try_clone_to_owned().expect("a descriptor");
         let read = TraceMemory::open(file).expect("its memory");
-        assert_eq!((read.queue_count(), read.events()), (2, EVENTS_MIN));
+        assert_eq!((read.queue_count(), read.ring_bytes()), (2, RING_BYTES_MIN));
         (memory, read)
+    }
+
+    fn ends(memory: &Arc<TraceMemory>, read: &Arc<TraceMemory>) -> (TraceWriter, TraceReader) {
+        (TraceWriter::new(memory, 0).unwrap(), TraceReader::new(read, 0).unwrap())
     }
 
     fn numbers(reader: &mut TraceReader) -> (u64, Vec<u64>) {
@@ -148,6 +254,55 @@ mod tests {
         let lost = reader.read(&mut events);
         (lost, events.iter().map(|event| event.time_ns).collect())
     }
+
+    fn tags(count: u16) -> Vec<Tag> {
+        (0..count).map(Tag).collect()
+    }
+
+    /// Requests of plain bios with tags from 0 on, alternately reads and writes.
+    fn requests(count: u16) -> Vec<Request> {
+        let begun = |tag: u16| {
+            let mut request = Request::of_tag(tag);
+            request.begin_plain(&Outline {
+                operation: if tag.is_multiple_of(2) { Operation::Read } else { Operation::Write },
+                flags: if tag.is_multiple_of(3) { BioFlags::NO_MERGE } else { BioFlags::empty() },
+                sector: Sector((1 << 39) + u64::from(tag) * 256),
+                sectors: u64::from(tag % 255) + 1,
+                start_ns: 10,
+            });
+            request
+        };
+        (0..count).map(begun).collect()
+    }
+
+    /// The events of a whole plug of `requests`, one by one.
+    fn events_of_plug(requests: &[Request], clients: &[TraceClient]) -> Vec<TraceEvent> {
+        let of = |kind, tag: usize, time_ns| {
+            let request = &requests[tag];
+            TraceEvent {
+                time_ns,
+                kind,
+                operation: request.operation,
+                flags: request.flags,
+                sector: request.sector,
+                bytes: request.sectors as u32 * 512,
+                bio: tag as u32,
+                tag: (kind != EventKind::Queue).then_some(Tag(tag as u16)),
+                client: clients.get(tag).copied().unwrap_or_default(),
+                status: None,
+                other: 0,
+            }
+        };
+        let begun = |tag| [of(EventKind::Queue, tag, 10), of(EventKind::GetRequest, tag, 10)];
+        let mut events: Vec<_> = (0..requests.len()).flat_map(begun).collect();
+        events.insert(2, TraceEvent::of_plug(EventKind::Plug, 0, 10));
+        events.push(TraceEvent::of_plug(EventKind::Unplug, requests.len() as u32, 20));
+        events.extend((0..requests.len()).map(|tag| of(EventKind::Issue, tag, 20)));
+        events.extend((0..requests.len()).map(|tag| of(EventKind::Complete, tag, 30)));
+        events
+    }
+
+    const WHOLE_PLUG: PlugRecord = PlugRecord { queued_ns: 10, begins: true, issued_ns: Some(20) };
 
     #[test]
     fn each_queue_has_its_events_in_order() {
@@ -166,21 +321,96 @@ mod tests {
     }
 
     #[test]
+    fn a_plug_and_its_completions_are_read_as_their_events() {
+        for count in 1..=RECORD_REQUESTS_MAX as u16 {
+            let (memory, read) = memory();
+            let (mut writer, mut reader) = ends(&memory, &read);
+            let (tags, requests) = (tags(count), requests(count));
+            let clients: Vec<_> = tags.iter().map(|tag| TraceClient::new(1, tag.0.into())).collect();
+            let completed: Vec<_> = tags.iter().map(|&tag| (tag, Ok(()))).collect();
+            for clients in [&[][..], &clients] {
+                writer.push_plug(&WHOLE_PLUG, &tags, &requests, clients);
+                assert!(writer.push_completions(30, &completed));
+                let mut events = Vec::new();
+                assert_eq!(reader.read(&mut events), 0);
+                assert_eq!(events, events_of_plug(&requests, clients), "{count}");
+            }
+            let failed = [&completed[1..], &[(Tag(0), Err(Status::Io))]].concat();
+            assert!(!writer.push_completions(40, &failed));
+            assert_eq!(numbers(&mut reader), (0, vec![]), "one has failed");
+        }
+    }
+
+    #[test]
+    fn a_merged_request_completes_as_it_has_become() {
+        let (memory, _) = memory();
+        let (mut writer, mut reader) = ends(&memory, &memory);
+        let plug = PlugRecord { issued_ns: None, ..WHOLE_PLUG };
+        writer.push_plug(&plug, &tags(1), &requests(1), &[]);
+        let client = TraceClient::new(2, 3);
+        let merged = |kind, sector| TraceEvent { kind, tag: Some(Tag(0)), bio: 70, client, ..event(sector) };
+        writer.push(merged(EventKind::BackMerge, (1 << 39) + 1));
+        writer.push(merged(EventKind::FrontMerge, (1 << 39) - 1));
+        assert!(writer.push_completions(30, &[(Tag(0), Ok(()))]));
+        let mut events = Vec::new();
+        assert_eq!(reader.read(&mut events), 0);
+        let completed = events.last().unwrap();
+        assert_eq!((completed.kind, completed.time_ns), (EventKind::Complete, 30));
+        assert_eq!((completed.sector, completed.bytes), (Sector((1 << 39) - 1), 3 * 512));
+        assert_eq!((completed.bio, completed.client), (70, client));
+    }
+
+    #[test]
     fn a_ring_that_was_overwritten_has_its_newest_events() {
         let (memory, read) = memory();
-        let (mut writer, mut reader) =
-            (TraceWriter::new(&memory, 0).unwrap(), TraceReader::new(&read, 0).unwrap());
-        (0..EVENTS_MIN).for_each(|number| writer.push(event(number)));
-        // Of a full ring the oldest may be in the making.
-        let (lost, found) = numbers(&mut reader);
-        assert_eq!((lost, found), (1, (1..EVENTS_MIN).collect()));
+        let (mut writer, mut reader) = ends(&memory, &read);
+        let of_page = (PAGE_WORDS - 1) as u64 / EVENT_WORDS as u64;
+        (0..2 * of_page).for_each(|number| writer.push(event(number)));
+        assert_eq!(numbers(&mut reader), (0, (0..2 * of_page).collect()), "two pages are full");
         (0..1000).for_each(|number| writer.push(event(number)));
         let (lost, found) = numbers(&mut reader);
         assert_eq!(lost + found.len() as u64, 1000);
-        assert_eq!(found, (1000 - EVENTS_MIN / 2..1000).collect::<Vec<_>>());
+        assert_eq!(found, (lost..1000).collect::<Vec<_>>());
+        assert!(found.len() as u64 >= of_page, "one page is whole");
         // A new writer continues where the last one was.
         TraceWriter::new(&memory, 0).unwrap().push(event(7));
         assert_eq!(numbers(&mut reader), (0, vec![7]));
+    }
+
+    #[test]
+    fn completions_of_requests_that_were_overwritten_are_lost() {
+        let (memory, _) = memory();
+        let (mut writer, mut reader) = ends(&memory, &memory);
+        writer.push_plug(&WHOLE_PLUG, &tags(2), &requests(2), &[]);
+        (0..400).for_each(|number| writer.push(event(number)));
+        assert!(writer.push_completions(30, &[(Tag(0), Ok(())), (Tag(1), Ok(()))]));
+        writer.push(event(8));
+        let (lost, found) = numbers(&mut reader);
+        assert_eq!(lost + found.len() as u64, 8 + 400 + 2 + 1);
+        assert_eq!(found.last(), Some(&8));
+        assert!(!found.contains(&30), "of nothing that is known");
+    }
+
+    proptest! {
+        /// Whatever the writer's process has become.
+        #[test]
+        fn a_ring_of_anything_is_read(
+            words in prop::collection::vec(prop_oneof![0..70_u64, any::<u64>()], 2 * PAGE_WORDS),
+            positions in prop::collection::vec(prop_oneof![0..5000_u64, any::<u64>()], 4),
+        ) {
+            let memory = TraceMemory::new(1, RING_BYTES_MIN).unwrap();
+            let place = memory.place(0).unwrap();
+            for (number, value) in words.iter().enumerate() {
+                memory.words()[place.word(number as u64)].store(*value, Relaxed);
+            }
+            let mut reader = TraceReader::new(&memory, 0).unwrap();
+            for position in positions {
+                memory.words()[place.position].store(position, Relaxed);
+                let mut events = Vec::new();
+                reader.read(&mut events);
+                prop_assert!(events.len() <= 4 * RECORD_REQUESTS_MAX * 2 * PAGE_WORDS);
+            }
+        }
     }
 
     #[test]
@@ -201,14 +431,22 @@ mod tests {
         let file = std::fs::File::open("/proc/self/exe").unwrap();
         assert!(TraceMemory::open(file.into()).is_err());
         let flags = rustix::fs::MemfdFlags::ALLOW_SEALING;
-        for bytes in [0, 24, 1 << 16] {
+        let made = |bytes: u64, words: &[u64]| {
             let file = rustix::fs::memfd_create("other", flags).unwrap();
             rustix::fs::ftruncate(&file, bytes).unwrap();
+            let start: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            rustix::io::pwrite(&file, &start, 0).unwrap();
             rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::SHRINK).unwrap();
-            assert!(TraceMemory::open(file).is_err(), "{bytes} bytes");
+            TraceMemory::open(file).err().expect("an error").to_string()
+        };
+        for bytes in [0, 24, 1 << 16] {
+            made(bytes, &[]);
         }
-        assert!(TraceMemory::new(0, 64).is_err() && TraceMemory::new(1, 100).is_err());
-        let error = TraceMemory::new(64, EVENTS_MAX).err().unwrap().to_string();
+        let old = made(1 << 16, &[u64::from_be_bytes(*b"blkqtrc\x01")]);
+        assert!(old.contains("format 1, not 2"), "{old}");
+        assert!(TraceMemory::new(0, RING_BYTES_MIN).is_err() && TraceMemory::new(1, PAGE_BYTES).is_err());
+        assert!(TraceMemory::new(1, RING_BYTES_MIN + 8).is_err());
+        let error = TraceMemory::new(64, MEMORY_MAX_BYTES).err().unwrap().to_string();
         assert!(error.contains("64 queues"), "{error}");
     }
 }

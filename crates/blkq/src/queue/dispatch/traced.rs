@@ -1,0 +1,83 @@
+//! Dispatch of a queue that is traced.
+
+use crate::clock::Clock;
+use crate::driver::DriverContext;
+use crate::stats::StatsWriter;
+use crate::tags::Tag;
+use crate::trace::EventKind;
+
+use super::super::disk_view::DiskView;
+use super::super::in_flight::InFlight;
+use super::super::tracer::Tracer;
+use super::Dispatch;
+
+impl Dispatch {
+    /// Changes what is traced, and where to.
+    #[cold]
+    pub fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
+        let mut tracer = self.tracing.take().unwrap_or_default();
+        change(&mut tracer);
+        self.tracing = tracer.is_on().then_some(tracer);
+        self.note_detours();
+    }
+
+    #[inline]
+    pub fn is_traced(&self) -> bool {
+        self.tracing.is_some()
+    }
+
+    /// The plug is flushed, with the requests of `batch`, into the scheduler if there is one.
+    pub fn trace_unplug(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
+        let is_inserted = self.has_scheduler();
+        if let Some(tracer) = self.tracer() {
+            tracer.unplugged(batch, in_flight.requests(), clock);
+            if is_inserted {
+                tracer.requests(EventKind::Insert, batch, in_flight.requests(), clock);
+            }
+        }
+    }
+
+    #[inline]
+    pub fn tracer(&mut self) -> Option<&mut Tracer> {
+        self.tracing.as_deref_mut()
+    }
+
+    /// Whether a tracer is all that there is between a plug and the driver.
+    pub fn is_traced_only(&self) -> bool {
+        self.tracing.is_some()
+            && self.scheduler.is_none()
+            && self.device_time.is_none()
+            && !self.throttle.is_on()
+            && self.requeued.is_empty()
+    }
+
+    /// As [`Dispatch::issue_directly`], of the requests of a plug, which are traced.
+    #[inline(never)]
+    pub fn issue_traced(
+        &mut self,
+        plug: &[Tag],
+        disk: &DiskView,
+        stats: &mut StatsWriter,
+        cx: &mut DriverContext<'_>,
+    ) {
+        let taken = self.issue(plug, disk, stats, cx, |tracing, cx| {
+            if let Some(tracer) = tracing {
+                tracer.issued(plug, cx.requests, cx.clock);
+            }
+        });
+        if taken < plug.len() {
+            match &mut self.tracing {
+                Some(tracer) if self.blocked_by_quiesce => tracer.unplugged(plug, cx.requests, cx.clock),
+                _ => self.trace(EventKind::Requeue, &plug[taken..], cx),
+            }
+            self.requeued.extend(&plug[taken..]);
+        }
+    }
+
+    #[cold]
+    pub(super) fn trace(&mut self, kind: EventKind, tags: &[Tag], cx: &mut DriverContext<'_>) {
+        if let Some(tracer) = &mut self.tracing {
+            tracer.requests(kind, tags, cx.requests, cx.clock);
+        }
+    }
+}
