@@ -1,19 +1,20 @@
 //! The control protocol: over the unix socket NAME.control, one JSON line asks and one
 //! JSON line answers, then the daemon closes the connection.
 
-use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
+mod dialogue;
+
+pub use dialogue::Dialogue;
+
+use std::io::{self, BufRead, BufReader, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -230,99 +231,6 @@ fn call_with<T: DeserializeOwned>(
         }
         Reply::Error(message) => Err(Failure::new(message)),
     }
-}
-
-/// A command in several steps: each reply of the daemon is followed by one byte of the client, perhaps with a file.
-#[derive(Debug)]
-pub struct Dialogue {
-    stream: UnixStream,
-}
-
-impl Dialogue {
-    /// Asks the daemon of `name`, and waits for its first reply.
-    ///
-    /// # Errors
-    /// The error of the daemon, or that it does not answer.
-    pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
-        Dialogue::begin_with_file(dir, name, request, CHANGE_TIMEOUT).map(|(dialogue, _)| dialogue)
-    }
-
-    /// As [`Dialogue::begin`], with a timeout and the file that comes with the reply.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn begin_with_file(
-        dir: &StateDir,
-        name: &str,
-        request: &Request,
-        timeout: Duration,
-    ) -> Outcome<(Dialogue, Option<OwnedFd>)> {
-        let stream = dir.connect(name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
-            _ => Failure::new(format!("control socket of {name}: {e}")),
-        })?;
-        send(&stream, request).map_err(no_answer)?;
-        match receive_with_file::<()>(&stream, timeout).map_err(no_answer)? {
-            (Reply::Ok(()), file) => Ok((Dialogue { stream }, file)),
-            (Reply::Error(message), _) => Err(Failure::new(message)),
-        }
-    }
-
-    /// Takes the next step, and waits for the reply.
-    ///
-    /// # Errors
-    /// As [`Dialogue::reply`].
-    pub fn step(&self, file: Option<BorrowedFd<'_>>) -> Outcome<Outcome> {
-        self.go_on(file)?;
-        self.reply()
-    }
-
-    /// Takes the next step.
-    ///
-    /// # Errors
-    /// The socket's.
-    pub fn go_on(&self, file: Option<BorrowedFd<'_>>) -> Outcome {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let files = Vec::from_iter(file);
-        if !files.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&files));
-        }
-        match sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL) {
-            // It has given up, and the reason is its reply.
-            Ok(_) | Err(Errno::PIPE) => Ok(()),
-            Err(e) => Err(no_answer(e.into())),
-        }
-    }
-
-    /// Whether the daemon waits for the next step: it has not replied since the last one, nor closed the connection.
-    pub fn is_waiting(&self) -> bool {
-        let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
-    }
-
-    /// Waits for the reply to a step.
-    ///
-    /// # Errors
-    /// The outer one if there is no reply, so that it is unknown how far the daemon came; the inner one is the
-    /// daemon's.
-    pub fn reply(&self) -> Outcome<Outcome> {
-        match receive::<()>(&self.stream, CHANGE_TIMEOUT).map_err(no_answer)? {
-            Reply::Ok(()) => Ok(Ok(())),
-            Reply::Error(message) => Ok(Err(Failure::new(message))),
-        }
-    }
-}
-
-/// Readable when there is a reply, or the daemon has closed the connection.
-impl AsFd for Dialogue {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
-    }
-}
-
-fn no_answer(e: io::Error) -> Failure {
-    Failure::new(format!("its daemon gave no answer ({e})"))
 }
 
 /// Waits until a daemon that is to stop answers on `stream`, and reports what it waits for if that
