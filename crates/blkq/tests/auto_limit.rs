@@ -245,7 +245,8 @@ fn a_limit_that_nobody_reaches_is_removed() {
     // One client is left, which does half of that.
     (world.waiting, world.issued) = ([world.now_ns].into(), BinaryHeap::new());
     world.run(40 * S);
-    assert!(!world.has_ceiling() && world.gap_ns().is_none(), "{:?}", world.auto);
+    let on = world.run(40 * S);
+    assert!(!world.has_ceiling() && on.iops > 4_850.0, "{} {:?}", on.iops, world.auto);
 }
 
 #[test]

@@ -32,7 +32,7 @@ const TRIAL_NS: u64 = 600 * MS;
 /// A limit is worth its while if the 99th percentile falls by this factor.
 const WORTH: f64 = 3.0;
 /// Without success the next trial comes after this, then after twice as long.
-const AWAY_NS: u64 = 10 * S;
+const AWAY_NS: u64 = 3 * S;
 const AWAY_NS_MAX: u64 = 160 * S;
 /// In force, the latency is judged this often.
 const JUDGE_NS: u64 = 250 * MS;
