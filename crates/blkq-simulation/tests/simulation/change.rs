@@ -108,6 +108,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
             // Requests in flight lasted too long.
             (_, ErrorKind::Busy) => common.slow,
+            (_, ErrorKind::Held) => common.holding.is_some(),
             _ => false,
         };
         assert!(may_be, "{change:?} is refused: {error}");
@@ -132,7 +133,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
 /// Changes what the fault driver does.
 pub fn make_faults(world: &Rc<RefCell<World>>) {
     let mut world = world.borrow_mut();
-    let (sectors_max, loud) = (world.sectors_max, world.machine.is_some());
+    let (sectors_max, loud) = (world.sectors_max, world.machine.is_some() || world.common.holding.is_some());
     let mut spec =
         if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max, loud) };
     if let Some(file) = world.trigger().filter(|_| spec != "none") {

@@ -8,13 +8,15 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 
-use blkq::Operation;
+use blkq::drivers::fault::Effect;
 use blkq::random::Random;
+use blkq::{Disk, Operation, Status};
 use blkq_export::nbd::proto::*;
 use blkq_simulation as simulation;
 use blkq_simulation::SECTOR_BYTES;
 
 use super::hits::{KINDS, Noticed};
+use super::holds::Holding;
 use super::model::{Content, Model, payload};
 
 /// Most requests of a client at a time.
@@ -47,6 +49,14 @@ impl Outstanding {
     fn rests_on_lost_flush(&self) -> bool {
         let lost = |noticed: &Rc<Noticed>| noticed.hit.operation == Operation::Flush;
         self.is_flushed() && self.hits.iter().any(lost)
+    }
+
+    /// Whether the fault driver may have failed it with the one error of many with its number that is never held.
+    fn was_told_to_wait(&self) -> bool {
+        let again = |noticed: &Rc<Noticed>| {
+            matches!(noticed.hit.effect, Effect::Error(Status::Again) | Effect::Short(Status::Again))
+        };
+        self.hits.iter().any(again)
     }
 
     /// Checks what it read of `sector`.
@@ -121,6 +131,8 @@ pub struct Common {
     pub astray: BTreeMap<(u16, u16), (u64, Range<u64>, bool)>,
     /// Requests hit by the fault driver, by the kind of the effect.
     pub hits: [u64; KINDS],
+    /// The expectations of a device that holds requests, if this one does.
+    pub holding: Option<Holding>,
     /// Rules that hit because their trigger file was there.
     pub triggered: u64,
     /// Since when there is none; `None` while there is.
@@ -133,6 +145,22 @@ impl Common {
     pub fn tick(&mut self) -> u64 {
         self.now += 1;
         self.now
+    }
+
+    /// Somebody resumes the device, or changes its policy, now and then.
+    pub fn step_held(&mut self, disk: &Disk) {
+        if let Some(holding) = &mut self.holding {
+            self.now += 1;
+            holding.step(disk, self.now);
+        }
+    }
+
+    /// Takes over what is held after a turn of the engine. `ghosts`: the server has clients that have gone.
+    pub fn note_held(&mut self, disk: &Disk, ghosts: bool) {
+        if let Some(holding) = &mut self.holding {
+            self.now += 1;
+            holding.note(disk, ghosts, self.now);
+        }
     }
 
     /// Nothing was written since the device became read-only, if it is.
@@ -482,6 +510,15 @@ impl Client {
             || asked.fast_zero && error == NbdError::NotSupported as u32;
         assert!(ok || may_fail, "error {error} though nothing went wrong: {asked:?}");
         assert!(may_deny || error != NbdError::Permission as u32, "not permitted: {asked:?}");
+        if let Some(holding) = &common.holding {
+            let checked = match asked.command {
+                Command::Flush if ok => holding.check_flush(since),
+                Command::Flush | Command::BlockStatus => Ok(()),
+                _ if ok || refused || asked.is_flushed() || asked.was_told_to_wait() => Ok(()),
+                _ => holding.check_error(error, since, writes),
+            };
+            checked.unwrap_or_else(|wrong| panic!("{wrong}: {asked:?}"));
+        }
         let must_fail = common.must_fail.remove(&cookie);
         assert!(!ok || !must_fail, "done in spite of an error: {asked:?}");
         if must_deny || must_be_beyond {

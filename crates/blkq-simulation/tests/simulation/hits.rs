@@ -37,6 +37,8 @@ pub struct Noticed {
     pub hit: Hit,
     /// Of a read, how many that were asked for may have been hit, for each of its sectors.
     candidates: Vec<u32>,
+    /// The request may be held, and done when it is reissued.
+    may_be_held: bool,
 }
 
 impl Noticed {
@@ -70,6 +72,7 @@ impl Noticed {
                 model.check_read(sector, since, &turned(bytes, at))
             }
             Effect::Torn | Effect::Corrupt => model.check_read(sector, since, bytes),
+            _ if self.may_be_held => model.check_read(sector, since, bytes),
             effect => Err(format!("a read of sector {sector} succeeded in spite of {effect:?}")),
         }
     }
@@ -123,10 +126,12 @@ impl Common {
                 *count += u32::from(read.contains(&sector));
             }
         }
-        if hit.operation.is_write() {
+        let fails = matches!(hit.effect, Effect::Error(_) | Effect::Short(_) | Effect::Stuck(_));
+        let may_be_held = fails && self.holding.is_some();
+        if hit.operation.is_write() && !may_be_held {
             self.hit_write(&hit, now);
         }
-        let noticed = Rc::new(Noticed { hit, candidates });
+        let noticed = Rc::new(Noticed { hit, candidates, may_be_held });
         clients.iter_mut().for_each(|client| client.notice(&noticed));
     }
 

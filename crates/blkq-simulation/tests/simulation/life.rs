@@ -24,6 +24,7 @@ use blkq_simulation::{Defect, Faults, Panicked};
 use super::change;
 use super::client::{Client, Common, History};
 use super::hits::KINDS;
+use super::holds::{Holding, Resumer, has_ghosts};
 use super::limits::Limited;
 use super::model::Model;
 use super::vhost::Machine;
@@ -144,6 +145,10 @@ pub struct Seen {
     pub throttled: u64,
     /// Limits that a search of the device's ceiling has set.
     pub found: u64,
+    /// The most requests that were held at once, and those that were reissued, and failed, by resumes.
+    pub held: u64,
+    pub reissued: u64,
+    pub failed: u64,
     pub digest: u64,
     /// Requests that the fault driver hit: error, short, torn, misdirect, corrupt, lose, stuck.
     pub hits: [u64; KINDS],
@@ -234,6 +239,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
             must_fail: BTreeSet::new(),
             astray: BTreeMap::new(),
             hits: [0; KINDS],
+            holding: worlds.holds.then(|| Holding::new(seed)),
             triggered: 0,
             trigger_removed_ns: Some(0),
             replies: 0,
@@ -271,6 +277,7 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
         std::fs::remove_file(world.image.with_extension("trigger")).unwrap();
     }
     let (operations, digest) = simulation::trace();
+    let holding = world.common.holding.as_ref();
     Seen {
         replies: world.common.replies,
         errors: world.common.errors,
@@ -279,6 +286,9 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
         admitted: world.limited.as_ref().map_or(0, |limited| limited.admitted),
         throttled: world.limited.as_ref().map_or(0, |limited| limited.throttled),
         found: world.limited.as_ref().map_or(0, |limited| limited.found),
+        held: holding.map_or(0, |holding| holding.held),
+        reissued: holding.map_or(0, |holding| holding.reissued),
+        failed: holding.map_or(0, |holding| holding.failed),
         faults: simulation::faults_seen(),
         operations,
         digest,
@@ -335,6 +345,9 @@ impl World {
         let source = self.machine.is_none().then(|| setup.serve(&mut engine, self.worlds));
         if let Some(limited) = &mut self.limited {
             limited.begin(&disk);
+        }
+        if let Some(holding) = &mut self.common.holding {
+            holding.begin(&disk, self.common.now);
         }
         self.server = Some(Server { disk, engine, source, clients: Vec::new(), sockets: Vec::new() });
         (changing, faulty)
@@ -406,12 +419,14 @@ impl World {
             // In the middle of whatever it was about.
             common.ghosts.extend(clients.swap_remove(which).reads());
         }
+        common.step_held(disk);
         for _ in 0..chance.below(4) {
             engine.turn();
             common.note(take_noted(), clients);
             if let Some(limited) = limited {
                 limited.note(disk);
             }
+            common.note_held(disk, has_ghosts(sockets, clients.len()));
         }
         if chance.one_in(200) {
             simulation::pass(chance.below(9_000_000_000));
@@ -444,6 +459,9 @@ impl World {
             // A device that is killed leaves its words in the group as they are.
             limited.stop(&disk, how >= 2);
         }
+        if let (Some(holding), 1) = (&mut common.holding, how) {
+            holding.stop(common.now);
+        }
         // An orderly stop works under the faults, too, which block nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
             disk.set_driver(&FaultSpec::default()).unwrap();
@@ -451,7 +469,7 @@ impl World {
         }
         match how {
             0 => {
-                drain(&disk, &mut engine, &mut clients, chance, common, limited);
+                drain(&disk, &mut engine, &mut clients, &sockets, chance, common, limited);
                 drop(clients);
                 engine.stop();
             }
@@ -540,17 +558,23 @@ fn drain(
     disk: &Arc<Disk>,
     engine: &mut SimulatedEngine,
     clients: &mut [Client],
+    sockets: &[(RawFd, u64)],
     chance: &mut Random,
     common: &mut Common,
     limited: &mut Option<Limited>,
 ) {
     simulation::set_faults(Faults::default());
+    let mut resumer = Resumer::default();
     for _ in 0..TURNS_MAX {
-        if clients.iter().all(Client::is_idle) {
+        if clients.iter().all(Client::is_idle) && disk.held() == 0 {
             return;
+        }
+        if common.holding.is_some() {
+            resumer.turn(disk);
         }
         engine.turn();
         common.note(take_noted(), clients);
+        common.note_held(disk, has_ghosts(sockets, clients.len()));
         if let Some(limited) = limited {
             limited.note(disk);
             limited.check_nobody_waits_for_nothing(disk);

@@ -11,6 +11,7 @@
 mod change;
 mod client;
 mod hits;
+mod holds;
 mod life;
 mod limits;
 mod model;
@@ -128,6 +129,24 @@ fn limits_hold() {
     assert!(count < 100 || (throttled > 0 && found > 0));
 }
 
+/// Lives whose devices hold requests that fail, and are resumed.
+#[test]
+fn held_requests() {
+    if let Ok(seed) = std::env::var("BLKQ_SEED") {
+        let seed = seed.parse().unwrap();
+        let seen = live(seed, None, Worlds::of(seed).with_holds());
+        return println!("seed {seed} with holds: {seen:?}");
+    }
+    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let (mut held, mut reissued, mut failed) = (0, 0, 0);
+    for seed in first..first + count {
+        let seen = run_named(seed, " with holds", move || live(seed, None, Worlds::of(seed).with_holds()));
+        (held, reissued, failed) = (held + seen.held, reissued + seen.reissued, failed + seen.failed);
+    }
+    println!("{count} seeds with holds from {first}: {held} held, {reissued} reissued, {failed} failed");
+    assert!(count < 100 || [held, reissued, failed].iter().all(|count| *count > 0));
+}
+
 /// Seeds that found defects which there were, in a world without those of [`Worlds`]. Which they
 /// are changes with what the seeds mean.
 ///
@@ -150,6 +169,7 @@ fn a_seed_has_one_fate() {
         let worlds = Worlds::of(seed);
         assert_eq!(run(seed, worlds), run(seed, worlds));
         assert_eq!(run(seed, worlds.with_limits()), run(seed, worlds.with_limits()));
+        assert_eq!(run(seed, worlds.with_holds()), run(seed, worlds.with_holds()));
         assert_eq!(run_machine(seed), run_machine(seed));
     }
 }

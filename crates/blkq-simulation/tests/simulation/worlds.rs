@@ -18,6 +18,8 @@ pub struct Worlds {
     pub triggers: bool,
     /// The device has limits, of its own or of a group with another device.
     pub limits: bool,
+    /// Its requests are held after errors, now and then.
+    pub holds: bool,
 }
 
 impl Worlds {
@@ -28,6 +30,7 @@ impl Worlds {
         loses_size: false,
         triggers: false,
         limits: false,
+        holds: false,
     };
     /// Every life stops by a panic.
     pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
@@ -37,6 +40,11 @@ impl Worlds {
     /// With limits besides.
     pub const fn with_limits(self) -> Worlds {
         Worlds { limits: true, ..self }
+    }
+
+    /// With requests that are held after errors, and without limits.
+    pub const fn with_holds(self) -> Worlds {
+        Worlds { holds: true, limits: false, ..self }
     }
 
     /// Those of a seed whose client is a virtual machine.
@@ -54,6 +62,7 @@ impl Worlds {
             loses_size: chance.one_in(2),
             triggers: chance.one_in(2),
             limits: chance.one_in(2),
+            holds: false,
         }
     }
 }

@@ -1,0 +1,150 @@
+//! A device whose requests are held after errors, until it is resumed: no client sees an error that the policy holds,
+//! no flush overtakes a write that is held, and nothing waits for ever once it is resumed and nothing fails.
+
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::os::fd::{FromRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use blkq::random::Random;
+use blkq::{Disk, ErrorPolicy, Resume, Status};
+use blkq_export::nbd::proto::NbdError;
+
+use super::client::History;
+
+/// Resumes after which nothing is held, where nothing fails any more: what had failed before is noticed later.
+const RESUMES_MAX: u64 = 8;
+
+/// Errors that are reported whatever the policy is.
+const REPORTED: [Status; 4] = [Status::NotSupported, Status::Invalid, Status::ReadOnly, Status::Again];
+
+/// The expectations of a device that holds requests.
+pub struct Holding {
+    chance: Random,
+    policy: History<ErrorPolicy>,
+    /// When what was held was to fail last.
+    failed_at: u64,
+    /// Since when a client's bios may be abandoned: a write that was merged with one of them fails.
+    abandoned_since: Option<u64>,
+    /// Until when they may have been.
+    abandoned_until: u64,
+    /// Since when writes have been held.
+    writes_since: Option<u64>,
+    /// Requests that were held at once, resumed, and failed by a resume.
+    pub held: u64,
+    pub reissued: u64,
+    pub failed: u64,
+}
+
+impl Holding {
+    pub fn new(seed: u64) -> Holding {
+        Holding {
+            chance: Random::new(seed.rotate_left(16)),
+            policy: History::new(0, ErrorPolicy::Report),
+            failed_at: 0,
+            abandoned_since: None,
+            abandoned_until: 0,
+            writes_since: None,
+            held: 0,
+            reissued: 0,
+            failed: 0,
+        }
+    }
+
+    /// A server begins its life.
+    pub fn begin(&mut self, disk: &Disk, now: u64) {
+        let policy = self.any_policy();
+        disk.set_error_policy(policy);
+        self.policy = History::new(now, policy);
+        (self.abandoned_since, self.writes_since) = (None, None);
+    }
+
+    fn any_policy(&mut self) -> ErrorPolicy {
+        ErrorPolicy::ALL[self.chance.below(ErrorPolicy::ALL.len() as u64) as usize]
+    }
+
+    /// Somebody resumes the device, or changes its policy, now and then.
+    pub fn step(&mut self, disk: &Disk, now: u64) {
+        if self.chance.one_in(50) {
+            let policy = self.any_policy();
+            disk.set_error_policy(policy);
+            self.policy.begin(now, policy);
+        }
+        match self.chance.below(60) {
+            0..2 => self.reissued += disk.resume(Resume::Reissue),
+            2 => self.fail(disk, now),
+            _ => {}
+        }
+    }
+
+    fn fail(&mut self, disk: &Disk, now: u64) {
+        self.failed += disk.resume(Resume::Fail);
+        self.failed_at = now;
+    }
+
+    /// The device stops: nothing is held from now on.
+    pub fn stop(&mut self, now: u64) {
+        self.failed_at = now;
+    }
+
+    /// A turn of the engine is over, which has taken the policy over. `ghosts`: the server has clients that have gone.
+    pub fn note(&mut self, disk: &Disk, ghosts: bool, now: u64) {
+        self.policy.settle(now, disk.error_policy());
+        self.held = self.held.max(disk.held());
+        self.writes_since = disk.has_held_writes().then(|| self.writes_since.unwrap_or(now));
+        match (ghosts, self.abandoned_since) {
+            (true, None) => self.abandoned_since = Some(now),
+            (false, Some(_)) => (self.abandoned_since, self.abandoned_until) = (None, now),
+            _ => {}
+        }
+    }
+
+    /// Checks an error of a request that was sent at `since`; of a write if `writes`.
+    pub fn check_error(&self, error: u32, since: u64, writes: bool) -> Result<(), String> {
+        let of = |status: &Status| NbdError::from(*status) as u32 == error;
+        let held = |policy| match policy {
+            ErrorPolicy::Report => false,
+            ErrorPolicy::HoldNoSpace => of(&Status::NoSpace),
+            ErrorPolicy::Hold => Status::ALL.iter().any(|status| of(status) && !REPORTED.contains(status)),
+        };
+        let may_report = self.policy.may(since, |policy| !held(policy));
+        let abandoned = self.abandoned_since.is_some() || self.abandoned_until >= since;
+        if may_report || self.failed_at >= since || writes && abandoned {
+            return Ok(());
+        }
+        Err(format!("error {error} is reported, and it is to be held"))
+    }
+
+    /// Checks that a flush which was sent at `since` and has completed overtook no write.
+    pub fn check_flush(&self, since: u64) -> Result<(), String> {
+        match self.writes_since {
+            Some(held) if held < since => Err("a flush overtook writes that are held".to_owned()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether the server, of whose `sockets` these are descriptors and inodes, has more than its `clients`: some have gone.
+pub fn has_ghosts(sockets: &[(RawFd, u64)], clients: usize) -> bool {
+    let is_open = |&&(socket, inode): &&(RawFd, u64)| {
+        // SAFETY: it is read only, and not closed.
+        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(socket) });
+        file.metadata().is_ok_and(|metadata| metadata.ino() == inode)
+    };
+    sockets.iter().filter(is_open).count() > clients
+}
+
+/// Resumes a device on which nothing fails any more.
+#[derive(Default)]
+pub struct Resumer(u64);
+
+impl Resumer {
+    pub fn turn(&mut self, disk: &Arc<Disk>) {
+        if disk.held() > 0 {
+            disk.resume(Resume::Reissue);
+            self.0 += 1;
+            assert!(self.0 <= RESUMES_MAX, "requests are held again, though nothing fails");
+        }
+    }
+}
