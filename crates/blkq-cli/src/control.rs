@@ -81,6 +81,8 @@ pub enum Request {
         /// How.
         change: BitmapChange,
     },
+    /// Read the certificates anew, for connections from then on; nothing is done if there are none.
+    ReloadCertificates {},
     /// Trace the device until the connection closes. The memory with the events comes with the reply.
     Trace {
         /// Its bytes for each queue: a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
@@ -440,6 +442,7 @@ mod tests {
             Request::Bitmap { change: BitmapChange::Remove { name: "b".into() } },
             Request::Bitmap { change: BitmapChange::Clear { name: "b".into() } },
             Request::Trace { ring_bytes: 1 << 24 },
+            Request::ReloadCertificates {},
             Request::Snapshot { options },
             Request::Leave {},
             Request::Detach { force: true },

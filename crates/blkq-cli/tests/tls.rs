@@ -122,6 +122,17 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
         place.log()
     );
     assert_eq!(served(), "server\n");
+    // A configuration that is applied: neither these nor its settings.
+    let config =
+        format!("image = \"{}\"\ndepth = 9\nname = \"disk.img\"\n", place.dir.join("disk.img").display());
+    fs::write(place.dir.join("disk.toml"), config).unwrap();
+    let apply = "blkq config apply disk.toml";
+    let refused = place.shell(apply);
+    let line = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!((refused.status.code(), line.lines().count()), (Some(1), 1), "{line}");
+    assert!(line.starts_with("blkq: disk.img: the certificates stay as they were: TLS: "), "{line}");
+    let depth = || place.shell_done("blkq show disk.img | awk '$1 == \"depth\" { print $2 }'");
+    assert_eq!((served().as_str(), depth().as_str()), ("server\n", "128\n"));
     // New ones, put in place by renaming them.
     place.shell_done(
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=renewed \
@@ -130,6 +141,8 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
          -keyout new-key.pem -out new-cert.pem
          mv new-key.pem server/server-key.pem; mv new-cert.pem server/server-cert.pem",
     );
+    assert_eq!(place.shell_done(apply), "");
+    assert_eq!((served().as_str(), depth().as_str()), ("renewed\n", "9\n"));
     hangup("SIGHUP: reloaded the certificates in ");
     assert_eq!(served(), "renewed\n");
     place.shell_done(&format!("nbdinfo 'nbds://localhost:{port}/?tls-certificates=client'"));

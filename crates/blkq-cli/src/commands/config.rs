@@ -35,19 +35,23 @@ pub struct Args {
 enum Action {
     /// Report the mistakes in them
     Check,
-    /// Set what `blkq set` can change to what the files have, on their devices, which are attached
+    /// Set what `blkq set` can change to what the files have, on their devices, which are attached, and have these
+    /// read their certificates anew
     Apply,
 }
 
-/// Sets on the device what the file has. Other settings stay as they are.
+/// Has the device read its certificates anew, and sets on it what the file has. Other settings stay as they are, and
+/// nothing is changed if the file or the certificates have a mistake.
 fn apply(path: &Path) -> Outcome {
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
+    file.attach_options().map_err(|fault| fault.failure(path))?;
+    let (dir, name) = (StateDir::locate()?, file.name());
+    ask::<()>(&dir, &name, &Request::ReloadCertificates {}).map_err(|e| e.during(&name))?;
     let settings = file.settings();
     if settings.is_empty() {
         return Ok(());
     }
-    let name = file.name();
-    let set = ask::<()>(&StateDir::locate()?, &name, &Request::Set { settings });
+    let set = ask::<()>(&dir, &name, &Request::Set { settings });
     set.map_err(|e| e.during(format_args!("set {name}")))
 }
 

@@ -98,11 +98,19 @@ impl ConfigFile {
         (!has_name).then(|| format!("--name={}", self.name()))
     }
 
-    /// The options of the device, checked together.
+    /// The options of the device, checked together, and for a service.
     ///
     /// # Errors
     /// The mistake.
     pub fn options(&self) -> Result<AttachOptions, Fault> {
+        self.attach_options().and_then(|options| self.check_for_service(options))
+    }
+
+    /// The options of the device, checked together.
+    ///
+    /// # Errors
+    /// The mistake.
+    pub fn attach_options(&self) -> Result<AttachOptions, Fault> {
         if !self.keys.iter().any(|key| key.key == words::IMAGE) {
             return Err(Fault {
                 line: 0,
@@ -115,8 +123,7 @@ impl ConfigFile {
             Ok(()) => Ok(options),
             Err(failure) => Err(failure.to_string()),
         });
-        let options = options.map_err(|text| Fault { line: self.line_of(&text), text })?;
-        self.check_for_service(options)
+        options.map_err(|text| Fault { line: self.line_of(&text), text })
     }
 
     /// Rejects what would depend on how a service is started, or on what is in its image.

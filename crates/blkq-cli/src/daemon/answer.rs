@@ -81,6 +81,13 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let open = shared.stage().check();
             reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
         }
+        Request::ReloadCertificates {} => {
+            let reloaded = shared.device().reload_certificates().inspect_err(refused);
+            if let Ok(Some(directory)) = &reloaded {
+                log::line(&format!("reloaded the certificates in {}", directory.display()));
+            }
+            reply_line(reloaded.map(|_| ()))
+        }
         Request::Trace { ring_bytes } => match serve_trace(shared, &stream, ring_bytes) {
             Ok(()) => return,
             Err(failure) => reply_line::<()>(Err(failure)),

@@ -263,7 +263,16 @@ impl Daemon {
     fn on_signal(&mut self, signal: Signal) -> bool {
         match signal {
             Signal::Hangup => {
-                self.shared.spawn(|shared| log::line(&shared.device().reload_certificates()));
+                self.shared.spawn(move |shared| {
+                    let done = match shared.device().reload_certificates() {
+                        Ok(None) => "nothing to do, as there are no certificates to reload".to_owned(),
+                        Ok(Some(directory)) => {
+                            format!("reloaded the certificates in {}", directory.display())
+                        }
+                        Err(failure) => failure.to_string(),
+                    };
+                    log::line(&format!("{}: {done}", signal.name()));
+                });
                 false
             }
             Signal::Terminate | Signal::Interrupt => self.shared.terminate(signal),

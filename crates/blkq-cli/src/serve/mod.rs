@@ -17,7 +17,7 @@ mod snapshot;
 mod trace;
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -237,16 +237,16 @@ impl Device {
         self.meter.statistics()
     }
 
-    /// Reads the certificates anew, for clients that connect from now on. Returns what happened, for
-    /// the log; if they cannot be used, those from before stay.
-    pub fn reload_certificates(&self) -> String {
-        let Some(certificates) = &self.certificates else {
-            return "SIGHUP: nothing to do, as there are no certificates to reload".to_owned();
-        };
-        match certificates.reload() {
-            Ok(()) => format!("SIGHUP: reloaded the certificates in {}", certificates.directory().display()),
-            Err(error) => format!("SIGHUP: the certificates stay as they were: {error}"),
-        }
+    /// Reads the certificates anew, for clients that connect from now on. Returns the directory that they are in,
+    /// if there are any.
+    ///
+    /// # Errors
+    /// Why they cannot be used; those from before stay.
+    pub fn reload_certificates(&self) -> Outcome<Option<&Path>> {
+        let Some(certificates) = &self.certificates else { return Ok(None) };
+        let reloaded = certificates.reload();
+        reloaded.map_err(|e| Failure::from(e).during("the certificates stay as they were"))?;
+        Ok(Some(certificates.directory()))
     }
 
     /// The contents of the state file.
