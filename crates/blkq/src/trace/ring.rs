@@ -246,7 +246,8 @@ mod tests {
     }
 
     fn ends(memory: &Arc<TraceMemory>, read: &Arc<TraceMemory>) -> (TraceWriter, TraceReader) {
-        (TraceWriter::new(memory, 0).unwrap(), TraceReader::new(read, 0).unwrap())
+        let writer = TraceWriter::new(memory, 0).expect("a queue");
+        (writer, TraceReader::new(read, 0).expect("a queue"))
     }
 
     fn numbers(reader: &mut TraceReader) -> (u64, Vec<u64>) {
