@@ -27,19 +27,17 @@ impl Disk {
         self.freeze_timeout()?;
         Ok(Exchange { disk: self, _frozen: Frozen(self), _one_at_a_time: one_at_a_time })
     }
-}
 
-impl Exchange<'_> {
     /// Checks whether `driver` could take the place of the disk's: its device must be the same for those that use it.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if it has fewer queues, another size or sector, or wants more of memory.
-    pub fn check(&self, driver: &dyn Driver) -> Result<(), Error> {
-        let (now, then) = (self.disk.driver().limits(), driver.limits());
+    pub fn check_exchange(&self, driver: &dyn Driver) -> Result<(), Error> {
+        let (now, then) = (self.driver().limits(), driver.limits());
         then.validate()?;
-        let (queues, most) = (self.disk.queue_count(), driver.queues_max());
+        let (queues, most) = (self.queue_count(), driver.queues_max());
         let refused =
-            |why: String| Err(Error::new(ErrorKind::Unsupported, format!("{}: {why}", self.disk.name())));
+            |why: String| Err(Error::new(ErrorKind::Unsupported, format!("{}: {why}", self.name())));
         if queues > most {
             return refused(format!("it has {queues} queues, and a {} device at most {most}", driver.name()));
         }
@@ -55,6 +53,16 @@ impl Exchange<'_> {
             ));
         }
         Ok(())
+    }
+}
+
+impl Exchange<'_> {
+    /// As [`Disk::check_exchange`].
+    ///
+    /// # Errors
+    /// As that.
+    pub fn check(&self, driver: &dyn Driver) -> Result<(), Error> {
+        self.disk.check_exchange(driver)
     }
 
     /// Puts `driver`, which was checked, in the place of the disk's, which is returned. Each queue of the disk opens its

@@ -3,10 +3,11 @@
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
 //! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
-//! does with the image, `name` how that is called now, `format` what is no raw image, `extents` what is data and what is a hole,
+//! does with the image, `name` how that is called now, `format` what is no raw image, `base` an image that was behind another, `extents` what is data and what is a hole,
 //! `bitmaps` and `bitmap_file` the dirty bitmaps that are kept beside the image.
 
 pub(crate) mod backing;
+pub(crate) mod base;
 mod bitmap_file;
 mod bitmaps;
 pub(crate) mod claim;
@@ -65,6 +66,21 @@ fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Erro
     fadvise(&tail, 0, None, Advice::Random)
         .map_err(|e| Error::system(format!("cannot advise the kernel of {}", path.display()), e))?;
     Ok(Arc::new(tail))
+}
+
+/// How an image is served, as far as it was chosen when it was opened.
+struct Chosen {
+    logical_block_bytes: u32,
+    mode: Mode,
+    /// Of the device, in bytes.
+    size: u64,
+    /// The image once more, for syncs.
+    synced: File,
+    /// And through the page cache, if the device may end within a sector.
+    tail: Option<Arc<File>>,
+    /// Why its dirty bitmaps cannot be kept, or the file that has them, if there is one.
+    bitmaps: Result<Mutex<Option<BitmapFile>>, &'static str>,
+    warnings: Vec<String>,
 }
 
 /// The image of a device, for a driver that is to have it behind an image of its own.
@@ -158,8 +174,6 @@ impl LoopDevice {
             let message = format!("{} is a {format} image, not raw data", backing.path.display());
             return Err(Error::new(ErrorKind::Format, message));
         }
-        // A block device whose block is larger than the sector does neither on odd blocks.
-        let able = !backing.block_device || backing.logical_block <= logical_block_bytes;
         let bitmaps = match cannot_keep(options, &backing) {
             Some(why) => Err(why),
             None => Ok(Mutex::new(BitmapFile::open(&backing.path, options.read_only)?)),
@@ -167,6 +181,16 @@ impl LoopDevice {
         let synced = backing::reopen(&backing.file, &backing.path, false)?;
         let tail =
             partial.then(|| tail_file(&backing.file, &backing.path, !options.read_only)).transpose()?;
+        let chosen = Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings };
+        Ok(LoopDevice::assemble(backing, options, chosen))
+    }
+
+    /// The device of an image that is open and locked.
+    fn assemble(backing: Backing, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
+        let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
+        let partial = tail.is_some();
+        // A block device whose block is larger than the sector does neither on odd blocks.
+        let able = !backing.block_device || backing.logical_block <= logical_block_bytes;
         let shared = Shared {
             offset: options.offset,
             logical_block_bytes,
@@ -193,7 +217,7 @@ impl LoopDevice {
             zeroes: AtomicBool::new(able),
             zeroes_no_unmap: AtomicBool::new(able),
         };
-        Ok(LoopDevice {
+        LoopDevice {
             shared: Arc::new(shared),
             name: ImageName::new(&backing.path),
             path: backing.path,
@@ -207,7 +231,7 @@ impl LoopDevice {
             superseded: AtomicBool::new(false),
             bitmaps,
             warnings,
-        })
+        }
     }
 
     /// Warnings for the user about how the image is opened now; each one line.
@@ -235,7 +259,7 @@ impl LoopDevice {
 
     /// Makes all writes durable, without delaying those that ask for the state. Once that
     /// failed through the page cache it fails for good: see `flushed` in `outcome`.
-    fn sync(&self) -> Result<(), Error> {
+    pub(crate) fn sync(&self) -> Result<(), Error> {
         let (shared, path) = (&self.shared, self.path.display());
         // The end of the device may be cached when the rest is not.
         let buffered = self.partial || locked(&shared.state).mode.direct.is_none();

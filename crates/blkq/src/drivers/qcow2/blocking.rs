@@ -8,10 +8,13 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::buffer::{IoBuffer, Segment};
 use crate::error::{Error, ErrorKind, IoResult};
+use crate::tags::Tag;
 
 use super::env::{Env, Shared};
-use super::io::{Action, Executor, Submitted};
+use super::io::{Action, Executor, Memory, Submitted};
+use super::write::{Source, write};
 
 /// Runs what `task` makes, on the files of the chain.
 ///
@@ -49,6 +52,29 @@ pub(super) fn run<F: Future<Output = IoResult> + 'static>(
         Some(Err(status)) => Err(Error::system(format!("cannot {what}"), status)),
         None => Err(Error::new(ErrorKind::System, format!("cannot {what}"))),
     }
+}
+
+/// Writes `data` to `position` of the device.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn write_data(
+    shared: &Arc<Shared>,
+    files: &[Arc<File>],
+    what: &str,
+    position: u64,
+    mut data: IoBuffer,
+) -> Result<(), Error> {
+    let (bytes, segment) = (data.len() as u64, Segment::new(data.as_mut_ptr(), data.len() as u32));
+    // SAFETY: the buffer outlives `run`, which performs each operation before it returns, and no other request of this
+    // environment has that tag.
+    let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
+    run(
+        shared,
+        files,
+        what,
+        move |env| async move { write(&env, position, bytes, Source::Memory(&memory)).await },
+    )
 }
 
 /// Performs an operation, of a transfer the first piece at least: the result is a ring's.

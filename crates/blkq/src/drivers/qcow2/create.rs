@@ -16,7 +16,7 @@ use super::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTE
 
 /// Bits of the size of a cluster: QEMU's default.
 const CLUSTER_BITS: u32 = 16;
-pub(super) const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
+const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 /// Bytes of the header without extensions.
 const HEADER_BYTES: usize = 112;
 /// Refcounts have 16 bits.

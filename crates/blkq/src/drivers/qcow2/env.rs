@@ -11,6 +11,7 @@ use crate::kick::Wake;
 use crate::sync::{Mutex, MutexGuard, lock};
 
 use super::cache::{Key, Table};
+use super::changes::Changes;
 use super::epochs::Epochs;
 use super::inflate::{Compressed, Inflater, Place};
 use super::io::{Io, Op};
@@ -23,6 +24,13 @@ pub(super) const BOUNCE_MAX_BYTES: u64 = 64 << 20;
 pub(super) struct Shared {
     pub state: Mutex<State>,
     pub epochs: Arc<Epochs>,
+    pub changes: Changes,
+}
+
+impl Shared {
+    pub fn new(state: State) -> Arc<Shared> {
+        Arc::new(Shared { state: Mutex::new(state), epochs: Arc::default(), changes: Changes::default() })
+    }
 }
 
 /// A cluster that was decompressed, and where it was compressed.

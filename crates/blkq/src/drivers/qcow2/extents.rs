@@ -3,16 +3,15 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use crate::buffer::IoBuffer;
 use crate::driver::{DepthExtent, Extent};
 use crate::drivers::r#loop::extents::of_file;
 use crate::sync::lock;
 
 use super::env::Shared;
-use super::state::{Extra, Found, Lack};
+use super::slices::Slices;
+use super::state::Found;
 
 /// The extents of `range`, at most `max`.
 pub(super) fn of_chain(
@@ -79,30 +78,10 @@ fn each_run(
 ) -> io::Result<()> {
     let end = range.end.min(lock(&shared.state).size);
     let mut at = range.start;
-    // One of each image: a place of the device may need them all.
-    let (mut extra, mut commits) = (Extra::new(), 0);
+    let mut slices = Slices::default();
     while at < end {
-        let found = {
-            let mut state = lock(&shared.state);
-            if std::mem::replace(&mut commits, state.commits) != state.commits {
-                // Slices may have been changed in memory since, and have left it.
-                extra.clear();
-            }
-            state.find_with_layer(0, at, end - at, Some(&extra))
-        };
-        let (found, layer, run) = match found {
-            Ok(found) => found,
-            Err(Lack::Slice(key, _)) => {
-                let bytes = lock(&shared.state).cache.slice_bytes();
-                let mut buffer = IoBuffer::zeroed(bytes);
-                let length = files[usize::from(key.layer)].read_at(&mut buffer, key.offset)?;
-                buffer[length..].fill(0);
-                extra.retain(|(other, _)| other.layer != key.layer);
-                extra.push((key, buffer.to_vec()));
-                continue;
-            }
-            Err(_) => return Err(io::Error::from_raw_os_error(libc::EIO)),
-        };
+        let (found, layer, run) =
+            slices.find(shared, files, |state, extra| state.find_with_layer(0, at, end - at, Some(extra)))?;
         match each(found, layer, run)? {
             Some(taken) => at += taken,
             None => break,

@@ -5,16 +5,21 @@
 //! for them, `env` what tasks share. `read` (`inflate`), `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
 //! path, `bitmaps` are the dirty bitmaps in an image and `keep` writes them, `blocking` runs tasks without a queue, `create` makes images,
-//! `over` one over the image that is served, `extents` and `grow` are for the control plane. `journal`
-//! (`mapping`) has what the file lacks when the process is killed, and `replay` applies it.
+//! `over` one over the image that is served, `extents` and `grow` are for the control plane; `block_commit` has what the
+//! image has (`own`, found beside the queue by `slices`) go to the one behind it, with what is written meanwhile
+//! (`changes`), and then `empty` of its own. `journal` (`mapping`) has what the file lacks when the process is killed,
+//! and `replay` applies it.
 
 mod allocate;
 mod bitmaps;
+mod block_commit;
 mod blocking;
 mod cache;
 mod chain;
+mod changes;
 mod commit;
 mod create;
+mod empty;
 mod entry;
 mod env;
 mod epochs;
@@ -28,11 +33,13 @@ mod keep;
 mod mapping;
 mod options;
 mod over;
+mod own;
 mod queue;
 mod read;
 mod refcounts;
 mod replay;
 mod reserve;
+mod slices;
 mod state;
 #[cfg(test)]
 #[cfg(not(model_check))]
@@ -62,13 +69,13 @@ use super::r#loop::name::ImageName;
 use super::r#loop::options::choose_mode;
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
+pub use block_commit::{BaseImage, BlockCommit, base_of, free, open_base};
 use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use chain::{LOCKED, Opened};
 pub use create::Base;
 use entry::OFFSET;
 use env::Shared;
-use epochs::Epochs;
-use header::TAG_AT;
+use header::{Header, TAG_AT};
 pub use journal::Journals;
 use journal::{Journal, Left};
 use keep::{Image, Kept};
@@ -127,19 +134,24 @@ fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
         claim::check(&backing, &LOCKED, options.read_only)?;
     }
     let tables = chain::read_tables(&backing)?;
-    let shown = backing.path.display();
-    let repair = match (tables.header.corrupt, tables.header.dirty) {
-        (true, _) => Some("is marked as corrupt"),
-        (_, true) => Some("was not closed, and its refcounts may be wrong"),
-        _ => None,
-    };
-    if let Some(why) = repair.filter(|_| !options.read_only) {
-        let message =
-            format!("{shown} {why}; repair it with `qemu-img check -r all {shown}`, or open it read-only");
-        return Err(Error::new(ErrorKind::Unsupported, message));
+    if !options.read_only {
+        check_repaired(&tables.header, &backing.path)?;
     }
     let size = tables.header.size;
     Ok((Opened { backing, tables: Some(tables), size }, warning))
+}
+
+/// Rejects an image for writing that is to be repaired first.
+fn check_repaired(header: &Header, path: &Path) -> Result<(), Error> {
+    let why = match (header.corrupt, header.dirty) {
+        (true, _) => "is marked as corrupt",
+        (_, true) => "was not closed, and its refcounts may be wrong",
+        _ => return Ok(()),
+    };
+    let shown = path.display();
+    let message =
+        format!("{shown} {why}; repair it with `qemu-img check -r all {shown}`, or open it read-only");
+    Err(Error::new(ErrorKind::Unsupported, message))
 }
 
 impl Qcow2 {
@@ -205,7 +217,7 @@ impl Qcow2 {
         let cache = Cache::new(CACHE_BYTES, smallest as usize);
         let state = State { layers, cache, size, writer, commits: 0, journal: None };
         let device = Qcow2 {
-            shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
+            shared: Shared::new(state),
             files,
             name: ImageName::new(&path),
             path,
@@ -295,6 +307,12 @@ impl Qcow2 {
         if let Some(journal) = journal.filter(|_| self.set_tag(0).is_ok()) {
             journal.remove();
         }
+    }
+
+    /// Empties the journal, as the file has all of it.
+    fn empty_journal(&self) -> Result<(), Error> {
+        let tag = locked(&self.shared.state).journal.as_mut().map(Journal::begin);
+        tag.map_or(Ok(()), |tag| self.set_tag(tag))
     }
 
     /// The tag of its journal that the image has; 0 for none.

@@ -20,14 +20,13 @@ use crate::sync::{Mutex, lock as locked};
 use super::cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use super::chain::{LOCKED, Opened, read_tables};
 use super::commit::commit;
-use super::create::{Base, CLUSTER_BYTES};
+use super::create::Base;
 use super::env::Shared;
-use super::epochs::Epochs;
 use super::journal::Journals;
 use super::keep::Kept;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
-use super::{Qcow2, direct_align, open_writer};
+use super::{Qcow2, check_repaired, direct_align, open_writer};
 
 /// The image that is served now, with those behind it.
 pub(crate) struct Below {
@@ -81,6 +80,11 @@ impl Qcow2 {
         // Also where no table is dirty: data in place may be.
         self.run("make the data durable", async |env| commit(&env, true).await)?;
         self.write_back()?;
+        Ok(self.chain_from(0))
+    }
+
+    /// The images from that one on, as the device has them.
+    fn chain_from(&self, first: usize) -> Below {
         let state = locked(&self.shared.state);
         let copy = |layer: &Layer| Layer {
             tables: layer
@@ -91,17 +95,41 @@ impl Qcow2 {
             align: layer.align,
             file_bytes: layer.file_bytes,
         };
-        Ok(Below {
-            files: self.files.clone(),
-            paths: std::iter::once(&self.path).chain(&self.behind).cloned().collect(),
-            layers: state.layers.iter().map(copy).collect(),
+        Below {
+            files: self.files[first..].to_vec(),
+            paths: std::iter::once(&self.path).chain(&self.behind).skip(first).cloned().collect(),
+            layers: state.layers[first..].iter().map(copy).collect(),
             size: state.size,
             slice_bytes: state.cache.slice_bytes() as u64,
             logical_block_bytes: self.logical_block_bytes,
             memory_align: self.memory_align,
             requested: self.requested,
             buffered: self.buffered.clone(),
-        })
+        }
+    }
+
+    /// The qcow2 image behind this one, which is at `path` and `file` has open for writing, as a device of its own
+    /// with one of `journals`. Its dirty bitmaps are marked as not kept up to date.
+    ///
+    /// # Errors
+    /// One line: what is wrong, why, and the cure.
+    pub(super) fn of_base(
+        &self,
+        file: File,
+        path: &Path,
+        journals: Option<&Journals>,
+    ) -> Result<Qcow2, Error> {
+        let backing = Backing::of_open(file, path.to_owned())?;
+        let tables = read_tables(&backing)?;
+        check_repaired(&tables.header, path)?;
+        let size = tables.header.size;
+        let mut below = self.chain_from(2);
+        below.size = size - size % u64::from(self.logical_block_bytes);
+        let base = Opened { backing, size, tables: Some(tables) };
+        let base = Qcow2::assemble(base, below, journals)?;
+        // It is written to from now on.
+        base.image().mark_bitmaps()?;
+        Ok(base)
     }
 
     /// Makes `file`, which is empty and at `path`, the image over `below`, durably, and opens it as the device of
@@ -126,25 +154,39 @@ impl Qcow2 {
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         lock::acquire(&top.file, &top.path, &LOCKED, LockKind::Exclusive, false)?;
-        let base = base_name(&below)?;
+        let (Some(file), Some(path_before)) = (below.files.first(), below.paths.first()) else {
+            return Err(Error::new(ErrorKind::Invalid, "there is no image to be behind the new one"));
+        };
+        let base = path_of(file, path_before)?;
         let directory = path.parent().unwrap_or(Path::new("/"));
         Base::of_open(base, below.is_qcow2(), below.size).write_overlay(&top.file, directory)?;
         backing::sync(&top.file)
             .map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
         let tables = read_tables(&top)?;
-        let mut top = Opened { backing: top, size: tables.header.size, tables: Some(tables) };
+        let size = tables.header.size;
+        Qcow2::assemble(Opened { backing: top, size, tables: Some(tables) }, below, journals)
+    }
+
+    /// The device of an image that is open for writing and locked, over those of `below`, with one of `journals`.
+    fn assemble(mut top: Opened, below: Below, journals: Option<&Journals>) -> Result<Qcow2, Error> {
+        let Some((version, cluster_bytes)) =
+            top.tables.as_ref().map(|tables| (tables.header.version, tables.header.cluster_bytes()))
+        else {
+            return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
+        };
         // Before it is read in whole blocks only.
         let writer = open_writer(&top, false)?;
-        let slice_bytes = below.slice_bytes.min(CLUSTER_BYTES);
+        let slice_bytes = below.slice_bytes.min(cluster_bytes);
         let buffered = choose_buffered(&top, &below, slice_bytes)?;
         let direct = buffered.is_none();
+        let path = &top.backing.path;
         backing::set_flag(&top.backing.file, OFlags::DIRECT, direct)
             .map_err(|e| Error::system(format!("cannot set direct I/O on {}", path.display()), e))?;
         let align = match &top.backing.direct {
             Ok(align) if direct => u64::from(align.offset),
             _ => 1,
         };
-        let file_bytes = backing::size(&top.backing.file, &top.backing.path)?;
+        let file_bytes = backing::size(&top.backing.file, path)?;
         let tables = top.tables.take();
         let mut layers = vec![Layer { tables, size: top.size, align, file_bytes }];
         layers.extend(below.layers);
@@ -154,7 +196,7 @@ impl Qcow2 {
         let mut files = vec![Arc::new(backing.file)];
         files.extend(below.files);
         let device = Qcow2 {
-            shared: Arc::new(Shared { state: Mutex::new(state), epochs: Arc::new(Epochs::default()) }),
+            shared: Shared::new(state),
             files,
             name: ImageName::new(&backing.path),
             path: backing.path,
@@ -169,8 +211,8 @@ impl Qcow2 {
             rotational: backing.rotational,
             requested: below.requested,
             buffered,
-            version: 3,
-            cluster_bytes: CLUSTER_BYTES,
+            version,
+            cluster_bytes,
             warnings: Vec::new(),
             kept: Mutex::new(Kept::default()),
         };
@@ -192,18 +234,21 @@ impl Qcow2 {
     }
 }
 
-/// The path that the image has now.
-fn base_name(below: &Below) -> Result<PathBuf, Error> {
-    let found = below.files.first().zip(below.paths.first()).and_then(|(file, path)| {
-        let mine = file.metadata().ok()?;
-        let names = [backing::name_now(file).map(PathBuf::from), Some(path.clone())];
+/// The path that the file has now, which was at `path`.
+///
+/// # Errors
+/// If it has none that another process could find it by.
+pub(super) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
+    let found = file.metadata().ok().and_then(|mine| {
+        let names = [backing::name_now(file).map(PathBuf::from), Some(path.to_owned())];
         let there = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
         };
         names.into_iter().flatten().find(there)
     });
     found.ok_or_else(|| {
-        Error::new(ErrorKind::Unsupported, "the image has no name any more that another could find it by")
+        let message = format!("{} was removed, and no other image could find it any more", path.display());
+        Error::new(ErrorKind::Unsupported, message)
     })
 }
 

@@ -172,6 +172,9 @@ impl Qcow2Queue {
                 Operation::WriteZeroes if kept => clear(&env, offset, bytes, Wanted::ZeroesKept).await,
                 Operation::WriteZeroes => clear(&env, offset, bytes, Wanted::Zeroes).await,
             };
+            if operation.is_write() {
+                env.shared.changes.note(offset, bytes);
+            }
             env.io.finish(tag, result);
         });
     }
@@ -225,7 +228,11 @@ unsafe impl DriverQueue for Qcow2Queue {
         let epoch = cx.pdu(tag)[0] as usize;
         self.env.shared.epochs.leave(epoch);
         self.plain_in_flight -= 1;
-        if i64::from(cqe.result) == cx.request(tag).bytes() as i64 {
+        let request = cx.request(tag);
+        if i64::from(cqe.result) == request.bytes() as i64 {
+            if request.operation().is_write() {
+                self.env.shared.changes.note(request.offset(), request.bytes());
+            }
             cx.complete(tag, Ok(()));
         } else {
             // Short, interrupted or failed: once more, by a task, which completes it whatever comes.

@@ -200,6 +200,16 @@ impl State {
         Ok((Found::Nothing, self.layers.len(), bytes))
     }
 
+    /// As [`State::find`], of the image itself: [`Found::Nothing`] is what it leaves to the one behind it.
+    pub fn find_own(
+        &mut self,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, u64), Lack> {
+        self.find_in(0, position, bytes, extra)
+    }
+
     fn find_in(
         &mut self,
         layer: usize,

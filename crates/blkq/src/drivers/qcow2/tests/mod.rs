@@ -1,5 +1,6 @@
 //! The driver on images that qemu-img makes.
 
+mod block_commit;
 mod chains;
 mod control;
 mod data;

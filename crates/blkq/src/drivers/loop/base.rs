@@ -1,0 +1,159 @@
+//! A raw image that was behind another one, and is to be served in its place.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::io::Errno;
+
+use crate::buffer::IoBuffer;
+use crate::error::{Error, ErrorKind};
+use crate::sync::lock as locked;
+
+use super::backing::{self, Backing};
+use super::options::{DirectIo, LoopOptions, Mode, choose_mode};
+use super::{Chosen, LoopDevice};
+
+/// Zeroes that are written together, in bytes, where the file system has no other way.
+const ZEROES_BYTES: u64 = 1 << 20;
+
+/// The facts that the clients of the device rely on.
+pub(crate) struct DeviceTerms {
+    /// In bytes.
+    pub size: u64,
+    pub logical_block_bytes: u32,
+    /// Of the memory of their requests.
+    pub memory_align: u32,
+    pub requested: DirectIo,
+    /// Why there is no direct I/O, if there is none.
+    pub buffered: Option<String>,
+}
+
+impl DeviceTerms {
+    fn mode(&self, backing: &Backing) -> Result<Mode, Error> {
+        let buffered = |reason| Ok(Mode { direct: None, reason });
+        if let Some(why) = &self.buffered {
+            return buffered(why.clone());
+        }
+        let mode = choose_mode(self.requested, &backing.direct, &backing.path, self.logical_block_bytes, 0)?;
+        match mode.direct {
+            Some(align) if align.memory.max(align.offset) > self.memory_align => {
+                let reason = format!(
+                    "it demands an alignment of {} bytes, and the clients of the device have one of {}",
+                    align.memory.max(align.offset),
+                    self.memory_align
+                );
+                match self.requested {
+                    DirectIo::On => {
+                        let message = format!("no direct I/O on {}: {reason}", backing.path.display());
+                        Err(Error::new(ErrorKind::NoDirectIo, message))
+                    }
+                    _ => buffered(reason),
+                }
+            }
+            _ => Ok(mode),
+        }
+    }
+}
+
+impl LoopDevice {
+    /// The raw image at `path` that `file` has open for writing, locked, and `synced` once more, as a device on these
+    /// terms. It is made longer if it is shorter.
+    ///
+    /// # Errors
+    /// One line: what is wrong, why, and the cure. [`ErrorKind::Mismatch`] if it is longer.
+    pub(crate) fn of_base(
+        file: File,
+        synced: File,
+        path: PathBuf,
+        terms: DeviceTerms,
+    ) -> Result<LoopDevice, Error> {
+        let backing = Backing::of_open(file, path)?;
+        let block = terms.logical_block_bytes;
+        if backing.block_device && backing.logical_block > block {
+            let shown = backing.path.display();
+            let message =
+                format!("{shown} has sectors of {} bytes, and the device of {block}", backing.logical_block);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let bytes = backing::size(&backing.file, &backing.path)?;
+        check_not_longer(&backing.path, bytes - bytes % u64::from(block), terms.size)?;
+        if bytes < terms.size {
+            let shown = backing.path.display();
+            if backing.block_device {
+                let message = format!(
+                    "{shown} has {bytes} bytes, the device {}, and a block device cannot grow",
+                    terms.size
+                );
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            }
+            // Before it is written in whole blocks only.
+            backing
+                .file
+                .write_all_at(&[0], terms.size - 1)
+                .map_err(|e| Error::system(format!("cannot extend {shown} to {} bytes", terms.size), e))?;
+        }
+        let mode = terms.mode(&backing)?;
+        backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
+            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
+        let options =
+            LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&backing.path) };
+        let chosen = Chosen {
+            logical_block_bytes: block,
+            mode,
+            size: terms.size,
+            synced,
+            tail: None,
+            bitmaps: Err("it was behind another image when it was attached"),
+            warnings: Vec::new(),
+        };
+        Ok(LoopDevice::assemble(backing, &options, chosen))
+    }
+
+    /// Writes to the image while no queue does.
+    ///
+    /// # Errors
+    /// That of the file.
+    pub(crate) fn write_now(&self, position: u64, data: &IoBuffer) -> Result<(), Error> {
+        let file = locked(&self.shared.state).file.clone();
+        file.write_all_at(data, position).map_err(|e| self.cannot_write(e))
+    }
+
+    /// As [`LoopDevice::write_now`], zeroes.
+    ///
+    /// # Errors
+    /// That of the file.
+    pub(crate) fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
+        let file = locked(&self.shared.state).file.clone();
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match fallocate(&file, mode, range.start, range.end - range.start) {
+            Ok(()) => return Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            Err(e) => return Err(self.cannot_write(e.into())),
+        }
+        let zeroes = IoBuffer::zeroed(ZEROES_BYTES.min(range.end - range.start) as usize);
+        let mut at = range.start;
+        while at < range.end {
+            let bytes = (range.end - at).min(ZEROES_BYTES);
+            file.write_all_at(&zeroes[..bytes as usize], at).map_err(|e| self.cannot_write(e))?;
+            at += bytes;
+        }
+        Ok(())
+    }
+
+    fn cannot_write(&self, error: io::Error) -> Error {
+        Error::system(format!("cannot write to {}", self.path.display()), error)
+    }
+}
+
+/// Refuses an image behind that is longer than the device: its end would be there again.
+pub(crate) fn check_not_longer(path: &Path, bytes: u64, size: u64) -> Result<(), Error> {
+    if bytes <= size {
+        return Ok(());
+    }
+    let message = format!("{} has {bytes} bytes, and the device over it only {size}", path.display());
+    Err(Error::new(ErrorKind::Mismatch, message))
+}

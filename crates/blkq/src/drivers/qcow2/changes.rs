@@ -1,0 +1,156 @@
+//! The parts of the device that are written to while a block commit copies what the image has.
+
+use std::ops::Range;
+
+use crate::sync::atomic::AtomicBool;
+use crate::sync::atomic::Ordering::SeqCst;
+use crate::sync::{Mutex, lock};
+
+/// Least bytes of the device that one bit stands for.
+const UNIT_BITS_MIN: u32 = 16;
+/// Most bits.
+const BITS_MAX: u64 = 1 << 25;
+
+/// The changes since somebody began to track them.
+#[derive(Default)]
+pub(super) struct Changes {
+    tracked: AtomicBool,
+    map: Mutex<Map>,
+}
+
+/// A bit for each unit of the device.
+#[derive(Default)]
+pub(super) struct Map {
+    unit_bits: u32,
+    words: Vec<u64>,
+    /// Of the device, in bytes.
+    size: u64,
+    set: u64,
+}
+
+impl Changes {
+    /// Tracks the changes of a device of `size` bytes from now on. Writes that completed before need not be noted, those
+    /// in flight are.
+    pub fn track(&self, size: u64) {
+        *lock(&self.map) = Map::new(size);
+        self.tracked.store(true, SeqCst);
+    }
+
+    /// No longer tracks them.
+    pub fn stop(&self) {
+        self.tracked.store(false, SeqCst);
+        *lock(&self.map) = Map::default();
+    }
+
+    /// Notes that `bytes` from `position` on may have changed. To be called when the change is made, before its request
+    /// completes.
+    #[inline]
+    pub fn note(&self, position: u64, bytes: u64) {
+        if self.tracked.load(SeqCst) {
+            lock(&self.map).set(position, bytes);
+        }
+    }
+
+    /// Takes what was noted.
+    pub fn take(&self) -> Map {
+        let mut map = lock(&self.map);
+        let empty = Map::new(map.size);
+        std::mem::replace(&mut *map, empty)
+    }
+
+    /// Bytes that were noted, in whole units.
+    pub fn bytes(&self) -> u64 {
+        let map = lock(&self.map);
+        map.set << map.unit_bits
+    }
+}
+
+impl Map {
+    fn new(size: u64) -> Map {
+        let mut unit_bits = UNIT_BITS_MIN;
+        while size >> unit_bits > BITS_MAX {
+            unit_bits += 1;
+        }
+        let bits = size.div_ceil(1 << unit_bits);
+        Map { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size, set: 0 }
+    }
+
+    /// All of a device.
+    pub fn full(size: u64) -> Map {
+        let mut map = Map::new(size);
+        map.set(0, size);
+        map
+    }
+
+    fn set(&mut self, position: u64, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
+        for unit in position >> self.unit_bits..=(position + bytes - 1) >> self.unit_bits {
+            // Of a tracker that has stopped meanwhile there are none.
+            if let Some(word) = self.words.get_mut((unit / 64) as usize) {
+                self.set += u64::from(*word & 1 << (unit % 64) == 0);
+                *word |= 1 << (unit % 64);
+            }
+        }
+    }
+
+    /// The first run of changed bytes from `position` on.
+    pub fn next(&self, position: u64) -> Option<Range<u64>> {
+        let units = self.words.len() as u64 * 64;
+        let first = self.find(position >> self.unit_bits, units, true)?;
+        let end = self.find(first, units, false).unwrap_or(units);
+        let start = (first << self.unit_bits).max(position);
+        (start < self.size).then(|| start..(end << self.unit_bits).min(self.size))
+    }
+
+    /// The first unit from `unit` on whose bit is `is_set`.
+    fn find(&self, unit: u64, units: u64, is_set: bool) -> Option<u64> {
+        let mut unit = unit;
+        while unit < units {
+            let word = self.words[(unit / 64) as usize];
+            let word = (if is_set { word } else { !word }) >> (unit % 64);
+            if word != 0 {
+                return Some(unit + u64::from(word.trailing_zeros()));
+            }
+            unit = (unit / 64 + 1) * 64;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    fn runs(map: &Map) -> Vec<Range<u64>> {
+        let (mut runs, mut at) = (Vec::new(), 0);
+        while let Some(run) = map.next(at) {
+            at = run.end;
+            runs.push(run);
+        }
+        runs
+    }
+
+    #[test]
+    fn changes_are_found_in_whole_units() {
+        let changes = Changes::default();
+        changes.note(0, 1 << 20);
+        changes.track((100 << 16) + 512);
+        assert_eq!((runs(&changes.take()), changes.bytes()), (vec![], 0));
+        for (position, bytes) in [(65535, 2), (70 << 16, 1), (63 << 16, 65 << 10), (100 << 16, 512), (9, 0)] {
+            changes.note(position, bytes);
+        }
+        assert_eq!(changes.bytes(), 6 << 16);
+        let found = runs(&changes.take());
+        let whole = [(0, 2), (63, 65), (70, 71), (100, 101)].map(|(from, to)| from << 16..to << 16);
+        assert_eq!(found[..3], whole[..3]);
+        assert_eq!((found.len(), &found[3]), (4, &(100 << 16..(100 << 16) + 512)));
+        assert_eq!(runs(&changes.take()), []);
+        assert_eq!(Map::full(1 << 40).next(0), Some(0..1 << 40));
+        changes.stop();
+        changes.note(0, 512);
+        assert_eq!(changes.bytes(), 0);
+    }
+}

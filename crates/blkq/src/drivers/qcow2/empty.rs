@@ -1,0 +1,84 @@
+//! Emptying an image, of which all is in the one behind it: so that it shows what that has from then on.
+
+use std::collections::BTreeSet;
+
+use crate::buffer::IoBuffer;
+use crate::drivers::r#loop::backing;
+use crate::error::Error;
+use crate::sync::lock;
+
+use super::Qcow2;
+use super::commit::{commit, sync};
+use super::io::Op;
+use super::refcounts::set_refcount;
+
+impl Qcow2 {
+    /// Has the file's tables refer to nothing, durably. A power loss meanwhile leaves some of them as they were. Those in
+    /// memory stay as they are.
+    ///
+    /// # Errors
+    /// That of the file.
+    pub(super) fn empty(&self) -> Result<(), Error> {
+        self.run("empty its tables", async |env| {
+            let (offset, bytes) = {
+                let state = env.state();
+                let tables = state.top()?;
+                let align = state.layers[0].align.max(512) as usize;
+                (tables.header.l1_offset, (tables.l1.len() * 8).next_multiple_of(align))
+            };
+            env.io.run(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
+            sync(&env).await
+        })
+    }
+
+    /// Has the file's tables be those in memory again, as far as it can: else with the next flush.
+    pub(super) fn refill(&self) {
+        {
+            let mut state = lock(&self.shared.state);
+            let entries = state.top().map_or(0, |tables| tables.l1.len());
+            state.writer.l1_dirty.extend(0..entries);
+        }
+        let _ = self.run("fill its tables again", async |env| commit(&env, true).await);
+    }
+
+    /// Frees all clusters of an image that was emptied, but those of its header and tables.
+    ///
+    /// # Errors
+    /// That of the file: some clusters are left then that nothing refers to.
+    pub(super) fn free_unreferenced(&self) -> Result<(), Error> {
+        let (header, blocks) = {
+            let state = lock(&self.shared.state);
+            let header = state.top().map(|tables| tables.header.clone());
+            let header = header.map_err(|status| Error::system("cannot read its header", status))?;
+            (header, state.writer.refcount_table.clone())
+        };
+        let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
+        let per_block = header.refcounts_per_block();
+        let clusters = |offset: u64, bytes: u64| offset / cluster..(offset + bytes).div_ceil(cluster);
+        let mut kept: BTreeSet<u64> = clusters(0, cluster).collect();
+        kept.extend(clusters(header.l1_offset, u64::from(header.l1_entries) * 8));
+        let table_bytes = u64::from(header.refcount_table_clusters) * cluster;
+        kept.extend(clusters(header.refcount_table_offset, table_bytes));
+        kept.extend(blocks.iter().filter(|block| **block != 0).map(|block| block / cluster));
+        let end = backing::size(&self.files[0], &self.path)?.div_ceil(cluster);
+        let ends = kept.iter().map(|number| number + 1);
+        let holes: Vec<_> = std::iter::once(0).chain(ends).zip(kept.iter().copied().chain([end])).collect();
+        let table = move |number: usize| {
+            let first = number as u64 * per_block;
+            let mut content = IoBuffer::zeroed(cluster as usize);
+            for other in kept.range(first..first + per_block) {
+                set_refcount(&mut content, (other - first) as usize, order, 1);
+            }
+            content
+        };
+        self.run("free its clusters", move |env| async move {
+            for (number, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
+                env.io.run(env.write_op(*block).with_buffer(table(number))).await?;
+            }
+            for (from, to) in holes.into_iter().filter(|(from, to)| from < to) {
+                env.io.run(Op::punch(from * cluster, (to - from) * cluster)).await?;
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,295 @@
+//! Block commits beside writes, against a model of the device, with kills and power losses on the way.
+
+use std::fs::File;
+
+use super::super::block_commit::{BlockCommit, base_of, free, open_base};
+use super::*;
+use crate::buffer::IoBuffer;
+use crate::random::Random;
+
+const SECTOR: usize = 512;
+const PLAIN: BioFlags = BioFlags::empty();
+/// Bytes of the device: not whole clusters.
+const SIZE: usize = (1 << 20) + 9 * 4096;
+
+/// A device that is full of numbers: each sector has one, many times.
+struct Model {
+    now: Vec<u32>,
+    /// The numbers that a sector may have after a kill or a power loss.
+    allowed: Vec<Vec<u32>>,
+    next: u32,
+}
+
+impl Model {
+    fn new(now: Vec<u32>) -> Model {
+        Model { allowed: now.iter().map(|number| vec![*number]).collect(), now, next: 1 << 20 }
+    }
+
+    fn set(&mut self, sector: usize, number: u32) {
+        self.now[sector] = number;
+        self.allowed[sector].push(number);
+    }
+
+    fn flushed(&mut self) {
+        for (allowed, now) in self.allowed.iter_mut().zip(&self.now) {
+            *allowed = vec![*now];
+        }
+    }
+}
+
+fn content_of(numbers: &[u32]) -> IoBuffer {
+    let mut buffer = IoBuffer::zeroed(numbers.len() * SECTOR);
+    for (sector, number) in buffer.chunks_exact_mut(SECTOR).zip(numbers) {
+        sector.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&number.to_ne_bytes()));
+    }
+    buffer
+}
+
+fn numbers_of(bytes: &[u8]) -> Vec<u32> {
+    let number = |sector: &[u8]| {
+        let first = [sector[0], sector[1], sector[2], sector[3]];
+        assert!(sector.chunks(4).all(|word| word == first), "a sector is torn");
+        u32::from_ne_bytes(first)
+    };
+    bytes.chunks(SECTOR).map(number).collect()
+}
+
+/// A life of a device: its images, the queue, and the model.
+struct Life<'a> {
+    directory: &'a Directory,
+    base_format: &'a str,
+    random: Random,
+    model: Model,
+    harness: Option<Harness>,
+    what: String,
+}
+
+impl Life<'_> {
+    fn flush(&mut self) {
+        let h = self.harness.as_mut().unwrap();
+        let tag = h.bare(Operation::Flush, PLAIN, 0, 0);
+        assert_eq!(h.run(tag).0, Ok(()), "{}", self.what);
+        self.model.flushed();
+        // All that a power loss cannot take.
+        std::fs::copy(self.directory.0.join("top"), self.directory.0.join("flushed")).unwrap();
+    }
+
+    /// A few requests that do not overlap, in flight while `meanwhile` runs.
+    fn write(&mut self, meanwhile: impl FnOnce(&mut Random)) {
+        let sectors = SIZE / SECTOR;
+        let (mut tags, mut discarded) = (Vec::new(), Vec::new());
+        let h = self.harness.as_mut().unwrap();
+        for part in 0..4 {
+            let room = sectors / 4;
+            let longest = [2, 16, 192][self.random.below(3) as usize];
+            let length = self.random.below(longest) as usize + 1;
+            let first = part * room + self.random.below((room - length) as u64) as usize;
+            let (offset, bytes) = ((first * SECTOR) as u64, (length * SECTOR) as u64);
+            let range = first..first + length;
+            let tag = match self.random.below(8) {
+                operation @ 0..2 => {
+                    range.clone().for_each(|sector| self.model.allowed[sector].push(0));
+                    discarded.push(range);
+                    let operation = [Operation::WriteZeroes, Operation::Discard][operation as usize];
+                    h.bare(operation, PLAIN, offset, bytes)
+                }
+                _ => {
+                    let numbers: Vec<u32> = range.clone().map(|at| self.model.next + at as u32).collect();
+                    self.model.next += sectors as u32;
+                    range.zip(&numbers).for_each(|(sector, number)| self.model.set(sector, *number));
+                    h.write(offset, vec![content_of(&numbers)])
+                }
+            };
+            h.start(&[tag]);
+            tags.push(tag);
+        }
+        meanwhile(&mut self.random);
+        tags.into_iter().for_each(|tag| assert_eq!(h.wait(tag).0, Ok(()), "{}", self.what));
+        for range in discarded {
+            let read = numbers_of(&h.read_back((range.start * SECTOR) as u64, range.len() * SECTOR));
+            range.zip(read).for_each(|(sector, number)| {
+                assert!(self.model.allowed[sector].contains(&number));
+                self.model.now[sector] = number;
+            });
+        }
+    }
+
+    /// Checks a copy of the image `top`, as QEMU reads it over a copy of the one behind.
+    fn verify(&self, top: &str, exact: bool) {
+        let directory = self.directory;
+        std::fs::create_dir_all(directory.0.join("lost")).unwrap();
+        for (from, to) in [(top, "lost/top"), ("base", "lost/base")] {
+            std::fs::copy(directory.0.join(from), directory.0.join(to)).unwrap();
+        }
+        directory.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "lost/top", "lost/raw"]);
+        let found = numbers_of(&std::fs::read(directory.0.join("lost/raw")).unwrap());
+        for (sector, number) in found.iter().enumerate() {
+            let allowed = if exact { &self.model.now[sector..=sector] } else { &self.model.allowed[sector] };
+            assert!(
+                allowed.contains(number),
+                "{}, {top}: {sector} has {number}, not of {allowed:?}",
+                self.what
+            );
+        }
+    }
+
+    /// A kill of the process, and a power loss, at this moment.
+    fn lose(&self) {
+        self.verify("top", false);
+        self.verify("flushed", false);
+        if self.base_format == "qcow2" {
+            let check = ["check", "-f", "qcow2", "lost/base"];
+            let output =
+                Command::new("qemu-img").args(check).current_dir(&self.directory.0).output().unwrap();
+            // 3: there are clusters that nothing refers to.
+            assert!(matches!(output.status.code(), Some(0 | 3)), "{}: {output:?}", self.what);
+        }
+    }
+
+    /// Whether all is as the model has it, by the queue.
+    fn read_all(&mut self) {
+        let h = self.harness.as_mut().unwrap();
+        let mut found = Vec::new();
+        for at in (0..SIZE).step_by(256 << 10) {
+            found.extend(h.read_back(at as u64, (SIZE - at).min(256 << 10)));
+        }
+        assert!(numbers_of(&found) == self.model.now, "{}", self.what);
+    }
+}
+
+fn open_both(device: &dyn Driver) -> [File; 2] {
+    open_base(&base_of(device).unwrap().file).unwrap()
+}
+
+/// One device, whose image is `top_kind` over a `base_format` image of `base_kind`.
+fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
+    let directory = Directory::new();
+    let mut random = Random::new(seed);
+    let behind: Vec<u32> = (0..SIZE / SECTOR).map(|sector| sector as u32 + 1).collect();
+    // Some are shorter than the device.
+    let length = if random.below(2) == 0 { SIZE } else { SIZE / 2 / 4096 * 4096 };
+    std::fs::write(directory.0.join("raw"), &content_of(&behind)[..length]).unwrap();
+    match base_format {
+        "qcow2" => {
+            let name = ["convert", "-f", "raw", "-O", "qcow2", "-o", base_kind, "raw", "base"];
+            directory.qemu_img(&name)
+        }
+        _ => directory.qemu_img(&["convert", "-f", "raw", "-O", "raw", "raw", "base"]),
+    };
+    let size = SIZE.to_string();
+    let create =
+        ["create", "-q", "-f", "qcow2", "-o", top_kind, "-b", "base", "-F", base_format, "top", &size];
+    directory.qemu_img(&create);
+    let mut now = behind;
+    now[length / SECTOR..].fill(0);
+    let mut life = Life {
+        directory: &directory,
+        base_format,
+        random,
+        model: Model::new(now),
+        harness: None,
+        what: format!("{top_kind} over {base_format} {base_kind}, seed {seed}"),
+    };
+    let device: Arc<dyn Driver> = Arc::new(open(&directory.0.join("top")));
+    life.harness = Some(Harness::open(&*device).unwrap());
+    life.flush();
+    for round in 0..3 {
+        (0..life.random.below(6)).for_each(|_| life.write(|_| {}));
+        let both = open_both(&*device);
+        let mut commit = BlockCommit::begin(Arc::clone(&device), both, None).unwrap();
+        let stop_at = if round < 2 { life.random.below(24) } else { u64::MAX };
+        let mut steps = 0;
+        for _ in 0..life.random.below(3) + 1 {
+            let flushed = |life: &mut Life<'_>| {
+                life.flush();
+                Ok::<_, Error>(())
+            };
+            while commit.find(|| flushed(&mut life)).unwrap() {
+                while steps < stop_at && commit.copy().unwrap() {
+                    steps += 1;
+                    if life.random.below(6) == 0 {
+                        life.write(|random| {
+                            (0..random.below(3)).for_each(|_| _ = commit.copy().unwrap());
+                        });
+                    }
+                    if life.random.below(40) == 0 {
+                        life.lose();
+                    }
+                }
+                if steps >= stop_at {
+                    break;
+                }
+            }
+            life.write(|_| {});
+            let (copied, total) = commit.progress();
+            assert!(copied <= total);
+            if steps >= stop_at {
+                break;
+            }
+            commit.next_pass().unwrap();
+        }
+        if round < 2 && life.random.below(2) == 0 {
+            drop(commit);
+        } else {
+            let fails = round < 2;
+            let kept = commit.finish(|| {
+                // Either image is right, whatever happens to the process.
+                life.verify("top", true);
+                let compare = ["compare", "-f", "qcow2", "-F", base_format, "lost/top", "lost/base"];
+                life.directory.qemu_img(&compare);
+                if fails { Err(Error::new(ErrorKind::System, "no space")) } else { Ok(()) }
+            });
+            if !fails {
+                free(&*device);
+                life.harness = None;
+                drop(device);
+                let base: Box<dyn Driver> = kept.unwrap();
+                life.harness = Some(Harness::open(&*base).unwrap());
+                life.read_all();
+                life.write(|_| {});
+                life.read_all();
+                life.harness = None;
+                drop(base);
+                directory.check(&directory.0.join("top"));
+                // The emptied image shows what is written to the other.
+                life.verify("top", true);
+                let map = directory.qemu_img(&["map", "--output=json", "-f", "qcow2", "top"]);
+                assert!(!map.contains("\"depth\": 0"), "{map}");
+                if base_format == "qcow2" {
+                    directory.check(&directory.0.join("base"));
+                }
+                return;
+            }
+            assert_eq!(kept.err().unwrap().to_string(), "no space");
+        }
+        // The device goes on in its image.
+        life.read_all();
+        life.write(|_| {});
+        life.flush();
+        life.lose();
+    }
+}
+
+// Contract: live-changes, durability
+#[test]
+fn a_block_commit_keeps_each_write_at_any_instant() {
+    if !has_qemu() {
+        return;
+    }
+    let factor = std::env::var("BLKQ_MODEL_FACTOR").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
+    for seed in 0..2 * factor {
+        for (number, (top, format, base)) in [
+            ("cluster_size=64k", "raw", ""),
+            ("cluster_size=512", "raw", ""),
+            ("cluster_size=4k", "qcow2", "cluster_size=64k"),
+            ("cluster_size=64k", "qcow2", "cluster_size=4k"),
+            ("compat=0.10,cluster_size=4k", "raw", ""),
+            ("cluster_size=2M", "qcow2", "compat=0.10,cluster_size=512"),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            live(top, format, base, seed * 10 + number as u64);
+        }
+    }
+}
