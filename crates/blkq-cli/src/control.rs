@@ -3,7 +3,7 @@
 
 mod dialogue;
 
-pub use dialogue::Dialogue;
+pub use dialogue::{CommitBase, Committed, Dialogue};
 
 use std::io::{self, BufRead, BufReader, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -95,6 +95,10 @@ pub enum Request {
         /// The options of the device with the new image.
         options: Record,
     },
+    /// Have what the image has go to the one behind it, and go on in that. The daemon replies with that one
+    /// ([`CommitBase`]), open for reading, takes it as it is opened for writing and once more for syncs, with one byte, and
+    /// replies again when it is done ([`Committed`]). It stops if the connection is closed: see [`Dialogue`].
+    Commit {},
     /// Stop the daemon, and leave the kernel's block device to the next one.
     Leave {},
     /// Detach the device.
@@ -444,6 +448,7 @@ mod tests {
             Request::Trace { ring_bytes: 1 << 24 },
             Request::ReloadCertificates {},
             Request::Snapshot { options },
+            Request::Commit {},
             Request::Leave {},
             Request::Detach { force: true },
         ] {

@@ -46,6 +46,9 @@ pub struct DeviceInfo {
     /// Requests that are held after errors, until `blkq resume`.
     #[serde(default)]
     pub held: u64,
+    /// The block commit that is under way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<CommitInfo>,
     /// Whether flushes are answered without making anything durable.
     #[serde(default)]
     pub unsafe_flush_ignore: bool,
@@ -70,6 +73,19 @@ pub struct DeviceInfo {
     pub driver_facts: Vec<(String, String)>,
     /// Warnings for the user.
     pub warnings: Vec<String>,
+}
+
+/// A block commit that is under way.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CommitInfo {
+    /// The image behind, which gets what the device's own has.
+    pub into: String,
+    /// The process that has it made.
+    pub by: String,
+    /// Bytes that were copied, zeroes included.
+    pub copied_bytes: u64,
+    /// These, and those that are to be copied as far as that is known: what clients write meanwhile is copied again.
+    pub total_bytes: u64,
 }
 
 /// The state file of a device: for a command that finds its files without a daemon.

@@ -6,81 +6,13 @@ mod place;
 use std::fs;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
+use place::client::*;
 use place::*;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-
-const BLOCK: usize = 4096;
-
-fn run(program: &str, words: &[&str]) -> String {
-    let output = Command::new(program).args(words).output().unwrap();
-    assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
-}
-
-/// Kills the daemon `pid`, which has `images`. The kernel lets go of a ring's files, and their locks, only some time
-/// after the process has exited.
-fn kill_and_wait(pid: i32, images: &[&str]) {
-    kill(pid);
-    for image in images {
-        let file = fs::File::open(image).unwrap();
-        wait_until("the image is released", || is_free(&file));
-    }
-}
-
-/// Whether no other open file has a lock on it.
-fn is_free(file: &fs::File) -> bool {
-    let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
-    let mut lock = libc::flock { l_type, l_whence, l_start: 0, l_len: 0, l_pid: 0 };
-    // SAFETY: the descriptor is open, the structure lives through the call.
-    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) }, 0);
-    i32::from(lock.l_type) == libc::F_UNLCK
-}
-
-/// A client with one request at a time, of blocks that are all one byte.
-struct Client {
-    stream: UnixStream,
-}
-
-impl Client {
-    fn new(uri: &str, name: &str) -> Client {
-        Client { stream: session(uri, name) }
-    }
-
-    fn write(&mut self, block: u64, byte: u8) {
-        let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
-        bytes.extend([0, 0, 0, 1]);
-        bytes.extend(block.to_be_bytes());
-        bytes.extend((block * BLOCK as u64).to_be_bytes());
-        bytes.extend((BLOCK as u32).to_be_bytes());
-        bytes.extend([byte; BLOCK]);
-        self.stream.write_all(&bytes).unwrap();
-        assert_eq!(reply(&mut self.stream, 0), (0, block));
-    }
-
-    fn read(&mut self, block: u64) -> u8 {
-        request(&mut self.stream, 0, block, block * BLOCK as u64, BLOCK as u32);
-        assert_eq!(reply(&mut self.stream, 0), (0, block));
-        let mut bytes = [0; BLOCK];
-        self.stream.read_exact(&mut bytes).unwrap();
-        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "block {block} is torn");
-        bytes[0]
-    }
-
-    fn flush(&mut self) {
-        request(&mut self.stream, 3, 9, 0, 0);
-        assert_eq!(reply(&mut self.stream, 0), (0, 9));
-    }
-}
-
-fn kept_image(place: &Place, name: &str) -> String {
-    let state = fs::read(place.state().join(format!("{name}.json"))).unwrap();
-    serde_json::from_slice::<serde_json::Value>(&state).unwrap()["image"].as_str().unwrap().to_owned()
-}
 
 #[test]
 fn a_client_goes_on_in_each_new_image() {

@@ -129,7 +129,7 @@ fn bring_file(dir: &StateDir, name: &str) -> Outcome {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let opened = File::options().read(true).write(true).custom_flags(flags).open(&path);
     let bring = |file: &File| {
-        Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(Some(file.as_fd())).and_then(|done| done)
+        Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&[file.as_fd()]).and_then(|done| done)
     };
     match opened {
         Ok(file) => bring(&file),

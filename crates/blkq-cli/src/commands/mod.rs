@@ -9,6 +9,7 @@ use crate::failure::Outcome;
 pub mod attach;
 pub mod bench;
 pub mod bitmap;
+pub mod commit;
 pub mod config;
 pub mod daemon;
 pub mod detach;
@@ -102,6 +103,8 @@ pub enum Command {
     Snapshot(snapshot::Args),
     /// List, add, clear and remove dirty bitmaps of a device, for incremental backups
     Bitmap(bitmap::Args),
+    /// Bring what a device's image has into the one behind it, and go on in that
+    Commit(commit::Args),
     /// Reissue the requests that a device holds after errors, or fail them
     Resume(resume::Args),
     /// Flush a device and detach it
@@ -154,6 +157,7 @@ impl Command {
             Command::Resize(args) => args.run().map(done),
             Command::Snapshot(args) => args.run().map(done),
             Command::Bitmap(args) => args.run().map(done),
+            Command::Commit(args) => args.run().map(done),
             Command::Resume(args) => args.run().map(done),
             Command::Detach(args) => args.run(),
             Command::Bench(args) => bench::run(&args).map(done),

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use crate::backing::shown_path;
 use crate::columns::Cell;
+use crate::commands::commit::shown_progress;
 use crate::completion;
 use crate::control::no_such_device;
 use crate::devices::{Entry, inspect, named};
@@ -101,6 +102,9 @@ fn page(info: &DeviceInfo) -> String {
     if info.held > 0 {
         let requests = if info.held == 1 { "request" } else { "requests" };
         row("held", format!("{} {requests} after errors; blkq resume {}", info.held, info.name));
+    }
+    if let Some(commit) = &info.commit {
+        row("commit", format!("{}, by {}, into {}", shown_progress(commit), commit.by, commit.into));
     }
     row("partscan", switch(info.partscan));
     let direct = &info.direct_io;

@@ -144,6 +144,7 @@ impl Args {
             image: DriverSpec::Image(path.clone()),
             format: Some(Format::Qcow2),
             backing_chain,
+            sector_size: options.sector_size.keep(info.sector_size),
             ..options
         };
         options.check()?;
@@ -186,8 +187,8 @@ impl<'a> Begun<'a> {
 
     /// Has the daemon stop the device's I/O and make the new image.
     fn stop(&self) -> Outcome {
-        let file = self.file.file().map(AsFd::as_fd);
-        self.dialogue.step(file).and_then(|done| done).map_err(|e| self.failed(e))
+        let file: Vec<_> = self.file.file().map(AsFd::as_fd).into_iter().collect();
+        self.dialogue.step(&file).and_then(|done| done).map_err(|e| self.failed(e))
     }
 
     /// Whether the device still waits: the others may have taken too long.
@@ -211,7 +212,7 @@ fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<(&Wanted, Outcome)>> {
     begun.iter().try_for_each(Begun::stop)?;
     begun.iter().try_for_each(Begun::check)?;
     // Without a reply in between: a command that is killed here leaves some as they were.
-    let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(None)).collect();
+    let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();
     let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file }, sent)| {
         let done = sent.and_then(|()| dialogue.reply());
         match &done {

@@ -106,6 +106,8 @@ fn no_more_rings() -> Result<(), blkq::Error> {
 /// # Errors
 /// Confinement that the kernel has, and refuses.
 pub fn control(needs: &Needs) -> Outcome<Confinement> {
+    // Read from the kernel once, and later by a raw image that was behind another.
+    let _ = rustix::param::page_size();
     let kept = capabilities_of(needs);
     let mut landlock = Landlock::new()?;
     if let Some(image) = &needs.image {

@@ -2,19 +2,41 @@
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::{
     ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, no_such_device, receive, receive_with_file, send,
 };
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
+
+/// The image behind that of a device, as the daemon names it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CommitBase {
+    /// Its path.
+    pub path: PathBuf,
+}
+
+/// The outcome of a block commit.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Committed {
+    /// The image that is served now.
+    pub image: String,
+    /// The one that was, which is empty.
+    pub emptied: String,
+    /// Bytes that were copied, zeroes included.
+    pub copied_bytes: u64,
+}
 
 /// A command in several steps: each reply of the daemon is followed by one byte of the client, perhaps with a file.
 #[derive(Debug)]
@@ -28,26 +50,26 @@ impl Dialogue {
     /// # Errors
     /// The error of the daemon, or that it does not answer.
     pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
-        Dialogue::begin_with_file(dir, name, request, CHANGE_TIMEOUT).map(|(dialogue, _)| dialogue)
+        Dialogue::begin_with_file::<()>(dir, name, request, CHANGE_TIMEOUT).map(|(dialogue, ..)| dialogue)
     }
 
     /// As [`Dialogue::begin`], with a timeout and the file that comes with the reply.
     ///
     /// # Errors
     /// As there.
-    pub fn begin_with_file(
+    pub fn begin_with_file<T: DeserializeOwned>(
         dir: &StateDir,
         name: &str,
         request: &Request,
         timeout: Duration,
-    ) -> Outcome<(Dialogue, Option<OwnedFd>)> {
+    ) -> Outcome<(Dialogue, T, Option<OwnedFd>)> {
         let stream = dir.connect(name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
             _ => Failure::new(format!("control socket of {name}: {e}")),
         })?;
         send(&stream, request).map_err(no_answer)?;
-        match receive_with_file::<()>(&stream, timeout).map_err(no_answer)? {
-            (Reply::Ok(()), file) => Ok((Dialogue { stream }, file)),
+        match receive_with_file(&stream, timeout).map_err(no_answer)? {
+            (Reply::Ok(value), file) => Ok((Dialogue { stream }, value, file)),
             (Reply::Error(message), _) => Err(Failure::new(message)),
         }
     }
@@ -56,27 +78,32 @@ impl Dialogue {
     ///
     /// # Errors
     /// As [`Dialogue::reply`].
-    pub fn step(&self, file: Option<BorrowedFd<'_>>) -> Outcome<Outcome> {
-        self.go_on(file)?;
+    pub fn step(&self, files: &[BorrowedFd<'_>]) -> Outcome<Outcome> {
+        self.go_on(files)?;
         self.reply()
     }
 
-    /// Takes the next step.
+    /// Takes the next step, with two files at most.
     ///
     /// # Errors
     /// The socket's.
-    pub fn go_on(&self, file: Option<BorrowedFd<'_>>) -> Outcome {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        let files = Vec::from_iter(file);
         if !files.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&files));
+            control.push(SendAncillaryMessage::ScmRights(files));
         }
         match sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL) {
             // It has given up, and the reason is its reply.
             Ok(_) | Err(Errno::PIPE) => Ok(()),
             Err(e) => Err(no_answer(e.into())),
         }
+    }
+
+    /// Has the daemon stop what it does; its reply follows.
+    pub fn give_up(&self) {
+        // If that fails it has closed the connection.
+        let _ = self.stream.shutdown(Shutdown::Write);
     }
 
     /// Whether the daemon waits for the next step: it has not replied since the last one, nor closed the connection.
@@ -90,9 +117,9 @@ impl Dialogue {
     /// # Errors
     /// The outer one if there is no reply, so that it is unknown how far the daemon came; the inner one is the
     /// daemon's.
-    pub fn reply(&self) -> Outcome<Outcome> {
-        match receive::<()>(&self.stream, CHANGE_TIMEOUT).map_err(no_answer)? {
-            Reply::Ok(()) => Ok(Ok(())),
+    pub fn reply<T: DeserializeOwned>(&self) -> Outcome<Outcome<T>> {
+        match receive(&self.stream, CHANGE_TIMEOUT).map_err(no_answer)? {
+            Reply::Ok(value) => Ok(Ok(value)),
             Reply::Error(message) => Ok(Err(Failure::new(message))),
         }
     }

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use blkq_export::peer::Peer;
 
+use super::commit::serve_commit;
 use super::shared::{Shared, Stage};
 use super::snapshot::{receive_file, serve_snapshot};
 use super::trace::serve_trace;
@@ -96,6 +97,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let next = || answer(&stream, &reply_line(Ok(())));
             reply_line(serve_snapshot(shared, &stream, &options, next).inspect_err(refused))
         }
+        Request::Commit {} => reply_line(serve_commit(shared, &stream).inspect_err(refused)),
         Request::Leave {} => match shared.leave() {
             Ok(()) => {
                 log::line("stopping: another daemon takes over the device");

@@ -5,6 +5,7 @@
 //! device's I/O runs on the engine's threads, where nothing of this happens.
 
 mod answer;
+mod commit;
 mod parent;
 mod shared;
 mod snapshot;

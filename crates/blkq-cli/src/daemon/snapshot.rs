@@ -52,18 +52,27 @@ pub(super) fn serve_snapshot(
 /// # Errors
 /// If none comes in time.
 pub(super) fn receive_file(stream: &UnixStream) -> Outcome<File> {
-    let failed = |why: String| Failure::new(format!("the new file did not come: {why}"));
+    let file = receive_files(stream)?.pop();
+    file.ok_or_else(|| Failure::new("the new file did not come: there was none"))
+}
+
+/// The files that come with the next byte: two at most.
+///
+/// # Errors
+/// The socket's.
+pub(super) fn receive_files(stream: &UnixStream) -> Outcome<Vec<File>> {
+    let failed = |why: String| Failure::new(format!("the file did not come: {why}"));
     stream.set_read_timeout(Some(CHANGE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)
         .map_err(|e| failed(e.to_string()))?;
     let files = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(files) => files.last(),
+        RecvAncillaryMessage::ScmRights(files) => Some(files.map(File::from).collect()),
         _ => None,
     });
-    files.map(File::from).ok_or_else(|| failed("there was none".to_owned()))
+    Ok(files.unwrap_or_default())
 }
 
 /// Waits for the last step.

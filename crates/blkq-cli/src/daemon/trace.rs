@@ -9,6 +9,7 @@ use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::Serialize;
 
 use super::shared::Shared;
 use crate::control::{Reply, line_of};
@@ -20,23 +21,31 @@ use crate::log;
 /// # Errors
 /// Why the device is not traced; then there was no reply.
 pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Outcome {
-    let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
-    let tracer = pid.map_or("another process".to_owned(), |pid| format!("process {}", pid.as_raw_nonzero()));
+    let tracer = client_of(stream);
     shared.stage().check()?;
     let trace = shared.device().trace(ring_bytes, &tracer)?;
-    send(stream, trace.memory().file())?;
+    send_with_file(stream, (), trace.memory().file())?;
     log::line(&format!("traced by {tracer}"));
     wait_for_close(stream);
     log::line("no longer traced");
     Ok(())
 }
 
-/// Sends the reply, and the memory with its first byte.
-fn send(stream: &UnixStream, memory: BorrowedFd<'_>) -> Outcome {
-    let line = line_of(&Reply::Ok(()))?;
+/// The process of a client.
+pub(super) fn client_of(stream: &UnixStream) -> String {
+    let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
+    pid.map_or("another process".to_owned(), |pid| format!("process {}", pid.as_raw_nonzero()))
+}
+
+/// Sends a reply, and `file` with its first byte.
+///
+/// # Errors
+/// If the client does not take it.
+pub(super) fn send_with_file<T: Serialize>(stream: &UnixStream, value: T, file: BorrowedFd<'_>) -> Outcome {
+    let line = line_of(&Reply::Ok(value))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = [memory];
+    let files = [file];
     control.push(SendAncillaryMessage::ScmRights(&files));
     // So short a line is sent as a whole, to a socket that nothing was written to.
     match sendmsg(stream, &[IoSlice::new(&line)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {

@@ -152,6 +152,13 @@ impl SectorSize {
         sizes.find(|size| size.bytes().map(u64::from) == Some(bytes)).copied()
     }
 
+    /// The one to attach with, so that a device with sectors of `bytes` keeps them in another image: by itself that gets
+    /// 512 where it can.
+    pub fn keep(self, bytes: u32) -> SectorSize {
+        let same = if bytes == 512 { None } else { SectorSize::of(bytes.into()) };
+        same.unwrap_or(self)
+    }
+
     /// In bytes; `None`: the driver chooses.
     pub fn bytes(self) -> Option<u32> {
         match self {

@@ -32,6 +32,7 @@ impl Device {
     /// If the device can have no such bitmap, or has none of that name.
     pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
         let running = self.running()?;
+        self.check_not_changed()?;
         match change {
             BitmapChange::Add { name, granularity } => {
                 bitmaps::check(&*running.disk.driver())?;

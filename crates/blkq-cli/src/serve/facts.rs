@@ -103,6 +103,7 @@ impl Device {
             read_only: limits.read_only,
             autoclear: self.autoclear.is_on(),
             held: disk.held(),
+            commit: self.commit_info(),
             unsafe_flush_ignore: self.flushes_ignored,
             partscan: self.partscan,
             sandbox: self.sandbox.clone(),

@@ -1,6 +1,8 @@
 //! Where a daemon meets the block layer and its attachments.
 
 mod bitmaps;
+mod commit;
+mod commit_progress;
 mod exports;
 mod facts;
 mod image;
@@ -45,6 +47,7 @@ use crate::settings::SettingGroups;
 use crate::size::format_size;
 use crate::statistics::Statistics;
 
+use commit_progress::CommitProgress;
 use meter::Meter;
 use running::{Running, busy};
 
@@ -88,6 +91,8 @@ pub struct Device {
     /// And what was changed since it was attached, by its last value, as the state file has it. Never locked while
     /// something waits: reports read it.
     settings: Mutex<Vec<(String, String)>>,
+    /// The block commit that is under way.
+    commit: Mutex<Option<Arc<CommitProgress>>>,
     /// Locked while the device is changed: one change at a time, which may wait for I/O.
     changing: Mutex<()>,
     certificates: Option<TlsCertificates>,
@@ -280,6 +285,7 @@ impl Device {
     /// If the device cannot have that size, or is in use: by which process.
     pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
+        self.check_not_changed()?;
         // One change at a time: what is larger than the size of now stays so.
         let _changing = self.begin_change();
         if let Some(ublk) = &running.ublk {

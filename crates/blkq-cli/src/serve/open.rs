@@ -411,6 +411,7 @@ impl Device {
             size_event,
             has,
             settings: Mutex::new(settings),
+            commit: Mutex::new(None),
             changing: Mutex::new(()),
             certificates,
             rejection_event,

@@ -70,7 +70,10 @@ impl Device {
             Setting::Pacing(on) => self.switches.pacing.store(*on, Relaxed),
             Setting::ReceiveBackoff(on) => self.switches.receive_backoff.store(*on, Relaxed),
             Setting::SplitReads(on) => self.switches.split_reads.store(*on, Relaxed),
-            Setting::ReadOnly(on) => set_read_only(&running, *on)?,
+            Setting::ReadOnly(on) => {
+                self.check_not_changed()?;
+                set_read_only(&running, *on)?;
+            }
             _ => set_disk(&running.disk, setting)?,
         }
         let (key, value) = setting.to_text();

@@ -52,6 +52,7 @@ impl Device {
         let served =
             Served { image: image_name(&options.image), attach_options: Some(Record::new(options)?) };
         self.check_not_held()?;
+        self.check_not_changed()?;
         // The state file has the settings of now.
         let _changing = self.begin_change();
         let state = StateFile {

@@ -30,7 +30,7 @@ impl TraceConnection {
     pub fn open(dir: &StateDir, name: &str, ring_bytes: u64) -> Outcome<TraceConnection> {
         // A daemon that died is reported as every command does.
         ask::<()>(dir, name, &Request::Ping {})?;
-        let (dialogue, memory) =
+        let (dialogue, (), memory) =
             Dialogue::begin_with_file(dir, name, &Request::Trace { ring_bytes }, TIMEOUT)?;
         let memory = memory.ok_or_else(|| Failure::new(format!("{name}: its daemon sent no memory")))?;
         let memory = TraceMemory::open(memory)

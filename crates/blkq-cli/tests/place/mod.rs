@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod client;
+
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

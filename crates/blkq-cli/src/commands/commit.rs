@@ -1,0 +1,158 @@
+//! `blkq commit`: what an image has goes to the one behind it, and the device goes on in that.
+
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use blkq::drivers::DriverSpec;
+use blkq::drivers::qcow2::open_base;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::completion;
+use crate::config;
+use crate::control::{CHANGE_TIMEOUT, CommitBase, Committed, Dialogue, Request, ask};
+use crate::devices::named;
+use crate::failure::{EXIT_FAILED, Failure, Outcome};
+use crate::info::{CommitInfo, DeviceInfo};
+use crate::options::AttachOptions;
+use crate::signals::{Signal, Signals};
+use crate::state::StateDir;
+use crate::{complain, print, print_json};
+
+/// When the progress is printed first, and how often then: on a terminal, and elsewhere.
+const FIRST_LINE: Duration = Duration::from_secs(2);
+const LINES_ON_TERMINAL: Duration = Duration::from_secs(1);
+const LINES_ELSEWHERE: Duration = Duration::from_secs(10);
+/// How long a daemon is waited for at a time.
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+
+/// Options of `commit`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+All that the qcow2 image of a device has is copied into the image behind it, while clients go on, and
+then the device goes on in that one. Clients notice a pause at the end. The image that it had is empty
+then, and shows what the other has; it can be removed. Ctrl-C stops it: the device goes on as it was.
+
+Examples:
+  blkq commit data
+  blkq commit disk.2.qcow2 --json")]
+pub struct Args {
+    /// The device: its name, its image, its URI or its node in /dev
+    #[arg(value_name = "DEVICE", add = completion::devices())]
+    device: String,
+    /// Print the outcome as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Args {
+    /// Makes the commit, and prints the image in which the device goes on.
+    ///
+    /// # Errors
+    /// Why the device goes on as it was.
+    pub fn run(self) -> Outcome {
+        let dir = StateDir::locate()?;
+        let of = |e: Failure| e.during(format_args!("commit {}", self.device));
+        let name = named(&dir, &self.device).map_err(of)?;
+        // A daemon that died is reported as every command does.
+        ask::<()>(&dir, &name, &Request::Ping {})?;
+        let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate])?;
+        let (dialogue, base, file) =
+            Dialogue::begin_with_file::<CommitBase>(&dir, &name, &Request::Commit {}, CHANGE_TIMEOUT)
+                .map_err(of)?;
+        let file = file.ok_or_else(|| of(Failure::new("its daemon sent no file")))?;
+        // The file that the daemon reads, whatever is at its path: a daemon has no other opened for writing.
+        let files = open_base(&File::from(file)).map_err(|e| of(e.into()))?;
+        dialogue.go_on(&files.each_ref().map(AsFd::as_fd)).map_err(of)?;
+        drop(files);
+        let mut progress = ProgressLine::new(&name);
+        wait(&dialogue, &mut signals, || progress.print(&dir));
+        progress.clear();
+        let done: Committed = dialogue.reply().and_then(|done| done).map_err(of)?;
+        warn_of_configuration(&name, &done, &base.path);
+        if self.json { print_json(&done) } else { print(&format!("{}\n", done.image)) }
+    }
+}
+
+/// Waits for the reply. The first signal has the daemon stop; the second one makes this process exit.
+fn wait(dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
+    let mut stopped = false;
+    loop {
+        let mut fds = [PollFd::new(dialogue, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+        let ready = poll(&mut fds, Some(&TICK));
+        let [replied, signalled] = fds.map(|fd| ready.is_ok() && !fd.revents().is_empty());
+        if replied {
+            return;
+        }
+        if signalled {
+            for _ in signals.take() {
+                if std::mem::replace(&mut stopped, true) {
+                    std::process::exit(EXIT_FAILED.into());
+                }
+                dialogue.give_up();
+            }
+        }
+        each();
+    }
+}
+
+/// The progress, on standard error.
+struct ProgressLine<'a> {
+    name: &'a str,
+    is_terminal: bool,
+    next: Instant,
+    is_shown: bool,
+}
+
+impl ProgressLine<'_> {
+    fn new(name: &str) -> ProgressLine<'_> {
+        let is_terminal = std::io::stderr().is_terminal();
+        ProgressLine { name, is_terminal, next: Instant::now() + FIRST_LINE, is_shown: false }
+    }
+
+    fn print(&mut self, dir: &StateDir) {
+        if Instant::now() < self.next {
+            return;
+        }
+        self.next = Instant::now() + if self.is_terminal { LINES_ON_TERMINAL } else { LINES_ELSEWHERE };
+        let info = ask::<DeviceInfo>(dir, self.name, &Request::Show {});
+        let Some(commit) = info.ok().and_then(|info| info.commit) else { return };
+        let line = format!("{}: {}", self.name, shown_progress(&commit));
+        match self.is_terminal {
+            // Over the one before.
+            true => _ = write!(std::io::stderr(), "\r\x1b[K{line}"),
+            false => complain(&Failure::new(line)),
+        }
+        self.is_shown = true;
+    }
+
+    fn clear(&self) {
+        if self.is_shown && self.is_terminal {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+/// How far a block commit is, in words.
+pub fn shown_progress(commit: &CommitInfo) -> String {
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    let percent = commit.copied_bytes.saturating_mul(100).checked_div(commit.total_bytes).unwrap_or(0);
+    format!("{percent} %, {} of {} MiB copied", mib(commit.copied_bytes), mib(commit.total_bytes))
+}
+
+/// Its next start would have the empty image again, over the other: no data would be missing, but it would not be where
+/// it is now.
+fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
+    let Ok(AttachOptions { image: DriverSpec::Image(configured), .. }) = config::named(name) else { return };
+    if configured.canonicalize().is_ok_and(|configured| configured == Path::new(&done.emptied)) {
+        complain(&Failure::new(format!(
+            "{name}: the next start of its service would go on in {} again, over {}; in {} write image = {base:?}, and its \
+             format, before you remove that",
+            done.emptied,
+            done.image,
+            config::path_of(name).display()
+        )));
+    }
+}

@@ -1,0 +1,52 @@
+//! A block commit over the control socket: it lasts as long as its connection.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::shared::Shared;
+use super::snapshot::receive_files;
+use super::trace::{client_of, send_with_file};
+use crate::control::{CommitBase, Committed};
+use crate::failure::{Failure, Outcome};
+use crate::log;
+
+/// Has the device's image go to the one behind it, unless the client closes the connection, or sends anything.
+///
+/// # Errors
+/// Why it does not; the device goes on as it was.
+pub(super) fn serve_commit(shared: &Shared, stream: &UnixStream) -> Outcome<Committed> {
+    let client = client_of(stream);
+    shared.stage().check()?;
+    let device = shared.device();
+    device.check_not_changed()?;
+    let base = device.base()?;
+    send_with_file(stream, CommitBase { path: base.path }, base.file.as_fd())?;
+    let files = receive_files(stream)?;
+    let files = files.try_into().map_err(|_| Failure::new("the image behind was not opened"))?;
+    let stop = || {
+        // Not to be waited for: who changes the stage may wait for this.
+        shared.stage().check()?;
+        match is_closed(stream) {
+            true => Err(Failure::new(format!("stopped by {client}"))),
+            false => Ok(()),
+        }
+    };
+    log::line(&format!("commit: {client} has the image go to the one behind it"));
+    // The next daemon of the device reads what is written last, and nothing is changed once it stops.
+    let last = || {
+        stop()?;
+        let stage = shared.stage();
+        stage.check().map(|()| stage)
+    };
+    let done = device.commit(files, &client, &stop, last, |state| shared.write_state(state))?;
+    log::line(&format!("commit: the image is {} now, and {} is empty", done.image, done.emptied));
+    Ok(done)
+}
+
+/// Whether there is something to read, the end of the stream for one.
+fn is_closed(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) != Ok(0)
+}

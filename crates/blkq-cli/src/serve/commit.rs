@@ -1,0 +1,233 @@
+//! A device goes on in the image behind its own, which gets all that this has.
+
+use std::fs::File;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use blkq::drivers::DriverSpec;
+use blkq::drivers::qcow2::{BaseImage, BlockCommit, base_of, free};
+use blkq::{Disk, Driver, ErrorKind};
+use blkq_export::ublk::UblkDevice;
+
+use super::commit_progress::CommitProgress;
+use super::running::Running;
+use super::snapshot::log_broken;
+use super::{Device, Served, flush_unless_held};
+use crate::control::Committed;
+use crate::failure::{Failure, Outcome};
+use crate::info::{CommitInfo, StateFile};
+use crate::options::{AttachOptions, Backing, Format, Record};
+
+/// Passes in which clients go first.
+const POLITE_PASSES: u32 = 3;
+/// How long clients may have to wait for the last pass: so long after the first one, twice as long after each other, up
+/// to the second.
+const LAST_PASS: Duration = Duration::from_millis(50);
+const LAST_PASS_MAX: Duration = Duration::from_secs(10);
+/// The rate of copies that is assumed as long as none was made, in bytes per second.
+const RATE_ASSUMED: f64 = 1e8;
+
+/// The progress of a device's block commit, which is over when this is dropped.
+struct Reported<'a> {
+    device: &'a Device,
+    progress: Arc<CommitProgress>,
+}
+
+impl Drop for Reported<'_> {
+    fn drop(&mut self) {
+        *self.device.commit_progress() = None;
+    }
+}
+
+impl Device {
+    /// The block commit that is under way.
+    pub(super) fn commit_info(&self) -> Option<CommitInfo> {
+        self.commit_progress().as_ref().map(|progress| progress.info())
+    }
+
+    fn commit_progress(&self) -> MutexGuard<'_, Option<Arc<CommitProgress>>> {
+        self.commit.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses another change of the image while a block commit is under way.
+    ///
+    /// # Errors
+    /// Who makes it.
+    pub fn check_not_changed(&self) -> Outcome {
+        self.commit_progress().as_ref().map_or(Ok(()), |progress| Err(progress.refusal()))
+    }
+
+    /// The image behind its own.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot take what the other has.
+    pub fn base(&self) -> Outcome<BaseImage> {
+        Ok(base_of(&*self.running()?.disk.driver())?)
+    }
+
+    /// Has all that the image has go to the one behind it, which `files` are, as
+    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that. Most of it is
+    /// copied while I/O goes on. `stop` is asked again and again whether to go on. I/O waits for the rest, from when
+    /// `last` has returned, and while `keep` writes the state file.
+    ///
+    /// # Errors
+    /// Why the device goes on as it was.
+    pub fn commit<G>(
+        &self,
+        files: [File; 2],
+        client: &str,
+        stop: &dyn Fn() -> Outcome,
+        last: impl FnOnce() -> Outcome<G>,
+        keep: impl FnOnce(&StateFile) -> Outcome,
+    ) -> Outcome<Committed> {
+        let running = self.running()?;
+        self.check_not_held()?;
+        check_no_bitmaps(&running.disk)?;
+        let top = running.disk.driver();
+        let served = self.served_in(&running, &base_of(&*top)?)?;
+        let reported = self.report_commit(client, &served.image)?;
+        let mut commit = {
+            let _changing = self.begin_change();
+            let size = running.disk.limits().size_bytes();
+            let journals = self.journals.as_deref();
+            BlockCommit::begin(Arc::clone(&top), files, journals).map_err(|e| not_begun(e, size))?
+        };
+        running.disk.check_exchange(commit.driver()?)?;
+        check_outlives(&running, commit.driver()?)?;
+        copy_passes(&running, &mut commit, &reported.progress, stop)?;
+        let _stage = last()?;
+        let _changing = self.begin_change();
+        self.check_not_held()?;
+        let state = StateFile {
+            image: served.image.clone(),
+            attach_options: served.attach_options.clone(),
+            ..self.state_file()?
+        };
+        let done = Committed {
+            image: served.image.clone(),
+            emptied: self.image(),
+            copied_bytes: commit.progress().0,
+        };
+        let exchange = running.disk.begin_exchange()?;
+        exchange.replace(commit.finish(|| keep(&state))?)?;
+        *self.served() = served;
+        drop(exchange);
+        log_broken(&running);
+        free(&*top);
+        Ok(done)
+    }
+
+    /// The device as it is served in `base`.
+    fn served_in(&self, running: &Running, base: &BaseImage) -> Outcome<Served> {
+        let options = self.served().attach_options.as_ref().map(Record::read).transpose()?;
+        let Some(options) = options else {
+            return Err(Failure::new("its options are not known; detach it, and attach it again"));
+        };
+        let sector = running.disk.limits().logical_block_bytes;
+        let options = AttachOptions {
+            image: DriverSpec::Image(base.path.clone()),
+            format: Some(if base.qcow2 { Format::Qcow2 } else { Format::Raw }),
+            // A raw image names no other.
+            backing_chain: if base.qcow2 { options.backing_chain } else { Backing::OwnDirectory },
+            sector_size: options.sector_size.keep(sector),
+            ..options
+        };
+        options.check()?;
+        Ok(Served { image: base.path.display().to_string(), attach_options: Some(Record::new(&options)?) })
+    }
+
+    fn report_commit(&self, client: &str, into: &str) -> Outcome<Reported<'_>> {
+        let mut under_way = self.commit_progress();
+        if let Some(progress) = &*under_way {
+            return Err(progress.refusal());
+        }
+        let progress = Arc::new(CommitProgress::new(client, into));
+        *under_way = Some(Arc::clone(&progress));
+        drop(under_way);
+        Ok(Reported { device: self, progress })
+    }
+}
+
+/// Refuses a device whose dirty bitmaps are kept in its image: what they are of would not be in the other.
+fn check_no_bitmaps(disk: &Disk) -> Outcome {
+    match disk.bitmaps().first() {
+        None => Ok(()),
+        Some(bitmap) => Err(Failure::new(format!(
+            "its dirty bitmap {} would be lost; make a backup, and remove it with blkq bitmap",
+            bitmap.name()
+        ))),
+    }
+}
+
+/// Refuses an image which loses with the daemon what a block device that outlives it was promised.
+fn check_outlives(running: &Running, driver: &dyn Driver) -> Outcome {
+    if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
+        let why = driver.warnings().join("; ");
+        return Err(Failure::new(format!(
+            "a block device outlives its daemon, and the image behind would not: {why}"
+        )));
+    }
+    Ok(())
+}
+
+/// Copies while I/O goes on, until the rest takes clients no longer than they may have to wait.
+fn copy_passes(
+    running: &Arc<Running>,
+    commit: &mut BlockCommit,
+    progress: &CommitProgress,
+    stop: &dyn Fn() -> Outcome,
+) -> Outcome {
+    let mut copying = Duration::ZERO;
+    for pass in 0.. {
+        let mut seen = activity(&running.disk);
+        while commit.find(|| flush_unless_held(running))? {
+            loop {
+                stop()?;
+                progress.note(commit.progress());
+                let begin = Instant::now();
+                if !commit.copy()? {
+                    break;
+                }
+                let took = begin.elapsed();
+                copying += took;
+                let now = activity(&running.disk);
+                if pass < POLITE_PASSES && now != seen {
+                    // As much of the time for them.
+                    sleep(took);
+                }
+                seen = now;
+            }
+        }
+        commit.next_pass()?;
+        let (copied, total) = commit.progress();
+        let rate = match copying.as_secs_f64() {
+            seconds if seconds > 0.0 && copied > 0 => copied as f64 / seconds,
+            _ => RATE_ASSUMED,
+        };
+        let most = LAST_PASS.saturating_mul(1 << pass.min(16)).min(LAST_PASS_MAX);
+        if (total - copied) as f64 / rate <= most.as_secs_f64() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// Reads, writes and discards that clients have begun.
+fn activity(disk: &Disk) -> [u64; 3] {
+    let fields = disk.stats().fields();
+    [fields[0], fields[4], fields[11]]
+}
+
+/// Why a block commit could not begin, with the cure.
+fn not_begun(error: blkq::Error, size: u64) -> Failure {
+    match error.kind() {
+        ErrorKind::Busy => {
+            Failure::new(format!("{error}; detach there first what has it, or has it behind its own image"))
+        }
+        ErrorKind::Mismatch => Failure::new(format!(
+            "{error}; give the device at least that size with blkq resize (it has {size})"
+        )),
+        _ => error.into(),
+    }
+}

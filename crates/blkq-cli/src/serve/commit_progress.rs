@@ -1,0 +1,48 @@
+//! How far a block commit is, for reports.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::failure::Failure;
+use crate::info::CommitInfo;
+
+/// A block commit under way.
+pub(super) struct CommitProgress {
+    by: String,
+    into: String,
+    copied_bytes: AtomicU64,
+    total_bytes: AtomicU64,
+}
+
+impl CommitProgress {
+    /// One of the client `by`, into the image `into`.
+    pub fn new(by: &str, into: &str) -> CommitProgress {
+        CommitProgress {
+            by: by.to_owned(),
+            into: into.to_owned(),
+            copied_bytes: AtomicU64::new(0),
+            total_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// Notes the bytes that were copied, and those that are to be.
+    pub fn note(&self, (copied_bytes, total_bytes): (u64, u64)) {
+        self.copied_bytes.store(copied_bytes, Relaxed);
+        self.total_bytes.store(total_bytes, Relaxed);
+    }
+
+    /// The progress now.
+    pub fn info(&self) -> CommitInfo {
+        CommitInfo {
+            into: self.into.clone(),
+            by: self.by.clone(),
+            copied_bytes: self.copied_bytes.load(Relaxed),
+            total_bytes: self.total_bytes.load(Relaxed),
+        }
+    }
+
+    /// Why another change of the image is refused.
+    pub fn refusal(&self) -> Failure {
+        Failure::new(format!("its image is being committed by {}; wait for that, or stop it there", self.by))
+    }
+}

@@ -1,0 +1,301 @@
+//! Block commits of devices in use: the image behind gets all, and clients notice nothing.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+use place::client::*;
+use place::*;
+use rustix::process::Signal;
+
+fn path(place: &Place, name: &str) -> String {
+    place.dir.join(name).to_str().unwrap().to_owned()
+}
+
+/// The bytes of a device in a qcow2 image, as QEMU reads it.
+fn content(place: &Place, image: &str) -> Vec<u8> {
+    let raw = path(place, "content");
+    let check = Command::new("qemu-img").args(["check", "-f", "qcow2", image]).output().unwrap();
+    // 3: there are clusters that nothing refers to, after a kill.
+    assert!(matches!(check.status.code(), Some(0 | 3)), "{check:?}");
+    run("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", image, &raw]);
+    fs::read(raw).unwrap()
+}
+
+// Contract: data
+#[test]
+fn a_client_goes_on_in_the_image_behind() {
+    let place = Place::new("commit");
+    let (base, mid, top) = (place.image("base.img", 8 << 20), path(&place, "mid"), path(&place, "top"));
+    for sandbox in [true, false] {
+        fs::write(&base, vec![0; 8 << 20]).unwrap();
+        let attach = ["attach", &base, "--name", "d", "--no-sandbox"];
+        let uri = place.done(&attach[..if sandbox { 4 } else { 5 }]);
+        let mut client = Client::new(&uri, "d");
+        client.write(1, 1);
+        client.write(2, 1);
+        place.done(&["snapshot", "d", "--to", &mid]);
+        client.write(2, 2);
+        place.done(&["snapshot", "d", "--to", &top]);
+        client.write(3, 3);
+        client.write(300, 4);
+        // One image at a time.
+        for (image, emptied, format) in [(&mid, &top, "qcow2"), (&base, &mid, "loop")] {
+            assert_eq!(place.done(&["commit", "d"]), format!("{image}\n"));
+            assert_eq!(kept_image(&place, "d"), *image);
+            let shown = place.json(&["show", "d", "--json"]);
+            assert_eq!((&shown["image"], &shown["driver"]), (&image.as_str().into(), &format.into()));
+            assert_eq!([1, 2, 3, 300, 4].map(|block| client.read(block)), [1, 2, 3, 4, 0]);
+            let byte = client.read(5);
+            client.write(5, byte + 1);
+            client.flush();
+            assert!(fs::metadata(emptied).unwrap().blocks() * 512 < 1 << 20, "its space is freed");
+        }
+        let line = place.refused(&["commit", "d"]);
+        assert!(line.contains("no image behind"), "{line}");
+        let options = &place.json(&["show", "d", "--json"])["attach_options"]["options"];
+        assert_eq!((&options["image"], &options["format"]), (&base.as_str().into(), &"raw".into()));
+        drop(client);
+        place.done(&["detach", "d"]);
+        let expected = fs::read(&base).unwrap();
+        assert_eq!([1, 2, 3, 300, 5].map(|block| expected[block * BLOCK]), [1, 2, 3, 4, 2]);
+        // The images above show the same, and later data too.
+        run("qemu-img", &["check", "-q", "-f", "qcow2", &top]);
+        assert!(content(&place, &top) == expected && content(&place, &mid) == expected);
+        [mid.as_str(), &top].iter().for_each(|image| fs::remove_file(image).unwrap());
+    }
+}
+
+/// Sets it however the test goes on.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
+// Contract: live-changes
+#[test]
+fn writes_go_on_through_snapshots_and_commits() {
+    let place = Place::new("commit-load");
+    let (base, top) = (place.image("base.img", 16 << 20), path(&place, "top"));
+    let uri = place.done(&["attach", &base, "--name", "d"]);
+    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+    let blocks = (16 << 20) / BLOCK as u64;
+    let write = || {
+        let mut client = Client::new(&uri, "d");
+        let mut expected = vec![0; blocks as usize];
+        let mut seed = 1u64;
+        while !stop.load(SeqCst) {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let (block, other, byte) = ((seed >> 33) % blocks, (seed >> 20) % blocks, (seed >> 50) as u8);
+            client.write(block, byte);
+            expected[block as usize] = byte;
+            assert_eq!(client.read(other), expected[other as usize], "block {other}");
+            rounds.fetch_add(1, SeqCst);
+        }
+        client.flush();
+        expected
+    };
+    let expected = std::thread::scope(|scope| {
+        let writer = scope.spawn(write);
+        let stopped = Stop(&stop);
+        let written = || {
+            let seen = rounds.load(SeqCst);
+            wait_until("the writer writes", || rounds.load(SeqCst) > seen + 200 || writer.is_finished());
+        };
+        for _ in 0..5 {
+            place.done(&["snapshot", "d", "--to", &top]);
+            written();
+            place.done(&["commit", "d"]);
+            fs::remove_file(&top).unwrap();
+        }
+        written();
+        drop(stopped);
+        writer.join().unwrap()
+    });
+    // A flush is all that a killed daemon owes.
+    kill_and_wait(place.pid("d"), &[&base]);
+    let found = fs::read(base).unwrap();
+    for (block, byte) in expected.iter().enumerate() {
+        assert_eq!(found[block * BLOCK..][..BLOCK], [*byte; BLOCK], "block {block}");
+    }
+}
+
+/// An image of `mib` MiB with compressed clusters over `base`, which take their time.
+fn compressed(place: &Place, base: &str, name: &str, mib: usize) -> String {
+    let (raw, image) = (path(place, "data"), path(place, name));
+    let data: Vec<u8> = (0..mib << 20).map(|at| (at / BLOCK * 7) as u8 | 1).collect();
+    fs::write(&raw, data).unwrap();
+    let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-B", base, "-F", "raw", &raw, &image];
+    run("qemu-img", &convert);
+    image
+}
+
+fn commit(place: &Place) -> Child {
+    place.command(&["commit", "d"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn is_under_way(place: &Place) -> bool {
+    place.json(&["show", "d", "--json"])["commit"]["copied_bytes"].as_u64() > Some(0)
+}
+
+#[test]
+fn a_commit_is_shown_and_stopped_and_keeps_others_away() {
+    let place = Place::new("commit-stopped");
+    let base = place.image("base.img", 96 << 20);
+    let image = compressed(&place, &base, "top", 96);
+    let uri = place.done(&["attach", &image, "--format", "qcow2", "--name", "d"]);
+    let mut client = Client::new(&uri, "d");
+    let before = client.read(20_000);
+    for end in [Some(Signal::INT), Some(Signal::KILL), None] {
+        let command = commit(&place);
+        wait_until("the commit copies", || is_under_way(&place));
+        let shown = place.json(&["show", "d", "--json"]);
+        let by = format!("process {}", command.id());
+        assert_eq!((&shown["commit"]["by"], &shown["commit"]["into"]), (&by.into(), &base.as_str().into()));
+        let by = format!("by process {}", command.id());
+        for refused in [
+            &["commit", "d"][..],
+            &["resize", "d", "1G"],
+            &["set", "d", "read-only=on"],
+            &["snapshot", "d", "--to", &path(&place, "other")],
+        ] {
+            let line = place.refused(refused);
+            assert!(line.contains(&by), "{line}");
+        }
+        client.write(3, 7);
+        if let Some(end) = end {
+            signal(command.id().try_into().unwrap(), end);
+            let output = command.wait_with_output().unwrap();
+            if end == Signal::INT {
+                let line = String::from_utf8(output.stderr).unwrap();
+                assert_eq!(output.status.code(), Some(1), "{line}");
+                assert!(line.contains(&format!("stopped {by}")), "{line}");
+            }
+            wait_until("the commit has stopped", || place.json(&["show", "d", "--json"])["commit"].is_null());
+            assert_eq!(kept_image(&place, "d"), image);
+            client.flush();
+            assert_eq!((client.read(3), client.read(20_000)), (7, before));
+            // Readers of the image behind are welcome again.
+            place.done(&["attach", &base, "--read-only", "--name", "r"]);
+            place.done(&["detach", "r"]);
+        } else {
+            let line = place.refused(&["attach", &base, "--read-only", "--name", "r"]);
+            assert!(line.contains("in use"), "{line}");
+            let output = command.wait_with_output().unwrap();
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{base}\n"));
+        }
+    }
+    assert_eq!((client.read(3), client.read(20_000)), (7, before));
+}
+
+// Contract: durability
+#[test]
+fn a_daemon_killed_in_a_commit_keeps_what_was_flushed() {
+    let place = Place::new("commit-killed");
+    let base = place.image("base.img", 32 << 20);
+    let image = compressed(&place, &base, "top", 32);
+    let mut expected = fs::read(path(&place, "data")).unwrap();
+    let mut served = image.clone();
+    for number in 1..8u64 {
+        let format = if served == image { "qcow2" } else { "raw" };
+        let uri = place.done(&["attach", &served, "--format", format, "--name", "d"]);
+        let mut client = Client::new(&uri, "d");
+        for block in [number, 100 * number, 8_191] {
+            client.write(block, number as u8);
+            expected[block as usize * BLOCK..][..BLOCK].fill(number as u8);
+        }
+        client.flush();
+        let pid = place.pid("d");
+        if served == image {
+            let mut command = commit(&place);
+            std::thread::sleep(Duration::from_millis(number * 60 - 50));
+            kill_and_wait(pid, &[&base, &image]);
+            command.wait().unwrap();
+            served = kept_image(&place, "d");
+        } else {
+            kill_and_wait(pid, &[&base]);
+        }
+        assert!(content(&place, &image) == expected, "{number}: in the image that was attached");
+        assert!(served == image || fs::read(&base).unwrap() == expected, "{number}: in the one behind");
+    }
+}
+
+#[test]
+fn a_commit_that_cannot_be_changes_nothing() {
+    let place = Place::new("commit-refused");
+    let base = place.image("base.img", 1 << 20);
+    let (top, other) = (path(&place, "top"), path(&place, "other"));
+    let refused = |why: &str| {
+        let line = place.refused(&["commit", "d"]);
+        assert!(line.contains(why), "{line}");
+    };
+    refused("no such device");
+    place.done(&["attach", "ram:1M", "--name", "d"]);
+    refused("no image behind");
+    place.done(&["detach", "d"]);
+    place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
+    let image = ["attach", &base, "--overlay", &other, "--name", "e"];
+    place.done(&image);
+    refused("is in use");
+    place.done(&["detach", "e"]);
+    place.done(&["set", "d", "read-only=on"]);
+    refused("read-only");
+    place.done(&["set", "d", "read-only=off"]);
+    // A client that sends no files.
+    let mut stream = UnixStream::connect(place.state().join("d.control")).unwrap();
+    let mut reply = [0; 512];
+    stream.write_all(b"{\"command\":\"commit\"}\n").unwrap();
+    let length = stream.read(&mut reply).unwrap();
+    assert!(reply[..length].starts_with(b"{\"ok\":"));
+    stream.write_all(b"\n").unwrap();
+    let length = stream.read(&mut reply).unwrap();
+    let text = String::from_utf8_lossy(&reply[..length]);
+    assert!(text.contains("was not opened"), "{text}");
+    place.done(&["detach", "d"]);
+    // One behind that is longer would show its end again.
+    fs::File::options().write(true).open(&base).unwrap().set_len(2 << 20).unwrap();
+    place.done(&["attach", &top, "--format", "qcow2", "--name", "d"]);
+    refused("blkq resize");
+    place.done(&["resize", "d", "2M"]);
+    place.done(&["resize", "d", "3M"]);
+    assert_eq!(place.done(&["commit", "d"]), format!("{base}\n"));
+    assert_eq!(fs::metadata(&base).unwrap().len(), 3 << 20, "it has the size of the device");
+    place.done(&["detach", "d"]);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &other]);
+    run("qemu-img", &["snapshot", "-c", "s", &other]);
+    place.done(&["attach", &other, "--format", "qcow2", "--name", "d"]);
+    refused("internal snapshots");
+}
+
+#[test]
+fn a_configuration_with_the_emptied_image_is_reported() {
+    let place = Place::new("commit-configured");
+    let (base, top) = (place.image("base.img", 1 << 20), path(&place, "top"));
+    fs::create_dir(path(&place, "c")).unwrap();
+    let config = path(&place, "c/d.toml");
+    let run =
+        |words: &[&str]| place.command(words).env("BLKQ_CONFIG_DIR", path(&place, "c")).output().unwrap();
+    place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
+    place.done(&["detach", "d"]);
+    fs::write(&config, format!("image = {top:?}\nformat = \"qcow2\"\n")).unwrap();
+    assert!(run(&["attach", "--config", &config]).status.success());
+    let done = run(&["commit", "d", "--json"]);
+    let line = String::from_utf8(done.stderr).unwrap();
+    assert!(done.status.success() && line.contains(&format!("write image = {base:?}")), "{line}");
+    let done: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+    let images = (&done["image"], &done["emptied"]);
+    assert_eq!(images, (&base.as_str().into(), &top.as_str().into()), "{done}");
+    place.done(&["detach", "d"]);
+    // It shows what the other has.
+    assert!(run(&["attach", "--config", &config]).status.success());
+}
