@@ -23,6 +23,7 @@ pub mod control;
 pub mod daemon;
 pub mod descriptors;
 pub mod devices;
+pub mod disks;
 pub mod elsewhere;
 pub mod failure;
 pub mod group;

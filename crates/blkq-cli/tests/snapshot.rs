@@ -277,6 +277,14 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
     // A client that sends no file.
     let reply = place.ask("n", b"{\"command\":\"snapshot\",\"options\":{\"version\":1,\"options\":{}}}\n");
     assert!(reply.contains("error"), "{reply}");
+    // Moved: the new image would name another file.
+    fs::rename(&image, path("moved")).unwrap();
+    for _ in 0..2 {
+        let line = place.refused(&["snapshot", "n", "--to", &new]);
+        assert!(line.contains(&format!("which is {} now", path("moved"))), "{line}");
+        fs::copy(path("moved"), &image).unwrap();
+    }
+    fs::rename(path("moved"), &image).unwrap();
     place.done(&["snapshot", "n", "--to", &elsewhere, "--backing-chain", "allow"]);
     place.done(&["detach", "n"]);
     place.done(&["attach", &elsewhere, "--format", "qcow2", "--backing-chain", "allow", "--name", "n"]);

@@ -31,9 +31,10 @@ const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 /// Options of `commit`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-All that the qcow2 image of a device has is copied into the image behind it, while clients go on, and
-then the device goes on in that one. Clients notice a pause at the end. The image that it had is empty
-then, and shows what the other has; it can be removed. Ctrl-C stops it: the device goes on as it was.
+All that the qcow2 image of a device has is copied into the image behind it, while clients go on,
+and then the device goes on in that one. Clients notice a pause at the end. The image that it had
+is empty then, and shows what the other has; it can be removed. Ctrl-C stops it: the device goes
+on as it was.
 
 Examples:
   blkq commit data

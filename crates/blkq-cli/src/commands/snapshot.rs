@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 use blkq::drivers::DriverSpec;
 
 use super::attach::create::{NewImage, directory_of};
+use crate::backing::{Backing, FileId, shown_path};
 use crate::completion;
 use crate::config;
 use crate::control::{Dialogue, Request, ask};
 use crate::devices::named;
+use crate::disks::{SYSFS, disks_under};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::options::{AttachOptions, Backing, Format, Record};
+use crate::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use crate::state::StateDir;
 use crate::{complain, print};
 
@@ -37,7 +39,7 @@ pub struct Args {
     /// The backing files that an image may name: allow admits a new one in another directory than that of
     /// the image behind it
     #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
-    backing_chain: Backing,
+    backing_chain: BackingChain,
 }
 
 /// A device, and the image that it is to get.
@@ -128,7 +130,10 @@ impl Args {
             .canonicalize()
             .map_err(|e| Failure::new(format!("{}: {e}", directory_of(file).display())))?;
         let path = directory.join(last);
-        if self.backing_chain == Backing::OwnDirectory && !Path::new(&info.image).starts_with(&directory) {
+        check_in_place(&info)?;
+        check_not_on_device(&info, &directory)?;
+        if self.backing_chain == BackingChain::OwnDirectory && !Path::new(&info.image).starts_with(&directory)
+        {
             return Err(Failure::new(format!(
                 "{} is not in the directory of {}; choose another, or allow it with --backing-chain allow",
                 info.image,
@@ -137,8 +142,8 @@ impl Args {
         }
         check_configuration(&name, &info.image, &path)?;
         let backing_chain = match self.backing_chain {
-            Backing::OwnDirectory => options.backing_chain,
-            Backing::Allow => Backing::Allow,
+            BackingChain::OwnDirectory => options.backing_chain,
+            BackingChain::Allow => BackingChain::Allow,
         };
         let options = AttachOptions {
             image: DriverSpec::Image(path.clone()),
@@ -150,6 +155,45 @@ impl Args {
         options.check()?;
         Ok(Wanted { name, image: info.image, path, options: Record::new(&options)? })
     }
+}
+
+/// Refuses an image that is no longer where it was attached: the new one would name another file, or none.
+fn check_in_place(info: &DeviceInfo) -> Outcome {
+    let there = FileId::of(&info.image);
+    if there.is_some() && there == Backing::of(info).map(|backing| backing.file) {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "{} is not the file that the device has, which is {} now; move that back, or detach the device and attach it \
+         where it is",
+        info.image,
+        shown_path(info)
+    )))
+}
+
+/// Refuses a new image on a file system that is on the device: to be made durable it would wait for itself.
+fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
+    let Some(FileId { device, .. }) = FileId::of(directory) else { return Ok(()) };
+    let is_device = |disk: &String| {
+        let node = Path::new("/dev").join(disk);
+        // Of the kernel's NBD client: the process that connected it.
+        let client = std::fs::read_to_string(format!("{SYSFS}/block/{disk}/pid")).unwrap_or_default();
+        info.exports.iter().any(|export| Path::new(export) == node)
+            || !client.is_empty() && info.clients.iter().any(|other| is_process(&other.peer, client.trim()))
+    };
+    match disks_under(Path::new(SYSFS), device).into_iter().find(is_device) {
+        None => Ok(()),
+        Some(disk) => Err(Failure::new(format!(
+            "{} is on a file system of the device itself (/dev/{disk}), and would wait for itself; choose another place",
+            directory.display()
+        ))),
+    }
+}
+
+/// Whether `peer` is the process with that number.
+fn is_process(peer: &str, pid: &str) -> bool {
+    let mut words = peer.split(|c: char| !c.is_ascii_alphanumeric());
+    words.any(|word| word == "pid") && words.next() == Some(pid)
 }
 
 /// Refuses a device whose configuration has the old image: a service manager that starts it again, perhaps because its
@@ -259,6 +303,12 @@ mod tests {
         let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
         let options = Record::new(&options).unwrap();
         Wanted { name: name.to_owned(), image: format!("/{name}.img"), path, options }
+    }
+
+    #[test]
+    fn a_client_is_known_by_the_number_of_its_process() {
+        assert!(is_process("pid 123, uid 0", "123"));
+        assert!(!is_process("pid 1234, uid 123", "123") && !is_process("127.0.0.1:123", "123"));
     }
 
     #[test]
