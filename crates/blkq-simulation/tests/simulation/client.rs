@@ -512,7 +512,6 @@ impl Client {
         assert!(may_deny || error != NbdError::Permission as u32, "not permitted: {asked:?}");
         if let Some(holding) = &common.holding {
             let checked = match asked.command {
-                Command::Flush if ok => holding.check_flush(since),
                 Command::Flush | Command::BlockStatus => Ok(()),
                 _ if ok || refused || asked.is_flushed() || asked.was_told_to_wait() => Ok(()),
                 _ => holding.check_error(error, since, writes),

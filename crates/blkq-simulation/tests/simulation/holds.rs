@@ -1,5 +1,5 @@
 //! A device whose requests are held after errors, until it is resumed: no client sees an error that the policy holds,
-//! no flush overtakes a write that is held, and nothing waits for ever once it is resumed and nothing fails.
+//! and nothing waits for ever once it is resumed and nothing fails.
 
 use std::fs::File;
 use std::mem::ManuallyDrop;
@@ -29,8 +29,6 @@ pub struct Holding {
     abandoned_since: Option<u64>,
     /// Until when they may have been.
     abandoned_until: u64,
-    /// Since when writes have been held.
-    writes_since: Option<u64>,
     /// Requests that were held at once, resumed, and failed by a resume.
     pub held: u64,
     pub reissued: u64,
@@ -45,7 +43,6 @@ impl Holding {
             failed_at: 0,
             abandoned_since: None,
             abandoned_until: 0,
-            writes_since: None,
             held: 0,
             reissued: 0,
             failed: 0,
@@ -57,7 +54,7 @@ impl Holding {
         let policy = self.any_policy();
         disk.set_error_policy(policy);
         self.policy = History::new(now, policy);
-        (self.abandoned_since, self.writes_since) = (None, None);
+        self.abandoned_since = None;
     }
 
     fn any_policy(&mut self) -> ErrorPolicy {
@@ -92,7 +89,6 @@ impl Holding {
     pub fn note(&mut self, disk: &Disk, ghosts: bool, now: u64) {
         self.policy.settle(now, disk.error_policy());
         self.held = self.held.max(disk.held());
-        self.writes_since = disk.has_held_writes().then(|| self.writes_since.unwrap_or(now));
         match (ghosts, self.abandoned_since) {
             (true, None) => self.abandoned_since = Some(now),
             (false, Some(_)) => (self.abandoned_since, self.abandoned_until) = (None, now),
@@ -114,14 +110,6 @@ impl Holding {
             return Ok(());
         }
         Err(format!("error {error} is reported, and it is to be held"))
-    }
-
-    /// Checks that a flush which was sent at `since` and has completed overtook no write.
-    pub fn check_flush(&self, since: u64) -> Result<(), String> {
-        match self.writes_since {
-            Some(held) if held < since => Err("a flush overtook writes that are held".to_owned()),
-            _ => Ok(()),
-        }
     }
 }
 

@@ -336,12 +336,6 @@ impl Disk {
         self.queues.iter().map(|queue| queue.stats.held()).sum()
     }
 
-    /// Whether requests other than reads were held and have not completed.
-    #[cfg(simulation)]
-    pub fn has_held_writes(&self) -> bool {
-        self.hold.has_writes()
-    }
-
     /// Reissues the requests that are held, or fails them; those that fail again are held again. Does not
     /// wait. Returns how many were held, without those that an earlier call is still to resume.
     pub fn resume(&self, how: Resume) -> u64 {
