@@ -193,12 +193,13 @@ mod tests {
     fn no_line_behind_the_options_is_wrapped_again() {
         let mut command = Cli::command();
         command.build();
-        let all = std::iter::once(&command).chain(command.get_subcommands());
-        for one in all {
+        let mut wide = Vec::new();
+        for one in std::iter::once(&command).chain(command.get_subcommands()) {
             let text = one.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > WIDTH).collect();
-            assert!(wide.is_empty(), "{}: {wide:#?}", one.get_name());
+            let lines = text.lines().filter(|line| line.chars().count() > WIDTH);
+            wide.extend(lines.map(|line| format!("{}: {line}", one.get_name())));
         }
+        assert!(wide.is_empty(), "{wide:#?}");
     }
 
     #[test]

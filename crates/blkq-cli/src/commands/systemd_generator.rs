@@ -13,9 +13,9 @@ const DROP_IN: &str = "50-blkq-mounts.conf";
 /// Options of `systemd-generator`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-systemd runs it at boot and for each daemon-reload, by way of system-generators/blkq-generator: each service
-blkq@NAME comes after the mounts, network mounts too, on which the files are that /etc/blkq/NAME.toml names,
-and stops before them.")]
+systemd runs it at boot and for each daemon-reload, by way of system-generators/blkq-generator: each
+service blkq@NAME comes after the mounts, network mounts too, on which the files are that
+/etc/blkq/NAME.toml names, and stops before them.")]
 pub struct Args {
     /// The directory to write into
     directory: PathBuf,
