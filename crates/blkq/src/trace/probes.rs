@@ -12,11 +12,21 @@ use crate::tags::Tag;
 /// The tag of none.
 const NO_TAG: u16 = u16::MAX;
 
+/// A probe of the provider. That of the base of `blkq bench layout`, which is in the same program, has another name: of
+/// probes that are there twice tools raise one semaphore, perhaps that which nobody checks.
+#[cfg(not(shared_layout))]
+macro_rules! probe_of_blkq {
+    ($($probe:tt)*) => { probe_lazy!(blkq, $($probe)*) };
+}
+#[cfg(shared_layout)]
+macro_rules! probe_of_blkq {
+    ($($probe:tt)*) => { probe_lazy!(blkq_shared_layout, $($probe)*) };
+}
+
 /// The probe of this name for an event: place, operation, sector, bytes, and the other arguments.
 macro_rules! probe_io {
     ($name:ident, $probes:expr, $event:ident $(, $argument:expr)*) => {
-        probe_lazy!(
-            blkq,
+        probe_of_blkq!(
             $name,
             $probes.place_of($event),
             match $event {
@@ -99,8 +109,7 @@ impl Probes {
     /// The driver's flush begins.
     #[inline(never)]
     pub fn flush(&self, begun: Option<(Tag, usize)>) -> bool {
-        probe_lazy!(
-            blkq,
+        probe_of_blkq!(
             flush,
             match begun {
                 Some((tag, _)) => self.place | u64::from(tag.0),
