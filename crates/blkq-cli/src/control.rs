@@ -5,7 +5,7 @@ mod dialogue;
 
 pub use dialogue::{CommitBase, Committed, Dialogue};
 
-use std::io::{self, BufRead, BufReader, IoSliceMut, Read, Write};
+use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -394,39 +394,41 @@ fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::R
     receive_with_file(stream, timeout).map(|(reply, _)| reply)
 }
 
-/// A reply, and the file that came with its first bytes.
+/// A reply, and the file that came with it. The bytes behind its line stay in the socket: the daemon may have written
+/// the next reply already.
 fn receive_with_file<T: DeserializeOwned>(
     stream: &UnixStream,
     timeout: Duration,
 ) -> io::Result<(Reply<T>, Option<OwnedFd>)> {
     stream.set_read_timeout(Some(timeout))?;
-    let mut answer = vec![0; 4096];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received = loop {
-        let pieces = &mut [IoSliceMut::new(&mut answer)];
-        match recvmsg(stream, pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Err(Errno::INTR) => {}
-            received => break received?,
+    let (mut answer, mut file) = (Vec::new(), None);
+    let mut piece = vec![0; 4096];
+    while answer.last() != Some(&b'\n') && answer.len() < REPLY_BYTES_MAX {
+        let (seen, _) = retry_on_intr(|| recv(stream, &mut piece[..], RecvFlags::PEEK))?;
+        let line = piece[..seen].iter().position(|byte| *byte == b'\n').map_or(seen, |at| at + 1);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = retry_on_intr(|| {
+            let pieces = &mut [IoSliceMut::new(&mut piece[..line])];
+            recvmsg(stream, pieces, &mut control, RecvFlags::CMSG_CLOEXEC)
+        })?;
+        if received.bytes == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
         }
-    };
-    answer.truncate(received.bytes);
-    let files = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(files) => files.last(),
-        _ => None,
-    });
-    let file = files.last();
-    if !answer.is_empty() && answer.last() != Some(&b'\n') {
-        BufReader::new(stream.take(REPLY_BYTES_MAX as u64)).read_until(b'\n', &mut answer)?;
-    }
-    if answer.last() != Some(&b'\n') {
-        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed"));
+        answer.extend_from_slice(&piece[..received.bytes]);
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(files) = message {
+                file = files.last().or(file);
+            }
+        }
     }
     Ok((serde_json::from_slice(&answer)?, file))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader};
+
     use super::*;
 
     #[test]
