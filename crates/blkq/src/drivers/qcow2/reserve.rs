@@ -12,12 +12,17 @@ const LEAST_BYTES: u64 = 4 << 20;
 const MOST_BYTES: u64 = 64 << 20;
 
 /// Has the file be as long as a write up to byte `end` needs, or longer. Where that fails, as on file systems that
-/// cannot do it or are full, writes go on as they would without.
+/// cannot do it or are full, writes go on as they would without. A cluster may be anywhere behind the file's end, if its
+/// image says so: what lies between stays a hole.
 pub(super) async fn reserve(env: &Env, end: u64) {
     loop {
         let range = {
-            let writer = &mut env.state().writer;
-            let Some(from) = writer.extended_to.filter(|reached| *reached < end) else { return };
+            let mut state = env.state();
+            let bits = state.cluster_bits();
+            let writer = &mut state.writer;
+            writer.note_written(end, bits);
+            let Some(reached) = writer.extended_to.filter(|reached| *reached < end) else { return };
+            let from = reached.max(end.saturating_sub(MOST_BYTES));
             let to = end + (from / PART).clamp(LEAST_BYTES, MOST_BYTES);
             (!std::mem::replace(&mut writer.extending, true)).then_some(from..to)
         };

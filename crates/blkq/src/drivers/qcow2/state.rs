@@ -102,6 +102,14 @@ pub(super) struct Writer {
     pub failed: bool,
 }
 
+impl Writer {
+    /// Data is written up to byte `end` of the file. An image may have clusters behind the file's end, as one that was
+    /// copied without its holes.
+    pub fn note_written(&mut self, end: u64, cluster_bits: u32) {
+        self.fresh_from = self.fresh_from.max(end.div_ceil(1 << cluster_bits));
+    }
+}
+
 /// The image and its chain.
 pub(super) struct State {
     /// The image itself comes first.
@@ -323,6 +331,7 @@ impl State {
             run += cluster;
         }
         self.check_target(begin..begin + skip + run)?;
+        self.writer.note_written(begin + skip + run, bits);
         Ok(Some((begin + skip, bytes.min(run))))
     }
 

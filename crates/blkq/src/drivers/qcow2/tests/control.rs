@@ -356,3 +356,42 @@ fn space_is_reserved_for_new_clusters_and_freed() {
     let mut h = Harness::open(&device).unwrap();
     assert_eq!(h.read_back(3 * MIB, 8192), [&pattern(4096, 1)[..], &[0; 4096]].concat());
 }
+
+#[test]
+fn clusters_behind_the_end_of_the_file_take_their_own_space() {
+    use std::os::unix::fs::MetadataExt;
+    if !has_qemu() {
+        return;
+    }
+    const CLUSTER: u64 = 64 << 10;
+    let directory = Directory::new();
+    // Each cluster has its place, in the order of the device; the file loses those from 1 MiB on.
+    let path = directory.image("d.qcow2", "preallocation=metadata", 512 * MIB);
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB).unwrap();
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    let (freed, kept, last) = (8 * MIB, 10 * MIB, 512 * MIB - CLUSTER);
+    for at in [kept, freed] {
+        let tag = h.write(at, vec![pattern(4096, 1)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+    }
+    // The freed cluster is allocated again, and space is reserved behind it, where the kept one lies.
+    run(&mut h, Operation::Discard, freed, CLUSTER);
+    run(&mut h, Operation::Flush, 0, 0);
+    run(&mut h, Operation::Discard, last, CLUSTER);
+    for at in [freed, last] {
+        let tag = h.write(at, vec![pattern(4096, 2)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+    }
+    run(&mut h, Operation::Flush, 0, 0);
+    let space = std::fs::metadata(&path).unwrap().blocks() * 512;
+    assert!(space < 256 * MIB, "{space} bytes for what was never written");
+    drop(h);
+    drop(device);
+    directory.check(&path);
+    let device = open(&path);
+    let mut h = Harness::open(&device).unwrap();
+    assert_eq!(h.read_back(kept, 4096), pattern(4096, 1)[..]);
+    assert_eq!(h.read_back(freed, 4096), pattern(4096, 2)[..]);
+    assert_eq!(h.read_back(last, 4096), pattern(4096, 2)[..]);
+}
