@@ -129,7 +129,11 @@ impl Target {
     fn sync(&self) -> Result<(), Error> {
         match self {
             Target::Raw(raw) => raw.sync(),
-            Target::Qcow2(qcow2) => qcow2.write_back(),
+            Target::Qcow2(qcow2) => {
+                // Also where no table is dirty: data in place may be.
+                qcow2.run("make the data durable", async |env| commit(&env, true).await)?;
+                qcow2.write_back()
+            }
         }
     }
 
@@ -450,5 +454,16 @@ impl Qcow2 {
             qcow2.resize(Some(size))?;
         }
         Ok(Target::Qcow2(Box::new(qcow2)))
+    }
+}
+
+#[cfg(test)]
+impl BlockCommit {
+    /// Commits of the qcow2 image behind that began.
+    pub(super) fn commits_behind(&self) -> u64 {
+        match &self.target {
+            Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).commits,
+            _ => 0,
+        }
     }
 }
