@@ -6,7 +6,7 @@ mod place;
 use std::fs;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
@@ -163,14 +163,50 @@ fn begin(place: &Place, name: &str, path: &str) -> UnixStream {
     writeln!(stream, "{}", serde_json::json!({"command": "snapshot", "options": options})).unwrap();
     let length = stream.read(&mut reply).unwrap();
     assert_eq!(&reply[..length], b"{\"ok\":null}\n");
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = [new.as_fd()];
-    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-    sendmsg(&stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::empty()).unwrap();
+    send_files(&stream, &[new.as_fd()]);
     let length = stream.read(&mut reply).unwrap();
     assert_eq!(&reply[..length], b"{\"ok\":null}\n");
     stream
+}
+
+fn send_files(stream: &UnixStream, files: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(files)));
+    sendmsg(stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::empty()).unwrap();
+}
+
+// Contract: live-changes
+#[test]
+fn a_commit_that_begins_in_a_snapshot_keeps_the_new_image() {
+    let place = Place::new("snapshot-commit");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (base, top, new) = (place.image("base.img", 1 << 20), path("top"), path("new"));
+    let uri = place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
+    let mut client = Client::new(&uri, "d");
+    client.write(1, 1);
+    client.flush();
+    let mut commit = UnixStream::connect(place.state().join("d.control")).unwrap();
+    let mut reply = [0; 512];
+    commit.write_all(b"{\"command\":\"commit\"}\n").unwrap();
+    let length = commit.read(&mut reply).unwrap();
+    assert!(reply[..length].starts_with(b"{\"ok\":"));
+    let mut snapshot = begin(&place, "d", &new);
+    let files = [fs::File::options().read(true).write(true).open(&base), fs::File::open(&base)];
+    let files = files.map(Result::unwrap);
+    send_files(&commit, &files.each_ref().map(AsFd::as_fd));
+    // It is past what it checks first.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    snapshot.write_all(b"\n").unwrap();
+    let length = snapshot.read(&mut reply).unwrap();
+    assert_eq!(&reply[..length], b"{\"ok\":null}\n");
+    client.write(2, 2);
+    client.flush();
+    let length = commit.read(&mut reply).unwrap();
+    let text = String::from_utf8_lossy(&reply[..length]);
+    assert!(text.contains("error"), "{text}");
+    assert_eq!([1, 2].map(|block| client.read(block)), [1, 2]);
+    assert_eq!(kept_image(&place, "d"), new);
 }
 
 #[test]

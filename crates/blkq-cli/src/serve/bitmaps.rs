@@ -32,6 +32,8 @@ impl Device {
     /// If the device can have no such bitmap, or has none of that name.
     pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
         let running = self.running()?;
+        // No block commit begins.
+        let _changing = self.begin_change();
         self.check_not_changed()?;
         match change {
             BitmapChange::Add { name, granularity } => {

@@ -83,18 +83,20 @@ impl Device {
     ) -> Outcome<Committed> {
         let running = self.running()?;
         self.check_not_held()?;
-        check_no_bitmaps(&running.disk)?;
-        let top = running.disk.driver();
-        let served = self.served_in(&running, &base_of(&*top)?)?;
-        let reported = self.report_commit(client, &served.image)?;
-        let mut commit = {
+        let (top, served, reported, mut commit);
+        {
+            // Another change is over, or finds this one reported.
             let _changing = self.begin_change();
+            check_no_bitmaps(&running.disk)?;
+            top = running.disk.driver();
+            served = self.served_in(&running, &base_of(&*top)?)?;
+            reported = self.report_commit(client, &served.image)?;
             let size = running.disk.limits().size_bytes();
             let journals = self.journals.as_deref();
-            BlockCommit::begin(Arc::clone(&top), files, journals).map_err(|e| not_begun(e, size))?
-        };
-        running.disk.check_exchange(commit.driver()?)?;
-        check_outlives(&running, commit.driver()?)?;
+            commit = BlockCommit::begin(Arc::clone(&top), files, journals).map_err(|e| not_begun(e, size))?;
+            running.disk.check_exchange(commit.driver()?)?;
+            check_outlives(&running, commit.driver()?)?;
+        }
         copy_passes(&running, &mut commit, &reported.progress, stop)?;
         let _stage = last()?;
         let _changing = self.begin_change();
@@ -110,6 +112,9 @@ impl Device {
             copied_bytes: commit.progress().0,
         };
         let exchange = running.disk.begin_exchange()?;
+        check_same(&running.disk, &top)?;
+        // Before the image is emptied.
+        exchange.check(commit.driver()?)?;
         exchange.replace(commit.finish(|| keep(&state))?)?;
         *self.served() = served;
         drop(exchange);
@@ -157,6 +162,14 @@ fn check_no_bitmaps(disk: &Disk) -> Outcome {
             "its dirty bitmap {} would be lost; make a backup, and remove it with blkq bitmap",
             bitmap.name()
         ))),
+    }
+}
+
+/// Refuses to leave another image than that which was copied.
+fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
+    match Arc::ptr_eq(&disk.driver(), top) {
+        true => check_no_bitmaps(disk),
+        false => Err(Failure::new("it has another image now; try again")),
     }
 }
 

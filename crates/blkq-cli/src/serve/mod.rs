@@ -285,9 +285,9 @@ impl Device {
     /// If the device cannot have that size, or is in use: by which process.
     pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
-        self.check_not_changed()?;
-        // One change at a time: what is larger than the size of now stays so.
+        // One change at a time: what is larger than the size of now stays so, and no block commit begins.
         let _changing = self.begin_change();
+        self.check_not_changed()?;
         if let Some(ublk) = &running.ublk {
             let again = "detach it, and attach it again";
             ublk.check_resizable().map_err(|e| Failure::of(e, ErrorKind::Unsupported, again))?;

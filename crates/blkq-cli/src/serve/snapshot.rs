@@ -52,9 +52,9 @@ impl Device {
         let served =
             Served { image: image_name(&options.image), attach_options: Some(Record::new(options)?) };
         self.check_not_held()?;
-        self.check_not_changed()?;
-        // The state file has the settings of now.
+        // The state file has the settings of now, and no block commit begins.
         let _changing = self.begin_change();
+        self.check_not_changed()?;
         let state = StateFile {
             image: served.image.clone(),
             attach_options: served.attach_options.clone(),
