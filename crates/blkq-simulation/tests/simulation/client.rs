@@ -10,6 +10,7 @@ use std::rc::Rc;
 
 use blkq::drivers::fault::Effect;
 use blkq::random::Random;
+use blkq::simulation::held_writes;
 use blkq::{Disk, Operation, Status};
 use blkq_export::nbd::proto::*;
 use blkq_simulation as simulation;
@@ -36,6 +37,8 @@ struct Outstanding {
     wrong: bool,
     /// It writes to an export that was advertised as read-only.
     denied: bool,
+    /// Of a flush the writes that were held when it was sent.
+    held_writes: Vec<u64>,
     /// Hits that it may have had.
     hits: Vec<Rc<Noticed>>,
 }
@@ -57,6 +60,14 @@ impl Outstanding {
             matches!(noticed.hit.effect, Effect::Error(Status::Again) | Effect::Short(Status::Again))
         };
         self.hits.iter().any(again)
+    }
+
+    /// Checks that it, a flush that has completed, overtook no write.
+    fn check_flush(&self) -> Result<(), String> {
+        match held_writes().iter().any(|write| self.held_writes.contains(write)) {
+            true => Err("a flush overtook writes that are held".to_owned()),
+            false => Ok(()),
+        }
     }
 
     /// Checks what it read of `sector`.
@@ -366,6 +377,7 @@ impl Client {
             fast_zero,
             wrong,
             denied,
+            held_writes: if command == Command::Flush { held_writes() } else { Vec::new() },
             hits: Vec::new(),
         };
         self.outstanding.insert(cookie, outstanding);
@@ -512,6 +524,7 @@ impl Client {
         assert!(may_deny || error != NbdError::Permission as u32, "not permitted: {asked:?}");
         if let Some(holding) = &common.holding {
             let checked = match asked.command {
+                Command::Flush if ok => asked.check_flush(),
                 Command::Flush | Command::BlockStatus => Ok(()),
                 _ if ok || refused || asked.is_flushed() || asked.was_told_to_wait() => Ok(()),
                 _ => holding.check_error(error, since, writes),

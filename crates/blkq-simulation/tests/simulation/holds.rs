@@ -1,5 +1,5 @@
 //! A device whose requests are held after errors, until it is resumed: no client sees an error that the policy holds,
-//! and nothing waits for ever once it is resumed and nothing fails.
+//! no flush overtakes a write that is held, and nothing waits for ever once it is resumed and nothing fails.
 
 use std::fs::File;
 use std::mem::ManuallyDrop;
@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use blkq::random::Random;
+use blkq::simulation::forget_held_writes;
 use blkq::{Disk, ErrorPolicy, Resume, Status};
 use blkq_export::nbd::proto::NbdError;
 
@@ -55,6 +56,7 @@ impl Holding {
         disk.set_error_policy(policy);
         self.policy = History::new(now, policy);
         self.abandoned_since = None;
+        forget_held_writes();
     }
 
     fn any_policy(&mut self) -> ErrorPolicy {

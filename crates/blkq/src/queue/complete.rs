@@ -33,6 +33,8 @@ impl Queue {
             self.note_completed(&completed);
         }
         self.complete_requests(&completed);
+        #[cfg(simulation)]
+        completed.iter().for_each(|(tag, _)| crate::simulation::request_completed(self.disk.index(), tag.0));
         self.stats.count(Counter::ClockReads, self.clock.take_reads());
         self.stats.clock_age(self.clock.age_ns_max());
         self.tags.share_freed();

@@ -29,6 +29,10 @@ impl Queue {
                 // The driver begins anew.
                 request.pdu = [0; 2];
                 hold.push(tag, status, request.operation, disk);
+                #[cfg(simulation)]
+                if request.operation != crate::bio::Operation::Read {
+                    crate::simulation::write_held(self.disk.index(), tag.0);
+                }
                 false
             }
             None => {

@@ -3,10 +3,17 @@
 //! crate `blkq-simulation`, which is for the tests of this repository. In those with `--cfg fuzzing` only
 //! waiting is, on threads that turn their engines themselves. No others have any of it.
 
+#[cfg(simulation)]
+mod held;
+
 use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
+#[cfg(simulation)]
+pub use held::{forget_held_writes, held_writes};
+#[cfg(simulation)]
+pub(crate) use held::{request_completed, write_held};
 use io_uring::squeue;
 
 thread_local! {
