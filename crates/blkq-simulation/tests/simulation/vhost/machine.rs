@@ -533,7 +533,7 @@ impl Machine {
         match asked.kind {
             Kind::Read if ok => {
                 let mut bytes = self.read_data(&asked);
-                if self.tamper == Some(Tamper::UsedBeforeData) && since % 4 == 0 {
+                if self.tamper == Some(Tamper::UsedBeforeData) && since.is_multiple_of(4) {
                     bytes.fill(UNREAD);
                 }
                 for (sector, bytes) in asked.ranges[0].clone().zip(bytes.chunks(SECTOR_BYTES)) {
