@@ -142,15 +142,28 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal of the image with that device and inode, which no other process writes; or makes it, if
-    /// `make`.
+    /// Opens the journal of the image with that device and inode, which no other process writes, if there is one.
     ///
     /// # Errors
-    /// If there is none, or no memory for it, or the file is another user's.
-    pub fn open(journals: &Journals, identity: (u64, u64), make: bool) -> Result<Journal, Error> {
+    /// If there is no memory for it, or the file is another user's.
+    pub fn find(journals: &Journals, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
+        match Journal::open(journals, identity, OFlags::empty()) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            found => found.map(Some),
+        }
+    }
+
+    /// As [`Journal::find`], or makes one.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn find_or_make(journals: &Journals, identity: (u64, u64)) -> Result<Journal, Error> {
+        Journal::open(journals, identity, OFlags::CREATE)
+    }
+
+    fn open(journals: &Journals, identity: (u64, u64), make: OFlags) -> Result<Journal, Error> {
         let path = journals.directory.join(format!("{:x}-{:x}", identity.0, identity.1));
         let failed = |e: Errno| Error::system(format!("cannot open the journal {}", path.display()), e);
-        let make = if make { OFlags::CREATE } else { OFlags::empty() };
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | make;
         let file = File::from(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?);
         let metadata =
@@ -285,6 +298,21 @@ impl Journal {
         // At worst it stays, without a meaning.
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+/// The journal of the image at `path`, which has the tag of one.
+///
+/// # Errors
+/// If there is one that cannot be opened: it may have writes that the image lacks.
+pub(super) fn find(journals: &Journals, path: &Path, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
+    Journal::find(journals, identity).map_err(|error| {
+        let message = format!(
+            "{} was not closed, and its journal may have writes that it lacks: {error}; cure that, or remove the \
+             journal to go on without them",
+            path.display()
+        );
+        Error::new(error.kind(), message)
+    })
 }
 
 fn record_at(half: usize, number: usize) -> usize {

@@ -244,15 +244,10 @@ impl Qcow2 {
     fn begin_journal(mut self, journals: Option<&Journals>) -> Result<Qcow2, Error> {
         // A header of version 2 has no place for the tag.
         let journals = journals.filter(|_| self.version >= 3);
-        let journal = journals.map(|all| Journal::open(all, self.identity, self.writable));
-        let mut journal = match journal {
-            Some(Err(error)) if self.writable => {
-                self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
-                None
-            }
-            journal => journal.and_then(Result::ok),
-        };
-        match journal.as_ref().map_or(Left::Nothing, |journal| journal.left(self.tag())) {
+        let (identity, tag) = (self.identity, self.tag());
+        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
+        let found = found.transpose()?.flatten();
+        match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
             Left::Nothing => {}
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => {
@@ -274,6 +269,14 @@ impl Qcow2 {
         if !self.writable {
             return Ok(self);
         }
+        let journal = match found {
+            None => journals.map(|all| Journal::find_or_make(all, identity)).transpose(),
+            found => Ok(found),
+        };
+        if let Err(error) = &journal {
+            self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
+        }
+        let mut journal = journal.unwrap_or_default();
         self.set_tag(journal.as_mut().map_or(0, Journal::begin))?;
         locked(&self.shared.state).journal = journal;
         Ok(self)

@@ -201,6 +201,44 @@ fn what_completed_survives_the_death_of_the_process() {
     }
 }
 
+/// Writes to a new cluster, and has the process die before its tables are written.
+fn write_and_die(device: &Qcow2) {
+    let mut h = Harness::open(device).unwrap();
+    let tag = h.write(MIB, vec![pattern(4096, 1)]);
+    assert_eq!(h.run(tag).0, Ok(()));
+    drop(h);
+    die(device);
+}
+
+fn die(device: &Qcow2) {
+    device.superseded.store(true, Relaxed);
+    lock::release(&device.files[0], &LOCKED);
+}
+
+#[test]
+fn an_image_whose_journal_cannot_be_opened_keeps_it() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    write_and_die(&Qcow2::open(&options).unwrap());
+    let journal = std::fs::read_dir(directory.0.join("journals")).unwrap().next().unwrap().unwrap().path();
+    let aside = directory.0.join("aside");
+    std::fs::rename(&journal, &aside).unwrap();
+    std::fs::create_dir(&journal).unwrap();
+    for read_only in [false, true] {
+        let refused = Qcow2::open(&Qcow2Options { read_only, ..options.clone() }).err().unwrap().to_string();
+        assert!(refused.contains(journal.to_str().unwrap()), "{refused}");
+    }
+    std::fs::remove_dir(&journal).unwrap();
+    std::fs::rename(&aside, &journal).unwrap();
+    let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
+    assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
+}
+
 #[test]
 fn a_journal_is_void_once_another_program_wrote() {
     if !has_qemu() {
@@ -213,13 +251,7 @@ fn a_journal_is_void_once_another_program_wrote() {
     for by_qemu in [true, false] {
         let device = Qcow2::open(&options).unwrap();
         assert!(!device.is_lost_with_process());
-        let mut h = Harness::open(&device).unwrap();
-        let tag = h.write(MIB, vec![pattern(4096, 1)]);
-        assert_eq!(h.run(tag).0, Ok(()));
-        drop(h);
-        // As if it was killed: the tables are not written.
-        device.superseded.store(true, Relaxed);
-        lock::release(&device.files[0], &LOCKED);
+        write_and_die(&device);
         let reader = Qcow2::open(&Qcow2Options { read_only: true, ..options.clone() });
         assert!(reader.err().unwrap().to_string().contains("open it for writing once"));
         if by_qemu {
