@@ -14,6 +14,7 @@ use crate::drivers::r#loop::lock::{self, LockKind};
 use crate::error::{Error, ErrorKind};
 
 use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
+use super::journal::{self, Journals};
 use super::options::BackingChain;
 use super::state::Tables;
 
@@ -89,8 +90,12 @@ fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()
 ///
 /// # Errors
 /// One line: what is wrong, why, and the cure. [`ErrorKind::BackingFile`] for one that `allowed`
-/// does not admit, whose cure is the caller's.
-pub(super) fn open_behind(top: &Opened, allowed: BackingChain) -> Result<Vec<Opened>, Error> {
+/// does not admit, whose cure is the caller's. One that lacks writes in one of `journals` is rejected.
+pub(super) fn open_behind(
+    top: &Opened,
+    allowed: BackingChain,
+    journals: Option<&Journals>,
+) -> Result<Vec<Opened>, Error> {
     let mut chain: Vec<Opened> = Vec::new();
     loop {
         let last = chain.last().unwrap_or(top);
@@ -110,6 +115,10 @@ pub(super) fn open_behind(top: &Opened, allowed: BackingChain) -> Result<Vec<Ope
         // Before its tables are read: a writer may be changing them.
         lock::acquire(&backing.file, &backing.path, &LOCKED, LockKind::Shared, false)?;
         let opened = read_one(&last.backing.path, &name, backing)?;
+        if let (Some(tables), Some(all)) = (&opened.tables, journals) {
+            let (path, identity) = (&opened.backing.path, opened.backing.identity);
+            journal::check_behind(all, path, (identity, tables.header.tag), last.backing.identity)?;
+        }
         chain.push(opened);
     }
 }

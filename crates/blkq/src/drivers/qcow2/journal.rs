@@ -44,6 +44,7 @@ const IDENTITY_AT: usize = 4;
 const HALF_AT: usize = 6;
 const OVERFLOW_AT: usize = 7;
 const COUNTS_AT: usize = 8;
+const FRONT_AT: usize = 10;
 
 /// The directory in which the journals of images are.
 #[derive(Debug)]
@@ -219,8 +220,25 @@ impl Journal {
         Left::Records(records)
     }
 
-    /// Empties the journal, for an image that is to have the tag which is returned.
-    pub fn begin(&mut self) -> u32 {
+    /// The image of which this one gets the data, so that it lacks nothing as long as it is behind that; 0 for none.
+    fn front(&self) -> (u64, u64) {
+        let word = |at: usize| self.word(at).load(Acquire);
+        (word(FRONT_AT), word(FRONT_AT + 1))
+    }
+
+    /// From now on it is for writes of the image's own device.
+    pub fn set_own(&mut self) {
+        self.set_front((0, 0));
+    }
+
+    fn set_front(&mut self, (dev, inode): (u64, u64)) {
+        self.word(FRONT_AT).store(dev, Release);
+        self.word(FRONT_AT + 1).store(inode, Release);
+    }
+
+    /// Empties the journal, for an image that is to have the tag which is returned. It gets the data of the image
+    /// `front`, if there is one.
+    pub fn begin(&mut self, front: Option<(u64, u64)>) -> u32 {
         self.word(TAG_AT).store(0, Release);
         let (dev, inode) = self.identity;
         let [high, low] = self.boot;
@@ -238,6 +256,7 @@ impl Journal {
             self.word(at).store(value, Relaxed);
         }
         (self.half, self.counts) = (0, [0; 2]);
+        self.set_front(front.unwrap_or_default());
         // Each has another seed.
         let tag = (RandomState::new().build_hasher().finish() as u32).max(1);
         self.word(TAG_AT).store(tag.into(), Release);
@@ -313,6 +332,40 @@ pub(super) fn find(journals: &Journals, path: &Path, identity: (u64, u64)) -> Re
         );
         Error::new(error.kind(), message)
     })
+}
+
+/// Rejects an image at `path` behind the image `front`, if it lacks writes in its journal, which has that tag: a later
+/// commit would bring them back under what the other has by then.
+///
+/// # Errors
+/// As [`find`], and [`lacking`].
+pub(super) fn check_behind(
+    journals: &Journals,
+    path: &Path,
+    (identity, tag): ((u64, u64), u32),
+    front: (u64, u64),
+) -> Result<(), Error> {
+    if tag == 0 {
+        return Ok(());
+    }
+    let Some(journal) = find(journals, path, identity)? else { return Ok(()) };
+    let lacks = match journal.left(tag) {
+        Left::Nothing => false,
+        Left::Records(records) => {
+            records.iter().any(|record| matches!(record, Record::L2 { .. } | Record::L1 { .. }))
+        }
+        Left::Incomplete => true,
+    };
+    if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(()) }
+}
+
+/// Why an image is not read that has a journal.
+pub(super) fn lacking(path: &Path) -> Error {
+    let message = format!(
+        "{} lacks writes of a process that was killed; open it for writing once, so that it gets them",
+        path.display()
+    );
+    Error::new(ErrorKind::Unsupported, message)
 }
 
 fn record_at(half: usize, number: usize) -> usize {

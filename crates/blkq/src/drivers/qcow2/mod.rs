@@ -181,7 +181,8 @@ impl Qcow2 {
             ));
         }
         let mode = choose_mode(options.direct_io, &top.backing.direct, &path, logical_block_bytes, 0)?;
-        let behind = chain::open_behind(&top, options.backing_chain)?;
+        let journals = options.journals.as_deref();
+        let behind = chain::open_behind(&top, options.backing_chain, journals)?;
         let writer = open_writer(&top, options.read_only)?;
         let smallest = std::iter::once(&top)
             .chain(&behind)
@@ -237,11 +238,16 @@ impl Qcow2 {
             warnings,
             kept: Mutex::new(Kept::default()),
         };
-        device.begin_journal(options.journals.as_deref())
+        device.begin_journal(journals, None)
     }
 
-    /// Applies the journal that a process which was killed left, and begins one if there are `journals`.
-    fn begin_journal(mut self, journals: Option<&Journals>) -> Result<Qcow2, Error> {
+    /// Applies the journal that a process which was killed left, and begins one if there are `journals`. The image gets
+    /// the data of the image `front`, if there is one, until it has a queue.
+    fn begin_journal(
+        mut self,
+        journals: Option<&Journals>,
+        front: Option<(u64, u64)>,
+    ) -> Result<Qcow2, Error> {
         // A header of version 2 has no place for the tag.
         let journals = journals.filter(|_| self.version >= 3);
         let (identity, tag) = (self.identity, self.tag());
@@ -250,13 +256,7 @@ impl Qcow2 {
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
             Left::Nothing => {}
             Left::Records(records) if records.is_empty() => {}
-            _ if !self.writable => {
-                let message = format!(
-                    "{} lacks writes of a process that was killed; open it for writing once, so that it gets them",
-                    self.path.display()
-                );
-                return Err(Error::new(ErrorKind::Unsupported, message));
-            }
+            _ if !self.writable => return Err(journal::lacking(&self.path)),
             Left::Records(records) => {
                 self.run("apply the journal", async move |env| replay::replay(&env, records).await)?;
                 self.write_back()?;
@@ -277,7 +277,7 @@ impl Qcow2 {
             self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
         }
         let mut journal = journal.unwrap_or_default();
-        self.set_tag(journal.as_mut().map_or(0, Journal::begin))?;
+        self.set_tag(journal.as_mut().map_or(0, |journal| journal.begin(front)))?;
         locked(&self.shared.state).journal = journal;
         Ok(self)
     }
@@ -314,7 +314,7 @@ impl Qcow2 {
 
     /// Empties the journal, as the file has all of it.
     fn empty_journal(&self) -> Result<(), Error> {
-        let tag = locked(&self.shared.state).journal.as_mut().map(Journal::begin);
+        let tag = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(None));
         tag.map_or(Ok(()), |tag| self.set_tag(tag))
     }
 
@@ -469,6 +469,9 @@ impl Driver for Qcow2 {
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         if self.writable {
             self.image().mark_bitmaps()?;
+        }
+        if let Some(journal) = &mut locked(&self.shared.state).journal {
+            journal.set_own();
         }
         let ring =
             cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the qcow2 driver needs an io_uring"))?;

@@ -22,7 +22,7 @@ use super::chain::{LOCKED, Opened, read_tables};
 use super::commit::commit;
 use super::create::Base;
 use super::env::Shared;
-use super::journal::Journals;
+use super::journal::{self, Journals};
 use super::keep::Kept;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
@@ -122,11 +122,14 @@ impl Qcow2 {
         let backing = Backing::of_open(file, path.to_owned())?;
         let tables = read_tables(&backing)?;
         check_repaired(&tables.header, path)?;
+        if let Some(all) = journals {
+            journal::check_behind(all, path, (backing.identity, tables.header.tag), self.identity)?;
+        }
         let size = tables.header.size;
         let mut below = self.chain_from(2);
         below.size = size - size % u64::from(self.logical_block_bytes);
         let base = Opened { backing, size, tables: Some(tables) };
-        let base = Qcow2::assemble(base, below, journals)?;
+        let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
         // It is written to from now on.
         base.image().mark_bitmaps()?;
         Ok(base)
@@ -164,11 +167,17 @@ impl Qcow2 {
             .map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
         let tables = read_tables(&top)?;
         let size = tables.header.size;
-        Qcow2::assemble(Opened { backing: top, size, tables: Some(tables) }, below, journals)
+        Qcow2::assemble(Opened { backing: top, size, tables: Some(tables) }, below, journals, None)
     }
 
-    /// The device of an image that is open for writing and locked, over those of `below`, with one of `journals`.
-    fn assemble(mut top: Opened, below: Below, journals: Option<&Journals>) -> Result<Qcow2, Error> {
+    /// The device of an image that is open for writing and locked, over those of `below`, with one of `journals`. It
+    /// gets the data of the image `front`, if there is one.
+    fn assemble(
+        mut top: Opened,
+        below: Below,
+        journals: Option<&Journals>,
+        front: Option<(u64, u64)>,
+    ) -> Result<Qcow2, Error> {
         let Some((version, cluster_bytes)) =
             top.tables.as_ref().map(|tables| (tables.header.version, tables.header.cluster_bytes()))
         else {
@@ -216,7 +225,7 @@ impl Qcow2 {
             warnings: Vec::new(),
             kept: Mutex::new(Kept::default()),
         };
-        device.begin_journal(journals)
+        device.begin_journal(journals, front)
     }
 
     /// Another driver has the image's file from now on, and only reads it.

@@ -239,6 +239,55 @@ fn an_image_whose_journal_cannot_be_opened_keeps_it() {
     assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
 }
 
+// Contract: durability
+#[test]
+fn an_image_that_lacks_writes_is_rejected_behind_another() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let base = directory.image("base.qcow2", "cluster_size=64k", 4 * MIB);
+    for top in ["top.qcow2", "other.qcow2"] {
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", top]);
+    }
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = |name: &str| Qcow2Options {
+        journals: Some(Arc::clone(&journals)),
+        ..Qcow2Options::new(directory.0.join(name))
+    };
+    let is_lacking = |rejected: Result<Qcow2, Error>| {
+        let rejected = rejected.err().unwrap().to_string();
+        assert!(rejected.contains("base.qcow2 lacks writes"), "{rejected}");
+    };
+    write_and_die(&Qcow2::open(&options("base.qcow2")).unwrap());
+    is_lacking(Qcow2::open(&options("top.qcow2")));
+    drop(Qcow2::open(&options("base.qcow2")).unwrap());
+    // The image before it hides the data that a commit has copied from there.
+    let target = |device: &Qcow2| {
+        let file = File::options().read(true).write(true).open(&base).unwrap();
+        device.of_base(file, &base, Some(&journals))
+    };
+    let top = Qcow2::open(&options("top.qcow2")).unwrap();
+    let killed = target(&top).unwrap();
+    killed.run("", async |env| clear(&env, MIB, 65536, Wanted::ZeroesKept).await).unwrap();
+    die(&killed);
+    die(&top);
+    drop((killed, top));
+    is_lacking(Qcow2::open(&options("other.qcow2")));
+    let other = Qcow2::open(&Qcow2Options { journals: None, ..options("other.qcow2") }).unwrap();
+    is_lacking(target(&other));
+    drop(other);
+    let top = Qcow2::open(&options("top.qcow2")).unwrap();
+    let killed = target(&top).unwrap();
+    // The device goes on in it.
+    write_and_die(&killed);
+    die(&top);
+    drop((killed, top));
+    is_lacking(Qcow2::open(&options("top.qcow2")));
+    let mut h = Harness::open(&Qcow2::open(&options("base.qcow2")).unwrap()).unwrap();
+    assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
+}
+
 #[test]
 fn a_journal_is_void_once_another_program_wrote() {
     if !has_qemu() {
