@@ -241,3 +241,18 @@ fn a_daemon_that_is_killed_loses_no_completed_write() {
         assert!(fs::read(&back).unwrap() == expected);
     }
 }
+
+#[test]
+fn without_journals_raw_images_are_attached_with_a_warning() {
+    let place = Place::new("qcow2-none");
+    let (raw, image) = (place.image("raw.img", 1 << 20), place.dir.join("d.qcow2"));
+    let image = image.to_str().unwrap();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", image, "1M"]);
+    fs::create_dir(place.state()).unwrap();
+    fs::write(place.state().join("journals"), "").unwrap();
+    let attached = place.run(&["attach", &raw, "--format", "raw", "--name", "r"]);
+    let warned = without_waiting(attached.stderr);
+    assert!(attached.status.success() && warned.contains("after a snapshot"), "{warned}");
+    let line = place.refused(&["attach", image, "--format", "qcow2", "--name", "q"]);
+    assert!(line.contains("journals"), "{line}");
+}

@@ -223,13 +223,26 @@ pub(super) fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
     options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }
 
-/// The journals of qcow2 images, which are with the state of devices.
+/// The journals of qcow2 images, which are with the state of devices. A raw image needs none before it has another over
+/// it, and if there are none the reason is a warning.
 ///
 /// # Errors
 /// If their directory cannot be made.
-pub(super) fn journals(options: &AttachOptions, state: &Path) -> Outcome<Option<Arc<Journals>>> {
-    let is_file = matches!(options.image, DriverSpec::Image(_));
-    Ok(is_file.then(|| Journals::open(&state.join("journals"))).transpose()?)
+pub(super) fn journals(
+    options: &AttachOptions,
+    state: &Path,
+) -> Outcome<(Option<Arc<Journals>>, Option<String>)> {
+    if !matches!(options.image, DriverSpec::Image(_)) {
+        return Ok((None, None));
+    }
+    match Journals::open(&state.join("journals")) {
+        Err(error) if options.format != Some(Format::Qcow2) => {
+            let warning =
+                format!("what is not flushed after a snapshot is lost if the daemon is killed: {error}");
+            Ok((None, Some(warning).filter(|_| !options.read_only)))
+        }
+        journals => Ok((Some(journals?), None)),
+    }
 }
 
 /// The image as another process finds it.

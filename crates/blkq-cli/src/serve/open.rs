@@ -202,7 +202,7 @@ impl Device {
         // The client of a cluster has threads, and they are to be made after all processes; a file may be on a
         // mount that goes with them.
         let is_file = !matches!(options.image, DriverSpec::Rbd(_));
-        let journals = journals(options, claim.dir().path())?;
+        let (journals, no_journals) = journals(options, claim.dir().path())?;
         let opened = is_file.then(|| open(journals.clone())).transpose()?;
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         // Before the mounts that these are on may go.
@@ -362,6 +362,7 @@ impl Device {
         }
         needs.block_device =
             running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
+        warnings.extend(no_journals);
         warnings.extend(kept.warnings);
         if options.unsafe_flush_ignore {
             warnings.push(FLUSHES_IGNORED.to_owned());

@@ -65,7 +65,10 @@ impl Device {
         let driver = prepare(&*before, file, path, self.journals.as_deref())?;
         exchange.check(&*driver)?;
         if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
-            let why = driver.warnings().join("; ");
+            let why = match &self.journals {
+                Some(_) => driver.warnings().join("; "),
+                None => "it had no directory for journals when it was attached".to_owned(),
+            };
             return Err(Failure::new(format!(
                 "a block device outlives its daemon, and the new image would not: {why}"
             )));

@@ -66,7 +66,7 @@ impl Journals {
         match DirBuilder::new().mode(0o700).create(directory) {
             // Whatever the process's umask.
             Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
-            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && directory.is_dir() => {}
             Err(e) => return Err(failed(e)),
         }
         let path = "/proc/sys/kernel/random/boot_id";
