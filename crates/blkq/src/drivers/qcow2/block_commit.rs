@@ -300,9 +300,12 @@ impl BlockCommit {
         device.superseded.store(true, Relaxed);
         let invalid = || Error::new(ErrorKind::Invalid, "the image behind is served already");
         let target = self.target.take().ok_or_else(invalid)?;
-        if let Target::Raw(_) = target {
-            let size = device.limits().size_bytes();
-            lock::release(&self.base, &(size..LOCKED.end));
+        match &target {
+            Target::Raw(_) => {
+                let size = device.limits().size_bytes();
+                lock::release(&self.base, &(size..LOCKED.end));
+            }
+            Target::Qcow2(qcow2) => qcow2.shared.release_held(),
         }
         Ok(target.into_driver())
     }
@@ -448,6 +451,8 @@ impl Qcow2 {
             return LoopDevice::of_base(base, synced, path, terms).map(Target::Raw);
         }
         let qcow2 = self.of_base(base, &path, journals)?;
+        // The device over it reads it by the tables that it had when that was opened.
+        qcow2.shared.hold();
         let now = qcow2.limits().size_bytes();
         check_not_longer(&path, now, size)?;
         if now < size {

@@ -90,7 +90,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
         table_sectors = sectors_of(&writer.refcount_table_dirty, at, &writer.refcount_table, align);
         l1 = std::mem::take(&mut state.writer.l1_dirty);
         table = std::mem::take(&mut state.writer.refcount_table_dirty);
-        released = std::mem::take(&mut state.writer.released);
+        released = env.shared.without_held(std::mem::take(&mut state.writer.released));
         epoch = (!released.is_empty()).then(|| env.shared.epochs.turn());
     }
     let mut rest = Rest { env, l2, l1, table, released };

@@ -25,11 +25,37 @@ pub(super) struct Shared {
     pub state: Mutex<State>,
     pub epochs: Arc<Epochs>,
     pub changes: Changes,
+    /// Clusters that were released, and are not freed as long as this has a list: another device reads the image by
+    /// tables from before.
+    held: Mutex<Option<Vec<u64>>>,
 }
 
 impl Shared {
     pub fn new(state: State) -> Arc<Shared> {
-        Arc::new(Shared { state: Mutex::new(state), epochs: Arc::default(), changes: Changes::default() })
+        let changes = Changes::default();
+        Arc::new(Shared { state: Mutex::new(state), epochs: Arc::default(), changes, held: Mutex::default() })
+    }
+
+    /// Has no cluster freed that is released from now on.
+    pub fn hold(&self) {
+        *lock(&self.held) = Some(Vec::new());
+    }
+
+    /// Has those that were released meanwhile freed, with the next commit.
+    pub fn release_held(&self) {
+        let held = lock(&self.held).take();
+        lock(&self.state).writer.released.extend(held.into_iter().flatten());
+    }
+
+    /// The clusters of `released` that may be freed: all or none.
+    pub fn without_held(&self, released: Vec<u64>) -> Vec<u64> {
+        match &mut *lock(&self.held) {
+            None => released,
+            Some(held) => {
+                held.extend(released);
+                Vec::new()
+            }
+        }
     }
 }
 
