@@ -8,8 +8,8 @@
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 pub(crate) const NS_PER_S: u64 = 1_000_000_000;
-/// A word further in the future than this was damaged, or is of one request that is too large for its limit;
-/// it counts as so far.
+/// A word that other processes may write, and that is further in the future than this, was damaged, or is of one
+/// request that is too large for its limit; it counts as so far.
 pub(crate) const DEBT_NS_MAX: u64 = 60 * NS_PER_S;
 
 /// The words of one set of limits: by the number of the key.
@@ -40,10 +40,10 @@ pub(crate) fn forgive_debt(word: &AtomicU64, now_ns: u64) {
     let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| (spent_ns > now_ns).then_some(now_ns));
 }
 
-/// The word, which is cut to [`DEBT_NS_MAX`] first: for good, as a bound that is counted from each look would
-/// move along with the time.
+/// A word of memory that is shared, which is cut to [`DEBT_NS_MAX`] first: for good, as a bound that is counted from
+/// each look would move along with the time.
 #[inline]
-pub(crate) fn spent_ns(word: &AtomicU64, now_ns: u64) -> u64 {
+pub(crate) fn shared_spent_ns(word: &AtomicU64, now_ns: u64) -> u64 {
     let (spent_ns, most_ns) = (word.load(Relaxed), now_ns.saturating_add(DEBT_NS_MAX));
     if spent_ns <= most_ns {
         return spent_ns;
@@ -117,9 +117,9 @@ mod tests {
     #[test]
     fn a_word_of_the_far_future_blocks_for_a_minute_at_most() {
         let word = AtomicU64::new(u64::MAX);
-        assert_eq!(spent_ns(&word, 5), 5 + DEBT_NS_MAX);
+        assert_eq!(shared_spent_ns(&word, 5), 5 + DEBT_NS_MAX);
         // The bound does not move.
-        assert_eq!(spent_ns(&word, 900), 5 + DEBT_NS_MAX);
+        assert_eq!(shared_spent_ns(&word, 900), 5 + DEBT_NS_MAX);
         assert_eq!(start_of(0, 5, 9), 0);
         assert_eq!(start_of(0, 50, 9), 41);
         assert_eq!(accrued(6, 5, 1), None);

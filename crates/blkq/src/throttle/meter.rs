@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::bucket::{NS_PER_S, accrued, burst_credit_ns, cost_ns, scaled, spent_ns, start_of};
+use super::bucket::{NS_PER_S, accrued, burst_credit_ns, cost_ns, scaled, shared_spent_ns, start_of};
 use super::group::Member;
 use super::limits::{LimitKey, RateLimit, RateLimits};
 use super::{bucket, group};
@@ -133,6 +133,16 @@ impl Meter {
             Place::Group(member) => member.buckets(),
         };
         if self.is_peak { &buckets.peak[self.key as usize] } else { &buckets.average[self.key as usize] }
+    }
+
+    /// When the limit is used up, from its word. Nobody else writes a device's own, and a large request at a low rate
+    /// may owe more than any bound.
+    #[inline]
+    fn spent_ns(&self, now_ns: u64) -> u64 {
+        match &self.place {
+            Place::Own(_) => self.word().load(Relaxed),
+            Place::Group(_) => shared_spent_ns(self.word(), now_ns),
+        }
     }
 
     /// The member whose share this is.
@@ -271,7 +281,7 @@ impl Meter {
             return self.charge_member(batch, requests, now_ns, credit_ns, is_late);
         }
         loop {
-            let seen_ns = spent_ns(self.word(), now_ns);
+            let seen_ns = self.spent_ns(now_ns);
             let start_ns = start_of(seen_ns, now_ns, credit_ns);
             let room = accrued(start_ns, now_ns, self.rate);
             let (count, units) = self.count(batch, requests, room);
@@ -309,7 +319,7 @@ impl Meter {
         let share = member.spent_ns(self.key);
         let share_credit_ns = if is_late { LATE_CREDIT_NS } else { CREDIT_NS };
         loop {
-            let (seen_ns, share_ns) = (spent_ns(self.word(), now_ns), spent_ns(share, now_ns));
+            let (seen_ns, share_ns) = (self.spent_ns(now_ns), shared_spent_ns(share, now_ns));
             let start_ns = start_of(seen_ns, now_ns, credit_ns);
             let share_start_ns = start_of(share_ns, now_ns, share_credit_ns);
             let mut room = accrued(start_ns, now_ns, self.rate);

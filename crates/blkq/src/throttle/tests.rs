@@ -198,17 +198,36 @@ fn a_member_that_died_blocks_nobody_for_long() {
 }
 
 #[test]
-fn a_word_of_garbage_blocks_for_a_minute_at_most() {
+fn a_groups_word_of_garbage_blocks_for_a_minute_at_most() {
     let limits: RateLimits = "iops=1000".parse().unwrap();
-    let buckets = Arc::new(Buckets::new());
-    buckets.average[0].store(u64::MAX, SeqCst);
-    let mut bed = Bed::new(vec![Meter::of_device(&limits, &buckets)], read);
+    let group = Arc::new(Group::new());
+    group.set_limits_at(&limits, BEGIN_NS);
+    let member = Arc::new(group.clone().join(0, "m", 100).unwrap());
+    let word = &member.buckets().average[0];
+    word.store(u64::MAX, SeqCst);
+    let mut bed = Bed::new(vec![Meter::of_group(&limits, &member)], read);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true), (0, BEGIN_NS + DEBT_NS_MAX));
     assert_eq!(bed.admit(0, 1, BEGIN_NS + DEBT_NS_MAX, true).0, 1);
-    buckets.average[0].store(u64::MAX, SeqCst);
+    word.store(u64::MAX, SeqCst);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 0);
-    buckets.forgive_debt(BEGIN_NS);
+    member.buckets().forgive_debt(BEGIN_NS);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 1);
+}
+
+#[test]
+fn a_device_repays_a_large_request_at_a_low_rate_in_full() {
+    // 1 MiB at 1 KiB per second, or 2,048 I/Os of 512 bytes at one per second: each takes longer than a minute.
+    for (limits, cost_s) in [("bps=1K", 1_024), ("iops=1,iops-size=512", 2_048)] {
+        let mut bed = Bed::device(limits, 1, || request(Operation::Read, 1 << 20));
+        let (mut now_ns, mut passed) = (BEGIN_NS, 0);
+        while now_ns < BEGIN_NS + 4 * cost_s * S {
+            let (count, next_ns) = bed.admit(0, 1, now_ns, passed > 0);
+            passed += count;
+            // Other requests look at the word meanwhile.
+            now_ns = next_ns.clamp(now_ns + 1, now_ns + 10 * S);
+        }
+        assert!((4..=5).contains(&passed), "{limits}: {passed}");
+    }
 }
 
 #[test]
