@@ -32,6 +32,9 @@ struct World<'a> {
     ios: u64,
     /// Since when each client waits that waits for the limit.
     waiting: VecDeque<u64>,
+    /// When each of the others has its next request that has none, and for how long it has none.
+    pausing: VecDeque<u64>,
+    pause_ns: u64,
     /// When each request of the disk completes, was submitted and issued.
     issued: BinaryHeap<Reverse<(u64, u64, u64)>>,
     next_issue_ns: f64,
@@ -50,6 +53,8 @@ impl<'a> World<'a> {
             bytes: 4096,
             ios: 1,
             waiting: vec![0; clients].into(),
+            pausing: VecDeque::new(),
+            pause_ns: 0,
             issued: BinaryHeap::new(),
             next_issue_ns: 0.0,
             next_tick_ns: 0,
@@ -88,14 +93,18 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Clients have one request each in flight, all the time.
+    /// Clients have one request each in flight, all the time but for their pauses.
     fn run(&mut self, length_ns: u64) -> Seen {
         let (end_ns, mut seen) = (self.now_ns + length_ns, Histogram::default());
         loop {
+            while let Some(since_ns) = self.pausing.pop_front_if(|until_ns| *until_ns <= self.now_ns) {
+                self.waiting.push_back(since_ns);
+            }
             self.issue();
             let due_ns = self.issued.peek().map_or(u64::MAX, |Reverse((due_ns, ..))| *due_ns);
             let issue_ns = if self.waiting.is_empty() { u64::MAX } else { self.next_issue_ns.ceil() as u64 };
-            self.now_ns = due_ns.min(issue_ns).min(self.next_tick_ns).max(self.now_ns);
+            let paused_ns = self.pausing.front().copied().unwrap_or(u64::MAX);
+            self.now_ns = due_ns.min(issue_ns).min(paused_ns).min(self.next_tick_ns).max(self.now_ns);
             if self.now_ns >= end_ns {
                 let iops = seen.count() as f64 * 1e9 / length_ns as f64;
                 return Seen { iops, p99_ms: seen.percentile_ns(99.0) as f64 / 1e6 };
@@ -108,7 +117,7 @@ impl<'a> World<'a> {
                 self.load.latency.record(self.now_ns - issued_ns);
                 self.load.bytes += self.bytes;
                 self.load.ios += self.ios;
-                self.waiting.push_back(self.now_ns);
+                self.pausing.push_back(self.now_ns + self.pause_ns);
             }
             if self.now_ns >= self.next_tick_ns {
                 self.next_tick_ns += TICK_NS;
@@ -279,6 +288,24 @@ fn a_load_below_the_ceiling_is_not_slowed() {
     let mut world = World::new(0, limited(RateModel::default()), true);
     world.run(10 * S);
     assert!(!world.has_ceiling());
+}
+
+#[test]
+fn a_low_steady_load_is_seldom_in_a_trial() {
+    // A client that writes a log: 45 I/Os a second, and mostly none in flight.
+    for (pause_ms, per_second) in [(29, 33), (20, 45), (17, 52)] {
+        let mut world = World::new(1, plain(1, 2 * MS), true);
+        world.pause_ns = pause_ms * MS;
+        world.run(300 * S);
+        let (mut ticks, mut ios) = (0, 0.0);
+        for _ in 0..6_000 {
+            ios += world.run(TICK_NS).iops / 20.0;
+            let auto = world.auto.as_ref().expect("auto");
+            ticks += u32::from(!auto.limits().is_none());
+        }
+        assert!(ticks < 600, "{per_second}: in {ticks} of 6,000 ticks");
+        assert!((ios / 300.0).round() as u64 >= per_second - 3, "{per_second}: {ios}");
+    }
 }
 
 #[test]

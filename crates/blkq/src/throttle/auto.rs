@@ -191,7 +191,10 @@ impl AutoLimit {
         let latency = load.latency.delta(&begin.latency);
         let timed = latency.count();
         let needs_ios = !matches!(self.phase, Phase::Drain { .. } | Phase::Recover | Phase::Away { .. });
-        if needs_ios && timed < IOS_MIN && load.in_flight > 0 && length_ns < wanted_ns * EXTENDED {
+        // A low load may have nothing in flight just now, and was measured all the same.
+        let is_measured = matches!(self.phase, Phase::Measure { .. });
+        let is_gone = load.in_flight == 0 && (is_measured || timed == 0);
+        if needs_ios && timed < IOS_MIN && !is_gone && length_ns < wanted_ns * EXTENDED {
             return false;
         }
         let per_second = |count: u64| count as f64 * 1e9 / length_ns as f64;
@@ -278,8 +281,9 @@ impl AutoLimit {
 
     fn tried(&mut self, now_ns: u64, trial: usize, seen: Option<Seen>) {
         match seen {
-            // The load is gone: that says nothing.
-            None => self.open(),
+            // The load is gone, or has become too low to say anything: as without success, or one that does so again
+            // and again would always be in a trial.
+            None => self.leave(now_ns),
             Some(seen) if self.is_idle(&seen) => self.leave(now_ns),
             Some(seen) if seen.p99_ns * WORTH <= self.open_p99_ns => {
                 self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
