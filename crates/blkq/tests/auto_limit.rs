@@ -7,7 +7,7 @@ use blkq::disk::AutoLimiter;
 use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, RateBucket, RateModel};
 use blkq::random::Random;
 use blkq::stats::Histogram;
-use blkq::throttle::{AutoLimit, DeviceLoad, LimitKey};
+use blkq::throttle::{AutoLimit, DeviceLoad, LimitKey, RateLimits};
 use blkq::{Bio, Disk, ErrorKind, IoBuffer, SchedulerKind, Sector, Setting};
 
 const MS: u64 = 1_000_000;
@@ -133,6 +133,12 @@ impl<'a> World<'a> {
         }
     }
 
+    /// Its clients stop, and as many others begin, each with a pause of so long between two requests.
+    fn replace_clients(&mut self, clients: usize, pause_ns: u64) {
+        (self.issued, self.pausing, self.pause_ns) = (BinaryHeap::new(), VecDeque::new(), pause_ns);
+        self.waiting = vec![self.now_ns; clients].into();
+    }
+
     fn has_ceiling(&self) -> bool {
         self.auto.as_ref().is_some_and(|auto| auto.ceiling().is_some())
     }
@@ -252,10 +258,50 @@ fn a_limit_that_nobody_reaches_is_removed() {
     world.run(20 * S);
     assert!(world.has_ceiling(), "{:?}", world.auto);
     // One client is left, which does half of that.
-    (world.waiting, world.issued) = ([world.now_ns].into(), BinaryHeap::new());
+    world.replace_clients(1, 0);
     world.run(40 * S);
     let on = world.run(40 * S);
     assert!(!world.has_ceiling() && on.iops > 4_850.0, "{} {:?}", on.iops, world.auto);
+}
+
+#[test]
+fn the_limit_of_a_device_with_little_to_do_is_removed() {
+    for (clients, pause_ms) in [(0, 0), (1, 1_000), (1, 300), (1, 100), (1, 50)] {
+        let mut world = World::new(16, limited(RateModel::default()), true);
+        world.run(20 * S);
+        assert!(world.has_ceiling(), "{:?}", world.auto);
+        world.replace_clients(clients, pause_ms * MS);
+        world.run(25 * S);
+        assert!(world.has_ceiling(), "too early: {clients} {pause_ms}");
+        world.run(25 * S);
+        let limits = *world.auto.as_ref().expect("auto").limits();
+        assert!(!world.has_ceiling() && limits.is_none(), "{clients} {pause_ms}: {limits}");
+    }
+}
+
+#[test]
+fn a_raise_that_nobody_tried_is_undone() {
+    for (clients, pause_ms) in [(0, 0), (1, 1_000)] {
+        let mut world = World::new(16, limited(RateModel::default()), true);
+        world.run(10 * S);
+        let limits = |world: &World<'_>| {
+            let auto = world.auto.as_ref().expect("auto");
+            let rate = |limits: RateLimits| limits.get(LimitKey::Iops).map_or(0, |limit| limit.rate);
+            (auto.ceiling().map_or(u64::MAX, rate), rate(*auto.limits()))
+        };
+        let found = loop {
+            world.run(MS);
+            let (ceiling, tried) = limits(&world);
+            if tried > ceiling {
+                break ceiling;
+            }
+            assert!(world.now_ns < 200 * S, "{:?}", world.auto);
+        };
+        world.replace_clients(clients, pause_ms * MS);
+        // Some I/Os of those before.
+        world.run(15 * S);
+        assert_eq!(limits(&world), (found, found), "{clients} {pause_ms}");
+    }
 }
 
 #[test]

@@ -19,8 +19,9 @@ const MEASURE_NS: u64 = S;
 const STEADY_PERCENT: f64 = 6.0;
 /// Fewer I/Os say nothing about a 99th percentile.
 const IOS_MIN: u64 = 32;
-/// A time for which there were not enough is extended to this.
+/// A time for which there were not enough is extended to this, and in force to that.
 const EXTENDED: u64 = 8;
+const JUDGE_NS_MAX: u64 = 10 * S;
 /// Parts of the measured rate that are tried, one after the other.
 const TRIALS: [f64; 2] = [0.985, 0.97];
 /// The device gets little first, so that what it has queued completes: so much, for so long.
@@ -194,7 +195,7 @@ impl AutoLimit {
         // A low load may have nothing in flight just now, and was measured all the same.
         let is_measured = matches!(self.phase, Phase::Measure { .. });
         let is_gone = load.in_flight == 0 && (is_measured || timed == 0);
-        if needs_ios && timed < IOS_MIN && !is_gone && length_ns < wanted_ns * EXTENDED {
+        if needs_ios && timed < IOS_MIN && !is_gone && length_ns < self.longest_ns() {
             return false;
         }
         let per_second = |count: u64| count as f64 * 1e9 / length_ns as f64;
@@ -221,6 +222,14 @@ impl AutoLimit {
             Phase::Trial { is_settled: true, .. } => TRIAL_NS,
             Phase::Away { .. } | Phase::Held { .. } => JUDGE_NS,
             Phase::Raise { .. } => 2 * JUDGE_NS,
+        }
+    }
+
+    /// The same, as long as there is too little to decide on.
+    fn longest_ns(&self) -> u64 {
+        match self.phase {
+            Phase::Held { .. } | Phase::Raise { .. } => JUDGE_NS_MAX,
+            _ => self.wanted_ns() * EXTENDED,
         }
     }
 
@@ -316,7 +325,11 @@ impl AutoLimit {
     }
 
     fn held(&mut self, at_limit_ns: u64, slow: u32, length_ns: u64, seen: Option<Seen>) {
-        let Some(seen) = seen else { return };
+        let Some(seen) = seen else {
+            // So few I/Os say nothing about the limit, and need none.
+            self.idled(length_ns);
+            return;
+        };
         let change = seen.bytes / self.bytes.max(1.0);
         if !(1.0 / SIZE_FACTOR..=SIZE_FACTOR).contains(&change) {
             return self.open();
@@ -331,9 +344,10 @@ impl AutoLimit {
             }
             return;
         }
-        self.idle_ns = if self.is_idle(&seen) { self.idle_ns + length_ns } else { 0 };
-        if self.idle_ns >= IDLE_NS {
-            return self.open();
+        if !self.is_idle(&seen) {
+            self.idle_ns = 0;
+        } else if self.idled(length_ns) {
+            return;
         }
         let at_limit_ns = at_limit_ns + if seen.is_limited { length_ns } else { 0 };
         self.phase = Phase::Held { at_limit_ns, slow: 0 };
@@ -349,6 +363,16 @@ impl AutoLimit {
             self.retry_by = None;
             self.raise(by);
         }
+    }
+
+    /// The load did not need its limit, for so long. Returns whether that was long enough to remove it.
+    fn idled(&mut self, length_ns: u64) -> bool {
+        self.idle_ns += length_ns;
+        let is_long = self.idle_ns >= IDLE_NS;
+        if is_long {
+            self.open();
+        }
+        is_long
     }
 
     /// Whether the device does far less than it may.
@@ -390,8 +414,13 @@ impl AutoLimit {
                 self.pace = pace;
                 self.raise((2.0 * by).min(RAISE_MAX));
             }
+            // Nobody tried it.
+            None => {
+                self.set_pace(self.pace);
+                self.hold();
+            }
             // The load has what it wants.
-            _ => {
+            Some(_) => {
                 self.set_pace(pace);
                 self.hold();
             }
