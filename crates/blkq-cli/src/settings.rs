@@ -249,6 +249,11 @@ impl SettingGroups {
         }
     }
 
+    /// Whether there is a setting `key`.
+    pub fn has(self, key: &str) -> bool {
+        Key::find(key).is_some_and(|known| self.group(known.of))
+    }
+
     /// The setting that `key` and `value` say.
     ///
     /// # Errors

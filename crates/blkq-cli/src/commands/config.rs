@@ -9,6 +9,7 @@ use crate::complain;
 use crate::config::{ConfigFile, files, first};
 use crate::control::{Request, ask};
 use crate::failure::{EXIT_FAILED, Outcome, for_each};
+use crate::settings::SettingGroups;
 use crate::state::StateDir;
 
 /// Options of `config`.
@@ -44,10 +45,10 @@ enum Action {
 /// nothing is changed if the file or the certificates have a mistake.
 fn apply(path: &Path) -> Outcome {
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
-    file.attach_options().map_err(|fault| fault.failure(path))?;
+    let options = file.attach_options().map_err(|fault| fault.failure(path))?;
     let (dir, name) = (StateDir::locate()?, file.name());
     ask::<()>(&dir, &name, &Request::ReloadCertificates {}).map_err(|e| e.during(&name))?;
-    let settings = file.settings();
+    let settings = file.settings(SettingGroups::new(&options));
     if settings.is_empty() {
         return Ok(());
     }

@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Format, image_text};
-use crate::settings::Key;
+use crate::settings::SettingGroups;
 use crate::state::check_name;
 use words::Words;
 
@@ -72,13 +72,14 @@ impl ConfigFile {
         named.unwrap_or_else(|| self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
     }
 
-    /// The keys that `blkq set` has too, with their values.
-    pub fn settings(&self) -> Vec<(String, String)> {
+    /// The keys that `blkq set` has too, with their values, of a device that has the groups `has`: for another one,
+    /// attach takes what changes nothing.
+    pub fn settings(&self, has: SettingGroups) -> Vec<(String, String)> {
         // A switch that is false has no word: it is off, or what it would switch off is on.
         let unset = self.keys.iter().filter(|key| key.words.is_empty()).filter_map(|key| {
             let (key, value) =
                 key.key.strip_prefix("no-").map_or((key.key.as_str(), "off"), |key| (key, "on"));
-            Key::find(key).map(|_| (key.to_owned(), value.to_owned()))
+            has.has(key).then(|| (key.to_owned(), value.to_owned()))
         });
         let setting = |word: &String| {
             let word = word.strip_prefix("--")?;
@@ -87,7 +88,7 @@ impl ConfigFile {
                 (None, Some(key)) => (key, "off"),
                 (None, None) => (word, "on"),
             };
-            Key::find(key).map(|_| (key.to_owned(), value.to_owned()))
+            has.has(key).then(|| (key.to_owned(), value.to_owned()))
         };
         self.keys.iter().flat_map(|key| &key.words).filter_map(setting).chain(unset).collect()
     }

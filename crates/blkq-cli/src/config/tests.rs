@@ -25,6 +25,10 @@ impl Place {
         ConfigFile::read(&self.path())?.options().map_err(|fault| vec![fault])
     }
 
+    fn settings(&self) -> Vec<(String, String)> {
+        ConfigFile::read(&self.path()).unwrap().settings(SettingGroups::new(&self.options().unwrap()))
+    }
+
     /// The words after `attach` with the file, as main has them.
     fn expanded(&self, words: &[&str]) -> Vec<String> {
         let path = self.path();
@@ -109,11 +113,12 @@ fn a_file_has_the_settings_that_can_be_changed_live() {
     let text =
         "image = \"null:1M\"\ndepth = 3\nno-merge = true\nread-only = true\nautoclear = false\nqueues = 2\n";
     let place = Place::new("config-settings", text);
-    let settings = ConfigFile::read(&place.path()).unwrap().settings();
+    let settings = place.settings();
     let expected = [("depth", "3"), ("merge", "off"), ("read-only", "on"), ("autoclear", "off")];
     assert_eq!(settings, expected.map(|(key, value)| (key.to_owned(), value.to_owned())));
-    let place = Place::new("config-unset", "image = \"null:1M\"\nread-only = false\nno-merge = false\n");
-    let settings = ConfigFile::read(&place.path()).unwrap().settings();
+    let text = "image = \"null:1M\"\nread-only = false\nno-merge = false\ndirect-io = \"auto\"\n";
+    let place = Place::new("config-unset", text);
+    let settings = place.settings();
     let expected = [("read-only", "off"), ("merge", "on")];
     assert_eq!(settings, expected.map(|(key, value)| (key.to_owned(), value.to_owned())));
 }
