@@ -81,6 +81,11 @@ pub enum Request {
         /// How.
         change: BitmapChange,
     },
+    /// Change settings, and read the certificates anew: all of it, or nothing.
+    Apply {
+        /// Names and values.
+        settings: Vec<(String, String)>,
+    },
     /// Read the certificates anew, for connections from then on; nothing is done if there are none.
     ReloadCertificates {},
     /// Trace the device until the connection closes. The memory with the events comes with the reply.
@@ -448,6 +453,7 @@ mod tests {
             Request::Bitmap { change: BitmapChange::Remove { name: "b".into() } },
             Request::Bitmap { change: BitmapChange::Clear { name: "b".into() } },
             Request::Trace { ring_bytes: 1 << 24 },
+            Request::Apply { settings: vec![("depth".into(), "64".into())] },
             Request::ReloadCertificates {},
             Request::Snapshot { options },
             Request::Commit {},

@@ -130,8 +130,15 @@ fn a_service_is_upgraded_by_its_manager() {
     fs::write(place.dir.join("c/data.toml"), format!("{text}depth = 9\nno-merge = true\nqueues = 2\n"))
         .unwrap();
     printed(run(&place, &["config", "apply"]));
-    let settings = &place.json(&["show", "data", "--json"])["settings"];
-    assert_eq!((&settings["depth"], &settings["merge"]), (&json!(9), &json!(false)));
+    let settings = || place.json(&["show", "data", "--json"])["settings"].clone();
+    assert_eq!((&settings()["depth"], &settings()["merge"]), (&json!(9), &json!(false)));
+    let before = settings();
+    let more = format!("{text}scheduler = \"kyber\"\nlimit = \"iops=9\"\ndepth = 4096\n");
+    fs::write(place.dir.join("c/data.toml"), more).unwrap();
+    let refused = run(&place, &["config", "apply"]);
+    let line = String::from_utf8(refused.stderr).unwrap();
+    assert!(line.starts_with("blkq: data: depth=4096: ") && line.lines().count() == 1, "{line}");
+    assert_eq!((refused.status.code(), settings()), (Some(1), before));
     place.done(&["set", "data", "on-error=hold"]);
 
     let mut upgrade =
@@ -146,8 +153,7 @@ fn a_service_is_upgraded_by_its_manager() {
     assert!(output.status.success());
     assert!(String::from_utf8(output.stdout).unwrap().starts_with("vhost-user:"));
     wait_for_device(&place, &mut next);
-    let settings = &place.json(&["show", "data", "--json"])["settings"];
-    assert_eq!((&settings["depth"], &settings["on-error"]), (&json!(9), &json!("hold")));
+    assert_eq!((&settings()["depth"], &settings()["on-error"]), (&json!(9), &json!("hold")));
     place.done(&["detach", "data"]);
     assert_eq!(next.wait().unwrap().code(), Some(0));
     assert!(place.files().is_empty());
@@ -193,6 +199,30 @@ fn settings_outlive_a_killed_service_until_it_is_stopped() {
     place.done(&["attach", "--config", &file]);
     assert_eq!(depth_and_mode(), (json!(16), json!(false)));
     place.done(&["detach", "data"]);
+}
+
+#[test]
+fn a_file_that_is_attached_is_applied() {
+    let place = configured("apply", &[]);
+    let image = place.image("disk.img", 1 << 20);
+    // Nothing of it is another device's: all that attach takes can be applied, as often as that is asked for.
+    for text in [
+        "image = \"ram:1M\"\nexport = \"nbd\"\ndirect-io = \"auto\"\ndispatch = \"concurrent\"\n".to_owned(),
+        format!(
+            "image = \"{image}\"\nexport = \"vhost-user-blk\"\ndirect-io = \"off\"\nno-pacing = false\n\
+             fault = \"delay=1ms\"\nlimit = \"auto\"\nhang-warning = 0.3\nread-only = true\ndepth = 10240\n"
+        ),
+    ] {
+        let file = place.dir.join("c/data.toml");
+        fs::write(&file, text).unwrap();
+        printed(run(&place, &["config", "check"]));
+        // With a warning of the faults.
+        assert!(run(&place, &["attach", "--config", &file.display().to_string()]).status.success());
+        for _ in 0..2 {
+            assert_eq!(printed(run(&place, &["config", "apply"])), "");
+        }
+        place.done(&["detach", "data"]);
+    }
 }
 
 #[test]

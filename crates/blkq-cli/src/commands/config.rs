@@ -41,19 +41,14 @@ enum Action {
     Apply,
 }
 
-/// Has the device read its certificates anew, and sets on it what the file has. Other settings stay as they are, and
-/// nothing is changed if the file or the certificates have a mistake.
+/// Sets on the device what the file has, and has it read its certificates anew. Other settings stay as they are, and
+/// nothing is changed if the file or the certificates have a mistake, or a setting is refused.
 fn apply(path: &Path) -> Outcome {
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
     let options = file.attach_options().map_err(|fault| fault.failure(path))?;
     let (dir, name) = (StateDir::locate()?, file.name());
-    ask::<()>(&dir, &name, &Request::ReloadCertificates {}).map_err(|e| e.during(&name))?;
     let settings = file.settings(SettingGroups::new(&options));
-    if settings.is_empty() {
-        return Ok(());
-    }
-    let set = ask::<()>(&dir, &name, &Request::Set { settings });
-    set.map_err(|e| e.during(format_args!("set {name}")))
+    ask::<()>(&dir, &name, &Request::Apply { settings }).map_err(|e| e.during(&name))
 }
 
 impl Args {

@@ -82,6 +82,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let open = shared.stage().check();
             reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
         }
+        Request::Apply { settings } => reply_line(shared.apply(&settings).inspect_err(refused)),
         Request::ReloadCertificates {} => {
             let reloaded = shared.device().reload_certificates().inspect_err(refused);
             if let Ok(Some(directory)) = &reloaded {

@@ -12,7 +12,7 @@ use rustix::process::Uid;
 
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
-use crate::serve::Device;
+use crate::serve::{Change, Device};
 use crate::settings::Setting;
 use crate::signals::Signal;
 use crate::size::format_size;
@@ -262,15 +262,56 @@ impl Shared {
 
     pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
         self.stage().check()?;
-        self.keep(self.change(settings))
+        self.keep(self.change(settings), "set, but not kept")
     }
 
-    /// Writes the settings that were `changed` down, for the next daemon of the device.
-    fn keep(&self, changed: Outcome) -> Outcome {
+    /// Changes all of the settings, and reads the certificates anew, for a device that does not have these values
+    /// yet: all of it, or nothing.
+    pub(super) fn apply(&self, settings: &[(String, String)]) -> Outcome {
+        self.stage().check()?;
+        let changes = self.device.prepare_changes(settings)?;
+        let certificates = self.device.prepare_certificates()?;
+        let mut done = Vec::new();
+        let set = changes.iter().try_for_each(|change| {
+            let (key, value) = change.to.to_text();
+            log::line(&format!("set {key}={value}"));
+            self.change_to(&change.to).map_err(|e| e.during(format_args!("{key}={value}")))?;
+            done.push(change);
+            Ok(())
+        });
+        // Nothing to write down is no reason to fail where the state file cannot be written.
+        let kept = set
+            .and_then(|()| if changes.is_empty() { Ok(()) } else { self.keep(Ok(()), "it cannot be kept") });
+        kept.map_err(|failure| self.undo(&done, failure))?;
+        if let Some((directory, certificates)) = certificates {
+            certificates.install();
+            log::line(&format!("reloaded the certificates in {}", directory.display()));
+        }
+        Ok(())
+    }
+
+    /// Undoes changes because of a failure; returns that, with what could not be undone.
+    fn undo(&self, done: &[&Change], mut failure: Failure) -> Failure {
+        for change in done.iter().rev() {
+            log::line(&format!("undo {}", change.to.key()));
+            if let Err(e) = self.device.undo(change) {
+                let (key, value) = change.to.to_text();
+                failure = Failure::new(format!("{failure} ({key}={value} stays: {e})"));
+            }
+        }
+        failure
+    }
+
+    /// Writes the settings that were `changed` down, for the next daemon of the device; `otherwise` is what they are if
+    /// that fails.
+    fn keep(&self, changed: Outcome, otherwise: &str) -> Outcome {
         let stage = self.stage();
         match *stage {
             // Of several that were set, those before the one that failed are kept too.
-            Stage::Serving => changed.and(self.write_settings()),
+            Stage::Serving => {
+                let written = self.write_settings();
+                changed.and(written.map_err(|e| e.during(format_args!("{otherwise} for the next daemon"))))
+            }
             // The next daemon does not learn of it.
             Stage::Leaving => stage.check(),
             // Nothing of it is to be left.
@@ -291,7 +332,7 @@ impl Shared {
 
     fn write_settings(&self) -> Outcome {
         let state = self.device.state_file()?;
-        self.write_state(&state).map_err(|e| e.during("set, but not kept for the next daemon"))
+        self.write_state(&state)
     }
 
     fn change(&self, settings: &[(String, String)]) -> Outcome {
@@ -308,11 +349,14 @@ impl Shared {
     }
 
     fn set_one(&self, key: &str, value: &str) -> Outcome {
-        let setting = self.device.read_setting(key, value)?;
+        self.change_to(&self.device.read_setting(key, value)?)
+    }
+
+    fn change_to(&self, setting: &Setting) -> Outcome {
         // A client that was promised that it stays can rely on it.
         let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());
         staying.as_ref().map_or(Ok(()), |stage| stage.check())?;
-        self.device.set(&setting)
+        self.device.set(setting)
     }
 }
 
@@ -350,11 +394,44 @@ mod tests {
         assert_eq!(depth(), "32");
         // It began to leave while the change was made.
         shared.change(&[("depth".to_owned(), "16".to_owned())]).unwrap();
-        assert_eq!(shared.keep(Ok(())), Err(Failure::new(refused)));
+        assert_eq!(shared.keep(Ok(()), ""), Err(Failure::new(refused)));
         *shared.stage() = Stage::Stopping;
-        assert_eq!(shared.keep(Ok(())), Ok(()));
+        assert_eq!(shared.keep(Ok(()), ""), Ok(()));
         assert!(set("8").unwrap_err().to_string().contains("stopping"));
 
+        shared.device.close(true).unwrap();
+        shared.device.stop().unwrap();
+        drop((shared, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn settings_are_applied_all_or_none() {
+        let dir = scratch("apply");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
+        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
+        let apply = |settings: &[(&str, &str)]| {
+            let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+            shared.apply(&settings.iter().map(owned).collect::<Vec<_>>())
+        };
+        let now = || (shared.device.info().unwrap().settings, shared.device.state_file().unwrap().settings);
+        apply(&[("depth", "64"), ("read-only", "off")]).unwrap();
+        let before = now();
+        assert_eq!(before.1, [("depth".to_owned(), "64".to_owned())], "what it is already is not set");
+        let changed = [("scheduler", "kyber"), ("limit", "iops=9"), ("depth", "32")];
+        let late = apply(&[&changed[..], &[("depth", "10240")]].concat()).unwrap_err().to_string();
+        assert!(late.starts_with("depth=10240: "), "{late}");
+        assert_eq!(now(), before);
+        // Each can be set, and none can be written down.
+        let state = dir.file("a", ".json");
+        std::fs::remove_file(&state).unwrap();
+        std::fs::create_dir(&state).unwrap();
+        let unkept = apply(&changed).unwrap_err().to_string();
+        assert!(unkept.starts_with("it cannot be kept for the next daemon: "), "{unkept}");
+        assert_eq!(now(), before);
         shared.device.close(true).unwrap();
         shared.device.stop().unwrap();
         drop((shared, claim));

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use blkq::disk::AutoLimiter;
 use blkq::drivers::qcow2::Journals;
 use blkq::{ErrorKind, Resume};
-use blkq_export::nbd::{NbdSwitches, TlsCertificates};
+use blkq_export::nbd::{NbdSwitches, PreparedCertificates, TlsCertificates};
 use blkq_export::ublk::UblkDevice;
 use blkq_export::vhost_user::VhostUserDevice;
 
@@ -54,6 +54,7 @@ use running::{Running, busy};
 pub use image::find_format;
 pub use open::FLUSHES_IGNORED;
 pub use rehearsal::{check_successor, check_take_over};
+pub use settings::Change;
 
 /// How long a device that stops waits for commands that use it.
 const USERS_WAIT: Duration = Duration::from_secs(1);
@@ -248,10 +249,22 @@ impl Device {
     /// # Errors
     /// Why they cannot be used; those from before stay.
     pub fn reload_certificates(&self) -> Outcome<Option<&Path>> {
+        Ok(self.prepare_certificates()?.map(|(directory, certificates)| {
+            certificates.install();
+            directory
+        }))
+    }
+
+    /// Reads the certificates anew, which no client gets yet, and returns the directory that they are in, if there are
+    /// any.
+    ///
+    /// # Errors
+    /// Why they cannot be used.
+    pub fn prepare_certificates(&self) -> Outcome<Option<(&Path, PreparedCertificates)>> {
         let Some(certificates) = &self.certificates else { return Ok(None) };
-        let reloaded = certificates.reload();
-        reloaded.map_err(|e| Failure::from(e).during("the certificates stay as they were"))?;
-        Ok(Some(certificates.directory()))
+        let prepared = certificates.prepare();
+        let prepared = prepared.map_err(|e| Failure::from(e).during("the certificates stay as they were"))?;
+        Ok(Some((certificates.directory(), prepared)))
     }
 
     /// The contents of the state file.

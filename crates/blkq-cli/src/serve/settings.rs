@@ -11,6 +11,7 @@ use blkq::{Disk, ErrorKind};
 use super::running::Running;
 use super::{BackgroundThreads, Device, stopping};
 use crate::failure::{Failure, Outcome};
+use crate::info::DeviceInfo;
 use crate::options::AttachOptions;
 use crate::settings::{Setting, SettingGroups};
 
@@ -32,6 +33,7 @@ impl Device {
         // Locked in this order; that of the threads only where it is a thread's. The value that is kept is the one that
         // was set last, of several at once too.
         let _changing = self.begin_change();
+        check(&running, setting)?;
         let is_of_thread = matches!(setting, Setting::HangWarning(_) | Setting::Limit(_));
         let mut background = is_of_thread.then(|| self.background());
         match setting {
@@ -43,11 +45,6 @@ impl Device {
                 let threads = background.as_mut().and_then(|background| background.as_mut());
                 let BackgroundThreads { auto_limit, wants_auto_limit, .. } = threads.ok_or_else(stopping)?;
                 let is_auto = *mode == LimitMode::Auto;
-                if is_auto && running.disk.group_member().is_some() {
-                    return Err(Failure::new(
-                        "limit=auto is for a device that shares no limits, and it is in a group",
-                    ));
-                }
                 *wants_auto_limit = false;
                 if !is_auto {
                     *auto_limit = None;
@@ -61,11 +58,6 @@ impl Device {
                     ublk.watch_users(*on)?;
                 }
                 self.autoclear.set(*on);
-            }
-            Setting::Pacing(_) | Setting::ReceiveBackoff(_) | Setting::SplitReads(_)
-                if running.servers.is_empty() =>
-            {
-                return Err(Failure::new("it is for NBD, over which the device is not served"));
             }
             Setting::Pacing(on) => self.switches.pacing.store(*on, Relaxed),
             Setting::ReceiveBackoff(on) => self.switches.receive_backoff.store(*on, Relaxed),
@@ -82,6 +74,97 @@ impl Device {
         settings.push((key, value));
         Ok(())
     }
+
+    /// The changes that make the device have `settings`, each checked as far as that can be done before.
+    ///
+    /// # Errors
+    /// The first one that it cannot have.
+    pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
+        let running = self.running()?;
+        let info = self.info()?;
+        let mut changes = Vec::new();
+        for (key, value) in settings {
+            let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
+            let to = self.has.read(key, value).map_err(during)?;
+            let from = self.value_now(&info, key).and_then(|value| self.has.read(key, &value).ok());
+            // Some cannot be set where they already are as they are to be.
+            if from.as_ref() == Some(&to) {
+                continue;
+            }
+            if matches!(to, Setting::ReadOnly(_)) {
+                self.check_not_changed().map_err(during)?;
+            }
+            check(&running, &to).map_err(during)?;
+            let kept = self.settings().iter().find(|(other, _)| other == key).cloned();
+            changes.push(Change { to, from, kept });
+        }
+        Ok(changes)
+    }
+
+    /// The value that a setting has now, as text; none if that is not reported.
+    fn value_now(&self, info: &DeviceInfo, key: &str) -> Option<String> {
+        let switch = |on: bool| Some(if on { "on" } else { "off" }.to_owned());
+        match key {
+            "autoclear" => switch(info.autoclear),
+            "read-only" => switch(info.read_only),
+            "direct-io" => Some(info.direct_io.requested.clone()),
+            "pacing" => switch(self.switches.pacing.load(Relaxed)),
+            "receive-backoff" => switch(self.switches.receive_backoff.load(Relaxed)),
+            "split-reads" => switch(self.switches.split_reads.load(Relaxed)),
+            _ => {
+                let mut all = info.settings.iter().chain(&info.driver_facts);
+                all.find(|(other, _)| other == key).map(|(_, value)| value.clone())
+            }
+        }
+    }
+
+    /// Sets what a change has set to what it was, for the next daemon too.
+    ///
+    /// # Errors
+    /// As [`Device::set`]; then it stays.
+    pub fn undo(&self, change: &Change) -> Outcome {
+        change.from.as_ref().map_or(Ok(()), |from| self.set(from))?;
+        let mut settings = self.settings();
+        settings.retain(|(key, _)| key != change.to.key());
+        settings.extend(change.kept.clone());
+        Ok(())
+    }
+}
+
+/// A setting that is to change.
+pub struct Change {
+    /// With the new value.
+    pub to: Setting,
+    from: Option<Setting>,
+    /// As the state file has it, if it was changed before.
+    kept: Option<(String, String)>,
+}
+
+/// Rejects what the device cannot be set to, whatever it does.
+fn check(running: &Running, setting: &Setting) -> Outcome {
+    match setting {
+        Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
+            Err(Failure::new("limit=auto is for a device that shares no limits, and it is in a group"))
+        }
+        Setting::Pacing(_) | Setting::ReceiveBackoff(_) | Setting::SplitReads(_)
+            if running.servers.is_empty() =>
+        {
+            Err(Failure::new("it is for NBD, over which the device is not served"))
+        }
+        Setting::Depth(depth) => check_depth(&running.disk, *depth),
+        _ => Ok(()),
+    }
+}
+
+fn check_depth(disk: &Disk, depth: u16) -> Outcome {
+    if depth <= disk.depth_max() {
+        return Ok(());
+    }
+    let more = match depth {
+        ..=DEPTH_MAX => format!("; for more, detach, and attach with --depth {depth}"),
+        _ => String::new(),
+    };
+    Err(Failure::new(format!("depth is a number from 1 to {} here{more}", disk.depth_max())))
 }
 
 /// Of the disk and of the kernel's block device, if there is one: of both or of none.
@@ -103,14 +186,10 @@ fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
     let changed = match setting {
         Setting::Batching(on) => disk.set(blkq::Setting::Batching(*on)),
         Setting::Clock(mode) => disk.set(blkq::Setting::Clock(*mode)),
-        Setting::Depth(depth) if *depth > disk.depth_max() => {
-            let more = match *depth {
-                depth @ ..=DEPTH_MAX => format!("; for more, detach, and attach with --depth {depth}"),
-                _ => String::new(),
-            };
-            return Err(Failure::new(format!("depth is a number from 1 to {} here{more}", disk.depth_max())));
+        Setting::Depth(depth) => {
+            check_depth(disk, *depth)?;
+            disk.set(blkq::Setting::Depth(*depth))
         }
-        Setting::Depth(depth) => disk.set(blkq::Setting::Depth(*depth)),
         Setting::Iostats(on) => disk.set(blkq::Setting::Iostats(*on)),
         Setting::Merge(on) => disk.set(blkq::Setting::Merge(*on)),
         Setting::EarlySubmission(on) => disk.set(blkq::Setting::EarlySubmission(*on)),

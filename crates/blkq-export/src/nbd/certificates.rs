@@ -36,6 +36,24 @@ pub struct TlsCertificates {
     loaded: Arc<RwLock<Loaded>>,
 }
 
+/// Certificates that were read anew, and that no client gets yet.
+pub struct PreparedCertificates {
+    certificates: TlsCertificates,
+    loaded: Loaded,
+}
+
+impl PreparedCertificates {
+    /// Has connections that start from now on get them.
+    pub fn install(self) {
+        let PreparedCertificates { certificates, mut loaded } = self;
+        // The old ones are freed outside of the lock.
+        std::mem::swap(
+            &mut *certificates.loaded.write().unwrap_or_else(PoisonError::into_inner),
+            &mut loaded,
+        );
+    }
+}
+
 struct Loaded {
     config: Arc<ServerConfig>,
     /// Clients need certificates.
@@ -68,14 +86,20 @@ impl TlsCertificates {
     /// As [`TlsCertificates::load`]; if clients needed certificates and no longer would. All stays
     /// as it was then.
     pub fn reload(&self) -> Result<(), Error> {
-        let mut loaded = Loaded::read(&self.directory)?;
+        self.prepare().map(PreparedCertificates::install)
+    }
+
+    /// Reads the directory again, for a caller that has more to prepare before it changes anything.
+    ///
+    /// # Errors
+    /// As [`TlsCertificates::reload`].
+    pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
+        let loaded = Loaded::read(&self.directory)?;
         if self.verifies_clients() && !loaded.authority {
             let why = format_args!("it was there before, and without it no client needs a certificate");
             return Err(invalid(&self.directory.join(AUTHORITY), &why));
         }
-        // The old ones are freed outside of the lock.
-        std::mem::swap(&mut *self.loaded.write().unwrap_or_else(PoisonError::into_inner), &mut loaded);
-        Ok(())
+        Ok(PreparedCertificates { certificates: self.clone(), loaded })
     }
 
     /// Whether clients must have certificates.

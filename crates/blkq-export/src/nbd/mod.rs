@@ -38,7 +38,7 @@ pub mod fuzzing {
     pub use super::tls::{Tls, TlsEnd};
 }
 
-pub use certificates::TlsCertificates;
+pub use certificates::{PreparedCertificates, TlsCertificates};
 pub use listener::{Listen, Listener, SocketAccess};
 pub use options::{NbdExport, NbdOptions, NbdSwitches};
 pub use ranges::RangeLock;
