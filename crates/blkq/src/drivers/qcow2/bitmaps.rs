@@ -59,7 +59,10 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
     let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
     let cluster = header.cluster_bytes();
     let read = |range: Range<u64>| {
-        read_at(file, range).map_err(|e| Error::system(format!("cannot read {}", path.display()), e))
+        read_at(file, range).map_err(|e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => damaged("a part of them is beyond the end of the file"),
+            _ => Error::system(format!("cannot read {}", path.display()), e),
+        })
     };
     if extension.directory_bytes > DIRECTORY_MAX_BYTES {
         return Err(damaged(format!("their directory has {} bytes", extension.directory_bytes)));
@@ -225,10 +228,16 @@ pub(super) fn change_extension(old: &[u8], extension: Option<&BitmapsExtension>)
     }
     let header_bytes = u32_at(old, 100) as usize;
     let (name_at, name_bytes) = (u64_at(old, 8) as usize, u32_at(old, 16) as usize);
-    let name = if name_at == 0 { &[][..] } else { &old[name_at..name_at + name_bytes] };
-    let mut new = old[..header_bytes].to_vec();
-    let end = if name_at == 0 { old.len() } else { name_at };
-    let mut rest = &old[header_bytes..end];
+    // Another program may have made anything of it since it was parsed.
+    let has_name = name_at != 0 && name_bytes != 0;
+    let name_at = if has_name { name_at } else { old.len() };
+    let name = old.get(name_at..).and_then(|rest| rest.get(..if has_name { name_bytes } else { 0 }));
+    let (Some(name), Some(head), Some(mut rest)) =
+        (name, old.get(..header_bytes), old.get(header_bytes..name_at))
+    else {
+        return Err(damaged("its header contradicts itself"));
+    };
+    let mut new = head.to_vec();
     while let Some((head, data)) = rest.split_at_checked(8) {
         let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
         let padded = length.next_multiple_of(8);
@@ -249,15 +258,13 @@ pub(super) fn change_extension(old: &[u8], extension: Option<&BitmapsExtension>)
     }
     // The end of the extensions.
     new.extend([0; 8]);
-    let name_at = new.len();
+    let name_at = if has_name { new.len() as u64 } else { 0 };
     new.extend(name);
     if new.len() > old.len() {
         return unsupported("its header has no room for bitmaps: its clusters are too small");
     }
     new.resize(old.len(), 0);
-    if !name.is_empty() {
-        new[8..16].copy_from_slice(&(name_at as u64).to_be_bytes());
-    }
+    new[8..16].copy_from_slice(&name_at.to_be_bytes());
     let autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
     new[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].copy_from_slice(&autoclear.to_be_bytes());
     Ok(new)
@@ -290,4 +297,36 @@ fn read_at(file: &File, range: Range<u64>) -> std::io::Result<Vec<u8>> {
 
 fn damaged(why: impl Into<String>) -> Error {
     Error::new(ErrorKind::Format, why)
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_that_contradicts_itself_is_not_changed() {
+        let mut old = vec![0; 512];
+        let put = |old: &mut Vec<u8>, name: u64, name_bytes: u32, header: u32| {
+            old[4..8].copy_from_slice(&3u32.to_be_bytes());
+            old[8..16].copy_from_slice(&name.to_be_bytes());
+            old[16..20].copy_from_slice(&name_bytes.to_be_bytes());
+            old[100..104].copy_from_slice(&header.to_be_bytes());
+        };
+        let extension = BitmapsExtension { count: 1, directory_bytes: 32, directory: 512 };
+        for (name, name_bytes, header, is_sound) in [
+            (0, 0, 104, true),
+            (1 << 40, 0, 104, true),
+            (112, 5, 104, true),
+            (1, 2, 104, false),
+            (1 << 40, 2, 104, false),
+            (u64::MAX, u32::MAX, 104, false),
+            (510, 3, 104, false),
+            (0, 0, 513, false),
+        ] {
+            put(&mut old, name, name_bytes, header);
+            let changed = change_extension(&old, Some(&extension));
+            assert_eq!(changed.is_ok(), is_sound, "{name} {name_bytes} {header}");
+        }
+    }
 }

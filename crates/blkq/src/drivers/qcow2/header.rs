@@ -229,14 +229,20 @@ fn check_features(incompatible: u64) -> Result<(), Error> {
 
 fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<BackingName>, Error> {
     let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
-    if offset == 0 || length == 0 {
+    if offset == 0 {
         return Ok(None);
     }
-    let name = usize::try_from(offset).ok().and_then(|offset| bytes.get(offset..)?.get(..length));
-    let Some(name) = name.filter(|name| name.len() <= NAME_MAX_BYTES && !name.contains(&0)) else {
+    let start = usize::try_from(offset).ok().filter(|start| *start >= header_bytes);
+    let name = start.and_then(|start| Some((start, bytes.get(start..)?.get(..length)?)));
+    let is_name = |name: &[u8]| name.len() <= NAME_MAX_BYTES && !name.contains(&0);
+    let Some((start, name)) = name.filter(|(_, name)| is_name(name)) else {
         return Err(rejected("the name of its backing file is not in its header"));
     };
-    let format = extension(bytes, header_bytes, EXTENSION_BACKING_FORMAT)?;
+    if name.is_empty() {
+        return Ok(None);
+    }
+    // The extensions are before the name, and need no other end.
+    let format = extension(&bytes[..start], header_bytes, EXTENSION_BACKING_FORMAT)?;
     let format = format.map(|format| String::from_utf8_lossy(format).into_owned());
     // Both are shown on terminals and in lines of logs.
     let names = [Some(String::from_utf8_lossy(name)), format.as_deref().map(Cow::from)];
@@ -349,8 +355,12 @@ mod tests {
             bytes[at] = b'\n';
             assert!(Header::parse(&bytes).unwrap_err().to_string().contains("control characters"));
         }
-        bytes[16..20].copy_from_slice(&70000u32.to_be_bytes());
-        assert!(Header::parse(&bytes).is_err());
+        for (offset, length) in [(128u64, 70000u32), (1, 2), (1 << 40, 0), (u64::MAX, 0), (65535, 2)] {
+            bytes[8..16].copy_from_slice(&offset.to_be_bytes());
+            bytes[16..20].copy_from_slice(&length.to_be_bytes());
+            let error = Header::parse(&bytes).unwrap_err().to_string();
+            assert!(error.contains("is not in its header"), "{offset} {length}: {error}");
+        }
     }
 
     #[test]
