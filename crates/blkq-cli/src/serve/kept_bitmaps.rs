@@ -12,6 +12,8 @@ use crate::log;
 /// The bitmaps of a disk, which are kept with its image when this is dropped, or before.
 pub(super) struct KeptBitmaps {
     disk: Arc<Disk>,
+    /// The image had some at attach.
+    loaded: bool,
     kept: AtomicBool,
 }
 
@@ -23,7 +25,8 @@ impl KeptBitmaps {
     /// Those of the files.
     pub(super) fn load(disk: &Arc<Disk>) -> Outcome<(KeptBitmaps, Vec<String>)> {
         let (bitmaps, mut warnings) = bitmaps::load(&*disk.driver())?;
-        let kept = KeptBitmaps { disk: disk.clone(), kept: AtomicBool::new(false) };
+        let kept =
+            KeptBitmaps { disk: disk.clone(), loaded: !bitmaps.is_empty(), kept: AtomicBool::new(false) };
         let left_out = disk.load_bitmaps(bitmaps)?;
         warnings.extend(left_out.into_iter().map(|error| format!("not kept up to date: {error}")));
         Ok((kept, warnings))
@@ -34,18 +37,30 @@ impl KeptBitmaps {
     /// # Errors
     /// Those of the files; the bitmaps are inconsistent then.
     pub(super) fn keep(&self) -> Outcome {
-        let _frozen = self.disk.begin_exchange()?;
-        self.keep_stopped()
-    }
-
-    /// The same while no request reaches the driver any more.
-    ///
-    /// # Errors
-    /// As [`KeptBitmaps::keep`].
-    pub(super) fn keep_stopped(&self) -> Outcome {
-        if self.kept.swap(true, SeqCst) {
+        if self.kept.load(SeqCst) {
             return Ok(());
         }
+        let _frozen = self.disk.begin_exchange()?;
+        self.kept.store(true, SeqCst);
+        self.store()
+    }
+
+    /// The same for the next daemon, which takes over the device when this process exits. Its block device may have
+    /// requests until then: they wait, and are that daemon's.
+    ///
+    /// # Errors
+    /// As [`KeptBitmaps::keep`], and if I/O in flight does not complete: it would not be in them.
+    pub(super) fn keep_for_next(&self) -> Outcome {
+        let has_none = !self.loaded && self.disk.bitmaps().is_empty();
+        if has_none || self.kept.swap(true, SeqCst) {
+            return Ok(());
+        }
+        let frozen = self.disk.freeze_until_exit();
+        frozen.map_err(|e| Failure::from(e).during("the bitmaps are not kept, and are inconsistent"))?;
+        self.store()
+    }
+
+    fn store(&self) -> Outcome {
         bitmaps::store(&*self.disk.driver(), &self.disk.bitmaps()).map_err(|e| {
             Failure::from(e).during("the bitmaps are not kept, and are inconsistent from now on")
         })
@@ -64,10 +79,35 @@ impl KeptBitmaps {
 
 impl Drop for KeptBitmaps {
     fn drop(&mut self) {
-        if !self.kept.load(SeqCst)
-            && let Err(failure) = self.keep()
-        {
+        if let Err(failure) = self.keep() {
             log::line(&format!("warning: {failure}"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use blkq::EngineThread;
+    use blkq::drivers::ram::Ram;
+
+    use super::*;
+
+    #[test]
+    fn no_write_completes_once_the_next_daemon_has_bitmaps() {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        let bitmaps = KeptBitmaps::load(&disk).unwrap().0;
+        disk.add_bitmap("b", 512).unwrap();
+        // As this process does when it exits.
+        std::mem::forget(EngineThread::spawn("test", vec![(disk.clone(), 0)]).unwrap());
+        disk.submitter().write_at(&[1; 512], 0).unwrap();
+        bitmaps.keep_for_next().unwrap();
+        let (sender, completed) = channel();
+        let writer = disk.clone();
+        std::thread::spawn(move || sender.send(writer.submitter().write_at(&[1; 512], 512).is_ok()));
+        assert!(completed.recv_timeout(Duration::from_millis(100)).is_err());
+        assert_eq!(disk.bitmaps()[0].dirty_bytes(), 512);
     }
 }

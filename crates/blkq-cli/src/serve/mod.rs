@@ -486,7 +486,7 @@ fn release(running: &Arc<Running>) -> Outcome {
         log::line(&format!("not left to another daemon, which would not know of it: {failure}"));
     })?;
     // The next daemon has them as inconsistent then.
-    if let Err(failure) = running.bitmaps.keep_stopped() {
+    if let Err(failure) = running.bitmaps.keep_for_next() {
         log::line(&format!("warning: {failure}"));
     }
     if let Err(error) = running.disk.release() {

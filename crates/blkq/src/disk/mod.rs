@@ -452,6 +452,15 @@ impl Disk {
         unsafe { self.driver().release() }
     }
 
+    /// Freezes the disk for ever: for a process that is about to exit, and stores what must not change any more.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] as with [`Disk::set`], and then the disk goes on.
+    pub fn freeze_until_exit(&self) -> Result<(), Error> {
+        let _one_at_a_time = lock(&self.changing);
+        self.freeze_timeout()
+    }
+
     /// Keeps requests from the driver: when this returns it gets none until what it returns is
     /// dropped; what the driver has completes. Nests.
     pub fn quiesce(&self) -> Quiesced<'_> {
