@@ -7,6 +7,7 @@
 
 #![no_main]
 
+use blkq_export::nbd::contexts::OfferedBitmap;
 use blkq_export::nbd::handshake::{
     Export, Handshake, INPUT_BYTES, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, TlsPolicy,
 };
@@ -18,7 +19,7 @@ const REPLIES_MAX_BYTES: usize = 400;
 
 fn exports(mode: u8) -> Vec<Export> {
     let export = |name: &str, description: &str| Export {
-        bitmaps: ["a".to_owned()].into(),
+        bitmaps: [OfferedBitmap { name: "a".to_owned(), id: 0 }].into(),
         name: name.into(),
         description: description.into(),
         size_bytes: 1 << 30,

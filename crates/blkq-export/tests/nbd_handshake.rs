@@ -1,7 +1,7 @@
 //! The NBD handshake against byte-exact vectors of the specification.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use blkq_export::nbd::contexts::Contexts;
+use blkq_export::nbd::contexts::{Contexts, OfferedBitmap};
 use blkq_export::nbd::handshake::{
     Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, TlsPolicy,
 };
@@ -10,6 +10,7 @@ use blkq_export::nbd::reply::ReplyStyle;
 use proptest::prelude::*;
 
 fn exports() -> Vec<Export> {
+    let bitmap = |name: &str, id| OfferedBitmap { name: name.to_owned(), id };
     let export = |name: &str, description: &str, size_bytes| Export {
         name: name.into(),
         description: description.into(),
@@ -17,7 +18,7 @@ fn exports() -> Vec<Export> {
         flags: TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH,
         minimum_block_bytes: 512,
         preferred_block_bytes: 4096,
-        bitmaps: if name == "disk" { ["a".to_owned(), "b".to_owned()].into() } else { [].into() },
+        bitmaps: if name == "disk" { [bitmap("a", 0), bitmap("b", 1)].into() } else { [].into() },
     };
     vec![export("disk", "a disk", 0x1234_0000), export("other", "", 1 << 20)]
 }

@@ -46,7 +46,7 @@ impl Contexts {
 
     /// Those that a client's `query` names, of an export with the dirty bitmaps `bitmaps`. A namespace names
     /// all that is in it, if they are to be listed.
-    pub(super) fn matching(query: &[u8], bitmaps: &[String], listing: bool) -> Contexts {
+    pub(super) fn matching(query: &[u8], bitmaps: &[OfferedBitmap], listing: bool) -> Contexts {
         let all = Contexts::all(bitmaps);
         let is_named = |id: &u32| {
             let name = context_name(*id, bitmaps);
@@ -56,7 +56,7 @@ impl Contexts {
     }
 
     /// All contexts of an export with the dirty bitmaps `bitmaps`.
-    pub(super) fn all(bitmaps: &[String]) -> Contexts {
+    pub(super) fn all(bitmaps: &[OfferedBitmap]) -> Contexts {
         let bitmaps = (0..bitmaps.len().min(BITMAPS_MAX)).map(Contexts::bitmap);
         bitmaps.fold(Contexts::BASE_ALLOCATION.with(Contexts::ALLOCATION_DEPTH), Contexts::with)
     }
@@ -72,9 +72,20 @@ impl Contexts {
     }
 }
 
-/// The names of the bitmaps of `disk` that clients may choose.
-pub(super) fn offered_bitmaps(disk: &Disk) -> Arc<[String]> {
-    disk.bitmaps().iter().filter(|bitmap| is_offered(bitmap)).map(|bitmap| bitmap.name().to_owned()).collect()
+/// A dirty bitmap that clients may choose.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OfferedBitmap {
+    /// Its name.
+    pub name: String,
+    /// Its number ([`Bitmap::id`]): another one may get the name.
+    pub id: u64,
+}
+
+/// The bitmaps of `disk` that clients may choose.
+pub(super) fn offered_bitmaps(disk: &Disk) -> Arc<[OfferedBitmap]> {
+    let bitmaps = disk.bitmaps();
+    let offered = bitmaps.iter().filter(|bitmap| is_offered(bitmap));
+    offered.map(|bitmap| OfferedBitmap { name: bitmap.name().to_owned(), id: bitmap.id() }).collect()
 }
 
 fn is_offered(bitmap: &Bitmap) -> bool {
@@ -82,11 +93,11 @@ fn is_offered(bitmap: &Bitmap) -> bool {
 }
 
 /// The name of the context with this number, of an export with the dirty bitmaps `bitmaps`.
-pub(super) fn context_name(id: u32, bitmaps: &[String]) -> Vec<u8> {
+pub(super) fn context_name(id: u32, bitmaps: &[OfferedBitmap]) -> Vec<u8> {
     match id {
         1 => BASE_ALLOCATION.to_vec(),
         2 => ALLOCATION_DEPTH.to_vec(),
-        _ => [DIRTY_BITMAP, bitmaps[(id - BITMAPS_ID) as usize].as_bytes()].concat(),
+        _ => [DIRTY_BITMAP, bitmaps[(id - BITMAPS_ID) as usize].name.as_bytes()].concat(),
     }
 }
 
@@ -120,7 +131,7 @@ pub struct ContextStatus {
 #[derive(Clone)]
 pub(super) struct ChosenContexts {
     pub contexts: Contexts,
-    pub bitmaps: Arc<[String]>,
+    pub bitmaps: Arc<[OfferedBitmap]>,
 }
 
 impl ChosenContexts {
@@ -140,7 +151,8 @@ impl ChosenContexts {
         self.contexts.ids().map(of).collect()
     }
 
-    /// A bitmap that was removed since has no answer: writes that came after that are not in it.
+    /// A bitmap that was removed or cleared since has no answer, nor has another one of its name: writes from before
+    /// are not in it.
     fn dirty(
         &self,
         id: u32,
@@ -148,8 +160,8 @@ impl ChosenContexts {
         range: &Range<u64>,
         max: usize,
     ) -> Result<Vec<StatusExtent>, Status> {
-        let name = &self.bitmaps[(id - BITMAPS_ID) as usize];
-        let bitmap = disk.bitmaps().into_iter().find(|bitmap| bitmap.name() == name && is_offered(bitmap));
+        let chosen = self.bitmaps[(id - BITMAPS_ID) as usize].id;
+        let bitmap = disk.bitmaps().into_iter().find(|bitmap| bitmap.id() == chosen && is_offered(bitmap));
         let extents = bitmap.ok_or(Status::Io)?.extents(range.clone(), max);
         let status = |run: DirtyExtent| StatusExtent { length: run.length, flags: run.dirty.into() };
         Ok(extents.into_iter().map(status).collect())
@@ -174,4 +186,27 @@ fn within(mut extents: Vec<StatusExtent>, mut bytes: u64) -> Vec<StatusExtent> {
         extent.length > 0
     });
     extents
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::drivers::ram::Ram;
+
+    use super::*;
+
+    #[test]
+    fn a_bitmap_that_began_anew_has_no_answer() {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        disk.add_bitmap("b", 512).unwrap();
+        let choose = || ChosenContexts { contexts: Contexts::bitmap(0), bitmaps: offered_bitmaps(&disk) };
+        let is_answered = |chosen: &ChosenContexts| chosen.query(&disk, &(0..4096), 9).is_ok();
+        let chosen = choose();
+        assert!(is_answered(&chosen));
+        disk.clear_bitmap("b").unwrap();
+        assert!(!is_answered(&chosen) && is_answered(&choose()));
+        let chosen = choose();
+        disk.remove_bitmap("b").unwrap();
+        disk.add_bitmap("b", 512).unwrap();
+        assert!(!is_answered(&chosen) && is_answered(&choose()));
+    }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use zerocopy::byteorder::big_endian::{U16, U32};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::contexts::{Contexts, context_name};
+use super::contexts::{Contexts, OfferedBitmap, context_name};
 use super::proto::*;
 use super::reply::ReplyStyle;
 
@@ -43,8 +43,8 @@ pub struct Export {
     /// Smallest request that is efficient, in bytes: a power of two from 512 (and the
     /// minimum) to [`PAYLOAD_MAX_BYTES`].
     pub preferred_block_bytes: u32,
-    /// The names of its dirty bitmaps, at most [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
-    pub bitmaps: Arc<[String]>,
+    /// Its dirty bitmaps, at most [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
+    pub bitmaps: Arc<[OfferedBitmap]>,
 }
 
 /// The outcome of a handshake.

@@ -51,6 +51,8 @@ pub struct DirtyExtent {
 /// The parts of a disk that were written to since a moment, a bit for each.
 pub struct Bitmap {
     name: String,
+    /// See [`Bitmap::id`].
+    id: u64,
     /// A bit stands for `1 << granularity_bits` bytes.
     granularity_bits: u32,
     /// Of the disk, in bytes.
@@ -83,12 +85,21 @@ impl Bitmap {
         }
         let words = (0..bytes.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();
         let granularity_bits = granularity.trailing_zeros();
-        Ok(Bitmap { name: name.to_owned(), granularity_bits, size, state, words })
+        // Only a number: no model has to see it.
+        static NEXT_ID: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+        let id = NEXT_ID.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(Bitmap { name: name.to_owned(), id, granularity_bits, size, state, words })
     }
 
     /// Its name, at most [`NAME_MAX_BYTES`] long.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// A number of its own in this process: one that was added or cleared has another than that of its name before;
+    /// one that got another size has the same.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// The bytes that one bit stands for.
@@ -108,11 +119,12 @@ impl Bitmap {
 
     /// How many bytes are dirty, in whole granules but for the last one.
     pub fn dirty_bytes(&self) -> u64 {
-        self.extents(0..self.size, usize::MAX)
-            .iter()
-            .filter(|extent| extent.dirty)
-            .map(|extent| extent.length)
-            .sum()
+        let bits: u64 = self.words.iter().map(|word| u64::from(word.load(Relaxed).count_ones())).sum();
+        let last = self.size.div_ceil(self.granularity());
+        let beyond = (last << self.granularity_bits) - self.size;
+        let is_cut = beyond > 0 && self.is_set(last - 1);
+        // Its bit may be set just now.
+        (bits << self.granularity_bits).saturating_sub(if is_cut { beyond } else { 0 })
     }
 
     /// Sets the bits of the bytes in `range`, which is not empty. Bytes beyond the disk are left out.
@@ -170,9 +182,9 @@ impl Bitmap {
         bits
     }
 
-    /// Clears all bits. Nothing is written to the disk meanwhile.
-    pub(crate) fn clear(&self) {
-        self.words.iter().for_each(|word| word.store(0, Relaxed));
+    /// The same without a bit set. Readers of this one get nothing of that.
+    pub(crate) fn cleared(&self) -> Result<Bitmap, Error> {
+        Bitmap::new(&self.name, self.granularity(), self.size, self.state)
     }
 
     /// The bitmap for the disk with another size: what is new in that is dirty, as what others wrote there is not known.
@@ -182,7 +194,8 @@ impl Bitmap {
     pub(crate) fn resized(&self, size: u64) -> Result<Bitmap, Error> {
         // An inconsistent one has no bits.
         let size = if self.state == BitmapState::Inconsistent { 0 } else { size };
-        let bitmap = Bitmap::new(&self.name, self.granularity(), size, self.state)?;
+        let mut bitmap = Bitmap::new(&self.name, self.granularity(), size, self.state)?;
+        bitmap.id = self.id;
         for (new, old) in bitmap.words.iter().zip(&self.words) {
             new.store(old.load(Relaxed), Relaxed);
         }

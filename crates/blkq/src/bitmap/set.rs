@@ -73,6 +73,14 @@ impl BitmapSet {
         bitmaps.len() < before
     }
 
+    /// Puts one in the place of that of its name.
+    pub fn replace(&self, bitmap: Bitmap) {
+        let mut bitmaps = lock(&self.bitmaps);
+        if let Some(place) = bitmaps.iter_mut().find(|other| other.name() == bitmap.name()) {
+            *place = Arc::new(bitmap);
+        }
+    }
+
     /// Has all be for a disk of `size` bytes. One that cannot be so large is removed: its name is returned.
     pub fn resize(&self, size: u64) -> Vec<String> {
         let mut bitmaps = lock(&self.bitmaps);

@@ -22,12 +22,8 @@ impl Disk {
     /// read-only; [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn add_bitmap(&self, name: &str, granularity: u64) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
-        let limits = self.limits();
-        if limits.read_only {
-            let message = format!("{}: it is read-only: nothing would be in a bitmap", self.name);
-            return Err(Error::new(ErrorKind::Unsupported, message));
-        }
-        let bitmap = Bitmap::new(name, granularity, limits.size_bytes(), BitmapState::Recording)?;
+        self.check_not_read_only("nothing would be in a bitmap")?;
+        let bitmap = Bitmap::new(name, granularity, self.limits().size_bytes(), BitmapState::Recording)?;
         self.frozen(|| self.bitmaps.add(bitmap))
     }
 
@@ -52,10 +48,12 @@ impl Disk {
     /// Removes a bitmap.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if the disk is read-only;
+    /// [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn remove_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.find_bitmap(name)?;
+        self.check_not_read_only("its bitmaps stay as they are")?;
         self.frozen(|| {
             self.bitmaps.remove(name);
             Ok(())
@@ -66,18 +64,27 @@ impl Disk {
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is not
-    /// recording; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// recording, or the disk is read-only; [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn clear_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let bitmap = self.find_bitmap(name)?;
+        self.check_not_read_only("its bitmaps stay as they are")?;
         if bitmap.state() != BitmapState::Recording {
             let message = format!("bitmap {name} is not kept up to date; remove it, and add it again");
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
+        let cleared = bitmap.cleared()?;
         self.frozen(|| {
-            bitmap.clear();
+            self.bitmaps.replace(cleared);
             Ok(())
         })
+    }
+
+    fn check_not_read_only(&self, why: &str) -> Result<(), Error> {
+        if !self.limits().read_only {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Unsupported, format!("{}: it is read-only: {why}", self.name)))
     }
 
     fn find_bitmap(&self, name: &str) -> Result<Arc<Bitmap>, Error> {
