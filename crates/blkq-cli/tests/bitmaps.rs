@@ -153,7 +153,9 @@ fn a_bitmap_of_blkq_is_read_by_qemu() {
     let before = fs::read(&image).unwrap();
     let uri = place.done(&read_only).trim().to_owned();
     assert_eq!(dirty(&[&uri], "one two"), coarse);
-    assert!(place.refused(&["bitmap", "add", "q", "more"]).contains("read-only"));
+    for words in [["add", "q", "more"], ["clear", "q", "fine"], ["remove", "q", "fine"]] {
+        assert!(place.refused(&[&["bitmap"], &words[..]].concat()).contains("read-only"));
+    }
     place.done(&["detach", "q"]);
     assert!(fs::read(&image).unwrap() == before, "the image is as it was");
     place.done(&attach);
@@ -266,12 +268,33 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
         assert!(!run("nbdinfo", &["--list", &uri]).contains("dirty-bitmap"));
         place.done(&["detach", "r"]);
     }
-    fs::write(&file, "damaged").unwrap();
-    assert!(attached().1.contains("is damaged"));
+    // A file that is none of blkq's, or not known, stays as it is.
+    for (content, why) in [
+        (&b"an image"[..], "is no file with bitmaps"),
+        (b"blkqbmap\x02\0\0\0", "is damaged"),
+        (b"blkqbmap\xff\0\0\0", "version 255"),
+    ] {
+        fs::write(&file, content).unwrap();
+        let warned = attached().1;
+        assert!(warned.contains(why), "{warned}");
+        let refused = place.refused(&["bitmap", "add", "r", "b0"]);
+        assert!(refused.contains("remove it"), "{refused}");
+        place.done(&["detach", "r"]);
+        assert_eq!(fs::read(&file).unwrap(), content);
+    }
+    fs::remove_file(&file).unwrap();
+    attached();
+    place.done(&["bitmap", "add", "r", "lost"]);
+    fs::remove_file(&file).unwrap();
     place.done(&["bitmap", "add", "r", "b0"]);
     place.done(&["detach", "r"]);
     let (uri, warned) = attached();
     assert_eq!((dirty(&[&uri], "b0"), warned.as_str()), (vec![], ""));
+    place.done(&["bitmap", "remove", "r", "lost"]);
+    fs::rename(&file, place.dir.join("moved")).unwrap();
+    let refused = place.refused(&["bitmap", "add", "r", "b1"]);
+    assert!(refused.contains("was moved"), "{refused}");
+    fs::rename(place.dir.join("moved"), &file).unwrap();
     place.done(&["detach", "r"]);
 
     let part = ["attach", &image, "--offset", "4096", "--export", "nbd", "--name", "p"];
@@ -280,6 +303,25 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
     place.done(&["attach", "ram:1M", "--export", "nbd", "--name", "m"]);
     assert!(place.refused(&["bitmap", "add", "m", "b0"]).contains("no image in a file"));
     place.done(&["detach", "--all"]);
+}
+
+#[test]
+fn an_image_that_is_called_as_bitmaps_is_left_alone() {
+    let place = Place::new("bitmap-image");
+    let (image, other) = (place.image("vm", 1 << 20), place.image("vm.bitmaps", 1 << 20));
+    let content = [&b"blkqbmap"[..], &[7; 4096]].concat();
+    fs::File::options().write(true).open(&other).unwrap().write_at(&content, 0).unwrap();
+    for is_used in [true, false] {
+        if is_used {
+            place.done(&["attach", &other, "--export", "nbd", "--name", "other"]);
+        }
+        let attached = place.run(&["attach", &image, "--export", "nbd", "--name", "vm"]);
+        let warned = String::from_utf8(attached.stderr).unwrap();
+        assert!(attached.status.success() && warned.contains("bitmaps"), "{warned}");
+        place.done(&["detach", "--all"]);
+        assert!(fs::read(&other).unwrap().starts_with(&content));
+        assert_eq!(fs::metadata(&other).unwrap().len(), 1 << 20);
+    }
 }
 
 #[test]

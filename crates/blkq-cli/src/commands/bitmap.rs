@@ -135,7 +135,8 @@ fn bring_file(dir: &StateDir, name: &str) -> Outcome {
         Ok(file) => bring(&file),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             let new = NewImage::make(&path, "another made it just now; try again", |file| {
-                own_as(file, &info.image)
+                own_as(file, &info.image);
+                Ok(())
             });
             let new = new.map_err(of_file)?;
             new.file().map_or(Ok(()), bring)?;
@@ -147,12 +148,9 @@ fn bring_file(dir: &StateDir, name: &str) -> Outcome {
 }
 
 /// Gives `file` to the owner of the image: the next daemon of the device may be another user's than this command.
-fn own_as(file: &File, image: &str) -> Outcome {
-    let change = || -> io::Result<()> {
-        let owner = fs::metadata(image)?;
-        fchown(file, Some(owner.uid()), Some(owner.gid()))
-    };
-    change().map_err(|e| Failure::new(e.to_string()))
+/// One that may not do that has it as its own.
+fn own_as(file: &File, image: &str) {
+    let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));
 }
 
 fn table(bitmaps: &[BitmapInfo]) -> String {

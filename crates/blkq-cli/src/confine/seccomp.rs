@@ -131,6 +131,8 @@ const MORE: &[Call] = &[
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),
+    // The time of a raw image's last change, which its bitmaps are of.
+    call!(SYS_fsync).seldom(),
     // Of the file of a group that was damaged.
     call!(SYS_flock).seldom(),
     // A freeze.

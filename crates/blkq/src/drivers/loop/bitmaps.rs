@@ -13,21 +13,30 @@ use super::bitmap_file::{BitmapFile, Stamp};
 use super::options::LoopOptions;
 use super::shared::Shared;
 
-/// Why the bitmaps of an image cannot be kept, if they cannot.
-pub(super) fn cannot_keep(options: &LoopOptions, backing: &Backing) -> Option<&'static str> {
+/// Where the bitmaps of an image are kept: the file that has them, if there is one, or why they cannot be kept.
+pub(super) type Place = Result<Mutex<Option<BitmapFile>>, &'static str>;
+
+/// Opens the file with the bitmaps of an image. One that cannot be used has none, and is left as it is: a warning.
+pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<String>) {
     let reasons = [
         (backing.block_device, "it is a block device"),
         (options.offset != 0 || options.size_limit.is_some(), "only a part of it is served"),
         (options.shared, "others may write to it"),
     ];
-    reasons.into_iter().find(|(is, _)| *is).map(|(_, why)| why)
+    if let Some((_, why)) = reasons.into_iter().find(|(is, _)| *is) {
+        return (Err(why), None);
+    }
+    match BitmapFile::open(&backing.path, options.read_only) {
+        Ok(file) => (Ok(Mutex::new(file)), None),
+        Err(error) => (Ok(Mutex::new(None)), Some(format!("there are no dirty bitmaps: {error}"))),
+    }
 }
 
 /// The image whose bitmaps they are.
 pub(super) struct Image<'a> {
     pub shared: &'a Shared,
     pub path: &'a Path,
-    pub bitmaps: &'a Result<Mutex<Option<BitmapFile>>, &'static str>,
+    pub bitmaps: &'a Place,
 }
 
 impl Image<'_> {
@@ -35,6 +44,16 @@ impl Image<'_> {
         let state = locked(&self.shared.state);
         Stamp::of(&state.file, state.size)
             .map_err(|e| Error::system(format!("cannot read {}", self.path.display()), e))
+    }
+
+    /// The stamp of an image that was written to for the last time: it outlives a power loss, and no write by others
+    /// gives the image the same.
+    fn last_stamp(&self) -> Result<Stamp, Error> {
+        let image = locked(&self.shared.state).file.clone();
+        image.sync_all().map_err(|e| Error::system(format!("cannot flush {}", self.path.display()), e))?;
+        let stamp = self.stamp()?;
+        stamp.outwait();
+        Ok(stamp)
     }
 
     fn is_writable(&self) -> bool {
@@ -45,18 +64,18 @@ impl Image<'_> {
     /// Returns warnings, too.
     ///
     /// # Errors
-    /// Those of the files. A damaged one is none: there are no bitmaps then, and a warning.
+    /// Those of the files. A damaged one is none: there are no bitmaps then, and a warning, and it stays as it is.
     pub fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
         let Ok(place) = self.bitmaps else { return Ok((Vec::new(), Vec::new())) };
-        let place = locked(place);
+        let mut place = locked(place);
         let Some(file) = &*place else { return Ok((Vec::new(), Vec::new())) };
         let stamp = self.stamp()?;
         let (bitmaps, mut warnings) = match file.load(stamp) {
             Ok(bitmaps) => (bitmaps, Vec::new()),
-            Err(error) if error.kind() == ErrorKind::Format => {
-                (Vec::new(), vec![format!("the dirty bitmaps are lost: {error}")])
+            Err(error) => {
+                *place = None;
+                return Ok((Vec::new(), vec![format!("the dirty bitmaps are lost: {error}")]));
             }
-            Err(error) => return Err(error),
         };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
@@ -83,12 +102,15 @@ impl Image<'_> {
         match self.bitmaps {
             Err(why) => refused(ErrorKind::Unsupported, why),
             Ok(_) if !self.is_writable() => refused(ErrorKind::Unsupported, "it is read-only"),
-            Ok(place) if locked(place).is_none() => refused(ErrorKind::NotFound, "there is no file for them"),
-            Ok(_) => Ok(()),
+            Ok(place) => match &*locked(place) {
+                None => refused(ErrorKind::NotFound, "there is no file for them"),
+                Some(file) if !file.is_linked()? => refused(ErrorKind::NotFound, "their file was removed"),
+                Some(_) => Ok(()),
+            },
         }
     }
 
-    /// Has the bitmaps kept in `file`, which is new, unless there is one.
+    /// Has the bitmaps kept in `file`, which is new, unless there is one that was not removed.
     ///
     /// # Errors
     /// As [`Image::check_bitmaps`], and if the file is not a new one.
@@ -100,6 +122,7 @@ impl Image<'_> {
                 *locked(place) = Some(file);
                 Ok(())
             }
+            (Ok(()), Ok(place)) => locked(place).as_ref().map_or(Ok(()), |own| own.check_same(&file)),
             (checked, _) => checked,
         }
     }
@@ -110,9 +133,13 @@ impl Image<'_> {
     /// That of the file; the bitmaps that it has stay marked as in use then.
     pub fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         let Ok(place) = self.bitmaps else { return Ok(()) };
-        match &*locked(place) {
-            Some(file) if self.is_writable() => file.store(bitmaps, self.stamp()?),
-            _ => Ok(()),
+        let mut place = locked(place);
+        if let Some(file) = place.as_ref().filter(|_| self.is_writable()) {
+            let stamp = if bitmaps.is_empty() { self.stamp()? } else { self.last_stamp()? };
+            file.store(bitmaps, stamp)?;
+            // Others may read it from now on.
+            *place = None;
         }
+        Ok(())
     }
 }

@@ -45,8 +45,6 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
 
 use backing::{Backing, DirectAlign};
-use bitmap_file::BitmapFile;
-use bitmaps::cannot_keep;
 pub use counters::{LoopCounters, LoopSnapshot};
 use lock::LockKind;
 use name::ImageName;
@@ -79,7 +77,7 @@ struct Chosen {
     /// And through the page cache, if the device may end within a sector.
     tail: Option<Arc<File>>,
     /// Why its dirty bitmaps cannot be kept, or the file that has them, if there is one.
-    bitmaps: Result<Mutex<Option<BitmapFile>>, &'static str>,
+    bitmaps: bitmaps::Place,
     warnings: Vec<String>,
 }
 
@@ -116,7 +114,7 @@ pub struct LoopDevice {
     /// Another driver has its file.
     superseded: AtomicBool,
     /// Why its dirty bitmaps cannot be kept, or the file that has them, if there is one.
-    bitmaps: Result<Mutex<Option<BitmapFile>>, &'static str>,
+    bitmaps: bitmaps::Place,
     warnings: Vec<String>,
 }
 
@@ -174,10 +172,8 @@ impl LoopDevice {
             let message = format!("{} is a {format} image, not raw data", backing.path.display());
             return Err(Error::new(ErrorKind::Format, message));
         }
-        let bitmaps = match cannot_keep(options, &backing) {
-            Some(why) => Err(why),
-            None => Ok(Mutex::new(BitmapFile::open(&backing.path, options.read_only)?)),
-        };
+        let (bitmaps, warning) = bitmaps::open(options, &backing);
+        warnings.extend(warning);
         let synced = backing::reopen(&backing.file, &backing.path, false)?;
         let tail =
             partial.then(|| tail_file(&backing.file, &backing.path, !options.read_only)).transpose()?;
