@@ -14,10 +14,13 @@ use super::header::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, u32_at, u64_at,
 };
 
-/// Largest directory, in bytes: that of all bitmaps that a disk can have, with extra data.
-const DIRECTORY_MAX_BYTES: u64 = 1 << 20;
+/// Largest directory, in bytes: QEMU's limit.
+const DIRECTORY_MAX_BYTES: u64 = 64 << 20;
 /// Bytes of an entry of the directory without extra data and name.
 const ENTRY_BYTES: usize = 24;
+/// Where an entry has its flags, and the bytes of its extra data.
+const FLAGS_AT: usize = 12;
+const EXTRA_BYTES_AT: usize = 20;
 /// Flags of an entry: writes may be missing; writes are to set bits; extra data can be ignored.
 const FLAG_IN_USE: u32 = 1;
 const FLAG_AUTO: u32 = 1 << 1;
@@ -36,6 +39,8 @@ pub(super) struct Stored {
     pub clusters: Vec<u64>,
     /// The directory with all bitmaps marked as in use.
     pub marked: Vec<u8>,
+    /// Entries of the directory that are not known here, or too large, marked too: they are to stay as they are.
+    pub others: Vec<Vec<u8>>,
     /// Bitmaps that are not kept up to date from now on: each one line.
     pub warnings: Vec<String>,
 }
@@ -47,8 +52,8 @@ struct Entry {
     flags: u32,
     table: u64,
     clusters: u64,
-    /// Where the directory has the flags.
-    flags_at: usize,
+    /// Its bytes in the directory.
+    place: Range<usize>,
 }
 
 /// Reads the bitmaps of an image with a device of `size` bytes.
@@ -69,13 +74,19 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
     }
     let place = place(extension.directory, extension.directory_bytes, cluster)?;
     let mut stored = Stored { marked: read(place.clone())?, ..Stored::default() };
-    let entries = entries(&stored.marked, extension.count, cluster)?;
+    let (entries, mut others) = entries(&stored.marked, extension.count, cluster)?;
     stored.clusters.extend(place.step_by(cluster as usize));
     for entry in entries {
-        let flags = (entry.flags | FLAG_IN_USE).to_be_bytes();
-        stored.marked[entry.flags_at..entry.flags_at + 4].copy_from_slice(&flags);
         let range = entry.table..entry.table + entry.clusters * 8;
-        let table: Vec<u64> = read(range.clone())?.chunks_exact(8).map(|number| u64_at(number, 0)).collect();
+        let table = match read(range.clone()) {
+            Err(error) if error.kind() == ErrorKind::Format => {
+                others.push((entry.place, error));
+                continue;
+            }
+            read => read?,
+        };
+        mark(&mut stored.marked, &entry.place);
+        let table: Vec<u64> = table.chunks_exact(8).map(|number| u64_at(number, 0)).collect();
         stored.clusters.extend(range.step_by(cluster as usize));
         let offsets = table.iter().map(|number| number & OFFSET);
         stored.clusters.extend(offsets.filter(|offset| *offset != 0 && offset.is_multiple_of(cluster)));
@@ -88,61 +99,99 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
         };
         stored.bitmaps.push(bitmap?);
     }
+    for (place, error) in others {
+        mark(&mut stored.marked, &place);
+        stored.others.push(stored.marked[place].to_vec());
+        stored.warnings.push(format!("a bitmap in {} cannot be kept up to date: {error}", path.display()));
+    }
     Ok(stored)
 }
 
-fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<Vec<Entry>, Error> {
-    if count as usize > BITMAPS_MAX {
-        return Err(damaged(format!("there are {count}, and at most {BITMAPS_MAX} are kept up to date")));
-    }
-    let (mut rest, mut entries) = (directory, Vec::<Entry>::new());
-    let mut clusters_left = MEMORY_MAX_BYTES / cluster + u64::from(count);
-    while !rest.is_empty() && entries.len() < count as usize {
-        let at = directory.len() - rest.len();
-        let (entry, bytes) = Entry::parse(rest, at, cluster)?;
-        let Some(left) = clusters_left.checked_sub(entry.clusters) else {
-            return Err(damaged(format!("their tables have more than {MEMORY_MAX_BYTES} bytes")));
-        };
-        clusters_left = left;
-        if entries.iter().any(|other| other.name == entry.name) {
-            return Err(damaged(format!("two are called {}", entry.name)));
+/// Marks the entry at `place` of a directory as in use.
+fn mark(directory: &mut [u8], place: &Range<usize>) {
+    directory[place.start + FLAGS_AT + 3] |= FLAG_IN_USE as u8;
+}
+
+/// An entry that is not known here, or is too large, by its place in the directory, and why.
+type Other = (Range<usize>, Error);
+
+/// The entries of a directory, each judged by itself.
+///
+/// # Errors
+/// [`ErrorKind::Format`] if it does not have `count` entries.
+fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Vec<Other>), Error> {
+    let (mut entries, mut others) = (Vec::<Entry>::new(), Vec::new());
+    let mut clusters_left = MEMORY_MAX_BYTES / cluster + BITMAPS_MAX as u64;
+    let mut end = 0;
+    for _ in 0..count {
+        let place = entry_place(directory, end)?;
+        end = place.end;
+        let entry = Entry::parse(&directory[place.clone()], place.clone(), cluster).and_then(|entry| {
+            if entries.len() == BITMAPS_MAX {
+                return Err(damaged(format!("there are more than {BITMAPS_MAX}: {}", entry.name)));
+            }
+            if entries.iter().any(|other| other.name == entry.name) {
+                return Err(damaged(format!("two are called {}", entry.name)));
+            }
+            let left = clusters_left.checked_sub(entry.clusters);
+            clusters_left = left.ok_or_else(|| damaged(format!("there is no memory for {}", entry.name)))?;
+            Ok(entry)
+        });
+        match entry {
+            Ok(entry) => entries.push(entry),
+            Err(error) => others.push((place, error)),
         }
-        entries.push(entry);
-        rest = rest.get(bytes..).ok_or_else(|| damaged("their directory is cut off"))?;
     }
-    if entries.len() != count as usize || !rest.is_empty() {
+    if end != directory.len() {
         return Err(damaged(format!("their directory has not just the {count} that there are")));
     }
-    Ok(entries)
+    Ok((entries, others))
+}
+
+/// The bytes of the entry at `at` of a directory.
+fn entry_place(directory: &[u8], at: usize) -> Result<Range<usize>, Error> {
+    let entry = directory.get(at..).filter(|entry| entry.len() >= ENTRY_BYTES);
+    let bytes = entry.and_then(|entry| {
+        let (extra_bytes, name_bytes) = (u32_at(entry, EXTRA_BYTES_AT) as usize, name_bytes(entry));
+        let bytes =
+            ENTRY_BYTES.checked_add(extra_bytes)?.checked_add(name_bytes)?.checked_next_multiple_of(8)?;
+        (bytes <= entry.len()).then_some(bytes)
+    });
+    bytes.map(|bytes| at..at + bytes).ok_or_else(|| damaged("their directory is cut off"))
+}
+
+fn name_bytes(entry: &[u8]) -> usize {
+    usize::from(u16::from_be_bytes([entry[18], entry[19]]))
+}
+
+/// The name in an entry.
+pub(super) fn entry_name(entry: &[u8]) -> Option<&[u8]> {
+    let at = ENTRY_BYTES.checked_add(u32_at(entry, EXTRA_BYTES_AT) as usize)?;
+    entry.get(at..)?.get(..name_bytes(entry))
 }
 
 impl Entry {
-    /// The first entry of `bytes`, which the directory has at `at`, and its bytes.
-    fn parse(bytes: &[u8], at: usize, cluster: u64) -> Result<(Entry, usize), Error> {
-        if bytes.len() < ENTRY_BYTES {
-            return Err(damaged("their directory is cut off"));
-        }
-        let (table, clusters, flags) = (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)), u32_at(bytes, 12));
+    /// The entry of these bytes, which the directory has at `in_directory`.
+    fn parse(bytes: &[u8], in_directory: Range<usize>, cluster: u64) -> Result<Entry, Error> {
+        let (table, clusters, flags) =
+            (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)), u32_at(bytes, FLAGS_AT));
         let (kind, granularity_bits) = (bytes[16], bytes[17]);
-        let name_bytes = usize::from(u16::from_be_bytes([bytes[18], bytes[19]]));
-        let extra_bytes = u32_at(bytes, 20) as usize;
-        let name = bytes.get(ENTRY_BYTES..).and_then(|rest| rest.get(extra_bytes..)?.get(..name_bytes));
-        let name = name.filter(|name| (1..=NAME_MAX_BYTES).contains(&name.len()));
+        let extra_bytes = u32_at(bytes, EXTRA_BYTES_AT);
+        let name = entry_name(bytes).filter(|name| (1..=NAME_MAX_BYTES).contains(&name.len()));
         let name = name.and_then(|name| String::from_utf8(name.to_vec()).ok());
         let name = name.filter(|name| !name.contains(char::is_control));
-        let Some(name) = name else { return Err(damaged("one has no name that is text")) };
+        let Some(name) = name else { return Err(damaged("it has no name that is text")) };
         let known = FLAG_IN_USE | FLAG_AUTO | FLAG_EXTRA_COMPATIBLE;
-        if kind != TYPE_DIRTY || flags & !known != 0 || extra_bytes > 0 && flags & FLAG_EXTRA_COMPATIBLE == 0
-        {
+        // Extra data would be lost.
+        if kind != TYPE_DIRTY || flags & !known != 0 || extra_bytes > 0 {
             return Err(damaged(format!("{name} is of a kind that is not known")));
         }
         if !(9..=31).contains(&granularity_bits) || clusters == 0 {
             return Err(damaged(format!("{name} has a granularity of 2^{granularity_bits} bytes")));
         }
         place(table, clusters * 8, cluster)?;
-        let flags_at = at + 12;
-        let bytes = (ENTRY_BYTES + extra_bytes + name_bytes).next_multiple_of(8);
-        Ok((Entry { name, granularity: 1 << granularity_bits, flags, table, clusters, flags_at }, bytes))
+        let granularity = 1 << granularity_bits;
+        Ok(Entry { name, granularity, flags, table, clusters, place: in_directory })
     }
 
     fn inconsistent(&self) -> Result<Bitmap, Error> {
@@ -303,6 +352,42 @@ fn damaged(why: impl Into<String>) -> Error {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
+
+    fn entry(name: &[u8], clusters: u32, extra: &[u8]) -> Vec<u8> {
+        let mut bytes = (1u64 << 16).to_be_bytes().to_vec();
+        bytes.extend(clusters.to_be_bytes());
+        bytes.extend(FLAG_AUTO.to_be_bytes());
+        bytes.extend([TYPE_DIRTY, 16]);
+        bytes.extend((name.len() as u16).to_be_bytes());
+        bytes.extend((extra.len() as u32).to_be_bytes());
+        bytes.extend(extra);
+        bytes.extend(name);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        bytes
+    }
+
+    #[test]
+    fn an_entry_that_is_not_known_spoils_no_other() {
+        let mut unknown = entry(b"flag", 1, &[]);
+        unknown[FLAGS_AT] = 0x80;
+        let strange = [
+            entry(b"\xff", 1, &[]),
+            entry(b"extra", 1, &[1, 2, 3]),
+            entry(b"large", 1 << 20, &[]),
+            entry(b"a", 1, &[]),
+            unknown,
+        ];
+        let directory = [&entry(b"a", 1, &[])[..], &strange.concat(), &entry(b"b", 1, &[])].concat();
+        let (known, others) = entries(&directory, 7, 65536).unwrap();
+        assert_eq!(known.iter().map(|entry| &entry.name[..]).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(others.into_iter().map(|(place, _)| &directory[place]).collect::<Vec<_>>(), strange);
+        let many: Vec<u8> = (0..70u8).flat_map(|number| entry(&[b'0' + number], 1, &[])).collect();
+        let (known, others) = entries(&many, 70, 65536).unwrap();
+        assert_eq!((known.len(), others.len()), (BITMAPS_MAX, 70 - BITMAPS_MAX));
+        for (bytes, count) in [(directory.len() - 8, 7), (directory.len(), 6), (directory.len(), 8)] {
+            assert!(entries(&directory[..bytes], count, 65536).is_err());
+        }
+    }
 
     #[test]
     fn a_header_that_contradicts_itself_is_not_changed() {

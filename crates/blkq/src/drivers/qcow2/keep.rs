@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::sync::{Mutex, lock as locked};
 
 use super::allocate::{Clusters, allocate, change_header, free_unused};
-use super::bitmaps::{NewEntry, Stored, change_extension, entry_without_cluster, read};
+use super::bitmaps::{NewEntry, Stored, change_extension, entry_name, entry_without_cluster, read};
 use super::blocking;
 use super::commit::{commit, sync};
 use super::env::{Env, Shared};
@@ -26,6 +26,8 @@ const SEARCHES_MAX: usize = 64;
 pub(super) struct Kept {
     /// Their clusters in the file.
     clusters: Vec<u64>,
+    /// Entries of the directory that stay as they are.
+    others: Vec<Vec<u8>>,
     /// They are marked as in use, or there are none.
     marked: bool,
 }
@@ -62,14 +64,18 @@ impl Image<'_> {
             return Ok((Vec::new(), Vec::from_iter(lost)));
         };
         let Some(file) = self.files.first() else { return Ok((Vec::new(), Vec::new())) };
-        let Stored { bitmaps, clusters, marked, mut warnings } = match read(file, self.path, &header, size) {
-            Ok(stored) => stored,
-            Err(error) if error.kind() == ErrorKind::Format => {
-                self.ignore_bitmaps(&header)?;
-                return Ok((Vec::new(), vec![format!("the dirty bitmaps in {shown} are damaged: {error}")]));
-            }
-            Err(error) => return Err(error),
-        };
+        let Stored { bitmaps, clusters, marked, others, mut warnings } =
+            match read(file, self.path, &header, size) {
+                Ok(stored) => stored,
+                Err(error) if error.kind() == ErrorKind::Format => {
+                    self.ignore_bitmaps(&header)?;
+                    return Ok((
+                        Vec::new(),
+                        vec![format!("the dirty bitmaps in {shown} are damaged: {error}")],
+                    ));
+                }
+                Err(error) => return Err(error),
+            };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
                 "the bitmap {} in {shown} is inconsistent: it was not closed; remove it, and make a full backup",
@@ -86,7 +92,7 @@ impl Image<'_> {
                 sync(&env).await
             })?;
         }
-        *locked(self.kept) = Kept { clusters, marked: true };
+        *locked(self.kept) = Kept { clusters, others, marked: true };
         Ok((bitmaps, warnings))
     }
 
@@ -142,11 +148,12 @@ impl Image<'_> {
             return Ok(());
         }
         let (bitmaps, old) = (bitmaps.to_vec(), std::mem::take(&mut locked(self.kept).clusters));
+        let others = locked(self.kept).others.clone();
         let new = Arc::new(Mutex::new(Vec::new()));
         let clusters = new.clone();
         let stored = self.run("keep the bitmaps", async move |env| {
             let mut taken = Vec::new();
-            let stored = exchange(&env, &bitmaps, &mut taken, old).await;
+            let stored = exchange(&env, &bitmaps, &others, &mut taken, old).await;
             if stored.is_err() {
                 for clusters in taken {
                     free_unused(&env, clusters).await;
@@ -172,15 +179,30 @@ impl Image<'_> {
     }
 }
 
-/// Writes bitmaps to clusters that are `taken`, has the header name them, and releases the `old` clusters.
-async fn exchange(env: &Env, bitmaps: &[Arc<Bitmap>], taken: &mut Vec<Clusters>, old: Vec<u64>) -> IoResult {
+/// Writes bitmaps to clusters that are `taken`, has the header name them beside the `others`, and releases the `old`
+/// clusters.
+async fn exchange(
+    env: &Env,
+    bitmaps: &[Arc<Bitmap>],
+    others: &[Vec<u8>],
+    taken: &mut Vec<Clusters>,
+    old: Vec<u64>,
+) -> IoResult {
     let (size, cluster) = {
         let state = env.state();
         let header = &state.top()?.header;
         (header.size, header.cluster_bytes())
     };
-    let mut directory = Vec::new();
+    // A new one may have got the name of one that is not known here.
+    let is_kept =
+        |other: &&Vec<u8>| bitmaps.iter().all(|new| Some(new.name().as_bytes()) != entry_name(other));
+    let others: Vec<&Vec<u8>> = others.iter().filter(is_kept).collect();
+    let mut directory: Vec<u8> = others.iter().flat_map(|entry| entry.iter().copied()).collect();
     for bitmap in bitmaps {
+        // One of a larger image, which was exchanged for this one.
+        let cut = (bitmap.size() > size).then(|| bitmap.resized(size)).transpose();
+        let cut = cut.map_err(|_| Status::NotSupported)?;
+        let bitmap = cut.as_ref().unwrap_or(bitmap.as_ref());
         let clusters = bytes_for(size, bitmap.granularity()).div_ceil(cluster);
         let mut table = vec![0; clusters as usize];
         for (entry, bits) in table.iter_mut().zip(bitmap.to_bytes().chunks(cluster as usize)) {
@@ -193,7 +215,7 @@ async fn exchange(env: &Env, bitmaps: &[Arc<Bitmap>], taken: &mut Vec<Clusters>,
         let table = write_new(env, &table, taken).await?;
         directory.extend(NewEntry { bitmap, table, clusters }.to_bytes());
     }
-    let extension = match bitmaps.len() as u32 {
+    let extension = match (bitmaps.len() + others.len()) as u32 {
         0 => None,
         count => {
             let place = write_new(env, &directory, taken).await?;
@@ -231,7 +253,15 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
     let count = (bytes.len() as u64).div_ceil(1 << bits);
     let mut shorter = Vec::new();
     let mut found = Err(Status::NoSpace);
-    for _ in 0..SEARCHES_MAX {
+    for search in 0..SEARCHES_MAX {
+        if search == SEARCHES_MAX / 2 {
+            // There are only short holes: behind the end of a file there is room.
+            let writer = &mut env.state().writer;
+            writer.next_free = match writer.fresh_from {
+                u64::MAX => writer.next_free,
+                fresh_from => writer.next_free.max(fresh_from),
+            };
+        }
         match allocate(env, count).await {
             Ok(clusters) if clusters.count == count => {
                 found = Ok(clusters);
