@@ -206,6 +206,11 @@ impl Bitmap {
         Ok(bitmap)
     }
 
+    /// The same as one that is not up to date, without bits.
+    pub(crate) fn inconsistent(&self) -> Result<Bitmap, Error> {
+        Bitmap::new(&self.name, self.granularity(), 0, BitmapState::Inconsistent)
+    }
+
     /// Its bits, eight in a byte, the lowest first.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> =
@@ -237,6 +242,14 @@ impl Bitmap {
     /// Bytes of memory of its bits.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.words.len() as u64 * 8
+    }
+
+    /// The same if the disk had `size` bytes.
+    pub(crate) fn memory_for(&self, size: u64) -> u64 {
+        match self.state {
+            BitmapState::Inconsistent => 0,
+            _ => bytes_for(size, self.granularity()).next_multiple_of(8),
+        }
     }
 }
 

@@ -81,22 +81,35 @@ impl BitmapSet {
         }
     }
 
-    /// Has all be for a disk of `size` bytes. One that cannot be so large is removed: its name is returned.
-    pub fn resize(&self, size: u64) -> Vec<String> {
-        let mut bitmaps = lock(&self.bitmaps);
-        let mut removed = Vec::new();
-        *bitmaps = std::mem::take(&mut *bitmaps)
+    /// Checks whether all have room in memory if the disk gets `size` bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if not: which bitmaps there are.
+    pub fn check_size(&self, size: u64) -> Result<(), Error> {
+        let bitmaps = self.list();
+        let memory: u64 = bitmaps.iter().map(|bitmap| bitmap.memory_for(size)).sum();
+        if memory <= MEMORY_MAX_BYTES {
+            return Ok(());
+        }
+        let names: Vec<&str> = bitmaps.iter().map(|bitmap| bitmap.name()).collect();
+        let message = format!(
+            "its bitmaps would take {memory} bytes of memory, and may take {MEMORY_MAX_BYTES}; remove some first: {}",
+            names.join(", ")
+        );
+        Err(Error::new(ErrorKind::Unsupported, message))
+    }
+
+    /// Has all be for a disk of `size` bytes, which was checked. One that cannot be so large all the same is
+    /// inconsistent. Nothing else changes the set meanwhile.
+    pub fn resize(&self, size: u64) {
+        let resized = self
+            .list()
             .into_iter()
-            .filter_map(|bitmap| match bitmap.resized(size) {
-                Ok(resized) => Some(Arc::new(resized)),
-                Err(_) => {
-                    removed.push(bitmap.name().to_owned());
-                    None
-                }
-            })
-            .collect();
-        self.note(&bitmaps);
-        removed
+            .filter_map(|bitmap| bitmap.resized(size).or_else(|_| bitmap.inconsistent()).map(Arc::new).ok());
+        // Connections read the set: it is not locked while bits are copied.
+        let resized: Vec<_> = resized.collect();
+        self.note(&resized);
+        *lock(&self.bitmaps) = resized;
     }
 
     fn note(&self, bitmaps: &[Arc<Bitmap>]) {

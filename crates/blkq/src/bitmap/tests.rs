@@ -91,8 +91,14 @@ fn a_set_has_each_name_once_and_a_bound() {
     assert!(add("a", 512, BitmapState::Disabled).unwrap_err().to_string().contains("already"));
     let most = MEMORY_MAX_BYTES * 8 * 512;
     assert!(add("c", most, BitmapState::Disabled).unwrap_err().to_string().contains("all together"));
-    assert_eq!(set.resize(most * 2), ["a", "b"]);
-    assert!(set.list().is_empty() && !set.has_recording());
+    // Each has room, and both have not.
+    let refused = set.check_size(most / 2 + 4096 * 512).unwrap_err().to_string();
+    assert!(refused.ends_with("remove some first: a, b"), "{refused}");
+    set.check_size(most / 2).unwrap();
+    set.resize(most * 2);
+    let states: Vec<_> = set.list().iter().map(|bitmap| bitmap.state()).collect();
+    assert!(states == [BitmapState::Inconsistent; 2] && !set.has_recording());
+    assert!(set.remove("a") && set.remove("b"));
     for number in 0..BITMAPS_MAX {
         add(&number.to_string(), 512, BitmapState::Recording).unwrap();
     }

@@ -37,7 +37,8 @@ impl Disk {
         let mut errors = Vec::new();
         self.frozen(|| {
             for bitmap in bitmaps {
-                let bitmap = if bitmap.size() == size { Ok(bitmap) } else { bitmap.resized(size) };
+                // Of an image with a part of a sector more: those bits stay, too.
+                let bitmap = if bitmap.size() >= size { Ok(bitmap) } else { bitmap.resized(size) };
                 errors.extend(bitmap.and_then(|bitmap| self.bitmaps.add(bitmap)).err());
             }
             Ok(())

@@ -383,15 +383,21 @@ impl Disk {
     }
 
     /// Takes over a new size, in bytes; `None` asks the backing store. Returns the size. The new part is dirty in its
-    /// bitmaps; one that would take too much memory then is removed.
+    /// bitmaps.
     ///
     /// # Errors
-    /// The driver's, and [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// The driver's, [`ErrorKind::Unsupported`] if its bitmaps would take too much memory, and [`ErrorKind::Busy`] as
+    /// with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
+        self.bitmaps.check_size(self.driver().prepare_resize(bytes)?)?;
+        let before = self.limits().size_bytes();
         self.frozen(|| {
             self.driver().resize(bytes)?;
-            self.bitmaps.resize(self.limits().size_bytes());
+            match self.limits().size_bytes() {
+                after if after != before => self.bitmaps.resize(after),
+                _ => {}
+            }
             Ok(())
         })?;
         Ok(self.limits().size_bytes())
