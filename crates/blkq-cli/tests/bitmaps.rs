@@ -221,6 +221,31 @@ fn after_a_kill_a_bitmap_is_inconsistent() {
     assert_eq!(in_qemu_nbd(&image, "b0"), []);
 }
 
+#[test]
+fn bitmaps_that_are_too_many_stay_in_the_image() {
+    let place = Place::new("bitmap-many");
+    let image = place.dir.join("d.qcow2").to_str().unwrap().to_owned();
+    // The last sector of 512 bytes is none of the device.
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1049088"]);
+    let names: Vec<String> = (0..66).map(|number| format!("b{number:02}")).collect();
+    let add: Vec<&str> = ["bitmap", "--add", "-g", "512", &image].into();
+    names.iter().for_each(|name| drop(run("qemu-img", &[&add[..], &[name]].concat())));
+    qemu_io("qcow2", &image, &["write 1M 512"]);
+    let sector = ["--sector-size", "4096"];
+    let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
+    let attached = place.run(&[&attach[..], &sector].concat());
+    let warned = String::from_utf8(attached.stderr).unwrap();
+    assert!(attached.status.success() && warned.contains("more than 64: b65"), "{warned}");
+    place.done(&["bitmap", "remove", "q", "b63"]);
+    place.done(&["detach", "q"]);
+    run("qemu-img", &["check", "-f", "qcow2", &image]);
+    let info = run("qemu-img", &["info", &image]);
+    let is_there = |name: &String| info.contains(&format!("name: {name}"));
+    let left: Vec<&String> = names.iter().filter(|name| !is_there(name)).collect();
+    assert_eq!((left, info.matches("in-use").count()), (vec![&names[63]], 2));
+    assert_eq!(in_qemu_nbd(&image, "b00"), [(K << 10, 512)]);
+}
+
 // Contract: bitmaps
 #[test]
 fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
