@@ -245,17 +245,29 @@ impl Kept {
         self.warnings.push(format!("{key}={value} was set before and cannot be set again: {failure}"));
     }
 
-    /// Has the daemon begin with those of its own.
-    pub fn put_into(&self, options: &mut AttachOptions) {
-        for setting in &self.settings {
-            match setting {
-                Setting::Autoclear(on) => options.autoclear = *on,
-                Setting::HangWarning(limit) => options.hang_warning = *limit,
-                Setting::Limit(mode) => options.limit = *mode,
-                Setting::Pacing(on) => options.pacing = *on,
-                Setting::ReceiveBackoff(on) => options.receive_backoff = *on,
-                Setting::SplitReads(on) => options.split_reads = *on,
+    /// Has the daemon begin with those of its own, but for those that mean nothing with its options, which may be
+    /// others than those of the last daemon.
+    pub fn put_into(&mut self, options: &mut AttachOptions) {
+        for setting in std::mem::take(&mut self.settings) {
+            let mut changed = options.clone();
+            match &setting {
+                Setting::Autoclear(on) => changed.autoclear = *on,
+                Setting::HangWarning(limit) => changed.hang_warning = *limit,
+                Setting::Limit(mode) => changed.limit = *mode,
+                Setting::Pacing(on) => changed.pacing = *on,
+                Setting::ReceiveBackoff(on) => changed.receive_backoff = *on,
+                Setting::SplitReads(on) => changed.split_reads = *on,
                 _ => {}
+            }
+            match changed.check() {
+                // Options that are invalid anyway are not the fault of a setting.
+                Err(failure) if options.check().is_ok() => {
+                    self.warn(setting.key(), &setting.value(), &failure);
+                }
+                _ => {
+                    *options = changed;
+                    self.settings.push(setting);
+                }
             }
         }
     }
@@ -341,6 +353,29 @@ mod tests {
         device.stop().unwrap();
         drop((device, claim));
         std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    /// As of a service whose unit has another command line than before.
+    #[test]
+    fn a_kept_limit_that_the_options_exclude_is_dropped() {
+        let text =
+            |value: &str| [("limit".to_owned(), value.to_owned()), ("depth".to_owned(), "16".to_owned())];
+        let put = |words: &[&str], value| {
+            let mut options = options(&[&["ram:1M", "--export", "nbd"], words].concat());
+            let mut kept = Kept::read(SettingGroups::new(&options), &text(value));
+            kept.put_into(&mut options);
+            let left: Vec<_> = kept.settings.iter().map(Setting::key).collect();
+            (options.limit.to_string(), left.join(" "), kept.warnings)
+        };
+        let (limit, left, warnings) = put(&["--group", "g", "--limit", "iops=10"], "auto");
+        assert_eq!((limit.as_str(), left.as_str()), ("iops=10", "depth"));
+        let why =
+            "limit=auto was set before and cannot be set again: --limit auto is for a device that shares no";
+        assert!(warnings.len() == 1 && warnings[0].starts_with(why), "{warnings:?}");
+        for (words, value) in [(&["--group", "g"][..], "iops=5"), (&[], "auto")] {
+            let (limit, left, warnings) = put(words, value);
+            assert_eq!((limit.as_str(), left.as_str(), warnings), (value, "limit depth", Vec::new()));
+        }
     }
 
     #[test]
