@@ -25,20 +25,21 @@ pub(super) fn serve_commit(shared: &Shared, stream: &UnixStream) -> Outcome<Comm
     send_with_file(stream, CommitBase { path: base.path }, base.file.as_fd())?;
     let files = receive_files(stream)?;
     let files = files.try_into().map_err(|_| Failure::new("the image behind was not opened"))?;
+    let closed = || match is_closed(stream) {
+        true => Err(Failure::new(format!("stopped by {client}"))),
+        false => Ok(()),
+    };
     let stop = || {
-        // Not to be waited for: who changes the stage may wait for this.
+        // Not kept: who changes the stage may wait for this.
         shared.stage().check()?;
-        match is_closed(stream) {
-            true => Err(Failure::new(format!("stopped by {client}"))),
-            false => Ok(()),
-        }
+        closed()
     };
     log::line(&format!("commit: {client} has the image go to the one behind it"));
-    // The next daemon of the device reads what is written last, and nothing is changed once it stops.
+    // The next daemon of the device reads what is written last, and nothing is changed once it stops. Not to be waited
+    // for: who has it may wait for the I/O that waits for this, or for this change to be over.
     let last = || {
-        stop()?;
-        let stage = shared.stage();
-        stage.check().map(|()| stage)
+        closed()?;
+        shared.try_stage().map(|stage| stage.check().map(|()| stage)).transpose()
     };
     let done = device.commit(files, &client, &stop, last, |state| shared.write_state(state))?;
     log::line(&format!("commit: the image is {} now, and {} is empty", done.image, done.emptied));

@@ -13,7 +13,7 @@ use blkq_export::ublk::UblkDevice;
 use super::commit_progress::CommitProgress;
 use super::running::Running;
 use super::snapshot::log_broken;
-use super::{Device, Served, flush_unless_held};
+use super::{Device, Served, flush_unless_stopped};
 use crate::control::Committed;
 use crate::failure::{Failure, Outcome};
 use crate::info::{CommitInfo, StateFile};
@@ -68,8 +68,9 @@ impl Device {
 
     /// Has all that the image has go to the one behind it, which `files` are, as
     /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that. Most of it is
-    /// copied while I/O goes on. `stop` is asked again and again whether to go on. I/O waits for the rest, from when
-    /// `last` has returned, and while `keep` writes the state file.
+    /// copied while I/O goes on. `stop` is asked again and again whether to go on. I/O waits for the rest, while `last`
+    /// is asked too, and while `keep` writes the state file. Its value is kept until that is over; if there is
+    /// none, I/O goes on before it is asked again.
     ///
     /// # Errors
     /// Why the device goes on as it was.
@@ -78,7 +79,7 @@ impl Device {
         files: [File; 2],
         client: &str,
         stop: &dyn Fn() -> Outcome,
-        last: impl FnOnce() -> Outcome<G>,
+        last: impl Fn() -> Outcome<Option<G>>,
         keep: impl FnOnce(&StateFile) -> Outcome,
     ) -> Outcome<Committed> {
         let running = self.running()?;
@@ -97,30 +98,37 @@ impl Device {
             running.disk.check_exchange(commit.driver()?)?;
             check_outlives(&running, commit.driver()?)?;
         }
-        copy_passes(&running, &mut commit, &reported.progress, stop)?;
-        let _stage = last()?;
-        let _changing = self.begin_change();
-        self.check_not_held()?;
-        let state = StateFile {
-            image: served.image.clone(),
-            attach_options: served.attach_options.clone(),
-            ..self.state_file()?
-        };
-        let done = Committed {
-            image: served.image.clone(),
-            emptied: self.image(),
-            copied_bytes: commit.progress().0,
-        };
-        let exchange = running.disk.begin_exchange()?;
-        check_same(&running.disk, &top)?;
-        // Before the image is emptied.
-        exchange.check(commit.driver()?)?;
-        exchange.replace(commit.finish(|| keep(&state))?)?;
-        *self.served() = served;
-        drop(exchange);
-        log_broken(&running);
-        free(&*top);
-        Ok(done)
+        commit.count(stop)?;
+        let mut rounds = 0;
+        loop {
+            let most = copy_passes(&running, &mut commit, &reported.progress, stop, &mut rounds)?;
+            let changing = self.begin_change();
+            self.check_not_held()?;
+            let state = StateFile {
+                image: served.image.clone(),
+                attach_options: served.attach_options.clone(),
+                ..self.state_file()?
+            };
+            let emptied = self.image();
+            let exchange = running.disk.begin_exchange()?;
+            check_same(&running.disk, &top)?;
+            // Before the image is emptied.
+            exchange.check(commit.driver()?)?;
+            let until = Instant::now() + 2 * most;
+            if !commit.catch_up(&|| Ok::<_, Failure>(last()?.is_some() && Instant::now() < until))? {
+                continue;
+            }
+            let Some(stage) = last()? else { continue };
+            let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
+            exchange.replace(commit.finish(|| keep(&state))?)?;
+            *self.served() = served;
+            drop(exchange);
+            // A flush may take long, or hang, and a forced stop does not wait for it.
+            drop((stage, changing));
+            log_broken(&running);
+            free(&*top);
+            return Ok(Committed { image, emptied, copied_bytes });
+        }
     }
 
     /// The device as it is served in `base`.
@@ -184,26 +192,32 @@ fn check_outlives(running: &Running, driver: &dyn Driver) -> Outcome {
     Ok(())
 }
 
-/// Copies while I/O goes on, until the rest takes clients no longer than they may have to wait.
+/// Copies while I/O goes on, until the rest takes clients no longer than they may have to wait, which is returned:
+/// longer after more `rounds`.
 fn copy_passes(
     running: &Arc<Running>,
     commit: &mut BlockCommit,
     progress: &CommitProgress,
     stop: &dyn Fn() -> Outcome,
-) -> Outcome {
-    let mut copying = Duration::ZERO;
-    for pass in 0.. {
+    rounds: &mut u32,
+) -> Outcome<Duration> {
+    let (mut copying, data_before) = (Duration::ZERO, commit.data_bytes());
+    loop {
+        let pass = *rounds;
+        *rounds += 1;
         let mut seen = activity(&running.disk);
-        while commit.find(|| flush_unless_held(running))? {
+        while commit.find(stop, || flush_unless_stopped(running, stop))? {
             loop {
                 stop()?;
                 progress.note(commit.progress());
-                let begin = Instant::now();
+                let (begin, data) = (Instant::now(), commit.data_bytes());
                 if !commit.copy()? {
                     break;
                 }
                 let took = begin.elapsed();
-                copying += took;
+                if commit.data_bytes() > data {
+                    copying += took;
+                }
                 let now = activity(&running.disk);
                 if pass < POLITE_PASSES && now != seen {
                     // As much of the time for them.
@@ -212,18 +226,19 @@ fn copy_passes(
                 seen = now;
             }
         }
-        commit.next_pass()?;
+        commit.next_pass(stop)?;
         let (copied, total) = commit.progress();
+        // Zeroes would make it endless.
+        let data = commit.data_bytes() - data_before;
         let rate = match copying.as_secs_f64() {
-            seconds if seconds > 0.0 && copied > 0 => copied as f64 / seconds,
+            seconds if seconds > 0.0 && data > 0 => data as f64 / seconds,
             _ => RATE_ASSUMED,
         };
         let most = LAST_PASS.saturating_mul(1 << pass.min(16)).min(LAST_PASS_MAX);
         if (total - copied) as f64 / rate <= most.as_secs_f64() {
-            return Ok(());
+            return Ok(most);
         }
     }
-    Ok(())
 }
 
 /// Reads, writes and discards that clients have begun.

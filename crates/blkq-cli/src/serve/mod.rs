@@ -504,11 +504,16 @@ fn flush_within(running: &Arc<Running>, wait: Duration) -> Outcome {
 
 /// Flushes; a flush that waits for held requests, of now or of later, is left to itself.
 fn flush_unless_held(running: &Arc<Running>) -> Outcome {
+    flush_unless_stopped(running, &|| Ok(()))
+}
+
+/// As [`flush_unless_held`], as long as `stop` says so.
+fn flush_unless_stopped(running: &Arc<Running>, stop: &dyn Fn() -> Outcome) -> Outcome {
     let flushed = begin_flush(running)?;
     loop {
         match (flushed.recv_timeout(HELD_POLL_INTERVAL), running.disk.held()) {
             (Ok(flushed), _) => return flushed,
-            (Err(RecvTimeoutError::Timeout), 0) => {}
+            (Err(RecvTimeoutError::Timeout), 0) => stop()?,
             (Err(RecvTimeoutError::Timeout), held) => return Err(Failure::held(held)),
             (Err(RecvTimeoutError::Disconnected), _) => return Err(stopping()),
         }

@@ -37,6 +37,8 @@ use super::zero::{Wanted, clear};
 
 /// Most parts of the device that are found before the device is flushed and they are copied.
 const BATCH_MAX: usize = 16384;
+/// Most bytes of the device that are looked up before it is asked again whether to go on.
+const LOOKUP_MAX_BYTES: u64 = 1 << 30;
 
 /// The image behind the one that is served.
 #[derive(Debug)]
@@ -164,6 +166,8 @@ pub struct BlockCommit {
     /// Parts that were found, whose entries are durable once the device was flushed.
     found: VecDeque<Range<u64>>,
     copied_bytes: u64,
+    /// Of these, bytes that were not zeroes of the tables.
+    data_bytes: u64,
     total_bytes: u64,
 }
 
@@ -187,7 +191,7 @@ impl BlockCommit {
         let target =
             device.open_target([base, synced], path, journals).inspect_err(|_| device.unlock_base(&lock))?;
         device.shared.changes.track(size);
-        let mut commit = BlockCommit {
+        Ok(BlockCommit {
             top,
             target: Some(target),
             base: lock,
@@ -196,10 +200,23 @@ impl BlockCommit {
             position: 0,
             found: VecDeque::new(),
             copied_bytes: 0,
+            data_bytes: 0,
             total_bytes: 0,
-        };
-        commit.total_bytes = commit.count()?;
-        Ok(commit)
+        })
+    }
+
+    /// Counts the bytes of this pass, for [`BlockCommit::progress`]. `stop` is asked again and again whether to go on.
+    ///
+    /// # Errors
+    /// That of reading the tables, and that of `stop`.
+    pub fn count<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+        let mut bytes = 0;
+        while let Some(range) = self.next_own(stop)? {
+            bytes += range.end - range.start;
+        }
+        self.position = 0;
+        self.total_bytes = self.copied_bytes + bytes;
+        Ok(())
     }
 
     /// The driver that is to take the other's place.
@@ -215,6 +232,11 @@ impl BlockCommit {
         (self.copied_bytes, self.total_bytes.max(self.copied_bytes))
     }
 
+    /// Bytes of data that were copied: zeroes, which take no time, are none.
+    pub fn data_bytes(&self) -> u64 {
+        self.data_bytes
+    }
+
     /// Bytes that were written to since the pass began, at most.
     ///
     /// # Errors
@@ -226,20 +248,25 @@ impl BlockCommit {
     /// Makes what was copied durable, and begins another pass, over what was written to meanwhile.
     ///
     /// # Errors
-    /// That of the image behind.
-    pub fn next_pass(&mut self) -> Result<(), Error> {
+    /// That of the image behind, and as [`BlockCommit::count`].
+    pub fn next_pass<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         self.target()?.sync()?;
-        self.take_changes()
+        self.take_changes()?;
+        self.count(stop)
     }
 
     /// Finds parts that are to be copied in this pass, and has `flush` make the device durable, with it that these parts
-    /// are the image's own. Returns whether there are some.
+    /// are the image's own. Returns whether there are some. `stop` is asked again and again whether to go on.
     ///
     /// # Errors
-    /// That of reading the tables, and that of `flush`.
-    pub fn find<E: From<Error>>(&mut self, flush: impl FnOnce() -> Result<(), E>) -> Result<bool, E> {
+    /// That of reading the tables, and those of `stop` and `flush`.
+    pub fn find<E: From<Error>>(
+        &mut self,
+        stop: &dyn Fn() -> Result<(), E>,
+        flush: impl FnOnce() -> Result<(), E>,
+    ) -> Result<bool, E> {
         while self.found.len() < BATCH_MAX {
-            let Some(range) = self.next_own()? else { break };
+            let Some(range) = self.next_own(stop)? else { break };
             self.found.push_back(range);
         }
         if self.found.is_empty() {
@@ -258,7 +285,10 @@ impl BlockCommit {
         let piece = device.read_piece(&mut self.slices, &range).map_err(|e| cannot_read(device, e))?;
         let bytes = piece.bytes();
         match piece {
-            Piece::Data(data) => self.target()?.write(range.start, data)?,
+            Piece::Data(data) => {
+                self.target()?.write(range.start, data)?;
+                self.data_bytes += bytes;
+            }
             Piece::Zeroes(_) => self.target()?.zero(range.start..range.start + bytes)?,
             Piece::Behind(_) => {}
         }
@@ -268,6 +298,22 @@ impl BlockCommit {
             _ => drop(self.found.pop_front()),
         }
         Ok(true)
+    }
+
+    /// Copies the rest, as long as `go_on` says so, which is asked before each piece. The disk must be frozen, and may go
+    /// on afterwards. Returns whether that was all of it.
+    ///
+    /// # Errors
+    /// Those of the files, and that of `go_on`.
+    pub fn catch_up<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
+        let device = of_driver(&*self.top)?;
+        device.run("make the data durable", async |env| commit(&env, true).await)?;
+        device.write_back()?;
+        if !self.copy_all(go_on)? {
+            return Ok(false);
+        }
+        self.take_changes()?;
+        self.copy_all(go_on)
     }
 
     /// Copies the rest, makes it durable, and empties the image, in its file: then the two images read the same for good,
@@ -280,12 +326,7 @@ impl BlockCommit {
         mut self,
         keep: impl FnOnce() -> Result<(), E>,
     ) -> Result<Box<dyn Driver>, E> {
-        let device = of_driver(&*self.top)?;
-        device.run("make the data durable", async |env| commit(&env, true).await)?;
-        device.write_back()?;
-        self.copy_all()?;
-        self.take_changes()?;
-        self.copy_all()?;
+        self.catch_up(&|| Ok::<_, E>(true))?;
         self.target()?.sync()?;
         let device = of_driver(&*self.top)?;
         // The file has all of it, and none of it may be applied to an image that was emptied.
@@ -310,36 +351,37 @@ impl BlockCommit {
         Ok(target.into_driver())
     }
 
-    fn copy_all(&mut self) -> Result<(), Error> {
-        while self.find(|| Ok::<_, Error>(()))? {
-            while self.copy()? {}
+    fn copy_all<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
+        while self.find(&|| Ok::<_, Error>(()), || Ok(()))? {
+            while go_on()? {
+                if !self.copy()? {
+                    break;
+                }
+            }
+            if !self.found.is_empty() {
+                return Ok(false);
+            }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn take_changes(&mut self) -> Result<(), Error> {
         self.pass = self.device()?.shared.changes.take();
         self.position = 0;
-        self.total_bytes = self.copied_bytes + self.count()?;
         Ok(())
     }
 
-    /// Bytes of this pass.
-    fn count(&mut self) -> Result<u64, Error> {
-        let mut bytes = 0;
-        while let Some(range) = self.next_own()? {
-            bytes += range.end - range.start;
-        }
-        self.position = 0;
-        Ok(bytes)
-    }
-
     /// The next part of this pass that the image itself has.
-    fn next_own(&mut self) -> Result<Option<Range<u64>>, Error> {
+    fn next_own<E: From<Error>>(
+        &mut self,
+        stop: &dyn Fn() -> Result<(), E>,
+    ) -> Result<Option<Range<u64>>, E> {
         let device = of_driver(&*self.top)?;
         while let Some(range) = self.pass.next(self.position) {
-            let end = range.end;
-            let own = device.next_own(&mut self.slices, range).map_err(|e| cannot_read(device, e))?;
+            stop()?;
+            let end = range.end.min(range.start + LOOKUP_MAX_BYTES);
+            let own =
+                device.next_own(&mut self.slices, range.start..end).map_err(|e| cannot_read(device, e))?;
             self.position = own.as_ref().map_or(end, |own| own.end);
             if own.is_some() {
                 return Ok(own);
