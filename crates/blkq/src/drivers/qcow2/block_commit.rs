@@ -14,6 +14,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rustix::fs::{OFlags, fcntl_getfl};
+
 use crate::buffer::IoBuffer;
 use crate::driver::Driver;
 use crate::drivers::r#loop::backing::{self, Backing};
@@ -185,7 +187,7 @@ impl BlockCommit {
     ) -> Result<BlockCommit, Error> {
         let device = of_driver(&*top)?;
         let size = device.limits().size_bytes();
-        let path = device.lock_base(&base)?;
+        let path = device.lock_base(&base, &synced)?;
         let cannot = |e| Error::system(format!("cannot use {} twice", path.display()), e);
         let lock = base.try_clone().map_err(cannot)?;
         let target =
@@ -434,12 +436,17 @@ impl Qcow2 {
     }
 
     /// Makes the lock on the image behind one for writing, of `base`. Returns its path.
-    fn lock_base(&self, base: &File) -> Result<PathBuf, Error> {
+    fn lock_base(&self, base: &File, synced: &File) -> Result<PathBuf, Error> {
         let file = self.check_committable()?;
         let path = path_of(file, &self.behind[0])?;
         let identity = |file: &File| file.metadata().ok().map(|data| (data.dev(), data.ino()));
-        if identity(base).is_none_or(|mine| Some(mine) != identity(file)) {
-            let message = format!("what was opened is not {}", path.display());
+        let is_same = |opened: &File, access: OFlags| {
+            let flags = fcntl_getfl(opened);
+            identity(opened).is_some_and(|mine| Some(mine) == identity(file))
+                && flags.is_ok_and(|flags| flags & (OFlags::RWMODE | OFlags::APPEND | OFlags::PATH) == access)
+        };
+        if !is_same(base, OFlags::RDWR) || !is_same(synced, OFlags::RDONLY) {
+            let message = format!("what was opened is not {}, or not as it is to be", path.display());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         // One after the other, so that it is locked against writers all the time.
