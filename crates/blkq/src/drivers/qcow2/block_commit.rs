@@ -503,11 +503,19 @@ impl Qcow2 {
         // The device over it reads it by the tables that it had when that was opened.
         qcow2.shared.hold();
         let now = qcow2.limits().size_bytes();
-        check_not_longer(&path, now, size)?;
-        if now < size {
-            qcow2.resize(Some(size))?;
+        let mut fits = check_not_longer(&path, now, size);
+        if fits.is_ok() && now < size {
+            fits = qcow2.resize(Some(size)).map(drop);
         }
-        Ok(Target::Qcow2(Box::new(qcow2)))
+        let target = Target::Qcow2(Box::new(qcow2));
+        match fits {
+            Ok(()) => Ok(target),
+            Err(error) => {
+                // It is locked all the time.
+                target.close();
+                Err(error)
+            }
+        }
     }
 }
 

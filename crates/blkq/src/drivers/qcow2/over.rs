@@ -131,7 +131,7 @@ impl Qcow2 {
         let base = Opened { backing, size, tables: Some(tables) };
         let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
         // It is written to from now on.
-        base.image().mark_bitmaps()?;
+        base.image().mark_bitmaps().inspect_err(|_| base.supersede())?;
         Ok(base)
     }
 
