@@ -90,6 +90,9 @@ fn wait(dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
         if signalled {
             for _ in signals.take() {
                 if std::mem::replace(&mut stopped, true) {
+                    complain(&Failure::new(
+                        "left before it was answered: the outcome is not known; blkq show has the image",
+                    ));
                     std::process::exit(EXIT_FAILED.into());
                 }
                 dialogue.give_up();
