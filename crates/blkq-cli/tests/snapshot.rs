@@ -29,7 +29,13 @@ fn a_client_goes_on_in_each_new_image() {
         let images = ["1", "2", "3"].map(&path);
         let mut below = vec![base.clone()];
         for (number, image) in images.iter().enumerate() {
-            let before = fs::read(below.last().unwrap()).unwrap();
+            // Without the tag of its journal, which is removed.
+            let kept = |path: &String| {
+                let mut bytes = fs::read(path).unwrap();
+                bytes[88..92].fill(0);
+                bytes
+            };
+            let before = kept(below.last().unwrap());
             assert_eq!(place.done(&["snapshot", "d", "--to", image]), format!("{image}\n"));
             assert_eq!(kept_image(&place, "d"), *image);
             let byte = number as u8 + 2;
@@ -37,7 +43,7 @@ fn a_client_goes_on_in_each_new_image() {
             client.write(10 + number as u64, byte);
             client.flush();
             assert_eq!((client.read(1), client.read(2), client.read(3)), (1, byte, 0));
-            let after = fs::read(below.last().unwrap()).unwrap();
+            let after = kept(below.last().unwrap());
             assert!(
                 after.starts_with(&before[..after.len()]) || before == after,
                 "what was kept has changed"

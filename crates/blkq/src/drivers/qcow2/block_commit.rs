@@ -84,6 +84,8 @@ pub fn open_base(file: &File) -> Result<[File; 2], Error> {
 pub fn free(driver: &dyn Driver) {
     if let Ok(top) = of_driver(driver) {
         let _ = top.free_unreferenced();
+        // Its journal was removed.
+        let _ = top.set_tag(0);
         lock::release(&top.files[0], &LOCKED);
     }
 }

@@ -254,6 +254,14 @@ impl Qcow2 {
         let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
         let found = found.transpose()?.flatten();
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
+            Left::Nothing if tag != 0 => {
+                let place = journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
+                self.warnings.push(format!(
+                    "{} was not closed, and its journal is not there{place}: what was not flushed when its process was \
+                     killed, or the machine stopped, is lost",
+                    self.path.display()
+                ));
+            }
             Left::Nothing => {}
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => return Err(journal::lacking(&self.path)),

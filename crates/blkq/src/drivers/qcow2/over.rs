@@ -231,9 +231,8 @@ impl Qcow2 {
     /// Another driver has the image's file from now on, and only reads it.
     pub(crate) fn supersede(&self) {
         self.superseded.store(true, Relaxed);
-        // The tag stays in its header, as it is to change no more: without the journal it has no meaning.
-        if let Some(journal) = locked(&self.shared.state).journal.take() {
-            journal.remove();
+        if self.write_back().is_ok() {
+            self.end_journal();
         }
         let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         if let Some(file) = self.files.first() {

@@ -289,6 +289,31 @@ fn an_image_that_lacks_writes_is_rejected_behind_another() {
 }
 
 #[test]
+fn a_journal_that_is_not_there_is_reported_once() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let warned = || {
+        let device = Qcow2::open(&options).unwrap();
+        device.warnings.iter().any(|warning| warning.contains("its journal is not there"))
+    };
+    write_and_die(&Qcow2::open(&options).unwrap());
+    std::fs::remove_dir_all(directory.0.join("journals")).unwrap();
+    std::fs::create_dir(directory.0.join("journals")).unwrap();
+    assert!(warned());
+    assert!(!warned());
+    // Another image has it behind, and its journal is removed.
+    let superseded = Qcow2::open(&options).unwrap();
+    superseded.supersede();
+    drop(superseded);
+    assert!(!warned());
+}
+
+#[test]
 fn a_journal_is_void_once_another_program_wrote() {
     if !has_qemu() {
         return;
