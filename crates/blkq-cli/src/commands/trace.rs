@@ -241,6 +241,7 @@ impl Tracing {
         }
         // Its memory has what was written before the connection closed.
         connection.read(self.ordered.input());
+        connection.finish(self.ordered.input());
         Ok(ended)
     }
 

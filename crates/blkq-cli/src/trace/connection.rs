@@ -19,6 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 pub struct TraceConnection {
     dialogue: Dialogue,
     readers: Vec<TraceReader>,
+    /// How many events are missing before the next one of each queue.
+    lost: Vec<u64>,
     events: Vec<TraceEvent>,
 }
 
@@ -35,9 +37,10 @@ impl TraceConnection {
         let memory = memory.ok_or_else(|| Failure::new(format!("{name}: its daemon sent no memory")))?;
         let memory = TraceMemory::open(memory)
             .map_err(|e| Failure::of(e, ErrorKind::Unsupported, "its daemon is older: blkq upgrade"))?;
-        let readers =
+        let readers: Vec<_> =
             (0..memory.queue_count()).filter_map(|queue| TraceReader::new(&memory, queue)).collect();
-        Ok(TraceConnection { dialogue, readers, events: Vec::new() })
+        let lost = vec![0; readers.len()];
+        Ok(TraceConnection { dialogue, readers, lost, events: Vec::new() })
     }
 
     /// How many hardware queues the device has.
@@ -47,21 +50,55 @@ impl TraceConnection {
 
     /// Appends what came since the last time: of each queue in its order, one after the other.
     pub fn read(&mut self, items: &mut Vec<Item>) {
-        for (queue, reader) in self.readers.iter_mut().enumerate() {
-            let lost = reader.read(&mut self.events);
-            let first_ns = self.events.first().map_or(u64::MAX, |event| event.time_ns);
-            if lost > 0 {
-                items.push(Item { queue, time_ns: first_ns, what: What::Lost(lost) });
-            }
-            let item = |event: TraceEvent| Item { queue, time_ns: event.time_ns, what: What::Event(event) };
-            items.extend(self.events.drain(..).map(item));
+        for (queue, (reader, lost)) in self.readers.iter_mut().zip(&mut self.lost).enumerate() {
+            *lost += reader.read(&mut self.events);
+            append(queue, lost, &mut self.events, items);
         }
     }
+
+    /// Appends what is missing behind the last events.
+    pub fn finish(&mut self, items: &mut Vec<Item>) {
+        for (queue, lost) in self.lost.iter_mut().enumerate().filter(|(_, lost)| **lost > 0) {
+            items.push(Item { queue, time_ns: u64::MAX, what: What::Lost(std::mem::take(lost)) });
+        }
+    }
+}
+
+/// Appends the events of a queue, behind the gap of `lost` ones; that has no time, and waits, if there are none.
+fn append(queue: usize, lost: &mut u64, events: &mut Vec<TraceEvent>, items: &mut Vec<Item>) {
+    if let Some(first) = events.first()
+        && *lost > 0
+    {
+        let missing = What::Lost(std::mem::take(lost));
+        items.push(Item { queue, time_ns: first.time_ns, what: missing });
+    }
+    let item = |event: TraceEvent| Item { queue, time_ns: event.time_ns, what: What::Event(event) };
+    items.extend(events.drain(..).map(item));
 }
 
 /// Readable when the daemon has closed the connection.
 impl AsFd for TraceConnection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.dialogue.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::trace::EventKind;
+
+    use super::super::item::tests::{event, item};
+    use super::*;
+
+    #[test]
+    fn a_gap_comes_before_the_next_event_of_its_queue() {
+        let (mut lost, mut items) = (5, Vec::new());
+        append(1, &mut lost, &mut Vec::new(), &mut items);
+        assert_eq!((lost, items.len()), (5, 0), "it has no time yet");
+        let next = event(EventKind::Queue, 7);
+        append(1, &mut lost, &mut vec![next], &mut items);
+        append(1, &mut lost, &mut vec![next], &mut items);
+        let gap = Item { queue: 1, time_ns: 7, what: What::Lost(5) };
+        assert_eq!(items, [gap, item(1, next), item(1, next)]);
     }
 }
