@@ -40,6 +40,8 @@ pub(super) struct Shared {
     /// Where the directory may not be written to.
     state_file: Option<File>,
     answering: AtomicUsize,
+    /// Threads of those that have no command, or have answered it.
+    answered: AtomicUsize,
     /// Changes of the image's size that a thread takes over, and those that came meanwhile.
     size_changes: AtomicUsize,
     /// A signal has asked to stop, which is on its way.
@@ -96,6 +98,7 @@ impl Shared {
             name: claim.name().to_owned(),
             state_file,
             answering: AtomicUsize::new(0),
+            answered: AtomicUsize::new(0),
             size_changes: AtomicUsize::new(0),
             signalled: AtomicBool::new(false),
             stopped,
@@ -173,7 +176,7 @@ impl Shared {
         if self.size_changes.fetch_add(1, Ordering::SeqCst) > 0 {
             return true;
         }
-        let spawned = self.spawn(|shared| {
+        let follow = |shared: &Shared| {
             let mut seen = shared.size_changes.load(Ordering::SeqCst);
             loop {
                 let (mut waiting, mut pause) = (None, SIZE_RETRY);
@@ -186,7 +189,8 @@ impl Shared {
                     Err(now) => seen = now,
                 }
             }
-        });
+        };
+        let spawned = self.spawn(move |shared| shared.without_answer(|| follow(shared)));
         if !spawned {
             self.size_changes.store(0, Ordering::SeqCst);
         }
@@ -226,9 +230,21 @@ impl Shared {
     /// Gives other commands a moment to be answered: one without an answer reports that.
     pub(super) fn wait_for_answers(&self) {
         let until = Instant::now() + LEAVE_WAIT;
-        while self.answering.load(Ordering::Relaxed) > 1 && Instant::now() < until {
+        while self.unanswered() > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// How many threads are to answer yet.
+    fn unanswered(&self) -> usize {
+        self.answering().saturating_sub(self.answered.load(Ordering::Relaxed))
+    }
+
+    /// Runs `wait` on a thread that has nothing to answer any more, and that an upgrade need not wait for.
+    pub(super) fn without_answer(&self, wait: impl FnOnce()) {
+        self.answered.fetch_add(1, Ordering::Relaxed);
+        wait();
+        self.answered.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Runs `job` on a thread of its own; returns whether there is one.
@@ -461,6 +477,9 @@ mod tests {
                 shared.size_changed();
             }
             assert_eq!(shared.answering(), 1, "it waits for the stage");
+            while shared.unanswered() > 0 {
+                std::thread::yield_now();
+            }
             drop(stage);
             while shared.answering() > 0 {
                 std::thread::yield_now();

@@ -26,7 +26,7 @@ pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64)
     let trace = shared.device().trace(ring_bytes, &tracer)?;
     send_with_file(stream, (), trace.memory().file())?;
     log::line(&format!("traced by {tracer}"));
-    wait_for_close(stream);
+    shared.without_answer(|| wait_for_close(stream));
     log::line("no longer traced");
     Ok(())
 }
