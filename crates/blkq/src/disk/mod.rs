@@ -390,7 +390,9 @@ impl Disk {
     /// with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
-        self.bitmaps.check_size(self.driver().prepare_resize(bytes)?)?;
+        if !self.bitmaps.list().is_empty() {
+            self.bitmaps.check_size(self.driver().prepare_resize(bytes)?)?;
+        }
         let before = self.limits().size_bytes();
         self.frozen(|| {
             self.driver().resize(bytes)?;
