@@ -29,7 +29,7 @@ impl Contexts {
     /// `qemu:allocation-depth`.
     pub const ALLOCATION_DEPTH: Contexts = Contexts(1 << 1);
 
-    /// The dirty bitmap of this number, below [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
+    /// The dirty bitmap of this number, below [`BITMAPS_MAX`].
     pub const fn bitmap(number: usize) -> Contexts {
         Contexts(1 << (2 + number))
     }
