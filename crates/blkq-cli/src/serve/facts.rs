@@ -8,7 +8,8 @@ use blkq::throttle::LimitMode;
 use blkq_export::nbd::ConnectionInfo;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
 
-use super::{BackgroundThreads, Device};
+use super::Device;
+use super::background::BackgroundThreads;
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
@@ -22,7 +23,7 @@ impl Device {
     pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
         let mut info = self.info()?;
         let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
-        info.warnings.extend(self.fallback.as_ref().map(fallback));
+        info.warnings.extend(self.attached.fallback.as_ref().map(fallback));
         Ok(info)
     }
 
@@ -49,8 +50,8 @@ impl Device {
             },
         };
         let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
-        let front_end = running.vhost.as_ref().and_then(VhostUserDevice::front_end);
-        let register_memory = running.vhost.as_ref().filter(|vhost| vhost.registers_memory());
+        let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
+        let register_memory = running.servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
         let register_memory =
             register_memory.map(|_| ("register-memory", registered_memory(front_end.as_ref())));
         let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
@@ -71,26 +72,27 @@ impl Device {
             ("ceiling", found.map_or_else(|| "not found yet".to_owned(), |limits| limits.to_string()))
         });
         let member = disk.group_member();
-        let group = self.group.as_ref().map(|group| ("group", group.name().to_owned()));
+        let group = self.attached.group_name().map(|group| ("group", group.to_owned()));
         let weight = member.map(|member| Setting::Weight(member.weight()));
-        let served = !running.servers.is_empty();
+        let served = !running.servers.nbd.is_empty();
         let of_nbd = [
-            Setting::Pacing(self.switches.pacing.load(Relaxed)),
-            Setting::ReceiveBackoff(self.switches.receive_backoff.load(Relaxed)),
-            Setting::SplitReads(self.switches.split_reads.load(Relaxed)),
+            Setting::Pacing(running.servers.switches.pacing.load(Relaxed)),
+            Setting::ReceiveBackoff(running.servers.switches.receive_backoff.load(Relaxed)),
+            Setting::SplitReads(running.servers.switches.split_reads.load(Relaxed)),
         ]
         .into_iter()
         .filter(|_| served);
         let watching = self.background().as_ref().map(BackgroundThreads::describe).unwrap_or_default();
         let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
         Ok(DeviceInfo {
-            name: self.name.clone(),
+            name: self.attached.name.clone(),
             pid: std::process::id(),
             uptime_seconds: self.meter.uptime_ns() / 1_000_000_000,
-            state_directory: self.state_directory.clone(),
+            state_directory: self.attached.state_directory.clone(),
             log: log::path().map(Path::to_owned),
             exports: running.exports(),
             clients: running
+                .servers
                 .connections()
                 .map(client_info)
                 .chain(front_end.as_ref().map(guest_info))
@@ -104,9 +106,9 @@ impl Device {
             autoclear: self.autoclear.is_on(),
             held: disk.held(),
             commit: self.commit_info(),
-            unsafe_flush_ignore: self.flushes_ignored,
-            partscan: self.partscan,
-            sandbox: self.sandbox.clone(),
+            unsafe_flush_ignore: self.attached.flushes_ignored,
+            partscan: self.attached.partscan,
+            sandbox: self.sandbox.confinement().clone(),
             direct_io,
             attach_options: now.attach_options,
             capabilities: capabilities(&limits),
@@ -131,7 +133,7 @@ impl Device {
                 .driver()
                 .warnings()
                 .into_iter()
-                .chain(self.warnings.iter().cloned())
+                .chain(self.attached.warnings.iter().cloned())
                 .chain(
                     disk.broken().map(|why| format!("all I/O fails: {why}; detach it, and attach it again")),
                 )

@@ -12,6 +12,21 @@ use crate::failure::{Failure, Outcome};
 use crate::options::{Address, AttachOptions, Export, Tls};
 use crate::state::Claim;
 
+/// Where a device listens.
+#[derive(Default)]
+pub(super) struct Sockets {
+    pub(super) nbd: Vec<Listen>,
+    pub(super) vhost: Option<Listen>,
+}
+
+/// The path of a unix socket that is to be made.
+pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
+    match listen {
+        Listen::Unix(path) => Some(path.clone()),
+        _ => None,
+    }
+}
+
 /// Where to serve.
 pub(super) fn addresses(
     options: &AttachOptions,
@@ -84,13 +99,13 @@ pub(super) fn warn_of_closed_directories<'a>(
     listen: impl Iterator<Item = &'a Listen>,
     access: SocketAccess,
 ) -> Vec<String> {
-    let closed = listen.filter_map(|listen| match listen {
-        Listen::Unix(path) => Some((path.display(), closed_directory(path, access)?)),
-        _ => None,
+    let closed = listen.filter_map(unix_path).filter_map(|path| {
+        let directory = closed_directory(&path, access)?;
+        Some((path, directory))
     });
     closed
         .map(|(path, directory)| {
-            let directory = directory.display();
+            let (path, directory) = (path.display(), directory.display());
             format!("{path} cannot be reached by all users that may connect: {directory} does not let them in; chmod it, or listen elsewhere")
         })
         .collect()

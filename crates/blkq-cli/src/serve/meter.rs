@@ -23,7 +23,8 @@ pub struct Meter {
 }
 
 impl Meter {
-    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch, group: Option<String>) -> Meter {
+    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch, group: Option<&str>) -> Meter {
+        let group = group.map(str::to_owned);
         let (running, hangs) = (Arc::downgrade(running), hangs.counters());
         Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs, group }
     }
@@ -39,8 +40,8 @@ impl Meter {
         let disk = &running.disk;
         let now_ns = monotonic_ns();
         let mut counters = NbdCounters::default();
-        running.servers.iter().for_each(|server| counters += server.counters());
-        let connected = running.servers.iter().map(NbdServer::connection_count).sum::<usize>() as u64;
+        running.servers.nbd.iter().for_each(|server| counters += server.counters());
+        let connected = running.servers.nbd.iter().map(NbdServer::connection_count).sum::<usize>() as u64;
         let gate = disk.gate_counters();
         let queues: Vec<StatsSnapshot> = disk.queue_stats().collect();
         let mut sum = StatsSnapshot::default();
@@ -71,11 +72,11 @@ impl Meter {
                 .map_or_else(String::new, |(_, limits)| text(limits)),
             weight: member.map_or(0, |member| member.weight()),
         };
-        statistics.vhost_user = running.vhost.as_ref().map(|vhost| VhostUser {
+        statistics.vhost_user = running.servers.vhost.as_ref().map(|vhost| VhostUser {
             connected: vhost.connection_count() as u64,
             counters: vhost.counters(),
         });
-        statistics.nbd = (!running.servers.is_empty()).then_some(Nbd { connected, counters });
+        statistics.nbd = (!running.servers.nbd.is_empty()).then_some(Nbd { connected, counters });
         Some(statistics)
     }
 

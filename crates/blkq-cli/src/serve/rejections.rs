@@ -1,40 +1,27 @@
 //! Clients that were turned away, in words for the log.
 
-use std::sync::Arc;
+use std::os::fd::OwnedFd;
 
 use blkq_export::nbd::{NbdServer, Reason, Rejection};
 use blkq_export::vhost_user::{Event, Report, VhostUserDevice};
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::OwnedFd;
 
-use super::Device;
-use crate::failure::{Failure, Outcome};
+use super::{Device, events};
 use crate::log;
-
-/// An eventfd that becomes readable when there are rejections to be logged.
-///
-/// # Errors
-/// The error of the system.
-pub(super) fn event() -> Outcome<Arc<OwnedFd>> {
-    let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
-    event.map(Arc::new).map_err(|e| Failure::new(format!("eventfd: {e}")))
-}
 
 impl Device {
     /// Becomes readable when there is something for [`Device::log_rejections`].
     pub fn rejection_event(&self) -> &OwnedFd {
-        &self.rejection_event
+        &self.events.rejection
     }
 
     /// Logs the clients that were turned away or dropped since the last call.
     pub fn log_rejections(&self) {
-        // Empty, another call was faster.
-        let _ = rustix::io::read(&*self.rejection_event, &mut [0; 8]);
+        events::take(&self.events.rejection);
         let Ok(running) = self.running() else { return };
-        running.servers.iter().flat_map(NbdServer::take_rejections).for_each(|rejection| {
+        running.servers.nbd.iter().flat_map(NbdServer::take_rejections).for_each(|rejection| {
             log::line(&describe(&rejection));
         });
-        running.vhost.iter().flat_map(VhostUserDevice::take_reports).for_each(|report| {
+        running.servers.vhost.iter().flat_map(VhostUserDevice::take_reports).for_each(|report| {
             log::line(&describe_report(&report));
         });
     }

@@ -1,0 +1,101 @@
+//! The threads of a device that only watch it, and stop before all else does.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkq::disk::AutoLimiter;
+use blkq::throttle::LimitMode;
+use blkq::{Disk, EngineHandle};
+
+use super::meter::Meter;
+use super::running::Running;
+use crate::failure::Outcome;
+use crate::group::GroupWatch;
+use crate::hangs::HangWatch;
+use crate::log;
+use crate::metrics::Endpoint;
+use crate::options::AttachOptions;
+
+/// The threads. Until [`BackgroundThreads::start`] there are none yet.
+pub(super) struct BackgroundThreads {
+    /// Searches the device's ceiling.
+    auto_limit: Option<AutoLimiter>,
+    /// That is to be started.
+    wants_auto_limit: bool,
+    hangs: HangWatch,
+    metrics: Option<Endpoint>,
+    group: Option<GroupWatch>,
+}
+
+impl BackgroundThreads {
+    /// Those that `options` ask for, of `disk` and its engines.
+    pub(super) fn new(
+        options: &AttachOptions,
+        disk: &Arc<Disk>,
+        engines: Vec<EngineHandle>,
+        metrics: Option<Endpoint>,
+        group: Option<GroupWatch>,
+    ) -> BackgroundThreads {
+        BackgroundThreads {
+            auto_limit: None,
+            wants_auto_limit: options.limit == LimitMode::Auto,
+            hangs: HangWatch::new(disk.clone(), engines, options.hang_warning),
+            metrics,
+            group,
+        }
+    }
+
+    /// Starts them: with no more rights than the thread that calls this.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub(super) fn start(&mut self, running: &Running, meter: &Meter) -> Outcome {
+        self.hangs.start(log::line)?;
+        self.group.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
+        if std::mem::take(&mut self.wants_auto_limit) {
+            self.auto_limit = Some(AutoLimiter::start(&running.disk)?);
+        }
+        if let Some(vhost) = &running.servers.vhost {
+            vhost.serve()?;
+        }
+        let meter = meter.clone();
+        self.metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
+    }
+
+    /// The thread that scans for hung requests.
+    pub(super) fn hangs(&self) -> &HangWatch {
+        &self.hangs
+    }
+
+    /// Changes from when on a request hangs; zero for never.
+    pub(super) fn set_hang_warning(&self, limit: Duration) {
+        self.hangs.set(limit);
+    }
+
+    /// Changes the limits of `disk`, and starts or stops the search of its ceiling.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub(super) fn set_limit(&mut self, disk: &Arc<Disk>, mode: LimitMode) -> Outcome {
+        self.wants_auto_limit = false;
+        if mode != LimitMode::Auto {
+            self.auto_limit = None;
+            disk.set_rate_limits(&mode.limits());
+        } else if self.auto_limit.is_none() {
+            self.auto_limit = Some(AutoLimiter::start(disk)?);
+        }
+        Ok(())
+    }
+
+    /// The warning about where metrics are served, if there is one.
+    pub(super) fn warning(&self) -> Option<&str> {
+        self.metrics.as_ref()?.warning()
+    }
+
+    /// How they are set.
+    pub(super) fn describe(&self) -> Vec<(&'static str, String)> {
+        let limit = ("hang-warning", self.hangs.limit().as_secs_f64().to_string());
+        let metrics = self.metrics.iter().map(|endpoint| ("metrics", endpoint.uri().to_owned()));
+        std::iter::once(limit).chain(metrics).collect()
+    }
+}

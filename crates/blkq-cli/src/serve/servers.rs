@@ -1,0 +1,197 @@
+//! The servers of a device: NBD, and vhost-user-blk.
+
+use std::sync::Arc;
+
+use blkq::{Disk, EngineHandle};
+use blkq_export::nbd::{
+    ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, SocketAccess,
+    TlsOptions,
+};
+use blkq_export::vhost_user::{self, VhostUserDevice, VhostUserOptions};
+
+use super::events::Events;
+use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
+use super::memory_limits::memory_limits;
+use crate::access::socket_access;
+use crate::autoclear::Autoclear;
+use crate::descriptors::{clients_max, reserve};
+use crate::failure::{Failure, Outcome};
+use crate::options::AttachOptions;
+
+/// NBD connections at a time, and seconds for a handshake, unless others are asked for.
+const CONNECTIONS: u16 = 64;
+const HANDSHAKE_TIMEOUT_S: u16 = 10;
+
+/// The disk that servers serve, and how, beyond its options.
+pub(super) struct Service<'a> {
+    pub(super) disk: &'a Arc<Disk>,
+    /// Of each of its queues.
+    pub(super) engines: &'a [EngineHandle],
+    /// The image as another process finds it.
+    pub(super) image: &'a str,
+    pub(super) tls: Option<TlsOptions>,
+    /// Clients may begin and end in the middle of a block.
+    pub(super) serves_bytes: bool,
+    pub(super) autoclear: &'a Autoclear,
+    pub(super) events: &'a Events,
+}
+
+/// Servers that run, in the order in which they stop.
+pub(super) struct Servers {
+    pub(super) nbd: Vec<NbdServer>,
+    pub(super) vhost: Option<VhostUserDevice>,
+    /// The lock of the NBD servers, if they serve parts of blocks.
+    pub(super) unaligned: Option<Arc<RangeLock>>,
+    pub(super) switches: Arc<NbdSwitches>,
+}
+
+/// Clients are kept away until this is dropped.
+#[allow(dead_code, reason = "each is there to be dropped")]
+pub(super) struct PausedServers<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'a>>);
+
+impl Servers {
+    /// Starts a server on each of `sockets`. Returns warnings, too.
+    ///
+    /// # Errors
+    /// Where none can listen; then none is left.
+    pub(super) fn start(
+        options: &AttachOptions,
+        sockets: Sockets,
+        service: Service,
+    ) -> Outcome<(Servers, Vec<String>)> {
+        let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
+        let closed = warn_of_closed_directories(sockets.nbd.iter().chain(&sockets.vhost), access);
+        let (disk, engines) = (service.disk, service.engines);
+        let vhost_options = vhost_options(options, access, &service);
+        let vhost = sockets.vhost.map(|listen| VhostUserDevice::listen(listen, vhost_options, disk, engines));
+        let vhost = vhost.transpose()?;
+        // Later it could make no ring; and clients get the descriptors that are left.
+        let reserved = reserve();
+        let prepared = vhost.iter().filter(|_| options.sandbox).try_for_each(VhostUserDevice::prepare);
+        drop(reserved);
+        let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
+        let connections_max = clients_max(connections_wanted, sockets.nbd.len());
+        let nbd_options = nbd_options(options, connections_max, access, service);
+        let (unaligned, switches) = (nbd_options.unaligned.clone(), nbd_options.switches.clone());
+        let mut servers = Servers { nbd: Vec::new(), vhost, unaligned, switches };
+        for listen in sockets.nbd {
+            match NbdServer::start(listen, nbd_options.clone(), engines) {
+                Ok(server) => servers.nbd.push(server),
+                Err(error) => {
+                    servers.close();
+                    return Err(no_server(error));
+                }
+            }
+        }
+        let mut warnings = Vec::new();
+        if connections_max < connections_wanted && !servers.nbd.is_empty() {
+            warnings.push(format!(
+                "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
+            ));
+        }
+        let unserved = prepared.err();
+        warnings.extend(
+            unserved.map(|error| format!("some queues of virtual machines, or all, are not served: {error}")),
+        );
+        warnings.extend(warn_of_access(options, &nbd_options, &servers.nbd, servers.vhost.as_ref()));
+        warnings.extend(closed);
+        Ok((servers, warnings))
+    }
+
+    /// NBD clients that are connected.
+    pub(super) fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
+        self.nbd.iter().flat_map(NbdServer::connections)
+    }
+
+    /// Clients that are connected: of NBD, and a virtual machine.
+    pub(super) fn client_count(&self) -> usize {
+        let nbd = self.nbd.iter().map(NbdServer::connection_count).sum::<usize>();
+        nbd + self.vhost.as_ref().map_or(0, VhostUserDevice::connection_count)
+    }
+
+    /// Where clients connect.
+    pub(super) fn uris(&self) -> impl Iterator<Item = String> {
+        let vhost = self.vhost.iter().map(VhostUserDevice::uri);
+        vhost.chain(self.nbd.iter().map(NbdServer::uri)).map(str::to_owned)
+    }
+
+    /// Keeps NBD clients away until what this returns is dropped.
+    ///
+    /// # Errors
+    /// If there are some.
+    pub(super) fn pause_nbd(&self) -> Outcome<PausedServers<'_>> {
+        let paused = self.nbd.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
+        let paused = paused.ok_or_else(|| busy(self.connections().count().max(1)))?;
+        Ok(PausedServers(paused, None))
+    }
+
+    /// Keeps NBD clients and virtual machines away until what this returns is dropped.
+    ///
+    /// # Errors
+    /// If there are some.
+    pub(super) fn pause(&self) -> Outcome<PausedServers<'_>> {
+        let mut paused = self.pause_nbd()?;
+        let guest = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or_else(|| busy(1)));
+        paused.1 = guest.transpose()?;
+        Ok(paused)
+    }
+
+    /// Stops all, even with clients.
+    pub(super) fn close(&self) {
+        for server in &self.nbd {
+            // Forced, it does not fail.
+            let _ = server.stop(true);
+        }
+        if let Some(vhost) = &self.vhost {
+            let _ = vhost.stop(true);
+        }
+    }
+}
+
+/// Refuses because of clients that are connected.
+pub(super) fn busy(clients: usize) -> Failure {
+    let are = if clients == 1 { "client is" } else { "clients are" };
+    Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
+}
+
+fn vhost_options(options: &AttachOptions, access: SocketAccess, service: &Service) -> VhostUserOptions {
+    VhostUserOptions {
+        serial: service.disk.name().to_owned(),
+        access,
+        idle_event: Some(service.autoclear.idle_event().clone()),
+        report_event: Some(service.events.rejection.clone()),
+        register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
+    }
+}
+
+fn nbd_options(
+    options: &AttachOptions,
+    connections_max: usize,
+    access: SocketAccess,
+    service: Service,
+) -> NbdOptions {
+    let Service { disk, image, tls, serves_bytes, autoclear, events, .. } = service;
+    let export = NbdExport {
+        name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
+        description: format!("{} {image}", disk.driver().name()),
+        queue: 0,
+    };
+    NbdOptions {
+        exports: vec![export],
+        connections_max,
+        handshake_timeout_s: u64::from(options.handshake_timeout.unwrap_or(HANDSHAKE_TIMEOUT_S)),
+        tls,
+        insecure: options.insecure,
+        access,
+        named_in_uri: options.export_name.is_some(),
+        unaligned: serves_bytes.then(Arc::default),
+        idle_event: Some(autoclear.idle_event().clone()),
+        rejection_event: Some(events.rejection.clone()),
+        switches: Arc::new(NbdSwitches {
+            pacing: options.pacing.into(),
+            receive_backoff: options.receive_backoff.into(),
+            split_reads: options.split_reads.into(),
+        }),
+        ..NbdOptions::default()
+    }
+}

@@ -1,0 +1,170 @@
+//! How a device stops: closed for good, or left to another daemon.
+
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use blkq_export::ublk::UblkDevice;
+use blkq_export::vhost_user::VhostUserDevice;
+
+use super::Device;
+use super::flush::flush_within;
+use super::running::Running;
+use super::servers::busy;
+use crate::failure::{Failure, Outcome};
+use crate::log;
+
+/// How long a device that stops waits for commands that use it.
+const USERS_WAIT: Duration = Duration::from_secs(1);
+/// How long the last flush before another daemon may take.
+const FLUSH_WAIT: Duration = Duration::from_secs(30);
+
+impl Device {
+    /// Refuses to close a device that is in use, unless its clients are to be dropped by `force`.
+    /// When it returns `Ok`, there are no clients, no sockets and no block device any more.
+    ///
+    /// # Errors
+    /// The clients or processes that use it; the device keeps running.
+    pub fn close(&self, force: bool) -> Outcome {
+        let running = self.running()?;
+        // Held requests fail before clients that are dropped wait for them.
+        let _reporting = force.then(|| running.disk.report_errors());
+        if !force {
+            self.check_not_held()?;
+            running.check_no_clients()?;
+        }
+        // Clients that are dropped wait for their I/O in flight; if the device stays, the limits count again.
+        let _unlimited = running.disk.bypass_limits();
+        if let Some(ublk) = &running.ublk {
+            ublk.stop(force).map_err(Failure::unless_forced)?;
+            self.block_device.removed();
+        }
+        // The first one that refuses keeps running, unless another has stopped already: then a
+        // client that connected in between is dropped.
+        let mut force = force || running.ublk.is_some();
+        if let Some(vhost) = &running.servers.vhost {
+            vhost.stop(force).map_err(|_| busy(1))?;
+            force = true;
+        }
+        for server in &running.servers.nbd {
+            if server.stop(force).is_err() {
+                return Err(busy(server.connection_count().max(1)));
+            }
+            force = true;
+        }
+        Ok(())
+    }
+
+    /// Closes all but the block device, which waits for the next daemon when this one exits. I/O
+    /// in flight is reissued.
+    ///
+    /// # Errors
+    /// If there is none that could be left; the device keeps running. If its last writes cannot be made durable; this
+    /// daemon stays then, without clients.
+    pub fn leave(&self) -> Outcome {
+        let running = self.running()?;
+        if let (None, Some(vhost)) = (&running.ublk, &running.servers.vhost) {
+            return self.leave_guest(&running, vhost);
+        }
+        if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
+            return Err(Failure::new(
+                "there is no block device that another daemon could take over; detach it, and attach it again",
+            ));
+        }
+        // A client that connects from here on is turned away.
+        let _unused = running.servers.pause()?;
+        let _unlimited = running.disk.bypass_limits();
+        running.servers.close();
+        if let Some(ublk) = &running.ublk {
+            ublk.quiesce(&running.disk);
+        }
+        release(&running)
+    }
+
+    /// Closes a device whose virtual machine connects to the next daemon.
+    fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
+        if running.disk.driver().is_lost_with_process() {
+            return Err(Failure::new(
+                "data of its image is in the memory of its daemon, and would be lost; detach it, and attach it again",
+            ));
+        }
+        // A client that connects from here on is turned away.
+        let _unused = running.servers.pause_nbd()?;
+        let _unlimited = running.disk.bypass_limits();
+        vhost.stop_for_next().map_err(|_| {
+            Failure::new(
+                "its virtual machine keeps no record of requests in flight, and cannot go on with another daemon; remove the disk there first",
+            )
+        })?;
+        running.servers.close();
+        release(running)
+    }
+
+    /// Stops a device that is closed: flushes, stops the engines and closes the image.
+    ///
+    /// # Errors
+    /// If the flush failed; the device has stopped all the same.
+    pub fn stop(&self) -> Outcome {
+        // They may use it just now.
+        drop(self.background().take());
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(running) = running else { return Ok(()) };
+        let _unlimited = running.disk.bypass_limits();
+        let _reporting = running.disk.report_errors();
+        let flushed = running.flush();
+        // The last one that uses the image closes it, and this process is about to exit.
+        let until = Instant::now() + USERS_WAIT;
+        while Arc::strong_count(&running) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let kept = running.bitmaps.keep();
+        drop(running);
+        flushed.and(kept)
+    }
+}
+
+/// Releases the image, which has no clients any more, for the next daemon. One that finds it locked all the same
+/// breaks the lock, or waits.
+///
+/// # Errors
+/// If the last writes of the clients cannot be made durable: the next daemon would not know, and answer flushes
+/// without an error.
+fn release(running: &Arc<Running>) -> Outcome {
+    flush_within(running, FLUSH_WAIT).inspect_err(|failure| {
+        log::line(&format!("not left to another daemon, which would not know of it: {failure}"));
+    })?;
+    // The next daemon has them as inconsistent then.
+    if let Err(failure) = running.bitmaps.keep_for_next() {
+        log::line(&format!("warning: {failure}"));
+    }
+    if let Err(error) = running.disk.release() {
+        log::line(&format!("the image is left as if this daemon were killed: {error}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::tests::options;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn a_device_has_stopped_when_no_command_uses_it_any_more() {
+        let dir = scratch("users");
+        let claim = dir.claim("a").unwrap();
+        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+        device.close(true).unwrap();
+        let used = device.running().unwrap();
+        let disk = Arc::downgrade(&used.disk);
+        let user = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            drop(used);
+        });
+        device.stop().unwrap();
+        assert!(disk.upgrade().is_none(), "the image is closed");
+        user.join().unwrap();
+        drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+}
