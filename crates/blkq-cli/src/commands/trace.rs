@@ -20,8 +20,8 @@ use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
 use crate::trace::connection::TraceConnection;
 use crate::trace::filter::{Filter, Filtered};
-use crate::trace::item::{Item, What};
-use crate::trace::lives::Lives;
+use crate::trace::io_tracker::IoTracker;
+use crate::trace::item::{Item, ItemKind};
 use crate::trace::ordered::Ordered;
 use crate::trace::output::{Output, OutputError, TraceStart};
 
@@ -115,10 +115,10 @@ impl Args {
             time_ns: monotonic_ns(),
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
-        let lives = Lives::new(start.queues);
+        let tracker = IoTracker::new(start.queues);
         let mut tracing = Tracing {
             outputs: self.outputs(is_stream, &start)?,
-            lives,
+            tracker,
             filtered: self.filter.clone().map(Filtered::new),
             ordered: Ordered::default(),
             events: 0,
@@ -191,7 +191,7 @@ enum Ended {
 /// The way of the items.
 struct Tracing {
     outputs: Vec<Output>,
-    lives: Lives,
+    tracker: IoTracker,
     filtered: Option<Filtered>,
     ordered: Ordered,
     events: u64,
@@ -246,20 +246,20 @@ impl Tracing {
     }
 
     fn pass_on(&mut self, items: Vec<Item>) -> Result<(), OutputError> {
-        let follows_lives = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
+        let tracks_ios = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
         let mut requests = Vec::new();
         for item in &items {
-            match item.what {
-                What::Event(_) => self.events += 1,
-                What::Lost(events) => self.lost += events,
+            match item.kind {
+                ItemKind::Event(_) => self.events += 1,
+                ItemKind::Lost(events) => self.lost += events,
             }
-            if !follows_lives {
+            if !tracks_ios {
                 continue;
             }
-            let observed = self.lives.observe(item);
+            let effects = self.tracker.observe(item);
             match &mut self.filtered {
-                Some(filtered) => filtered.push(*item, observed),
-                None => requests.extend(observed.request.map(|request| (item.queue, request))),
+                Some(filtered) => filtered.push(*item, effects),
+                None => requests.extend(effects.request.map(|request| (item.queue, request))),
             }
         }
         let items = match &mut self.filtered {
@@ -279,7 +279,7 @@ impl Tracing {
     fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
         let rest = self.ordered.take(None);
         let passed = self.pass_on(rest);
-        self.lives.finish();
+        self.tracker.finish();
         let last = self.pass_on(Vec::new());
         let mut files = Vec::new();
         for output in self.outputs.drain(..) {

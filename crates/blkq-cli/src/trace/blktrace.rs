@@ -7,7 +7,7 @@ use blkq::trace::{EventKind, TraceClient, TraceEvent};
 use blkq::{BioFlags, Operation};
 
 use super::client;
-use super::item::{Item, What, rwbs};
+use super::item::{Item, ItemKind, rwbs};
 
 /// `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
 const MAGIC: u32 = 0x6561_7400 | 7;
@@ -119,9 +119,9 @@ impl Encoder {
 
     /// Appends the records of `item`: none for a gap, one or two for an event.
     pub fn encode(&mut self, item: &Item, out: &mut Vec<u8>) {
-        let event = match &item.what {
-            What::Event(event) => event,
-            What::Lost(events) => {
+        let event = match &item.kind {
+            ItemKind::Event(event) => event,
+            ItemKind::Lost(events) => {
                 self.sequences[item.queue] = self.sequences[item.queue].wrapping_add(*events as u32);
                 return;
             }
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn lost_events_are_a_gap_in_the_sequence() {
         let event = event(EventKind::Issue, 5);
-        let lost = Item { queue: 0, time_ns: 5, what: What::Lost(10) };
+        let lost = Item { queue: 0, time_ns: 5, kind: ItemKind::Lost(10) };
         let records = records(&mut Encoder::new(1), &[item(0, event), lost, item(0, event)]);
         assert_eq!(records.iter().map(|record| record.sequence).collect::<Vec<_>>(), [1, 2, 13]);
     }

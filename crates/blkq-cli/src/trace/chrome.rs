@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use serde_json::{Value, json};
 
 use super::client;
-use super::lives::{CompletedRequest, Stage};
+use super::io_tracker::{CompletedRequest, Stage};
 
 /// The number of the process that the device is there.
 const PROCESS: u32 = 1;

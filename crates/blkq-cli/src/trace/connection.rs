@@ -10,7 +10,7 @@ use crate::control::{Dialogue, Request, ask};
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 
-use super::item::{Item, What};
+use super::item::{Item, ItemKind};
 
 /// How long a daemon may take to begin.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -59,7 +59,7 @@ impl TraceConnection {
     /// Appends what is missing behind the last events.
     pub fn finish(&mut self, items: &mut Vec<Item>) {
         for (queue, lost) in self.lost.iter_mut().enumerate().filter(|(_, lost)| **lost > 0) {
-            items.push(Item { queue, time_ns: u64::MAX, what: What::Lost(std::mem::take(lost)) });
+            items.push(Item { queue, time_ns: u64::MAX, kind: ItemKind::Lost(std::mem::take(lost)) });
         }
     }
 }
@@ -69,10 +69,10 @@ fn append(queue: usize, lost: &mut u64, events: &mut Vec<TraceEvent>, items: &mu
     if let Some(first) = events.first()
         && *lost > 0
     {
-        let missing = What::Lost(std::mem::take(lost));
-        items.push(Item { queue, time_ns: first.time_ns, what: missing });
+        let missing = ItemKind::Lost(std::mem::take(lost));
+        items.push(Item { queue, time_ns: first.time_ns, kind: missing });
     }
-    let item = |event: TraceEvent| Item { queue, time_ns: event.time_ns, what: What::Event(event) };
+    let item = |event: TraceEvent| Item { queue, time_ns: event.time_ns, kind: ItemKind::Event(event) };
     items.extend(events.drain(..).map(item));
 }
 
@@ -98,7 +98,7 @@ mod tests {
         let next = event(EventKind::Queue, 7);
         append(1, &mut lost, &mut vec![next], &mut items);
         append(1, &mut lost, &mut vec![next], &mut items);
-        let gap = Item { queue: 1, time_ns: 7, what: What::Lost(5) };
+        let gap = Item { queue: 1, time_ns: 7, kind: ItemKind::Lost(5) };
         assert_eq!(items, [gap, item(1, next), item(1, next)]);
     }
 }

@@ -7,8 +7,8 @@ use std::str::FromStr;
 use blkq::Operation;
 use blkq::drivers::parse_bytes;
 
-use super::item::{Item, What};
-use super::lives::{CompletedRequest, Fate, Io, Observed, SharedFate, fate_of};
+use super::io_tracker::{CompletedRequest, Decision, Effects, Io, SharedDecision, decision_of};
+use super::item::{Item, ItemKind};
 
 /// Most items that wait for the completion of an I/O; then the oldest I/O is given up.
 const WAITING_MAX: usize = 1 << 20;
@@ -96,8 +96,8 @@ fn parse_time_ns(text: &str) -> Result<u64, String> {
 /// Items in their order, until it is known whether they are wanted.
 pub struct Filtered {
     filter: Filter,
-    waiting: VecDeque<(Item, SharedFate)>,
-    requests: Vec<(usize, CompletedRequest, SharedFate)>,
+    waiting: VecDeque<(Item, SharedDecision)>,
+    requests: Vec<(usize, CompletedRequest, SharedDecision)>,
     given_up: u64,
 }
 
@@ -108,38 +108,40 @@ impl Filtered {
     }
 
     /// Takes the next item, with its effects.
-    pub fn push(&mut self, item: Item, observed: Observed) {
-        if let Some((io, completed_ns)) = &observed.io {
+    pub fn push(&mut self, item: Item, effects: Effects) {
+        if let Some((io, completed_ns)) = &effects.io {
             let kept = self.filter.holds(io, *completed_ns);
-            *io.fate.borrow_mut() = if kept { Fate::Kept } else { Fate::Dropped };
+            *io.decision.borrow_mut() = if kept { Decision::Kept } else { Decision::Dropped };
         }
         // Events of no I/O are dropped: of the plug, and of I/Os that began before the trace.
-        if let (What::Event(_), Some(fate)) = (&item.what, &observed.fate) {
-            self.waiting.push_back((item, fate.clone()));
+        if let (ItemKind::Event(_), Some(decision)) = (&item.kind, &effects.decision) {
+            self.waiting.push_back((item, decision.clone()));
         }
-        if let (Some(request), Some(fate)) = (observed.request, observed.fate) {
-            self.requests.push((item.queue, request, fate));
+        if let (Some(request), Some(decision)) = (effects.request, effects.decision) {
+            self.requests.push((item.queue, request, decision));
         }
     }
 
     /// Takes out the requests that are wanted, with their queues, of I/Os that are over.
     pub fn take_requests(&mut self) -> Vec<(usize, CompletedRequest)> {
-        let (open, over): (Vec<_>, Vec<_>) =
-            self.requests.drain(..).partition(|(.., fate)| matches!(fate_of(fate), Fate::Open));
+        let (open, over): (Vec<_>, Vec<_>) = self
+            .requests
+            .drain(..)
+            .partition(|(.., decision)| matches!(decision_of(decision), Decision::Pending));
         self.requests = open;
-        let kept = over.into_iter().filter(|(.., fate)| matches!(fate_of(fate), Fate::Kept));
+        let kept = over.into_iter().filter(|(.., decision)| matches!(decision_of(decision), Decision::Kept));
         kept.map(|(queue, request, _)| (queue, request)).collect()
     }
 
     /// Takes out what is wanted, up to the first I/O that is not over.
     pub fn take(&mut self) -> Vec<Item> {
         let mut items = Vec::new();
-        while let Some((item, fate)) = self.waiting.front() {
-            match fate_of(fate) {
-                Fate::Open if self.waiting.len() <= WAITING_MAX => break,
-                Fate::Kept => items.push(*item),
-                Fate::Open => self.given_up += 1,
-                Fate::Dropped | Fate::Of(_) => {}
+        while let Some((item, decision)) = self.waiting.front() {
+            match decision_of(decision) {
+                Decision::Pending if self.waiting.len() <= WAITING_MAX => break,
+                Decision::Kept => items.push(*item),
+                Decision::Pending => self.given_up += 1,
+                Decision::Dropped | Decision::MergedInto(_) => {}
             }
             self.waiting.pop_front();
         }
@@ -156,8 +158,8 @@ impl Filtered {
 mod tests {
     use blkq::trace::EventKind::{Complete, GetRequest, Issue, Plug, Queue};
 
+    use super::super::io_tracker::IoTracker;
     use super::super::item::tests::step;
-    use super::super::lives::Lives;
     use super::*;
 
     #[test]
@@ -198,11 +200,11 @@ mod tests {
             step(Complete, 20, 6, Some(8)),
             step(Complete, 5000, 5, Some(9)),
         ];
-        let (mut lives, mut filtered) = (Lives::new(1), Filtered::new("latency>1ms".parse().unwrap()));
+        let (mut tracker, mut filtered) = (IoTracker::new(1), Filtered::new("latency>1ms".parse().unwrap()));
         for item in &items {
             assert!(filtered.take().is_empty() && filtered.take_requests().is_empty());
-            let observed = lives.observe(item);
-            filtered.push(*item, observed);
+            let effects = tracker.observe(item);
+            filtered.push(*item, effects);
         }
         assert_eq!(filtered.take(), [items[0], items[2], items[5], items[8]]);
         assert_eq!(filtered.take_requests().len(), 1);
@@ -210,13 +212,13 @@ mod tests {
 
     #[test]
     fn an_io_that_never_completes_holds_nothing_up_at_the_end() {
-        let (mut lives, mut filtered) = (Lives::new(1), Filtered::new("op=read".parse().unwrap()));
+        let (mut tracker, mut filtered) = (IoTracker::new(1), Filtered::new("op=read".parse().unwrap()));
         for item in [step(Queue, 1, 5, None), step(Queue, 2, 6, None), step(Complete, 3, 6, None)] {
-            let observed = lives.observe(&item);
-            filtered.push(item, observed);
+            let effects = tracker.observe(&item);
+            filtered.push(item, effects);
         }
         assert!(filtered.take().is_empty());
-        lives.finish();
+        tracker.finish();
         assert_eq!(filtered.take().len(), 2);
     }
 }

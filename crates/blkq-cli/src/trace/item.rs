@@ -10,13 +10,13 @@ pub struct Item {
     pub queue: usize,
     /// Of a gap, that of the event behind it.
     pub time_ns: u64,
-    /// The event, or how many are missing here.
-    pub what: What,
+    /// An event, or a gap.
+    pub kind: ItemKind,
 }
 
-/// See [`Item`].
+/// An event, or a gap between two: see [`Item`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum What {
+pub enum ItemKind {
     /// An event.
     Event(TraceEvent),
     /// So many events were overwritten before they were read.
@@ -26,9 +26,9 @@ pub enum What {
 impl Item {
     /// The event, if it is one.
     pub fn event(&self) -> Option<&TraceEvent> {
-        match &self.what {
-            What::Event(event) => Some(event),
-            What::Lost(_) => None,
+        match &self.kind {
+            ItemKind::Event(event) => Some(event),
+            ItemKind::Lost(_) => None,
         }
     }
 }
@@ -81,7 +81,7 @@ pub(super) mod tests {
 
     /// `event` of `queue`.
     pub fn item(queue: usize, event: TraceEvent) -> Item {
-        Item { queue, time_ns: event.time_ns, what: What::Event(event) }
+        Item { queue, time_ns: event.time_ns, kind: ItemKind::Event(event) }
     }
 
     /// An event of a bio, in microseconds; of a request too, if `tag` is one.

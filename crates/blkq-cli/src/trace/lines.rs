@@ -5,7 +5,7 @@ use std::fmt::Write;
 use blkq::trace::EventKind;
 
 use super::client;
-use super::item::{Item, What, rwbs};
+use super::item::{Item, ItemKind, rwbs};
 
 /// Appends the line of `item`: queue, seconds since `since_ns`, client, event, operation, place and
 /// length in sectors, error.
@@ -13,9 +13,9 @@ pub fn line(item: &Item, since_ns: u64, out: &mut String) {
     let ns = item.time_ns.saturating_sub(since_ns);
     let queue = item.queue;
     // Writing to a string does not fail.
-    let _ = match &item.what {
-        What::Lost(events) => writeln!(out, "{queue:>3} {events} events lost"),
-        What::Event(event) => {
+    let _ = match &item.kind {
+        ItemKind::Lost(events) => writeln!(out, "{queue:>3} {events} events lost"),
+        ItemKind::Event(event) => {
             let (seconds, ns) = (ns / 1_000_000_000, ns % 1_000_000_000);
             let (letter, client) = (event.kind.letter(), client::name(event.client));
             let _ = write!(out, "{queue:>3} {seconds:>5}.{ns:09} {client:<9} {letter} {:<3} ", rwbs(event));

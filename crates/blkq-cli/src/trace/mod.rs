@@ -1,5 +1,5 @@
 //! `blkq trace`: the events of a device, as they come from its daemon's memory, and what is made of
-//! them. `connection` reads them, `ordered` puts those of all queues in order, `lives` follows each
+//! them. `connection` reads them, `ordered` puts those of all queues in order, `io_tracker` follows each
 //! I/O through its events, `filter` chooses; `blktrace`, `lines` and `chrome` write them.
 
 pub mod blktrace;
@@ -7,8 +7,8 @@ pub mod chrome;
 pub mod client;
 pub mod connection;
 pub mod filter;
+pub mod io_tracker;
 pub mod item;
 pub mod lines;
-pub mod lives;
 pub mod ordered;
 pub mod output;

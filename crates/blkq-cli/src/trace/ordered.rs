@@ -37,14 +37,14 @@ mod tests {
     use blkq::trace::EventKind;
 
     use super::super::item::tests::{event, item};
-    use super::super::item::{Item, What};
+    use super::super::item::{Item, ItemKind};
     use super::*;
 
     #[test]
     fn items_of_several_queues_come_in_the_order_of_their_times() {
         let mut ordered = Ordered::default();
         let at = |queue, time_ns| item(queue, event(EventKind::Queue, time_ns));
-        let lost = Item { queue: 1, time_ns: 3, what: What::Lost(2) };
+        let lost = Item { queue: 1, time_ns: 3, kind: ItemKind::Lost(2) };
         *ordered.input() = vec![at(0, 1), at(0, 4), at(0, LATE_NS + 7), lost, at(1, 3), at(1, 4)];
         let taken = ordered.take(Some(2 * LATE_NS + 5));
         assert_eq!(taken, [at(0, 1), lost, at(1, 3), at(0, 4), at(1, 4)]);

@@ -9,9 +9,9 @@ use crate::failure::{Failure, Outcome};
 
 use super::blktrace::Encoder;
 use super::chrome::ChromeWriter;
+use super::io_tracker::CompletedRequest;
 use super::item::Item;
 use super::lines::line;
-use super::lives::CompletedRequest;
 
 /// A trace as it begins.
 pub struct TraceStart<'a> {

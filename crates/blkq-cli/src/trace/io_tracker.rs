@@ -1,4 +1,4 @@
-//! The life of each I/O: which events belong together, and how long each stage took.
+//! Follows each I/O through its events: which belong together, and how long each stage took.
 //!
 //! An I/O is a bio with all the requests that do it, and all the bios that merged with those. It is
 //! over when the last of these requests has completed.
@@ -10,29 +10,33 @@ use std::rc::Rc;
 use blkq::trace::{EventKind, NO_BIO, TraceClient, TraceEvent};
 use blkq::{Operation, Sector, Status, Tag};
 
-use super::item::{Item, What};
+use super::item::{Item, ItemKind};
 
-/// Whether the events of an I/O are wanted: decided when it is over.
+/// The filter's decision on all events of an I/O, which is made when the I/O is over.
 #[derive(Clone, Debug)]
-pub enum Fate {
-    /// It is not over.
-    Open,
-    /// They are.
+pub enum Decision {
+    /// The I/O is not over.
+    Pending,
+    /// Its events are written.
     Kept,
-    /// They are not.
+    /// Its events are left out.
     Dropped,
-    /// It was merged with another, whose fate counts.
-    Of(SharedFate),
+    /// The I/O was merged with another, whose decision counts.
+    MergedInto(SharedDecision),
 }
 
-/// The fate that the events of one I/O share.
-pub type SharedFate = Rc<RefCell<Fate>>;
+/// The decision that the events of one I/O share.
+pub type SharedDecision = Rc<RefCell<Decision>>;
 
-/// The fate itself, behind all mergers.
-pub fn fate_of(fate: &SharedFate) -> Fate {
-    match &*fate.borrow() {
-        Fate::Of(other) => fate_of(other),
-        fate => fate.clone(),
+/// The decision on the I/O into which this one was merged at last, or on itself.
+pub fn decision_of(decision: &SharedDecision) -> Decision {
+    let mut decision = decision.clone();
+    loop {
+        let next = match &*decision.borrow() {
+            Decision::MergedInto(other) => other.clone(),
+            own => return own.clone(),
+        };
+        decision = next;
     }
 }
 
@@ -45,8 +49,8 @@ pub struct Io {
     pub operation: Operation,
     /// The larger of its largest bio and its largest request.
     pub bytes: u32,
-    /// Of all its events.
-    pub fate: SharedFate,
+    /// On all its events.
+    pub decision: SharedDecision,
     /// Requests, and bios without one, that have not completed.
     open: u32,
     /// Bytes of a bio that is split, for which there are no parts yet.
@@ -89,11 +93,11 @@ pub struct CompletedRequest {
     pub status: Option<Status>,
 }
 
-/// The effects of an item.
+/// The effects of an item on the I/Os that are followed: [`IoTracker::observe`] returns them.
 #[derive(Default)]
-pub struct Observed {
-    /// The fate of the event.
-    pub fate: Option<SharedFate>,
+pub struct Effects {
+    /// The decision on the event, which is that on its I/O; `None` if it belongs to none that is known.
+    pub decision: Option<SharedDecision>,
     /// A request that it completes.
     pub request: Option<CompletedRequest>,
     /// An I/O that is over with it, and the time.
@@ -106,9 +110,9 @@ struct Request {
     stages: Vec<(Stage, u64)>,
 }
 
-/// The I/O of one queue.
+/// The I/Os in flight of one queue, by the numbers of their bios and tags.
 #[derive(Default)]
-struct QueueLives {
+struct QueueTracker {
     ios: HashMap<u64, Io>,
     next: u64,
     bios: HashMap<u32, u64>,
@@ -117,45 +121,45 @@ struct QueueLives {
     flushes: Vec<u64>,
 }
 
-/// The I/O of a device.
-pub struct Lives {
-    queues: Vec<QueueLives>,
+/// Follows the I/Os of a device: finds for each item the I/O that it belongs to, and what completed with it.
+pub struct IoTracker {
+    queues: Vec<QueueTracker>,
 }
 
-impl Lives {
+impl IoTracker {
     /// Of a device with so many queues.
-    pub fn new(queues: usize) -> Lives {
-        Lives { queues: (0..queues).map(|_| QueueLives::default()).collect() }
+    pub fn new(queues: usize) -> IoTracker {
+        IoTracker { queues: (0..queues).map(|_| QueueTracker::default()).collect() }
     }
 
     /// Takes the next item of a queue.
-    pub fn observe(&mut self, item: &Item) -> Observed {
+    pub fn observe(&mut self, item: &Item) -> Effects {
         let queue = &mut self.queues[item.queue];
-        match &item.what {
-            What::Event(event) => queue.observe(event),
-            What::Lost(_) => {
+        match &item.kind {
+            ItemKind::Event(event) => queue.observe(event),
+            ItemKind::Lost(_) => {
                 queue.forget();
-                Observed::default()
+                Effects::default()
             }
         }
     }
 
     /// Gives up all that are not over.
     pub fn finish(&mut self) {
-        self.queues.iter_mut().for_each(QueueLives::forget);
+        self.queues.iter_mut().for_each(QueueTracker::forget);
     }
 }
 
-impl QueueLives {
+impl QueueTracker {
     /// Which events belong together is no longer known: numbers of bios and tags are used again.
     fn forget(&mut self) {
         for io in self.ios.values() {
-            *io.fate.borrow_mut() = Fate::Dropped;
+            *io.decision.borrow_mut() = Decision::Dropped;
         }
-        *self = QueueLives { next: self.next, ..QueueLives::default() };
+        *self = QueueTracker { next: self.next, ..QueueTracker::default() };
     }
 
-    fn observe(&mut self, event: &TraceEvent) -> Observed {
+    fn observe(&mut self, event: &TraceEvent) -> Effects {
         let (io, mut request, mut is_over) = match (event.kind, event.tag) {
             (EventKind::Queue, _) => (Some(self.queued(event)), None, false),
             (EventKind::Split, _) => (self.split(event), None, false),
@@ -184,17 +188,17 @@ impl QueueLives {
             (EventKind::Complete, None) => (self.bios.get(&event.bio).copied(), None, true),
             _ => (None, None, false),
         };
-        let mut observed = Observed::default();
-        let Some(id) = io else { return observed };
+        let mut effects = Effects::default();
+        let Some(id) = io else { return effects };
         if let Some(io) = self.ios.get_mut(&id) {
             io.bytes = io.bytes.max(event.bytes);
-            observed.fate = Some(io.fate.clone());
+            effects.decision = Some(io.decision.clone());
             if is_over {
                 io.open = io.open.saturating_sub(1);
                 is_over = io.open == 0 && io.unsplit == 0;
             }
         }
-        observed.request = request.take().map(|request| CompletedRequest {
+        effects.request = request.take().map(|request| CompletedRequest {
             stages: request.stages,
             completed_ns: event.time_ns,
             operation: event.operation,
@@ -204,9 +208,9 @@ impl QueueLives {
             status: event.status,
         });
         if is_over {
-            observed.io = self.remove(id).map(|io| (io, event.time_ns));
+            effects.io = self.remove(id).map(|io| (io, event.time_ns));
         }
-        observed
+        effects
     }
 
     fn insert(&mut self, event: &TraceEvent, queued_ns: Option<u64>) -> u64 {
@@ -215,7 +219,7 @@ impl QueueLives {
             queued_ns,
             operation: event.operation,
             bytes: event.bytes,
-            fate: Rc::new(RefCell::new(Fate::Open)),
+            decision: Rc::new(RefCell::new(Decision::Pending)),
             open: 1,
             unsplit: 0,
             is_split: false,
@@ -321,7 +325,7 @@ impl QueueLives {
             io.unsplit += other.unsplit;
             io.is_split |= other.is_split;
             io.bios.extend(other.bios);
-            *other.fate.borrow_mut() = Fate::Of(io.fate.clone());
+            *other.decision.borrow_mut() = Decision::MergedInto(io.decision.clone());
         }
     }
 
@@ -345,26 +349,26 @@ mod tests {
 
     /// The effects of the last of `items`, when none before it completed an I/O.
     #[track_caller]
-    fn observe(items: &[Item]) -> Observed {
-        let mut lives = Lives::new(1);
+    fn observe(items: &[Item]) -> Effects {
+        let mut tracker = IoTracker::new(1);
         let (last, before) = items.split_last().unwrap();
-        before.iter().for_each(|item| assert!(lives.observe(item).io.is_none(), "over at {item:?}"));
-        lives.observe(last)
+        before.iter().for_each(|item| assert!(tracker.observe(item).io.is_none(), "over at {item:?}"));
+        tracker.observe(last)
     }
 
     fn with_other(item: Item, other: u32) -> Item {
         let event = TraceEvent { other, ..*item.event().unwrap() };
-        Item { what: What::Event(event), ..item }
+        Item { kind: ItemKind::Event(event), ..item }
     }
 
     fn with_bytes(item: Item, bytes: u32) -> Item {
         let event = TraceEvent { bytes, ..*item.event().unwrap() };
-        Item { what: What::Event(event), ..item }
+        Item { kind: ItemKind::Event(event), ..item }
     }
 
     fn flush(item: Item) -> Item {
         let event = TraceEvent { operation: Operation::Flush, ..*item.event().unwrap() };
-        Item { what: What::Event(event), ..item }
+        Item { kind: ItemKind::Event(event), ..item }
     }
 
     #[test]
@@ -378,12 +382,12 @@ mod tests {
             step(Issue, 6, 5, Some(9)),
             step(Complete, 8, 5, Some(9)),
         ];
-        let observed = observe(&items);
-        let request = observed.request.unwrap();
+        let effects = observe(&items);
+        let request = effects.request.unwrap();
         let stages = [Stage::Queued, Stage::Scheduled, Stage::Driver, Stage::Requeued, Stage::Driver];
         let stages: Vec<_> = stages.into_iter().zip([1000, 3000, 4000, 5000, 6000]).collect();
         assert_eq!((request.stages, request.completed_ns), (stages, 8000));
-        assert_eq!(observed.io.unwrap().0.queued_ns, Some(1000));
+        assert_eq!(effects.io.unwrap().0.queued_ns, Some(1000));
     }
 
     #[test]
@@ -423,9 +427,11 @@ mod tests {
             step(Issue, 4, 5, Some(9)),
             step(Complete, 8, 5, Some(9)),
         ];
-        let mut lives = Lives::new(1);
-        let last = items.iter().map(|item| lives.observe(item)).last().unwrap();
-        assert!(last.io.is_some() && lives.queues[0].requests.is_empty() && lives.queues[0].bios.is_empty());
+        let mut tracker = IoTracker::new(1);
+        let last = items.iter().map(|item| tracker.observe(item)).last().unwrap();
+        assert!(
+            last.io.is_some() && tracker.queues[0].requests.is_empty() && tracker.queues[0].bios.is_empty()
+        );
     }
 
     #[test]
@@ -456,27 +462,27 @@ mod tests {
             flush(step(Queue, 4, 7, None)),
             flush(step(Complete, 8, NO_BIO, Some(64))),
         ];
-        let observed = observe(&items);
-        assert_eq!(observed.io.unwrap().0.queued_ns, Some(1000));
-        assert_eq!(observed.request.unwrap().stages, [(Stage::Queued, 1000)]);
+        let effects = observe(&items);
+        assert_eq!(effects.io.unwrap().0.queued_ns, Some(1000));
+        assert_eq!(effects.request.unwrap().stages, [(Stage::Queued, 1000)]);
     }
 
     #[test]
     fn a_rejected_bio_is_over_without_a_request() {
-        let observed = observe(&[step(Queue, 1, 5, None), step(Complete, 2, 5, None)]);
-        assert!(observed.io.is_some() && observed.request.is_none());
+        let effects = observe(&[step(Queue, 1, 5, None), step(Complete, 2, 5, None)]);
+        assert!(effects.io.is_some() && effects.request.is_none());
     }
 
     #[test]
     fn a_gap_forgets_what_was_open_and_numbers_are_used_again() {
-        let mut lives = Lives::new(1);
-        let fate = lives.observe(&step(Queue, 1, 5, None)).fate.unwrap();
-        lives.observe(&Item { queue: 0, time_ns: 2, what: What::Lost(1) });
-        assert!(matches!(fate_of(&fate), Fate::Dropped));
-        assert!(lives.observe(&step(Complete, 2, 5, Some(3))).io.is_none(), "it began before");
+        let mut tracker = IoTracker::new(1);
+        let decision = tracker.observe(&step(Queue, 1, 5, None)).decision.unwrap();
+        tracker.observe(&Item { queue: 0, time_ns: 2, kind: ItemKind::Lost(1) });
+        assert!(matches!(decision_of(&decision), Decision::Dropped));
+        assert!(tracker.observe(&step(Complete, 2, 5, Some(3))).io.is_none(), "it began before");
         for item in [step(Queue, 3, 5, None), step(GetRequest, 3, 5, Some(3))] {
-            assert!(lives.observe(&item).io.is_none());
+            assert!(tracker.observe(&item).io.is_none());
         }
-        assert_eq!(lives.observe(&step(Complete, 9, 5, Some(3))).io.unwrap().0.queued_ns, Some(3000));
+        assert_eq!(tracker.observe(&step(Complete, 9, 5, Some(3))).io.unwrap().0.queued_ns, Some(3000));
     }
 }
