@@ -71,9 +71,12 @@ fn read(memory: Arc<TraceMemory>, stop: Arc<AtomicBool>) -> impl FnOnce() -> (u6
         let (mut events, mut counts) = (Vec::new(), (0, 0));
         let Some(mut reader) = TraceReader::new(&memory, 0) else { return counts };
         while !stop.load(Ordering::Relaxed) {
-            counts.1 += reader.read(&mut events);
+            let page = reader.read(&mut events);
+            counts.1 += page.lost;
             counts.0 += events.drain(..).len() as u64;
-            thread::sleep(Duration::from_millis(5));
+            if !page.more {
+                thread::sleep(Duration::from_millis(5));
+            }
         }
         counts
     }

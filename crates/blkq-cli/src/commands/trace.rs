@@ -22,8 +22,8 @@ use crate::trace::connection::TraceConnection;
 use crate::trace::filter::{Filter, Filtered};
 use crate::trace::io_tracker::IoTracker;
 use crate::trace::item::{Item, ItemKind};
-use crate::trace::ordered::Ordered;
 use crate::trace::output::{Output, OutputError, TraceStart};
+use crate::trace::rings::Rings;
 
 /// How long to wait between two looks into the rings.
 const POLL: Duration = Duration::from_millis(5);
@@ -107,25 +107,23 @@ impl Args {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
         let stop = stop_on_signals()?;
-        let connection = TraceConnection::open(&dir, &name, ring_bytes)
+        let mut connection = TraceConnection::open(&dir, &name, ring_bytes)
             .map_err(|e| e.during(format_args!("trace {}", self.name)))?;
         let start = TraceStart {
             name: &name,
-            queues: connection.queue_count(),
+            queues: connection.rings().queue_count(),
             time_ns: monotonic_ns(),
             since_epoch: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
-        let tracker = IoTracker::new(start.queues);
         let mut tracing = Tracing {
             outputs: self.outputs(is_stream, &start)?,
-            tracker,
+            tracker: IoTracker::new(start.queues),
             filtered: self.filter.clone().map(Filtered::new),
-            ordered: Ordered::default(),
             events: 0,
             lost: 0,
         };
         let begun = Instant::now();
-        let ended = tracing.follow(connection, &stop, self.duration, self.shows_progress());
+        let stopped = tracing.follow(connection, &stop, self.duration, self.shows_progress());
         let finished = tracing.finish();
         let mut line = format!(
             "{name}: {} events in {:.1} s, {} lost",
@@ -136,12 +134,12 @@ impl Args {
         if let Some(given_up) = tracing.filtered.as_ref().map(Filtered::given_up).filter(|count| *count > 0) {
             line.push_str(&format!(", {given_up} of I/Os that took too long left out"));
         }
-        match (ended, finished) {
+        match (stopped, finished) {
             (Err(OutputError::Failed(failure)), _) | (_, Err(OutputError::Failed(failure))) => {
                 complain(&Failure::new(line));
                 Err(failure)
             }
-            (ended, finished) => {
+            (stopped, finished) => {
                 if let Ok(files) = finished
                     && !files.is_empty()
                 {
@@ -149,7 +147,7 @@ impl Args {
                     line.push_str(&format!("; in {}", files.join(" ")));
                 }
                 complain(&Failure::new(line));
-                let closed = matches!(ended, Ok(Ended::ByDaemon));
+                let closed = matches!(stopped, Ok(StopReason::DaemonExited));
                 if closed {
                     complain(&Failure::new(format!("{name}: its daemon closed the connection")));
                 }
@@ -182,18 +180,19 @@ impl Args {
     }
 }
 
-/// Why a trace is over.
-enum Ended {
-    AsAsked,
-    ByDaemon,
+/// Why a trace stopped.
+enum StopReason {
+    /// A signal, or its time was over.
+    Requested,
+    /// The daemon closed the connection.
+    DaemonExited,
 }
 
-/// The way of the items.
+/// A trace while it runs: the way of its items from the rings to the outputs.
 struct Tracing {
     outputs: Vec<Output>,
     tracker: IoTracker,
     filtered: Option<Filtered>,
-    ordered: Ordered,
     events: u64,
     lost: u64,
 }
@@ -205,21 +204,18 @@ impl Tracing {
         stop: &AtomicBool,
         duration: Option<Duration>,
         shows_progress: bool,
-    ) -> Result<Ended, OutputError> {
+    ) -> Result<StopReason, OutputError> {
         let begun = Instant::now();
-        let mut shown = begun;
-        let ended = loop {
+        let (mut shown, mut more) = (begun, false);
+        let reason = loop {
             let over = stop.load(Ordering::SeqCst) || duration.is_some_and(|most| begun.elapsed() >= most);
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
-            let timeout = if over { Duration::ZERO } else { left };
+            let timeout = if over || more { Duration::ZERO } else { left };
             let mut fds = [PollFd::new(&connection, PollFlags::IN)];
             // Interrupted: the signal is noted.
             let closed =
                 poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
-            let now_ns = monotonic_ns();
-            connection.read(self.ordered.input());
-            let items = self.ordered.take(Some(now_ns));
-            self.pass_on(items)?;
+            more = self.write_batch(connection.rings(), monotonic_ns())?;
             if shows_progress && begun.elapsed() >= PROGRESS_AFTER && shown.elapsed() >= PROGRESS_EVERY {
                 shown = Instant::now();
                 let seconds = begun.elapsed().as_secs();
@@ -231,8 +227,8 @@ impl Tracing {
                 );
             }
             match (closed, over) {
-                (_, true) => break Ended::AsAsked,
-                (true, _) => break Ended::ByDaemon,
+                (_, true) => break StopReason::Requested,
+                (true, _) => break StopReason::DaemonExited,
                 _ => {}
             }
         };
@@ -240,12 +236,20 @@ impl Tracing {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
         // Its memory has what was written before the connection closed.
-        connection.read(self.ordered.input());
-        connection.finish(self.ordered.input());
-        Ok(ended)
+        let now_ns = monotonic_ns();
+        while self.write_batch(connection.rings(), now_ns)? {}
+        self.write(connection.rings().finish())?;
+        Ok(reason)
     }
 
-    fn pass_on(&mut self, items: Vec<Item>) -> Result<(), OutputError> {
+    /// Writes some of what was traced before `now_ns`. Returns whether there is more.
+    fn write_batch(&mut self, rings: &mut Rings, now_ns: u64) -> Result<bool, OutputError> {
+        let batch = rings.read(now_ns);
+        self.write(batch.items).map(|()| batch.more)
+    }
+
+    /// Writes items, or those that the filter keeps, and the requests that completed with them.
+    fn write(&mut self, items: Vec<Item>) -> Result<(), OutputError> {
         let tracks_ios = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
         let mut requests = Vec::new();
         for item in &items {
@@ -275,17 +279,15 @@ impl Tracing {
         self.outputs.iter_mut().try_for_each(|output| output.items(&items))
     }
 
-    /// Passes on what is left, and completes the outputs.
+    /// Writes what the filter has kept of I/Os that are not over, and completes the outputs.
     fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
-        let rest = self.ordered.take(None);
-        let passed = self.pass_on(rest);
         self.tracker.finish();
-        let last = self.pass_on(Vec::new());
+        let written = self.write(Vec::new());
         let mut files = Vec::new();
         for output in self.outputs.drain(..) {
             files.extend(output.finish()?);
         }
-        passed.and(last).map(|()| files)
+        written.map(|()| files)
     }
 }
 

@@ -1,5 +1,5 @@
 //! `blkq trace`: the events of a device, as they come from its daemon's memory, and what is made of
-//! them. `connection` reads them, `ordered` puts those of all queues in order, `io_tracker` follows each
+//! them. `rings` reads them, in the order that `ordered` has for all queues, `io_tracker` follows each
 //! I/O through its events, `filter` chooses; `blktrace`, `lines` and `chrome` write them.
 
 pub mod blktrace;
@@ -12,3 +12,4 @@ pub mod item;
 pub mod lines;
 pub mod ordered;
 pub mod output;
+pub mod rings;

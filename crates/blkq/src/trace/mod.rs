@@ -25,5 +25,5 @@ pub use event::{EventKind, NO_BIO, TraceClient, TraceEvent};
 pub use memory::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN, TraceMemory};
 pub(crate) use probes::Probes;
 pub(crate) use record::{PlugRecord, RECORD_CAPACITY_SECTORS, RECORD_REQUESTS_MAX};
-pub use ring::TraceReader;
 pub(crate) use ring::TraceWriter;
+pub use ring::{PAGE_EVENTS_MAX, TracePage, TraceReader};

@@ -28,6 +28,9 @@ const PAGE: u64 = PAGE_WORDS as u64;
 /// A page has room for the longest record behind its first word.
 const _: () = assert!(cfg!(model_check) || RECORD_REQUESTS_MAX * 2 < PAGE_WORDS);
 
+/// Most events that one [`TraceReader::read`] appends: of no record more for each of its words.
+pub const PAGE_EVENTS_MAX: usize = 4 * PAGE_WORDS;
+
 /// The writer of a queue's events.
 pub(crate) struct TraceWriter {
     memory: Arc<TraceMemory>,
@@ -129,7 +132,17 @@ impl TraceWriter {
     }
 }
 
-/// A reader of a queue's events.
+/// The findings of one [`TraceReader::read`], besides events.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TracePage {
+    /// Events that are missing: those overwritten before the page was read; completions of requests that
+    /// began before those; and what is of no known kind.
+    pub lost: u64,
+    /// More was written, before it was read, than is on the page.
+    pub more: bool,
+}
+
+/// A reader of a queue's events, page by page.
 pub struct TraceReader {
     memory: Arc<TraceMemory>,
     place: RingPlace,
@@ -153,33 +166,32 @@ impl TraceReader {
         })
     }
 
-    /// Appends the events that were written since the last time to `events`, as far as they still are
-    /// there. Returns how many are not: those before them; completions of requests that began
-    /// before those; and what is of no known kind.
-    pub fn read(&mut self, events: &mut Vec<TraceEvent>) -> u64 {
+    /// Appends the events of the next page that was written to `events`, at most [`PAGE_EVENTS_MAX`], or those of
+    /// its part that is new.
+    pub fn read(&mut self, events: &mut Vec<TraceEvent>) -> TracePage {
         let until = self.position(Acquire);
         if self.is_overwritten(until) {
             // With less than half a ring of distance it would be overtaken again.
             self.next = (until / PAGE - self.place.pages / 2) * PAGE;
             self.requests.clear();
         }
-        let mut lost = 0;
-        while self.next < until {
-            let end = until.min((self.next - self.next % PAGE).saturating_add(PAGE));
-            let mut copy = [0; PAGE_WORDS];
-            let copy = &mut copy[..(end - self.next) as usize];
-            let words = &self.memory.words()[self.place.word(self.next)..];
-            copy.iter_mut().zip(words).for_each(|(copy, word)| *copy = word.load(Relaxed));
-            // Reads the position after the words: see the writer.
-            fence(Acquire);
-            if self.is_overwritten(self.position(Relaxed)) {
-                // The next call counts them.
-                break;
-            }
-            lost += self.expand_page(copy, events);
-            self.next = end;
+        if self.next >= until {
+            return TracePage { lost: 0, more: false };
         }
-        lost
+        let end = until.min((self.next - self.next % PAGE).saturating_add(PAGE));
+        let mut copy = [0; PAGE_WORDS];
+        let copy = &mut copy[..(end - self.next) as usize];
+        let words = &self.memory.words()[self.place.word(self.next)..];
+        copy.iter_mut().zip(words).for_each(|(copy, word)| *copy = word.load(Relaxed));
+        // Reads the position after the words: see the writer.
+        fence(Acquire);
+        if self.is_overwritten(self.position(Relaxed)) {
+            // The next call counts them.
+            return TracePage { lost: 0, more: true };
+        }
+        let lost = self.expand_page(copy, events);
+        self.next = end;
+        TracePage { lost, more: end < until }
     }
 
     /// Whether a writer at `position` has begun to overwrite the page of the next record.
@@ -250,9 +262,23 @@ mod tests {
         (writer, TraceReader::new(read, 0).expect("a queue"))
     }
 
+    /// Reads all that was written. Returns how many events are lost.
+    fn read_all(reader: &mut TraceReader, events: &mut Vec<TraceEvent>) -> u64 {
+        let mut lost = 0;
+        loop {
+            let before = events.len();
+            let page = reader.read(events);
+            assert!(events.len() - before <= PAGE_EVENTS_MAX);
+            lost += page.lost;
+            if !page.more {
+                return lost;
+            }
+        }
+    }
+
     fn numbers(reader: &mut TraceReader) -> (u64, Vec<u64>) {
         let mut events = Vec::new();
-        let lost = reader.read(&mut events);
+        let lost = read_all(reader, &mut events);
         (lost, events.iter().map(|event| event.time_ns).collect())
     }
 
@@ -333,7 +359,7 @@ mod tests {
                 writer.push_plug(&WHOLE_PLUG, &tags, &requests, clients);
                 assert!(writer.push_completions(30, &completed));
                 let mut events = Vec::new();
-                assert_eq!(reader.read(&mut events), 0);
+                assert_eq!(read_all(&mut reader, &mut events), 0);
                 assert_eq!(events, events_of_plug(&requests, clients), "{count}");
             }
             let failed = [&completed[1..], &[(Tag(0), Err(Status::Io))]].concat();
@@ -354,7 +380,7 @@ mod tests {
         writer.push(merged(EventKind::FrontMerge, (1 << 39) - 1));
         assert!(writer.push_completions(30, &[(Tag(0), Ok(()))]));
         let mut events = Vec::new();
-        assert_eq!(reader.read(&mut events), 0);
+        assert_eq!(read_all(&mut reader, &mut events), 0);
         let completed = events.last().unwrap();
         assert_eq!((completed.kind, completed.time_ns), (EventKind::Complete, 30));
         assert_eq!((completed.sector, completed.bytes), (Sector((1 << 39) - 1), 3 * 512));
@@ -407,9 +433,17 @@ mod tests {
             let mut reader = TraceReader::new(&memory, 0).unwrap();
             for position in positions {
                 memory.words()[place.position].store(position, Relaxed);
-                let mut events = Vec::new();
-                reader.read(&mut events);
-                prop_assert!(events.len() <= 4 * RECORD_REQUESTS_MAX * 2 * PAGE_WORDS);
+                let mut pages = 0;
+                loop {
+                    let mut events = Vec::new();
+                    let page = reader.read(&mut events);
+                    prop_assert!(events.len() <= PAGE_EVENTS_MAX);
+                    if !page.more {
+                        break;
+                    }
+                    pages += 1;
+                    prop_assert!(pages <= place.pages, "it reads no page twice");
+                }
             }
         }
     }

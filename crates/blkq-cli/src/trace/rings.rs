@@ -1,0 +1,155 @@
+//! The rings of a trace, of which each read takes a bounded part.
+
+use std::sync::Arc;
+
+use blkq::trace::{TraceEvent, TraceMemory, TraceReader};
+
+use super::item::{Item, ItemKind};
+use super::ordered::Ordered;
+
+/// Reads the rings of all queues.
+pub struct Rings {
+    queues: Vec<QueueRing>,
+    ordered: Ordered,
+    /// The events of a page.
+    events: Vec<TraceEvent>,
+}
+
+struct QueueRing {
+    reader: TraceReader,
+    /// How many events are missing before the next one.
+    lost: u64,
+}
+
+/// Items that one read took from the rings.
+pub struct Batch {
+    /// In the order of their times.
+    pub items: Vec<Item>,
+    /// There is more to read now.
+    pub more: bool,
+}
+
+impl Rings {
+    /// The rings in `memory`, each from its first event on.
+    pub fn new(memory: &Arc<TraceMemory>) -> Rings {
+        let readers = (0..memory.queue_count()).filter_map(|queue| TraceReader::new(memory, queue));
+        let queues: Vec<_> = readers.map(|reader| QueueRing { reader, lost: 0 }).collect();
+        Rings { ordered: Ordered::new(queues.len()), queues, events: Vec::new() }
+    }
+
+    /// How many there are.
+    pub fn queue_count(&self) -> usize {
+        self.queues.len()
+    }
+
+    /// Reads what was written before `now_ns`, a time that has come, or a part of it. Returns the items that nothing
+    /// comes before any more.
+    pub fn read(&mut self, now_ns: u64) -> Batch {
+        let mut behind = self.ordered.queue_behind(now_ns);
+        while let Some(queue) = behind
+            && !self.ordered.is_full()
+        {
+            let QueueRing { reader, lost } = &mut self.queues[queue];
+            let page = reader.read(&mut self.events);
+            *lost += page.lost;
+            self.ordered.add(queue, items_of(queue, lost, &mut self.events), now_ns, page.more);
+            behind = self.ordered.queue_behind(now_ns);
+        }
+        Batch { items: self.ordered.take(), more: behind.is_some() }
+    }
+
+    /// Takes all that was read, and of each queue what is missing behind its last event.
+    pub fn finish(&mut self) -> Vec<Item> {
+        let mut items = self.ordered.take_all();
+        for (queue, QueueRing { lost, .. }) in self.queues.iter_mut().enumerate() {
+            if *lost > 0 {
+                items.push(Item { queue, time_ns: u64::MAX, kind: ItemKind::Lost(std::mem::take(lost)) });
+            }
+        }
+        items
+    }
+}
+
+/// The `events` of a queue, behind the gap of `lost` ones; that has no time, and waits, if there are none.
+fn items_of(queue: usize, lost: &mut u64, events: &mut Vec<TraceEvent>) -> impl Iterator<Item = Item> {
+    let gap = events.first().filter(|_| *lost > 0).map(|first| Item {
+        queue,
+        time_ns: first.time_ns,
+        kind: ItemKind::Lost(std::mem::take(lost)),
+    });
+    let item = move |event: TraceEvent| Item { queue, time_ns: event.time_ns, kind: ItemKind::Event(event) };
+    gap.into_iter().chain(events.drain(..).map(item))
+}
+
+#[cfg(test)]
+mod tests {
+    use blkq::clock::monotonic_ns;
+    use blkq::drivers::null::{Null, NullOptions};
+    use blkq::trace::EventKind;
+    use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
+
+    use super::super::item::tests::{event, item};
+    use super::super::ordered::WAITING_MAX;
+    use super::*;
+
+    /// Has `ios` reads traced, each as six events: it is a plug of its own.
+    fn read_blocks(queue: &mut LocalQueue, ios: usize) {
+        let mut buffer = IoBuffer::zeroed(512);
+        for _ in 0..ios {
+            queue.submit(Bio::read(Sector(8), buffer, 0)).unwrap();
+            while queue.in_flight() > 0 {
+                queue.poll();
+            }
+            buffer = queue.completions().next().unwrap().data.into_buffer().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_reader_far_behind_takes_all_events_in_bounded_parts() {
+        let disk =
+            Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).queues(2).build().unwrap();
+        let mut queues = [0, 1].map(|queue| disk.open_queue(queue).unwrap());
+        let memory = TraceMemory::new(2, 16 << 20).unwrap();
+        queues.iter_mut().for_each(|queue| queue.trace(Some(&memory)));
+        let ios = WAITING_MAX / 3;
+        read_blocks(&mut queues[0], ios);
+        read_blocks(&mut queues[1], 1);
+        read_blocks(&mut queues[0], 1);
+        let mut rings = Rings::new(&memory);
+        let (mut events, mut last_ns, mut batches) = (0, 0, 0);
+        let mut check = |items: &[Item]| {
+            assert!(items.len() <= WAITING_MAX, "{}", items.len());
+            assert!(items.iter().all(|item| item.event().is_some()), "something is lost");
+            assert!(
+                items.is_sorted_by_key(|item| item.time_ns)
+                    && items.first().is_none_or(|item| item.time_ns >= last_ns)
+            );
+            last_ns = items.last().map_or(last_ns, |item| item.time_ns);
+            events += items.len();
+        };
+        let now_ns = monotonic_ns();
+        loop {
+            let batch = rings.read(now_ns);
+            check(&batch.items);
+            batches += 1;
+            if !batch.more {
+                break;
+            }
+        }
+        check(&rings.finish());
+        assert_eq!(events, (ios + 2) * 6);
+        assert!(batches > 1, "it was not far behind");
+    }
+
+    #[test]
+    fn a_gap_comes_before_the_next_event_of_its_queue() {
+        let mut lost = 5;
+        assert_eq!(items_of(1, &mut lost, &mut Vec::new()).count(), 0);
+        assert_eq!(lost, 5, "it has no time yet");
+        let next = event(EventKind::Queue, 7);
+        let items: Vec<_> =
+            items_of(1, &mut lost, &mut vec![next]).chain(items_of(1, &mut 0, &mut vec![next])).collect();
+        let gap = Item { queue: 1, time_ns: 7, kind: ItemKind::Lost(5) };
+        assert_eq!(items, [gap, item(1, next), item(1, next)]);
+    }
+}
