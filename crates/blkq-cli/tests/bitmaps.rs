@@ -5,22 +5,9 @@ mod place;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::process::Command;
 
+use place::qemu::*;
 use place::*;
-
-fn run(program: &str, words: &[&str]) -> String {
-    let output = Command::new(program).args(words).output().unwrap();
-    assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
-}
-
-/// Words of qemu-io that each run one command.
-fn qemu_io(format: &str, image: &str, commands: &[&str]) {
-    let words: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
-    let printed = run("qemu-io", &[&["-f", format], &words[..], &[image]].concat());
-    assert!(!printed.contains("failed"), "{printed}");
-}
 
 #[test]
 fn allocation_depth_is_what_qemu_nbd_reports() {
@@ -50,27 +37,6 @@ fn allocation_depth_is_what_qemu_nbd_reports() {
         place.done(&["detach", "d"]);
     }
 }
-
-/// The runs of bytes that a bitmap has as dirty, by nbdinfo.
-fn dirty(server: &[&str], bitmap: &str) -> Vec<(u64, u64)> {
-    let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
-    let json: serde_json::Value =
-        serde_json::from_str(&run("nbdinfo", &[&["--json", &map], server].concat())).unwrap();
-    let extents = json.as_array().unwrap().iter().filter(|extent| extent["type"] == 1);
-    extents.map(|extent| (extent["offset"].as_u64().unwrap(), extent["length"].as_u64().unwrap())).collect()
-}
-
-fn in_qemu_nbd(image: &str, bitmap: &str) -> Vec<(u64, u64)> {
-    dirty(&["--", "[", "qemu-nbd", "-r", "-f", "qcow2", "-B", bitmap, image, "]"], bitmap)
-}
-
-fn state(place: &Place, device: &str, bitmap: &str) -> String {
-    let list = place.json(&["bitmap", "list", "--json", device]);
-    let found = list.as_array().unwrap().iter().find(|one| one["name"] == bitmap);
-    found.map_or("none".to_owned(), |found| found["state"].as_str().unwrap().to_owned())
-}
-
-const K: u64 = 1024;
 
 // Contract: bitmaps
 #[test]
@@ -296,7 +262,7 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
     // A file that is none of blkq's, or not known, stays as it is.
     for (content, why) in [
         (&b"an image"[..], "is no file with bitmaps"),
-        (b"blkqbmap\x02\0\0\0", "is damaged"),
+        (b"blkqbmap\x03\0\0\0", "is damaged"),
         (b"blkqbmap\xff\0\0\0", "version 255"),
     ] {
         fs::write(&file, content).unwrap();

@@ -37,6 +37,8 @@ impl Device {
         self.check_not_changed()?;
         match change {
             BitmapChange::Add { name, granularity } => {
+                // The image has its name when this returns: its file is durable soon.
+                self.flush_for_change()?;
                 bitmaps::check(&*running.disk.driver())?;
                 running.disk.add_bitmap(name, *granularity)?;
             }

@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use blkq::drivers::DriverSpec;
 use blkq::drivers::snapshot::{prepare, supersede};
+use blkq::drivers::{DriverSpec, bitmaps};
 use blkq_export::ublk::UblkDevice;
 
 use super::image::image_name;
@@ -73,6 +73,7 @@ impl Device {
                 "a block device outlives its daemon, and the new image would not: {why}"
             )));
         }
+        bitmaps::reserve(&*driver, &running.disk.bitmaps())?;
         ready()?;
         keep(&state)?;
         exchange.replace(driver)?;

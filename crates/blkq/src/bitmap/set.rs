@@ -14,11 +14,17 @@ pub(crate) struct BitmapSet {
     bitmaps: Mutex<Vec<Arc<Bitmap>>>,
     /// Some are recording: changed while the disk is frozen.
     recording: AtomicBool,
+    /// They are kept with an image.
+    kept: AtomicBool,
 }
 
 impl BitmapSet {
     pub fn new() -> BitmapSet {
-        BitmapSet { bitmaps: Mutex::new(Vec::new()), recording: AtomicBool::new(false) }
+        BitmapSet {
+            bitmaps: Mutex::new(Vec::new()),
+            recording: AtomicBool::new(false),
+            kept: AtomicBool::new(false),
+        }
     }
 
     /// All of them, by name.
@@ -29,6 +35,16 @@ impl BitmapSet {
     /// Whether writes set bits of some.
     pub fn has_recording(&self) -> bool {
         self.recording.load(Relaxed)
+    }
+
+    /// They are kept with an image from now on.
+    pub fn set_kept(&self) {
+        self.kept.store(true, Relaxed);
+    }
+
+    /// Whether they are kept with an image.
+    pub fn is_kept(&self) -> bool {
+        self.kept.load(Relaxed)
     }
 
     /// Those whose bits are set by writes.
@@ -102,14 +118,15 @@ impl BitmapSet {
     /// Has all be for a disk of `size` bytes, which was checked. One that cannot be so large all the same is
     /// inconsistent. Nothing else changes the set meanwhile.
     pub fn resize(&self, size: u64) {
-        let resized = self
-            .list()
-            .into_iter()
-            .filter_map(|bitmap| bitmap.resized(size).or_else(|_| bitmap.inconsistent()).map(Arc::new).ok());
+        let resize = |bitmap: &Arc<Bitmap>| bitmap.resized(size).or_else(|_| bitmap.inconsistent());
         // Connections read the set: it is not locked while bits are copied.
-        let resized: Vec<_> = resized.collect();
-        self.note(&resized);
-        *lock(&self.bitmaps) = resized;
+        self.restore(self.list().iter().filter_map(|bitmap| resize(bitmap).map(Arc::new).ok()).collect());
+    }
+
+    /// Has these, which are a list of before or were made of one, in the place of all.
+    pub fn restore(&self, bitmaps: Vec<Arc<Bitmap>>) {
+        self.note(&bitmaps);
+        *lock(&self.bitmaps) = bitmaps;
     }
 
     fn note(&self, bitmaps: &[Arc<Bitmap>]) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::bitmap::{Bitmap, BitmapState};
+use crate::drivers::bitmaps;
 use crate::error::{Error, ErrorKind};
 use crate::sync::lock;
 
@@ -19,15 +20,16 @@ impl Disk {
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if there is one of that name, or it cannot be; [`ErrorKind::Unsupported`] if the disk is
-    /// read-only; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// read-only; [`ErrorKind::Busy`] as with [`Disk::set`]; those of [`bitmaps::reserve`].
     pub fn add_bitmap(&self, name: &str, granularity: u64) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_not_read_only("nothing would be in a bitmap")?;
         let bitmap = Bitmap::new(name, granularity, self.limits().size_bytes(), BitmapState::Recording)?;
-        self.frozen(|| self.bitmaps.add(bitmap))
+        self.change_bitmaps(|| self.bitmaps.add(bitmap))
     }
 
-    /// Adds bitmaps that were loaded. Those that there is no room for are left out, and their errors returned.
+    /// Adds bitmaps that were loaded. Those that there is no room for are left out, and their errors returned. From now
+    /// on the image has the names of all ([`bitmaps::reserve`]).
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] as with [`Disk::set`].
@@ -35,6 +37,7 @@ impl Disk {
         let _one_at_a_time = lock(&self.changing);
         let size = self.limits().size_bytes();
         let mut errors = Vec::new();
+        self.bitmaps.set_kept();
         self.frozen(|| {
             for bitmap in bitmaps {
                 // Of an image with a part of a sector more: those bits stay, too.
@@ -50,12 +53,12 @@ impl Disk {
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if the disk is read-only;
-    /// [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::Busy`] as with [`Disk::set`]; those of [`bitmaps::reserve`].
     pub fn remove_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.find_bitmap(name)?;
         self.check_not_read_only("its bitmaps stay as they are")?;
-        self.frozen(|| {
+        self.change_bitmaps(|| {
             self.bitmaps.remove(name);
             Ok(())
         })
@@ -79,6 +82,38 @@ impl Disk {
             self.bitmaps.replace(cleared);
             Ok(())
         })
+    }
+
+    /// Changes which bitmaps there are while no request is in flight, or leaves all as it was.
+    fn change_bitmaps(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        self.frozen(|| {
+            let before = self.bitmaps.list();
+            change().and_then(|()| self.reserve_bitmaps()).inspect_err(|_| self.bitmaps.restore(before))
+        })
+    }
+
+    /// Resizes the driver while no request is in flight, and before that the bitmaps, to the `expected` size.
+    pub(super) fn resize_with_bitmaps(&self, bytes: Option<u64>, expected: u64) -> Result<(), Error> {
+        let (bitmaps, before) = (self.bitmaps.list(), self.limits().size_bytes());
+        let resize_bitmaps = |before: u64, after: u64| {
+            if before == after {
+                return Ok(());
+            }
+            self.bitmaps.resize(after);
+            self.reserve_bitmaps()
+        };
+        let resized = resize_bitmaps(before, expected).and_then(|()| self.driver().resize(bytes));
+        resized.inspect_err(|_| self.bitmaps.restore(bitmaps))?;
+        // The backing store may have got another size just now.
+        resize_bitmaps(expected, self.limits().size_bytes())
+    }
+
+    /// Has the image name the bitmaps, if it keeps them.
+    fn reserve_bitmaps(&self) -> Result<(), Error> {
+        if !self.bitmaps.is_kept() {
+            return Ok(());
+        }
+        bitmaps::reserve(&*self.driver(), &self.bitmaps.list())
     }
 
     fn check_not_read_only(&self, why: &str) -> Result<(), Error> {

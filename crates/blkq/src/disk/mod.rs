@@ -390,18 +390,13 @@ impl Disk {
     /// with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
-        if !self.bitmaps.list().is_empty() {
-            self.bitmaps.check_size(self.driver().prepare_resize(bytes)?)?;
+        if self.bitmaps.list().is_empty() {
+            self.frozen(|| self.driver().resize(bytes))?;
+        } else {
+            let expected = self.driver().prepare_resize(bytes)?;
+            self.bitmaps.check_size(expected)?;
+            self.frozen(|| self.resize_with_bitmaps(bytes, expected))?;
         }
-        let before = self.limits().size_bytes();
-        self.frozen(|| {
-            self.driver().resize(bytes)?;
-            match self.limits().size_bytes() {
-                after if after != before => self.bitmaps.resize(after),
-                _ => {}
-            }
-            Ok(())
-        })?;
         Ok(self.limits().size_bytes())
     }
 

@@ -70,6 +70,21 @@ pub fn set_file(driver: &dyn Driver, file: File) -> Result<(), Error> {
     }
 }
 
+/// Has the image of `driver` name `bitmaps`, and no others, as in use, durably, with room for their bits: if this
+/// process is killed they are inconsistent, and [`store`] does not fail for a file system that is full. To be called
+/// whenever a bitmap is added, removed or gets another size, and with a driver that is to take the place of that which
+/// keeps them. No queue does I/O meanwhile. Does nothing where [`check`] fails.
+///
+/// # Errors
+/// Those of the files, such as one that has no room; the image names those that it named then.
+pub fn reserve(driver: &dyn Driver, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+    match keeper(driver) {
+        Some(Keeper::Loop(raw)) => raw.reserve_bitmaps(bitmaps),
+        Some(Keeper::Qcow2(qcow2)) => qcow2.reserve_bitmaps(bitmaps),
+        None => Ok(()),
+    }
+}
+
 /// Keeps `bitmaps` with the image of `driver`, in the place of those that it has. Nothing is written to the device
 /// meanwhile, nor afterwards.
 ///

@@ -9,12 +9,13 @@ use crate::error::{Error, ErrorKind};
 use crate::sync::{Mutex, lock as locked};
 
 use super::backing::Backing;
-use super::bitmap_file::{BitmapFile, Stamp};
+use super::bitmap_file::BitmapFile;
 use super::options::LoopOptions;
 use super::shared::Shared;
+use super::stamp::Stamp;
 
 /// Where the bitmaps of an image are kept: the file that has them, if there is one, or why they cannot be kept.
-pub(super) type Place = Result<Mutex<Option<BitmapFile>>, &'static str>;
+pub(super) type Place = Result<Mutex<Option<Box<BitmapFile>>>, &'static str>;
 
 /// Opens the file with the bitmaps of an image. One that cannot be used has none, and is left as it is: a warning.
 pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<String>) {
@@ -27,7 +28,7 @@ pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<S
         return (Err(why), None);
     }
     match BitmapFile::open(&backing.path, options.read_only) {
-        Ok(file) => (Ok(Mutex::new(file)), None),
+        Ok(file) => (Ok(Mutex::new(file.map(Box::new))), None),
         Err(error) => (Ok(Mutex::new(None)), Some(format!("there are no dirty bitmaps: {error}"))),
     }
 }
@@ -68,7 +69,7 @@ impl Image<'_> {
     pub fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
         let Ok(place) = self.bitmaps else { return Ok((Vec::new(), Vec::new())) };
         let mut place = locked(place);
-        let Some(file) = &*place else { return Ok((Vec::new(), Vec::new())) };
+        let Some(file) = &mut *place else { return Ok((Vec::new(), Vec::new())) };
         let stamp = self.stamp()?;
         let (bitmaps, mut warnings) = match file.load(stamp) {
             Ok(bitmaps) => (bitmaps, Vec::new()),
@@ -86,9 +87,25 @@ impl Image<'_> {
             ));
         }
         if self.is_writable() {
-            file.mark(&bitmaps, stamp)?;
+            let all: Vec<&Bitmap> = bitmaps.iter().collect();
+            file.mark(&all, stamp)?;
+            warnings
+                .extend(file.reserve(&all).err().map(|error| format!("bitmaps may not be kept: {error}")));
         }
         Ok((bitmaps, warnings))
+    }
+
+    /// Has the file name `bitmaps`, and no others, as in use, with room for their bits.
+    ///
+    /// # Errors
+    /// That of the file, which has those that it had then.
+    pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        let Ok(place) = self.bitmaps else { return Ok(()) };
+        let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
+        match locked(place).as_mut().filter(|_| self.is_writable()) {
+            Some(file) => file.reserve(&all).and_then(|()| file.mark(&all, self.stamp()?)),
+            None => Ok(()),
+        }
     }
 
     /// Checks whether there is a place for bitmaps.
@@ -117,9 +134,7 @@ impl Image<'_> {
     pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
         match (self.check_bitmaps(), self.bitmaps) {
             (Err(error), Ok(place)) if error.kind() == ErrorKind::NotFound => {
-                let file = BitmapFile::new(file, self.path)?;
-                file.mark(&[], self.stamp()?)?;
-                *locked(place) = Some(file);
+                *locked(place) = Some(Box::new(BitmapFile::new(file, self.path)?));
                 Ok(())
             }
             (Ok(()), Ok(place)) => locked(place).as_ref().map_or(Ok(()), |own| own.check_same(&file)),
@@ -134,9 +149,10 @@ impl Image<'_> {
     pub fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         let Ok(place) = self.bitmaps else { return Ok(()) };
         let mut place = locked(place);
-        if let Some(file) = place.as_ref().filter(|_| self.is_writable()) {
+        if let Some(file) = place.as_mut().filter(|_| self.is_writable()) {
+            let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
             let stamp = if bitmaps.is_empty() { self.stamp()? } else { self.last_stamp()? };
-            file.store(bitmaps, stamp)?;
+            file.store(&all, stamp)?;
             // Others may read it from now on.
             *place = None;
         }

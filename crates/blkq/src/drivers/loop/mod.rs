@@ -4,11 +4,12 @@
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
 //! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
 //! does with the image, `name` how that is called now, `format` what is no raw image, `base` an image that was behind another, `extents` what is data and what is a hole,
-//! `bitmaps` and `bitmap_file` the dirty bitmaps that are kept beside the image.
+//! `bitmaps`, `bitmap_file` and `bitmap_format` the dirty bitmaps that are kept beside the image, `stamp` how it was then.
 
 pub(crate) mod backing;
 pub(crate) mod base;
 mod bitmap_file;
+mod bitmap_format;
 mod bitmaps;
 pub(crate) mod claim;
 mod counters;
@@ -22,6 +23,7 @@ mod outcome;
 mod progress;
 mod queue;
 mod shared;
+mod stamp;
 mod tail;
 #[cfg(test)]
 #[cfg(not(model_check))]
@@ -362,6 +364,11 @@ impl LoopDevice {
     /// As [`bitmaps::Image::check_bitmaps`].
     pub(crate) fn check_bitmaps(&self) -> Result<(), Error> {
         self.image().check_bitmaps()
+    }
+
+    /// As [`bitmaps::Image::reserve_bitmaps`].
+    pub(crate) fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        self.image().reserve_bitmaps(bitmaps)
     }
 
     /// As [`bitmaps::Image::set_bitmap_file`].

@@ -31,18 +31,28 @@ const TYPE_DIRTY: u8 = 1;
 const ALL_ONES: u64 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// The bitmaps in an image, and the clusters that they take.
+/// The bitmaps in an image.
 #[derive(Default)]
 pub(super) struct Stored {
     pub bitmaps: Vec<Bitmap>,
-    /// By their offset in the file.
-    pub clusters: Vec<u64>,
-    /// The directory with all bitmaps marked as in use.
-    pub marked: Vec<u8>,
-    /// Entries of the directory that are not known here, or too large, marked too: they are to stay as they are.
-    pub others: Vec<Vec<u8>>,
     /// Bitmaps that are not kept up to date from now on: each one line.
     pub warnings: Vec<String>,
+    pub layout: Layout,
+}
+
+/// How bitmaps are stored in an image.
+#[derive(Default)]
+pub(super) struct Layout {
+    /// The directory's place.
+    pub directory: u64,
+    /// The directory with all bitmaps marked as in use.
+    pub marked: Vec<u8>,
+    /// The place of each bitmap's table, and the clusters that it names, or 0.
+    pub tables: Vec<(u64, Vec<u64>)>,
+    /// All clusters that they take, by their offset in the file.
+    pub clusters: Vec<u64>,
+    /// Entries of the directory that are not known here, or too large, marked too: they are to stay as they are.
+    pub others: Vec<Vec<u8>>,
 }
 
 /// A bitmap in the directory.
@@ -73,9 +83,10 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
         return Err(damaged(format!("their directory has {} bytes", extension.directory_bytes)));
     }
     let place = place(extension.directory, extension.directory_bytes, cluster)?;
-    let mut stored = Stored { marked: read(place.clone())?, ..Stored::default() };
-    let (entries, mut others) = entries(&stored.marked, extension.count, cluster)?;
-    stored.clusters.extend(place.step_by(cluster as usize));
+    let (mut stored, mut layout) = (Stored::default(), Layout::default());
+    (layout.directory, layout.marked) = (place.start, read(place.clone())?);
+    let (entries, mut others) = entries(&layout.marked, extension.count, cluster)?;
+    layout.clusters.extend(place.step_by(cluster as usize));
     for entry in entries {
         let range = entry.table..entry.table + entry.clusters * 8;
         let table = match read(range.clone()) {
@@ -85,11 +96,13 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
             }
             read => read?,
         };
-        mark(&mut stored.marked, &entry.place);
+        mark(&mut layout.marked, &entry.place);
         let table: Vec<u64> = table.chunks_exact(8).map(|number| u64_at(number, 0)).collect();
-        stored.clusters.extend(range.step_by(cluster as usize));
-        let offsets = table.iter().map(|number| number & OFFSET);
-        stored.clusters.extend(offsets.filter(|offset| *offset != 0 && offset.is_multiple_of(cluster)));
+        layout.clusters.extend(range.step_by(cluster as usize));
+        let offset_of = |number: &u64| Some(number & OFFSET).filter(|offset| offset.is_multiple_of(cluster));
+        let offsets: Vec<u64> = table.iter().map(|number| offset_of(number).unwrap_or(0)).collect();
+        layout.clusters.extend(offsets.iter().filter(|offset| **offset != 0));
+        layout.tables.push((entry.table, offsets));
         let bitmap = match entry.flags & FLAG_IN_USE != 0 {
             true => entry.inconsistent(),
             false => entry.load(&table, size, cluster, read).or_else(|error| {
@@ -100,11 +113,11 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
         stored.bitmaps.push(bitmap?);
     }
     for (place, error) in others {
-        mark(&mut stored.marked, &place);
-        stored.others.push(stored.marked[place].to_vec());
+        mark(&mut layout.marked, &place);
+        layout.others.push(layout.marked[place].to_vec());
         stored.warnings.push(format!("a bitmap in {} cannot be kept up to date: {error}", path.display()));
     }
-    Ok(stored)
+    Ok(Stored { layout, ..stored })
 }
 
 /// Marks the entry at `place` of a directory as in use.
@@ -226,41 +239,37 @@ impl Entry {
     }
 }
 
-/// A bitmap of a directory to be written, with the place of its table.
-pub(super) struct NewEntry<'a> {
-    pub bitmap: &'a Bitmap,
+/// An entry of a directory to be written.
+pub(super) struct DirectoryEntry<'a> {
+    pub name: &'a str,
+    pub granularity: u64,
+    pub state: BitmapState,
+    /// Writes may be missing.
+    pub in_use: bool,
     pub table: u64,
     /// Entries of its table.
     pub clusters: u64,
 }
 
-impl NewEntry<'_> {
+impl DirectoryEntry<'_> {
     /// As the directory has it.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let flags = match self.bitmap.state() {
+        let flags = match self.state {
             BitmapState::Recording => FLAG_AUTO,
             BitmapState::Disabled => 0,
             BitmapState::Inconsistent => FLAG_IN_USE,
         };
-        let name = self.bitmap.name().as_bytes();
+        let flags = if self.in_use { flags | FLAG_IN_USE } else { flags };
+        let name = self.name.as_bytes();
         let mut bytes = self.table.to_be_bytes().to_vec();
         bytes.extend((self.clusters as u32).to_be_bytes());
         bytes.extend(flags.to_be_bytes());
-        bytes.extend([TYPE_DIRTY, self.bitmap.granularity().trailing_zeros() as u8]);
+        bytes.extend([TYPE_DIRTY, self.granularity.trailing_zeros() as u8]);
         bytes.extend((name.len() as u16).to_be_bytes());
         bytes.extend(0u32.to_be_bytes());
         bytes.extend(name);
         bytes.resize(bytes.len().next_multiple_of(8), 0);
         bytes
-    }
-}
-
-/// An entry of a bitmap's table that needs no cluster for `bits`, if there is one.
-pub(super) fn entry_without_cluster(bits: &[u8], is_whole: bool) -> Option<u64> {
-    match bits {
-        _ if bits.iter().all(|byte| *byte == 0) => Some(0),
-        _ if is_whole && bits.iter().all(|byte| *byte == 0xff) => Some(ALL_ONES),
-        _ => None,
     }
 }
 

@@ -201,7 +201,7 @@ async fn free(env: &Env, mut released: Vec<u64>) {
             env.state().writer.released.push(host);
             continue;
         }
-        match count_of(env, host).await {
+        match refcount_of(env, host).await {
             // Twice, as an image has it whose tables are wrong: it is freed once.
             Some(1) if run.contains(&host) => {}
             Some(1) if run.end == host => run.end += cluster_bytes,
@@ -224,14 +224,14 @@ async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
     let _ = env.io.run(Op::punch(run.start, run.end - run.start)).await;
     for host in run.step_by(cluster_bytes as usize) {
         // The slice may have left the cache meanwhile.
-        if count_of(env, host).await.is_some() {
+        if refcount_of(env, host).await.is_some() {
             count_down(env, host);
         }
     }
 }
 
 /// The refcount of a cluster, whose slice is in the cache then.
-async fn count_of(env: &Env, host: u64) -> Option<u64> {
+pub(super) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     for _ in 0..8 {
         let found = {
             let mut state = env.state();

@@ -1,33 +1,28 @@
-//! Keeping dirty bitmaps in the image: they are marked as in use before the first write, and written when there are
-//! no more. An image whose daemon was killed in between has them marked still, and nobody trusts them.
+//! Keeping dirty bitmaps in the image: they have their places from when they are added or loaded on, marked as in use,
+//! and their bits when there are no more writes. An image whose daemon was killed in between has them marked still, and
+//! nobody trusts them.
 
 use std::fs::File;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::bitmap::{Bitmap, BitmapState, bytes_for};
-use crate::buffer::IoBuffer;
+use crate::bitmap::{Bitmap, BitmapState};
 use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::sync::{Mutex, lock as locked};
 
-use super::allocate::{Clusters, allocate, change_header, free_unused};
-use super::bitmaps::{NewEntry, Stored, change_extension, entry_name, entry_without_cluster, read};
+use super::allocate::change_header;
+use super::bitmaps::{Stored, change_extension, read};
 use super::blocking;
-use super::commit::{commit, sync};
+use super::commit::sync;
 use super::env::{Env, Shared};
 use super::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
-
-/// How often clusters that follow each other are searched for.
-const SEARCHES_MAX: usize = 64;
+use super::places::{Named, Places, adopt, exchange, read_head, store, write};
 
 /// The bitmaps in the image.
 #[derive(Default)]
 pub(super) struct Kept {
-    /// Their clusters in the file.
-    clusters: Vec<u64>,
-    /// Entries of the directory that stay as they are.
-    others: Vec<Vec<u8>>,
+    places: Places,
     /// They are marked as in use, or there are none.
     marked: bool,
 }
@@ -56,26 +51,22 @@ impl Image<'_> {
             (tables.header.clone(), tables.header.size)
         };
         let is_trusted = header.autoclear & AUTOCLEAR_BITMAPS != 0;
-        let Some(extension) = header.bitmaps.as_ref().filter(|_| is_trusted) else {
+        if header.bitmaps.is_none() || !is_trusted {
             let lost = header.bitmaps.as_ref().map(|_| {
                 format!("the dirty bitmaps in {shown} are lost: a program wrote to it that does not keep them up to date")
             });
             self.ignore_bitmaps(&header)?;
             return Ok((Vec::new(), Vec::from_iter(lost)));
-        };
+        }
         let Some(file) = self.files.first() else { return Ok((Vec::new(), Vec::new())) };
-        let Stored { bitmaps, clusters, marked, others, mut warnings } =
-            match read(file, self.path, &header, size) {
-                Ok(stored) => stored,
-                Err(error) if error.kind() == ErrorKind::Format => {
-                    self.ignore_bitmaps(&header)?;
-                    return Ok((
-                        Vec::new(),
-                        vec![format!("the dirty bitmaps in {shown} are damaged: {error}")],
-                    ));
-                }
-                Err(error) => return Err(error),
-            };
+        let Stored { bitmaps, mut warnings, layout } = match read(file, self.path, &header, size) {
+            Ok(stored) => stored,
+            Err(error) if error.kind() == ErrorKind::Format => {
+                self.ignore_bitmaps(&header)?;
+                return Ok((Vec::new(), vec![format!("the dirty bitmaps in {shown} are damaged: {error}")]));
+            }
+            Err(error) => return Err(error),
+        };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
                 "the bitmap {} in {shown} is inconsistent: it was not closed; remove it, and make a full backup",
@@ -83,16 +74,18 @@ impl Image<'_> {
             ));
         }
         if self.writable {
-            let place = extension.directory;
-            self.run("mark its bitmaps as in use", async move |env| {
+            let named: Vec<Named> = bitmaps.iter().map(|bitmap| Named::of(bitmap, size)).collect();
+            self.change_places("mark its bitmaps as in use", async move |env, _| {
                 if header.autoclear != AUTOCLEAR_BITMAPS {
                     change_header(&env, AUTOCLEAR_AT, &AUTOCLEAR_BITMAPS.to_be_bytes()).await?;
                 }
-                write(&env, place, &marked).await?;
-                sync(&env).await
+                write(&env, layout.directory, &layout.marked).await?;
+                sync(&env).await?;
+                Ok(adopt(&env, layout, named).await)
             })?;
+            let reserved = self.reserve(bitmaps.iter(), size);
+            warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
         }
-        *locked(self.kept) = Kept { clusters, others, marked: true };
         Ok((bitmaps, warnings))
     }
 
@@ -136,37 +129,63 @@ impl Image<'_> {
         change_extension(&locked(&head), Some(&extension)).map_err(of_image).map(drop)
     }
 
-    /// Writes the bitmaps to the image, durably, in the place of those that it has. No queue does I/O meanwhile, and
-    /// nothing is written to the device afterwards.
+    /// Has the image name `bitmaps`, and no others that are known, as in use, with room for their bits. No queue does
+    /// I/O meanwhile.
+    ///
+    /// # Errors
+    /// Those of the file; the image names those that it named then.
+    pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        if !self.writable {
+            return Ok(());
+        }
+        // Before it grows, the bitmaps are of the size to come.
+        let size = bitmaps.iter().map(|bitmap| bitmap.size()).fold(self.size(), u64::max);
+        self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), size)
+    }
+
+    /// Writes the bitmaps to the image, durably. No queue does I/O meanwhile, and nothing is written to the device
+    /// afterwards.
     ///
     /// # Errors
     /// Those of the file; the bitmaps that it has stay marked as in use then.
     pub fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        let has_extension =
-            locked(&self.shared.state).top().is_ok_and(|tables| tables.header.bitmaps.is_some());
-        if !self.writable || bitmaps.is_empty() && !has_extension {
+        if !self.writable {
             return Ok(());
         }
-        let (bitmaps, old) = (bitmaps.to_vec(), std::mem::take(&mut locked(self.kept).clusters));
-        let others = locked(self.kept).others.clone();
-        let new = Arc::new(Mutex::new(Vec::new()));
-        let clusters = new.clone();
-        let stored = self.run("keep the bitmaps", async move |env| {
-            let mut taken = Vec::new();
-            let stored = exchange(&env, &bitmaps, &others, &mut taken, old).await;
-            if stored.is_err() {
-                for clusters in taken {
-                    free_unused(&env, clusters).await;
-                }
-                return stored;
-            }
-            let cluster = 1 << env.state().cluster_bits();
-            let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
-            locked(&clusters).extend(taken.into_iter().flat_map(each));
+        self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), self.size())?;
+        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.stored());
+        self.run("keep the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
+    }
+
+    /// Has the image name bitmaps of a device of `size` bytes.
+    fn reserve<'a>(&self, bitmaps: impl Iterator<Item = &'a Bitmap>, size: u64) -> Result<(), Error> {
+        let named: Vec<Named> = bitmaps.map(|bitmap| Named::of(bitmap, size)).collect();
+        if locked(self.kept).places.has(&named) {
+            return Ok(());
+        }
+        self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
+    }
+
+    /// Takes over the places that a task returns, which gets those of now.
+    fn change_places<F: Future<Output = Result<Places, Status>> + 'static>(
+        &self,
+        what: &str,
+        task: impl FnOnce(Rc<Env>, Places) -> F + 'static,
+    ) -> Result<(), Error> {
+        let places = Arc::new(Mutex::new(locked(self.kept).places.clone()));
+        let changed = places.clone();
+        self.run(what, async move |env| {
+            let old = locked(&changed).clone();
+            *locked(&changed) = task(env, old).await?;
             Ok(())
-        });
-        locked(self.kept).clusters = std::mem::take(&mut locked(&new));
-        stored
+        })?;
+        *locked(self.kept) = Kept { places: locked(&places).clone(), marked: true };
+        Ok(())
+    }
+
+    /// The size of the device as the image has it, in bytes.
+    fn size(&self) -> u64 {
+        locked(&self.shared.state).top().map_or(0, |tables| tables.header.size)
     }
 
     /// Runs a task while no queue does I/O.
@@ -177,125 +196,4 @@ impl Image<'_> {
     ) -> Result<(), Error> {
         blocking::run(self.shared, self.files, &format!("{what} in {}", self.path.display()), task)
     }
-}
-
-/// Writes bitmaps to clusters that are `taken`, has the header name them beside the `others`, and releases the `old`
-/// clusters.
-async fn exchange(
-    env: &Env,
-    bitmaps: &[Arc<Bitmap>],
-    others: &[Vec<u8>],
-    taken: &mut Vec<Clusters>,
-    old: Vec<u64>,
-) -> IoResult {
-    let (size, cluster) = {
-        let state = env.state();
-        let header = &state.top()?.header;
-        (header.size, header.cluster_bytes())
-    };
-    // A new one may have got the name of one that is not known here.
-    let is_kept =
-        |other: &&Vec<u8>| bitmaps.iter().all(|new| Some(new.name().as_bytes()) != entry_name(other));
-    let others: Vec<&Vec<u8>> = others.iter().filter(is_kept).collect();
-    let mut directory: Vec<u8> = others.iter().flat_map(|entry| entry.iter().copied()).collect();
-    for bitmap in bitmaps {
-        // One of a larger image, which was exchanged for this one.
-        let cut = (bitmap.size() > size).then(|| bitmap.resized(size)).transpose();
-        let cut = cut.map_err(|_| Status::NotSupported)?;
-        let bitmap = cut.as_ref().unwrap_or(bitmap.as_ref());
-        let clusters = bytes_for(size, bitmap.granularity()).div_ceil(cluster);
-        let mut table = vec![0; clusters as usize];
-        for (entry, bits) in table.iter_mut().zip(bitmap.to_bytes().chunks(cluster as usize)) {
-            *entry = match entry_without_cluster(bits, bits.len() as u64 == cluster) {
-                Some(entry) => entry,
-                None => write_new(env, bits, taken).await?,
-            };
-        }
-        let table: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-        let table = write_new(env, &table, taken).await?;
-        directory.extend(NewEntry { bitmap, table, clusters }.to_bytes());
-    }
-    let extension = match (bitmaps.len() + others.len()) as u32 {
-        0 => None,
-        count => {
-            let place = write_new(env, &directory, taken).await?;
-            Some(BitmapsExtension { count, directory_bytes: directory.len() as u64, directory: place })
-        }
-    };
-    // With the refcounts, what was written is durable.
-    commit(env, true).await?;
-    let head =
-        change_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
-    let written = write(env, 0, &head).await;
-    if written.is_err() {
-        // The file may have either.
-        env.state().writer.failed = true;
-    }
-    written?;
-    sync(env).await?;
-    {
-        let mut state = env.state();
-        let is_other = |offset: &u64| state.check_target(*offset..*offset + cluster).is_ok();
-        let old: Vec<u64> = old.into_iter().filter(is_other).collect();
-        state.writer.released.extend(old);
-        let header = &mut state.top_mut()?.header;
-        header.autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
-        header.bitmaps = extension;
-    }
-    // The old clusters stay allocated if this fails, which harms nobody.
-    let _ = commit(env, true).await;
-    Ok(())
-}
-
-/// Writes `bytes` to new clusters that follow each other; returns where.
-async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result<u64, Status> {
-    let bits = env.state().cluster_bits();
-    let count = (bytes.len() as u64).div_ceil(1 << bits);
-    let mut shorter = Vec::new();
-    let mut found = Err(Status::NoSpace);
-    for search in 0..SEARCHES_MAX {
-        if search == SEARCHES_MAX / 2 {
-            // There are only short holes: behind the end of a file there is room.
-            let writer = &mut env.state().writer;
-            writer.next_free = match writer.fresh_from {
-                u64::MAX => writer.next_free,
-                fresh_from => writer.next_free.max(fresh_from),
-            };
-        }
-        match allocate(env, count).await {
-            Ok(clusters) if clusters.count == count => {
-                found = Ok(clusters);
-                break;
-            }
-            Ok(clusters) => shorter.push(clusters),
-            Err(status) => {
-                found = Err(status);
-                break;
-            }
-        }
-    }
-    for clusters in shorter {
-        free_unused(env, clusters).await;
-    }
-    let clusters = found?;
-    taken.push(clusters);
-    env.state().cache.forget(0, clusters.host..clusters.host + (count << bits));
-    let mut whole = bytes.to_vec();
-    whole.resize((count << bits) as usize, 0);
-    write(env, clusters.host, &whole).await?;
-    Ok(clusters.host)
-}
-
-async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
-    let align = env.state().layers[0].align.max(512) as usize;
-    let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
-    buffer[..bytes.len()].copy_from_slice(bytes);
-    env.io.run(env.write_op(offset).with_buffer(buffer)).await.map(drop)
-}
-
-/// Reads the first cluster.
-async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
-    let cluster = 1 << env.state().cluster_bits();
-    let mut read = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(cluster))).await?;
-    Ok(read.buffers.pop().ok_or(Status::Io)?.to_vec())
 }

@@ -4,7 +4,7 @@
 //! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
 //! for them, `env` what tasks share. `read` (`inflate`), `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
-//! path, `bitmaps` are the dirty bitmaps in an image and `keep` writes them, `blocking` runs tasks without a queue, `create` makes images,
+//! path, `bitmaps` are the dirty bitmaps in an image, `keep` writes them to their `places`, `blocking` runs tasks without a queue, `create` makes images,
 //! `over` one over the image that is served, `extents` and `grow` are for the control plane; `block_commit` has what the
 //! image has (`own`, found beside the queue by `slices`) go to the one behind it, with what is written meanwhile
 //! (`changes`), and then `empty` of its own. `journal` (`mapping`) has what the file lacks when the process is killed,
@@ -34,6 +34,7 @@ mod mapping;
 mod options;
 mod over;
 mod own;
+mod places;
 mod queue;
 mod read;
 mod refcounts;
@@ -304,6 +305,11 @@ impl Qcow2 {
     /// As [`Image::check_bitmaps`].
     pub(crate) fn check_bitmaps(&self) -> Result<(), Error> {
         self.image().check_bitmaps()
+    }
+
+    /// As [`Image::reserve_bitmaps`].
+    pub(crate) fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        self.image().reserve_bitmaps(bitmaps)
     }
 
     /// As [`Image::store_bitmaps`].

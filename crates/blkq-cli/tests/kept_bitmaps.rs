@@ -1,0 +1,159 @@
+//! Dirty bitmaps have their names and their room in the image from when they are added on.
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod place;
+
+use std::fs;
+
+use place::qemu::*;
+use place::*;
+
+/// Attaches it as `q`; returns its URI and the warnings.
+fn attach(place: &Place, image: &str, format: &str) -> (String, String) {
+    let output = place.run(&["attach", image, "--format", format, "--export", "nbd", "--name", "q"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (text(output.stdout).trim().to_owned(), text(output.stderr))
+}
+
+/// An image of `size` of which QEMU has made a bitmap, if it is qcow2.
+fn image(place: &Place, format: &str, size: &str) -> String {
+    let image = place.dir.join(format!("d.{format}")).to_str().unwrap().to_owned();
+    run("qemu-img", &["create", "-q", "-f", format, &image, size]);
+    if format == "qcow2" {
+        run("qemu-img", &["bitmap", "--add", &image, "b0"]);
+    }
+    image
+}
+
+fn states(place: &Place) -> Vec<(String, String)> {
+    let list = place.json(&["bitmap", "list", "--json", "q"]);
+    let field = |one: &serde_json::Value, name: &str| one[name].as_str().unwrap().to_owned();
+    list.as_array().unwrap().iter().map(|one| (field(one, "name"), field(one, "state"))).collect()
+}
+
+/// Has a device killed after `commands`, and checks that it has these bitmaps then, all inconsistent.
+fn kill_after(format: &str, commands: &[&[&str]], expected: &[&str]) {
+    let place = Place::new(&format!("kept-kill-{format}"));
+    let image = image(&place, format, "8M");
+    let (uri, warned) = attach(&place, &image, format);
+    assert_eq!(warned, "");
+    for command in commands {
+        place.done(command);
+        qemu_io("raw", &uri, &["write -P 1 1M 64k", "flush"]);
+    }
+    kill(place.pid("q"));
+    let (_, warned) = attach(&place, &image, format);
+    let found = states(&place);
+    assert_eq!(found.iter().map(|(name, _)| &name[..]).collect::<Vec<_>>(), expected, "{commands:?}");
+    for (name, state) in &found {
+        assert!(state == "inconsistent" && warned.contains(&format!("bitmap {name} ")), "{warned}");
+    }
+    for name in expected {
+        place.done(&["bitmap", "remove", "q", name]);
+    }
+    place.done(&["bitmap", "add", "q", "after"]);
+    place.done(&["detach", "q"]);
+    if format == "qcow2" {
+        // Nothing is left of the room that they had.
+        run("qemu-img", &["check", "-f", "qcow2", &image]);
+        assert_eq!(in_qemu_nbd(&image, "after"), []);
+    }
+}
+
+// Contract: bitmaps
+#[test]
+fn a_kill_leaves_each_bitmap_inconsistent() {
+    let add: &[&str] = &["bitmap", "add", "q", "b1"];
+    let again: &[&str] = &["bitmap", "add", "q", "b0", "--granularity", "4K"];
+    let (clear, remove) = (&["bitmap", "clear", "q", "b1"][..], &["bitmap", "remove", "q", "b1"][..]);
+    let resize: &[&str] = &["resize", "q", "64M"];
+    kill_after("raw", &[add], &["b1"]);
+    kill_after("raw", &[again, add, clear, resize], &["b0", "b1"]);
+    kill_after("raw", &[add, again, remove], &["b0"]);
+    kill_after("qcow2", &[], &["b0"]);
+    kill_after("qcow2", &[add, clear, resize], &["b0", "b1"]);
+    kill_after("qcow2", &[&["bitmap", "remove", "q", "b0"], again, add, remove], &["b0"]);
+    kill_after("qcow2", &[&["bitmap", "remove", "q", "b0"]], &[]);
+}
+
+// Contract: bitmaps
+#[test]
+fn a_kill_after_a_snapshot_leaves_names_in_both_images() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(&format!("kept-snapshot-{format}"));
+        let (image, top) = (image(&place, format, "8M"), place.dir.join("top").to_str().unwrap().to_owned());
+        let (uri, _) = attach(&place, &image, format);
+        place.done(&["bitmap", "add", "q", "b1"]);
+        qemu_io("raw", &uri, &["write -P 1 1M 64k"]);
+        place.done(&["snapshot", "q", "--to", &top]);
+        kill(place.pid("q"));
+        attach(&place, &top, "qcow2");
+        assert_eq!(state(&place, "q", "b1"), "inconsistent");
+        place.done(&["detach", "q"]);
+        attach(&place, &image, format);
+        assert_eq!(state(&place, "q", "b1"), "recording");
+        place.done(&["detach", "q"]);
+    }
+}
+
+/// A file system of its own, of `bytes`.
+struct Small(Place);
+
+impl Small {
+    fn new(name: &str, bytes: u64) -> Small {
+        let place = Place::new(name);
+        let options = format!("size={bytes}");
+        run("mount", &["-t", "tmpfs", "-o", &options, "blkq-test", place.dir.to_str().unwrap()]);
+        Small(place)
+    }
+
+    /// Fills it up.
+    fn fill(&self) {
+        let file = fs::File::create(self.0.dir.join("rest")).unwrap();
+        while std::io::Write::write(&mut &file, &[1; 4096]).is_ok() {}
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = self.0.run(&["detach", "--all", "--force"]);
+        run("umount", &["-l", self.0.dir.to_str().unwrap()]);
+    }
+}
+
+// Contract: bitmaps
+#[test]
+fn a_full_file_system_refuses_a_bitmap_and_keeps_the_rest() {
+    for format in ["raw", "qcow2"] {
+        let small = Small::new(&format!("kept-full-{format}"), 32 << 20);
+        let place = &small.0;
+        let image = image(place, format, "32G");
+        let (uri, _) = attach(place, &image, format);
+        qemu_io("raw", &uri, &["write -P 1 0 4M"]);
+        // 8 MiB of bits.
+        place.done(&["bitmap", "add", "q", "room", "--granularity", "512"]);
+        small.fill();
+        for words in [&["bitmap", "add", "q", "more", "--granularity", "512"][..], &["resize", "q", "64G"]] {
+            if words[0] == "resize" && format == "raw" {
+                fs::File::options().write(true).open(&image).unwrap().set_len(64 << 30).unwrap();
+            }
+            let refused = place.refused(words);
+            assert!(refused.contains("No space left"), "{refused}");
+        }
+        assert_eq!(place.json(&["show", "--json", "q"])["size"].as_u64(), Some(32 << 30));
+        if format == "raw" {
+            fs::File::options().write(true).open(&image).unwrap().set_len(32 << 30).unwrap();
+        }
+        qemu_io("raw", &uri, &["write -P 2 1M 4k"]);
+        assert_eq!(states(place).last(), Some(&("room".to_owned(), "recording".to_owned())));
+        place.done(&["detach", "q"]);
+        if format == "qcow2" {
+            run("qemu-img", &["check", "-f", "qcow2", &image]);
+        }
+        let (uri, warned) = attach(place, &image, format);
+        assert!(!warned.contains("bitmap"), "{warned}");
+        assert_eq!(dirty(&[&uri], "room"), [(K << 10, 4 * K)]);
+        place.done(&["detach", "q"]);
+    }
+}

@@ -1,0 +1,335 @@
+//! The format of the file with the dirty bitmaps of a raw image. Two slots have the names of the bitmaps, and are
+//! written in turn: the sound one with the greater number counts. So a power loss leaves one of the two, and with it
+//! the names. Behind the slots are the bits, which are written while the slot that counts says that there are none.
+//! The next slot has their checksums: a power loss may leave it without them.
+//!
+//! All numbers are little-endian. Of a slot, which begins at byte 0 or 73,728:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 8 | `blkqbmap` |
+//! | 4, 4 | version, 3; flags: 1 while the image is open for writing, and then there are no bits |
+//! | 8 | number of the slot |
+//! | 8, 8, 8, 8 | size of the device in bytes; when the image was last written to, seconds and nanoseconds; its inode |
+//! | 4, 4, 8 | number of bitmaps; bytes of the slot; their checksum, FNV-1a of 64 bits with zeroes here |
+//! | 2, 1, 1, 4 | of each bitmap: bytes of the name, bits of the granularity, state, zeroes |
+//! | 8, 8 | bytes of its bits, which are behind those of the bitmap before; their checksum |
+//! | | the name |
+//!
+//! The bits begin at byte 147,456, the lowest of each byte first.
+
+use crate::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
+
+use super::stamp::Stamp;
+
+pub(super) const MAGIC: &[u8; 8] = b"blkqbmap";
+pub(super) const VERSION: u32 = 3;
+const FLAG_IN_USE: u32 = 1;
+const HEADER_BYTES: usize = 72;
+const CHECKSUM_AT: usize = 64;
+const ENTRY_BYTES: usize = 24;
+/// Bytes from one slot to the next.
+const SLOT_BYTES: usize = 72 << 10;
+const _: () = assert!(HEADER_BYTES + BITMAPS_MAX * (ENTRY_BYTES + NAME_MAX_BYTES) <= SLOT_BYTES);
+/// Where the bits begin.
+const BITS_AT: usize = 2 * SLOT_BYTES;
+/// Longest file that is read.
+pub(super) const FILE_MAX_BYTES: u64 = BITS_AT as u64 + MEMORY_MAX_BYTES;
+/// The states of a bitmap, by their number in the file.
+const STATES: [BitmapState; 3] = [BitmapState::Recording, BitmapState::Disabled, BitmapState::Inconsistent];
+
+/// The slot that counts: its number, which also says which of the two it is. 0: there is none.
+pub(super) type SlotNumber = u64;
+
+/// A step in which a file is written.
+#[derive(PartialEq, Eq, Debug)]
+pub(super) enum Step {
+    /// Writes at a byte of the file.
+    Write(u64, Vec<u8>),
+    /// Makes all that was written durable.
+    Sync,
+}
+
+/// The bytes of a file that has the bits of `bitmaps`.
+pub(super) fn file_bytes<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> u64 {
+    BITS_AT as u64 + bitmaps.map(|bitmap| bytes_for(bitmap.size(), bitmap.granularity())).sum::<u64>()
+}
+
+/// The steps that name `bitmaps` as in use, in the slot after `last`.
+pub(super) fn mark_steps(bitmaps: &[&Bitmap], stamp: Stamp, last: SlotNumber) -> Vec<Step> {
+    let entries: Vec<(&Bitmap, Vec<u8>)> = bitmaps.iter().map(|bitmap| (*bitmap, Vec::new())).collect();
+    vec![slot_step(&entries, stamp, FLAG_IN_USE, last + 1), Step::Sync]
+}
+
+/// The steps that keep `bitmaps` with their bits, in the slot after `last`, which has them as in use.
+pub(super) fn store_steps(bitmaps: &[&Bitmap], stamp: Stamp, last: SlotNumber) -> Vec<Step> {
+    let entries: Vec<(&Bitmap, Vec<u8>)> =
+        bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
+    let slot = slot_step(&entries, stamp, 0, last + 1);
+    let mut at = BITS_AT as u64;
+    let mut steps = Vec::with_capacity(entries.len() + 2);
+    for (_, bits) in entries {
+        let end = at + bits.len() as u64;
+        steps.push(Step::Write(at, bits));
+        at = end;
+    }
+    steps.extend([slot, Step::Sync]);
+    steps
+}
+
+/// The step that writes a slot.
+fn slot_step(entries: &[(&Bitmap, Vec<u8>)], stamp: Stamp, flags: u32, number: SlotNumber) -> Step {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend(flags.to_le_bytes());
+    bytes.extend(number.to_le_bytes());
+    bytes.extend(stamp.size.to_le_bytes());
+    bytes.extend(stamp.modified.0.to_le_bytes());
+    bytes.extend(stamp.modified.1.to_le_bytes());
+    bytes.extend(stamp.inode.to_le_bytes());
+    bytes.extend((entries.len() as u32).to_le_bytes());
+    bytes.extend([0; 12]);
+    for (bitmap, bits) in entries {
+        let state = STATES.iter().position(|state| *state == bitmap.state()).unwrap_or(STATES.len());
+        bytes.extend((bitmap.name().len() as u16).to_le_bytes());
+        bytes.extend([bitmap.granularity().trailing_zeros() as u8, state as u8, 0, 0, 0, 0]);
+        bytes.extend((bits.len() as u64).to_le_bytes());
+        bytes.extend(checksum(bits).to_le_bytes());
+        bytes.extend(bitmap.name().as_bytes());
+    }
+    let length = bytes.len() as u32;
+    bytes[CHECKSUM_AT - 4..CHECKSUM_AT].copy_from_slice(&length.to_le_bytes());
+    let checksum = checksum(&bytes);
+    bytes[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
+    Step::Write((1 - number % 2) * SLOT_BYTES as u64, bytes)
+}
+
+/// The bitmaps in a file, of an image that is as `now` says, and the slot that counts; `None` if it is damaged. If the
+/// image was written to since they were kept, or is open for writing as far as the file says, they are inconsistent; so
+/// is one whose bits are not there.
+pub(super) fn parse(bytes: &[u8], now: Stamp) -> Option<(Vec<Bitmap>, SlotNumber)> {
+    let slots = [0, SLOT_BYTES].map(|at| Slot::find(bytes.get(at..)?));
+    let slot = slots.into_iter().flatten().max_by_key(|slot| slot.number)?;
+    let is_consistent = slot.flags & FLAG_IN_USE == 0 && slot.stamp == now;
+    let (mut bitmaps, mut rest, mut bits_at) = (Vec::new(), slot.entries, BITS_AT as u64);
+    for _ in 0..slot.count {
+        let (entry, after) = rest.split_at_checked(ENTRY_BYTES)?;
+        let (name, after) = after.split_at_checked(usize::from(u16::from_le_bytes(*entry.first_chunk()?)))?;
+        rest = after;
+        let (name, granularity) = (std::str::from_utf8(name).ok()?, 1u64.checked_shl(u32::from(entry[2]))?);
+        let state = *STATES.get(usize::from(entry[3]))?;
+        let (bits_bytes, expected) = (number(entry, 8)?, number(entry, 16)?);
+        let end = bits_at.checked_add(bits_bytes)?;
+        let bits = bytes.get(usize::try_from(bits_at).ok()?..usize::try_from(end).ok()?);
+        bits_at = end;
+        let is_whole = |bits: &&[u8]| {
+            bits_bytes == bytes_for(now.size, granularity.max(1)) && checksum(bits) == expected
+        };
+        let is_loaded = is_consistent && state != BitmapState::Inconsistent;
+        bitmaps.push(match bits.filter(|_| is_loaded).filter(is_whole) {
+            Some(bits) => {
+                let mut bitmap = Bitmap::new(name, granularity, now.size, state).ok()?;
+                bitmap.load(0, bits);
+                bitmap
+            }
+            None => Bitmap::new(name, granularity, 0, BitmapState::Inconsistent).ok()?,
+        });
+    }
+    rest.is_empty().then_some((bitmaps, slot.number))
+}
+
+/// A slot that was written to its end.
+struct Slot<'a> {
+    number: SlotNumber,
+    flags: u32,
+    stamp: Stamp,
+    count: u32,
+    entries: &'a [u8],
+}
+
+impl Slot<'_> {
+    /// The one that `bytes` begin with.
+    fn find(bytes: &[u8]) -> Option<Slot<'_>> {
+        let header = bytes.first_chunk::<HEADER_BYTES>()?;
+        let half = |at: usize| header[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+        let length = half(CHECKSUM_AT - 4)? as usize;
+        let slot = bytes.get(..length).filter(|slot| (HEADER_BYTES..=SLOT_BYTES).contains(&slot.len()))?;
+        let mut zeroed = slot.to_vec();
+        zeroed[CHECKSUM_AT..HEADER_BYTES].fill(0);
+        let is_sound = checksum(&zeroed) == number(header, CHECKSUM_AT)?;
+        if header[..8] != *MAGIC || half(8)? != VERSION || !is_sound || half(56)? > BITMAPS_MAX as u32 {
+            return None;
+        }
+        let modified = (number(header, 32)? as i64, number(header, 40)? as i64);
+        Some(Slot {
+            number: number(header, 16)?,
+            flags: half(12)?,
+            stamp: Stamp { size: number(header, 24)?, modified, inode: number(header, 48)? },
+            count: half(56)?,
+            entries: &slot[HEADER_BYTES..],
+        })
+    }
+}
+
+fn number(bytes: &[u8], at: usize) -> Option<u64> {
+    bytes.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
+}
+
+/// FNV-1a.
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    const STAMP: Stamp = Stamp { size: 1 << 20, modified: (7, 8), inode: 9 };
+    const SECTOR: usize = 512;
+
+    fn bitmaps() -> Vec<Bitmap> {
+        let bitmap = |name: &str, state| Bitmap::new(name, 512, STAMP.size, state).unwrap();
+        let bitmaps = vec![bitmap("a", BitmapState::Recording), bitmap("b c", BitmapState::Disabled)];
+        bitmaps[0].mark(4096..8192);
+        bitmaps
+    }
+
+    fn put(file: &mut Vec<u8>, at: usize, bytes: &[u8]) {
+        file.resize(file.len().max(at + bytes.len()), 0);
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn run(file: &mut Vec<u8>, steps: Vec<Step>) {
+        for step in steps {
+            if let Step::Write(at, bytes) = step {
+                put(file, at as usize, &bytes);
+            }
+        }
+    }
+
+    fn kept(in_use: bool) -> Vec<u8> {
+        let bitmaps = bitmaps();
+        let all: Vec<&Bitmap> = bitmaps.iter().collect();
+        let mut file = Vec::new();
+        run(&mut file, mark_steps(&all, STAMP, 0));
+        if !in_use {
+            run(&mut file, store_steps(&all, STAMP, 1));
+        }
+        file
+    }
+
+    fn facts(bitmaps: &[Bitmap]) -> Vec<(&str, BitmapState, Vec<u8>)> {
+        bitmaps.iter().map(|bitmap| (bitmap.name(), bitmap.state(), bitmap.to_bytes())).collect()
+    }
+
+    #[test]
+    fn bitmaps_are_read_as_they_were_written() {
+        let (read, slot) = parse(&kept(false), STAMP).unwrap();
+        assert_eq!((facts(&read), slot), (facts(&bitmaps()), 2));
+        for (in_use, stamp) in [
+            (true, STAMP),
+            (false, Stamp { size: 2 << 20, ..STAMP }),
+            (false, Stamp { modified: (7, 9), ..STAMP }),
+            (false, Stamp { inode: 10, ..STAMP }),
+        ] {
+            let (read, _) = parse(&kept(in_use), stamp).unwrap();
+            let found: Vec<_> = read.iter().map(|bitmap| (bitmap.name(), bitmap.state())).collect();
+            assert_eq!(found, [("a", BitmapState::Inconsistent), ("b c", BitmapState::Inconsistent)]);
+        }
+    }
+
+    #[test]
+    fn a_file_that_was_changed_anywhere_has_no_other_bits() {
+        let file = kept(false);
+        let sound = bitmaps();
+        for at in (0..300).chain(SLOT_BYTES - 8..SLOT_BYTES + 300).chain(BITS_AT - 8..file.len()) {
+            let mut changed = file.clone();
+            changed[at] ^= 0x10;
+            for bytes in [&file[..at], &changed] {
+                // The slot that counts may be the one before, which has them as in use.
+                let Some((read, _)) = parse(bytes, STAMP) else { continue };
+                assert_eq!(read.len(), sound.len(), "at {at}");
+                for (read, sound) in read.iter().zip(&sound) {
+                    let is_as_it_was = read.to_bytes() == sound.to_bytes();
+                    assert_eq!((read.name(), read.granularity()), (sound.name(), sound.granularity()));
+                    assert!(read.state() == BitmapState::Inconsistent || is_as_it_was, "at {at}");
+                }
+            }
+        }
+        assert!(parse(&file[..HEADER_BYTES], STAMP).is_none());
+    }
+
+    // Contract: bitmaps
+    #[test]
+    fn a_power_loss_leaves_names_and_whole_bits() {
+        for seed in 0..300 {
+            let mut random = Random::new(seed);
+            let (mut durable, mut slot) = (Vec::new(), 0);
+            let mut before: Vec<Bitmap> = Vec::new();
+            for round in 0..6 {
+                // So many that a slot has several sectors.
+                let count = random.below(40) as usize;
+                let bitmaps: Vec<Bitmap> = (0..count)
+                    .map(|number| {
+                        let name =
+                            format!("round {round} {number} {}", "n".repeat(random.below(60) as usize));
+                        let bitmap = Bitmap::new(&name, 512, STAMP.size, BitmapState::Recording).unwrap();
+                        let at = random.below(STAMP.size);
+                        bitmap.mark(at..at + random.below(STAMP.size) + 1);
+                        bitmap
+                    })
+                    .collect();
+                let all: Vec<&Bitmap> = bitmaps.iter().collect();
+                let mut steps = mark_steps(&all, STAMP, slot);
+                let marked = steps.len();
+                steps.extend(store_steps(&all, STAMP, slot + 1));
+                let lost_at = random.below(steps.len() as u64 + 1) as usize;
+                let is_last = random.below(3) == 0;
+                let mut volatile = Vec::new();
+                for (number, step) in steps.into_iter().enumerate() {
+                    if is_last && number == lost_at {
+                        break;
+                    }
+                    match step {
+                        Step::Write(at, bytes) => volatile.push((at as usize, bytes)),
+                        Step::Sync => {
+                            volatile.drain(..).for_each(|(at, bytes)| put(&mut durable, at, &bytes));
+                        }
+                    }
+                }
+                if !is_last {
+                    slot += 2;
+                    before = bitmaps;
+                    continue;
+                }
+                for (at, bytes) in volatile {
+                    for (number, sector) in bytes.chunks(SECTOR).enumerate() {
+                        if random.below(2) == 0 {
+                            put(&mut durable, at + number * SECTOR, sector);
+                        }
+                    }
+                }
+                let Some((read, _)) = parse(&durable, STAMP) else {
+                    assert!(slot == 0 && lost_at < marked, "seed {seed}: damaged after step {lost_at}");
+                    break;
+                };
+                let read = facts(&read);
+                let names = |bitmaps: &[Bitmap]| -> Vec<String> {
+                    bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect()
+                };
+                let found: Vec<String> = read.iter().map(|(name, ..)| (*name).to_owned()).collect();
+                let now = if lost_at < marked && found != names(&bitmaps) { &before } else { &bitmaps };
+                assert_eq!(found, names(now), "seed {seed}: after step {lost_at}");
+                for ((_, state, bits), kept) in read.iter().zip(now) {
+                    let is_as_kept = *state == BitmapState::Recording && *bits == kept.to_bytes();
+                    assert!(is_as_kept || *state == BitmapState::Inconsistent, "seed {seed}");
+                }
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! The places of dirty bitmaps in the image: clusters that each has for all of its bits, from when it is added on. The
+//! directory names them, marked as in use, until the bits are written.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use crate::bitmap::{Bitmap, BitmapState, bytes_for};
+use crate::buffer::IoBuffer;
+use crate::error::{IoResult, Status};
+
+use super::allocate::{Clusters, allocate, free_unused};
+use super::bitmaps::{DirectoryEntry, Layout, change_extension, entry_name};
+use super::commit::{commit, refcount_of, sync};
+use super::env::Env;
+use super::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
+use super::io::Op;
+
+/// How often clusters that follow each other are searched for.
+const SEARCHES_MAX: usize = 64;
+/// Bytes that are written at a time.
+const WRITE_BYTES: usize = 1 << 20;
+
+/// The facts of a bitmap that its place follows from.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Named {
+    name: String,
+    granularity: u64,
+    state: BitmapState,
+    /// Bytes of its bits.
+    bytes: u64,
+}
+
+impl Named {
+    /// Those of `bitmap` in an image of `size` bytes.
+    pub fn of(bitmap: &Bitmap, size: u64) -> Named {
+        let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
+        Named { name, granularity, state: bitmap.state(), bytes: bytes_for(size, granularity) }
+    }
+
+    fn has_bits(&self) -> bool {
+        self.state != BitmapState::Inconsistent
+    }
+}
+
+/// A bitmap in the image.
+#[derive(Clone)]
+struct Place {
+    named: Named,
+    table: Clusters,
+    bits: Vec<Clusters>,
+}
+
+/// The bitmaps in the image.
+#[derive(Clone, Default)]
+pub(super) struct Places {
+    directory: Option<Clusters>,
+    places: Vec<Place>,
+    /// Clusters of bitmaps that were loaded and not adopted, until there is another directory.
+    loaded: Vec<u64>,
+    /// Entries of the directory that stay as they are.
+    others: Vec<Vec<u8>>,
+    /// The directory may have them with their bits.
+    stored: bool,
+}
+
+impl Places {
+    /// Whether the directory has `named`, and no others, marked as in use.
+    pub fn has(&self, named: &[Named]) -> bool {
+        let is_empty = named.is_empty() && self.others.is_empty() && self.loaded.is_empty();
+        let is_there = self.directory.is_some() || is_empty;
+        is_there && !self.stored && self.places.iter().map(|place| &place.named).eq(named)
+    }
+
+    /// These, of which the directory is about to have the bits.
+    pub fn stored(&mut self) -> Places {
+        self.stored = true;
+        self.clone()
+    }
+
+    /// The directory, with all bitmaps marked as in use or not.
+    fn directory(&self, cluster: u64, in_use: bool) -> Vec<u8> {
+        let mut directory = self.others.concat();
+        for Place { named, table, .. } in &self.places {
+            let entry = DirectoryEntry {
+                name: &named.name,
+                granularity: named.granularity,
+                state: named.state,
+                in_use,
+                table: table.host,
+                clusters: named.bytes.div_ceil(cluster),
+            };
+            directory.extend(entry.to_bytes());
+        }
+        directory
+    }
+
+    fn count(&self) -> u32 {
+        (self.places.len() + self.others.len()) as u32
+    }
+
+    fn clusters(&self) -> Vec<Clusters> {
+        let of_bitmaps =
+            self.places.iter().flat_map(|place| std::iter::once(&place.table).chain(&place.bits));
+        self.directory.iter().chain(of_bitmaps).copied().collect()
+    }
+}
+
+/// The places of bitmaps that are marked as in use, and are to be `named`: those that the image has, if each has room
+/// for all bits, and for itself alone. Else all are to get others.
+pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Places {
+    let cluster = 1 << env.state().cluster_bits();
+    let run =
+        |host: u64, bytes: usize| Clusters { host, count: (bytes as u64).div_ceil(cluster), fresh: false };
+    let mut adopted = Places { others: layout.others.clone(), ..Places::default() };
+    adopted.directory = Some(run(layout.directory, layout.marked.len()));
+    let mut are_whole = true;
+    for (named, (table, clusters)) in named.into_iter().zip(layout.tables) {
+        are_whole &= clusters.iter().all(|host| (*host != 0) == named.has_bits());
+        let table = run(table, clusters.len() * 8);
+        let mut bits: Vec<Clusters> = Vec::new();
+        for host in clusters.into_iter().filter(|_| named.has_bits()) {
+            match bits.last_mut() {
+                Some(last) if last.host + last.count * cluster == host => last.count += 1,
+                _ => bits.push(run(host, 1)),
+            }
+        }
+        adopted.places.push(Place { named, table, bits });
+    }
+    let is_same = adopted.directory(cluster, true) == layout.marked;
+    if are_whole && is_same && is_own(env, &adopted, cluster).await {
+        return adopted;
+    }
+    Places { loaded: layout.clusters, others: layout.others, ..Places::default() }
+}
+
+/// Whether nothing else has the clusters, as far as the image says, and there is room for all bits.
+async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
+    let mut seen = HashSet::new();
+    for run in places.clusters() {
+        for host in (run.host..run.host + run.count * cluster).step_by(cluster as usize) {
+            let is_other = env.state().check_target(host..host + cluster).is_ok();
+            if !is_other || !seen.insert(host) || refcount_of(env, host).await != Some(1) {
+                return false;
+            }
+        }
+    }
+    for run in places.places.iter().flat_map(|place| &place.bits) {
+        // A copy may have holes there.
+        match env.io.run(Op::extend(run.host, run.count * cluster)).await {
+            Ok(_) | Err(Status::NotSupported) => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}
+
+/// Has the header name a directory with `named` marked as in use, durably, each with room for its bits. Returns the
+/// places, of which those that there were are kept if they suit. Those that do not are released.
+///
+/// # Errors
+/// Those of the file; the image has the old places then.
+pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Result<Places, Status> {
+    let mut taken = Vec::new();
+    let exchanged = write_directory(env, &old, named, &mut taken).await;
+    let Ok(new) = exchanged else {
+        for clusters in taken {
+            free_unused(env, clusters).await;
+        }
+        return exchanged;
+    };
+    {
+        let mut state = env.state();
+        let cluster = 1 << state.cluster_bits();
+        let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
+        let kept: Vec<u64> = new.clusters().iter().map(|run| run.host).collect();
+        let released = old.clusters().into_iter().filter(|run| !kept.contains(&run.host)).flat_map(each);
+        let released: Vec<u64> = released.chain(old.loaded).collect();
+        // A damaged image may have tables in their place.
+        let is_other = |offset: &u64| state.check_target(*offset..*offset + cluster).is_ok();
+        let released: Vec<u64> = released.into_iter().filter(is_other).collect();
+        state.writer.released.extend(released);
+    }
+    // The old clusters stay allocated if this fails, which harms nobody.
+    let _ = commit(env, true).await;
+    Ok(new)
+}
+
+async fn write_directory(
+    env: &Env,
+    old: &Places,
+    named: Vec<Named>,
+    taken: &mut Vec<Clusters>,
+) -> Result<Places, Status> {
+    let cluster = 1 << env.state().cluster_bits();
+    let mut new = Places::default();
+    // A new one may have got the name of one that is not known here.
+    let is_kept = |other: &&Vec<u8>| named.iter().all(|one| Some(one.name.as_bytes()) != entry_name(other));
+    new.others = old.others.iter().filter(is_kept).cloned().collect();
+    for named in named {
+        let suits = |place: &&Place| {
+            let is_same = place.named.name == named.name && place.named.has_bits() == named.has_bits();
+            is_same && place.named.bytes.div_ceil(cluster) == named.bytes.div_ceil(cluster)
+        };
+        let place = match old.places.iter().find(suits) {
+            Some(place) => Place { named, ..place.clone() },
+            None => make_place(env, named, cluster, taken).await?,
+        };
+        new.places.push(place);
+    }
+    let directory = new.directory(cluster, true);
+    let extension = match new.count() {
+        0 => None,
+        count => {
+            let place = write_new(env, &directory, taken).await?;
+            new.directory = Some(place);
+            let directory_bytes = directory.len() as u64;
+            Some(BitmapsExtension { count, directory_bytes, directory: place.host })
+        }
+    };
+    // With the refcounts, what was written is durable.
+    commit(env, true).await?;
+    let head =
+        change_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
+    let written = write(env, 0, &head).await;
+    if written.is_err() {
+        // The file may have either.
+        env.state().writer.failed = true;
+    }
+    written?;
+    sync(env).await?;
+    let mut state = env.state();
+    let header = &mut state.top_mut()?.header;
+    header.autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
+    header.bitmaps = extension;
+    Ok(new)
+}
+
+/// Makes the place of a bitmap: a table that names a cluster for each part of the bits.
+async fn make_place(
+    env: &Env,
+    named: Named,
+    cluster: u64,
+    taken: &mut Vec<Clusters>,
+) -> Result<Place, Status> {
+    let clusters = named.bytes.div_ceil(cluster);
+    let (mut bits, mut table) = (Vec::new(), Vec::new());
+    while named.has_bits() && (table.len() as u64) < clusters {
+        if env.state().is_crowded() {
+            commit(env, false).await?;
+        }
+        let run = allocate(env, clusters - table.len() as u64).await?;
+        taken.push(run);
+        bits.push(run);
+        table.extend((0..run.count).map(|number| run.host + number * cluster));
+        make_room(env, run, cluster).await?;
+    }
+    table.resize(clusters as usize, 0);
+    let table: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+    let table = write_new(env, &table, taken).await?;
+    Ok(Place { named, table, bits })
+}
+
+/// Reserves the space for clusters that are new.
+async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
+    let (start, end) = (run.host, run.host + run.count * cluster);
+    env.state().cache.forget(0, start..end);
+    match env.io.run(Op::extend(start, end - start)).await {
+        Err(Status::NotSupported) => {
+            let zeroes = vec![0; WRITE_BYTES.min((end - start) as usize)];
+            for at in (start..end).step_by(WRITE_BYTES) {
+                write(env, at, &zeroes[..WRITE_BYTES.min((end - at) as usize)]).await?;
+            }
+            Ok(())
+        }
+        reserved => reserved.map(drop),
+    }
+}
+
+/// Writes the bits of `bitmaps` to their places, and then that they are there, durably. Nothing is written to the device
+/// from then on.
+///
+/// # Errors
+/// Those of the file; the bitmaps are marked as in use then.
+pub(super) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
+    let (size, cluster) = {
+        let state = env.state();
+        let header = &state.top()?.header;
+        (header.size, header.cluster_bytes())
+    };
+    for (bitmap, place) in bitmaps.iter().zip(&places.places).filter(|(_, place)| place.named.has_bits()) {
+        // One of a larger image, which was exchanged for this one.
+        let cut = (bitmap.size() > size).then(|| bitmap.resized(size)).transpose();
+        let cut = cut.map_err(|_| Status::NotSupported)?;
+        let mut bits = cut.as_ref().unwrap_or(bitmap.as_ref()).to_bytes();
+        bits.resize((place.named.bytes.div_ceil(cluster) * cluster) as usize, 0);
+        let mut rest = &bits[..];
+        for run in &place.bits {
+            let (part, after) = rest.split_at_checked((run.count * cluster) as usize).ok_or(Status::Io)?;
+            rest = after;
+            for (number, bytes) in part.chunks(WRITE_BYTES).enumerate() {
+                write(env, run.host + (number * WRITE_BYTES) as u64, bytes).await?;
+            }
+        }
+    }
+    sync(env).await?;
+    let Some(directory) = places.directory else { return Ok(()) };
+    write(env, directory.host, &places.directory(cluster, false)).await?;
+    sync(env).await
+}
+
+/// Writes `bytes` to new clusters that follow each other; returns them.
+async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result<Clusters, Status> {
+    let bits = env.state().cluster_bits();
+    let count = (bytes.len() as u64).div_ceil(1 << bits);
+    let mut shorter = Vec::new();
+    let mut found = Err(Status::NoSpace);
+    for search in 0..SEARCHES_MAX {
+        if search == SEARCHES_MAX / 2 {
+            // There are only short holes: behind the end of a file there is room.
+            let writer = &mut env.state().writer;
+            writer.next_free = match writer.fresh_from {
+                u64::MAX => writer.next_free,
+                fresh_from => writer.next_free.max(fresh_from),
+            };
+        }
+        match allocate(env, count).await {
+            Ok(clusters) if clusters.count == count => {
+                found = Ok(clusters);
+                break;
+            }
+            Ok(clusters) => shorter.push(clusters),
+            Err(status) => {
+                found = Err(status);
+                break;
+            }
+        }
+    }
+    for clusters in shorter {
+        free_unused(env, clusters).await;
+    }
+    let clusters = found?;
+    taken.push(clusters);
+    env.state().cache.forget(0, clusters.host..clusters.host + (count << bits));
+    let mut whole = bytes.to_vec();
+    whole.resize((count << bits) as usize, 0);
+    write(env, clusters.host, &whole).await?;
+    Ok(clusters)
+}
+
+/// Writes `bytes` at byte `offset` of the file.
+///
+/// # Errors
+/// That of the file.
+pub(super) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
+    let align = env.state().layers[0].align.max(512) as usize;
+    let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
+    buffer[..bytes.len()].copy_from_slice(bytes);
+    env.io.run(env.write_op(offset).with_buffer(buffer)).await.map(drop)
+}
+
+/// Reads the first cluster.
+///
+/// # Errors
+/// That of the file.
+pub(super) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
+    let cluster = 1 << env.state().cluster_bits();
+    let mut read = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(cluster))).await?;
+    Ok(read.buffers.pop().ok_or(Status::Io)?.to_vec())
+}
