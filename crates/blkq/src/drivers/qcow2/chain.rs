@@ -20,6 +20,8 @@ use super::state::Tables;
 
 /// Most images behind one.
 pub(super) const DEPTH_MAX: usize = 64;
+/// Most bytes of L1 tables of a chain, which are in memory.
+const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
 /// The bytes of a file that are locked: all that it may ever have.
 pub(super) const LOCKED: std::ops::Range<u64> = 0..1 << 62;
 
@@ -120,6 +122,16 @@ pub(super) fn open_behind(
             journal::check_behind(all, path, (identity, tables.header.tag), last.backing.identity)?;
         }
         chain.push(opened);
+        let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);
+        if std::iter::once(top).chain(&chain).map(l1_bytes).sum::<u64>() > L1_TABLES_MAX_BYTES {
+            let message = format!(
+                "{} and the images behind it have L1 tables of more than {} MiB, which are in memory; make one image \
+                 of them with `qemu-img convert`",
+                top.backing.path.display(),
+                L1_TABLES_MAX_BYTES >> 20
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
     }
 }
 

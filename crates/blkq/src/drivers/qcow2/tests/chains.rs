@@ -213,6 +213,30 @@ fn a_backing_file_is_locked_before_its_tables_are_read() {
     assert_eq!(error(&options).kind(), ErrorKind::Format);
 }
 
+// Contract: bounded-input
+#[test]
+fn a_chain_whose_tables_take_much_memory_is_rejected() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    directory.image("0", "compat=1.1", MIB);
+    for number in 0..=4 {
+        let (behind, name) = ((number - 1).to_string(), number.to_string());
+        if number > 0 {
+            directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", &behind, "-F", "qcow2", &name]);
+        }
+        // An L1 table of 32 MiB, which is a hole.
+        let file = File::options().write(true).open(directory.0.join(name)).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &(4u32 << 20).to_be_bytes(), header::L1_AT as u64).unwrap();
+        file.set_len(64 << 20).unwrap();
+    }
+    drop(open(&directory.0.join("3")));
+    let error = error(&Qcow2Options::new(directory.0.join("4")));
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("L1 tables of more than 128 MiB"), "{error}");
+}
+
 #[test]
 fn a_chain_that_comes_back_to_itself_is_rejected() {
     if !has_qemu() {
