@@ -110,6 +110,7 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
             let place = place.map(|place| format!(" {place}")).unwrap_or_default();
             match &options.image {
                 DriverSpec::Rbd(_) => "; detach it there first, or attach with --read-only".to_owned(),
+                _ if options.format == Some(Format::Qcow2) => format!("{place}; detach it there first"),
                 _ => format!("{place}; detach it there first, or attach with --shared on both sides"),
             }
         }

@@ -9,6 +9,9 @@ use std::path::Path;
 
 use crate::error::{Error, ErrorKind};
 
+/// All bytes that a file may ever have.
+pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;
+
 /// The access that others keep to the bytes meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LockKind {
@@ -38,11 +41,14 @@ pub(crate) fn acquire(
     shared: bool,
 ) -> Result<Option<String>, Error> {
     let Err(error) = lock(file, range, kind, shared) else { return Ok(None) };
-    let (path, Range { start, end }) = (path.display(), range);
+    let path = path.display();
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EACCES) => {
-            let message = format!("{path} is in use: bytes {start} to {end} are attached elsewhere");
-            Err(Error::new(ErrorKind::Busy, message))
+            let part = match range {
+                range if *range == WHOLE_FILE => "it is".to_owned(),
+                Range { start, end } => format!("bytes {start} to {end} are"),
+            };
+            Err(Error::new(ErrorKind::Busy, format!("{path} is in use: {part} attached elsewhere")))
         }
         _ if shared => Ok(Some(format!("{path} cannot be locked ({error}): nothing keeps others from it"))),
         _ => {

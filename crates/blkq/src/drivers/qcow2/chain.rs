@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -22,8 +23,8 @@ use super::state::Tables;
 pub(super) const DEPTH_MAX: usize = 64;
 /// Most bytes of L1 tables of a chain, which are in memory.
 const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
-/// The bytes of a file that are locked: all that it may ever have.
-pub(super) const LOCKED: std::ops::Range<u64> = 0..1 << 62;
+/// The bytes of a file that are locked.
+pub(super) const LOCKED: std::ops::Range<u64> = lock::WHOLE_FILE;
 
 /// An image of a chain that was opened.
 pub(super) struct Opened {
@@ -81,7 +82,7 @@ fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()
         match file.read_at(&mut bytes[done..], offset + done as u64) {
             Ok(0) => break,
             Ok(count) => done += count,
-            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(Error::system(format!("cannot read {}", path.display()), e)),
         }
     }
@@ -138,6 +139,14 @@ pub(super) fn open_behind(
 fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;
+    if std::fs::metadata(directory.join(path)).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+        let (file, image) = (path.display(), image.display());
+        let message = format!(
+            "{file}, the backing file of {image}, is not there; bring it back, or name the one that it is now with \
+             `qemu-img rebase -u -b FILE -F FORMAT {image}`"
+        );
+        return Err(Error::new(ErrorKind::Unsupported, message));
+    }
     match allowed {
         BackingChain::Allow => Backing::open(&directory.join(path), true),
         BackingChain::OwnDirectory => open_beneath(directory, image, path),

@@ -228,13 +228,31 @@ fn a_chain_whose_tables_take_much_memory_is_rejected() {
         }
         // An L1 table of 32 MiB, which is a hole.
         let file = File::options().write(true).open(directory.0.join(name)).unwrap();
-        std::os::unix::fs::FileExt::write_all_at(&file, &(4u32 << 20).to_be_bytes(), header::L1_AT as u64).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &(4u32 << 20).to_be_bytes(), header::L1_AT as u64)
+            .unwrap();
         file.set_len(64 << 20).unwrap();
     }
     drop(open(&directory.0.join("3")));
     let error = error(&Qcow2Options::new(directory.0.join("4")));
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("L1 tables of more than 128 MiB"), "{error}");
+}
+
+#[test]
+fn a_backing_file_that_is_not_there_is_named_with_the_cure() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", "gone", "-F", "raw", "d.qcow2", "64k"]);
+    for backing_chain in [BackingChain::OwnDirectory, BackingChain::Allow] {
+        let options = Qcow2Options { backing_chain, ..Qcow2Options::new(directory.0.join("d.qcow2")) };
+        let error = error(&options).to_string();
+        assert!(
+            error.contains("gone, the backing file of") && error.contains("qemu-img rebase -u"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
