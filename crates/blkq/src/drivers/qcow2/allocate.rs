@@ -12,6 +12,7 @@ use super::env::Env;
 use super::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
 use super::io::Op;
 use super::refcounts::{refcount, refcount_place, set_refcount, set_refcounts};
+use super::reserve::reserve_l1;
 use super::state::{Lack, State};
 
 /// Slices that are searched in one go.
@@ -154,6 +155,7 @@ async fn make_l2(env: &Env, index: usize) -> IoResult {
 }
 
 async fn write_l2(env: &Env, index: usize) -> IoResult {
+    reserve_l1(env, index).await?;
     let clusters = allocate(env, 1).await?;
     let written = copy_l2(env, index, clusters.host).await;
     if written.is_err() {

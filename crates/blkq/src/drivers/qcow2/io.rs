@@ -98,7 +98,7 @@ impl Op {
         Op { bytes, ..Op::new(Action::Punch, 0, offset) }
     }
 
-    /// Has the image itself be `bytes` longer than `offset`.
+    /// Has the image itself have space for `bytes` from `offset` on, and be as long.
     pub fn extend(offset: u64, bytes: u64) -> Op {
         Op { bytes, ..Op::new(Action::Extend, 0, offset) }
     }

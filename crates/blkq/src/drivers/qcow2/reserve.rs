@@ -1,7 +1,7 @@
-//! Space of the file that is reserved before clusters of it are written: a direct write that makes a file longer
+//! Space of the file that is reserved before it is written: for clusters, as a direct write that makes a file longer
 //! is alone on it, and one to a hole waits for the file system to find space.
 
-use crate::error::IoResult;
+use crate::error::{IoResult, Status};
 
 use super::env::Env;
 use super::io::Op;
@@ -41,6 +41,34 @@ pub(super) async fn reserve(env: &Env, end: u64) {
         }
         env.io.changed();
         return;
+    }
+}
+
+/// The part of a file that its file system finds space for at once.
+const BLOCK_BYTES: u64 = 4096;
+
+/// Has the file have space for entry `index` of the L1 table, which qemu-img leaves a hole: without it a flush would
+/// fail on a full file system, though the writes before it completed.
+///
+/// # Errors
+/// [`Status::NoSpace`]. A file system that cannot reserve space is none.
+pub(super) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
+    let block = {
+        let state = env.state();
+        let tables = state.top()?;
+        let offset_of = |index: usize| tables.header.l1_offset + index as u64 * 8;
+        let begin = offset_of(index) / BLOCK_BYTES * BLOCK_BYTES;
+        let range = begin.max(offset_of(0))..(begin + BLOCK_BYTES).min(offset_of(tables.l1.len()));
+        let entry_at = |offset: u64| ((offset - offset_of(0)) / 8) as usize;
+        // An entry that names a table had space.
+        if tables.l1[entry_at(range.start)..entry_at(range.end)].iter().any(|entry| *entry != 0) {
+            return Ok(());
+        }
+        range
+    };
+    match env.io.run(Op::extend(block.start, block.end - block.start)).await {
+        Err(Status::NoSpace) => Err(Status::NoSpace),
+        _ => Ok(()),
     }
 }
 
