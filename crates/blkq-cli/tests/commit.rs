@@ -8,7 +8,6 @@ use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use place::client::*;
@@ -73,61 +72,24 @@ fn a_client_goes_on_in_the_image_behind() {
     }
 }
 
-/// Sets it however the test goes on.
-struct Stop<'a>(&'a AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, SeqCst);
-    }
-}
-
 // Contract: live-changes
 #[test]
 fn writes_go_on_through_snapshots_and_commits() {
     let place = Place::new("commit-load");
     let (base, top) = (place.image("base.img", 16 << 20), path(&place, "top"));
     let uri = place.done(&["attach", &base, "--name", "d"]);
-    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
-    let blocks = (16 << 20) / BLOCK as u64;
-    let write = || {
-        let mut client = Client::new(&uri, "d");
-        let mut expected = vec![0; blocks as usize];
-        let mut seed = 1u64;
-        while !stop.load(SeqCst) {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let (block, other, byte) = ((seed >> 33) % blocks, (seed >> 20) % blocks, (seed >> 50) as u8);
-            client.write(block, byte);
-            expected[block as usize] = byte;
-            assert_eq!(client.read(other), expected[other as usize], "block {other}");
-            rounds.fetch_add(1, SeqCst);
-        }
-        client.flush();
-        expected
-    };
-    let expected = std::thread::scope(|scope| {
-        let writer = scope.spawn(write);
-        let stopped = Stop(&stop);
-        let written = || {
-            let seen = rounds.load(SeqCst);
-            wait_until("the writer writes", || rounds.load(SeqCst) > seen + 200 || writer.is_finished());
-        };
-        for _ in 0..5 {
-            place.done(&["snapshot", "d", "--to", &top]);
-            written();
-            place.done(&["commit", "d"]);
-            fs::remove_file(&top).unwrap();
-        }
-        written();
-        drop(stopped);
-        writer.join().unwrap()
-    });
+    let writer = RandomWriter::start(&uri, "d", (16 << 20) / BLOCK as u64);
+    for _ in 0..5 {
+        place.done(&["snapshot", "d", "--to", &top]);
+        writer.wait(200);
+        place.done(&["commit", "d"]);
+        fs::remove_file(&top).unwrap();
+    }
+    writer.wait(200);
+    let expected = writer.finish();
     // A flush is all that a killed daemon owes.
     kill_and_wait(place.pid("d"), &[&base]);
-    let found = fs::read(base).unwrap();
-    for (block, byte) in expected.iter().enumerate() {
-        assert_eq!(found[block * BLOCK..][..BLOCK], [*byte; BLOCK], "block {block}");
-    }
+    assert_blocks(&fs::read(base).unwrap(), &expected);
 }
 
 /// An image of `mib` MiB with compressed clusters over `base`, which take their time.

@@ -8,7 +8,6 @@ use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use place::client::*;
 use place::*;
@@ -71,61 +70,26 @@ fn a_client_goes_on_in_each_new_image() {
     }
 }
 
-/// Sets it however the test goes on.
-struct Stop<'a>(&'a AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, SeqCst);
-    }
-}
-
 // Contract: live-changes
 #[test]
 fn writes_go_on_through_snapshots_and_none_is_lost() {
     let place = Place::new("snapshot-load");
     let base = place.image("base.img", 16 << 20);
     let uri = place.done(&["attach", &base, "--name", "d"]);
-    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
-    let blocks = (16 << 20) / BLOCK as u64;
-    let write = || {
-        let mut client = Client::new(&uri, "d");
-        let mut expected = vec![0; blocks as usize];
-        let mut seed = 1u64;
-        while !stop.load(SeqCst) {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let (block, other, byte) = ((seed >> 33) % blocks, (seed >> 20) % blocks, (seed >> 50) as u8);
-            client.write(block, byte);
-            expected[block as usize] = byte;
-            assert_eq!(client.read(other), expected[other as usize], "block {other}");
-            rounds.fetch_add(1, SeqCst);
-        }
-        client.flush();
-        expected
-    };
+    let writer = RandomWriter::start(&uri, "d", (16 << 20) / BLOCK as u64);
     let mut last = String::new();
-    let expected = std::thread::scope(|scope| {
-        let writer = scope.spawn(write);
-        let stopped = Stop(&stop);
-        for number in 0..5 {
-            let seen = rounds.load(SeqCst);
-            wait_until("the writer writes", || rounds.load(SeqCst) > seen + 50 || writer.is_finished());
-            last = place.dir.join(format!("{number}.qcow2")).to_str().unwrap().to_owned();
-            place.done(&["snapshot", &format!("d={last}")]);
-        }
-        let seen = rounds.load(SeqCst);
-        wait_until("the writer writes", || rounds.load(SeqCst) > seen + 50 || writer.is_finished());
-        drop(stopped);
-        writer.join().unwrap()
-    });
+    for number in 0..5 {
+        writer.wait(50);
+        last = place.dir.join(format!("{number}.qcow2")).to_str().unwrap().to_owned();
+        place.done(&["snapshot", &format!("d={last}")]);
+    }
+    writer.wait(50);
+    let expected = writer.finish();
     // A flush is all that a killed daemon owes.
     kill_and_wait(place.pid("d"), &[&base, &last]);
     let raw = place.dir.join("raw").to_str().unwrap().to_owned();
     run("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", &last, &raw]);
-    let found = fs::read(raw).unwrap();
-    for (block, byte) in expected.iter().enumerate() {
-        assert_eq!(found[block * BLOCK..][..BLOCK], [*byte; BLOCK], "block {block}");
-    }
+    assert_blocks(&fs::read(raw).unwrap(), &expected);
 }
 
 #[test]

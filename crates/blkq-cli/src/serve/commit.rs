@@ -53,7 +53,7 @@ impl Device {
     /// Refuses another change of the image while a block commit is under way.
     ///
     /// # Errors
-    /// Who makes it.
+    /// That a block commit is under way, and for which client.
     pub fn check_not_changed(&self) -> Outcome {
         self.commit_progress().as_ref().map_or(Ok(()), |progress| Err(progress.refusal()))
     }

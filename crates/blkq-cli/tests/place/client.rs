@@ -5,6 +5,9 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::thread::JoinHandle;
 
 use super::{Place, kill, reply, request, session, wait_until};
 
@@ -68,6 +71,67 @@ impl Client {
     pub fn flush(&mut self) {
         request(&mut self.stream, 3, 9, 0, 0);
         assert_eq!(reply(&mut self.stream, 0), (0, 9));
+    }
+}
+
+/// A client that writes random blocks, and reads others back, until it is stopped.
+pub struct RandomWriter {
+    stop: Arc<AtomicBool>,
+    rounds: Arc<AtomicU64>,
+    thread: Option<JoinHandle<Vec<u8>>>,
+}
+
+impl RandomWriter {
+    /// Of a device of so many blocks, all zeroes.
+    pub fn start(uri: &str, name: &'static str, blocks: u64) -> RandomWriter {
+        let (stop, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (stopped, written, uri) = (stop.clone(), rounds.clone(), uri.to_owned());
+        let write = move || {
+            let mut client = Client::new(&uri, name);
+            let mut expected = vec![0; blocks as usize];
+            let mut seed = 1u64;
+            while !stopped.load(SeqCst) {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let (block, other, byte) = ((seed >> 33) % blocks, (seed >> 20) % blocks, (seed >> 50) as u8);
+                client.write(block, byte);
+                expected[block as usize] = byte;
+                assert_eq!(client.read(other), expected[other as usize], "block {other}");
+                written.fetch_add(1, SeqCst);
+            }
+            client.flush();
+            expected
+        };
+        RandomWriter { stop, rounds, thread: Some(std::thread::spawn(write)) }
+    }
+
+    /// Waits until it has written so many more blocks.
+    pub fn wait(&self, blocks: u64) {
+        let seen = self.rounds.load(SeqCst);
+        let is_finished = || self.thread.as_ref().is_none_or(JoinHandle::is_finished);
+        wait_until("the writer writes", || self.rounds.load(SeqCst) > seen + blocks || is_finished());
+    }
+
+    /// Stops it after a flush. Returns the byte of each block.
+    pub fn finish(mut self) -> Vec<u8> {
+        self.stop.store(true, SeqCst);
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for RandomWriter {
+    /// However the test goes on.
+    fn drop(&mut self) {
+        self.stop.store(true, SeqCst);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Fails unless each block of `found` is the byte that `expected` has for it.
+pub fn assert_blocks(found: &[u8], expected: &[u8]) {
+    for (block, byte) in expected.iter().enumerate() {
+        assert_eq!(found[block * BLOCK..][..BLOCK], [*byte; BLOCK], "block {block}");
     }
 }
 

@@ -182,23 +182,13 @@ fn live(kind: &str, backing: bool, seed: u64) {
 // Contract: durability
 #[test]
 fn what_completed_survives_the_death_of_the_process() {
-    if !has_qemu() {
-        return;
-    }
-    let factor = std::env::var("BLKQ_MODEL_FACTOR").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
-    for seed in 0..3 * factor {
-        for (number, (kind, backing)) in [
-            ("cluster_size=512", false),
-            ("cluster_size=4k", true),
-            ("cluster_size=64k", true),
-            ("cluster_size=512,refcount_bits=64", true),
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            live(kind, backing, seed * 10 + number as u64);
-        }
-    }
+    let kinds = [
+        ("cluster_size=512", false),
+        ("cluster_size=4k", true),
+        ("cluster_size=64k", true),
+        ("cluster_size=512,refcount_bits=64", true),
+    ];
+    each_kind(3, &kinds, |(kind, backing), seed| live(kind, backing, seed));
 }
 
 /// Writes to a new cluster, and has the process die before its tables are written.

@@ -68,3 +68,16 @@ fn has_qemu() -> bool {
     }
     found
 }
+
+/// Has `live` run through each of `kinds` in so many rounds, times `BLKQ_MODEL_FACTOR`, each with a seed of its own.
+fn each_kind<K: Copy>(rounds: u64, kinds: &[K], live: impl Fn(K, u64)) {
+    if !has_qemu() {
+        return;
+    }
+    let factor = std::env::var("BLKQ_MODEL_FACTOR").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
+    for round in 0..rounds * factor {
+        for (number, kind) in (0..).zip(kinds) {
+            live(*kind, round * 10 + number);
+        }
+    }
+}
