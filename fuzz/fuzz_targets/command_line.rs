@@ -11,7 +11,8 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
-use blkq::drivers::{DriverSpec, parse_bytes};
+use blkq::drivers::DriverSpec;
+use blkq::units::parse_bytes;
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::set::parse_setting;
 use blkq_cli::commands::{Cli, Command};

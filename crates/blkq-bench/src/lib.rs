@@ -74,7 +74,7 @@ pub struct Arguments {
     #[arg(long, requires = "file")]
     pub overwrite: bool,
     /// Size of that file [default: 1G, with --quick 256M]
-    #[arg(long, value_name = "BYTES", value_parser = blkq::drivers::parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = blkq::units::parse_bytes)]
     pub size: Option<u64>,
 }
 

@@ -7,8 +7,8 @@ use serde_json::Value;
 use crate::backing::{Backing, shown_path};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::size::format_size;
 use crate::table::Align;
+use blkq::units::format_bytes;
 
 /// The value in a column.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -33,7 +33,7 @@ impl Cell {
         match self {
             Cell::Text(text) => text.clone(),
             Cell::Number(number) => number.to_string(),
-            Cell::Bytes(bytes) => format_size(*bytes),
+            Cell::Bytes(bytes) => format_bytes(*bytes),
             Cell::Seconds(seconds) => elapsed(*seconds),
             Cell::Switch(on) => u8::from(*on).to_string(),
             Cell::Nothing => String::new(),

@@ -39,7 +39,6 @@ pub mod pid_file;
 pub mod serve;
 pub mod settings;
 pub mod signals;
-pub mod size;
 pub mod state;
 pub mod statistics;
 pub mod systemd;

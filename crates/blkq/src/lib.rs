@@ -107,6 +107,7 @@ mod sync;
 mod tags;
 pub mod throttle;
 pub mod trace;
+pub mod units;
 
 pub use queue::hang;
 pub use remote::gate;

@@ -6,7 +6,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::PathBuf;
 
-use blkq::drivers::{DriverSpec, parse_bytes};
+use blkq::drivers::DriverSpec;
+use blkq::units::parse_bytes;
 use clap::Subcommand;
 
 use super::attach::create::NewImage;
@@ -17,10 +18,10 @@ use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Format, Record};
-use crate::size::format_size;
 use crate::state::StateDir;
 use crate::table::{Align, render};
 use crate::{print, print_json};
+use blkq::units::format_bytes;
 
 /// Options of `bitmap`.
 #[derive(clap::Args, Debug)]
@@ -156,8 +157,8 @@ fn own_as(file: &File, image: &str) {
 fn table(bitmaps: &[BitmapInfo]) -> String {
     let mut rows = vec![["BITMAP", "GRANULARITY", "DIRTY", "STATE"].map(str::to_owned)];
     rows.extend(bitmaps.iter().map(|bitmap| {
-        let dirty = bitmap.dirty.map_or("-".to_owned(), format_size);
-        [bitmap.name.clone(), format_size(bitmap.granularity), dirty, bitmap.state.clone()]
+        let dirty = bitmap.dirty.map_or("-".to_owned(), format_bytes);
+        [bitmap.name.clone(), format_bytes(bitmap.granularity), dirty, bitmap.state.clone()]
     }));
     render([Align::Left, Align::Right, Align::Right, Align::Left], &rows)
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use blkq::drivers::parse_bytes;
+use blkq::units::parse_bytes;
 use serde_json::{Map, Value};
 
 use crate::backing::{Backing, FileId, is_behind};

@@ -1,6 +1,6 @@
 //! `blkq resize`: changes the size of a device in use.
 
-use blkq::drivers::parse_bytes;
+use blkq::units::parse_bytes;
 
 use crate::commands::detach::check_unopened;
 use crate::completion;
@@ -8,8 +8,8 @@ use crate::control::{Request, ask};
 use crate::devices::named;
 use crate::failure::Outcome;
 use crate::print;
-use crate::size::format_size;
 use crate::state::StateDir;
+use blkq::units::format_bytes;
 
 /// Options of `resize`.
 #[derive(clap::Args, Debug)]
@@ -44,7 +44,7 @@ impl Args {
         let name = named(&dir, &self.name)?;
         let size = resize(&dir, &name, self.size, self.force)
             .map_err(|e| e.during(format_args!("resize {}", self.name)))?;
-        print(&format!("{}\n", format_size(size)))
+        print(&format!("{}\n", format_bytes(size)))
     }
 }
 

@@ -10,10 +10,10 @@ use crate::control::no_such_device;
 use crate::devices::{Entry, inspect, named};
 use crate::failure::{Failure, Outcome, for_each};
 use crate::info::{ClientInfo, DeviceInfo};
-use crate::size::format_size;
 use crate::state::{Remains, StateDir};
 use crate::table::{Align, render};
 use crate::{print, print_json};
+use blkq::units::format_bytes;
 
 /// Options of `show`.
 #[derive(clap::Args, Debug)]
@@ -92,7 +92,7 @@ fn page(info: &DeviceInfo) -> String {
     row("state directory", info.state_directory.display().to_string());
     row("log", info.log.as_ref().map_or("standard error".to_owned(), |log| log.display().to_string()));
     row("sandbox", info.sandbox.describe());
-    row("size", format!("{} ({} bytes)", format_size(info.size), info.size));
+    row("size", format!("{} ({} bytes)", format_bytes(info.size), info.size));
     row("sector-size", format!("{} (physical {})", info.sector_size, info.physical_sector_size));
     row("read-only", switch(info.read_only));
     row("autoclear", switch(info.autoclear));

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blkq::clock::monotonic_ns;
-use blkq::drivers::parse_bytes;
 use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
+use blkq::units::parse_bytes;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::complain;

@@ -15,7 +15,7 @@ use crate::bitmaps::BitmapChange;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
-use crate::size::format_size;
+use blkq::units::format_bytes;
 
 /// Commands answered at a time; the next ones are turned away.
 const ANSWERING_MAX: usize = 16;
@@ -48,7 +48,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
         Request::Set { settings } => reply_line(shared.set(&settings).inspect_err(refused)),
         Request::Resize { size, force, user } => {
             log::line(&size.map_or("resize to the size of the image".to_owned(), |bytes| {
-                format!("resize to {} ({bytes} bytes)", format_size(bytes))
+                format!("resize to {} ({bytes} bytes)", format_bytes(bytes))
             }));
             let open = shared.stage().check();
             let resize = || shared.device().resize(size, force, user);

@@ -15,9 +15,9 @@ use crate::info::StateFile;
 use crate::serve::{Change, Device};
 use crate::settings::Setting;
 use crate::signals::Signal;
-use crate::size::format_size;
 use crate::state::{Claim, StateDir, overwrite_state};
 use crate::{log, systemd};
+use blkq::units::format_bytes;
 
 /// How long a daemon that leaves its device to the next one waits for other commands' answers.
 const LEAVE_WAIT: Duration = Duration::from_millis(100);
@@ -204,7 +204,7 @@ impl Shared {
         match open.and_then(|()| self.device.follow_size()) {
             Ok(None) => true,
             Ok(Some(bytes)) => {
-                log::line(&format!("the image has {} now ({bytes} bytes)", format_size(bytes)));
+                log::line(&format!("the image has {} now ({bytes} bytes)", format_bytes(bytes)));
                 true
             }
             Err(failure) => {

@@ -12,10 +12,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
+use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
-use blkq::drivers::{DriverSpec, parse_bytes};
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
+use blkq::units::parse_bytes;
 use blkq::{ClockMode, ErrorPolicy};
 use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};

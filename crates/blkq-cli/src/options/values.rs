@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
 
-use crate::size::format_size;
+use blkq::units::format_bytes;
 
 /// `--copy`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -257,8 +257,8 @@ pub fn image_text(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.display().to_string(),
         DriverSpec::Rbd(spec) => format!("rbd:{spec}"),
-        DriverSpec::Null(bytes) => format!("null:{}", format_size(*bytes)),
-        DriverSpec::Ram(bytes) => format!("ram:{}", format_size(*bytes)),
+        DriverSpec::Null(bytes) => format!("null:{}", format_bytes(*bytes)),
+        DriverSpec::Ram(bytes) => format!("ram:{}", format_bytes(*bytes)),
     }
 }
 

@@ -41,8 +41,8 @@ use crate::failure::{Failure, Outcome};
 use crate::group::Joined;
 use crate::info::StateFile;
 use crate::options::Record;
-use crate::size::format_size;
 use crate::statistics::Statistics;
+use blkq::units::format_bytes;
 
 use background::BackgroundThreads;
 use block_device::KeptBlockDevice;
@@ -269,7 +269,11 @@ impl Device {
         // No client begins to use it with the old size meanwhile.
         let _unused = if after < before && !force {
             let unused = running.claim_unused(user).map_err(|failure| {
-                failure.during(format_args!("shrink from {} to {}", format_size(before), format_size(after)))
+                failure.during(format_args!(
+                    "shrink from {} to {}",
+                    format_bytes(before),
+                    format_bytes(after)
+                ))
             })?;
             Some(unused)
         } else {

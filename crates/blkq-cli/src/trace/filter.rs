@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::str::FromStr;
 
 use blkq::Operation;
-use blkq::drivers::parse_bytes;
+use blkq::units::parse_bytes;
 
 use super::io_tracker::{CompletedRequest, Decision, Effects, Io, SharedDecision, decision_of};
 use super::item::{Item, ItemKind};

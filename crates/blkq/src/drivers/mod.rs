@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind};
+use crate::units::parse_bytes;
 
 pub mod bitmaps;
 pub mod fault;
@@ -29,8 +30,8 @@ use null::{Null, NullOptions};
 use qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
 use ram::Ram;
 use rbd::{Rbd, RbdOptions, RbdSpec};
+pub use size::LOGICAL_BLOCK_SIZES;
 use size::check_logical_block;
-pub use size::{LOGICAL_BLOCK_SIZES, parse_bytes};
 
 /// The device to attach, as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::drivers::parse_bytes;
 use crate::error::{Error, ErrorKind};
+use crate::units::{format_bytes, parse_bytes, parse_duration_ns};
 
 /// Without limits.
 const NONE: &str = "none";
@@ -211,17 +211,6 @@ fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
     Ok(())
 }
 
-/// A time with its unit, `s` or `ms`, in nanoseconds.
-fn parse_length(text: &str) -> Option<u64> {
-    let (number, unit_ns) = match text.strip_suffix("ms") {
-        Some(number) => (number, 1e6),
-        None => (text.strip_suffix('s')?, 1e9),
-    };
-    let is_plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
-    let number: f64 = number.parse().ok().filter(|_| is_plain)?;
-    Some((number * unit_ns).round() as u64)
-}
-
 impl FromStr for RateLimits {
     type Err = Error;
 
@@ -255,7 +244,7 @@ impl FromStr for RateLimits {
                     return Err(invalid(format!("{} has two bursts", key.name())));
                 };
                 let (rate, length) = value.split_once('x').ok_or_else(|| invalid(BURST_RULE.to_owned()))?;
-                let length_ns = parse_length(length).ok_or_else(|| invalid(BURST_RULE.to_owned()))?;
+                let length_ns = parse_duration_ns(length).map_err(|_| invalid(BURST_RULE.to_owned()))?;
                 let burst = Some(Burst { rate: key.parse_rate(rate)?, length_ns });
                 limits.set(key, RateLimit { burst, ..limit })?;
             } else if name == "iops-size" {
@@ -279,22 +268,12 @@ impl FromStr for RateLimits {
     }
 }
 
-/// Bytes with the largest suffix of which they are a multiple.
-fn bytes_text(bytes: u64) -> String {
-    let suffixes = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
-    let fits = |(_, shift): &(char, u32)| bytes != 0 && bytes.trailing_zeros() >= *shift;
-    match suffixes.into_iter().find(fits) {
-        Some((letter, shift)) => format!("{}{letter}", bytes >> shift),
-        None => bytes.to_string(),
-    }
-}
-
 impl fmt::Display for RateLimits {
     /// As [`RateLimits::from_str`] reads it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut items = Vec::new();
         for key in LimitKey::ALL {
-            let rate_text = |rate: u64| if key.is_bytes() { bytes_text(rate) } else { rate.to_string() };
+            let rate_text = |rate: u64| if key.is_bytes() { format_bytes(rate) } else { rate.to_string() };
             let Some(RateLimit { rate, burst }) = self.get(key) else { continue };
             items.push(format!("{}={}", key.name(), rate_text(rate)));
             if let Some(Burst { rate, length_ns }) = burst {
@@ -306,7 +285,7 @@ impl fmt::Display for RateLimits {
             }
         }
         if self.iops_size_bytes != 0 {
-            items.push(format!("iops-size={}", bytes_text(self.iops_size_bytes)));
+            items.push(format!("iops-size={}", format_bytes(self.iops_size_bytes)));
         }
         f.write_str(if items.is_empty() { NONE } else { "" })?;
         f.write_str(&items.join(","))

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use blkq::drivers::parse_bytes;
+use blkq::units::parse_bytes;
 use clap::Parser;
 
 use crate::daemon::{Daemon, Parent};

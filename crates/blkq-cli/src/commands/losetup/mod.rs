@@ -7,8 +7,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::DirectIo;
-use blkq::drivers::{DriverSpec, parse_bytes};
+use blkq::units::parse_bytes;
 use clap::error::ErrorKind;
 
 use super::attach::attach;

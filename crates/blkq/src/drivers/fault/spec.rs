@@ -7,8 +7,8 @@ use std::str::FromStr;
 
 use crate::bio::Operation;
 use crate::driver::DriverSetting;
-use crate::drivers::parse_bytes;
 use crate::error::{Error, ErrorKind, Status};
+use crate::units::{parse_bytes, parse_duration_ns};
 
 /// How long a stuck request stays by default: the kernel's time limit of a
 /// request (BLK_DEFAULT_SG_TIMEOUT is 60 s, that of blk-mq drivers 30 s).
@@ -156,18 +156,7 @@ fn parse_number(what: &str, text: &str) -> Result<u64, Error> {
 
 /// A time with its unit, in nanoseconds: `500us`, `20ms`, `10s`.
 fn parse_time_ns(text: &str) -> Result<u64, Error> {
-    let fail = || invalid(format!("{text:?} is not a time: write digits and ns, us, ms or s"));
-    let unit = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(fail)?;
-    let (digits, unit) = text.split_at(unit);
-    let ns = match unit {
-        "ns" => 1,
-        "us" => 1_000,
-        "ms" => 1_000_000,
-        "s" => 1_000_000_000,
-        _ => return Err(fail()),
-    };
-    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(ns));
-    number
+    Some(parse_duration_ns(text)?)
         .filter(|ns| *ns > 0 && *ns <= 3_600_000_000_000)
         .ok_or_else(|| invalid(format!("{text}: a delay is longer than 0 and at most an hour")))
 }

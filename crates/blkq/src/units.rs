@@ -1,0 +1,168 @@
+//! Bytes and times as people write and read them.
+
+use crate::error::{Error, ErrorKind};
+
+/// Suffixes and the power of two that each stands for.
+const SUFFIXES: [(char, u32); 6] = [('K', 10), ('M', 20), ('G', 30), ('T', 40), ('P', 50), ('E', 60)];
+
+/// A size in bytes: a number, then nothing; K, M, G, T, P or E, alone or with `iB`, for a power of
+/// 1024; or KB, MB, GB, TB, PB or EB for a power of 1000. A fraction must come out whole. Upper
+/// and lower case are the same.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] for anything else, and above 8 EiB.
+pub fn parse_bytes(text: &str) -> Result<u64, Error> {
+    let invalid = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text:?} {why}")));
+    const RULE: &str = "is not a size: write a number, and K, M, G, T (or KiB, MiB, ...: powers of 1024), \
+                        KB, MB, GB, TB (powers of 1000), or nothing for bytes";
+    let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(unit_at);
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    if whole.is_empty() || fraction.is_empty() || fraction.contains('.') {
+        return invalid(RULE);
+    }
+    let Some(unit) = unit_bytes(unit) else { return invalid(RULE) };
+    // Digits of the fraction are so many powers of ten to divide by.
+    let fraction = fraction.trim_end_matches('0');
+    let scale = u32::try_from(fraction.len()).ok().and_then(|digits| 10u128.checked_pow(digits));
+    let scaled = format!("{whole}{fraction}").parse::<u128>().ok().and_then(|n| n.checked_mul(unit));
+    let Some((scaled, scale)) = scaled.zip(scale) else {
+        return invalid("has too many digits; a device has at most 8 EiB");
+    };
+    if scaled % scale != 0 {
+        return invalid("is not a whole number of bytes; choose one that is");
+    }
+    match u64::try_from(scaled / scale) {
+        Ok(bytes) if bytes <= i64::MAX as u64 => Ok(bytes),
+        _ => invalid("is more than 8 EiB, the most that the kernel can address; choose less"),
+    }
+}
+
+/// The bytes of one `unit`.
+fn unit_bytes(unit: &str) -> Option<u128> {
+    let mut letters = unit.chars();
+    let Some(letter) = letters.next() else { return Some(1) };
+    let power = "KMGTPE".find(letter.to_ascii_uppercase())? as u32 + 1;
+    match letters.as_str().to_ascii_lowercase().as_str() {
+        "" | "ib" => Some(1024u128.pow(power)),
+        "b" => Some(1000u128.pow(power)),
+        _ => None,
+    }
+}
+
+/// `bytes` with the largest binary suffix of which it is a whole multiple, as
+/// [`parse_bytes`] reads it back.
+pub fn format_bytes(bytes: u64) -> String {
+    for (letter, shift) in SUFFIXES.iter().rev() {
+        if bytes != 0 && bytes.trailing_zeros() >= *shift {
+            return format!("{}{letter}", bytes >> shift);
+        }
+    }
+    bytes.to_string()
+}
+
+/// A time in nanoseconds: a number, which may have a fraction, and `ns`, `us`, `ms` or `s`.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] for anything else.
+pub fn parse_duration_ns(text: &str) -> Result<u64, Error> {
+    let is_digit = |c: char| c.is_ascii_digit() || c == '.';
+    let (number, unit) = text.split_at(text.find(|c| !is_digit(c)).unwrap_or(text.len()));
+    let unit_ns = match unit {
+        "ns" => Some(1.0),
+        "us" => Some(1e3),
+        "ms" => Some(1e6),
+        "s" => Some(1e9),
+        _ => None,
+    };
+    let ns =
+        number.parse::<f64>().ok().zip(unit_ns).map(|(number, unit_ns)| (number * unit_ns).round() as u64);
+    ns.ok_or_else(|| {
+        let message = format!("{text:?} is not a time: write a number and ns, us, ms or s");
+        Error::new(ErrorKind::Invalid, message)
+    })
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_understood_in_all_their_spellings() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("512", 512),
+            ("4k", 4096),
+            ("1K", 1024),
+            ("3KiB", 3072),
+            ("3kib", 3072),
+            ("3KB", 3000),
+            ("2M", 2 << 20),
+            ("2MB", 2_000_000),
+            ("1GiB", 1 << 30),
+            ("10GB", 10_000_000_000),
+            ("2TiB", 2 << 40),
+            ("2TB", 2_000_000_000_000),
+            ("1.5K", 1536),
+            ("1.50K", 1536),
+            ("0.5KiB", 512),
+            ("1.44MB", 1_440_000),
+            ("512.0", 512),
+            ("0.0000019073486328125E", 1 << 41),
+            ("7E", 7 << 60),
+            ("9223372036854775807", i64::MAX as u64),
+        ] {
+            assert_eq!(parse_bytes(text).ok(), Some(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size_is_rejected_with_the_rule() {
+        for (text, reason) in [
+            ("", "is not a size"),
+            ("K", "is not a size"),
+            ("+1", "is not a size"),
+            ("-1", "is not a size"),
+            ("1Q", "is not a size"),
+            ("1B", "is not a size"),
+            ("1KI", "is not a size"),
+            ("1 K", "is not a size"),
+            ("0x10", "is not a size"),
+            ("1é", "is not a size"),
+            (".5K", "is not a size"),
+            ("5.K", "is not a size"),
+            ("1.2.3K", "is not a size"),
+            ("1.5", "not a whole number of bytes"),
+            ("1.3K", "not a whole number of bytes"),
+            ("8E", "more than 8 EiB"),
+            ("99999999T", "more than 8 EiB"),
+            ("9223372036854775808", "more than 8 EiB"),
+            (&"9".repeat(60), "too many digits"),
+            (&format!("0.{}1", "0".repeat(60)), "too many digits"),
+        ] {
+            let message = parse_bytes(text).err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(message.contains(reason), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn a_size_survives_the_way_out_and_back() {
+        for bytes in [0, 1, 511, 512, 1024, 1536, 1 << 20, (1 << 20) + 512, 10 << 30, 3 << 40, 5 << 50] {
+            assert_eq!(parse_bytes(&format_bytes(bytes)).unwrap(), bytes);
+        }
+        assert_eq!((format_bytes(10 << 30), format_bytes(7 << 60)), ("10G".to_owned(), "7E".to_owned()));
+    }
+
+    #[test]
+    fn a_duration_has_a_number_and_a_unit() {
+        for (text, ns) in
+            [("7ns", 7), ("500us", 500_000), ("1.5ms", 1_500_000), ("0.5s", 500_000_000), ("0s", 0)]
+        {
+            assert_eq!(parse_duration_ns(text).ok(), Some(ns), "{text}");
+        }
+        for text in ["", "5", "s", ".s", "1.2.3s", "-1s", "1e3s", "1 s", "2h", "inf", "1S"] {
+            assert!(parse_duration_ns(text).is_err(), "{text}");
+        }
+    }
+}
