@@ -41,16 +41,18 @@ impl Disk {
         if queues > most {
             return refused(format!("it has {queues} queues, and a {} device at most {most}", driver.name()));
         }
-        let sizes = [now.size_bytes(), then.size_bytes()];
-        let sectors = [now.logical_block_bytes, then.logical_block_bytes];
-        if sizes[0] != sizes[1] || sectors[0] != sectors[1] || now.padding_bytes != then.padding_bytes {
-            return refused(format!("the size would be {} instead of {}", sizes[1], sizes[0]));
+        let bytes = |value: u32| u64::from(value);
+        let same = [
+            ("the size", now.size_bytes(), then.size_bytes()),
+            ("the sector size", bytes(now.logical_block_bytes), bytes(then.logical_block_bytes)),
+            ("the padding behind the end", bytes(now.padding_bytes), bytes(then.padding_bytes)),
+        ];
+        if let Some((what, now, then)) = same.into_iter().find(|(_, now, then)| now != then) {
+            return refused(format!("{what} would be {then} bytes instead of {now}"));
         }
-        if then.memory_align > now.memory_align {
-            return refused(format!(
-                "memory would be aligned to {} instead of {}",
-                then.memory_align, now.memory_align
-            ));
+        let (now, then) = (now.memory_align, then.memory_align);
+        if then > now {
+            return refused(format!("memory would be aligned to {then} bytes instead of {now}"));
         }
         Ok(())
     }
