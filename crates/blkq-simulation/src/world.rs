@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::path::Path;
 use std::time::Duration;
 
-use blkq::drivers::fault::take_noted;
+use blkq::drivers::fault::take_injections;
 use blkq::random::Random;
 use blkq::simulation::{World as Simulated, install};
 use io_uring::squeue;
@@ -111,7 +111,7 @@ impl Simulated for ThisThread {
 /// Begins this thread's world anew: an empty file of `file_bytes`, all zeroes and durable.
 pub fn begin(seed: u64, file_bytes: u64, faults: Faults) {
     WORLD.set(World::new(seed, file_bytes, faults));
-    take_noted();
+    take_injections();
     install(&ThisThread);
 }
 

@@ -4,7 +4,7 @@
 use std::rc::Rc;
 
 use blkq::Operation;
-use blkq::drivers::fault::{Effect, Hit, Noted};
+use blkq::drivers::fault::{Effect, Hit, Injection};
 use blkq_export::nbd::proto::NbdError;
 use blkq_simulation::SECTOR_BYTES;
 
@@ -87,16 +87,16 @@ fn turned(bytes: &[u8], at: u64) -> Box<[u8]> {
 
 impl Common {
     /// Takes over what the fault driver did in a turn.
-    pub fn note(&mut self, noted: Vec<Noted>, clients: &mut [Client]) {
-        for noted in noted {
-            match noted {
-                Noted::Hit(hit) => self.hit(hit, clients),
-                Noted::Armed(file, at_ns) => {
+    pub fn note(&mut self, injections: Vec<Injection>, clients: &mut [Client]) {
+        for injection in injections {
+            match injection {
+                Injection::Hit(hit) => self.hit(hit, clients),
+                Injection::Armed(file, at_ns) => {
                     self.triggered += 1;
                     let late_ns = self.trigger_removed_ns.map(|removed_ns| at_ns.saturating_sub(removed_ns));
                     assert!(late_ns.is_none_or(|ns| ns <= FILES_INTERVAL_NS), "hit without {file:?}");
                 }
-                Noted::Completed(request, result) => {
+                Injection::Completed(request, result) => {
                     let now = self.tick();
                     if let Some((stray, sectors, fua)) = self.astray.remove(&request) {
                         let done = result.is_ok();

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkq::drivers::fault::{Fault, FaultSpec, take_noted};
+use blkq::drivers::fault::{Fault, FaultSpec, take_injections};
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
@@ -422,7 +422,7 @@ impl World {
         common.step_held(disk);
         for _ in 0..chance.below(4) {
             engine.turn();
-            common.note(take_noted(), clients);
+            common.note(take_injections(), clients);
             if let Some(limited) = limited {
                 limited.note(disk);
             }
@@ -476,7 +476,7 @@ impl World {
             1 => {
                 // With requests on their way.
                 engine.stop();
-                common.note(take_noted(), &mut clients);
+                common.note(take_injections(), &mut clients);
                 clients.iter_mut().for_each(|client| {
                     while !client.closed {
                         client.transfer(chance, common)
@@ -486,7 +486,7 @@ impl World {
             _ => {
                 if panicked {
                     // The kernel's part of it is over; its memory is taken apart as it is.
-                    common.note(take_noted(), &mut clients);
+                    common.note(take_injections(), &mut clients);
                     drop((clients, engine));
                     Server::close_sockets(sockets);
                     seen.panics += 1;
@@ -494,7 +494,7 @@ impl World {
                     simulation::kill();
                     drop(clients);
                     engine.stop();
-                    common.note(take_noted(), &mut []);
+                    common.note(take_injections(), &mut []);
                     seen.kills += 1;
                 }
                 drop(disk);
@@ -573,7 +573,7 @@ fn drain(
             resumer.turn(disk);
         }
         engine.turn();
-        common.note(take_noted(), clients);
+        common.note(take_injections(), clients);
         common.note_held(disk, has_ghosts(sockets, clients.len()));
         if let Some(limited) = limited {
             limited.note(disk);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-use blkq::drivers::fault::take_noted;
+use blkq::drivers::fault::take_injections;
 use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
 use blkq_export::vhost_user::simulated::{Driver, Guest, Offer, SERIAL, USER_OFFSET};
@@ -246,7 +246,7 @@ impl Machine {
             self.do_tamper(chance);
         }
         // Data changes only as the model has it: see `life.rs` on rules of the fault driver.
-        drop(take_noted());
+        drop(take_injections());
         if chance.one_in(50) {
             self.check();
         }
@@ -271,7 +271,7 @@ impl Machine {
                 }
             }
             engine.turn();
-            drop(take_noted());
+            drop(take_injections());
         }
         panic!(
             "requests are not answered: {:?}",

@@ -6,10 +6,10 @@
 //! driver sees ordinary requests within its limits, and what it does with them is real.
 //! It allocates for every request; nobody measures speed through it.
 
-#[cfg(not(simulation))]
-mod note;
 #[cfg(simulation)]
-mod noted;
+mod injections;
+#[cfg(not(simulation))]
+mod injections_ignored;
 mod queue;
 mod rules;
 mod spec;
@@ -27,9 +27,9 @@ use crate::sync::atomic::Ordering::{Relaxed, Release};
 use crate::sync::{Mutex, lock};
 
 #[cfg(simulation)]
-use noted as note;
-#[cfg(simulation)]
-pub use noted::{Hit, Noted, take_noted};
+pub use injections::{Hit, Injection, take_injections};
+#[cfg(not(simulation))]
+use injections_ignored as injections;
 use queue::FaultQueue;
 use rules::{Rules, Shared};
 pub use spec::{Effect, FaultSpec, Rule};

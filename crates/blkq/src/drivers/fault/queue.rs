@@ -24,7 +24,7 @@ use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
 use crate::sync::atomic::Ordering::{Acquire, Relaxed};
 use crate::tags::Tag;
 
-use super::note;
+use super::injections;
 use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
 
@@ -143,7 +143,7 @@ impl FaultQueue {
             if !self.hits(rule, state, request) {
                 continue;
             }
-            note::armed(rule);
+            injections::armed(rule);
             match rule.effect {
                 Effect::Delay { mean_ns, p99_ns } => {
                     wait_ns += delay_ns(mean_ns, p99_ns, &mut self.random);
@@ -189,7 +189,7 @@ impl FaultQueue {
                 _ => None,
             };
             if let (Some(effect), Some(result)) = (effect, at_once) {
-                note::hit(cx, tag, effect, 0);
+                injections::hit(cx, tag, effect, 0);
                 cx.complete(tag, result);
             } else if self.build(cx, tag, effect) {
                 self.requeued.push_back(tag);
@@ -211,14 +211,14 @@ impl FaultQueue {
                 let block = u64::from(self.limits.logical_block_bytes);
                 bytes = self.random.below(bytes / block) * block;
                 self.plans[tag.index()].bytes = bytes;
-                note::hit(cx, tag, effect, bytes);
+                injections::hit(cx, tag, effect, bytes);
                 if bytes == 0 {
                     return false;
                 }
             }
             Some(Effect::Misdirect) => {
                 sector = self.elsewhere(sector, bytes);
-                note::hit(cx, tag, Effect::Misdirect, sector.bytes());
+                injections::hit(cx, tag, Effect::Misdirect, sector.bytes());
             }
             _ => {}
         }
@@ -226,7 +226,7 @@ impl FaultQueue {
         cx.for_each_segment(tag, |segment| segments.push(segment));
         if effect == Some(Effect::Corrupt) && operation == Operation::Write {
             let bit = self.alter(tag, &mut segments);
-            note::hit(cx, tag, Effect::Corrupt, bit);
+            injections::hit(cx, tag, Effect::Corrupt, bit);
         }
         let mut first = Vec::with_capacity(segments.len());
         slice_segments(&segments, 0, bytes as u32, |segment| first.push(segment));
@@ -316,7 +316,7 @@ impl FaultQueue {
     /// Completes a request, of which the beginning was done with `result`.
     fn complete(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
-        note::completed(cx, tag, plan.effect, result);
+        injections::completed(cx, tag, plan.effect, result);
         let request = cx.request(tag);
         let (read, bytes) = (request.operation() == Operation::Read, request.bytes());
         let result = match (result, plan.effect) {
@@ -328,7 +328,7 @@ impl FaultQueue {
             }
             (Ok(()), Some(Effect::Corrupt)) if read => {
                 let bit = self.random.below(bytes * 8);
-                note::hit(cx, tag, Effect::Corrupt, bit);
+                injections::hit(cx, tag, Effect::Corrupt, bit);
                 alter_read(cx, tag, bit / 8, bit / 8 + 1, |byte| *byte ^= 1 << (bit % 8));
                 Ok(())
             }

@@ -1,5 +1,5 @@
-//! Outside of a simulated world nothing reads notes on the requests that are hit: the verbs of
-//! `noted.rs`, empty.
+//! Outside of a simulated world nobody checks the faults that were injected: the verbs of
+//! `injections.rs`, empty.
 
 use super::spec::{Effect, Rule};
 use crate::driver::DriverContext;

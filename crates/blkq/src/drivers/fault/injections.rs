@@ -1,5 +1,4 @@
-//! The fault driver's notes on the requests that it hits, kept for each thread of a simulated
-//! world, so that its model can expect exactly what a rule did and nothing else.
+//! The faults that were injected, recorded for each thread of a simulated world, so that its model can expect exactly what a rule did and nothing else.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -12,7 +11,7 @@ use crate::error::IoResult;
 use crate::tags::Tag;
 
 thread_local! {
-    static NOTED: RefCell<Vec<Noted>> = const { RefCell::new(Vec::new()) };
+    static INJECTIONS: RefCell<Vec<Injection>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A request, and what happens to it.
@@ -39,7 +38,7 @@ pub struct Hit {
 
 /// The fault that was injected.
 #[derive(Clone, Debug)]
-pub enum Noted {
+pub enum Injection {
     /// A request is hit.
     Hit(Hit),
     /// The request of this queue with this tag has completed in the wrapped driver.
@@ -49,12 +48,12 @@ pub enum Noted {
 }
 
 /// The faults injected on this thread since the last call.
-pub fn take_noted() -> Vec<Noted> {
-    NOTED.take()
+pub fn take_injections() -> Vec<Injection> {
+    INJECTIONS.take()
 }
 
-fn note(noted: Noted) {
-    NOTED.with_borrow_mut(|all| all.push(noted));
+fn record(injection: Injection) {
+    INJECTIONS.with_borrow_mut(|all| all.push(injection));
 }
 
 /// `effect` happens to a request; `at` is as in [`Hit`].
@@ -68,7 +67,7 @@ pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
             data.extend_from_slice(bytes);
         });
     }
-    note(Noted::Hit(Hit {
+    record(Injection::Hit(Hit {
         request: (cx.owner, tag.0),
         effect,
         at,
@@ -83,13 +82,13 @@ pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
 /// The wrapped queue is done with a request.
 pub(super) fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
-        note(Noted::Completed((cx.owner, tag.0), result));
+        record(Injection::Completed((cx.owner, tag.0), result));
     }
 }
 
 /// `rule` hits a request.
 pub(super) fn armed(rule: &Rule) {
     if let Some(file) = &rule.file {
-        note(Noted::Armed(file.clone(), monotonic_ns()));
+        record(Injection::Armed(file.clone(), monotonic_ns()));
     }
 }
