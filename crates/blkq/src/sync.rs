@@ -24,6 +24,7 @@ pub(crate) use std::{
 };
 
 mod fence;
+mod nested;
 
 use std::sync::TryLockError;
 use std::time::Duration;
@@ -35,6 +36,7 @@ use atomic::Ordering::SeqCst;
 use crate::clock::monotonic_ns;
 
 pub(crate) use fence::AsymmetricFence;
+pub(crate) use nested::NestedSwitch;
 
 /// Locks `mutex`, taking over the data of a thread that panicked with it:
 /// every critical section of the crate leaves its data consistent at each step.

@@ -7,7 +7,7 @@ use blkq::disk::AutoLimiter;
 use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, RateBucket, RateModel};
 use blkq::random::Random;
 use blkq::stats::Histogram;
-use blkq::throttle::{AutoLimit, DeviceLoad, LimitKey, RateLimits};
+use blkq::throttle::{AutoLimit, Ceiling, DeviceLoad, LimitKey, RateLimits};
 use blkq::{Bio, Disk, ErrorKind, IoBuffer, SchedulerKind, Sector, Setting};
 
 const MS: u64 = 1_000_000;
@@ -360,12 +360,12 @@ fn one_searches_a_disk_at_a_time_and_leaves_no_limit() {
     options.completion = ModelCompletion::RateLimited(RateModel { refill_ns: MS, ..RateModel::default() });
     let disk = Disk::builder(Box::new(Model::new(options).expect("a model"))).build().expect("a disk");
     let mut queue = disk.open_queue(0).expect("a queue");
-    assert_eq!(disk.ceiling(), None);
+    assert_eq!(disk.ceiling(), Ceiling::NotSearched);
     disk.set_rate_limits(&"iops=1".parse().expect("limits"));
     for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline] {
         disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
         let limiter = AutoLimiter::start(&disk).expect("a thread");
-        assert_eq!(disk.ceiling(), Some(None));
+        assert_eq!(disk.ceiling(), Ceiling::Unknown);
         assert!(disk.rate_limits().is_none());
         assert_eq!(AutoLimiter::start(&disk).err().expect("another one").kind(), ErrorKind::Busy);
         for block in 0..200 {
@@ -376,6 +376,6 @@ fn one_searches_a_disk_at_a_time_and_leaves_no_limit() {
             }
         }
         drop(limiter);
-        assert_eq!(disk.ceiling(), None);
+        assert_eq!(disk.ceiling(), Ceiling::NotSearched);
     }
 }

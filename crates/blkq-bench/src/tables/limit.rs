@@ -7,6 +7,7 @@ use std::time::Duration;
 use blkq::disk::AutoLimiter;
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, RateModel};
+use blkq::throttle::Ceiling;
 use blkq::{Disk, StatGroup};
 
 use crate::bench::{Bench, Pace, case};
@@ -56,7 +57,7 @@ impl Limited {
     }
 
     fn has_ceiling(&self) -> bool {
-        self.disk.ceiling().flatten().is_some()
+        matches!(self.disk.ceiling(), Ceiling::Found(_))
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::QueueLimits;
-use blkq::throttle::LimitMode;
+use blkq::throttle::{Ceiling, LimitMode};
 use blkq_export::nbd::ConnectionInfo;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
 
@@ -65,12 +65,17 @@ impl Device {
             Setting::Batching(settings.batching),
             Setting::Iostats(settings.iostats),
             Setting::Clock(settings.clock),
-            Setting::Limit(ceiling.map_or(LimitMode::Fixed(disk.rate_limits()), |_| LimitMode::Auto)),
+            Setting::Limit(match ceiling {
+                Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
+                _ => LimitMode::Auto,
+            }),
             Setting::OnError(disk.error_policy()),
         ];
-        let ceiling = ceiling.map(|found| {
-            ("ceiling", found.map_or_else(|| "not found yet".to_owned(), |limits| limits.to_string()))
-        });
+        let ceiling = match ceiling {
+            Ceiling::NotSearched => None,
+            Ceiling::Unknown => Some(("ceiling", "not found yet".to_owned())),
+            Ceiling::Found(limits) => Some(("ceiling", limits.to_string())),
+        };
         let member = disk.group_member();
         let group = self.attached.group_name().map(|group| ("group", group.to_owned()));
         let weight = member.map(|member| Setting::Weight(member.weight()));

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use blkq::StatsSnapshot;
 use blkq::clock::monotonic_ns;
-use blkq::throttle::RateLimits;
+use blkq::throttle::{Ceiling, RateLimits};
 use blkq_export::nbd::{NbdCounters, NbdServer};
 
 use super::running::Running;
@@ -61,9 +61,9 @@ impl Meter {
         let member = disk.group_member();
         statistics.throttle = Throttle {
             limits: match disk.ceiling() {
-                None => text(disk.rate_limits()),
-                Some(Some(ceiling)) => format!("auto ({ceiling})"),
-                Some(None) => "auto".to_owned(),
+                Ceiling::NotSearched => text(disk.rate_limits()),
+                Ceiling::Unknown => "auto".to_owned(),
+                Ceiling::Found(ceiling) => format!("auto ({ceiling})"),
             },
             group: self.group.clone(),
             group_limits: member

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use blkq::disk::CeilingSearch;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::random::Random;
-use blkq::throttle::{Admission, Group, LimitKey, RateLimit, RateLimits, take_noted};
+use blkq::throttle::{Admission, Group, LimitKey, RateLimit, RateLimits, take_admissions};
 use blkq::{Bio, Disk, IoBuffer, LocalQueue, Operation, Sector};
 use blkq_simulation as simulation;
 
@@ -165,7 +165,7 @@ pub struct Limited {
 impl Limited {
     pub fn new(seed: u64) -> Limited {
         let mut chance = Random::new(seed.rotate_left(16) ^ 0x11);
-        take_noted();
+        take_admissions();
         let group = chance.one_in(2).then(|| Arc::new(Group::new()));
         let neighbour = group.as_ref().map(|group| Neighbour::new(group, &mut chance));
         Limited {
@@ -188,7 +188,7 @@ impl Limited {
     pub fn begin(&mut self, disk: &Arc<Disk>) {
         (self.admitted_now, self.exempt) = (0, false);
         // The last turn of a device that was killed is not over.
-        take_noted();
+        take_admissions();
         if let Some(group) = &self.group {
             disk.join_group(group.clone().join(0, "disk", 1 + self.chance.below(300) as u32).unwrap());
         }
@@ -257,7 +257,7 @@ impl Limited {
 
     /// The device has had a turn.
     pub fn note(&mut self, disk: &Arc<Disk>) {
-        for admission in take_noted() {
+        for admission in take_admissions() {
             (self.admitted, self.admitted_now) = (self.admitted + 1, self.admitted_now + 1);
             self.own.note(admission);
             self.common.note(admission);
@@ -277,7 +277,7 @@ impl Limited {
         let Some(mut neighbour) = self.neighbour.take().map(ManuallyDrop::new) else { return };
         if self.chance.one_in(2) {
             neighbour.act(&mut self.chance);
-            take_noted().into_iter().for_each(|admission| self.common.note(admission));
+            take_admissions().into_iter().for_each(|admission| self.common.note(admission));
         }
         self.neighbour = Some(ManuallyDrop::into_inner(neighbour));
     }

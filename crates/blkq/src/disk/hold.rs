@@ -12,7 +12,7 @@ use crate::sync::atomic::{
     AtomicU8, AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, NestedSwitch, lock};
 
 /// The policy for requests that the driver fails.
 ///
@@ -85,8 +85,8 @@ pub enum Resume {
 /// The error policy of a disk, for its control threads and its queues.
 pub(crate) struct HoldControl {
     policy: AtomicU8,
-    /// How many want all errors to be reported.
-    reporting: AtomicU32,
+    /// All errors are reported.
+    reporting: NestedSwitch,
     /// How often held requests were to be reissued, and to fail.
     reissues: AtomicU64,
     failures: AtomicU64,
@@ -102,7 +102,7 @@ impl HoldControl {
     pub fn new(queues: usize) -> HoldControl {
         HoldControl {
             policy: AtomicU8::new(ErrorPolicy::Report as u8),
-            reporting: AtomicU32::new(0),
+            reporting: NestedSwitch::new(),
             reissues: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             followed: (0..queues).map(|_| AtomicU64::new(0)).collect(),
@@ -123,15 +123,12 @@ impl HoldControl {
 
     /// Begins or stops to report all errors. The queues are to be woken after this.
     pub fn set_reporting(&self, on: bool) {
-        let _ = self.reporting.fetch_update(SeqCst, SeqCst, |count| match on {
-            true => Some(count + 1),
-            false => count.checked_sub(1),
-        });
+        self.reporting.set(on);
     }
 
     /// Whether all errors are reported, whatever the policy is.
     pub fn is_reporting(&self) -> bool {
-        self.reporting.load(SeqCst) > 0
+        self.reporting.is_on()
     }
 
     /// The queues are to be woken after this. Returns how many requests are resumed, of the `held` ones of each queue:

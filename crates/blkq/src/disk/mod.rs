@@ -28,7 +28,7 @@ use crate::stats::{QueueStats, StatsSnapshot};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
-use crate::throttle::{Member, RateLimits, ThrottleControl};
+use crate::throttle::{Ceiling, Member, RateLimits, ThrottleControl};
 
 /// How long a live change waits for I/O in flight to complete.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -303,8 +303,8 @@ impl Disk {
         *self.throttle.get().limits()
     }
 
-    /// If an [`AutoLimiter`] searches the disk's ceiling: the limit just under it, if it was found.
-    pub fn ceiling(&self) -> Option<Option<RateLimits>> {
+    /// The disk's ceiling, which an [`AutoLimiter`] searches.
+    pub fn ceiling(&self) -> Ceiling {
         self.throttle.ceiling()
     }
 

@@ -11,7 +11,7 @@ use crate::request::Request;
 use crate::sector::SECTOR_SHIFT;
 use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
-use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle, note};
+use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle, admissions};
 
 /// How soon a queue that waits for the limit of a group sees that this was changed.
 const CHANGE_NS: u64 = 100_000_000;
@@ -262,7 +262,7 @@ impl QueueThrottle {
         let is_paid = self.meters.first_mut().is_some_and(|meter| meter.pay_units(units));
         debug_assert!(!is_paid || self.meters[0].cost_of_all(batch, requests) == units);
         if is_paid {
-            note::admitted(batch, requests);
+            admissions::admitted(batch, requests);
         }
         is_paid
     }
@@ -278,7 +278,7 @@ impl QueueThrottle {
             meters => pay_all(meters, batch, requests),
         };
         if is_paid {
-            note::admitted(batch, requests);
+            admissions::admitted(batch, requests);
         }
         is_paid
     }
@@ -320,7 +320,7 @@ impl QueueThrottle {
                 count = admitted.count;
             }
         }
-        note::admitted(&batch[..count], requests);
+        admissions::admitted(&batch[..count], requests);
         (count, next_ns)
     }
 

@@ -4,6 +4,10 @@
 //! place in plug, scheduler and queue, and their chances to merge, until it lets them through. The
 //! members of a group have shares by weight, and use what others leave.
 
+#[cfg(simulation)]
+pub(crate) mod admissions;
+#[cfg(not(simulation))]
+pub(crate) mod admissions_ignored;
 mod auto;
 mod bucket;
 mod group;
@@ -12,10 +16,6 @@ mod meter;
 mod mode;
 #[cfg(all(test, model_check))]
 mod model;
-#[cfg(not(simulation))]
-pub(crate) mod note;
-#[cfg(simulation)]
-pub(crate) mod noted;
 mod sequence;
 #[cfg(all(test, not(model_check)))]
 mod tests;
@@ -25,18 +25,18 @@ use std::sync::Arc;
 
 use crate::clock::monotonic_ns;
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, NestedSwitch, lock};
 
+#[cfg(simulation)]
+pub use admissions::{Admission, take_admissions};
+#[cfg(not(simulation))]
+pub(crate) use admissions_ignored as admissions;
 pub use auto::{AutoLimit, DeviceLoad};
 use bucket::Buckets;
 pub use group::{Group, MEMBERS_MAX, Member, MemberInfo, WEIGHT_DEFAULT, WEIGHT_MAX};
 pub use limits::{BPS_MAX, BPS_MIN, Burst, IOPS_MAX, LimitKey, RateLimit, RateLimits};
 pub(crate) use meter::{Counted, Meter};
 pub use mode::LimitMode;
-#[cfg(simulation)]
-pub(crate) use noted as note;
-#[cfg(simulation)]
-pub use noted::{Admission, take_noted};
 pub(crate) use times::DeviceTimes;
 
 /// The limits of a disk, for its queues.
@@ -78,12 +78,23 @@ impl Throttle {
     }
 }
 
+/// The most that a device can do, as far as it was searched ([`Disk::ceiling`](crate::Disk::ceiling)).
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Ceiling {
+    /// It is not searched.
+    NotSearched,
+    /// It is searched, and not found yet, or no longer known.
+    Unknown,
+    /// The limit just under it.
+    Found(RateLimits),
+}
+
 /// The limits of a disk, for its control threads.
 pub(crate) struct ThrottleControl {
     throttle: Mutex<Throttle>,
     generation: AtomicU64,
-    /// How many want the limits to be bypassed.
-    bypasses: AtomicU64,
+    /// Everything is let through.
+    bypass: NestedSwitch,
     /// The ceiling, if one is searched and was found.
     ceiling: Mutex<Option<RateLimits>>,
 }
@@ -99,7 +110,7 @@ impl ThrottleControl {
         ThrottleControl {
             throttle: Mutex::new(throttle),
             generation: AtomicU64::new(0),
-            bypasses: AtomicU64::new(0),
+            bypass: NestedSwitch::new(),
             ceiling: Mutex::new(None),
         }
     }
@@ -136,10 +147,14 @@ impl ThrottleControl {
         *lock(&self.ceiling) = ceiling;
     }
 
-    /// The ceiling as far as it is known; `None` if none is searched.
-    pub fn ceiling(&self) -> Option<Option<RateLimits>> {
+    /// The ceiling, as far as it is known.
+    pub fn ceiling(&self) -> Ceiling {
         let is_searched = lock(&self.throttle).measured.is_some();
-        is_searched.then(|| *lock(&self.ceiling))
+        match *lock(&self.ceiling) {
+            _ if !is_searched => Ceiling::NotSearched,
+            None => Ceiling::Unknown,
+            Some(limits) => Ceiling::Found(limits),
+        }
     }
 
     /// Makes the disk a member of a group. The queues are to be woken.
@@ -155,15 +170,12 @@ impl ThrottleControl {
 
     /// Begins or stops to let everything through. The queues are to be woken.
     pub fn set_bypassed(&self, bypassed: bool) {
-        let _ = self.bypasses.fetch_update(SeqCst, SeqCst, |count| match bypassed {
-            true => Some(count + 1),
-            false => count.checked_sub(1),
-        });
+        self.bypass.set(bypassed);
         self.generation.fetch_add(1, SeqCst);
     }
 
     /// Whether everything is let through.
     pub fn is_bypassed(&self) -> bool {
-        self.bypasses.load(SeqCst) > 0
+        self.bypass.is_on()
     }
 }

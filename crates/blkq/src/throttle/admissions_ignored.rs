@@ -1,5 +1,5 @@
-//! Outside of a simulated world nothing reads notes on the requests that limits let through: the verb of
-//! `noted.rs`, empty.
+//! Outside of a simulated world nobody checks the requests that limits let through: the verb of
+//! `admissions.rs`, empty.
 
 use crate::request::Request;
 use crate::tags::Tag;

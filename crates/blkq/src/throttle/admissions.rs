@@ -1,4 +1,4 @@
-//! Notes on the requests that limits let through and charged, kept for each thread of a simulated world.
+//! The requests that limits let through and charged, recorded for each thread of a simulated world.
 
 use std::cell::RefCell;
 
@@ -7,7 +7,7 @@ use crate::request::Request;
 use crate::tags::Tag;
 
 thread_local! {
-    static NOTED: RefCell<Vec<Admission>> = const { RefCell::new(Vec::new()) };
+    static ADMISSIONS: RefCell<Vec<Admission>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A request that was let through and charged.
@@ -20,8 +20,8 @@ pub struct Admission {
 }
 
 /// The requests of this thread's disks that were let through since the last call, in order.
-pub fn take_noted() -> Vec<Admission> {
-    NOTED.take()
+pub fn take_admissions() -> Vec<Admission> {
+    ADMISSIONS.take()
 }
 
 pub(crate) fn admitted(batch: &[Tag], requests: &[Request]) {
@@ -29,5 +29,5 @@ pub(crate) fn admitted(batch: &[Tag], requests: &[Request]) {
         let request = &requests[tag.index()];
         Admission { operation: request.operation(), bytes: request.bytes() }
     };
-    NOTED.with_borrow_mut(|all| all.extend(batch.iter().map(admission)));
+    ADMISSIONS.with_borrow_mut(|all| all.extend(batch.iter().map(admission)));
 }
