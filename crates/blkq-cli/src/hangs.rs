@@ -7,16 +7,15 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
 use blkq::hang::{Hang, HangCompletion, HangScan, Place};
-use blkq::{Disk, EngineHandle};
+use blkq::{Disk, EngineHandle, PeriodicThread, Wakeup};
 
-use crate::failure::{Failure, Outcome};
+use crate::failure::Outcome;
 
 /// The default of `--hang-warning`.
 pub const DEFAULT: &str = "30";
@@ -74,9 +73,8 @@ impl HangCounters {
 pub struct HangWatch {
     counters: HangCounters,
     /// The state that the thread will own.
-    watcher: Option<(Watcher, Receiver<()>)>,
-    wake: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    watcher: Option<Watcher>,
+    thread: Option<PeriodicThread>,
 }
 
 impl HangWatch {
@@ -84,7 +82,6 @@ impl HangWatch {
     pub fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, limit: Duration) -> HangWatch {
         let counters = HangCounters::default();
         counters.set_limit(limit);
-        let (wake, woken) = channel();
         let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
         let watcher = Watcher {
             disk,
@@ -93,7 +90,7 @@ impl HangWatch {
             logged_held: false,
             log_held_from: Instant::now(),
         };
-        HangWatch { counters, watcher: Some((watcher, woken)), wake: Some(wake), thread: None }
+        HangWatch { counters, watcher: Some(watcher), thread: None }
     }
 
     /// Begins to scan, and passes lines to `log`.
@@ -101,13 +98,10 @@ impl HangWatch {
     /// # Errors
     /// If there can be no more threads.
     pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
-        let Some((watcher, woken)) = self.watcher.take() else { return Ok(()) };
-        let thread = std::thread::Builder::new()
-            .name("blkq-watch".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || watcher.run(&woken, &log))
-            .map_err(|e| Failure::new(format!("cannot start a thread: {e}")))?;
-        self.thread = Some(thread);
+        let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
+        let first = watcher.interval();
+        let watch = move |wakeup| watcher.watch(wakeup, &log);
+        self.thread = Some(PeriodicThread::start("blkq-watch", STACK_BYTES, first, watch)?);
         Ok(())
     }
 
@@ -121,23 +115,10 @@ impl HangWatch {
         self.counters.clone()
     }
 
-    /// Changes that, from the next scan on.
+    /// Changes how long a request may take, from the next scan on.
     pub fn set(&self, limit: Duration) {
         self.counters.set_limit(limit);
-        if let Some(wake) = &self.wake {
-            // The thread is there as long as this is.
-            let _ = wake.send(());
-        }
-    }
-}
-
-impl Drop for HangWatch {
-    fn drop(&mut self) {
-        self.wake = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic has been printed by the thread itself.
-            let _ = thread.join();
-        }
+        self.thread.iter().for_each(PeriodicThread::wake);
     }
 }
 
@@ -167,25 +148,30 @@ struct Watched {
 }
 
 impl Watcher {
-    fn run(mut self, woken: &Receiver<()>, log: &dyn Fn(&str)) {
-        loop {
-            let limit = self.counters.limit();
-            let interval = (limit / SCANS).clamp(INTERVAL_MIN, INTERVAL_MAX);
+    /// How long until the next scan.
+    fn interval(&self) -> Duration {
+        match self.counters.limit() {
             // Requests that are held are reported also if none is too long in flight.
-            let interval = if limit.is_zero() { HELD_INTERVAL } else { interval };
-            match woken.recv_timeout(interval) {
-                Err(RecvTimeoutError::Disconnected) => return,
-                // Nothing is too long now: what was counted as hanging no longer is.
-                Ok(()) if self.counters.limit().is_zero() => self.scan(u64::MAX, log),
-                Ok(()) => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    self.check_held(log);
-                    if !limit.is_zero() {
-                        self.scan(limit.as_nanos() as u64, log);
-                    }
+            Duration::ZERO => HELD_INTERVAL,
+            limit => (limit / SCANS).clamp(INTERVAL_MIN, INTERVAL_MAX),
+        }
+    }
+
+    /// Scans, or takes over another limit. Returns the time until the next scan.
+    fn watch(&mut self, wakeup: Wakeup, log: &dyn Fn(&str)) -> Duration {
+        let limit = self.counters.limit();
+        match wakeup {
+            // Nothing is too long now: what was counted as hanging no longer is.
+            Wakeup::Called if limit.is_zero() => self.scan(u64::MAX, log),
+            Wakeup::Called => {}
+            Wakeup::Due => {
+                self.check_held(log);
+                if !limit.is_zero() {
+                    self.scan(limit.as_nanos() as u64, log);
                 }
             }
         }
+        self.interval()
     }
 
     /// Logs that requests are held, and that none is any more; at most once in a while, however often that changes.

@@ -90,6 +90,7 @@ mod error;
 mod kick;
 pub mod layout;
 mod limits;
+mod periodic;
 mod queue;
 pub mod random;
 mod remote;
@@ -125,6 +126,7 @@ pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Wo
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use kick::Wake;
 pub use limits::QueueLimits;
+pub use periodic::{PeriodicThread, Wakeup};
 pub use request::Request;
 pub use ring::{Cqe, FileSlot, Registrar, Token};
 pub use sched::SchedulerKind;

@@ -3,12 +3,10 @@
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blkq::Disk;
 use blkq::throttle::{Group, Member, RateLimits};
+use blkq::{Disk, PeriodicThread};
 use blkq_export::mapping::Mapping;
 use rustix::fs::ftruncate;
 
@@ -139,14 +137,13 @@ impl Keeper {
 pub struct GroupWatch {
     /// Until the thread has started.
     keeper: Option<(Keeper, Arc<Disk>)>,
-    stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<PeriodicThread>,
 }
 
 impl GroupWatch {
     /// To watch the group of `disk`, which is a member of it.
     pub fn new(keeper: Keeper, disk: Arc<Disk>) -> GroupWatch {
-        GroupWatch { keeper: Some((keeper, disk)), stop: None, thread: None }
+        GroupWatch { keeper: Some((keeper, disk)), thread: None }
     }
 
     /// Begins, and passes lines to `log`.
@@ -155,45 +152,28 @@ impl GroupWatch {
     /// If there can be no more threads.
     pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
         let Some((mut keeper, disk)) = self.keeper.take() else { return Ok(()) };
-        let (stop, stopped) = channel::<()>();
-        let watch = move || {
-            // A failure is logged when it is another one than before.
-            let mut failed = None;
-            while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                let Some(member) = disk.group_member() else { continue };
-                let now = match keeper.check(&member) {
-                    Ok(None) => None,
-                    Ok(Some(Repaired { member, damage })) => {
-                        member.into_iter().for_each(|member| disk.join_group(member));
-                        let Keeper { name, limits, .. } = &keeper;
-                        log(&format!("group {name}: {damage}; it is whole again, with limits {limits}"));
-                        None
-                    }
-                    Err(failure) => Some(failure.to_string()),
-                };
-                if let Some(why) = now.as_ref().filter(|_| now != failed) {
-                    log(&format!("group {} is damaged, and cannot be repaired now: {why}", keeper.name));
+        // A failure is logged when it is another one than before.
+        let mut failed = None;
+        let watch = move |_| {
+            let Some(member) = disk.group_member() else { return INTERVAL };
+            let now = match keeper.check(&member) {
+                Ok(None) => None,
+                Ok(Some(Repaired { member, damage })) => {
+                    member.into_iter().for_each(|member| disk.join_group(member));
+                    let Keeper { name, limits, .. } = &keeper;
+                    log(&format!("group {name}: {damage}; it is whole again, with limits {limits}"));
+                    None
                 }
-                failed = now;
+                Err(failure) => Some(failure.to_string()),
+            };
+            if let Some(why) = now.as_ref().filter(|_| now != failed) {
+                log(&format!("group {} is damaged, and cannot be repaired now: {why}", keeper.name));
             }
+            failed = now;
+            INTERVAL
         };
-        let thread = std::thread::Builder::new()
-            .name("blkq-group".into())
-            .stack_size(STACK_BYTES)
-            .spawn(watch)
-            .map_err(|e| Failure::new(format!("cannot start a thread: {e}")))?;
-        (self.stop, self.thread) = (Some(stop), Some(thread));
+        self.thread = Some(PeriodicThread::start("blkq-group", STACK_BYTES, INTERVAL, watch)?);
         Ok(())
-    }
-}
-
-impl Drop for GroupWatch {
-    fn drop(&mut self) {
-        self.stop = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic has been printed by the thread itself.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -201,6 +181,7 @@ impl Drop for GroupWatch {
 mod tests {
     use std::fs;
     use std::os::unix::fs::FileExt;
+    use std::sync::mpsc::channel;
 
     use super::super::{GroupFile, path};
     use super::*;

@@ -1,13 +1,12 @@
 //! The thread that finds a disk's ceiling, and sets its limits.
 
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::Disk;
 use crate::clock::monotonic_ns;
 use crate::error::{Error, ErrorKind};
+use crate::periodic::PeriodicThread;
 use crate::stats::Counter;
 use crate::throttle::{AutoLimit, DeviceLoad, DeviceTimes, RateLimits};
 
@@ -19,10 +18,7 @@ const STACK_BYTES: usize = 256 << 10;
 
 /// Keeps the rate of a disk just under its ceiling ([`CeilingSearch`]), until this is dropped: then the disk has no
 /// limits of its own.
-pub struct AutoLimiter {
-    stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
+pub struct AutoLimiter(#[allow(dead_code, reason = "it is there to be dropped")] PeriodicThread);
 
 /// The search of a disk's ceiling. When it is dropped, however its thread exits, the disk has no limits of its own.
 pub struct CeilingSearch {
@@ -77,28 +73,14 @@ impl AutoLimiter {
     /// [`ErrorKind::Busy`] if another does; if there can be no more threads.
     pub fn start(disk: &Arc<Disk>) -> Result<AutoLimiter, Error> {
         let mut search = CeilingSearch::begin(disk)?;
-        let (stop, stopped) = channel();
-        let run = move || {
-            let (mut ios, mut tick) = (0, TICK);
-            while stopped.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
-                let load = search.load();
-                tick = if load.ios == ios && load.in_flight == 0 { IDLE_TICK } else { TICK };
-                ios = load.ios;
-                search.update(&load);
-            }
+        let mut ios = 0;
+        let run = move |_| {
+            let load = search.load();
+            let tick = if load.ios == ios && load.in_flight == 0 { IDLE_TICK } else { TICK };
+            ios = load.ios;
+            search.update(&load);
+            tick
         };
-        let thread = std::thread::Builder::new().name("blkq-limit".into()).stack_size(STACK_BYTES).spawn(run);
-        let thread = thread.map_err(|e| Error::system("cannot start a thread", e))?;
-        Ok(AutoLimiter { stop: Some(stop), thread: Some(thread) })
-    }
-}
-
-impl Drop for AutoLimiter {
-    fn drop(&mut self) {
-        self.stop = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic has been printed by the thread itself.
-            let _ = thread.join();
-        }
+        PeriodicThread::start("blkq-limit", STACK_BYTES, TICK, run).map(AutoLimiter)
     }
 }
