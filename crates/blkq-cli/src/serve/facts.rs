@@ -3,13 +3,14 @@
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::QueueLimits;
 use blkq::throttle::{Ceiling, LimitMode};
+use blkq::{Disk, QueueLimits};
 use blkq_export::nbd::ConnectionInfo;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
 
 use super::Device;
 use super::background::BackgroundThreads;
+use super::running::Running;
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
@@ -35,59 +36,11 @@ impl Device {
         let running = self.running()?;
         let now = self.served().clone();
         let disk = &running.disk;
-        let (limits, settings) = (disk.limits(), disk.settings());
+        let limits = disk.limits();
         let mut facts = disk.driver().describe();
-        let mut fact = |name: &str| {
-            let at = facts.iter().position(|(key, _)| *key == name)?;
-            Some(facts.remove(at).1)
-        };
-        let direct_io = match (fact("direct-io-requested"), fact("direct-io"), fact("direct-io-reason")) {
-            (Some(requested), Some(effective), Some(reason)) => DirectIoInfo { requested, effective, reason },
-            _ => DirectIoInfo {
-                requested: "auto".to_owned(),
-                effective: "off".to_owned(),
-                reason: "there is no file behind the device".to_owned(),
-            },
-        };
-        let dispatch = fact("dispatch").map(|dispatch| ("dispatch", dispatch));
+        let direct_io = take_direct_io(&mut facts);
+        let dispatch = take(&mut facts, "dispatch").map(|dispatch| ("dispatch", dispatch));
         let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
-        let register_memory = running.servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
-        let register_memory =
-            register_memory.map(|_| ("register-memory", registered_memory(front_end.as_ref())));
-        let ublk = running.ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
-        let queues = ("queues", disk.queue_count().to_string());
-        let ceiling = disk.ceiling();
-        let settings = [
-            Setting::Depth(settings.depth),
-            Setting::Scheduler(settings.scheduler),
-            Setting::Merge(settings.merge),
-            Setting::EarlySubmission(settings.early_submission),
-            Setting::Batching(settings.batching),
-            Setting::Iostats(settings.iostats),
-            Setting::Clock(settings.clock),
-            Setting::Limit(match ceiling {
-                Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
-                _ => LimitMode::Auto,
-            }),
-            Setting::OnError(disk.error_policy()),
-        ];
-        let ceiling = match ceiling {
-            Ceiling::NotSearched => None,
-            Ceiling::Unknown => Some(("ceiling", "not found yet".to_owned())),
-            Ceiling::Found(limits) => Some(("ceiling", limits.to_string())),
-        };
-        let member = disk.group_member();
-        let group = self.attached.group_name().map(|group| ("group", group.to_owned()));
-        let weight = member.map(|member| Setting::Weight(member.weight()));
-        let served = !running.servers.nbd.is_empty();
-        let of_nbd = [
-            Setting::Pacing(running.servers.switches.pacing.load(Relaxed)),
-            Setting::ReceiveBackoff(running.servers.switches.receive_backoff.load(Relaxed)),
-            Setting::SplitReads(running.servers.switches.split_reads.load(Relaxed)),
-        ]
-        .into_iter()
-        .filter(|_| served);
-        let watching = self.background().as_ref().map(BackgroundThreads::describe).unwrap_or_default();
         let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
         Ok(DeviceInfo {
             name: self.attached.name.clone(),
@@ -117,35 +70,98 @@ impl Device {
             direct_io,
             attach_options: now.attach_options,
             capabilities: capabilities(&limits),
-            settings: std::iter::once(queues)
-                .chain(
-                    settings
-                        .into_iter()
-                        .chain(of_nbd)
-                        .chain(weight)
-                        .map(|setting| (setting.key(), setting.value())),
-                )
-                .chain(ceiling)
-                .chain(group)
-                .chain(dispatch)
-                .chain(ublk)
-                .chain(register_memory)
-                .chain(watching)
-                .map(owned)
-                .collect(),
+            settings: self.settings_now(&running, dispatch, front_end.as_ref()).map(owned).collect(),
             driver_facts: facts.into_iter().map(owned).collect(),
-            warnings: disk
-                .driver()
-                .warnings()
-                .into_iter()
-                .chain(self.attached.warnings.iter().cloned())
-                .chain(
-                    disk.broken().map(|why| format!("all I/O fails: {why}; detach it, and attach it again")),
-                )
-                .chain(front_end.iter().flat_map(rejected_rings))
-                .chain(front_end.iter().filter_map(unregistered_memory))
-                .collect(),
+            warnings: self.warnings_now(disk, front_end.as_ref()),
         })
+    }
+
+    /// The settings in force, and facts that are reported with them; the driver's `dispatch` among them.
+    fn settings_now(
+        &self,
+        running: &Running,
+        dispatch: Option<(&'static str, String)>,
+        front_end: Option<&FrontEndInfo>,
+    ) -> impl Iterator<Item = (&'static str, String)> {
+        let Running { servers, ublk, disk, .. } = running;
+        let ceiling = match disk.ceiling() {
+            Ceiling::NotSearched => None,
+            Ceiling::Unknown => Some(("ceiling", "not found yet".to_owned())),
+            Ceiling::Found(limits) => Some(("ceiling", limits.to_string())),
+        };
+        let group = self.attached.group_name().map(|group| ("group", group.to_owned()));
+        let ublk = ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
+        let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
+        let register_memory = register_memory.map(|_| ("register-memory", registered_memory(front_end)));
+        let watching = self.background().as_ref().map(BackgroundThreads::describe).unwrap_or_default();
+        std::iter::once(("queues", disk.queue_count().to_string()))
+            .chain(settings_in_force(running).into_iter().map(|setting| (setting.key(), setting.value())))
+            .chain(ceiling)
+            .chain(group)
+            .chain(dispatch)
+            .chain(ublk)
+            .chain(register_memory)
+            .chain(watching)
+    }
+
+    /// The user should know these things now.
+    fn warnings_now(&self, disk: &Disk, front_end: Option<&FrontEndInfo>) -> Vec<String> {
+        let mut warnings = disk.driver().warnings();
+        warnings.extend(self.attached.warnings.iter().cloned());
+        let broken = disk.broken();
+        warnings.extend(broken.map(|why| format!("all I/O fails: {why}; detach it, and attach it again")));
+        warnings.extend(front_end.into_iter().flat_map(rejected_rings));
+        warnings.extend(front_end.and_then(unregistered_memory));
+        warnings
+    }
+}
+
+/// The settings of the disk and its servers, as they are now.
+fn settings_in_force(running: &Running) -> Vec<Setting> {
+    let Running { servers, disk, .. } = running;
+    let settings = disk.settings();
+    let mut now = vec![
+        Setting::Depth(settings.depth),
+        Setting::Scheduler(settings.scheduler),
+        Setting::Merge(settings.merge),
+        Setting::EarlySubmission(settings.early_submission),
+        Setting::Batching(settings.batching),
+        Setting::Iostats(settings.iostats),
+        Setting::Clock(settings.clock),
+        Setting::Limit(match disk.ceiling() {
+            Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
+            _ => LimitMode::Auto,
+        }),
+        Setting::OnError(disk.error_policy()),
+    ];
+    if !servers.nbd.is_empty() {
+        now.extend([
+            Setting::Pacing(servers.switches.pacing.load(Relaxed)),
+            Setting::ReceiveBackoff(servers.switches.receive_backoff.load(Relaxed)),
+            Setting::SplitReads(servers.switches.split_reads.load(Relaxed)),
+        ]);
+    }
+    now.extend(disk.group_member().map(|member| Setting::Weight(member.weight())));
+    now
+}
+
+/// Takes the fact `name` out of those of a driver.
+fn take(facts: &mut Vec<(&'static str, String)>, name: &str) -> Option<String> {
+    let at = facts.iter().position(|(key, _)| *key == name)?;
+    Some(facts.remove(at).1)
+}
+
+/// Takes the facts on direct I/O out of those of a driver.
+fn take_direct_io(facts: &mut Vec<(&'static str, String)>) -> DirectIoInfo {
+    let [requested, effective, reason] =
+        ["direct-io-requested", "direct-io", "direct-io-reason"].map(|name| take(facts, name));
+    match (requested, effective, reason) {
+        (Some(requested), Some(effective), Some(reason)) => DirectIoInfo { requested, effective, reason },
+        _ => DirectIoInfo {
+            requested: "auto".to_owned(),
+            effective: "off".to_owned(),
+            reason: "there is no file behind the device".to_owned(),
+        },
     }
 }
 

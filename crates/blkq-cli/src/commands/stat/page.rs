@@ -78,19 +78,23 @@ impl Figures {
     }
 
     fn lines(&self, verbose: bool) -> String {
-        let Figures {
-            in_flight_max: [reads, others],
-            flushes,
-            batches,
-            gate,
-            clock,
-            hangs,
-            throttle,
-            held,
-            ..
-        } = self;
-        let mut rows = Vec::new();
-        let mut row = |name: &str, text: String| rows.push([name.to_owned(), text]);
+        let nbd = self.nbd.as_ref().filter(|nbd| verbose || **nbd != Nbd::default());
+        let vhost = self.vhost_user.as_ref().filter(|vhost| verbose || **vhost != VhostUser::default());
+        let mut rows = self.load_rows(verbose);
+        rows.extend(self.queue_rows(verbose));
+        rows.extend(self.watch_rows(verbose));
+        rows.extend(nbd.into_iter().flat_map(nbd_rows));
+        rows.extend(vhost.into_iter().flat_map(vhost_rows));
+        let refused = self.groups().filter(|(_, group)| !group.refused.is_empty());
+        rows.extend(
+            refused.map(|(name, group)| row("refused", format!("{name} {}", by_status(&group.refused)))),
+        );
+        render([Align::Left, Align::Left], &rows)
+    }
+
+    /// The I/O as a whole.
+    fn load_rows(&self, verbose: bool) -> Vec<Row> {
+        let Figures { in_flight, in_flight_max: [reads, others], queue, busy_percent, seconds, .. } = self;
         let totals: Vec<String> = self
             .groups()
             .filter(|(_, group)| verbose || group.ios > 0)
@@ -99,114 +103,124 @@ impl Figures {
                 _ => format!("{name} {} ({:.2} MB)", group.ios, group.bytes as f64 / 1e6),
             })
             .collect();
-        row("totals", if totals.is_empty() { "no I/O".to_owned() } else { totals.join(", ") });
-        let (in_flight, queue, busy, seconds) = (self.in_flight, self.queue, self.busy_percent, self.seconds);
-        row(
-            "in-flight",
-            format!(
-                "{in_flight} now (most: {reads} reads, {others} others), queue {queue:.2}, busy {busy:.1}% of {seconds:.1} s"
+        vec![
+            row("totals", if totals.is_empty() { "no I/O".to_owned() } else { totals.join(", ") }),
+            row(
+                "in-flight",
+                format!(
+                    "{in_flight} now (most: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
+                ),
             ),
-        );
+        ]
+    }
+
+    /// The mechanisms of the block layer.
+    fn queue_rows(&self, verbose: bool) -> Vec<Row> {
+        let Figures { flushes, batches, gate, clock, .. } = self;
+        let mut rows = Vec::new();
         let Flushes { asked, sent, coalesced } = flushes;
         if verbose || asked + sent + coalesced > 0 {
-            row("flushes", format!("{asked} asked, {sent} sent, {coalesced} coalesced"));
+            rows.push(row("flushes", format!("{asked} asked, {sent} sent, {coalesced} coalesced")));
         }
         let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits, .. } =
             batches;
         if verbose || plugs + dispatches + requeues + splits + tag_waits > 0 {
-            row(
-                "batches",
-                format!(
-                    "{plugs} plugs of {plug_mean:.1}, {dispatches} dispatches of {dispatch_mean:.1}, {requeues} requeues, {splits} splits, {tag_waits} tag waits"
-                ),
+            let text = format!(
+                "{plugs} plugs of {plug_mean:.1}, {dispatches} dispatches of {dispatch_mean:.1}, {requeues} requeues, {splits} splits, {tag_waits} tag waits"
             );
+            rows.push(row("batches", text));
         }
         let Gate { waiting, waits, wakeups, grants, largest_grant } = gate;
         let waiting = u64::from(waiting[0] + waiting[1]);
         if verbose || waiting + waits + wakeups + grants > 0 {
-            row(
-                "gate",
-                format!(
-                    "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches granted (largest {largest_grant})"
-                ),
+            let text = format!(
+                "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches granted (largest {largest_grant})"
             );
+            rows.push(row("gate", text));
         }
         if verbose || clock.reads > 0 {
-            row(
-                "clock",
-                format!(
-                    "{} reads, {:.3} per I/O, cached for {:.1} us at most",
-                    clock.reads, clock.reads_per_io, clock.age_max_us
-                ),
+            let text = format!(
+                "{} reads, {:.3} per I/O, cached for {:.1} us at most",
+                clock.reads, clock.reads_per_io, clock.age_max_us
             );
+            rows.push(row("clock", text));
         }
+        rows
+    }
+
+    /// Requests that take long: by themselves, after errors, or by limits.
+    fn watch_rows(&self, verbose: bool) -> Vec<Row> {
+        let Figures { hangs, held, throttle, .. } = self;
+        let mut rows = Vec::new();
         if verbose || hangs.now + hangs.found + hangs.stalls > 0 {
             let limit = match hangs.warning_seconds {
                 0.0 => "the warning is off".to_owned(),
                 seconds => format!("after {seconds} s"),
             };
-            row(
-                "hangs",
-                format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls),
-            );
+            let text = format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls);
+            rows.push(row("hangs", text));
         }
         if verbose || held.now + held.requests > 0 {
-            row("held", format!("{} now, {} after errors", held.now, held.requests));
+            rows.push(row("held", format!("{} now, {} after errors", held.now, held.requests)));
         }
         if verbose || *throttle != Throttled::default() {
-            row("throttle", throttle.describe(self.seconds));
+            rows.push(row("throttle", throttle.describe(self.seconds)));
         }
-        if let Some(nbd) = self.nbd.as_ref().filter(|nbd| verbose || **nbd != Nbd::default()) {
-            let Nbd { connected, counters } = nbd;
-            let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
-            let NbdCounters { requests, errors, refused_requests, .. } = counters;
-            row(
-                "nbd",
-                format!(
-                    "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {timeouts} late"
-                ),
-            );
-            row(
-                "",
-                format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once"),
-            );
-            let NbdCounters { paced_requests, paced_ns, pacing_ns, receive_backoffs, .. } = counters;
-            let paced_us = *paced_ns as f64 / 1e3 / (*paced_requests).max(1) as f64;
-            let pacing_s = *pacing_ns as f64 / 1e9;
-            row(
-                "",
-                format!(
-                    "{paced_requests} delayed by pacing for {paced_us:.1} us each, in {pacing_s:.3} s, {receive_backoffs} receive back-offs"
-                ),
-            );
-            let NbdCounters { receives, sends, split_reads, .. } = counters;
-            row("", format!("{receives} receives, {sends} sends, {split_reads} reads in parts"));
-        }
-        if let Some(vhost) =
-            self.vhost_user.as_ref().filter(|vhost| verbose || **vhost != VhostUser::default())
-        {
-            let VhostUser { connected, counters } = vhost;
-            let VhostUserCounters { connections, refused_connections, violations, rejected_rings, .. } =
-                counters;
-            let VhostUserCounters { requests, errors, kicks, calls, bounced, registered, .. } = counters;
-            row(
-                "vhost-user",
-                format!(
-                    "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {rejected_rings} rings stopped"
-                ),
-            );
-            row(
-                "",
-                format!(
-                    "{requests} requests, {errors} errors, {bounced} copied, {registered} registered, {kicks} kicks, {calls} calls"
-                ),
-            );
-        }
-        for (name, group) in self.groups().filter(|(_, group)| !group.refused.is_empty()) {
-            row("refused", format!("{name} {}", by_status(&group.refused)));
-        }
-        render([Align::Left, Align::Left], &rows)
+        rows
     }
+}
+
+/// A name, and what is said of it.
+type Row = [String; 2];
+
+fn row(name: &str, text: String) -> Row {
+    [name.to_owned(), text]
+}
+
+fn nbd_rows(nbd: &Nbd) -> [Row; 4] {
+    let Nbd { connected, counters } = nbd;
+    let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
+    let NbdCounters { requests, errors, refused_requests, .. } = counters;
+    let NbdCounters { paced_requests, paced_ns, pacing_ns, receive_backoffs, .. } = counters;
+    let NbdCounters { receives, sends, split_reads, .. } = counters;
+    let paced_us = *paced_ns as f64 / 1e3 / (*paced_requests).max(1) as f64;
+    let pacing_s = *pacing_ns as f64 / 1e9;
+    [
+        row(
+            "nbd",
+            format!(
+                "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {timeouts} late"
+            ),
+        ),
+        row("", format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once")),
+        row(
+            "",
+            format!(
+                "{paced_requests} delayed by pacing for {paced_us:.1} us each, in {pacing_s:.3} s, {receive_backoffs} receive back-offs"
+            ),
+        ),
+        row("", format!("{receives} receives, {sends} sends, {split_reads} reads in parts")),
+    ]
+}
+
+fn vhost_rows(vhost: &VhostUser) -> [Row; 2] {
+    let VhostUser { connected, counters } = vhost;
+    let VhostUserCounters { connections, refused_connections, violations, rejected_rings, .. } = counters;
+    let VhostUserCounters { requests, errors, kicks, calls, bounced, registered, .. } = counters;
+    [
+        row(
+            "vhost-user",
+            format!(
+                "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {rejected_rings} rings stopped"
+            ),
+        ),
+        row(
+            "",
+            format!(
+                "{requests} requests, {errors} errors, {bounced} copied, {registered} registered, {kicks} kicks, {calls} calls"
+            ),
+        ),
+    ]
 }
 
 impl Throttled {
