@@ -182,6 +182,11 @@ fail() {
     return 1
 }
 
+# json EXPRESSION: evaluates a Python expression over the document j on stdin.
+json() {
+    "$PYTHON" -c "import json, sys; j = json.load(sys.stdin); print($1)"
+}
+
 # A file of pseudo-random bytes, the same for the same seed: random_file PATH BYTES [SEED]
 random_file() {
     head -c "$2" /dev/zero |

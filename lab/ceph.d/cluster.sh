@@ -157,12 +157,8 @@ make_osd() { # AUTH
 }
 
 is_healthy() { # OSDS
-    [[ $(ceph_admin osd stat --format json | osds_up) == "$1" ]] &&
+    [[ $(ceph_admin osd stat --format json | json "j['num_up_osds']") == "$1" ]] &&
         ceph_admin mgr stat | grep -q '"available": true'
-}
-
-osds_up() {
-    "$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["num_up_osds"])'
 }
 
 pools_are_clean() {
