@@ -12,13 +12,12 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
 use blkq::drivers::DriverSpec;
-use blkq::units::parse_bytes;
+use blkq::units::{format_bytes, parse_bytes};
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::set::parse_setting;
 use blkq_cli::commands::{Cli, Command};
 use blkq_cli::failure::Failure;
 use blkq_cli::options::{Address, Record, image_text, parse_listen};
-use blkq_cli::size::format_size;
 use clap::Parser;
 use libfuzzer_sys::arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;
@@ -32,7 +31,7 @@ fn bytes(text: &str) {
     match parse_bytes(text) {
         Ok(bytes) => {
             assert!(bytes <= i64::MAX as u64);
-            assert_eq!(parse_bytes(&format_size(bytes)).ok(), Some(bytes));
+            assert_eq!(parse_bytes(&format_bytes(bytes)).ok(), Some(bytes));
             // The same digits without a fraction and a unit are the same or less.
             let digits = text.find(|c: char| !c.is_ascii_digit()).map_or(text, |at| &text[..at]);
             assert!(digits.parse::<u64>().is_ok_and(|number| number <= bytes), "{text:?}");

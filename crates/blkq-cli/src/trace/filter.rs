@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::str::FromStr;
 
 use blkq::Operation;
-use blkq::units::parse_bytes;
+use blkq::units::{parse_bytes, parse_duration_ns};
 
 use super::io_tracker::{CompletedRequest, Decision, Effects, Io, SharedDecision, decision_of};
 use super::item::{Item, ItemKind};
@@ -73,24 +73,11 @@ fn condition(text: &str) -> Result<Condition, String> {
             parse_bytes(value).map(|bytes| Condition::Size(ordering, bytes)).map_err(|e| e.to_string())
         }
         ("latency", Ordering::Less | Ordering::Greater) => {
-            parse_time_ns(value).map(|ns| Condition::LatencyNs(ordering, ns))
+            let latency_ns = parse_duration_ns(value);
+            latency_ns.map(|ns| Condition::LatencyNs(ordering, ns)).map_err(|e| e.to_string())
         }
         _ => Err(RULE.to_owned()),
     }
-}
-
-fn parse_time_ns(text: &str) -> Result<u64, String> {
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
-    let (number, unit) = text.split_at(digits);
-    let unit_ns = match unit {
-        "ns" => 1.0,
-        "us" => 1e3,
-        "ms" => 1e6,
-        "s" => 1e9,
-        _ => return Err(format!("{text:?} is not a time: write a number and ns, us, ms or s")),
-    };
-    let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a time"))?;
-    Ok((number * unit_ns).round() as u64)
 }
 
 /// Items in their order, until it is known whether they are wanted.
