@@ -123,7 +123,7 @@ step() {
     if [[ $code -eq 0 ]]; then
         PASSED=$((PASSED + 1))
         printf '  %-44s %7s s  ok\n' "$name" "$seconds"
-        grep -E '^    (left out|slow:) ' "$log" | sed 's/^/  /' || true
+        grep -E '^    (left out|slow:|beside:) ' "$log" | sed 's/^/  /' || true
         keep_time "$name" "$seconds"
     else
         FAILED=$((FAILED + 1))
