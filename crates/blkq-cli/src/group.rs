@@ -8,7 +8,7 @@ mod keeper;
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,6 +23,7 @@ use rustix::io::Errno;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::parse_group_name;
+use crate::record_lock::{is_byte_locked, lock_byte};
 use crate::state::StateDir;
 
 pub use keeper::{GroupWatch, Keeper};
@@ -226,7 +227,7 @@ impl GroupFile {
     /// Its members, if it has any; if it cannot be removed.
     pub fn remove(dir: &StateDir, name: &str) -> Outcome {
         let file = open_locked(dir, name, false, true)?;
-        if (0..MEMBERS_MAX).any(|slot| is_locked(&file, slot)) {
+        if (0..MEMBERS_MAX).any(|slot| is_byte_locked(&file, slot)) {
             return Err(Failure::new(format!(
                 "group {name} has members (blkq group list); detach them first"
             )));
@@ -237,7 +238,7 @@ impl GroupFile {
 
     /// The members that are there.
     pub fn members(&self) -> Vec<MemberInfo> {
-        let there = (0..MEMBERS_MAX).filter(|slot| is_locked(&self.file, *slot));
+        let there = (0..MEMBERS_MAX).filter(|slot| is_byte_locked(&self.file, *slot));
         there.filter_map(|slot| self.group.member(slot)).collect()
     }
 }
@@ -254,7 +255,7 @@ impl Joined {
         if !group.is_of(boot) {
             group.restart(boot, used_slots(&file));
         }
-        let Some(slot) = (0..MEMBERS_MAX).find(|slot| lock(&file, *slot).is_ok()) else {
+        let Some(slot) = (0..MEMBERS_MAX).find(|slot| lock_byte(&file, *slot).is_ok()) else {
             return Err(Failure::new(format!("group {name} has {MEMBERS_MAX} members, and takes no more")));
         };
         let member = group.join(slot, device, weight)?;
@@ -275,37 +276,9 @@ impl Joined {
     }
 }
 
-/// A lock on the byte of a slot.
-fn slot_lock(slot: usize) -> libc::flock {
-    libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: slot as libc::off_t,
-        l_len: 1,
-        l_pid: 0,
-    }
-}
-
-/// Locks a slot, with the open file; fails if another has it.
-fn lock(file: &File, slot: usize) -> io::Result<()> {
-    // SAFETY: the descriptor is open, the structure lives through the call.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &slot_lock(slot)) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// Whether another open file has locked the slot.
-fn is_locked(file: &File, slot: usize) -> bool {
-    let mut lock = slot_lock(slot);
-    // SAFETY: the descriptor is open, the structure lives through the call.
-    let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
-    asked == 0 && i32::from(lock.l_type) != libc::F_UNLCK
-}
-
 /// No member that is there has this slot, or a later one.
 fn used_slots(file: &File) -> usize {
-    (0..MEMBERS_MAX).rev().find(|slot| is_locked(file, *slot)).map_or(0, |slot| slot + 1)
+    (0..MEMBERS_MAX).rev().find(|slot| is_byte_locked(file, *slot)).map_or(0, |slot| slot + 1)
 }
 
 #[cfg(test)]

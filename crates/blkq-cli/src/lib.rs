@@ -36,6 +36,7 @@ pub mod operations;
 pub mod options;
 pub mod parent;
 pub mod pid_file;
+mod record_lock;
 pub mod serve;
 pub mod settings;
 pub mod signals;

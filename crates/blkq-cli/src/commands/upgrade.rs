@@ -57,6 +57,7 @@ impl Args {
     }
 
     fn upgrade(&self, dir: &StateDir, name: &str) -> Outcome<ExitCode> {
+        let _lock = dir.lock_upgrade(name)?;
         let guest = of_guest(dir, name)?;
         if guest.is_none() {
             check(dir, name)?;

@@ -11,6 +11,7 @@ mod claim;
 mod dying;
 mod orphan;
 mod remains;
+mod upgrade;
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
