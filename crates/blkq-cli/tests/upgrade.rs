@@ -87,6 +87,27 @@ fn the_old_program_serves_again_if_the_new_one_does_not() {
 }
 
 #[test]
+fn the_old_program_serves_again_if_the_service_does_not_start() {
+    let place = Place::new("upgrade-service");
+    attach(&place);
+    let old = place.pid("d");
+    let line = place.refused(&["upgrade", "--service", "--start-timeout", "1", "d"]);
+    assert!(line.contains("upgrade d: the old program serves it again, outside of the service"), "{line}");
+    assert!(line.contains("its service has started no new daemon in 1 s"), "{line}");
+    assert_ne!(place.pid("d"), old);
+    check_settings(&place);
+    // A service that starts one after all takes over at the next upgrade.
+    let mut upgrade = place.command(&["upgrade", "--service", "d"]);
+    let upgrade = upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_until("it is left", || place.run(&["show", "d"]).status.code() == Some(1));
+    let image = place.dir.join("image");
+    place.done(&["attach", "--name", "d", image.to_str().unwrap(), "--export", "vhost-user-blk"]);
+    let output = upgrade.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", place::without_waiting(output.stderr));
+    place.done(&["detach", "d"]);
+}
+
+#[test]
 fn of_two_upgrades_at_once_none_leaves_the_disk_alone() {
     let place = Place::new("upgrade-twice");
     attach(&place);

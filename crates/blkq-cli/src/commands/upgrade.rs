@@ -1,5 +1,6 @@
 //! `blkq upgrade`: hands a block device in use from its daemon to a new one, of this program.
 
+use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -14,8 +15,6 @@ use crate::options::{AttachOptions, Export};
 use crate::serve::{check_successor, check_take_over};
 use crate::state::{StateDir, read_state};
 
-/// How long a service manager may take to start the next daemon.
-const RESTART_WAIT: Duration = Duration::from_secs(60);
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `upgrade`.
@@ -29,6 +28,9 @@ options are those of `blkq attach`, the settings and the size those of the old d
 machine connects to the new one by itself, if its front end reconnects and keeps a record of
 requests in flight, as QEMU with reconnect-ms does.
 
+With --service, one of the old program serves the device again too if the service does not start,
+but outside of the service. That tries to start on: once it can, upgrade --service hands over to it.
+
 Examples:
   blkq upgrade disk.img
       /dev/ublkb0")]
@@ -40,14 +42,18 @@ pub struct Args {
     /// which the service is to be restarted, as blkq@.service is
     #[arg(long)]
     service: bool,
+    /// How long the service may take to start the next daemon
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, requires = "service",
+        value_parser = clap::value_parser!(u64).range(1..=3600))]
+    start_timeout: u64,
 }
 
 impl Args {
     /// Stops the old daemon and starts a new one.
     ///
     /// # Errors
-    /// Why a new one could not serve the device, or the old one does not release it: that keeps running
-    /// then. Why the new one did not start: one of the old program serves the device again then, if it can. Or, the
+    /// Why a new one could not serve the device, the old one does not release it, or another upgrade of it is at
+    /// work: the old one keeps running then. Why the new one did not start: one of the old program serves the device again then, if it can. Or, the
     /// device being an orphan, why the new one cannot take it over.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
@@ -66,29 +72,107 @@ impl Args {
         if let Some(options) = &guest {
             check_successor(dir, options, before.size)?;
         }
-        match self.service {
-            true => restarted(dir, name, &before),
-            false => hand_over(dir, name, &before, guest),
-        }
+        let left = LeftDevice::of(dir, name, &before, guest)?;
+        let info = match self.service {
+            true => left.started_by_service(dir, &before, Duration::from_secs(self.start_timeout))?,
+            false => left.start()?,
+        };
+        report(&info)?;
+        Ok(ExitCode::SUCCESS)
     }
 }
 
-/// Has the daemon exit, and waits for the one that its service manager starts.
-fn restarted(dir: &StateDir, name: &str, before: &DeviceInfo) -> Outcome<ExitCode> {
-    ask::<()>(dir, name, &Request::Leave {})?;
-    let until = Instant::now() + RESTART_WAIT;
-    loop {
-        if let Ok(Called::Answered(info)) = call::<DeviceInfo>(dir, name, &Request::Show {})
-            && info.pid != before.pid
-        {
-            return report(&info).map(|()| ExitCode::SUCCESS);
+/// A device that its daemon has left to the next one.
+struct LeftDevice<'a> {
+    name: &'a str,
+    /// How it is attached, if it is the disk of a virtual machine, and no block device.
+    guest: Option<AttachOptions>,
+    /// With what was set last.
+    settings: Vec<(String, String)>,
+    /// The program of the old daemon.
+    old: io::Result<Program>,
+}
+
+impl LeftDevice<'_> {
+    /// Has the daemon of `name` exit.
+    fn of<'a>(
+        dir: &StateDir,
+        name: &'a str,
+        before: &DeviceInfo,
+        guest: Option<AttachOptions>,
+    ) -> Outcome<LeftDevice<'a>> {
+        let old = Program::of_process(before.pid);
+        ask::<()>(dir, name, &Request::Leave {})?;
+        // From here on the old daemon changes nothing.
+        let settings = read_state(&dir.file(name, ".json")).map(|state| state.settings).unwrap_or_default();
+        Ok(LeftDevice { name, guest, settings, old })
+    }
+
+    fn launch(&self, program: &Program) -> Outcome<DeviceInfo> {
+        let launched = match &self.guest {
+            Some(options) => program.launch_attach(options, self.settings.clone(), false),
+            None => program.launch_recover(self.name),
+        };
+        launched.map(|Launched { info, .. }| info)
+    }
+
+    /// Has a daemon of this program serve the device as the old one did. If it does not start, one of the old
+    /// program is to serve it again.
+    fn start(&self) -> Outcome<DeviceInfo> {
+        self.launch(&Program::This).map_err(|failure| match self.launch_old() {
+            Ok(_) => failure.during("the old program serves it again, as the new one did not start"),
+            Err(e) => self.not_served(&failure, &e),
+        })
+    }
+
+    /// Waits for the daemon that the service manager starts. If none is there in time, one of the old program is to
+    /// serve the device again.
+    fn started_by_service(
+        &self,
+        dir: &StateDir,
+        before: &DeviceInfo,
+        timeout: Duration,
+    ) -> Outcome<DeviceInfo> {
+        let started = || match call::<DeviceInfo>(dir, self.name, &Request::Show {}) {
+            Ok(Called::Answered(info)) if info.pid != before.pid => Some(info),
+            _ => None,
+        };
+        let until = Instant::now() + timeout;
+        while Instant::now() < until {
+            if let Some(info) = started() {
+                return Ok(info);
+            }
+            std::thread::sleep(RESTART_POLL_INTERVAL);
         }
-        if Instant::now() > until {
-            return Err(Failure::new(
-                "its service has started no new daemon; if it is a block device, its I/O waits: blkq recover starts one",
-            ));
+        let failure = Failure::new(format!(
+            "its service has started no new daemon in {} s (its journal may have the reason)",
+            timeout.as_secs()
+        ));
+        match self.launch_old() {
+            Ok(_) => Err(failure.during(format_args!(
+                "the old program serves it again, outside of the service, which takes over at the next \
+                 blkq upgrade --service {} once it can start",
+                self.name
+            ))),
+            // Or it has just been started, and so the old one was not.
+            Err(e) => started().ok_or_else(|| self.not_served(&failure, &e)),
         }
-        std::thread::sleep(RESTART_POLL_INTERVAL);
+    }
+
+    fn launch_old(&self) -> Outcome<DeviceInfo> {
+        match &self.old {
+            Ok(old) => self.launch(old),
+            Err(e) => Err(Failure::new(format!("the old program: {e}"))),
+        }
+    }
+
+    /// Neither program serves the device.
+    fn not_served(&self, failure: &Failure, old: &Failure) -> Failure {
+        let now = match &self.guest {
+            Some(_) => "it is detached now",
+            None => "its I/O waits for blkq recover",
+        };
+        Failure::new(format!("{failure}; {now}, as the old one did not start again: {old}"))
     }
 }
 
@@ -100,39 +184,6 @@ fn of_guest(dir: &StateDir, name: &str) -> Outcome<Option<AttachOptions>> {
     let mut options = record.read()?;
     options.name = Some(name.to_owned());
     Ok(options.exports.contains(&Export::VhostUserBlk).then_some(options))
-}
-
-/// Has a new daemon serve `name` as the old one did: a block device, or the disk of a `guest`. If it does not start,
-/// one of the old program is to serve it again.
-fn hand_over(
-    dir: &StateDir,
-    name: &str,
-    before: &DeviceInfo,
-    guest: Option<AttachOptions>,
-) -> Outcome<ExitCode> {
-    let old = Program::of_process(before.pid);
-    ask::<()>(dir, name, &Request::Leave {})?;
-    // With what was set last: from here on the old daemon changes nothing.
-    let settings = read_state(&dir.file(name, ".json")).map(|state| state.settings).unwrap_or_default();
-    let launch = |program: &Program| match &guest {
-        Some(options) => program.launch_attach(options, settings.clone(), false),
-        None => program.launch_recover(name),
-    };
-    let Launched { info, .. } = launch(&Program::This).map_err(|failure| {
-        let again =
-            old.map_err(|e| Failure::new(format!("the old program: {e}"))).and_then(|old| launch(&old));
-        match (again, &guest) {
-            (Ok(_), _) => failure.during("the old program serves it again, as the new one did not start"),
-            (Err(e), Some(_)) => Failure::new(format!(
-                "{failure}; it is detached now, as the old one did not start again: {e}"
-            )),
-            (Err(e), None) => Failure::new(format!(
-                "{failure}; its I/O waits for blkq recover, as the old one did not start again: {e}"
-            )),
-        }
-    })?;
-    report(&info)?;
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Checks whether this program could serve the device `name`, if that is one of the kernel. Whether
