@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use blkq::drivers::DriverSpec;
 
@@ -52,8 +53,7 @@ impl NewImage {
         let image = NewImage { path: path.to_owned(), file: Some(file) };
         if let Some(file) = &image.file {
             fill(file)?;
-            file.sync_all().map_err(failure)?;
-            File::open(directory_of(path)).and_then(|directory| directory.sync_all()).map_err(failure)?;
+            sync(file, directory_of(path)).map_err(failure)?;
         }
         Ok(image)
     }
@@ -67,6 +67,19 @@ impl NewImage {
     pub fn keep(mut self) {
         self.file = None;
     }
+}
+
+/// Makes a file and its name in `directory` durable: at once, as a journal of the file system writes both together.
+fn sync(file: &File, directory: &Path) -> io::Result<()> {
+    let sync_name = || File::open(directory)?.sync_all();
+    thread::scope(|scope| {
+        let name = thread::Builder::new().spawn_scoped(scope, sync_name);
+        file.sync_all()?;
+        match name {
+            Ok(name) => name.join().unwrap_or_else(|_| Err(io::Error::other("cannot sync the directory"))),
+            Err(_) => sync_name(),
+        }
+    })
 }
 
 /// The directory that a file is in.

@@ -54,8 +54,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::OFlags;
-
 use crate::bitmap::Bitmap;
 use crate::driver::{DepthExtent, Driver, DriverQueue, Extent, OpenContext};
 use crate::error::{Error, ErrorKind};
@@ -191,7 +189,7 @@ impl Qcow2 {
             .fold(SLICE_MAX_BYTES, u64::min);
         let chain: Vec<Opened> = std::iter::once(top).chain(behind).collect();
         let (mut layers, mut files, mut memory_align) = (Vec::new(), Vec::new(), 1);
-        let (mut paths, mut facts) = (Vec::new(), None);
+        let (mut paths, mut facts, mut direct) = (Vec::new(), None, Vec::new());
         let mut buffered = mode.direct.is_none().then(|| mode.reason.clone());
         for (number, one) in chain.into_iter().enumerate() {
             let align = direct_align(&one, mode.direct.is_some(), logical_block_bytes, smallest);
@@ -204,9 +202,7 @@ impl Qcow2 {
                 }
                 buffered = Some(reason);
             }
-            backing::set_flag(&one.backing.file, OFlags::DIRECT, align.is_some()).map_err(|e| {
-                Error::system(format!("cannot set direct I/O on {}", one.backing.path.display()), e)
-            })?;
+            direct.push(align.is_some());
             memory_align = memory_align.max(align.map_or(1, |align| align.memory.max(align.offset)));
             let align = align.map_or(1, |align| u64::from(align.offset));
             let file_bytes = backing::size(&one.backing.file, &one.backing.path)?;
@@ -239,7 +235,9 @@ impl Qcow2 {
             warnings,
             kept: Mutex::new(Kept::default()),
         };
-        device.begin_journal(journals, None)
+        let device = device.begin_journal(journals, None)?;
+        device.set_direct(&direct)?;
+        Ok(device)
     }
 
     /// Applies the journal that a process which was killed left, and begins one if there are `journals`. The image gets

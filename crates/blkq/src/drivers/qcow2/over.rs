@@ -189,8 +189,6 @@ impl Qcow2 {
         let buffered = choose_buffered(&top, &below, slice_bytes)?;
         let direct = buffered.is_none();
         let path = &top.backing.path;
-        backing::set_flag(&top.backing.file, OFlags::DIRECT, direct)
-            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", path.display()), e))?;
         let align = match &top.backing.direct {
             Ok(align) if direct => u64::from(align.offset),
             _ => 1,
@@ -225,7 +223,20 @@ impl Qcow2 {
             warnings: Vec::new(),
             kept: Mutex::new(Kept::default()),
         };
-        device.begin_journal(journals, front)
+        let device = device.begin_journal(journals, front)?;
+        device.set_direct(&[direct])?;
+        Ok(device)
+    }
+
+    /// Has the first files read and written around the page cache from now on, where `direct` says so. The change of the
+    /// header that begins a journal comes before, as it need not wait for the disk.
+    pub(super) fn set_direct(&self, direct: &[bool]) -> Result<(), Error> {
+        let paths = std::iter::once(&self.path).chain(&self.behind);
+        for ((file, path), direct) in self.files.iter().zip(paths).zip(direct) {
+            backing::set_flag(file, OFlags::DIRECT, *direct)
+                .map_err(|e| Error::system(format!("cannot set direct I/O on {}", path.display()), e))?;
+        }
+        Ok(())
     }
 
     /// Another driver has the image's file from now on, and only reads it.
