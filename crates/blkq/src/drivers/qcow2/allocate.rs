@@ -44,11 +44,12 @@ pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
         Lack::L2(index) => Box::pin(make_l2(env, index)).await,
         Lack::Block(block) => Box::pin(make_block(env, block)).await,
         Lack::Room(block) => Box::pin(make_room(env, block)).await,
-        Lack::Turn => {
+        // One commit is enough for all that wait for it.
+        Lack::Commit if !env.state().writer.committing => commit(env, false).await,
+        Lack::Turn | Lack::Commit => {
             env.io.wait().await;
             Ok(())
         }
-        Lack::Commit => commit(env, false).await,
         Lack::Pause => {
             env.io.pause().await;
             Ok(())
@@ -79,10 +80,11 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
         let lack = {
             let mut state = env.state();
             match refcount_place(&mut state, cluster) {
-                Ok(place) => {
-                    set_refcounts(&mut state, place, cluster, 1, 0);
+                Ok((slot, index)) => {
+                    let count = (end - cluster).min((state.refcounts_per_slice() - index) as u64);
+                    set_refcounts(&mut state, (slot, index), cluster, count, 0);
                     state.writer.next_free = state.writer.next_free.min(cluster);
-                    cluster += 1;
+                    cluster += count;
                     continue;
                 }
                 Err(lack) => lack,
@@ -101,7 +103,7 @@ fn find_free(state: &mut State, wanted: u64) -> Result<Clusters, Lack> {
         return Err(Lack::Failed(Status::Io));
     }
     let (bits, order) = (state.cluster_bits(), state.top()?.header.refcount_order);
-    let in_slice = (state.cache.slice_bytes() * 8) >> order;
+    let in_slice = state.refcounts_per_slice();
     for _ in 0..SEARCH_MAX {
         let cluster = state.writer.next_free;
         if cluster >= state.writer.clusters_max {
@@ -173,12 +175,16 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
         state.cache.forget(0, host..host + bytes);
         (old, bytes)
     };
-    let mut buffer = IoBuffer::zeroed(bytes as usize);
-    if let Some(old) = old {
-        let mut read = env.io.run(env.read_op(0, old).with_buffer(buffer)).await?;
-        buffer = read.buffers.pop().ok_or(Status::Io)?;
-    }
-    env.io.run(env.write_op(host).with_buffer(buffer)).await?;
+    let write = env.write_op(host);
+    let write = match old {
+        None => write.with_zeroes(bytes),
+        Some(old) => {
+            let buffer = IoBuffer::zeroed(bytes as usize);
+            let mut read = env.io.run(env.read_op(0, old).with_buffer(buffer)).await?;
+            write.with_buffer(read.buffers.pop().ok_or(Status::Io)?)
+        }
+    };
+    env.io.run(write).await?;
     let mut state = env.state();
     state.set_l1(index, host | COPIED)?;
     state.writer.released.extend(old);
@@ -225,8 +231,7 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
         state.writer.fresh_from = state.writer.fresh_from.max(first + 1);
         (range, first, state.cache.slice_bytes())
     };
-    let zeroes = IoBuffer::zeroed((range.end - range.start) as usize);
-    env.io.run(env.write_op(range.start).with_buffer(zeroes)).await?;
+    env.io.run(env.write_op(range.start).with_zeroes(range.end - range.start)).await?;
     loop {
         {
             let mut state = env.state();

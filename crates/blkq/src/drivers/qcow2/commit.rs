@@ -197,10 +197,6 @@ async fn free(env: &Env, mut released: Vec<u64>) {
     let cluster_bytes = 1u64 << env.state().cluster_bits();
     let mut run = 0..0;
     for host in released {
-        if !env.state().journal.as_ref().is_none_or(Journal::has_room) {
-            env.state().writer.released.push(host);
-            continue;
-        }
         match refcount_of(env, host).await {
             // Twice, as an image has it whose tables are wrong: it is freed once.
             Some(1) if run.contains(&host) => {}
@@ -248,8 +244,12 @@ pub(super) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     None
 }
 
+/// Counts the refcount of a cluster down, or leaves that to the next commit.
 fn count_down(env: &Env, host: u64) {
     let mut state = env.state();
+    if !state.journal.as_ref().is_none_or(Journal::has_room) {
+        return state.writer.released.push(host);
+    }
     let bits = state.cluster_bits();
     let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
     let Ok((slot, index)) = refcount_place(&mut state, host >> bits) else { return };

@@ -17,6 +17,12 @@ use crate::tags::Tag;
 
 use super::epochs::{Epochs, InEpoch};
 
+/// Zeroes to be written, of which one piece can be any number of pieces of a write.
+#[repr(align(4096))]
+struct Zeroes([u8; 64 << 10]);
+
+static ZEROES: Zeroes = Zeroes([0; _]);
+
 /// Attempts after which an operation fails.
 const ATTEMPTS_MAX: u32 = 64;
 
@@ -108,6 +114,20 @@ impl Op {
         self.pieces.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
         self.bytes += buffer.len() as u64;
         self.buffers.push(buffer);
+        self
+    }
+
+    /// A write with `bytes` zeroes as the next pieces, which take no memory.
+    pub fn with_zeroes(mut self, bytes: u64) -> Op {
+        debug_assert_eq!(self.action, Action::Write);
+        let Zeroes(zeroes) = &ZEROES;
+        let mut left = bytes as usize;
+        while left > 0 {
+            let iov_len = left.min(zeroes.len());
+            self.pieces.push(libc::iovec { iov_base: zeroes.as_ptr().cast_mut().cast(), iov_len });
+            left -= iov_len;
+        }
+        self.bytes += bytes;
         self
     }
 

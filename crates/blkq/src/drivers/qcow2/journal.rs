@@ -36,6 +36,10 @@ const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
 /// Records that a half has when no task should begin to change more: those that have begun need fewer than the rest.
 const CROWDED: usize = RECORDS / 4;
 
+/// Tasks that may be changing tables at once, of which each adds a few records: so that there is room for those of all,
+/// and of the refcount blocks that they need, behind the last that the others leave ([`Journal::has_room`]).
+pub(super) const CHANGES_MAX: usize = RECORDS / 32;
+
 /// The words of the header.
 const MAGIC_AT: usize = 0;
 const TAG_AT: usize = 1;
@@ -267,7 +271,7 @@ impl Journal {
     pub fn append(&mut self, record: Record) {
         let number = self.counts[self.half];
         if number == RECORDS {
-            // More tasks than ever began at once: until the next commit the journal is of no use.
+            // Until the next commit the journal is of no use.
             return self.word(OVERFLOW_AT).store(1, Release);
         }
         let at = record_at(self.half, number);

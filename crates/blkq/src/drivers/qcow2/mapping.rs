@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 /// The words of a file.
 pub(super) struct Words {
@@ -28,9 +28,6 @@ impl Words {
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
         let base = unsafe { mmap(std::ptr::null_mut(), len * 8, protection, MapFlags::SHARED, file, 0) }?;
         let first = NonNull::new(base.cast()).ok_or(Errno::NOMEM)?;
-        // Better page faults now than while I/O waits. The kernel may do less, and nothing is lost.
-        // SAFETY: the mapping just made; its bytes stay as they are.
-        let _ = unsafe { madvise(base, len * 8, Advice::LinuxPopulateWrite) };
         Ok(Words { first, len })
     }
 

@@ -433,6 +433,7 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         clusters_max: if block_device { file_bytes >> bits } else { 1 << (56 - bits) },
         released: Vec::new(),
         locked: HashSet::new(),
+        changing: 0,
         making_l2: HashSet::new(),
         growing: false,
         committing: false,

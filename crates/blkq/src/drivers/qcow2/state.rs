@@ -10,7 +10,7 @@ use crate::error::Status;
 use super::cache::{Cache, Key, Table};
 use super::entry::{COPIED, Entry, table_offset};
 use super::header::{Header, u64_at};
-use super::journal::{Journal, Record};
+use super::journal::{CHANGES_MAX, Journal, Record};
 
 /// The thing that is missing for another to be done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -93,6 +93,8 @@ pub(super) struct Writer {
     pub released: Vec<u64>,
     /// Clusters of the device, by their number, that are being changed.
     pub locked: HashSet<u64>,
+    /// Writes to clusters that are locked.
+    pub changing: usize,
     /// Entries of the L1 table whose L2 table is being made.
     pub making_l2: HashSet<usize>,
     /// Whether refcount blocks or their table are being made.
@@ -164,6 +166,12 @@ impl State {
     /// Bits of a cluster's size.
     pub fn cluster_bits(&self) -> u32 {
         self.layers[0].tables.as_ref().map_or(16, |tables| tables.header.cluster_bits)
+    }
+
+    /// Refcounts in a slice of a refcount block.
+    pub fn refcounts_per_slice(&self) -> usize {
+        let order = self.layers[0].tables.as_ref().map_or(0, |tables| tables.header.refcount_order);
+        (self.cache.slice_bytes() * 8) >> order
     }
 
     /// Finds the bytes of the device from `position` on; returns where they are, and how many of `bytes`
@@ -410,6 +418,18 @@ impl State {
         let released = self.writer.released.len();
         let most = RELEASED_MAX.min(RELEASED_MAX_BYTES >> self.cluster_bits());
         self.cache.is_crowded() || released >= most || self.journal.as_ref().is_some_and(Journal::is_crowded)
+    }
+
+    /// Whether a task may begin to change tables.
+    ///
+    /// # Errors
+    /// [`Lack::Commit`], and [`Lack::Turn`] if too many are at it.
+    pub fn may_change(&self) -> Result<(), Lack> {
+        if self.is_crowded() {
+            return Err(Lack::Commit);
+        }
+        let changing = self.writer.changing + self.writer.making_l2.len();
+        if changing < CHANGES_MAX { Ok(()) } else { Err(Lack::Turn) }
     }
 
     /// Whether a commit may free clusters.

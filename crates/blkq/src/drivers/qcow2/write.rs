@@ -17,9 +17,6 @@ use super::state::{Lack, State};
 /// New clusters of one write, in bytes: they are locked meanwhile.
 const STEP_MAX_BYTES: u64 = 2 << 20;
 
-/// Zeroes that are written in place together, in bytes: they are memory.
-const ZEROES_MAX_BYTES: u64 = 256 << 10;
-
 /// The data of a write.
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
@@ -73,10 +70,7 @@ async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
     let Remaining { at, end, position, source } = rest;
     match next_step(env, at, end).await? {
         Step::InPlace(host, run) => {
-            let run = match source {
-                Source::Memory(_) => run,
-                Source::Zeroes => run.min(ZEROES_MAX_BYTES),
-            };
+            let run = run.min(STEP_MAX_BYTES);
             let op = add(env.write_op(host), source, at - position, run);
             env.io.run(op.in_epoch(&env.shared.epochs)).await?;
             Ok(run)
@@ -89,7 +83,7 @@ async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
 fn add(op: Op, source: Source<'_>, skip: u64, bytes: u64) -> Op {
     match source {
         Source::Memory(memory) => op.with_memory(memory, skip, bytes),
-        Source::Zeroes => op.with_buffer(IoBuffer::zeroed(bytes as usize)),
+        Source::Zeroes => op.with_zeroes(bytes),
     }
 }
 
@@ -110,10 +104,8 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
     if state.writer.failed {
         return Err(Lack::Failed(Status::Io));
     }
+    state.may_change()?;
     let (slot, index) = state.entry_to_change(position)?;
-    if state.is_crowded() {
-        return Err(Lack::Commit);
-    }
     let bits = state.cluster_bits();
     let first = position >> bits;
     if state.writer.locked.contains(&first) {
@@ -124,6 +116,7 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
     {
         state.check_target(host..host + (1 << bits))?;
         state.writer.locked.insert(first);
+        state.writer.changing += 1;
         return Ok(Step::OverZeroes(host));
     }
     let in_slice = (state.cache.slice_bytes() / 8 - index) as u64;
@@ -139,6 +132,7 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
         count += 1;
     }
     state.writer.locked.extend(first..first + count);
+    state.writer.changing += 1;
     Ok(Step::New(count))
 }
 
@@ -147,7 +141,11 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
 async fn write_locked(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
     let first = rest.at >> env.state().cluster_bits();
     let result = write_new(env, rest, count, host).await;
-    env.state().writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
+    {
+        let writer = &mut env.state().writer;
+        writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
+        writer.changing -= 1;
+    }
     env.io.changed();
     result
 }
@@ -172,8 +170,7 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     let until = end.min(limit);
     let head = around(env, begin, at, clusters.fresh).await?;
     let tail = around(env, until, limit, clusters.fresh).await?;
-    let zeroes = if matches!(source, Source::Zeroes) { until - at } else { 0 };
-    let bounce = env.reserve(head.memory(1 << bits) + tail.memory(1 << bits) + zeroes).await;
+    let bounce = env.reserve(head.memory(1 << bits) + tail.memory(1 << bits)).await;
     let (head, tail) = (head.content(env).await?, tail.content(env).await?);
     let skipped = if head.is_none() { at - begin } else { 0 };
     let mut op = env.write_op(clusters.host + skipped);

@@ -101,7 +101,10 @@ fn clear_entries(
         Some(place) => Some(place),
         None if wanted == Wanted::Discard || !has_backing => None,
         None if !v3 => return Ok(Next::Write(cluster)),
-        None => return Err(Lack::L2((position / covers) as usize)),
+        None => {
+            state.may_change()?;
+            return Err(Lack::L2((position / covers) as usize));
+        }
     };
     let Some((slot, mut index)) = place else {
         return Ok(Next::At((position / covers + 1).saturating_mul(covers).min(end)));
@@ -126,8 +129,8 @@ fn clear_entries(
             if state.writer.failed {
                 return Err(Lack::Failed(Status::Io));
             }
-            if state.is_crowded() {
-                return if at == position { Err(Lack::Commit) } else { Ok(Next::At(at)) };
+            if let Err(lack) = state.may_change() {
+                return if at == position { Err(lack) } else { Ok(Next::At(at)) };
             }
             if state.writer.locked.contains(&(at >> bits)) {
                 return if at == position { Err(Lack::Turn) } else { Ok(Next::At(at)) };

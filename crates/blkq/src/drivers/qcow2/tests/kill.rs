@@ -1,12 +1,14 @@
 //! Deaths of the process: all that it wrote stays, and of what is in flight any part does; the journal is as memory
 //! has it. The next process must find each write that completed, and an image in which qemu-img finds no error.
 
+use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use super::power::{Disk, SECTOR, content_of, run_read};
 use super::*;
-use crate::buffer::Segment;
+use crate::buffer::{IoBuffer, Segment};
+use crate::drivers::qcow2::blocking::perform;
 use crate::drivers::qcow2::commit::commit;
 use crate::drivers::qcow2::env::Env;
 use crate::drivers::qcow2::io::{Executor, Memory};
@@ -332,4 +334,49 @@ fn a_journal_is_void_once_another_program_wrote() {
         directory.check(&path);
     }
     assert_eq!(std::fs::read_dir(directory.0.join("journals")).unwrap().count(), 0);
+}
+
+/// All begin before the refcounts are in memory, and so before any of them has changed something.
+// Contract: durability
+#[test]
+fn any_number_of_writes_at_once_has_room_in_the_journal() {
+    if !has_qemu() {
+        return;
+    }
+    const WRITES: u64 = 800;
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=4k", 64 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let device = Qcow2::open(&options).unwrap();
+    let tag = device.tag();
+    let env = Env::new(Arc::clone(&device.shared));
+    let mut data = IoBuffer::zeroed(4096);
+    data.fill(7);
+    let segment = Segment::new(data.as_mut_ptr(), 4096);
+    let mut executor = Executor::default();
+    let done = Rc::new(std::cell::Cell::new(0));
+    for number in 0..WRITES {
+        let (env, done) = (Rc::clone(&env), Rc::clone(&done));
+        // SAFETY: the buffer outlives all operations, which are performed below, and the tag is of no interest.
+        let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
+        let io = Rc::clone(&env);
+        executor.spawn(&io.io, async move {
+            write(&env, number * 4096, 4096, Source::Memory(&memory)).await.unwrap();
+            done.set(done.get() + 1);
+        });
+    }
+    while !executor.is_idle() {
+        executor.run(&env.io);
+        while let Some(operation) = env.io.next_operation() {
+            let file = device.files[usize::from(operation.layer)].as_raw_fd();
+            env.io.complete(operation.place, perform(file, &operation));
+        }
+        let left = locked(&device.shared.state).journal.as_ref().unwrap().left(tag);
+        assert_ne!(left, Left::Incomplete, "after {} writes", done.get());
+    }
+    assert_eq!(done.get(), WRITES);
+    die(&device);
+    let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
+    assert_eq!(h.read_back((WRITES - 1) * 4096, 4096), vec![7; 4096]);
 }
