@@ -2,8 +2,12 @@
 # Contract: durability
 """kill -9 of daemons that serve qcow2 images, under load, over and over: each next daemon must serve every answered
 write, the unanswered ones old or new in each sector; and QEMU must find no error in the image once that one has
-detached, only leaks. qcow2.py SCRATCH KILLS [SEED]"""
+detached, only leaks. qcow2.py SCRATCH KILLS [SEED]
 
+The same on a tmpfs, in which there is no room now and then: qcow2.py full DIRECTORY KILLS [SEED]"""
+
+import errno
+import os
 import pathlib
 import random
 import subprocess
@@ -32,6 +36,9 @@ KINDS = [
 ]
 # A trimmed part of a cluster may keep its data, which the model does not know.
 OPERATIONS = {"write": 55, "fua": 8, "flush": 4, "zeroes": 15, "read": 18}
+# Bytes that a tmpfs has left, until a daemon is killed, and when all is to succeed.
+ROOMS = [0, 100 << 10, 1 << 20, 4 << 20]
+ROOM_ENOUGH = 64 << 20
 
 
 def qemu_img(*arguments, codes=(0,)):
@@ -45,7 +52,7 @@ def qemu_img(*arguments, codes=(0,)):
 class Image:
     """An image, which lives through all of its kills."""
 
-    def __init__(self, scratch, number, seed):
+    def __init__(self, scratch, number, seed, errors=()):
         self.kind, behind, self.options = KINDS[number]
         self.options = ["--format", "qcow2", "--sector-size", "512", *self.options]
         self.random = random.Random(seed * 1000 + number)
@@ -62,7 +69,7 @@ class Image:
                 self.model.settle(sector, BEHIND)
             backing = ["-b", base.name, "-F", behind]
         qemu_img("create", "-q", "-f", "qcow2", "-o", self.kind, *backing, self.path, SECTORS * SECTOR)
-        self.load = Load(self.model, self.random.random(), largest=256, kinds=OPERATIONS)
+        self.load = Load(self.model, self.random.random(), largest=256, kinds=OPERATIONS, errors=errors)
         self.kills = self.unanswered = self.leaks = self.snapshots = 0
 
     def verify(self, held):
@@ -85,8 +92,6 @@ class Image:
         self.load.take_all_that_was_sent()
         self.load.close()
         self.kills += 1
-        if self.random.random() < 0.3:
-            self.detached()
 
     def detached(self):
         """A daemon that detaches in order, and what QEMU finds then; now and then it takes a snapshot."""
@@ -103,12 +108,42 @@ class Image:
             self.snapshots += 1
 
 
+def set_room(directory, room):
+    """Gives the tmpfs so many bytes more than it has in use."""
+    now = os.statvfs(directory)
+    used = (now.f_blocks - now.f_bfree) * now.f_frsize
+    subprocess.run(["mount", "-o", f"remount,size={used + room}", directory], check=True)
+
+
+def full(directory, kills, seed="1"):
+    """One image after the other on the tmpfs."""
+    refused = 0
+    for number, kind in enumerate(KINDS):
+        try:
+            image = Image(directory, number, int(seed), errors=(errno.ENOSPC,))
+            for kill in range(int(kills) // len(KINDS)):
+                set_room(directory, ROOMS[kill % len(ROOMS)])
+                image.life()
+            set_room(directory, ROOM_ENOUGH)
+            image.detached()
+        except Exception as error:
+            raise SystemExit(f"{kind}, full (seed {seed}): {error!r}") from error
+        print(f"    {image.kind:36} {image.kills:4} kills, {image.load.answered}, {image.load.refused} without room")
+        refused += image.load.refused
+        for file in pathlib.Path(directory).iterdir():
+            file.unlink()
+    if not refused:
+        raise SystemExit("there was room for all: this tested nothing")
+
+
 def main(scratch, kills, seed="1"):
     images = [Image(scratch, number, int(seed)) for number in range(len(KINDS))]
     for kill in range(int(kills)):
         image = images[kill % len(images)]
         try:
             image.life()
+            if image.random.random() < 0.3:
+                image.detached()
         except Exception as error:
             raise SystemExit(f"{image.kind}, after {image.kills} kills (seed {seed}): {error!r}") from error
     for image in images:
@@ -120,4 +155,7 @@ def main(scratch, kills, seed="1"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "full":
+        full(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])
