@@ -160,7 +160,7 @@ impl Encoder {
         let is_plug = matches!(event.kind, EventKind::Plug | EventKind::Unplug);
         let payload = match event.kind {
             EventKind::Unplug => Some(u64::from(event.other)),
-            EventKind::Split => Some(event.sector.0 + u64::from(event.bytes >> 9)),
+            EventKind::Split => Some(event.sector.0.saturating_add(u64::from(event.bytes >> 9))),
             _ => None,
         };
         let payload = payload.map(u64::to_be_bytes);

@@ -34,7 +34,7 @@ impl Condition {
 }
 
 /// Conditions that all have to hold.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Default, Debug)]
 pub struct Filter(Vec<Condition>);
 
 impl Filter {

@@ -322,7 +322,7 @@ impl QueueTracker {
             io.queued_ns = [io.queued_ns, other.queued_ns].into_iter().flatten().min();
             io.bytes = io.bytes.max(other.bytes);
             io.open = (io.open + other.open).saturating_sub(1);
-            io.unsplit += other.unsplit;
+            io.unsplit = io.unsplit.saturating_add(other.unsplit);
             io.is_split |= other.is_split;
             io.bios.extend(other.bios);
             *other.decision.borrow_mut() = Decision::MergedInto(io.decision.clone());

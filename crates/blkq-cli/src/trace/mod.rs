@@ -13,3 +13,6 @@ pub mod lines;
 pub mod ordered;
 pub mod output;
 pub mod rings;
+
+#[cfg(test)]
+mod tests;
