@@ -57,26 +57,13 @@ pub fn rwbs(event: &TraceEvent) -> String {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use blkq::trace::{NO_BIO, TraceClient};
-    use blkq::{Sector, Tag};
+    use blkq::Tag;
 
     use super::*;
 
     /// An event of a read, of no bio and no tag.
     pub fn event(kind: EventKind, time_ns: u64) -> TraceEvent {
-        TraceEvent {
-            time_ns,
-            kind,
-            operation: Operation::Read,
-            flags: BioFlags::empty(),
-            sector: Sector(0),
-            bytes: 0,
-            bio: NO_BIO,
-            tag: None,
-            client: TraceClient::NONE,
-            status: None,
-            other: 0,
-        }
+        TraceEvent::of_plug(kind, 0, time_ns)
     }
 
     /// `event` of `queue`.

@@ -145,8 +145,8 @@ pub struct TraceEvent {
 }
 
 impl TraceEvent {
-    /// One of no bio.
-    pub(crate) const fn of_plug(kind: EventKind, other: u32, time_ns: u64) -> TraceEvent {
+    /// One of no bio; `other` is as in [`TraceEvent::other`].
+    pub const fn of_plug(kind: EventKind, other: u32, time_ns: u64) -> TraceEvent {
         TraceEvent {
             time_ns,
             kind,
