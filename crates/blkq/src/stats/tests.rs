@@ -152,7 +152,7 @@ proptest! {
 #[test]
 fn fields_are_in_the_order_and_units_of_sysfs() {
     let mut writer = StatsWriter::default();
-    let ms = NS_PER_MS;
+    let ms = 1_000_000_u64;
     writer.start(StatGroup::Read, 3, 10 * ms);
     writer.merged(StatGroup::Read);
     writer.done(StatGroup::Read, (1, 16), 10 * ms, 12 * ms);
