@@ -139,18 +139,20 @@ pub(super) fn open_behind(
 fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;
-    if std::fs::metadata(directory.join(path)).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
-        let (file, image) = (path.display(), image.display());
-        let message = format!(
-            "{file}, the backing file of {image}, is not there; bring it back, or name the one that it is now with \
-             `qemu-img rebase -u -b FILE -F FORMAT {image}`"
-        );
-        return Err(Error::new(ErrorKind::Unsupported, message));
-    }
-    match allowed {
+    let opened = match allowed {
         BackingChain::Allow => Backing::open(&directory.join(path), true),
         BackingChain::OwnDirectory => open_beneath(directory, image, path),
-    }
+    };
+    opened.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => {
+            let image = image.display();
+            let message = format!("{}, the backing file of {image}, is not there", path.display());
+            Error::new(ErrorKind::NotFound, message).with_cure(format!(
+                "bring it back, or name the one that it is now with `qemu-img rebase -u -b FILE -F FORMAT {image}`"
+            ))
+        }
+        _ => error,
+    })
 }
 
 /// The image behind `image`, of the format that this names for it.

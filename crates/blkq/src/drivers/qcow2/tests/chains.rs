@@ -253,6 +253,21 @@ fn a_backing_file_that_is_not_there_is_named_with_the_cure() {
             "{error}"
         );
     }
+    // Elsewhere it is not even looked for: that could mount a file system.
+    directory.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-u",
+        "-b",
+        "/nowhere/gone",
+        "-F",
+        "raw",
+        "e.qcow2",
+        "64k",
+    ]);
+    assert_eq!(error(&Qcow2Options::new(directory.0.join("e.qcow2"))).kind(), ErrorKind::BackingFile);
 }
 
 #[test]
