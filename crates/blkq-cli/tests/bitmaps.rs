@@ -5,7 +5,9 @@ mod place;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::process::{Command, Stdio};
 
+use place::client::kill_and_wait;
 use place::qemu::*;
 use place::*;
 
@@ -332,4 +334,175 @@ fn a_snapshot_of_a_raw_image_leaves_its_bitmaps_beside_it() {
     assert_eq!(dirty(&[uri.trim()], "b0"), [(K << 10, 64 * K), (2 << 20, 64 * K)]);
     place.done(&["detach", "--all"]);
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K), (2 << 20, 64 * K)]);
+}
+
+/// Whether the file beside a raw image is marked as in use: the flags of its later slot.
+fn is_in_use(file: &[u8]) -> bool {
+    let slots = [0, 72 << 10].map(|at| file.get(at..at + 24).filter(|slot| slot.starts_with(b"blkqbmap")));
+    let last =
+        slots.into_iter().flatten().max_by_key(|slot| u64::from_le_bytes(slot[16..].try_into().unwrap()));
+    last.is_none_or(|slot| slot[12] & 1 == 1)
+}
+
+/// Whether all bitmaps in an image are marked as in use, or it has none: so that nobody trusts them.
+fn has_none_consistent(format: &str, image: &str) -> bool {
+    if format == "raw" {
+        return fs::read(format!("{image}.bitmaps")).map_or(true, |file| is_in_use(&file));
+    }
+    let info = run("qemu-img", &["info", "-U", "-f", format, image]);
+    info.matches("granularity:").count() == info.matches("in-use").count()
+}
+
+// Contract: bitmaps
+#[test]
+fn bitmaps_go_on_in_the_image_behind() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(&format!("bitmap-commit-{format}"));
+        let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+        let (base, top) = (path("base"), path("top"));
+        run("qemu-img", &["create", "-q", "-f", format, &base, "8M"]);
+        let attach =
+            |image, format| ["attach", image, "--format", format, "--sector-size", "512", "--name", "q"];
+        let uri = place.done(&attach(&base, format)).trim().to_owned();
+        place.done(&["bitmap", "add", "q", "b0"]);
+        place.done(&["bitmap", "add", "q", "old"]);
+        let mut expected = Vec::new();
+        for round in 0..3 {
+            let at = |offset: u64| (round * 256 + offset) * K;
+            let mut write = |offset: u64| {
+                qemu_io("raw", &uri, &[&format!("write -P {} {} 64k", round + 1, at(offset)), "flush"]);
+                expected.push((at(offset), 64 * K));
+            };
+            write(0);
+            place.done(&["snapshot", "q", "--to", &top]);
+            write(128);
+            if round == 0 {
+                // The image behind has it still.
+                place.done(&["bitmap", "remove", "q", "old"]);
+                place.done(&["bitmap", "add", "q", "b1", "--granularity", "4K"]);
+                qemu_io("raw", &uri, &["write -P 9 7M 4k", "flush"]);
+                expected.push((7 << 20, 64 * K));
+            }
+            expected.sort_unstable();
+            // Attached anew, the image has bitmaps of its own, which are to be gone from it.
+            if round == 2 {
+                place.done(&["detach", "q"]);
+                assert_eq!(in_qemu_nbd(&top, "b0"), expected);
+                place.done(&attach(&top, "qcow2"));
+            }
+            let before = [dirty(&[&uri], "b0"), dirty(&[&uri], "b1")];
+            assert_eq!(before[0], expected);
+            assert_eq!(place.done(&["commit", "q"]), format!("{base}\n"));
+            assert_eq!([dirty(&[&uri], "b0"), dirty(&[&uri], "b1")], before, "a copy sets no bit");
+            assert!(has_none_consistent(format, &base), "until it is detached");
+            assert!(!run("qemu-img", &["info", &top]).contains("bitmaps"));
+            // Without the one behind, which is in use.
+            let file = serde_json::json!({"driver": "file", "filename": top});
+            let alone = serde_json::json!({"driver": "qcow2", "file": file, "backing": null});
+            run("qemu-img", &["check", "-q", &format!("json:{alone}")]);
+            fs::remove_file(&top).unwrap();
+        }
+        qemu_io("raw", &uri, &["write -P 4 6M 64k", "flush"]);
+        expected.push((6 << 20, 64 * K));
+        expected.sort_unstable();
+        let fine = dirty(&[&uri], "b1");
+        assert!(fine.contains(&(7 << 20, 4 * K)) && fine.contains(&(6 << 20, 64 * K)), "{fine:?}");
+        place.done(&["detach", "q"]);
+        if format == "qcow2" {
+            run("qemu-img", &["check", "-q", "-f", format, &base]);
+            assert_eq!(
+                [in_qemu_nbd(&base, "b0"), in_qemu_nbd(&base, "b1")],
+                [expected.clone(), fine.clone()]
+            );
+        }
+        place.done(&attach(&base, format));
+        assert_eq!([dirty(&[&uri], "b0"), dirty(&[&uri], "b1")], [expected, fine]);
+        let states = ["b0", "b1", "old"].map(|bitmap| state(&place, "q", bitmap));
+        assert_eq!(states, ["recording", "recording", "none"]);
+    }
+}
+
+// Contract: bitmaps
+#[test]
+fn after_a_kill_in_a_commit_no_bitmap_is_trusted() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(&format!("bitmap-commit-kill-{format}"));
+        let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+        let (base, top, state_file) = (path("base"), path("top"), place.state().join("q.json"));
+        let mut finished = 0;
+        for number in 0..8u64 {
+            [&base, &top].iter().for_each(|image| drop(fs::remove_file(image)));
+            drop(fs::remove_file(format!("{base}.bitmaps")));
+            run("qemu-img", &["create", "-q", "-f", format, &base, "64M"]);
+            let attach = ["attach", &base, "--format", format, "--sector-size", "512", "--name", "q"];
+            let uri = place.done(&attach).trim().to_owned();
+            for name in ["both", "old"] {
+                place.done(&["bitmap", "add", "q", name]);
+            }
+            place.done(&["snapshot", "q", "--to", &top]);
+            place.done(&["bitmap", "remove", "q", "old"]);
+            place.done(&["bitmap", "add", "q", "new"]);
+            qemu_io("raw", &uri, &["write -P 1 0 48M", "flush"]);
+            let pid = place.pid("q");
+            let mut command = place.command(&["commit", "q"]);
+            let mut command = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            // Before anything is copied, while it is, at the end, and after it.
+            match number {
+                7 => assert!(command.wait().unwrap().success()),
+                _ => std::thread::sleep(std::time::Duration::from_millis(number * number * 8)),
+            }
+            kill_and_wait(pid, &[&base, &top]);
+            let done = command.wait().unwrap().success();
+            finished += u64::from(done);
+            let state_text = fs::read_to_string(&state_file).unwrap();
+            let is_behind = state_text.contains(&format!("\"image\":\"{base}\""));
+            // The image to go on in has none that is consistent; nor has the one behind, once it was written to.
+            let (image, its_format) = if is_behind { (&base, format) } else { (&top, "qcow2") };
+            assert!(has_none_consistent(its_format, image), "{number}: in {image}");
+            let zeroes = ["-f", format, "-r", "-c", "read -P 0 0 64k", &base];
+            let is_written = !Command::new("qemu-io").args(zeroes).output().unwrap().status.success();
+            assert!(!is_written || has_none_consistent(format, &base), "{number}: {base}");
+            assert!(!done || is_behind);
+            let words = ["attach", image, "--format", its_format, "--sector-size", "512", "--name", "q"];
+            assert!(place.run(&words).status.success());
+            let states = ["both", "old", "new"].map(|bitmap| state(&place, "q", bitmap));
+            assert!(states.iter().all(|state| state == "none" || state == "inconsistent"), "{states:?}");
+            place.done(&["detach", "q"]);
+        }
+        assert!(finished > 0 && finished < 8, "{finished} were not killed in time");
+    }
+}
+
+// Contract: bitmaps
+#[test]
+fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
+    let place = Place::new("bitmap-commit-stop");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (base, top, old) = (path("base"), path("top"), path("old"));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "compat=0.10", &old, "8M"]);
+    let uri = place.done(&["attach", &old, "--overlay", &top, "--format", "qcow2", "--name", "q"]);
+    place.done(&["bitmap", "add", "q", "b0"]);
+    qemu_io("raw", uri.trim(), &["write -P 1 1M 64k", "flush"]);
+    let refused = place.refused(&["commit", "q"]);
+    assert!(refused.contains("bitmap b0 would be lost") && refused.contains("version 2"), "{refused}");
+    assert_eq!(dirty(&[uri.trim()], "b0"), [(K << 10, 64 * K)]);
+    place.done(&["detach", "q"]);
+    assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
+    // Beside the image behind is something else.
+    fs::remove_file(&top).unwrap();
+    place.image("base", 8 << 20);
+    let uri = place.done(&["attach", &base, "--overlay", &top, "--name", "q"]);
+    place.done(&["bitmap", "add", "q", "b0"]);
+    let file = format!("{base}.bitmaps");
+    fs::write(&file, "an image").unwrap();
+    let refused = place.refused(&["commit", "q"]);
+    assert!(refused.contains("is no file with bitmaps"), "{refused}");
+    assert_eq!(fs::read(&file).unwrap(), b"an image");
+    fs::remove_file(&file).unwrap();
+    qemu_io("raw", uri.trim(), &["write -P 1 1M 64k", "flush"]);
+    fs::File::options().write(true).open(&base).unwrap().set_len(16 << 20).unwrap();
+    assert!(place.refused(&["commit", "q"]).contains("blkq resize"));
+    assert!(!fs::exists(&file).unwrap(), "it was made for that commit");
+    place.done(&["detach", "q"]);
+    assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
 }

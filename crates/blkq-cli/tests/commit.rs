@@ -4,14 +4,21 @@
 mod place;
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use place::client::*;
 use place::*;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 use rustix::process::Signal;
 
 fn path(place: &Place, name: &str) -> String {
@@ -260,4 +267,107 @@ fn a_configuration_with_the_emptied_image_is_reported() {
     place.done(&["detach", "d"]);
     // It shows what the other has.
     assert!(run(&["attach", "--config", &config]).status.success());
+}
+
+/// The files that come with a byte.
+fn receive_files(stream: &UnixStream) -> Vec<fs::File> {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(stream, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+    let files = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files.map(fs::File::from).collect()),
+        _ => None,
+    });
+    files.unwrap_or_default()
+}
+
+fn send_file(stream: &UnixStream, bytes: &[u8], file: &fs::File) {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let (mut control, files) = (SendAncillaryBuffer::new(&mut space), [file.as_fd()]);
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
+}
+
+/// A daemon that sends `victim` as what is to be opened. Returns the files that each commit brings.
+fn liar(socket: &Path, victim: String) -> Receiver<Vec<fs::File>> {
+    let listener = UnixListener::bind(socket).unwrap();
+    let (sender, brought) = channel();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map(Result::unwrap) {
+            let (sender, victim) = (sender.clone(), fs::File::open(&victim).unwrap());
+            std::thread::spawn(move || {
+                let mut request = String::new();
+                BufReader::new(&stream).read_line(&mut request).unwrap();
+                match request.trim() {
+                    r#"{"command":"commit"}"# => {
+                        send_file(&stream, b"{\"ok\":null}\n", &victim);
+                        sender.send(receive_files(&stream)).unwrap();
+                    }
+                    r#"{"command":"bitmaps"}"# => stream.write_all(b"{\"ok\":[]}\n").unwrap(),
+                    _ => stream.write_all(b"{\"ok\":null}\n").unwrap(),
+                }
+            });
+        }
+    });
+    brought
+}
+
+#[test]
+fn a_daemon_that_lies_gets_no_other_file_opened() {
+    let place = Place::new("commit-liar");
+    fs::create_dir(path(&place, "dir")).unwrap();
+    let (base, top) = (place.image("dir/base", 1 << 20), path(&place, "dir/top"));
+    let (victim, state) = (place.image("victim", 1 << 20), place.state().join("d.json"));
+    place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
+    let text = fs::read(&state).unwrap();
+    place.done(&["detach", "d"]);
+    fs::write(&state, text).unwrap();
+    fs::write(place.state().join("d.lock"), "").unwrap();
+    let brought = liar(&place.state().join("d.control"), victim.clone());
+    let inodes = |words: &[&str]| {
+        let output = place.run(words);
+        let files = brought.recv().unwrap();
+        let inodes = files.iter().map(|file| file.metadata().unwrap().ino());
+        (inodes.collect::<Vec<_>>(), String::from_utf8(output.stderr).unwrap())
+    };
+    let inode = |file: &str| fs::metadata(file).unwrap().ino();
+    assert_eq!(inodes(&["commit", "d"]).0, [inode(&base); 2], "as the header names it, not as it was sent");
+    // It can write to its image, and has that name another file.
+    run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", &victim, &top]);
+    let (none, why) = inodes(&["commit", "d"]);
+    assert!(none.is_empty() && why.contains("not in its directory") && why.contains("allow"), "{why}");
+    assert_eq!(inodes(&["commit", "d", "--backing-chain", "allow"]).0, [inode(&victim); 2]);
+    run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-b", "", &top]);
+    let (none, why) = inodes(&["commit", "d"]);
+    assert!(none.is_empty() && why.contains("no image behind"), "{why}");
+    // It is nothing that could be detached.
+    fs::remove_dir_all(place.state()).unwrap();
+}
+
+#[test]
+fn a_daemon_takes_no_other_file_than_that_behind() {
+    let place = Place::new("commit-changed");
+    let (base, top) = (place.image("base", 1 << 20), path(&place, "top"));
+    let moved = place.image("moved", 1 << 20);
+    place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
+    fs::rename(&base, path(&place, "elsewhere")).unwrap();
+    fs::rename(&moved, &base).unwrap();
+    let line = place.refused(&["commit", "d"]);
+    assert!(line.contains("what was opened is not") && line.contains("elsewhere"), "{line}");
+    assert_eq!(kept_image(&place, "d"), top);
+    fs::rename(path(&place, "elsewhere"), &base).unwrap();
+    assert_eq!(place.done(&["commit", "d"]), format!("{base}\n"));
+}
+
+#[test]
+fn a_commit_into_version_2_warns_of_the_missing_journal() {
+    let place = Place::new("commit-version-2");
+    let (base, top) = (path(&place, "base"), path(&place, "top"));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "compat=0.10", &base, "1M"]);
+    place.done(&["attach", &base, "--overlay", &top, "--format", "qcow2", "--name", "d"]);
+    let output = place.run(&["commit", "d"]);
+    let (line, image) =
+        (String::from_utf8(output.stderr).unwrap(), String::from_utf8(output.stdout).unwrap());
+    assert_eq!((output.status.code(), image), (Some(0), format!("{base}\n")), "{line}");
+    assert!(line.contains("d: warning: ") && line.contains("of version 2; `qemu-img amend"), "{line}");
 }

@@ -1,16 +1,14 @@
 //! `blkq bitmap`: which parts of a device were written to since a moment, for incremental backups.
 
-use std::fs::{self, File};
-use std::io;
+use std::fs;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
-use std::path::PathBuf;
+use std::path::Path;
 
 use blkq::drivers::DriverSpec;
 use blkq::units::parse_bytes;
 use clap::Subcommand;
 
-use super::attach::create::NewImage;
+use super::bitmap_file::BitmapFile;
 use crate::bitmaps::{BitmapChange, BitmapInfo};
 use crate::completion;
 use crate::control::{Dialogue, Request, ask};
@@ -125,33 +123,11 @@ fn bring_file(dir: &StateDir, name: &str) -> Outcome {
     if info.read_only || !is_file || !options.is_some_and(is_raw) {
         return Ok(());
     }
-    let path = PathBuf::from(format!("{}.bitmaps", info.image));
-    let of_file = |e: Failure| e.during(path.display());
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let opened = File::options().read(true).write(true).custom_flags(flags).open(&path);
-    let bring = |file: &File| {
-        Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&[file.as_fd()]).and_then(|done| done)
-    };
-    match opened {
-        Ok(file) => bring(&file),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            let new = NewImage::make(&path, "another made it just now; try again", |file| {
-                own_as(file, &info.image);
-                Ok(())
-            });
-            let new = new.map_err(of_file)?;
-            new.file().map_or(Ok(()), bring)?;
-            new.keep();
-            Ok(())
-        }
-        Err(e) => Err(of_file(Failure::new(e.to_string()))),
-    }
-}
-
-/// Gives `file` to the owner of the image: the next daemon of the device may be another user's than this command.
-/// One that may not do that has it as its own.
-fn own_as(file: &File, image: &str) {
-    let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));
+    let file = BitmapFile::open_or_make(Path::new(&info.image))?;
+    let files: Vec<_> = file.file().map(AsFd::as_fd).into_iter().collect();
+    Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&files).and_then(|done| done)?;
+    file.keep();
+    Ok(())
 }
 
 fn table(bitmaps: &[BitmapInfo]) -> String {

@@ -1,24 +1,26 @@
 //! `blkq commit`: what an image has goes to the one behind it, and the device goes on in that.
 
-use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use blkq::ErrorKind;
 use blkq::drivers::DriverSpec;
-use blkq::drivers::qcow2::open_base;
+use blkq::drivers::qcow2::{BaseFiles, OpenedBase, open_base};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::bitmap_file::BitmapFile;
+use crate::bitmaps::BitmapInfo;
 use crate::completion;
 use crate::config;
-use crate::control::{CHANGE_TIMEOUT, CommitBase, Committed, Dialogue, Request, ask};
+use crate::control::{Committed, Dialogue, Request, ask};
 use crate::devices::named;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::{CommitInfo, DeviceInfo};
-use crate::options::AttachOptions;
+use crate::options::{AttachOptions, Backing as BackingChain};
 use crate::signals::{Signal, Signals};
-use crate::state::StateDir;
+use crate::state::{StateDir, read_state};
 use crate::{complain, print, print_json};
 
 /// When the progress is printed first, and how often then: on a terminal, and elsewhere.
@@ -43,6 +45,10 @@ pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
     #[arg(value_name = "DEVICE", add = completion::devices())]
     device: String,
+    /// The backing files that an image may name: allow admits an image behind in another directory than that
+    /// of the device's image
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
+    backing_chain: BackingChain,
     /// Print the outcome as one JSON object
     #[arg(long)]
     json: bool,
@@ -60,20 +66,46 @@ impl Args {
         // A daemon that died is reported as every command does.
         ask::<()>(&dir, &name, &Request::Ping {})?;
         let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate])?;
-        let (dialogue, base, file) =
-            Dialogue::begin_with_file::<CommitBase>(&dir, &name, &Request::Commit {}, CHANGE_TIMEOUT)
-                .map_err(of)?;
-        let file = file.ok_or_else(|| of(Failure::new("its daemon sent no file")))?;
-        // The file that the daemon reads, whatever is at its path: a daemon has no other opened for writing.
-        let files = open_base(&File::from(file)).map_err(|e| of(e.into()))?;
-        dialogue.go_on(&files.each_ref().map(AsFd::as_fd)).map_err(of)?;
-        drop(files);
+        let dialogue = Dialogue::begin(&dir, &name, &Request::Commit {}).map_err(of)?;
+        let (base, bitmaps) = self.open(&dir, &name).map_err(of)?;
+        let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
+        let files = [Some(&image), Some(&synced), bitmaps.as_ref().and_then(BitmapFile::file)];
+        let files: Vec<_> = files.into_iter().flatten().map(AsFd::as_fd).collect();
+        dialogue.go_on(&files).map_err(of)?;
+        drop((image, synced));
         let mut progress = ProgressLine::new(&name);
         wait(&dialogue, &mut signals, || progress.print(&dir));
         progress.clear();
-        let done: Committed = dialogue.reply().and_then(|done| done).map_err(of)?;
-        warn_of_configuration(&name, &done, &base.path);
+        let reply = dialogue.reply::<Committed>();
+        // Without a reply the device may be in that image by now.
+        if let (Some(bitmaps), Ok(Ok(_)) | Err(_)) = (bitmaps, &reply) {
+            bitmaps.keep();
+        }
+        let done = reply.and_then(|done| done).map_err(of)?;
+        done.warnings.iter().for_each(|why| complain(&Failure::new(format!("{name}: warning: {why}"))));
+        warn_of_configuration(&name, &done, &path);
         if self.json { print_json(&done) } else { print(&format!("{}\n", done.image)) }
+    }
+
+    /// Opens the image behind that of the device, and the file with the bitmaps of a raw one: as the header of the
+    /// device's image has it, which the state file names, and not as its daemon says.
+    fn open(&self, dir: &StateDir, name: &str) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
+        let state = read_state(&dir.file(name, ".json"));
+        let Some(state) = state else { return Err(Failure::new("its state file cannot be read")) };
+        let base = open_base(Path::new(&state.image), self.backing_chain.into()).map_err(|e| {
+            let cure = "if you know who made the image, give --backing-chain allow";
+            Failure::of(e, ErrorKind::BackingFile, cure)
+        })?;
+        if !base.has_bitmap_file {
+            return Ok((base, None));
+        }
+        let bitmaps: Vec<BitmapInfo> = ask(dir, name, &Request::Bitmaps {})?;
+        let file = match bitmaps.is_empty() {
+            // As at attach, one that cannot be opened is left as it is.
+            true => BitmapFile::open(&base.path).unwrap_or_default(),
+            false => Some(BitmapFile::open_or_make(&base.path)?),
+        };
+        Ok((base, file))
     }
 }
 

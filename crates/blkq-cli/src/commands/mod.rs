@@ -9,6 +9,7 @@ use crate::failure::Outcome;
 pub mod attach;
 pub mod bench;
 pub mod bitmap;
+mod bitmap_file;
 pub mod commit;
 pub mod config;
 pub mod daemon;

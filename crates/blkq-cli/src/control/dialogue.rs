@@ -5,7 +5,6 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -20,12 +19,8 @@ use super::{
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 
-/// The image behind that of a device, as the daemon names it.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct CommitBase {
-    /// Its path.
-    pub path: PathBuf,
-}
+/// Most files that come with a step.
+pub const FILES_MAX: usize = 3;
 
 /// The outcome of a block commit.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -36,6 +31,9 @@ pub struct Committed {
     pub emptied: String,
     /// Bytes that were copied, zeroes included.
     pub copied_bytes: u64,
+    /// Warnings of the image that is served now, one line each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// A command in several steps: each reply of the daemon is followed by one byte of the client, perhaps with a file.
@@ -83,12 +81,12 @@ impl Dialogue {
         self.reply()
     }
 
-    /// Takes the next step, with two files at most.
+    /// Takes the next step, with [`FILES_MAX`] files at most.
     ///
     /// # Errors
     /// The socket's.
     pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() {
             control.push(SendAncillaryMessage::ScmRights(files));

@@ -98,7 +98,10 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let next = || answer(&stream, &reply_line(Ok(())));
             reply_line(serve_snapshot(shared, &stream, &options, next).inspect_err(refused))
         }
-        Request::Commit {} => reply_line(serve_commit(shared, &stream).inspect_err(refused)),
+        Request::Commit {} => {
+            let next = || answer(&stream, &reply_line(Ok(())));
+            reply_line(serve_commit(shared, &stream, next).inspect_err(refused))
+        }
         Request::Leave {} => match shared.leave() {
             Ok(()) => {
                 log::line("stopping: another daemon takes over the device");

@@ -1,30 +1,33 @@
 //! A block commit over the control socket: it lasts as long as its connection.
 
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
+use blkq::drivers::qcow2::BaseFiles;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::shared::Shared;
 use super::snapshot::receive_files;
-use super::trace::{client_of, send_with_file};
-use crate::control::{CommitBase, Committed};
+use super::trace::client_of;
+use crate::control::Committed;
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// Has the device's image go to the one behind it, unless the client closes the connection, or sends anything.
+/// Has the device's image go to the one behind it, unless the client closes the connection, or sends anything. `next`
+/// asks for the files.
 ///
 /// # Errors
 /// Why it does not; the device goes on as it was.
-pub(super) fn serve_commit(shared: &Shared, stream: &UnixStream) -> Outcome<Committed> {
+pub(super) fn serve_commit(shared: &Shared, stream: &UnixStream, next: impl FnOnce()) -> Outcome<Committed> {
     let client = client_of(stream);
     shared.stage().check()?;
     let device = shared.device();
-    device.check_not_changed()?;
-    let base = device.base()?;
-    send_with_file(stream, CommitBase { path: base.path }, base.file.as_fd())?;
-    let files = receive_files(stream)?;
-    let files = files.try_into().map_err(|_| Failure::new("the image behind was not opened"))?;
+    device.check_committable()?;
+    next();
+    let mut files = receive_files(stream)?.into_iter();
+    let (Some(image), Some(synced)) = (files.next(), files.next()) else {
+        return Err(Failure::new("the image behind was not opened"));
+    };
+    let files = BaseFiles { image, synced, bitmaps: files.next() };
     let closed = || match is_closed(stream) {
         true => Err(Failure::new(format!("stopped by {client}"))),
         false => Ok(()),

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::shared::Shared;
-use crate::control::CHANGE_TIMEOUT;
+use crate::control::{CHANGE_TIMEOUT, FILES_MAX};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 use crate::options::Record;
@@ -63,7 +63,7 @@ pub(super) fn receive_file(stream: &UnixStream) -> Outcome<File> {
 pub(super) fn receive_files(stream: &UnixStream) -> Outcome<Vec<File>> {
     let failed = |why: String| Failure::new(format!("the file did not come: {why}"));
     stream.set_read_timeout(Some(CHANGE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)

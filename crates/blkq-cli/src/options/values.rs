@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use blkq::drivers::DriverSpec;
+use blkq::drivers::qcow2::BackingChain;
 use blkq::{ErrorKind, SchedulerKind};
 use blkq_export::ublk::CopyMode;
 use clap::ValueEnum;
@@ -107,6 +108,15 @@ pub enum Backing {
     OwnDirectory,
     /// All that the user may read
     Allow,
+}
+
+impl From<Backing> for BackingChain {
+    fn from(admitted: Backing) -> BackingChain {
+        match admitted {
+            Backing::OwnDirectory => BackingChain::OwnDirectory,
+            Backing::Allow => BackingChain::Allow,
+        }
+    }
 }
 
 /// `--tls`.

@@ -1,12 +1,11 @@
 //! A device goes on in the image behind its own, which gets all that this has.
 
-use std::fs::File;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::qcow2::{BaseImage, BlockCommit, base_of, free};
+use blkq::drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, base_of, free};
+use blkq::drivers::{DriverSpec, bitmaps};
 use blkq::{Disk, Driver, ErrorKind};
 use blkq_export::ublk::UblkDevice;
 
@@ -17,6 +16,7 @@ use super::{Device, Served, flush_unless_stopped};
 use crate::control::Committed;
 use crate::failure::{Failure, Outcome};
 use crate::info::{CommitInfo, StateFile};
+use crate::log;
 use crate::options::{AttachOptions, Backing, Format, Record};
 
 /// Passes in which clients go first.
@@ -27,6 +27,17 @@ const LAST_PASS: Duration = Duration::from_millis(50);
 const LAST_PASS_MAX: Duration = Duration::from_secs(10);
 /// The rate of copies that is assumed as long as none was made, in bytes per second.
 const RATE_ASSUMED: f64 = 1e8;
+
+/// A block commit that stops when this is dropped, unless it has finished.
+struct Stopping(BlockCommit);
+
+impl Drop for Stopping {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.stop() {
+            log::line(&format!("warning: the image behind is not locked as it was: {error}"));
+        }
+    }
+}
 
 /// The progress of a device's block commit, which is over when this is dropped.
 struct Reported<'a> {
@@ -58,25 +69,26 @@ impl Device {
         self.commit_progress().as_ref().map_or(Ok(()), |progress| Err(progress.refusal()))
     }
 
-    /// The image behind its own.
+    /// Checks whether there is an image behind its own, which can take what that has.
     ///
     /// # Errors
-    /// If there is none, or it cannot take what the other has.
-    pub fn base(&self) -> Outcome<BaseImage> {
-        Ok(base_of(&*self.running()?.disk.driver())?)
+    /// Why not.
+    pub fn check_committable(&self) -> Outcome {
+        base_of(&*self.running()?.disk.driver())?;
+        self.check_not_changed()
     }
 
     /// Has all that the image has go to the one behind it, which `files` are, as
-    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that. Most of it is
-    /// copied while I/O goes on. `stop` is asked again and again whether to go on. I/O waits for the rest, while `last`
-    /// is asked too, and while `keep` writes the state file. Its value is kept until that is over; if there is
-    /// none, I/O goes on before it is asked again.
+    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that, with its dirty
+    /// bitmaps. Most of it is copied while I/O goes on. `stop` is asked again and again whether to go on. I/O waits for the
+    /// rest, while `last` is asked too, and while `keep` writes the state file. Its value is kept until that is over; if
+    /// there is none, I/O goes on before it is asked again.
     ///
     /// # Errors
     /// Why the device goes on as it was.
     pub fn commit<G>(
         &self,
-        files: [File; 2],
+        files: BaseFiles,
         client: &str,
         stop: &dyn Fn() -> Outcome,
         last: impl Fn() -> Outcome<Option<G>>,
@@ -88,20 +100,20 @@ impl Device {
         {
             // Another change is over, or finds this one reported.
             let _changing = self.begin_change();
-            check_no_bitmaps(&running.disk)?;
             top = running.disk.driver();
             served = self.served_in(&running, &base_of(&*top)?)?;
             reported = self.report_commit(client, &served.image)?;
             let size = running.disk.limits().size_bytes();
             let journals = self.journals.as_deref();
-            commit = BlockCommit::begin(Arc::clone(&top), files, journals).map_err(|e| not_begun(e, size))?;
-            running.disk.check_exchange(commit.driver()?)?;
-            check_outlives(&running, commit.driver()?)?;
+            let begun = BlockCommit::begin(Arc::clone(&top), files, journals);
+            commit = Stopping(begun.map_err(|e| not_begun(e, size))?);
+            prepare(&running, commit.0.driver()?)?;
         }
+        let commit = &mut commit.0;
         commit.count(stop)?;
         let mut rounds = 0;
         loop {
-            let most = copy_passes(&running, &mut commit, &reported.progress, stop, &mut rounds)?;
+            let most = copy_passes(&running, commit, &reported.progress, stop, &mut rounds)?;
             let changing = self.begin_change();
             self.check_not_held()?;
             let state = StateFile {
@@ -120,6 +132,9 @@ impl Device {
             }
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
+            let known = top.warnings();
+            let mut warnings = commit.driver()?.warnings();
+            warnings.retain(|warning| !known.contains(warning));
             exchange.replace(commit.finish(|| keep(&state))?)?;
             *self.served() = served;
             drop(exchange);
@@ -127,7 +142,7 @@ impl Device {
             drop((stage, changing));
             log_broken(&running);
             free(&*top);
-            return Ok(Committed { image, emptied, copied_bytes });
+            return Ok(Committed { image, emptied, copied_bytes, warnings });
         }
     }
 
@@ -162,21 +177,32 @@ impl Device {
     }
 }
 
-/// Refuses a device whose dirty bitmaps are kept in its image: what they are of would not be in the other.
-fn check_no_bitmaps(disk: &Disk) -> Outcome {
-    match disk.bitmaps().first() {
-        None => Ok(()),
-        Some(bitmap) => Err(Failure::new(format!(
-            "its dirty bitmap {} would be lost; make a backup, and remove it with blkq bitmap",
-            bitmap.name()
-        ))),
-    }
+/// Refuses an image that cannot take the place of the device's; else it names the device's dirty bitmaps.
+fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
+    running.disk.check_exchange(driver)?;
+    check_outlives(running, driver)?;
+    check_keeps_bitmaps(&running.disk, driver)?;
+    Ok(bitmaps::reserve(driver, &running.disk.bitmaps())?)
+}
+
+/// Refuses an image that has no place for the dirty bitmaps of the device.
+fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
+    let bitmaps = disk.bitmaps();
+    let Some(first) = bitmaps.first() else { return Ok(()) };
+    bitmaps::check(driver).map_err(|error| {
+        let why: Vec<String> = std::iter::once(error.to_string()).chain(driver.warnings()).collect();
+        Failure::new(format!(
+            "its dirty bitmap {} would be lost: {}; make a backup, and remove it with blkq bitmap",
+            first.name(),
+            why.join("; ")
+        ))
+    })
 }
 
 /// Refuses to leave another image than that which was copied.
 fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
     match Arc::ptr_eq(&disk.driver(), top) {
-        true => check_no_bitmaps(disk),
+        true => Ok(()),
         false => Err(Failure::new("it has another image now; try again")),
     }
 }

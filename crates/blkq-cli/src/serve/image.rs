@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkq::drivers::qcow2::{BackingChain, Journals};
+use blkq::drivers::qcow2::Journals;
 use blkq::drivers::{self, DriverOptions, DriverSpec, ImageFormat};
 use blkq::{Driver, ErrorKind};
 
 use crate::confine;
 use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Backing, Export, Format, find_ceph_files, image_text};
+use crate::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use crate::state::{Claim, DYING_WAIT};
 
 /// How long to wait for the lock of an RBD client that was killed: its cluster takes it for alive for 30 s.
@@ -198,10 +198,7 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
             Some(Format::Qcow2) => ImageFormat::Qcow2,
             Some(Format::Auto) | None => ImageFormat::Checked,
         },
-        backing_chain: match options.backing_chain {
-            Backing::OwnDirectory => BackingChain::OwnDirectory,
-            Backing::Allow => BackingChain::Allow,
-        },
+        backing_chain: options.backing_chain.into(),
         ceph_conf: options.ceph_conf.clone(),
         ceph_keyring: options.ceph_keyring.clone(),
         ceph_user: options.ceph_user.clone(),

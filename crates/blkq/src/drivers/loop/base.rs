@@ -15,7 +15,7 @@ use crate::sync::lock as locked;
 
 use super::backing::{self, Backing};
 use super::options::{DirectIo, LoopOptions, Mode, choose_mode};
-use super::{Chosen, LoopDevice};
+use super::{Chosen, LoopDevice, bitmaps};
 
 /// Zeroes that are written together, in bytes, where the file system has no other way.
 const ZEROES_BYTES: u64 = 1 << 20;
@@ -61,13 +61,14 @@ impl DeviceTerms {
 
 impl LoopDevice {
     /// The raw image at `path` that `file` has open for writing, locked, and `synced` once more, as a device on these
-    /// terms. It is made longer if it is shorter.
+    /// terms. It is made longer if it is shorter. The dirty bitmaps in the file `bitmaps`, beside it, are marked as in use.
     ///
     /// # Errors
     /// One line: what is wrong, why, and the cure. [`ErrorKind::Mismatch`] if it is longer.
     pub(crate) fn of_base(
         file: File,
         synced: File,
+        bitmaps: Option<File>,
         path: PathBuf,
         terms: DeviceTerms,
     ) -> Result<LoopDevice, Error> {
@@ -81,6 +82,7 @@ impl LoopDevice {
         }
         let bytes = backing::size(&backing.file, &backing.path)?;
         check_not_longer(&backing.path, bytes - bytes % u64::from(block), terms.size)?;
+        let (bitmaps, warning) = bitmaps::take(bitmaps, &backing, terms.size)?;
         if bytes < terms.size {
             let shown = backing.path.display();
             if backing.block_device {
@@ -107,8 +109,8 @@ impl LoopDevice {
             size: terms.size,
             synced,
             tail: None,
-            bitmaps: Err("it was behind another image when it was attached"),
-            warnings: Vec::new(),
+            bitmaps,
+            warnings: Vec::from_iter(warning),
         };
         Ok(LoopDevice::assemble(backing, &options, chosen))
     }

@@ -56,6 +56,15 @@ impl BitmapFile {
         }
     }
 
+    /// That of `image`, open for reading and writing, which it locks.
+    ///
+    /// # Errors
+    /// As [`BitmapFile::open`].
+    pub fn of_image(file: File, image: &Path) -> Result<BitmapFile, Error> {
+        let opened = BitmapFile::of_open(file, path_for(image), false)?;
+        opened.check_magic().map(|()| opened)
+    }
+
     /// The new one of `image`, which is open and empty.
     ///
     /// # Errors

@@ -17,10 +17,12 @@ use super::stamp::Stamp;
 /// Where the bitmaps of an image are kept: the file that has them, if there is one, or why they cannot be kept.
 pub(super) type Place = Result<Mutex<Option<Box<BitmapFile>>>, &'static str>;
 
+const BLOCK_DEVICE: &str = "it is a block device";
+
 /// Opens the file with the bitmaps of an image. One that cannot be used has none, and is left as it is: a warning.
 pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<String>) {
     let reasons = [
-        (backing.block_device, "it is a block device"),
+        (backing.block_device, BLOCK_DEVICE),
         (options.offset != 0 || options.size_limit.is_some(), "only a part of it is served"),
         (options.shared, "others may write to it"),
     ];
@@ -30,6 +32,32 @@ pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<S
     match BitmapFile::open(&backing.path, options.read_only) {
         Ok(file) => (Ok(Mutex::new(file.map(Box::new))), None),
         Err(error) => (Ok(Mutex::new(None)), Some(format!("there are no dirty bitmaps: {error}"))),
+    }
+}
+
+/// Takes `file`, which may have bitmaps of an image with a device of `size` bytes, and marks these as in use: the image is
+/// about to be written to. One that cannot be used is left as it is: a warning.
+///
+/// # Errors
+/// That of writing to it.
+pub(super) fn take(
+    file: Option<File>,
+    backing: &Backing,
+    size: u64,
+) -> Result<(Place, Option<String>), Error> {
+    if backing.block_device {
+        return Ok((Err(BLOCK_DEVICE), None));
+    }
+    let Some(file) = file else { return Ok((Ok(Mutex::new(None)), None)) };
+    let stamp = Stamp::of(&backing.file, size)
+        .map_err(|e| Error::system(format!("cannot read {}", backing.path.display()), e))?;
+    let loaded = BitmapFile::of_image(file, &backing.path);
+    match loaded.and_then(|mut file| file.load(stamp).map(|bitmaps| (file, bitmaps))) {
+        Ok((mut file, bitmaps)) => {
+            file.mark(&bitmaps.iter().collect::<Vec<_>>(), stamp)?;
+            Ok((Ok(Mutex::new(Some(Box::new(file)))), None))
+        }
+        Err(error) => Ok((Ok(Mutex::new(None)), Some(format!("there are no dirty bitmaps: {error}")))),
     }
 }
 

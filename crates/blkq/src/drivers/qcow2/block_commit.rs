@@ -13,40 +13,39 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use crate::buffer::IoBuffer;
 use crate::driver::Driver;
-use crate::drivers::r#loop::backing::{self, Backing};
-use crate::drivers::r#loop::base::{DeviceTerms, check_not_longer};
+use crate::drivers::r#loop::backing;
 use crate::drivers::r#loop::lock::{self, LockKind};
-use crate::drivers::r#loop::{LoopDevice, claim};
 use crate::error::{Error, ErrorKind};
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::lock as locked;
 
 use super::Qcow2;
-use super::blocking::write_data;
 use super::chain::LOCKED;
 use super::changes::Map;
 use super::commit::commit;
+use super::commit_base::{BaseFiles, Target};
 use super::journal::Journals;
 use super::over::path_of;
 use super::own::Piece;
 use super::slices::Slices;
-use super::zero::{Wanted, clear};
 
 /// Most parts of the device that are found before the device is flushed and they are copied.
 const BATCH_MAX: usize = 16384;
 /// Most bytes of the device that are looked up before it is asked again whether to go on.
 const LOOKUP_MAX_BYTES: u64 = 1 << 30;
+/// How often it is asked whether to go on, while a sync takes long.
+const ASK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The image behind the one that is served.
 #[derive(Debug)]
 pub struct BaseImage {
-    /// It, open for reading.
-    pub file: Arc<File>,
     /// Absolute, without symbolic links.
     pub path: PathBuf,
     /// Whether it is a qcow2 image; else it is raw.
@@ -59,31 +58,17 @@ pub struct BaseImage {
 /// [`ErrorKind::Unsupported`] if there is none, or it cannot take what the other has.
 pub fn base_of(driver: &dyn Driver) -> Result<BaseImage, Error> {
     let top = of_driver(driver)?;
-    let file = top.check_committable()?;
-    let path = path_of(file, &top.behind[0])?;
+    let path = path_of(top.check_committable()?, &top.behind[0])?;
     let qcow2 = locked(&top.shared.state).layers[1].tables.is_some();
-    Ok(BaseImage { file: Arc::clone(file), path, qcow2 })
-}
-
-/// Opens the image that `file` has open for writing, and once more for syncs: for [`BlockCommit::begin`], in a process
-/// that may.
-///
-/// # Errors
-/// That of opening it; [`ErrorKind::Claimed`] if the kernel uses it.
-pub fn open_base(file: &File) -> Result<[File; 2], Error> {
-    let path = PathBuf::from(backing::name_now(file).unwrap_or_default());
-    let writable = backing::reopen(file, &path, true)?;
-    let backing = Backing::of_open(writable, path)?;
-    claim::check(&backing, &LOCKED, false)?;
-    let synced = backing::reopen(file, &backing.path, false)?;
-    Ok([backing.file, synced])
+    Ok(BaseImage { path, qcow2 })
 }
 
 /// Frees the space of an image that a block commit has emptied, and its lock, when no queue uses it any more. Where that
 /// fails it has clusters that nothing refers to.
 pub fn free(driver: &dyn Driver) {
     if let Ok(top) = of_driver(driver) {
-        let _ = top.free_unreferenced();
+        // First: they are among what nothing refers to then.
+        let _ = top.image().remove_bitmaps().and_then(|()| top.free_unreferenced());
         // Its journal was removed.
         let _ = top.set_tag(0);
         lock::release(&top.files[0], &LOCKED);
@@ -97,72 +82,15 @@ fn of_driver(driver: &dyn Driver) -> Result<&Qcow2, Error> {
     })
 }
 
-/// The image behind, as it will be served.
-enum Target {
-    Raw(LoopDevice),
-    Qcow2(Box<Qcow2>),
-}
-
-impl Target {
-    fn driver(&self) -> &dyn Driver {
-        match self {
-            Target::Raw(raw) => raw,
-            Target::Qcow2(qcow2) => &**qcow2,
-        }
-    }
-
-    fn into_driver(self) -> Box<dyn Driver> {
-        match self {
-            Target::Raw(raw) => Box::new(raw),
-            Target::Qcow2(qcow2) => qcow2,
-        }
-    }
-
-    fn write(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
-        match self {
-            Target::Raw(raw) => raw.write_now(position, &data),
-            Target::Qcow2(qcow2) => qcow2.write_now(position, data),
-        }
-    }
-
-    fn zero(&self, range: Range<u64>) -> Result<(), Error> {
-        match self {
-            Target::Raw(raw) => raw.zero_now(range),
-            Target::Qcow2(qcow2) => qcow2.zero_now(range),
-        }
-    }
-
-    fn sync(&self) -> Result<(), Error> {
-        match self {
-            Target::Raw(raw) => raw.sync(),
-            Target::Qcow2(qcow2) => {
-                // Also where no table is dirty: data in place may be.
-                qcow2.run("make the data durable", async |env| commit(&env, true).await)?;
-                qcow2.write_back()
-            }
-        }
-    }
-
-    /// Writes what is in memory of it, as far as that can be, and nothing more.
-    fn close(self) {
-        match self {
-            Target::Raw(raw) => raw.supersede(),
-            Target::Qcow2(qcow2) => {
-                let _ = qcow2.write_back();
-                qcow2.supersede();
-            }
-        }
-    }
-}
-
-/// A block commit that is under way. If this is dropped the device goes on in its image; what the one behind has by then
-/// is hidden by that.
+/// A block commit that is under way. It stops ([`BlockCommit::stop`]) if this is dropped.
 pub struct BlockCommit {
     top: Arc<dyn Driver>,
     /// `None` once it is served.
     target: Option<Target>,
     /// The image behind once more, for its lock.
     base: File,
+    /// It once more, without a lock, for syncs beside that of the target.
+    synced: File,
     slices: Slices,
     /// The parts of the device that are to be copied in this pass, of which those before `position` were found.
     pass: Map,
@@ -176,29 +104,32 @@ pub struct BlockCommit {
 }
 
 impl BlockCommit {
-    /// Begins with the image of `top`, and the one behind it as [`open_base`] has opened it: nobody else may use that.
-    /// It is made longer if it is shorter than the device. If it is a qcow2 image it has one of `journals`.
+    /// Begins with the image of `top`, and the one behind it as [`open_base`](super::open_base) has opened it: nobody else
+    /// may use that. It is made longer if it is shorter than the device. Its own dirty bitmaps are marked as in use: those
+    /// of the device take their place. If it is a qcow2 image it has one of `journals`.
     ///
     /// # Errors
     /// As [`base_of`]; [`ErrorKind::Busy`] if somebody else uses the image behind, [`ErrorKind::Mismatch`] if it is longer
     /// than the device; those of the files.
     pub fn begin(
         top: Arc<dyn Driver>,
-        [base, synced]: [File; 2],
+        files: BaseFiles,
         journals: Option<&Journals>,
     ) -> Result<BlockCommit, Error> {
         let device = of_driver(&*top)?;
         let size = device.limits().size_bytes();
-        let path = device.lock_base(&base, &synced)?;
+        let path = device.lock_base(&files)?;
         let cannot = |e| Error::system(format!("cannot use {} twice", path.display()), e);
-        let lock = base.try_clone().map_err(cannot)?;
+        let base = files.image.try_clone().map_err(cannot)?;
+        let synced = files.synced.try_clone().map_err(cannot)?;
         let target =
-            device.open_target([base, synced], path, journals).inspect_err(|_| device.unlock_base(&lock))?;
+            device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
         device.shared.changes.track(size);
         Ok(BlockCommit {
             top,
             target: Some(target),
-            base: lock,
+            base,
+            synced,
             slices: Slices::default(),
             pass: Map::full(size),
             position: 0,
@@ -254,9 +185,25 @@ impl BlockCommit {
     /// # Errors
     /// That of the image behind, and as [`BlockCommit::count`].
     pub fn next_pass<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+        self.write_out(stop)?;
         self.target()?.sync()?;
         self.take_changes()?;
         self.count(stop)
+    }
+
+    /// Has the data that was copied leave the page cache, so that the sync which follows takes no time. The thread that
+    /// does it is left to itself if `stop` fails.
+    fn write_out<E: From<Error>>(&self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+        let cannot = |e| Error::system("cannot sync the image behind", e);
+        let file = self.synced.try_clone().map_err(cannot)?;
+        let (sender, written) = channel();
+        // Errors are those of the sync that follows, too.
+        let sync = move || _ = sender.send(backing::sync(&file));
+        thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
+        while let Err(RecvTimeoutError::Timeout) = written.recv_timeout(ASK_INTERVAL) {
+            stop()?;
+        }
+        Ok(())
     }
 
     /// Finds parts that are to be copied in this pass, and has `flush` make the device durable, with it that these parts
@@ -327,7 +274,7 @@ impl BlockCommit {
     /// # Errors
     /// Those of the files, and that of `keep`; the device goes on in its image then, as if nothing had happened.
     pub fn finish<E: From<Error>>(
-        mut self,
+        &mut self,
         keep: impl FnOnce() -> Result<(), E>,
     ) -> Result<Box<dyn Driver>, E> {
         self.catch_up(&|| Ok::<_, E>(true))?;
@@ -353,6 +300,19 @@ impl BlockCommit {
             Target::Qcow2(qcow2) => qcow2.shared.release_held(),
         }
         Ok(target.into_driver())
+    }
+
+    /// Stops it: the device goes on in its image, and what the one behind has by now is hidden by that. Does nothing once
+    /// that is served.
+    ///
+    /// # Errors
+    /// If the image behind cannot be locked for readers again.
+    pub fn stop(&mut self) -> Result<(), Error> {
+        let Some(target) = self.target.take() else { return Ok(()) };
+        let device = of_driver(&*self.top)?;
+        device.shared.changes.stop();
+        target.close();
+        device.unlock_base(&self.base)
     }
 
     fn copy_all<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
@@ -406,11 +366,7 @@ impl BlockCommit {
 
 impl Drop for BlockCommit {
     fn drop(&mut self) {
-        if let (Some(target), Ok(device)) = (self.target.take(), of_driver(&*self.top)) {
-            device.shared.changes.stop();
-            target.close();
-            device.unlock_base(&self.base);
-        }
+        let _ = self.stop();
     }
 }
 
@@ -438,7 +394,7 @@ impl Qcow2 {
     }
 
     /// Makes the lock on the image behind one for writing, of `base`. Returns its path.
-    fn lock_base(&self, base: &File, synced: &File) -> Result<PathBuf, Error> {
+    fn lock_base(&self, BaseFiles { image: base, synced, .. }: &BaseFiles) -> Result<PathBuf, Error> {
         let file = self.check_committable()?;
         let path = path_of(file, &self.behind[0])?;
         let identity = |file: &File| file.metadata().ok().map(|data| (data.dev(), data.ino()));
@@ -455,68 +411,26 @@ impl Qcow2 {
         lock::acquire(base, &path, &LOCKED, LockKind::Shared, false)?;
         lock::release(file, &LOCKED);
         if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Exclusive, false) {
-            self.unlock_base(base);
-            return Err(error);
+            return Err(self.after_unlock(base, error));
         }
         Ok(path)
     }
 
     /// Makes the lock of `base` one for reading again, of this chain.
-    fn unlock_base(&self, base: &File) {
+    ///
+    /// # Errors
+    /// That of the lock: at worst others are kept from reading it until it is closed, or may write to it from then on.
+    fn unlock_base(&self, base: &File) -> Result<(), Error> {
         let path = &self.behind[0];
-        for file in [base, &*self.files[1]] {
-            // At worst others are kept from reading it until it is closed.
-            let _ = lock::acquire(file, path, &LOCKED, LockKind::Shared, false);
-        }
+        let shared = |file| lock::acquire(file, path, &LOCKED, LockKind::Shared, false).map(drop);
+        shared(base).and(shared(&self.files[1]))
     }
 
-    /// Writes to the device while no queue does.
-    fn write_now(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
-        let what = format!("write to {}", self.path.display());
-        write_data(&self.shared, &self.files, &what, position, data)
-    }
-
-    /// As [`Qcow2::write_now`], zeroes.
-    fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
-        self.run("write zeroes", move |env| async move {
-            clear(&env, range.start, range.end - range.start, Wanted::Zeroes).await
-        })
-    }
-
-    fn open_target(
-        &self,
-        [base, synced]: [File; 2],
-        path: PathBuf,
-        journals: Option<&Journals>,
-    ) -> Result<Target, Error> {
-        let size = self.limits().size_bytes();
-        let is_raw = locked(&self.shared.state).layers[1].tables.is_none();
-        if is_raw {
-            let terms = DeviceTerms {
-                size,
-                logical_block_bytes: self.logical_block_bytes,
-                memory_align: self.memory_align,
-                requested: self.requested,
-                buffered: self.buffered.clone(),
-            };
-            return LoopDevice::of_base(base, synced, path, terms).map(Target::Raw);
-        }
-        let qcow2 = self.of_base(base, &path, journals)?;
-        // The device over it reads it by the tables that it had when that was opened.
-        qcow2.shared.hold();
-        let now = qcow2.limits().size_bytes();
-        let mut fits = check_not_longer(&path, now, size);
-        if fits.is_ok() && now < size {
-            fits = qcow2.resize(Some(size)).map(drop);
-        }
-        let target = Target::Qcow2(Box::new(qcow2));
-        match fits {
-            Ok(()) => Ok(target),
-            Err(error) => {
-                // It is locked all the time.
-                target.close();
-                Err(error)
-            }
+    /// As [`Qcow2::unlock_base`], after `error`.
+    fn after_unlock(&self, base: &File, error: Error) -> Error {
+        match self.unlock_base(base) {
+            Ok(()) => error,
+            Err(other) => Error::new(error.kind(), format!("{error}; {other}")),
         }
     }
 }

@@ -34,19 +34,28 @@ pub(super) struct Opened {
     pub size: u64,
 }
 
-/// Reads the tables of a qcow2 image that are always in memory.
+/// Reads the header of a qcow2 image.
 ///
 /// # Errors
 /// One line: what is wrong with the image, and the cure.
-pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
-    let of_image = |error: Error| {
-        Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
-    };
+pub(super) fn read_header(backing: &Backing) -> Result<Header, Error> {
     let mut head = vec![0; FIXED_BYTES];
     read_at(&backing.file, &backing.path, &mut head, 0)?;
-    let mut bytes = vec![0; cluster_bytes(&head).map_err(of_image)?];
+    let mut bytes = vec![0; cluster_bytes(&head).map_err(|e| not_served(backing, &e))?];
     read_at(&backing.file, &backing.path, &mut bytes, 0)?;
-    let header = Header::parse(&bytes).map_err(of_image)?;
+    Header::parse(&bytes).map_err(|e| not_served(backing, &e))
+}
+
+fn not_served(backing: &Backing, error: &Error) -> Error {
+    Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
+}
+
+/// Reads the tables of a qcow2 image that are always in memory.
+///
+/// # Errors
+/// As [`read_header`].
+pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
+    let header = read_header(backing)?;
     let file_bytes = backing::size(&backing.file, &backing.path)?;
     let tables = [
         ("L1", header.l1_offset, u64::from(header.l1_entries) * 8),
@@ -59,7 +68,7 @@ pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
     for (name, offset, bytes) in tables {
         if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
             let message = format!("its {name} table is not all in the file; restore it from a copy");
-            return Err(of_image(Error::new(ErrorKind::Format, message)));
+            return Err(not_served(backing, &Error::new(ErrorKind::Format, message)));
         }
     }
     let l1 = read_numbers(backing, header.l1_offset, header.l1_entries as usize)?;
@@ -136,7 +145,11 @@ pub(super) fn open_behind(
     }
 }
 
-fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
+/// Opens the file that `image` names as its backing file, for reading.
+///
+/// # Errors
+/// As [`open_behind`].
+pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;
     let opened = match allowed {

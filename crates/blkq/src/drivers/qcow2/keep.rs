@@ -17,7 +17,7 @@ use super::blocking;
 use super::commit::sync;
 use super::env::{Env, Shared};
 use super::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
-use super::places::{Named, Places, adopt, exchange, read_head, store, write};
+use super::places::{Named, Places, adopt, exchange, read_head, store, write, write_extension};
 
 /// The bitmaps in the image.
 #[derive(Default)]
@@ -186,6 +186,18 @@ impl Image<'_> {
     /// The size of the device as the image has it, in bytes.
     fn size(&self) -> u64 {
         locked(&self.shared.state).top().map_or(0, |tables| tables.header.size)
+    }
+
+    /// Has the header name no bitmaps any more, durably. Their clusters stay allocated.
+    ///
+    /// # Errors
+    /// That of the file.
+    pub fn remove_bitmaps(&self) -> Result<(), Error> {
+        let header = locked(&self.shared.state).top().map(|tables| tables.header.clone());
+        if header.is_ok_and(|header| header.bitmaps.is_none()) {
+            return Ok(());
+        }
+        self.run("remove the bitmaps", async |env| write_extension(&env, None).await)
     }
 
     /// Runs a task while no queue does I/O.

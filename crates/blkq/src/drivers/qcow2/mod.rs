@@ -6,9 +6,9 @@
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
 //! path, `bitmaps` are the dirty bitmaps in an image, `keep` writes them to their `places`, `blocking` runs tasks without a queue, `create` makes images,
 //! `over` one over the image that is served, `extents` and `grow` are for the control plane; `block_commit` has what the
-//! image has (`own`, found beside the queue by `slices`) go to the one behind it, with what is written meanwhile
-//! (`changes`), and then `empty` of its own. `journal` (`mapping`) has what the file lacks when the process is killed,
-//! and `replay` applies it.
+//! image has (`own`, found beside the queue by `slices`) go to the one behind it (`commit_base`), with what is written
+//! meanwhile (`changes`), and then `empty` of its own. `journal` (`mapping`) has what the file lacks when the process is
+//! killed, and `replay` applies it.
 
 mod allocate;
 mod bitmaps;
@@ -18,6 +18,7 @@ mod cache;
 mod chain;
 mod changes;
 mod commit;
+mod commit_base;
 mod create;
 mod empty;
 mod entry;
@@ -68,9 +69,10 @@ use super::r#loop::name::ImageName;
 use super::r#loop::options::choose_mode;
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
-pub use block_commit::{BaseImage, BlockCommit, base_of, free, open_base};
+pub use block_commit::{BaseImage, BlockCommit, base_of, free};
 use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use chain::{LOCKED, Opened};
+pub use commit_base::{BaseFiles, OpenedBase, open_base};
 pub use create::Base;
 use entry::OFFSET;
 use env::Shared;
@@ -248,7 +250,15 @@ impl Qcow2 {
         front: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
         // A header of version 2 has no place for the tag.
-        let journals = journals.filter(|_| self.version >= 3);
+        let able = journals.filter(|_| self.version >= 3);
+        if journals.is_some() && able.is_none() && self.writable {
+            let path = self.path.display();
+            self.warnings.push(format!(
+                "what is not flushed is lost if this process is killed: {path} is of version 2; `qemu-img amend -o \
+                 compat=1.1 {path}` changes that"
+            ));
+        }
+        let journals = able;
         let (identity, tag) = (self.identity, self.tag());
         let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
         let found = found.transpose()?.flatten();

@@ -109,7 +109,7 @@ impl Qcow2 {
     }
 
     /// The qcow2 image behind this one, which is at `path` and `file` has open for writing, as a device of its own
-    /// with one of `journals`. Its dirty bitmaps are marked as not kept up to date.
+    /// with one of `journals`. Its own dirty bitmaps are marked as in use.
     ///
     /// # Errors
     /// One line: what is wrong, why, and the cure.
@@ -131,7 +131,7 @@ impl Qcow2 {
         let base = Opened { backing, size, tables: Some(tables) };
         let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
         // It is written to from now on.
-        base.image().mark_bitmaps().inspect_err(|_| base.supersede())?;
+        base.load_bitmaps().inspect_err(|_| base.supersede())?;
         Ok(base)
     }
 

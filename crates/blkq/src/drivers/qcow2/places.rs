@@ -219,6 +219,15 @@ async fn write_directory(
     };
     // With the refcounts, what was written is durable.
     commit(env, true).await?;
+    write_extension(env, extension).await?;
+    Ok(new)
+}
+
+/// Has the header name the directory of `extension`, or none, durably.
+///
+/// # Errors
+/// Those of the file.
+pub(super) async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
     let head =
         change_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
     let written = write(env, 0, &head).await;
@@ -232,7 +241,7 @@ async fn write_directory(
     let header = &mut state.top_mut()?.header;
     header.autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
     header.bitmaps = extension;
-    Ok(new)
+    Ok(())
 }
 
 /// Makes the place of a bitmap: a table that names a cluster for each part of the bits.

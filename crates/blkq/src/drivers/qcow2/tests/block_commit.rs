@@ -2,9 +2,13 @@
 
 use std::fs::File;
 
-use super::super::block_commit::{BlockCommit, base_of, free, open_base};
+use super::super::block_commit::{BlockCommit, free};
+use super::super::commit_base::{BaseFiles, open_base};
 use super::*;
+use crate::bitmap::BitmapState;
 use crate::buffer::IoBuffer;
+use crate::drivers::bitmaps;
+use crate::drivers::r#loop::{LoopDevice, LoopOptions};
 use crate::random::Random;
 
 const SECTOR: usize = 512;
@@ -133,8 +137,25 @@ impl Life<'_> {
         }
     }
 
+    /// Fails if somebody would trust a dirty bitmap in one of the images.
+    fn check_bitmaps(&self) {
+        for image in ["top", "base"] {
+            let info = self.directory.qemu_img(&["info", "-U", image]);
+            let bitmaps = info.matches("granularity:").count();
+            assert_eq!(bitmaps, info.matches("in-use").count(), "{}, {image}: {info}", self.what);
+        }
+        if let Ok(file) = std::fs::read(self.directory.0.join("base.bitmaps")) {
+            // Its later slot.
+            let slots = [0, 72 << 10].map(|at| &file[at..at + 24]);
+            let last =
+                slots.into_iter().max_by_key(|slot| u64::from_le_bytes(slot[16..].try_into().unwrap()));
+            assert_eq!(last.unwrap()[12] & 1, 1, "{}: they are marked as in use", self.what);
+        }
+    }
+
     /// A kill of the process, and a power loss, at this moment.
     fn lose(&self) {
+        self.check_bitmaps();
         self.verify("top", false);
         self.verify("flushed", false);
         if self.base_format == "qcow2" {
@@ -157,8 +178,23 @@ impl Life<'_> {
     }
 }
 
-fn open_both(device: &dyn Driver) -> [File; 2] {
-    open_base(&base_of(device).unwrap().file).unwrap()
+fn base_files(directory: &Directory) -> BaseFiles {
+    let opened = open_base(&directory.0.join("top"), BackingChain::OwnDirectory).unwrap();
+    let mut options = File::options();
+    let bitmaps = options.read(true).write(true).open(directory.0.join("base.bitmaps"));
+    BaseFiles { bitmaps: bitmaps.ok().filter(|_| opened.has_bitmap_file), ..opened.files }
+}
+
+/// Dirty bitmaps as a snapshot leaves them in both images: one is removed since, and one has more writes since.
+fn add_bitmaps(directory: &Directory, base: &dyn Driver, size: u64) {
+    if matches!(bitmaps::check(base), Err(error) if error.kind() == ErrorKind::NotFound) {
+        let file =
+            File::options().read(true).write(true).create_new(true).open(directory.0.join("base.bitmaps"));
+        bitmaps::set_file(base, file.unwrap()).unwrap();
+    }
+    bitmaps::load(base).unwrap();
+    let bitmap = |name| Arc::new(Bitmap::new(name, 4096, size, BitmapState::Recording).unwrap());
+    bitmaps::store(base, &[bitmap("both"), bitmap("removed")]).unwrap();
 }
 
 fn go_on() -> Result<(), Error> {
@@ -184,6 +220,16 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     let create =
         ["create", "-q", "-f", "qcow2", "-o", top_kind, "-b", "base", "-F", base_format, "top", &size];
     directory.qemu_img(&create);
+    let has_bitmaps = !format!("{top_kind}{base_kind}").contains("compat=0.10");
+    if has_bitmaps {
+        let options = Qcow2Options::new(directory.0.join("base"));
+        let base: Box<dyn Driver> = match base_format {
+            "qcow2" => Box::new(Qcow2::open(&options).unwrap()),
+            _ => Box::new(LoopDevice::open(&LoopOptions::new(directory.0.join("base"))).unwrap()),
+        };
+        add_bitmaps(&directory, &*base, length as u64);
+        directory.qemu_img(&["bitmap", "--add", "top", "both"]);
+    }
     let mut now = behind;
     now[length / SECTOR..].fill(0);
     let mut life = Life {
@@ -195,12 +241,13 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
         what: format!("{top_kind} over {base_format} {base_kind}, seed {seed}"),
     };
     let device: Arc<dyn Driver> = Arc::new(open(&directory.0.join("top")));
+    bitmaps::load(&*device).unwrap();
     life.harness = Some(Harness::open(&*device).unwrap());
     life.flush();
     let mut given_up = false;
     for round in 0..3 {
         (0..life.random.below(6)).for_each(|_| life.write(|_| {}));
-        let both = open_both(&*device);
+        let both = base_files(&directory);
         let mut commit = BlockCommit::begin(Arc::clone(&device), both, None).unwrap();
         let stop_at = if round < 2 { life.random.below(24) } else { u64::MAX };
         let mut steps = 0;
@@ -261,7 +308,19 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
                 life.write(|_| {});
                 life.read_all();
                 life.harness = None;
+                if has_bitmaps {
+                    life.check_bitmaps();
+                    let both = Bitmap::new("both", 4096, SIZE as u64, BitmapState::Recording).unwrap();
+                    both.mark(8192..16384);
+                    bitmaps::store(&*base, &[Arc::new(both)]).unwrap();
+                }
                 drop(base);
+                assert!(!directory.qemu_img(&["info", "top"]).contains("bitmaps"));
+                if has_bitmaps && base_format == "qcow2" {
+                    let info = directory.qemu_img(&["info", "base"]);
+                    assert!(info.contains("name: both") && !info.contains("in-use"), "{info}");
+                    assert!(!info.contains("name: removed"), "{info}");
+                }
                 directory.check(&directory.0.join("top"));
                 // The emptied image shows what is written to the other.
                 life.verify("top", true);
@@ -288,7 +347,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     }
 }
 
-// Contract: live-changes, durability
+// Contract: live-changes, durability, bitmaps
 #[test]
 fn a_block_commit_keeps_each_write_at_any_instant() {
     let kinds = [
@@ -316,7 +375,7 @@ fn a_block_commit_syncs_data_that_changed_no_table() {
     let mut h = Harness::open(&*device).unwrap();
     let tags = [h.write(4096, vec![pattern(4096, 7)]), h.bare(Operation::Flush, PLAIN, 0, 0)];
     tags.into_iter().for_each(|tag| assert_eq!(h.run(tag).0, Ok(())));
-    let mut commit = BlockCommit::begin(Arc::clone(&device), open_both(&*device), None).unwrap();
+    let mut commit = BlockCommit::begin(Arc::clone(&device), base_files(&directory), None).unwrap();
     assert!(commit.find(&go_on, || Ok::<_, Error>(())).unwrap());
     while commit.copy().unwrap() {}
     // Each of them is durable, and the data was written in place.
@@ -349,7 +408,7 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
         }
         let flush = h.bare(Operation::Flush, PLAIN, 0, 0);
         assert_eq!(h.run(flush).0, Ok(()));
-        let mut commit = BlockCommit::begin(Arc::clone(&device), open_both(&*device), None).unwrap();
+        let mut commit = BlockCommit::begin(Arc::clone(&device), base_files(&directory), None).unwrap();
         while commit.find(&go_on, || Ok::<_, Error>(())).unwrap() {
             while commit.copy().unwrap() {}
         }
