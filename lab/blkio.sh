@@ -34,3 +34,19 @@ become_blkio() {
 blkio_disk() { # SOCKET
     printf 'driver=virtio-blk-vhost-user,path=%s,cache.direct=on,discard=unmap' "$1"
 }
+
+# front_end DISK SOCKET [QEMU-NBD-OPTION...]: QEMU has the disk, which attach printed, as a guest has it, and serves it over
+# NBD. Its process in FRONT_END, the address in URI.
+front_end() {
+    local disk=$1 socket=$2
+    shift 2
+    [[ $disk == vhost-user:/* ]] || fail "attach printed: $disk"
+    disk=$(blkio_disk "${disk#vhost-user:}")
+    [[ " $* " != *" -r "* ]] || disk+=,read-only=on
+    become_blkio qemu-nbd -t -e 20 "$@" -k "$socket" --image-opts "$disk" >"$SCRATCH/qemu-nbd.log" 2>&1 &
+    # shellcheck disable=SC2034 # for those that read this file
+    FRONT_END=$!
+    wait_for 10 test -S "$socket"
+    # shellcheck disable=SC2034
+    URI="nbd+unix:///?socket=$socket"
+}
