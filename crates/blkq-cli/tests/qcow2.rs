@@ -31,7 +31,11 @@ fn qemu_writes_over_nbd_what_it_then_finds_in_the_image() {
         let create = ["create", "-q", "-f", "qcow2", "-o", kind, "-b", &base, "-F", "raw", &top, "8M"];
         run("qemu-img", &create);
         let attach = ["attach", &top, "--format", "qcow2", "--export", "nbd", "--name", "q"];
-        let uri = place.done(&attach).trim().to_owned();
+        let attached = place.run(&attach);
+        let warned = String::from_utf8(attached.stderr).unwrap();
+        assert!(attached.status.success(), "{warned}");
+        assert_eq!(warned.contains("is of version 2"), kind.contains("compat=0.10"), "{warned}");
+        let uri = String::from_utf8(attached.stdout).unwrap().trim().to_owned();
         let commands = [
             "read -P 1 0 1M",
             "read -P 0 1M 7M",

@@ -363,6 +363,15 @@ pub(super) fn check_behind(
     if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(()) }
 }
 
+/// The warning of an image that can have no journal.
+pub(super) fn none_in_version_2(path: &Path) -> String {
+    let path = path.display();
+    format!(
+        "what is not flushed is lost if this process is killed: {path} is of version 2; `qemu-img amend -o compat=1.1 \
+         {path}` changes that"
+    )
+}
+
 /// Why an image is not read that has a journal.
 pub(super) fn lacking(path: &Path) -> Error {
     let message = format!(

@@ -252,11 +252,7 @@ impl Qcow2 {
         // A header of version 2 has no place for the tag.
         let able = journals.filter(|_| self.version >= 3);
         if journals.is_some() && able.is_none() && self.writable {
-            let path = self.path.display();
-            self.warnings.push(format!(
-                "what is not flushed is lost if this process is killed: {path} is of version 2; `qemu-img amend -o \
-                 compat=1.1 {path}` changes that"
-            ));
+            self.warnings.push(journal::none_in_version_2(&self.path));
         }
         let journals = able;
         let (identity, tag) = (self.identity, self.tag());
