@@ -1,5 +1,7 @@
 //! Dirty bitmaps as commands and daemons exchange them.
 
+use std::fmt::{self, Display, Formatter};
+
 use serde::{Deserialize, Serialize};
 
 /// A change of the dirty bitmaps, at one moment.
@@ -23,6 +25,37 @@ pub enum BitmapChange {
         /// Its name.
         name: String,
     },
+    /// Writes set its bits from now on.
+    Enable {
+        /// Its name.
+        name: String,
+    },
+    /// It stays as it is.
+    Disable {
+        /// Its name.
+        name: String,
+    },
+    /// All that is dirty in some is dirty in another one, too.
+    Merge {
+        /// The names of those that stay as they are.
+        from: Vec<String>,
+        /// The name of the other one.
+        into: String,
+    },
+}
+
+impl Display for BitmapChange {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (what, name) = match self {
+            BitmapChange::Add { name, .. } => ("add", name),
+            BitmapChange::Remove { name } => ("remove", name),
+            BitmapChange::Clear { name } => ("clear", name),
+            BitmapChange::Enable { name } => ("enable", name),
+            BitmapChange::Disable { name } => ("disable", name),
+            BitmapChange::Merge { into, .. } => ("merge into", into),
+        };
+        write!(f, "{what} {}", name.escape_debug())
+    }
 }
 
 /// A dirty bitmap. Sizes in bytes.

@@ -82,7 +82,7 @@ fn a_file_that_may_not_be_read_is_a_warning() {
 }
 
 #[test]
-fn a_writer_who_is_not_the_owner_adds_bitmaps() {
+fn a_writer_that_is_not_the_owner_adds_bitmaps() {
     let (place, nobody) = of_nobody("place-group");
     let image = place.image("d.img", 1 << 20);
     chown(&image, None, Some(NOBODY)).unwrap();
@@ -131,7 +131,7 @@ fn bitmaps_of_a_read_only_device_stay_as_they_are() {
         place.done(&["detach", "q"]);
         let (uri, warned) = attach(&place, &image, &["--format", format, "--read-only"]);
         assert_eq!(warned, "");
-        for words in [["add", "q", "c"], ["remove", "q", "b"], ["clear", "q", "b"]] {
+        for words in [["add", "q", "c"], ["remove", "q", "b"], ["clear", "q", "b"], ["disable", "q", "b"]] {
             assert!(place.refused(&[&["bitmap"], &words[..]].concat()).contains("read-only"), "{words:?}");
         }
         assert_eq!(dirty(&[&uri], "b"), [(K << 10, 64 * K)]);

@@ -97,6 +97,70 @@ fn a_kill_after_a_snapshot_leaves_names_in_both_images() {
     }
 }
 
+// Contract: bitmaps
+#[test]
+fn bitmaps_are_merged_and_disabled_as_qemu_does() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(&format!("kept-merge-{format}"));
+        let image = image(&place, format, "64M");
+        let (uri, _) = attach(&place, &image, format);
+        place.done(&["bitmap", "add", "q", "all"]);
+        place.done(&["bitmap", "add", "q", "fine", "--granularity", "4K"]);
+        place.done(&["bitmap", "add", "q", "more"]);
+        place.done(&["bitmap", "disable", "q", "all"]);
+        qemu_io("raw", &uri, &["write -P 1 1M 4k"]);
+        assert_eq!((dirty(&[&uri], "all"), state(&place, "q", "all")), (vec![], "disabled".to_owned()));
+        place.done(&["bitmap", "disable", "q", "fine"]);
+        qemu_io("raw", &uri, &["write -P 1 2M 4k"]);
+        assert_eq!(dirty(&[&uri], "fine"), [(K << 10, 4 * K)]);
+        place.done(&["bitmap", "merge", "q", "fine", "more", "all"]);
+        let merged = [(K << 10, 64 * K), (2 << 20, 64 * K)];
+        assert_eq!(dirty(&[&uri], "all"), merged);
+        place.done(&["bitmap", "enable", "q", "fine"]);
+        place.done(&["bitmap", "clear", "q", "all"]);
+        place.done(&["bitmap", "merge", "q", "more", "all"]);
+        qemu_io("raw", &uri, &["write -P 1 3M 4k"]);
+        for (words, why) in [
+            (&["merge", "q", "fine", "none", "all"][..], "no bitmap none"),
+            (&["merge", "q", "all", "none"], "no bitmap none"),
+            (&["enable", "q", "none"], "no bitmap none"),
+        ] {
+            let refused = place.refused(&[&["bitmap"], words].concat());
+            assert!(refused.contains(why), "{refused}");
+        }
+        place.done(&["detach", "q"]);
+        let (uri, _) = attach(&place, &image, format);
+        assert_eq!(state(&place, "q", "all"), "disabled");
+        assert_eq!(
+            (dirty(&[&uri], "all"), state(&place, "q", "fine")),
+            (merged.to_vec(), "recording".into())
+        );
+        assert_eq!(dirty(&[&uri], "fine"), [(K << 10, 4 * K), (3 << 20, 4 * K)]);
+        if format == "qcow2" {
+            place.done(&["bitmap", "merge", "q", "fine", "b0"]);
+            let expected = dirty(&[&uri], "b0");
+            place.done(&["detach", "q"]);
+            run("qemu-img", &["check", "-f", "qcow2", &image]);
+            run("qemu-img", &["bitmap", "--merge", "fine", &image, "all"]);
+            assert_eq!(in_qemu_nbd(&image, "all"), [&merged[..], &[(3 << 20, 64 * K)]].concat());
+            assert_eq!(in_qemu_nbd(&image, "b0"), expected);
+            let info = run("qemu-img", &["info", "--output=json", &image]);
+            let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+            let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().clone();
+            let flags = |name: &str| bitmaps.iter().find(|one| one["name"] == name).unwrap()["flags"].clone();
+            assert_eq!((flags("all"), flags("fine")), (serde_json::json!([]), serde_json::json!(["auto"])));
+        } else {
+            kill(place.pid("q"));
+            attach(&place, &image, format);
+            for words in [&["enable", "q", "fine"][..], &["merge", "q", "fine", "all"]] {
+                let refused = place.refused(&[&["bitmap"], words].concat());
+                assert!(refused.contains("is inconsistent; remove it"), "{refused}");
+            }
+            place.done(&["detach", "q"]);
+        }
+    }
+}
+
 /// A file system of its own, of `bytes`.
 struct Small(Place);
 

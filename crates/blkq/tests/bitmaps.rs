@@ -32,6 +32,8 @@ enum Step {
     Add(u32),
     Clear,
     Remove,
+    /// Has it record, or not.
+    Record(bool),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -47,6 +49,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (9u32..20).prop_map(Step::Add),
         1 => Just(Step::Clear),
         1 => Just(Step::Remove),
+        2 => any::<bool>().prop_map(Step::Record),
     ]
 }
 
@@ -59,6 +62,7 @@ proptest! {
         let disk = Disk::builder(Box::new(Ram::new(SIZE, 512, false).unwrap())).build().unwrap();
         let mut queue = disk.open_queue(0).unwrap();
         let mut model: Option<(u32, Vec<bool>)> = None;
+        let mut records = true;
         for step in steps {
             match step {
                 Step::Write(operation, range) => {
@@ -71,7 +75,7 @@ proptest! {
                     let bio =
                         Bio { operation, flags: BioFlags::empty(), sector, sectors, data, user_data: 0 };
                     prop_assert_eq!(run(&mut queue, bio).result, Ok(()));
-                    if let Some((shift, model)) = model.as_mut().filter(|_| operation != Operation::Read) {
+                    if let Some((shift, model)) = model.as_mut().filter(|_| records && operation != Operation::Read) {
                         let granule = 1u64 << *shift;
                         let end = range.end.div_ceil(granule) as usize;
                         model[(range.start >> *shift) as usize..end].fill(true);
@@ -80,11 +84,17 @@ proptest! {
                 Step::Add(shift) => {
                     let added = disk.add_bitmap("b", 1 << shift);
                     prop_assert_eq!(added.is_ok(), model.is_none());
+                    records |= added.is_ok();
                     model.get_or_insert_with(|| (shift, vec![false; SIZE.div_ceil(1 << shift) as usize]));
                 }
                 Step::Clear => {
                     prop_assert_eq!(disk.clear_bitmap("b").is_ok(), model.is_some());
                     model.iter_mut().for_each(|(_, model)| model.fill(false));
+                }
+                Step::Record(is_on) => {
+                    let done = disk.set_bitmap_recording("b", is_on).is_ok();
+                    prop_assert_eq!(done, model.is_some());
+                    records = if done { is_on } else { records };
                 }
                 Step::Remove => {
                     prop_assert_eq!(disk.remove_bitmap("b").is_ok(), model.take().is_some());

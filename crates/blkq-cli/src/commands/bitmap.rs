@@ -65,6 +65,31 @@ enum Command {
         /// Its name
         bitmap: String,
     },
+    /// Have writes set the bits of a bitmap from now on; it keeps those that it has
+    Enable {
+        #[command(flatten)]
+        device: Device,
+        /// Its name
+        bitmap: String,
+    },
+    /// Have a bitmap stay as it is
+    Disable {
+        #[command(flatten)]
+        device: Device,
+        /// Its name
+        bitmap: String,
+    },
+    /// Add all that is dirty in some bitmaps to another one
+    Merge {
+        #[command(flatten)]
+        device: Device,
+        /// The bitmaps that stay as they are
+        #[arg(required = true)]
+        from: Vec<String>,
+        /// The bitmap that gets it all
+        #[arg(required = true)]
+        into: String,
+    },
     /// List the bitmaps of a device
     List {
         #[command(flatten)]
@@ -87,7 +112,7 @@ impl Args {
     /// Does it.
     ///
     /// # Errors
-    /// The bitmap that cannot be added, removed, cleared or listed, and why.
+    /// The bitmap that cannot be changed or listed, and why.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let (device, change) = match self.command {
@@ -96,6 +121,9 @@ impl Args {
             }
             Command::Remove { device, bitmap } => (device, BitmapChange::Remove { name: bitmap }),
             Command::Clear { device, bitmap } => (device, BitmapChange::Clear { name: bitmap }),
+            Command::Enable { device, bitmap } => (device, BitmapChange::Enable { name: bitmap }),
+            Command::Disable { device, bitmap } => (device, BitmapChange::Disable { name: bitmap }),
+            Command::Merge { device, from, into } => (device, BitmapChange::Merge { from, into }),
             Command::List { device, json } => {
                 let bitmaps: Vec<BitmapInfo> =
                     ask(&dir, &named(&dir, &device.device)?, &Request::Bitmaps {})?;

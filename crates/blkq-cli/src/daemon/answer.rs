@@ -11,7 +11,6 @@ use super::commit::serve_commit;
 use super::shared::{Shared, Stage};
 use super::snapshot::{receive_file, serve_snapshot};
 use super::trace::serve_trace;
-use crate::bitmaps::BitmapChange;
 use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
@@ -73,12 +72,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
             reply_line(file.and_then(|file| open.and_then(|()| shared.device().set_bitmap_file(file))))
         }
         Request::Bitmap { change } => {
-            let (what, name) = match &change {
-                BitmapChange::Add { name, .. } => ("add", name),
-                BitmapChange::Remove { name } => ("remove", name),
-                BitmapChange::Clear { name } => ("clear", name),
-            };
-            log::line(&format!("bitmap: {what} {}", name.escape_debug()));
+            log::line(&format!("bitmap: {change}"));
             let open = shared.stage().check();
             reply_line(open.and_then(|()| shared.device().change_bitmap(&change)).inspect_err(refused))
         }

@@ -26,7 +26,7 @@ impl Device {
         Ok(bitmaps::set_file(&*self.running()?.disk.driver(), file)?)
     }
 
-    /// Adds, removes or clears a bitmap: at one moment, for which I/O in flight completes.
+    /// Changes the bitmaps: at one moment, for which I/O in flight completes.
     ///
     /// # Errors
     /// If the device can have no such bitmap, or has none of that name.
@@ -44,6 +44,9 @@ impl Device {
             }
             BitmapChange::Remove { name } => running.disk.remove_bitmap(name)?,
             BitmapChange::Clear { name } => running.disk.clear_bitmap(name)?,
+            BitmapChange::Enable { name } => running.disk.set_bitmap_recording(name, true)?,
+            BitmapChange::Disable { name } => running.disk.set_bitmap_recording(name, false)?,
+            BitmapChange::Merge { from, into } => running.disk.merge_bitmaps(from, into)?,
         }
         Ok(())
     }

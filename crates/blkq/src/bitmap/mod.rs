@@ -26,6 +26,8 @@ pub const BITMAPS_MAX: usize = 64;
 /// Most memory of all bitmaps of a disk, in bytes.
 pub const MEMORY_MAX_BYTES: u64 = 32 << 20;
 
+/// Runs that are merged at a time.
+const EXTENTS_MAX: usize = 1024;
 const WORD_BITS: u64 = u64::BITS as u64;
 
 /// Whether a bitmap is kept up to date.
@@ -204,6 +206,36 @@ impl Bitmap {
         }
         bitmap.clear_behind();
         Ok(bitmap)
+    }
+
+    /// The same, kept up to date or not from now on.
+    ///
+    /// # Errors
+    /// As [`Bitmap::new`].
+    pub(crate) fn with_state(&self, state: BitmapState) -> Result<Bitmap, Error> {
+        let mut bitmap = self.resized(self.size)?;
+        bitmap.state = state;
+        Ok(bitmap)
+    }
+
+    /// Sets the bits of all that is dirty in `other`, a bitmap of the same disk.
+    pub(crate) fn merge(&self, other: &Bitmap) {
+        if self.granularity_bits == other.granularity_bits {
+            for (number, word) in other.words.iter().enumerate() {
+                self.set(number as u64, word.load(Relaxed));
+            }
+            return self.clear_behind();
+        }
+        let mut at = 0;
+        while at < other.size {
+            for extent in other.extents(at..other.size, EXTENTS_MAX) {
+                if extent.dirty {
+                    self.mark(at..at + extent.length);
+                }
+                at += extent.length;
+            }
+        }
+        self.clear_behind();
     }
 
     /// The same as one that is not up to date, without bits.

@@ -95,6 +95,7 @@ impl BitmapSet {
         if let Some(place) = bitmaps.iter_mut().find(|other| other.name() == bitmap.name()) {
             *place = Arc::new(bitmap);
         }
+        self.note(&bitmaps);
     }
 
     /// Checks whether all have room in memory if the disk gets `size` bytes.

@@ -63,6 +63,32 @@ proptest! {
     }
 }
 
+proptest! {
+    #[test]
+    fn a_merged_bitmap_has_the_granules_of_both(
+        size in 1u64..1 << 20,
+        shifts in (9u32..13, 9u32..13),
+        writes in proptest::collection::vec((0u64..1 << 20, 1u64..20_000, any::<bool>()), 0..20),
+    ) {
+        let (into, from) = (bitmap(1 << shifts.0, size), bitmap(1 << shifts.1, size));
+        for (start, length, is_into) in &writes {
+            let range = *start % size..(*start % size + length).min(size);
+            if *is_into { into.mark(range) } else { from.mark(range) }
+        }
+        let (before, unchanged) = (dirty(&into), dirty(&from));
+        into.merge(&from);
+        let is_in = |runs: &[Range<u64>], part: &Range<u64>| {
+            runs.iter().any(|run| run.start < part.end && part.start < run.end)
+        };
+        for start in (0..size).step_by(1 << shifts.0) {
+            let granule = start..(start + (1 << shifts.0)).min(size);
+            let expected = is_in(&before, &granule) || is_in(&unchanged, &granule);
+            prop_assert_eq!(is_in(&dirty(&into), &granule), expected, "at {}", start);
+        }
+        prop_assert_eq!(dirty(&from), unchanged);
+    }
+}
+
 #[test]
 fn a_bitmap_that_cannot_be_is_rejected() {
     let error = |name: &str, granularity, size| {

@@ -67,21 +67,54 @@ impl Disk {
     /// Clears a bitmap: what completed before this is not in it any more, and what is submitted afterwards is.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is not
-    /// recording, or the disk is read-only; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is inconsistent, or the
+    /// disk is read-only; [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn clear_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
-        let bitmap = self.find_bitmap(name)?;
-        self.check_not_read_only("its bitmaps stay as they are")?;
-        if bitmap.state() != BitmapState::Recording {
-            let message = format!("bitmap {name} is not kept up to date; remove it, and add it again");
-            return Err(Error::new(ErrorKind::Unsupported, message));
-        }
-        let cleared = bitmap.cleared()?;
+        let cleared = self.find_consistent(name)?.cleared()?;
         self.frozen(|| {
             self.bitmaps.replace(cleared);
             Ok(())
         })
+    }
+
+    /// Has writes set the bits of a bitmap from now on, or not any more. It keeps those that it has.
+    ///
+    /// # Errors
+    /// As [`Disk::clear_bitmap`].
+    pub fn set_bitmap_recording(&self, name: &str, is_recording: bool) -> Result<(), Error> {
+        let _one_at_a_time = lock(&self.changing);
+        let bitmap = self.find_consistent(name)?;
+        let state = if is_recording { BitmapState::Recording } else { BitmapState::Disabled };
+        self.frozen(|| {
+            self.bitmaps.replace(bitmap.with_state(state)?);
+            Ok(())
+        })
+    }
+
+    /// Adds all that is dirty in the bitmaps `from` to the bitmap `into`, at one moment.
+    ///
+    /// # Errors
+    /// As [`Disk::clear_bitmap`], and then nothing has changed.
+    pub fn merge_bitmaps(&self, from: &[String], into: &str) -> Result<(), Error> {
+        let _one_at_a_time = lock(&self.changing);
+        let into = self.find_consistent(into)?;
+        let from = from.iter().map(|name| self.find_consistent(name)).collect::<Result<Vec<_>, _>>()?;
+        self.frozen(|| {
+            from.iter().for_each(|bitmap| into.merge(bitmap));
+            Ok(())
+        })
+    }
+
+    /// The bitmap of that name, to be changed.
+    fn find_consistent(&self, name: &str) -> Result<Arc<Bitmap>, Error> {
+        let bitmap = self.find_bitmap(name)?;
+        self.check_not_read_only("its bitmaps stay as they are")?;
+        if bitmap.state() == BitmapState::Inconsistent {
+            let message = format!("bitmap {name} is inconsistent; remove it, and add it again");
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(bitmap)
     }
 
     /// Changes which bitmaps there are while no request is in flight, or leaves all as it was.

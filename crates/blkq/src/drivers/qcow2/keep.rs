@@ -153,7 +153,8 @@ impl Image<'_> {
             return Ok(());
         }
         self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), self.size())?;
-        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.stored());
+        let named = bitmaps.iter().map(|bitmap| Named::of(bitmap, self.size())).collect();
+        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.stored(named));
         self.run("keep the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
     }
 

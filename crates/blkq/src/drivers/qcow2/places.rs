@@ -21,7 +21,7 @@ const SEARCHES_MAX: usize = 64;
 const WRITE_BYTES: usize = 1 << 20;
 
 /// The facts of a bitmap that its place follows from.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub(super) struct Named {
     name: String,
     granularity: u64,
@@ -39,6 +39,12 @@ impl Named {
 
     fn has_bits(&self) -> bool {
         self.state != BitmapState::Inconsistent
+    }
+
+    /// Whether the directory has the same for both, but for flags that mean nothing while they are in use.
+    fn is_like(&self, other: &Named) -> bool {
+        let facts = |named: &Named| (named.granularity, named.bytes, named.has_bits());
+        self.name == other.name && facts(self) == facts(other)
     }
 }
 
@@ -68,12 +74,14 @@ impl Places {
     pub fn has(&self, named: &[Named]) -> bool {
         let is_empty = named.is_empty() && self.others.is_empty() && self.loaded.is_empty();
         let is_there = self.directory.is_some() || is_empty;
-        is_there && !self.stored && self.places.iter().map(|place| &place.named).eq(named)
+        let are_like = self.places.iter().zip(named).all(|(place, named)| place.named.is_like(named));
+        is_there && !self.stored && self.places.len() == named.len() && are_like
     }
 
-    /// These, of which the directory is about to have the bits.
-    pub fn stored(&mut self) -> Places {
+    /// These, of which the directory is about to have the bits, and `named` as they are now.
+    pub fn stored(&mut self, named: Vec<Named>) -> Places {
         self.stored = true;
+        self.places.iter_mut().zip(named).for_each(|(place, named)| place.named = named);
         self.clone()
     }
 
