@@ -120,7 +120,7 @@ pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Pat
     // Its engine nbd prints something on the standard output, which is not needed.
     let process = Child::start(command, Stdio::null())?.wait(limit)?;
     let text = std::fs::read_to_string(&output)?;
-    parse(&text, job.rw.ends_with("write"), process).map_err(|e| format!("fio: {e}").into())
+    parse(&text, job.rw.contains("write"), process).map_err(|e| format!("fio: {e}").into())
 }
 
 fn parse(text: &str, write: bool, process: Usage) -> Result<Report> {

@@ -1,6 +1,6 @@
 //! blkq beside its peers, over the same file, with the same client.
 
-use crate::bench::{Bench, CaseRun, Pace, case};
+use crate::bench::{Bench, Pace, case};
 use crate::metric::Metric;
 use crate::result::{Case, Comparison, Expected, Figure, Table};
 use crate::{Result, What};
@@ -10,10 +10,13 @@ mod fio;
 mod kernel_loop;
 mod modelled;
 mod peer;
+mod qcow2;
 mod vhost;
 
 use fio::Job;
-use peer::{BLKQ, BLKQ_NULL, LOOP_DIRECT, OVER_FILE, OVER_NOTHING, Peer, Place, QEMU_NBD, RAW};
+use peer::{
+    BLKQ, BLKQ_NULL, LOOP_DIRECT, OVER_FILE, OVER_NOTHING, Peer, Place, QEMU_NBD, RAW, chosen, visits,
+};
 
 const RANDOM: Job =
     Job { title: "4 KiB random read, depth 64", rw: "randread", block_bytes: 4096, depth: 64, quick: true };
@@ -52,11 +55,6 @@ fn pace(pace: &Pace) -> Pace {
 /// The time of a job over the whole file, as far as a disk of a gigabyte per second does it.
 const WARM_UP_SECONDS: f64 = 1.0;
 
-/// Those of a quick run, or all.
-fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
-    all.iter().filter(move |one| is_quick(one) || !quick)
-}
-
 /// About how long its runs take.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     if fio::lacks().is_some() {
@@ -68,7 +66,10 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
     let warm_ups = chosen(&JOBS, pace.quick, |job| job.quick).filter(|job| job.warms_up()).count() * peers;
     let nbd = pace.cost(jobs * peers + 1 + chosen(&OVER_NOTHING, pace.quick, |peer| peer.quick).count());
     let warm_up = WARM_UP_SECONDS * (pace.rounds * warm_ups) as f64;
-    nbd + warm_up + modelled::planned_seconds(&pace) + vhost::planned_seconds(&pace)
+    nbd + warm_up
+        + modelled::planned_seconds(&pace)
+        + qcow2::planned_seconds(&pace)
+        + vhost::planned_seconds(&pace)
 }
 
 /// Measures it.
@@ -118,6 +119,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     state_targets(&mut table, &mut comparisons, &null);
     comparisons.push(null);
     comparisons.push(modelled::run(bench, pace, &place, &RANDOM, &mut table)?);
+    comparisons.extend(qcow2::run(bench, pace, &place, &mut table)?);
     comparisons.extend(vhost::run(bench, pace, &place, &mut table)?);
     table.comparisons = vec![memory(&mut comparisons)];
     table.comparisons.splice(0..0, comparisons);
@@ -126,10 +128,6 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
             .into(),
     );
     Ok(table)
-}
-
-fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, CaseRun<'a>)> {
-    peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
 /// The claims about blkq beside the peers that there are.

@@ -13,6 +13,7 @@ use super::child::{Child, POLL_INTERVAL};
 use super::fio::{self, Job, Length, Target};
 use super::kernel_loop::KernelLoop;
 use crate::Result;
+use crate::bench::{CaseRun, case};
 use crate::cache::{cached_bytes, evict};
 use crate::interrupt::Undo;
 use crate::measurement::Run;
@@ -33,7 +34,8 @@ pub struct Place {
     image: PathBuf,
     bytes: u64,
     scratch: PathBuf,
-    _made: Undo,
+    /// `None`: it is another place's.
+    _made: Option<Undo>,
 }
 
 impl Place {
@@ -47,7 +49,12 @@ impl Place {
         let remove = move || drop(std::fs::remove_dir_all(at));
         let (_, made) = Undo::after(|| std::fs::DirBuilder::new().mode(0o700).create(&scratch), remove)
             .map_err(|e| format!("{}: {e}", scratch.display()))?;
-        Ok(Place { image: image.to_owned(), bytes, scratch, _made: made })
+        Ok(Place { image: image.to_owned(), bytes, scratch, _made: Some(made) })
+    }
+
+    /// The same for `image`, with a device of `bytes`.
+    pub(super) fn of(&self, image: &Path, bytes: u64) -> Place {
+        Place { image: image.to_owned(), bytes, scratch: self.scratch.clone(), _made: None }
     }
 
     /// The size of the image.
@@ -179,6 +186,16 @@ pub const OVER_NOTHING: [Peer; 3] = [
     },
 ];
 
+/// Those of a quick run, or all.
+pub(super) fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
+    all.iter().filter(move |one| is_quick(one) || !quick)
+}
+
+/// A case for each peer, in which it serves `place` for `job`.
+pub(super) fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, CaseRun<'a>)> {
+    peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
+}
+
 /// A peer that is ready.
 struct Ready {
     target: Target,
@@ -191,6 +208,11 @@ impl Peer {
     /// A server of this program, by its command line.
     pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Peer {
         Peer { name, package: "", quick: true, way: Way::Nbd(words) }
+    }
+
+    /// A server of a Debian package, by its command line.
+    pub(super) const fn of_package(name: &'static str, package: &'static str, words: &'static str) -> Peer {
+        Peer { name, package, quick: true, way: Way::Nbd(words) }
     }
 
     /// The reason why it cannot be measured here, if it cannot.

@@ -1,0 +1,157 @@
+//! blkq and qemu-nbd over the same qcow2 image, beside blkq over the same data in a raw one.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use super::child::Child;
+use super::fio::Job;
+use super::peer::{BLKQ, Peer, Place, chosen, not_there, visits};
+use crate::Result;
+use crate::bench::{Bench, Pace, case};
+use crate::interrupt::Undo;
+use crate::metric::Metric;
+use crate::result::{Comparison, Expected, Table};
+
+const OURS: Peer = Peer::of_blkq(
+    "blkq qcow2",
+    "blkq attach {image} --format qcow2 --name disk --foreground --direct-io on --export nbd \
+     --listen unix:{socket}",
+);
+const QEMU_NBD: Peer = Peer::of_package(
+    "qemu-nbd qcow2",
+    "qemu-utils",
+    "qemu-nbd -f qcow2 -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}",
+);
+/// Of the same data, on an image that is not qcow2.
+const RAW: Peer = Peer::of_blkq(
+    BLKQ,
+    "blkq attach {image} --name disk --foreground --direct-io on --export nbd --listen unix:{socket}",
+);
+
+const ALLOCATED: [Job; 2] = [
+    Job {
+        title: "qcow2, 4 KiB random read of data that is there, depth 64",
+        rw: "randread",
+        block_bytes: 4096,
+        depth: 64,
+        quick: true,
+    },
+    Job {
+        title: "qcow2, 4 KiB random write to data that is there, depth 64",
+        rw: "randwrite",
+        block_bytes: 4096,
+        depth: 64,
+        quick: false,
+    },
+];
+/// Each write is 64 KiB, a cluster, behind the one before.
+const ALLOCATING: Job = Job {
+    title: "qcow2, 4 KiB write to a new cluster each, depth 64",
+    rw: "write:60k",
+    block_bytes: 4096,
+    depth: 64,
+    quick: false,
+};
+/// The device of the image that is empty at first: more than can be written in a run.
+const EMPTY_BYTES: u64 = 1 << 40;
+
+const QEMU_IMG: &str = "qemu-img";
+
+/// About how long its runs take.
+pub fn planned_seconds(pace: &Pace) -> f64 {
+    let allocated = chosen(&ALLOCATED, pace.quick, |job| job.quick).count();
+    pace.cost(3 * allocated + if pace.quick { 0 } else { 2 })
+}
+
+/// Measures it, and states its targets.
+///
+/// # Errors
+/// If a server does not start.
+pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
+    let made = bench.progress.aside(|_| Images::make(place));
+    let images = match made {
+        Ok(images) => images,
+        Err(error) => {
+            table.left_out.push(not_there("qcow2", "qemu-utils", &error));
+            return Ok(Vec::new());
+        }
+    };
+    let (full, empty) = (place.of(&images.full, place.bytes()), place.of(&images.empty, EMPTY_BYTES));
+    let mut comparisons = Vec::new();
+    for job in chosen(&ALLOCATED, pace.quick, |job| job.quick) {
+        let mut cases = visits(&[&OURS, &QEMU_NBD], &full, *job);
+        cases.push(case(BLKQ, |length| RAW.visit(place, job, length)));
+        let mut comparison = bench.compare_at(pace, job.title, cases)?;
+        state(&mut comparison, table, QEMU_NBD.name, 1.5);
+        state(&mut comparison, table, BLKQ, 0.9);
+        comparisons.push(comparison);
+    }
+    if pace.quick {
+        let titles = ALLOCATED.iter().chain([&ALLOCATING]).filter(|job| !job.quick).map(|job| job.title);
+        table.left_out.push(format!("for --quick: {}", titles.collect::<Vec<_>>().join("; ")));
+    } else {
+        let [ours, theirs] = [&OURS, &QEMU_NBD].map(|peer| {
+            let (images, empty) = (&images, &empty);
+            case(peer.name, move |length| {
+                images.empty()?;
+                peer.visit(empty, &ALLOCATING, length)
+            })
+        });
+        let mut comparison = bench.compare_at(pace, ALLOCATING.title, vec![ours, theirs])?;
+        state(&mut comparison, table, QEMU_NBD.name, 1.2);
+        comparisons.push(comparison);
+    }
+    Ok(comparisons)
+}
+
+/// States how many more I/Os blkq does than `base`, and that it should be so many times as many.
+fn state(comparison: &mut Comparison, table: &mut Table, base: &str, wanted: f64) {
+    for metric in [Metric::Iops, Metric::ServerCpuNsPerIo] {
+        comparison.effect(format!("{} by {base}", OURS.name), base, OURS.name, metric, None);
+    }
+    let iops = comparison.effects.iter().find(|effect| effect.base == base && effect.metric == Metric::Iops);
+    if let Some(ratio) = iops.map(|effect| effect.ratio) {
+        let title = format!("{}: {} by {base}", comparison.title, Metric::Iops.label());
+        table.target(title, ratio, Expected::AtLeast(wanted));
+    }
+}
+
+/// The images, beside the file that is measured on, until this is dropped.
+struct Images {
+    /// With the data of that file.
+    full: PathBuf,
+    /// With nothing at first.
+    empty: PathBuf,
+    _made: Undo,
+}
+
+impl Images {
+    fn make(place: &Place) -> Result<Images> {
+        let beside = |what: &str| {
+            let name = format!(".blkq-bench-{}-{what}.qcow2", std::process::id());
+            place.image().with_file_name(name)
+        };
+        let (full, empty) = (beside("full"), beside("empty"));
+        let at = [full.clone(), empty.clone()];
+        let remove = move || at.iter().for_each(|path| drop(std::fs::remove_file(path)));
+        let (_, made) = Undo::after(|| Ok::<_, crate::Error>(()), remove)?;
+        let images = Images { full, empty, _made: made };
+        qemu_img(
+            &["convert", "-t", "none", "-T", "none", "-f", "raw", "-O", "qcow2"],
+            &[place.image(), &images.full],
+            &[],
+        )?;
+        Ok(images)
+    }
+
+    /// Makes the one anew that has nothing.
+    fn empty(&self) -> Result {
+        qemu_img(&["create", "-q", "-f", "qcow2"], &[&self.empty], &[&EMPTY_BYTES.to_string()])
+    }
+}
+
+fn qemu_img(options: &[&str], paths: &[&Path], size: &[&str]) -> Result {
+    let mut command = Command::new(QEMU_IMG);
+    command.args(options).args(paths).args(size);
+    Child::start(command, Stdio::null())?.wait(super::peer::READY_WAIT * 12).map(drop)
+}
