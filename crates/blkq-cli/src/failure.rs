@@ -38,9 +38,9 @@ impl Failure {
     }
 
     /// Why the block layer or an attachment refused something, with a `cure` that the command has for
-    /// errors of this `kind`: the libraries know none of its options and subcommands.
+    /// errors of this `kind` that name none: the libraries know none of its options and subcommands.
     pub fn of(error: blkq::Error, kind: ErrorKind, cure: &str) -> Failure {
-        match error.kind() == kind {
+        match error.kind() == kind && !error.has_cure() {
             true => Failure::new(format!("{error}; {cure}")),
             false => error.into(),
         }
@@ -130,6 +130,14 @@ mod tests {
         assert_eq!(of(ErrorKind::System), "no");
         let busy = |kind| Failure::from(blkq::Error::new(kind, "no")).is_busy();
         assert!(busy(ErrorKind::Busy) && !busy(ErrorKind::System));
+    }
+
+    #[test]
+    fn an_error_with_a_cure_gets_no_other() {
+        let error = || blkq::Error::new(ErrorKind::Unsupported, "no");
+        let of = |error| Failure::of(error, ErrorKind::Unsupported, "detach").to_string();
+        assert_eq!(of(error()), "no; detach");
+        assert_eq!(of(error().with_cure("use qemu-img")), "no; use qemu-img");
     }
 
     #[test]

@@ -272,6 +272,11 @@ impl Error {
         Error { cure: cure.into(), ..self }
     }
 
+    /// Whether it has a cure, to which a program adds none of its own.
+    pub fn has_cure(&self) -> bool {
+        !self.cure.is_empty()
+    }
+
     /// The kind of this error.
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -525,23 +525,23 @@ impl Driver for Qcow2 {
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let now = locked(&self.shared.state).size;
         let Some(bytes) = bytes.filter(|bytes| *bytes != now) else { return Ok(now) };
-        let refused = |why: String| {
+        let refused = |why: &str, cure: &str| {
             let message = format!("{} cannot have {bytes} bytes: {why}", self.path.display());
-            Err(Error::new(ErrorKind::Unsupported, message))
+            Err(Error::new(ErrorKind::Unsupported, message).with_cure(cure))
         };
+        let elsewhere = "resize it with qemu-img while nothing has it open";
         if bytes < now {
-            return refused(format!("a qcow2 image does not shrink while it is served; it has {now}"));
+            let why = format!("a qcow2 image does not shrink while it is served; it has {now}");
+            return refused(&why, elsewhere);
         }
         if !bytes.is_multiple_of(u64::from(self.logical_block_bytes)) {
-            return refused(format!("they are not whole sectors of {}", self.logical_block_bytes));
+            return refused(&format!("they are not whole sectors of {}", self.logical_block_bytes), "");
         }
         if self.read_only.load(Relaxed) {
-            return refused("it is read-only".to_owned());
+            return refused("it is read-only", "");
         }
         match grow::room(&locked(&self.shared.state)) {
-            room if bytes > room => refused(format!(
-                "its L1 table has room for {room}; resize it with qemu-img while it is not served"
-            )),
+            room if bytes > room => refused(&format!("its L1 table has room for {room}"), elsewhere),
             _ => Ok(bytes),
         }
     }
