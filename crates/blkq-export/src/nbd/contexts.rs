@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, DirtyExtent};
-use blkq::{Disk, Extent, Status};
+use blkq::{Disk, Driver, Error, Extent, Status};
 
 use super::proto::AllocationFlags;
 
@@ -169,13 +169,25 @@ impl ChosenContexts {
 }
 
 fn extents(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
-    let extents = disk.driver().extents(range.clone(), max).map_err(|_| Status::Io)?;
+    let extents = ask_present(disk, |driver| driver.extents(range.clone(), max))?;
     Ok(extents.into_iter().map(StatusExtent::from).collect())
 }
 
 fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
-    let depths = disk.driver().allocation_depths(range.clone(), max).map_err(|_| Status::Io)?;
+    let depths = ask_present(disk, |driver| driver.allocation_depths(range.clone(), max))?;
     Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
+}
+
+/// The answer of a driver that is the disk's all the time: an image that another has replaced may have been emptied
+/// since.
+fn ask_present<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) -> Result<T, Status> {
+    loop {
+        let driver = disk.driver();
+        let answer = ask(&*driver);
+        if Arc::ptr_eq(&driver, &disk.driver()) {
+            return answer.map_err(|_| Status::Io);
+        }
+    }
 }
 
 /// Exactly the first `bytes` bytes, whatever the driver returned.
@@ -190,7 +202,11 @@ fn within(mut extents: Vec<StatusExtent>, mut bytes: u64) -> Vec<StatusExtent> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{OnceLock, Weak};
+
+    use blkq::drivers::null::{Null, NullOptions};
     use blkq::drivers::ram::Ram;
+    use blkq::{DepthExtent, DriverQueue, ErrorKind, OpenContext, QueueLimits};
 
     use super::*;
 
@@ -208,5 +224,55 @@ mod tests {
         disk.remove_bitmap("b").unwrap();
         disk.add_bitmap("b", 512).unwrap();
         assert!(!is_answered(&chosen) && is_answered(&choose()));
+    }
+
+    const SIZE: u64 = 1 << 20;
+
+    /// An image that a commit empties and replaces while it is asked.
+    struct Emptied(Arc<OnceLock<Weak<Disk>>>);
+
+    impl Emptied {
+        fn replace(&self) {
+            let disk = self.0.get().unwrap().upgrade().unwrap();
+            let next = Null::new(NullOptions::new(SIZE)).unwrap();
+            disk.begin_exchange().unwrap().replace(Box::new(next)).unwrap();
+        }
+    }
+
+    impl Driver for Emptied {
+        fn name(&self) -> &'static str {
+            "emptied"
+        }
+
+        fn limits(&self) -> QueueLimits {
+            NullOptions::new(SIZE).limits
+        }
+
+        fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+            Err(Error::new(ErrorKind::Unsupported, "no queue"))
+        }
+
+        fn extents(&self, range: Range<u64>, _max: usize) -> Result<Vec<Extent>, Error> {
+            self.replace();
+            Ok(vec![Extent { length: range.end - range.start, hole: true, zero: true }])
+        }
+
+        fn allocation_depths(&self, _: Range<u64>, _max: usize) -> Result<Vec<DepthExtent>, Error> {
+            self.replace();
+            Err(Error::new(ErrorKind::Format, "a table was emptied"))
+        }
+    }
+
+    #[test]
+    fn a_query_beside_a_commit_is_answered_by_the_new_image() {
+        for context in [Contexts::BASE_ALLOCATION, Contexts::ALLOCATION_DEPTH] {
+            let place = Arc::new(OnceLock::new());
+            let disk = Disk::builder(Box::new(Emptied(place.clone()))).build().unwrap();
+            place.set(Arc::downgrade(&disk)).unwrap();
+            let chosen = ChosenContexts { contexts: context, bitmaps: Arc::default() };
+            let answer = chosen.query(&disk, &(0..4096), 9).unwrap();
+            let flags = if context == Contexts::BASE_ALLOCATION { 0 } else { 1 };
+            assert_eq!(answer[0].extents, [StatusExtent { length: 4096, flags }]);
+        }
     }
 }
