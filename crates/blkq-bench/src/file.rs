@@ -129,8 +129,11 @@ fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
     }
 }
 
-/// The file system has room for the file, less what it takes already.
-fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Result {
+/// The file system has room for so many bytes of the file, less what it takes already.
+///
+/// # Errors
+/// If it has not, with the place and how much.
+pub fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Result {
     let directory = path.parent().unwrap_or(path);
     let system = rustix::fs::statvfs(directory)
         .map_err(|e| format!("{}: {e}; choose another place with --file", directory.display()))?;

@@ -20,7 +20,7 @@ pub enum BitmapChange {
         /// Its name.
         name: String,
     },
-    /// From now on it has the writes from now on.
+    /// It has no bit set, and gets those of writes from now on.
     Clear {
         /// Its name.
         name: String,

@@ -6,20 +6,8 @@ mod place;
 use std::fs;
 use std::process::Command;
 
+use place::qemu::*;
 use place::*;
-
-fn run(program: &str, words: &[&str]) -> String {
-    let output = Command::new(program).args(words).output().unwrap();
-    assert!(output.status.success(), "{program} {words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
-}
-
-/// Words of qemu-io that each run one command.
-fn qemu_io(format: &str, image: &str, commands: &[&str]) {
-    let words: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
-    let printed = run("qemu-io", &[&["-f", format], &words[..], &[image]].concat());
-    assert!(!printed.contains("failed"), "{printed}");
-}
 
 #[test]
 fn qemu_writes_over_nbd_what_it_then_finds_in_the_image() {

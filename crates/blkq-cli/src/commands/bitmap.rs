@@ -65,7 +65,7 @@ enum Command {
         /// Its name
         bitmap: String,
     },
-    /// Have writes set the bits of a bitmap from now on; it keeps those that it has
+    /// Have writes set the bits of a bitmap again; those made while it was disabled are missing
     Enable {
         #[command(flatten)]
         device: Device,

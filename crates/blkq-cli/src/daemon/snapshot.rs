@@ -56,7 +56,7 @@ pub(super) fn receive_file(stream: &UnixStream) -> Outcome<File> {
     file.ok_or_else(|| Failure::new("the new file did not come: there was none"))
 }
 
-/// The files that come with the next byte: two at most.
+/// The files that come with the next byte: at most [`FILES_MAX`].
 ///
 /// # Errors
 /// The socket's.

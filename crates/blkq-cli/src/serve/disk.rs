@@ -27,7 +27,7 @@ pub(super) struct ServedDisk {
 }
 
 /// How the disk of a device comes to be, beyond its options.
-pub(super) struct Circumstances {
+pub(super) struct DiskStart {
     /// It goes on without a group that it cannot join: its users wait for I/O.
     pub(super) is_successor: bool,
     /// The kernel scans for partitions on a block device of its engines.
@@ -44,15 +44,15 @@ impl ServedDisk {
         claim: &Claim,
         driver: Box<dyn Driver>,
         kept: &mut Kept,
-        circumstances: &Circumstances,
+        start: &DiskStart,
     ) -> Outcome<ServedDisk> {
         let disk = build(options, claim.name(), driver)?;
         let (bitmaps, warnings) = KeptBitmaps::load(&disk)?;
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
-        served.join_group(options, claim, circumstances.is_successor)?;
+        served.join_group(options, claim, start.is_successor)?;
         kept.set(&served.disk);
-        served.engines = start_engines(&served.disk, options.sandbox, circumstances.partscan)?;
+        served.engines = start_engines(&served.disk, options.sandbox, start.partscan)?;
         Ok(served)
     }
 

@@ -10,7 +10,7 @@ use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 
 use super::background::BackgroundThreads;
 use super::block_device::KeptBlockDevice;
-use super::disk::{Circumstances, ServedDisk};
+use super::disk::{DiskStart, ServedDisk};
 use super::events::Events;
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
 use super::image::{
@@ -22,7 +22,7 @@ use super::meter::Meter;
 use super::opened::{Children, Opened};
 use super::running::Running;
 use super::sandbox::Sandbox;
-use super::servers::{Servers, Service};
+use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::autoclear::Autoclear;
 use crate::failure::{Failure, Outcome};
@@ -186,8 +186,8 @@ impl Device {
         let Opened { image, driver, journals, no_journals, metrics, tls, mut needs, children } = opened;
 
         let partscan = has_block_device && !options.partscan.refused;
-        let circumstances = Circumstances { is_successor, partscan };
-        let served = ServedDisk::new(options, claim, driver, &mut kept, &circumstances)?;
+        let start = DiskStart { is_successor, partscan };
+        let served = ServedDisk::new(options, claim, driver, &mut kept, &start)?;
         let handles = served.handles();
         let ServedDisk { engines, group, group_watch, bitmaps, disk, mut warnings } = served;
         let events = Events::new(&*disk.driver())?;
@@ -195,7 +195,7 @@ impl Device {
         let background = BackgroundThreads::new(options, &disk, handles.clone(), metrics, group_watch);
 
         let certificates = tls.as_ref().map(|tls| tls.certificates.clone());
-        let service = Service {
+        let context = ServerContext {
             disk: &disk,
             engines: &handles,
             image: &image,
@@ -204,7 +204,7 @@ impl Device {
             autoclear: &autoclear,
             events: &events,
         };
-        let (servers, of_servers) = Servers::start(options, sockets, service)?;
+        let (servers, of_servers) = Servers::start(options, sockets, context)?;
         let mut running = Running { servers, ublk: None, engines, bitmaps, disk };
         running.ublk = attach(&running.disk, &handles, children, events.failure.clone())
             .inspect_err(|_| running.servers.close())?;

@@ -23,7 +23,7 @@ const CONNECTIONS: u16 = 64;
 const HANDSHAKE_TIMEOUT_S: u16 = 10;
 
 /// The disk that servers serve, and how, beyond its options.
-pub(super) struct Service<'a> {
+pub(super) struct ServerContext<'a> {
     pub(super) disk: &'a Arc<Disk>,
     /// Of each of its queues.
     pub(super) engines: &'a [EngineHandle],
@@ -57,12 +57,12 @@ impl Servers {
     pub(super) fn start(
         options: &AttachOptions,
         sockets: Sockets,
-        service: Service,
+        context: ServerContext,
     ) -> Outcome<(Servers, Vec<String>)> {
         let access = socket_access(options.socket_mode, options.socket_group.as_deref())?;
         let closed = warn_of_closed_directories(sockets.nbd.iter().chain(&sockets.vhost), access);
-        let (disk, engines) = (service.disk, service.engines);
-        let vhost_options = vhost_options(options, access, &service);
+        let (disk, engines) = (context.disk, context.engines);
+        let vhost_options = vhost_options(options, access, &context);
         let vhost = sockets.vhost.map(|listen| VhostUserDevice::listen(listen, vhost_options, disk, engines));
         let vhost = vhost.transpose()?;
         // Later it could make no ring; and clients get the descriptors that are left.
@@ -71,7 +71,7 @@ impl Servers {
         drop(reserved);
         let connections_wanted = usize::from(options.max_connections.unwrap_or(CONNECTIONS));
         let connections_max = clients_max(connections_wanted, sockets.nbd.len());
-        let nbd_options = nbd_options(options, connections_max, access, service);
+        let nbd_options = nbd_options(options, connections_max, access, context);
         let (unaligned, switches) = (nbd_options.unaligned.clone(), nbd_options.switches.clone());
         let mut servers = Servers { nbd: Vec::new(), vhost, unaligned, switches };
         for listen in sockets.nbd {
@@ -154,12 +154,12 @@ pub(super) fn busy(clients: usize) -> Failure {
     Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
 }
 
-fn vhost_options(options: &AttachOptions, access: SocketAccess, service: &Service) -> VhostUserOptions {
+fn vhost_options(options: &AttachOptions, access: SocketAccess, context: &ServerContext) -> VhostUserOptions {
     VhostUserOptions {
-        serial: service.disk.name().to_owned(),
+        serial: context.disk.name().to_owned(),
         access,
-        idle_event: Some(service.autoclear.idle_event().clone()),
-        report_event: Some(service.events.rejection.clone()),
+        idle_event: Some(context.autoclear.idle_event().clone()),
+        report_event: Some(context.events.rejection.clone()),
         register_memory: options.register_memory.then(|| memory_limits(options.sandbox)),
     }
 }
@@ -168,9 +168,9 @@ fn nbd_options(
     options: &AttachOptions,
     connections_max: usize,
     access: SocketAccess,
-    service: Service,
+    context: ServerContext,
 ) -> NbdOptions {
-    let Service { disk, image, tls, serves_bytes, autoclear, events, .. } = service;
+    let ServerContext { disk, image, tls, serves_bytes, autoclear, events, .. } = context;
     let export = NbdExport {
         name: options.export_name.clone().unwrap_or_else(|| disk.name().to_owned()),
         description: format!("{} {image}", disk.driver().name()),

@@ -11,7 +11,7 @@ impl NestedSwitch {
         NestedSwitch(AtomicU32::new(0))
     }
 
-    /// One more has it on, or one of those no longer.
+    /// Adds one that has it on, or removes one.
     pub fn set(&self, on: bool) {
         let _ = self.0.fetch_update(SeqCst, SeqCst, |count| match on {
             true => Some(count + 1),

@@ -27,10 +27,10 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::lock as locked;
 
 use super::Qcow2;
+use super::block_commit_base::{BaseFiles, Target};
 use super::chain::LOCKED;
 use super::changes::Map;
 use super::commit::commit;
-use super::commit_base::{BaseFiles, Target};
 use super::journal::Journals;
 use super::over::path_of;
 use super::own::Piece;
@@ -170,14 +170,6 @@ impl BlockCommit {
     /// Bytes of data that were copied: zeroes, which take no time, are none.
     pub fn data_bytes(&self) -> u64 {
         self.data_bytes
-    }
-
-    /// Bytes that were written to since the pass began, at most.
-    ///
-    /// # Errors
-    /// None of a device that is served.
-    pub fn changed_bytes(&self) -> Result<u64, Error> {
-        Ok(self.device()?.shared.changes.bytes())
     }
 
     /// Makes what was copied durable, and begins another pass, over what was written to meanwhile.

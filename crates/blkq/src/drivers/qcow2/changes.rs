@@ -25,7 +25,6 @@ pub(super) struct Map {
     words: Vec<u64>,
     /// Of the device, in bytes.
     size: u64,
-    set: u64,
 }
 
 impl Changes {
@@ -57,12 +56,6 @@ impl Changes {
         let empty = Map::new(map.size);
         std::mem::replace(&mut *map, empty)
     }
-
-    /// Bytes that were noted, in whole units.
-    pub fn bytes(&self) -> u64 {
-        let map = lock(&self.map);
-        map.set << map.unit_bits
-    }
 }
 
 impl Map {
@@ -72,7 +65,7 @@ impl Map {
             unit_bits += 1;
         }
         let bits = size.div_ceil(1 << unit_bits);
-        Map { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size, set: 0 }
+        Map { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size }
     }
 
     /// All of a device.
@@ -89,7 +82,6 @@ impl Map {
         for unit in position >> self.unit_bits..=(position + bytes - 1) >> self.unit_bits {
             // Of a tracker that has stopped meanwhile there are none.
             if let Some(word) = self.words.get_mut((unit / 64) as usize) {
-                self.set += u64::from(*word & 1 << (unit % 64) == 0);
                 *word |= 1 << (unit % 64);
             }
         }
@@ -138,11 +130,10 @@ mod tests {
         let changes = Changes::default();
         changes.note(0, 1 << 20);
         changes.track((100 << 16) + 512);
-        assert_eq!((runs(&changes.take()), changes.bytes()), (vec![], 0));
+        assert_eq!(runs(&changes.take()), []);
         for (position, bytes) in [(65535, 2), (70 << 16, 1), (63 << 16, 65 << 10), (100 << 16, 512), (9, 0)] {
             changes.note(position, bytes);
         }
-        assert_eq!(changes.bytes(), 6 << 16);
         let found = runs(&changes.take());
         let whole = [(0, 2), (63, 65), (70, 71), (100, 101)].map(|(from, to)| from << 16..to << 16);
         assert_eq!(found[..3], whole[..3]);
@@ -151,6 +142,6 @@ mod tests {
         assert_eq!(Map::full(1 << 40).next(0), Some(0..1 << 40));
         changes.stop();
         changes.note(0, 512);
-        assert_eq!(changes.bytes(), 0);
+        assert_eq!(runs(&changes.take()), []);
     }
 }

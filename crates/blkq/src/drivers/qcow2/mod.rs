@@ -4,21 +4,22 @@
 //! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
 //! for them, `env` what tasks share. `read` (`inflate`), `write` and `zero` are the tasks; `allocate` finds clusters
 //! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
-//! path, `bitmaps` are the dirty bitmaps in an image, `keep` writes them to their `places`, `blocking` runs tasks without a queue, `create` makes images,
-//! `over` one over the image that is served, `extents` and `grow` are for the control plane; `block_commit` has what the
-//! image has (`own`, found beside the queue by `slices`) go to the one behind it (`commit_base`), with what is written
-//! meanwhile (`changes`), and then `empty` of its own. `journal` (`mapping`) has what the file lacks when the process is
-//! killed, and `replay` applies it.
+//! path, `bitmaps` are the dirty bitmaps in an image, `keep` writes them to their `places`, `blocking` runs
+//! tasks without a queue, `create` makes images, `over` one over the image that is served, `extents` and `grow`
+//! are for the control plane; `block_commit` has what the image has (`own`, found beside the queue by `slices`)
+//! go to the one behind it (`block_commit_base`), with what is written meanwhile (`changes`), and then `empty`
+//! of its own. `journal` (`mapping`) has what the file lacks when the process is killed, and `replay` applies
+//! it.
 
 mod allocate;
 mod bitmaps;
 mod block_commit;
+mod block_commit_base;
 mod blocking;
 mod cache;
 mod chain;
 mod changes;
 mod commit;
-mod commit_base;
 mod create;
 mod empty;
 mod entry;
@@ -70,9 +71,9 @@ use super::r#loop::options::choose_mode;
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
 pub use block_commit::{BaseImage, BlockCommit, base_of, free};
+pub use block_commit_base::{BaseFiles, OpenedBase, open_base};
 use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use chain::{LOCKED, Opened};
-pub use commit_base::{BaseFiles, OpenedBase, open_base};
 pub use create::Base;
 use entry::OFFSET;
 use env::Shared;

@@ -3,7 +3,7 @@
 use std::fs::File;
 
 use super::super::block_commit::{BlockCommit, free};
-use super::super::commit_base::{BaseFiles, open_base};
+use super::super::block_commit_base::{BaseFiles, open_base};
 use super::*;
 use crate::bitmap::BitmapState;
 use crate::buffer::IoBuffer;
