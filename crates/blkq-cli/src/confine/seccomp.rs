@@ -84,7 +84,8 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_munmap),
     call!(SYS_mprotect).only(2, EXECUTABLE, 0),
     call!(SYS_madvise),
-    call!(SYS_brk),
+    // The heap grows, or has room.
+    call!(SYS_brk).seldom(),
     call!(SYS_mremap).seldom(),
     // Threads, never processes.
     call!(SYS_clone).only(0, THREAD, THREAD),
