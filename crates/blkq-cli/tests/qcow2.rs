@@ -4,6 +4,7 @@
 mod place;
 
 use std::fs;
+use std::net::TcpListener;
 use std::process::Command;
 
 use place::qemu::*;
@@ -142,6 +143,20 @@ fn an_overlay_is_a_clone_that_leaves_its_base_as_it_is() {
         place.done(&["attach", &clone, "--format", "qcow2", "--name", "c"]);
         place.done(&["detach", "c"]);
     }
+}
+
+#[test]
+fn an_attach_that_fails_late_leaves_no_journal() {
+    let place = Place::new("qcow2-late");
+    let image = place.dir.join("q.qcow2").to_str().unwrap().to_owned();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1M"]);
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let listen = format!("tcp:{}", taken.local_addr().unwrap());
+    let line = place.refused(&["attach", &image, "--format", "qcow2", "--listen", &listen]);
+    assert!(line.contains("in use"), "{line}");
+    let journals = fs::read_dir(place.state().join("journals")).unwrap();
+    assert_eq!(journals.count(), 0);
+    place.done(&["attach", &image, "--format", "qcow2", "--name", "q"]);
 }
 
 #[test]

@@ -189,7 +189,8 @@ impl Device {
         let start = DiskStart { is_successor, partscan };
         let served = ServedDisk::new(options, claim, driver, &mut kept, &start)?;
         let handles = served.handles();
-        let ServedDisk { engines, group, group_watch, bitmaps, disk, mut warnings } = served;
+        // Engines stop first if the rest fails: this thread closes the image, which they have no right to.
+        let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = served;
         let events = Events::new(&*disk.driver())?;
         let metrics = metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?;
         let background = BackgroundThreads::new(options, &disk, handles.clone(), metrics, group_watch);
