@@ -64,11 +64,10 @@ impl Args {
 
     fn upgrade(&self, dir: &StateDir, name: &str) -> Outcome<ExitCode> {
         let _lock = dir.lock_upgrade(name)?;
-        let guest = of_guest(dir, name)?;
-        if guest.is_none() {
-            check(dir, name)?;
-        }
+        check(dir, name)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
+        // As it is now: the daemon may have started just before it answered.
+        let guest = of_guest(dir, name)?;
         if let Some(options) = &guest {
             check_successor(dir, options, before.size)?;
         }
