@@ -59,7 +59,7 @@ const EMPTY_BYTES: u64 = 1 << 40;
 /// Writes to new clusters in a second, more than any machine has done here.
 const ALLOCATING_IOPS_MAX: f64 = 200_000.0;
 
-/// What a run of [`ALLOCATING`] may take of the file system: a cluster of 64 KiB for each write.
+/// Bytes of the file system that a run of [`ALLOCATING`] takes at most: 64 KiB for each write.
 fn allocated_bytes(pace: &Pace) -> u64 {
     (pace.seconds * ALLOCATING_IOPS_MAX) as u64 * (64 << 10)
 }
