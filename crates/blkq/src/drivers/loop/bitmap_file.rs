@@ -158,11 +158,15 @@ impl BitmapFile {
         }
     }
 
-    /// Reserves the space for `bitmaps`, on file systems that can.
+    /// Reserves the space for `bitmaps` of the image that is as `stamp` says, on file systems that can.
     ///
     /// # Errors
     /// That of the file, which has no room for them; the bitmaps in it stay.
-    pub fn reserve(&self, bitmaps: &[&Bitmap]) -> Result<(), Error> {
+    pub fn reserve(&mut self, bitmaps: &[&Bitmap], stamp: Stamp) -> Result<(), Error> {
+        if self.slot == 0 {
+            // If this process is killed, zeroes alone are no file with bitmaps.
+            self.mark(&[], stamp)?;
+        }
         let bytes = file_bytes(bitmaps.iter().copied());
         match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
@@ -187,7 +191,7 @@ impl BitmapFile {
             self.slot = 0;
             return self.file.set_len(0).and_then(|()| self.sync()).map_err(|e| self.failed("write", e));
         }
-        self.reserve(bitmaps)?;
+        self.reserve(bitmaps, stamp)?;
         self.run(store_steps(bitmaps, stamp, self.slot))
     }
 
@@ -218,5 +222,29 @@ impl BitmapFile {
 
     fn damaged(&self) -> Error {
         Error::new(ErrorKind::Format, format!("{} is damaged", self.path.display()))
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+    use crate::bitmap::BitmapState;
+
+    const STAMP: Stamp = Stamp { size: 1 << 20, modified: (7, 8), inode: 9 };
+
+    #[test]
+    fn a_kill_before_the_first_bitmap_is_named_leaves_none() {
+        let image = std::env::temp_dir().join(format!("blkq-bitmap-file-{}", std::process::id()));
+        let path = path_for(&image);
+        let mut file = BitmapFile::new(File::create_new(&path).unwrap(), &image).unwrap();
+        let bitmap = Bitmap::new("b", 512, STAMP.size, BitmapState::Recording).unwrap();
+        file.reserve(&[&bitmap], STAMP).unwrap();
+        drop(file);
+        let mut file = BitmapFile::open(&image, false).unwrap().unwrap();
+        assert!(file.load(STAMP).unwrap().is_empty());
+        file.mark(&[&bitmap], STAMP).unwrap();
+        assert_eq!(file.load(STAMP).unwrap().len(), 1);
+        std::fs::remove_file(path).unwrap();
     }
 }

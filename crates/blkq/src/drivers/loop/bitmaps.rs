@@ -117,8 +117,8 @@ impl Image<'_> {
         if self.is_writable() {
             let all: Vec<&Bitmap> = bitmaps.iter().collect();
             file.mark(&all, stamp)?;
-            warnings
-                .extend(file.reserve(&all).err().map(|error| format!("bitmaps may not be kept: {error}")));
+            let reserved = file.reserve(&all, stamp);
+            warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
         }
         Ok((bitmaps, warnings))
     }
@@ -130,10 +130,12 @@ impl Image<'_> {
     pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         let Ok(place) = self.bitmaps else { return Ok(()) };
         let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
-        match locked(place).as_mut().filter(|_| self.is_writable()) {
-            Some(file) => file.reserve(&all).and_then(|()| file.mark(&all, self.stamp()?)),
-            None => Ok(()),
+        if let Some(file) = locked(place).as_mut().filter(|_| self.is_writable()) {
+            let stamp = self.stamp()?;
+            file.reserve(&all, stamp)?;
+            file.mark(&all, stamp)?;
         }
+        Ok(())
     }
 
     /// Checks whether there is a place for bitmaps.
