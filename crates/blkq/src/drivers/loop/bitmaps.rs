@@ -119,8 +119,26 @@ impl Image<'_> {
             file.mark(&all, stamp)?;
             let reserved = file.reserve(&all, stamp);
             warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
+        } else if bitmaps.is_empty() {
+            // The image may get others once it is open for writing.
+            *place = None;
         }
         Ok((bitmaps, warnings))
+    }
+
+    /// Checks whether the image may be opened for writing now, if it is not: its bitmaps would not be marked as in use.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it has some.
+    pub fn check_reopen(&self) -> Result<(), Error> {
+        if !self.is_writable() && self.bitmaps.as_ref().is_ok_and(|place| locked(place).is_some()) {
+            let message = format!(
+                "{} has dirty bitmaps, and was opened read-only; open it anew for writing",
+                self.path.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(())
     }
 
     /// Has the file name `bitmaps`, and no others, as in use, with room for their bits.

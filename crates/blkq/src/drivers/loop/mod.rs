@@ -477,6 +477,9 @@ impl Driver for LoopDevice {
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        if !read_only {
+            self.image().check_reopen()?;
+        }
         self.sync()?;
         let mut state = locked(&self.shared.state);
         if read_only == state.read_only {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::bio::{BioFlags, Operation};
+use crate::bitmap::BitmapState;
 use crate::drivers::fault::FaultSpec;
 use crate::error::Status;
 
@@ -53,6 +54,26 @@ fn settings_are_checked() {
     for bad in ["maybe", "", "On"] {
         assert_eq!(bad.parse::<DirectIo>().unwrap_err().kind(), ErrorKind::Invalid);
         assert_eq!(bad.parse::<Dispatch>().unwrap_err().kind(), ErrorKind::Invalid);
+    }
+}
+
+#[test]
+fn an_image_opened_read_only_with_bitmaps_stays_read_only() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let bitmap = Arc::new(Bitmap::new("b", 512, MIB, BitmapState::Recording).unwrap());
+    for bitmaps in [vec![], vec![bitmap]] {
+        let device = open(&path, DirectIo::Off);
+        device.load_bitmaps().unwrap();
+        let mut create = OpenOptions::new();
+        let file = create.read(true).write(true).create(true).truncate(false);
+        device.set_bitmap_file(file.open(directory.file("image.bitmaps")).unwrap()).unwrap();
+        device.store_bitmaps(&bitmaps).unwrap();
+        drop(device);
+        let read_only = LoopOptions { read_only: true, ..options(&path, DirectIo::Off) };
+        let device = LoopDevice::open(&read_only).unwrap();
+        assert_eq!(device.load_bitmaps().unwrap().0.len(), bitmaps.len());
+        assert_eq!(device.set_read_only(false).is_err(), !bitmaps.is_empty());
     }
 }
 
