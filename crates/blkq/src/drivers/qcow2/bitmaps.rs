@@ -14,8 +14,9 @@ use super::header::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, u32_at, u64_at,
 };
 
-/// Largest directory, in bytes: QEMU's limit.
-const DIRECTORY_MAX_BYTES: u64 = 64 << 20;
+/// Largest directory, in bytes: one of as many bitmaps as there may be has less than a tenth of it. QEMU's limit of
+/// 64 MiB would let a hole in a small file become millions of entries in memory.
+const DIRECTORY_MAX_BYTES: u64 = 1 << 20;
 /// Bytes of an entry of the directory without extra data and name.
 const ENTRY_BYTES: usize = 24;
 /// Where an entry has its flags, and the bytes of its extra data.
@@ -112,10 +113,16 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
         };
         stored.bitmaps.push(bitmap?);
     }
-    for (place, error) in others {
+    if let Some((_, error)) = others.first() {
+        let (count, shown) = (others.len(), path.display());
+        stored.warnings.push(match count {
+            1 => format!("a bitmap in {shown} cannot be kept up to date: {error}"),
+            _ => format!("{count} bitmaps in {shown} cannot be kept up to date, the first: {error}"),
+        });
+    }
+    for (place, _) in others {
         mark(&mut layout.marked, &place);
         layout.others.push(layout.marked[place].to_vec());
-        stored.warnings.push(format!("a bitmap in {} cannot be kept up to date: {error}", path.display()));
     }
     Ok(Stored { layout, ..stored })
 }

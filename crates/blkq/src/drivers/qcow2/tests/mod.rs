@@ -1,5 +1,6 @@
 //! The driver on images that qemu-img makes.
 
+mod bitmaps;
 mod block_commit;
 mod chains;
 mod control;
