@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::sync::{Mutex, lock as locked};
 
 use super::allocate::change_header;
-use super::bitmaps::{Stored, change_extension, read};
+use super::bitmaps::{Layout, Stored, change_extension, read};
 use super::blocking;
 use super::commit::sync;
 use super::env::{Env, Shared};
@@ -59,14 +59,21 @@ impl Image<'_> {
             return Ok((Vec::new(), Vec::from_iter(lost)));
         }
         let Some(file) = self.files.first() else { return Ok((Vec::new(), Vec::new())) };
-        let Stored { bitmaps, mut warnings, layout } = match read(file, self.path, &header, size) {
-            Ok(stored) => stored,
-            Err(error) if error.kind() == ErrorKind::Format => {
-                self.ignore_bitmaps(&header)?;
-                return Ok((Vec::new(), vec![format!("the dirty bitmaps in {shown} are damaged: {error}")]));
-            }
-            Err(error) => return Err(error),
-        };
+        let Stored { bitmaps, mut warnings, layout } =
+            match read(file, self.path, &header, size).and_then(|stored| {
+                self.check_directory(&stored.layout)?;
+                Ok(stored)
+            }) {
+                Ok(stored) => stored,
+                Err(error) if error.kind() == ErrorKind::Format => {
+                    self.ignore_bitmaps(&header)?;
+                    return Ok((
+                        Vec::new(),
+                        vec![format!("the dirty bitmaps in {shown} are damaged: {error}")],
+                    ));
+                }
+                Err(error) => return Err(error),
+            };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
                 "the bitmap {} in {shown} is inconsistent: it was not closed; remove it, and make a full backup",
@@ -87,6 +94,17 @@ impl Image<'_> {
             warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
         }
         Ok((bitmaps, warnings))
+    }
+
+    /// Rejects a directory in the place of a table of the image: it is about to be written.
+    fn check_directory(&self, layout: &Layout) -> Result<(), Error> {
+        let state = locked(&self.shared.state);
+        let mut clusters = (layout.directory..layout.directory + layout.marked.len() as u64)
+            .step_by(1 << state.cluster_bits());
+        match clusters.all(state.apart_from_tables()) {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Format, "their directory is in the place of another table")),
+        }
     }
 
     /// Marks bitmaps of the image as not kept up to date.

@@ -1,7 +1,7 @@
 //! The places of dirty bitmaps in the image: clusters that each has for all of its bits, from when it is added on. The
 //! directory names them, marked as in use, until the bits are written.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use crate::bitmap::{Bitmap, BitmapState, bytes_for};
@@ -106,10 +106,16 @@ impl Places {
         (self.places.len() + self.others.len()) as u32
     }
 
-    fn clusters(&self) -> Vec<Clusters> {
+    fn runs(&self) -> Vec<Clusters> {
         let of_bitmaps =
             self.places.iter().flat_map(|place| std::iter::once(&place.table).chain(&place.bits));
         self.directory.iter().chain(of_bitmaps).copied().collect()
+    }
+
+    /// Their clusters of `cluster` bytes, by their offset.
+    fn hosts(&self, cluster: u64) -> Vec<u64> {
+        let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
+        self.runs().into_iter().flat_map(each).collect()
     }
 }
 
@@ -143,13 +149,18 @@ pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Place
 
 /// Whether nothing else has the clusters, as far as the image says, and there is room for all bits.
 async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
-    let mut seen = HashSet::new();
-    for run in places.clusters() {
-        for host in (run.host..run.host + run.count * cluster).step_by(cluster as usize) {
-            let is_other = env.state().check_target(host..host + cluster).is_ok();
-            if !is_other || !seen.insert(host) || refcount_of(env, host).await != Some(1) {
-                return false;
-            }
+    let (hosts, mut seen) = (places.hosts(cluster), HashSet::new());
+    let are_apart = {
+        let state = env.state();
+        let is_apart = state.apart_from_tables();
+        hosts.iter().all(|host| is_apart(*host) && seen.insert(*host))
+    };
+    if !are_apart {
+        return false;
+    }
+    for host in hosts {
+        if refcount_of(env, host).await != Some(1) {
+            return false;
         }
     }
     for run in places.places.iter().flat_map(|place| &place.bits) {
@@ -179,13 +190,13 @@ pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Resul
     {
         let mut state = env.state();
         let cluster = 1 << state.cluster_bits();
-        let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
-        let kept: Vec<u64> = new.clusters().iter().map(|run| run.host).collect();
-        let released = old.clusters().into_iter().filter(|run| !kept.contains(&run.host)).flat_map(each);
-        let released: Vec<u64> = released.chain(old.loaded).collect();
-        // A damaged image may have tables in their place.
-        let is_other = |offset: &u64| state.check_target(*offset..*offset + cluster).is_ok();
-        let released: Vec<u64> = released.into_iter().filter(is_other).collect();
+        let kept = HashSet::<u64>::from_iter(new.hosts(cluster));
+        // A damaged image may have tables in their place, or one twice.
+        let is_apart = state.apart_from_tables();
+        let released = old.hosts(cluster).into_iter().chain(old.loaded);
+        let released: BTreeSet<u64> =
+            released.filter(|host| !kept.contains(host) && is_apart(*host)).collect();
+        drop(is_apart);
         state.writer.released.extend(released);
     }
     // The old clusters stay allocated if this fails, which harms nobody.

@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::error::Status;
 
 use super::cache::{Cache, Key, Table};
-use super::entry::{COPIED, Entry, table_offset};
+use super::entry::{COPIED, Entry, OFFSET, table_offset};
 use super::header::{Header, u64_at};
 use super::journal::{CHANGES_MAX, Journal, Record};
 
@@ -356,6 +356,16 @@ impl State {
         ];
         let overlaps = |other: &Range<u64>| range.start < other.end && other.start < range.end;
         if reserved.iter().any(overlaps) { Err(Status::Io) } else { Ok(()) }
+    }
+
+    /// Whether a cluster, by its offset, has neither the header nor a table, as far as the tables in memory say: a damaged
+    /// directory of bitmaps may name any.
+    pub fn apart_from_tables(&self) -> impl Fn(u64) -> bool + '_ {
+        let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
+        let tables: HashSet<u64> =
+            l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET).collect();
+        let cluster = 1 << self.cluster_bits();
+        move |host| !tables.contains(&host) && self.check_target(host..host + cluster).is_ok()
     }
 
     /// Releases what an entry of the image itself refers to; it is free after the next commit.

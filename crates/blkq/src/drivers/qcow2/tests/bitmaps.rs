@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 
 use super::*;
 use crate::drivers::bitmaps;
-use crate::drivers::qcow2::header::EXTENSION_BITMAPS;
+use crate::drivers::qcow2::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
 
 const CLUSTER: usize = 65536;
 
@@ -56,6 +56,12 @@ impl Image {
         self.set_number(at + 16, directory);
     }
 
+    /// Its L1 table, an L2 table, the refcount table and a refcount block.
+    fn tables(&self) -> [u64; 4] {
+        let (l1, refcounts) = (self.number(40), self.number(48));
+        [l1, self.number(l1) & OFFSET, refcounts, self.number(refcounts)]
+    }
+
     fn bitmap_directory(&self) -> u64 {
         self.number(self.extension() + 16)
     }
@@ -72,5 +78,49 @@ fn many_bitmaps_that_are_none_take_little_memory() {
         image.set_extension(count, u64::from(count) * 24, 512 << 20);
         let (found, warnings) = bitmaps::load(&open(&image.path)).unwrap();
         assert!(found.is_empty() && warnings.len() == 1 && warnings[0].contains(why), "{warnings:?}");
+    }
+}
+
+#[test]
+fn a_directory_in_the_place_of_a_table_is_not_written() {
+    if !has_qemu() {
+        return;
+    }
+    let image = Image::new(&["b"]);
+    for table in image.tables() {
+        // An entry without a name.
+        image.set_extension(1, 24, table);
+        image.file.write_all_at(&AUTOCLEAR_BITMAPS.to_be_bytes(), AUTOCLEAR_AT as u64).unwrap();
+        let before = image.cluster(table);
+        let warnings = bitmaps::load(&open(&image.path)).unwrap().1;
+        assert!(warnings[0].contains("are damaged"), "{table}: {warnings:?}");
+        assert!(image.cluster(table) == before, "{table}");
+    }
+}
+
+#[test]
+fn bits_in_the_place_of_a_table_do_not_touch_it() {
+    if !has_qemu() {
+        return;
+    }
+    let tables = Image::new(&[]).tables();
+    for number in 0..tables.len() {
+        let image = Image::new(&["a", "b"]);
+        let table = image.tables()[number];
+        let directory = image.bitmap_directory();
+        // The tables of both, of which each names one cluster.
+        for entry in [directory, directory + 32] {
+            image.set_number(image.number(entry), table);
+        }
+        let before = image.cluster(table);
+        let device = open(&image.path);
+        let found = bitmaps::load(&device).unwrap().0;
+        assert_eq!(found.len(), 2);
+        let found: Vec<Arc<Bitmap>> = found.into_iter().map(Arc::new).collect();
+        bitmaps::store(&device, &found).unwrap();
+        device.write_back().unwrap();
+        drop(device);
+        assert!(image.cluster(table)[..64] == before[..64], "table {number}");
+        image.directory.check(&image.path);
     }
 }
