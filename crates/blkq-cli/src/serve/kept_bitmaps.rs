@@ -28,6 +28,11 @@ impl KeptBitmaps {
         let kept =
             KeptBitmaps { disk: disk.clone(), loaded: !bitmaps.is_empty(), kept: AtomicBool::new(false) };
         let left_out = disk.load_bitmaps(bitmaps)?;
+        if !left_out.is_empty() {
+            // The image has room for those that are kept, and not only at detach.
+            let reserved = bitmaps::reserve(&*disk.driver(), &disk.bitmaps());
+            warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
+        }
         warnings.extend(left_out.into_iter().map(|error| format!("not kept up to date: {error}")));
         Ok((kept, warnings))
     }

@@ -74,14 +74,20 @@ impl Places {
     pub fn has(&self, named: &[Named]) -> bool {
         let is_empty = named.is_empty() && self.others.is_empty() && self.loaded.is_empty();
         let is_there = self.directory.is_some() || is_empty;
-        let are_like = self.places.iter().zip(named).all(|(place, named)| place.named.is_like(named));
+        // QEMU has them in another order.
+        let are_like = named.iter().all(|named| self.places.iter().any(|place| place.named.is_like(named)));
         is_there && !self.stored && self.places.len() == named.len() && are_like
     }
 
     /// These, of which the directory is about to have the bits, and `named` as they are now.
     pub fn stored(&mut self, named: Vec<Named>) -> Places {
         self.stored = true;
-        self.places.iter_mut().zip(named).for_each(|(place, named)| place.named = named);
+        for named in named {
+            self.places
+                .iter_mut()
+                .filter(|place| place.named.name == named.name)
+                .for_each(|place| place.named = named.clone());
+        }
         self.clone()
     }
 
@@ -315,7 +321,9 @@ pub(super) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -
         let header = &state.top()?.header;
         (header.size, header.cluster_bytes())
     };
-    for (bitmap, place) in bitmaps.iter().zip(&places.places).filter(|(_, place)| place.named.has_bits()) {
+    for place in places.places.iter().filter(|place| place.named.has_bits()) {
+        let named = bitmaps.iter().find(|bitmap| bitmap.name() == place.named.name);
+        let bitmap = named.ok_or(Status::Io)?;
         // One of a larger image, which was exchanged for this one.
         let cut = (bitmap.size() > size).then(|| bitmap.resized(size)).transpose();
         let cut = cut.map_err(|_| Status::NotSupported)?;

@@ -124,3 +124,25 @@ fn bits_in_the_place_of_a_table_do_not_touch_it() {
         image.directory.check(&image.path);
     }
 }
+
+// Contract: bitmaps
+#[test]
+fn bitmaps_have_their_room_in_the_order_of_qemu_too() {
+    if !has_qemu() {
+        return;
+    }
+    let image = Image::new(&["b", "a"]);
+    for dirty in [0, 65536] {
+        let device = open(&image.path);
+        let loaded = bitmaps::load(&device).unwrap().0;
+        let mut found: Vec<Arc<Bitmap>> = loaded.into_iter().map(Arc::new).collect();
+        let reserved = image.bitmap_directory();
+        found.sort_by(|one, other| one.name().cmp(other.name()));
+        assert_eq!((found[0].dirty_bytes(), found[1].dirty_bytes()), (dirty, 0));
+        found[0].mark(0..4096);
+        bitmaps::store(&device, &found).unwrap();
+        device.write_back().unwrap();
+        assert_eq!(image.bitmap_directory(), reserved);
+    }
+    image.directory.check(&image.path);
+}
