@@ -122,7 +122,11 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
     }
     for (place, _) in others {
         mark(&mut layout.marked, &place);
-        layout.others.push(layout.marked[place].to_vec());
+        let other = layout.marked[place].to_vec();
+        // Of two with a name one stays.
+        if stored.bitmaps.iter().all(|bitmap| Some(bitmap.name().as_bytes()) != entry_name(&other)) {
+            layout.others.push(other);
+        }
     }
     Ok(Stored { layout, ..stored })
 }

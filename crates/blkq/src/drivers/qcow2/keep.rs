@@ -151,7 +151,8 @@ impl Image<'_> {
     /// I/O meanwhile.
     ///
     /// # Errors
-    /// Those of the file; the image names those that it named then.
+    /// [`ErrorKind::Unsupported`] if it has another one of such a name that is not known; those of the file. The image
+    /// names those that it named then.
     pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         if !self.writable {
             return Ok(());
@@ -181,6 +182,12 @@ impl Image<'_> {
         let named: Vec<Named> = bitmaps.map(|bitmap| Named::of(bitmap, size)).collect();
         if locked(self.kept).places.has(&named) {
             return Ok(());
+        }
+        if let Some(name) = locked(self.kept).places.find_other(&named) {
+            let shown = self.path.display();
+            let message = format!("{shown} has a bitmap {name} already, of a kind that is not known here");
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_cure("detach it, and remove that with `qemu-img bitmap`"));
         }
         self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
     }

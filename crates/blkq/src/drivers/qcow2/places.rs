@@ -79,6 +79,12 @@ impl Places {
         is_there && !self.stored && self.places.len() == named.len() && are_like
     }
 
+    /// The first of `named` whose name a bitmap has that is to stay as it is.
+    pub fn find_other<'a>(&self, named: &'a [Named]) -> Option<&'a str> {
+        let has = |name: &&str| self.others.iter().any(|other| entry_name(other) == Some(name.as_bytes()));
+        named.iter().map(|named| &named.name[..]).find(has)
+    }
+
     /// These, of which the directory is about to have the bits, and `named` as they are now.
     pub fn stored(&mut self, named: Vec<Named>) -> Places {
         self.stored = true;
@@ -217,10 +223,7 @@ async fn write_directory(
     taken: &mut Vec<Clusters>,
 ) -> Result<Places, Status> {
     let cluster = 1 << env.state().cluster_bits();
-    let mut new = Places::default();
-    // A new one may have got the name of one that is not known here.
-    let is_kept = |other: &&Vec<u8>| named.iter().all(|one| Some(one.name.as_bytes()) != entry_name(other));
-    new.others = old.others.iter().filter(is_kept).cloned().collect();
+    let mut new = Places { others: old.others.clone(), ..Places::default() };
     for named in named {
         let suits = |place: &&Place| {
             let is_same = place.named.name == named.name && place.named.has_bits() == named.has_bits();

@@ -3,6 +3,7 @@
 use std::os::unix::fs::FileExt;
 
 use super::*;
+use crate::bitmap::BitmapState;
 use crate::drivers::bitmaps;
 use crate::drivers::qcow2::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
 
@@ -145,4 +146,26 @@ fn bitmaps_have_their_room_in_the_order_of_qemu_too() {
         assert_eq!(image.bitmap_directory(), reserved);
     }
     image.directory.check(&image.path);
+}
+
+// Contract: bitmaps
+#[test]
+fn no_bitmap_takes_the_place_of_one_that_is_not_known() {
+    if !has_qemu() {
+        return;
+    }
+    let image = Image::new(&["b"]);
+    // A flag that is not known.
+    let flags = image.bitmap_directory() + 12;
+    image.file.write_all_at(&[0x80], flags).unwrap();
+    let device = open(&image.path);
+    assert!(bitmaps::load(&device).unwrap().0.is_empty());
+    let bitmap = |name| Arc::new(Bitmap::new(name, 65536, 8 << 20, BitmapState::Recording).unwrap());
+    let refused = bitmaps::reserve(&device, &[bitmap("a"), bitmap("b")]).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    assert!(refused.to_string().contains("remove that with `qemu-img bitmap`"), "{refused}");
+    bitmaps::reserve(&device, &[bitmap("a")]).unwrap();
+    bitmaps::store(&device, &[bitmap("a")]).unwrap();
+    let directory = image.cluster(image.bitmap_directory());
+    assert_eq!((directory[12], directory[24], directory[32 + 24]), (0x80, b'b', b'a'));
 }
