@@ -21,15 +21,15 @@ impl Device {
     /// Has the bitmaps of a raw image kept in `file`, which is new; one that has a file keeps that.
     ///
     /// # Errors
-    /// If the image can have none.
+    /// If the image can have none, or the device is stopping.
     pub fn set_bitmap_file(&self, file: File) -> Outcome {
-        Ok(bitmaps::set_file(&*self.running()?.disk.driver(), file)?)
+        Ok(self.running()?.disk.set_bitmap_file(file)?)
     }
 
     /// Changes the bitmaps: at one moment, for which I/O in flight completes.
     ///
     /// # Errors
-    /// If the device can have no such bitmap, or has none of that name.
+    /// If the device can have no such bitmap, has none of that name, or is stopping.
     pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
         let running = self.running()?;
         // No block commit begins.

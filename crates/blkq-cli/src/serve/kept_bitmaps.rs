@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use blkq::bitmap::Bitmap;
 use blkq::drivers::bitmaps;
 use blkq::{Disk, Driver};
 
@@ -37,7 +38,7 @@ impl KeptBitmaps {
         Ok((kept, warnings))
     }
 
-    /// Keeps the bitmaps with the image, once. The device has no clients, and gets none.
+    /// Keeps the bitmaps with the image, once: they are changed no more. The device has no clients, and gets none.
     ///
     /// # Errors
     /// Those of the files; the bitmaps are inconsistent then.
@@ -45,9 +46,10 @@ impl KeptBitmaps {
         if self.kept.load(SeqCst) {
             return Ok(());
         }
+        let bitmaps = self.disk.close_bitmaps();
         let _frozen = self.disk.begin_exchange()?;
         self.kept.store(true, SeqCst);
-        self.store()
+        self.store(&bitmaps)
     }
 
     /// The same for the next daemon, which takes over the device when this process exits. Its block device may have
@@ -56,17 +58,18 @@ impl KeptBitmaps {
     /// # Errors
     /// As [`KeptBitmaps::keep`], and if I/O in flight does not complete: it would not be in them.
     pub(super) fn keep_for_next(&self) -> Outcome {
-        let has_none = !self.loaded && self.disk.bitmaps().is_empty();
+        let bitmaps = self.disk.close_bitmaps();
+        let has_none = !self.loaded && bitmaps.is_empty();
         if has_none || self.kept.swap(true, SeqCst) {
             return Ok(());
         }
         let frozen = self.disk.freeze_until_exit();
         frozen.map_err(|e| Failure::from(e).during("the bitmaps are not kept, and are inconsistent"))?;
-        self.store()
+        self.store(&bitmaps)
     }
 
-    fn store(&self) -> Outcome {
-        bitmaps::store(&*self.disk.driver(), &self.disk.bitmaps()).map_err(|e| {
+    fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
+        bitmaps::store(&*self.disk.driver(), all).map_err(|e| {
             Failure::from(e).during("the bitmaps are not kept, and are inconsistent from now on")
         })
     }
@@ -114,5 +117,34 @@ mod tests {
         std::thread::spawn(move || sender.send(writer.submitter().write_at(&[1; 512], 512).is_ok()));
         assert!(completed.recv_timeout(Duration::from_millis(100)).is_err());
         assert_eq!(disk.bitmaps()[0].dirty_bytes(), 512);
+    }
+
+    #[test]
+    fn bitmaps_are_not_changed_once_they_are_kept() {
+        for keep in [KeptBitmaps::keep, KeptBitmaps::keep_for_next] {
+            let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+            let bitmaps = KeptBitmaps::load(&disk).unwrap().0;
+            disk.add_bitmap("b", 512).unwrap();
+            disk.add_bitmap("c", 512).unwrap();
+            keep(&bitmaps).unwrap();
+            for changed in [
+                disk.add_bitmap("d", 512),
+                disk.remove_bitmap("b"),
+                disk.clear_bitmap("b"),
+                disk.set_bitmap_recording("b", false),
+                disk.merge_bitmaps(&["b".to_owned()], "c"),
+                disk.resize(Some(2 << 20)).map(drop),
+            ] {
+                assert!(changed.unwrap_err().to_string().contains("the device is stopping"));
+            }
+        }
+    }
+
+    #[test]
+    fn none_is_added_once_the_next_daemon_has_no_bitmaps() {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        let bitmaps = KeptBitmaps::load(&disk).unwrap().0;
+        bitmaps.keep_for_next().unwrap();
+        assert!(disk.add_bitmap("b", 512).is_err());
     }
 }

@@ -16,6 +16,8 @@ pub(crate) struct BitmapSet {
     recording: AtomicBool,
     /// They are kept with an image.
     kept: AtomicBool,
+    /// They change no more.
+    closed: AtomicBool,
 }
 
 impl BitmapSet {
@@ -24,6 +26,7 @@ impl BitmapSet {
             bitmaps: Mutex::new(Vec::new()),
             recording: AtomicBool::new(false),
             kept: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
         }
     }
 
@@ -45,6 +48,16 @@ impl BitmapSet {
     /// Whether they are kept with an image.
     pub fn is_kept(&self) -> bool {
         self.kept.load(Relaxed)
+    }
+
+    /// They change no more: what keeps them has them as they are.
+    pub fn close(&self) {
+        self.closed.store(true, Relaxed);
+    }
+
+    /// Whether they change no more.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Relaxed)
     }
 
     /// Those whose bits are set by writes.

@@ -1,5 +1,6 @@
 //! The dirty bitmaps of a disk.
 
+use std::fs::File;
 use std::sync::Arc;
 
 use crate::bitmap::{Bitmap, BitmapState};
@@ -15,15 +16,34 @@ impl Disk {
         self.bitmaps.list()
     }
 
+    /// Closes the set of bitmaps of a disk that stops: from now on all changes of it are refused, and none is under way.
+    /// Writes set bits still. Returns them.
+    pub fn close_bitmaps(&self) -> Vec<Arc<Bitmap>> {
+        let _one_at_a_time = lock(&self.changing);
+        self.bitmaps.close();
+        self.bitmaps.list()
+    }
+
+    /// Has the bitmaps kept in `file`, as [`bitmaps::set_file`] does.
+    ///
+    /// # Errors
+    /// As that, and [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
+    pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
+        let _one_at_a_time = lock(&self.changing);
+        self.check_bitmaps_open()?;
+        bitmaps::set_file(&*self.driver(), file)
+    }
+
     /// Adds a bitmap of the writes from now on: what completed before this is not in it, and what is submitted
     /// afterwards is.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if there is one of that name, or it cannot be; [`ErrorKind::Unsupported`] if the disk is
-    /// read-only; [`ErrorKind::Busy`] as with [`Disk::set`]; those of [`bitmaps::reserve`].
+    /// read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`]; those of
+    /// [`bitmaps::reserve`].
     pub fn add_bitmap(&self, name: &str, granularity: u64) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
-        self.check_not_read_only("nothing would be in a bitmap")?;
+        self.check_changeable("nothing would be in a bitmap")?;
         let bitmap = Bitmap::new(name, granularity, self.limits().size_bytes(), BitmapState::Recording)?;
         self.change_bitmaps(|| self.bitmaps.add(bitmap))
     }
@@ -52,12 +72,12 @@ impl Disk {
     /// Removes a bitmap.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if the disk is read-only;
-    /// [`ErrorKind::Busy`] as with [`Disk::set`]; those of [`bitmaps::reserve`].
+    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if the disk is read-only, or
+    /// after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`]; those of [`bitmaps::reserve`].
     pub fn remove_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.find_bitmap(name)?;
-        self.check_not_read_only("its bitmaps stay as they are")?;
+        self.check_changeable("its bitmaps stay as they are")?;
         self.change_bitmaps(|| {
             self.bitmaps.remove(name);
             Ok(())
@@ -67,8 +87,8 @@ impl Disk {
     /// Clears a bitmap: what completed before this is not in it any more, and what is submitted afterwards is.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is inconsistent, or the
-    /// disk is read-only; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is inconsistent, the disk
+    /// is read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn clear_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let cleared = self.find_consistent(name)?.cleared()?;
@@ -109,7 +129,7 @@ impl Disk {
     /// The bitmap of that name, to be changed.
     fn find_consistent(&self, name: &str) -> Result<Arc<Bitmap>, Error> {
         let bitmap = self.find_bitmap(name)?;
-        self.check_not_read_only("its bitmaps stay as they are")?;
+        self.check_changeable("its bitmaps stay as they are")?;
         if bitmap.state() == BitmapState::Inconsistent {
             let message = format!("bitmap {name} is inconsistent; remove it, and add it again");
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -149,7 +169,17 @@ impl Disk {
         bitmaps::reserve(&*self.driver(), &self.bitmaps.list())
     }
 
-    fn check_not_read_only(&self, why: &str) -> Result<(), Error> {
+    /// Refuses a change after [`Disk::close_bitmaps`]. Changes are locked.
+    pub(super) fn check_bitmaps_open(&self) -> Result<(), Error> {
+        if !self.bitmaps.is_closed() {
+            return Ok(());
+        }
+        let message = format!("{}: the device is stopping: its bitmaps stay as they are", self.name);
+        Err(Error::new(ErrorKind::Unsupported, message))
+    }
+
+    fn check_changeable(&self, why: &str) -> Result<(), Error> {
+        self.check_bitmaps_open()?;
         if !self.limits().read_only {
             return Ok(());
         }

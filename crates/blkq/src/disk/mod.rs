@@ -389,13 +389,14 @@ impl Disk {
     /// bitmaps.
     ///
     /// # Errors
-    /// The driver's, [`ErrorKind::Unsupported`] if its bitmaps would take too much memory, and [`ErrorKind::Busy`] as
-    /// with [`Disk::set`].
+    /// The driver's, [`ErrorKind::Unsupported`] if its bitmaps would take too much memory, or after
+    /// [`Disk::close_bitmaps`] if it has some, and [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
         if self.bitmaps.list().is_empty() {
             self.frozen(|| self.driver().resize(bytes))?;
         } else {
+            self.check_bitmaps_open()?;
             let expected = self.driver().prepare_resize(bytes)?;
             self.bitmaps.check_size(expected)?;
             self.frozen(|| self.resize_with_bitmaps(bytes, expected))?;
