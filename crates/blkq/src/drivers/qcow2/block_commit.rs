@@ -273,7 +273,7 @@ impl BlockCommit {
         self.target()?.sync()?;
         let device = of_driver(&*self.top)?;
         // The file has all of it, and none of it may be applied to an image that was emptied.
-        device.empty_journal()?;
+        device.empty_journal(None)?;
         let emptied = device.empty().map_err(E::from).and_then(|()| keep());
         // Before the disk goes on.
         emptied.inspect_err(|_| device.refill())?;

@@ -49,6 +49,8 @@ const HALF_AT: usize = 6;
 const OVERFLOW_AT: usize = 7;
 const COUNTS_AT: usize = 8;
 const FRONT_AT: usize = 10;
+/// The tag that is about to be the image's, while [`TAG_AT`] may still be.
+const NEXT_TAG_AT: usize = 12;
 
 /// The directory in which the journals of images are.
 #[derive(Debug)]
@@ -198,12 +200,8 @@ impl Journal {
     /// The changes that are left of a process which had the image open with that tag.
     pub fn left(&self, tag: u32) -> Left {
         let word = |at: usize| self.word(at).load(Acquire);
-        let identity = (word(IDENTITY_AT), word(IDENTITY_AT + 1));
-        let boot = [word(BOOT_AT), word(BOOT_AT + 1)];
-        if tag == 0
-            || (word(MAGIC_AT), word(TAG_AT)) != (MAGIC, u64::from(tag))
-            || (boot, identity) != (self.boot, self.identity)
-        {
+        let tags = [word(TAG_AT), word(NEXT_TAG_AT)];
+        if tag == 0 || !tags.contains(&tag.into()) || !self.is_of_image() {
             return Left::Nothing;
         }
         let mut records = Vec::new();
@@ -240,31 +238,48 @@ impl Journal {
         self.word(FRONT_AT + 1).store(inode, Release);
     }
 
-    /// Empties the journal, for an image that is to have the tag which is returned. It gets the data of the image
-    /// `front`, if there is one.
+    /// Whether it was begun for this image, since the system was booted.
+    fn is_of_image(&self) -> bool {
+        let word = |at: usize| self.word(at).load(Acquire);
+        let identity = (word(IDENTITY_AT), word(IDENTITY_AT + 1));
+        word(MAGIC_AT) == MAGIC
+            && [word(BOOT_AT), word(BOOT_AT + 1)] == self.boot
+            && identity == self.identity
+    }
+
+    /// Empties the journal of an image whose file has all of it, and which is to have the tag that is returned, before
+    /// [`Journal::began`]. A process that is killed in between leaves an empty journal, whichever of its tags the image
+    /// has by then. The image gets the data of the image `front`, if there is one.
     pub fn begin(&mut self, front: Option<(u64, u64)>) -> u32 {
-        self.word(TAG_AT).store(0, Release);
-        let (dev, inode) = self.identity;
-        let [high, low] = self.boot;
-        for (at, value) in [
-            (BOOT_AT, high),
-            (BOOT_AT + 1, low),
-            (IDENTITY_AT, dev),
-            (IDENTITY_AT + 1, inode),
-            (HALF_AT, 0),
-            (OVERFLOW_AT, 0),
-            (COUNTS_AT, 0),
-            (COUNTS_AT + 1, 0),
-            (MAGIC_AT, MAGIC),
-        ] {
-            self.word(at).store(value, Relaxed);
+        if !self.is_of_image() {
+            self.set_tags(0, 0);
+            let ((dev, inode), [high, low]) = (self.identity, self.boot);
+            let words = [(BOOT_AT, high), (BOOT_AT + 1, low), (IDENTITY_AT, dev), (IDENTITY_AT + 1, inode)];
+            for (at, value) in words.into_iter().chain([(MAGIC_AT, MAGIC)]) {
+                self.word(at).store(value, Release);
+            }
+        }
+        // The older first: without the other it would take changes back.
+        let now = (self.word(HALF_AT).load(Acquire) & 1) as usize;
+        for at in [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT] {
+            self.word(at).store(0, Release);
         }
         (self.half, self.counts) = (0, [0; 2]);
         self.set_front(front.unwrap_or_default());
         // Each has another seed.
         let tag = (RandomState::new().build_hasher().finish() as u32).max(1);
-        self.word(TAG_AT).store(tag.into(), Release);
+        self.word(NEXT_TAG_AT).store(tag.into(), Release);
         tag
+    }
+
+    /// The image has the tag that [`Journal::begin`] has returned.
+    pub fn began(&mut self) {
+        self.set_tags(self.word(NEXT_TAG_AT).load(Relaxed), 0);
+    }
+
+    fn set_tags(&self, tag: u64, next: u64) {
+        self.word(TAG_AT).store(tag, Release);
+        self.word(NEXT_TAG_AT).store(next, Release);
     }
 
     /// Notes a change, which was or will be made in memory before anything that depends on it completes.
@@ -317,7 +332,7 @@ impl Journal {
 
     /// Removes the journal, of an image whose file has all of it.
     pub fn remove(&self) {
-        self.word(TAG_AT).store(0, Release);
+        self.set_tags(0, 0);
         // At worst it stays, without a meaning.
         let _ = std::fs::remove_file(&self.path);
     }

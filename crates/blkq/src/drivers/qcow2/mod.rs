@@ -290,10 +290,12 @@ impl Qcow2 {
         if let Err(error) = &journal {
             self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
         }
-        let mut journal = journal.unwrap_or_default();
-        self.set_tag(journal.as_mut().map_or(0, |journal| journal.begin(front)))?;
+        let journal = journal.unwrap_or_default();
+        if journal.is_none() {
+            self.set_tag(0)?;
+        }
         locked(&self.shared.state).journal = journal;
-        Ok(self)
+        self.empty_journal(front).map(|()| self)
     }
 
     /// The image, for what keeps its bitmaps.
@@ -331,10 +333,16 @@ impl Qcow2 {
         }
     }
 
-    /// Empties the journal, as the file has all of it.
-    fn empty_journal(&self) -> Result<(), Error> {
-        let tag = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(None));
-        tag.map_or(Ok(()), |tag| self.set_tag(tag))
+    /// Empties the journal, if there is one, as the file has all of it. The image gets the data of the image `front`, if
+    /// there is one.
+    fn empty_journal(&self, front: Option<(u64, u64)>) -> Result<(), Error> {
+        let tag = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(front));
+        let Some(tag) = tag else { return Ok(()) };
+        self.set_tag(tag)?;
+        if let Some(journal) = &mut locked(&self.shared.state).journal {
+            journal.began();
+        }
+        Ok(())
     }
 
     /// The tag of its journal that the image has; 0 for none.

@@ -305,6 +305,36 @@ fn a_journal_that_is_not_there_is_reported_once() {
     assert!(!warned());
 }
 
+/// Nothing is lost then, and none is reported as lost.
+// Contract: durability
+#[test]
+fn a_death_while_the_journal_is_emptied_is_no_loss() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    for has_tag in [false, true, false] {
+        let device = Qcow2::open(&options).unwrap();
+        write_and_die(&device);
+        drop(device);
+        let device = Qcow2::open(&options).unwrap();
+        let tag = locked(&device.shared.state).journal.as_mut().unwrap().begin(None);
+        if has_tag {
+            device.set_tag(tag).unwrap();
+        }
+        die(&device);
+        drop(device);
+        let device = Qcow2::open(&options).unwrap();
+        assert_eq!(device.warnings(), Vec::<String>::new());
+        let mut h = Harness::open(&device).unwrap();
+        assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
+    }
+    assert_eq!(std::fs::read_dir(directory.0.join("journals")).unwrap().count(), 0);
+}
+
 #[test]
 fn a_journal_is_void_once_another_program_wrote() {
     if !has_qemu() {
