@@ -57,7 +57,7 @@ finish() {
         kill "$process" 2>/dev/null
     done
     while read -r mount; do
-        umount "$mount"
+        wait_for 20 umount "$mount"
     done < <(awk -v at="$SCRATCH/" 'index($2, at) == 1 { print $2 }' /proc/mounts)
     rm -rf -- "$SCRATCH"
 }
@@ -206,6 +206,12 @@ wait_for() {
         fi
         sleep 0.02
     done
+}
+
+# Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after its
+# process has exited.
+unmount() {
+    wait_for 60 umount "$1" || fail "$1 is in use"
 }
 
 # attach NAME IMAGE [OPTION...]: serves over NBD; the URI in $URI.

@@ -12,6 +12,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::Command;
 use std::sync::atomic::AtomicU32;
+use std::time::{Duration, Instant};
 
 use super::*;
 use crate::drivers::harness::{Harness, filled, pattern};
@@ -60,9 +61,28 @@ impl Directory {
 impl Drop for Directory {
     fn drop(&mut self) {
         if self.mounted {
-            run("umount", &[self.path.to_str().unwrap()]);
+            unmount(&self.path);
         }
-        std::fs::remove_dir_all(&self.path).unwrap();
+        let removed = std::fs::remove_dir_all(&self.path);
+        assert!(removed.is_ok() || std::thread::panicking(), "{removed:?}");
+    }
+}
+
+/// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that was
+/// closed, and of those of a loop device.
+fn unmount(point: &Path) {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let output = Command::new("umount").arg(point).output().unwrap();
+        if output.status.success() {
+            return;
+        }
+        let line = String::from_utf8_lossy(&output.stderr);
+        if !line.contains("busy") || Instant::now() > until {
+            assert!(std::thread::panicking(), "{line}");
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

@@ -310,7 +310,7 @@ fn a_mounted_or_claimed_block_device_is_refused_unless_shared() {
         run("mount", &["-o", options, &device.0, point]);
         is_claimed(&given, &format!("is in use: it is mounted on {point}"));
         is_claimed(&LoopOptions { read_only: true, ..given.clone() }, "is in use: it is mounted on");
-        run("umount", &[point]);
+        unmount(Path::new(point));
     }
     let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(&device.0).unwrap();
     is_claimed(&given, "is in use: the kernel or another program has claimed it");
