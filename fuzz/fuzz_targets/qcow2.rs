@@ -3,8 +3,9 @@
 //! should be fails nothing, and has the data of a model, also when it is opened again; and so has its dirty bitmap,
 //! if it has one.
 //!
-//! Input: the shape of the images and whether the first has a bitmap, the number of steps, the steps of four bytes, then pieces of the files,
-//! which are laid over them: in which file and how many words of 8 bytes, at which word (two bytes), the words.
+//! Input: the shape of the images and whether the first has a bitmap, the number of steps, the steps of four bytes,
+//! then pieces of the files, which are laid over them: in which file and how many words of 8 bytes, at which word
+//! (two bytes), the words.
 // Contract: bounded-input
 
 #![no_main]

@@ -100,8 +100,8 @@ pub enum Request {
         /// The options of the device with the new image.
         options: Record,
     },
-    /// Have what the image has go to the one behind it, and go on in that. The daemon replies when it is to get that one,
-    /// takes it with one byte, open for writing, once more for syncs, and perhaps the file with its bitmaps, and
+    /// Have what the image has go to the one behind it, and go on in that. The daemon replies when it is to get that
+    /// one, takes it with one byte, open for writing, once more for syncs, and perhaps the file with its bitmaps, and
     /// replies again when it is done ([`Committed`]). It stops if the connection is closed: see [`Dialogue`].
     Commit {},
     /// Stop the daemon, and leave the kernel's block device to the next one.

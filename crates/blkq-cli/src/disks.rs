@@ -9,8 +9,8 @@ pub const SYSFS: &str = "/sys";
 const DEPTH_MAX: u32 = 16;
 
 /// The names of the disks under the block device with that major and minor number, its own first: of a partition that
-/// of its disk, and of a mapped device, an array or a loop device also those it is made of. None where sysfs has no such
-/// device, as of file systems that have a number of their own.
+/// of its disk, and of a mapped device, an array or a loop device also those it is made of. None where sysfs has no
+/// such device, as of file systems that have a number of their own.
 pub fn disks_under(sysfs: &Path, (major, minor): (u32, u32)) -> Vec<String> {
     let mut names = Vec::new();
     if let Ok(path) = sysfs.join(format!("dev/block/{major}:{minor}")).canonicalize() {

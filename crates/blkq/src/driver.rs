@@ -72,7 +72,8 @@ pub trait Driver: Any + Send + Sync {
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for a setting of another driver
-    /// ([`unknown_to`](trait@DriverSetting#method.unknown_to)), [`ErrorKind::Invalid`] or [`ErrorKind::Unsupported`] for a value that the device cannot have.
+    /// ([`unknown_to`](trait@DriverSetting#method.unknown_to)), [`ErrorKind::Invalid`] or [`ErrorKind::Unsupported`]
+    /// for a value that the device cannot have.
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
         Err(setting.unknown_to(self.name()))
     }
@@ -136,7 +137,8 @@ pub trait Driver: Any + Send + Sync {
     }
 
     /// The name by which the backing store knows this process as the one that may write, if it keeps others away: the
-    /// next process that opens it names its predecessor, and need not wait until that counts as dead. The default has none.
+    /// next process that opens it names its predecessor, and need not wait until that counts as dead. The default has
+    /// none.
     fn owner(&self) -> Option<String> {
         None
     }

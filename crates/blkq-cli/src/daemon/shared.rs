@@ -21,8 +21,8 @@ use blkq::units::format_bytes;
 
 /// How long a daemon that leaves its device to the next one waits for other commands' answers.
 const LEAVE_WAIT: Duration = Duration::from_millis(100);
-/// How long to wait before the size of an image is taken over, where I/O in flight kept that from being done; then twice
-/// as long each time, up to the other. Each attempt keeps new I/O waiting for a while, which may not stall.
+/// How long to wait before the size of an image is taken over, where I/O in flight kept that from being done; then
+/// twice as long each time, up to the other. Each attempt keeps new I/O waiting for a while, which may not stall.
 const SIZE_RETRY: Duration = Duration::from_secs(15);
 const SIZE_RETRY_MAX: Duration = Duration::from_secs(600);
 /// Stack of a thread that answers a command.

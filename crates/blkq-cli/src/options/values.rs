@@ -162,8 +162,8 @@ impl SectorSize {
         sizes.find(|size| size.bytes().map(u64::from) == Some(bytes)).copied()
     }
 
-    /// The one to attach with, so that a device with sectors of `bytes` keeps them in another image: by itself that gets
-    /// 512 where it can.
+    /// The one to attach with, so that a device with sectors of `bytes` keeps them in another image: by itself that
+    /// gets 512 where it can.
     pub fn keep(self, bytes: u32) -> SectorSize {
         let same = if bytes == 512 { None } else { SectorSize::of(bytes.into()) };
         same.unwrap_or(self)

@@ -79,10 +79,10 @@ impl Device {
     }
 
     /// Has all that the image has go to the one behind it, which `files` are, as
-    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that, with its dirty
-    /// bitmaps. Most of it is copied while I/O goes on. `stop` is asked again and again whether to go on. I/O waits for the
-    /// rest, while `last` is asked too, and while `keep` writes the state file. Its value is kept until that is over; if
-    /// there is none, I/O goes on before it is asked again.
+    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that, with its
+    /// dirty bitmaps. Most of it is copied while I/O goes on. `stop` is asked again and again whether to go on. I/O
+    /// waits for the rest, while `last` is asked too, and while `keep` writes the state file. Its value is kept until
+    /// that is over; if there is none, I/O goes on before it is asked again.
     ///
     /// # Errors
     /// Why the device goes on as it was.

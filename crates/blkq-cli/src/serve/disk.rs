@@ -6,7 +6,7 @@ use blkq::throttle::WEIGHT_DEFAULT;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 
 use super::kept_bitmaps::KeptBitmaps;
-use super::kept_settings::Kept;
+use super::kept_settings::KeptSettings;
 use crate::confine;
 use crate::failure::{Failure, Outcome};
 use crate::group::{GroupWatch, Joined};
@@ -43,7 +43,7 @@ impl ServedDisk {
         options: &AttachOptions,
         claim: &Claim,
         driver: Box<dyn Driver>,
-        kept: &mut Kept,
+        kept: &mut KeptSettings,
         start: &DiskStart,
     ) -> Outcome<ServedDisk> {
         let disk = build(options, claim.name(), driver)?;

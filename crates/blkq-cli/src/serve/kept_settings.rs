@@ -24,8 +24,8 @@ impl DeviceSettings {
     }
 
     /// The ones that were changed, to be in force again.
-    pub(super) fn kept(&self) -> Kept {
-        Kept::read(self.groups, &self.lock())
+    pub(super) fn kept(&self) -> KeptSettings {
+        KeptSettings::read(self.groups, &self.lock())
     }
 
     /// The ones that were changed, as text.
@@ -54,16 +54,16 @@ impl DeviceSettings {
 }
 
 /// The settings that a device's last daemon had, for the next one.
-pub(super) struct Kept {
+pub(super) struct KeptSettings {
     settings: Vec<Setting>,
     /// Settings that are not in force again, and why.
     pub warnings: Vec<String>,
 }
 
-impl Kept {
+impl KeptSettings {
     /// Reads those of a state file.
-    pub fn read(has: SettingGroups, text: &[(String, String)]) -> Kept {
-        let mut kept = Kept { settings: Vec::new(), warnings: Vec::new() };
+    pub fn read(has: SettingGroups, text: &[(String, String)]) -> KeptSettings {
+        let mut kept = KeptSettings { settings: Vec::new(), warnings: Vec::new() };
         for (key, value) in text {
             match has.read(key, value) {
                 Ok(setting) => kept.settings.push(setting),
@@ -184,7 +184,7 @@ mod tests {
             |value: &str| [("limit".to_owned(), value.to_owned()), ("depth".to_owned(), "16".to_owned())];
         let put = |words: &[&str], value| {
             let mut options = options(&[&["ram:1M", "--export", "nbd"], words].concat());
-            let mut kept = Kept::read(SettingGroups::new(&options), &text(value));
+            let mut kept = KeptSettings::read(SettingGroups::new(&options), &text(value));
             kept.put_into(&mut options);
             let left: Vec<_> = kept.settings.iter().map(Setting::key).collect();
             (options.limit.to_string(), left.join(" "), kept.warnings)

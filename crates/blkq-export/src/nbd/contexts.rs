@@ -178,8 +178,8 @@ fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExten
     Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
 }
 
-/// The answer of a driver that is the disk's all the time: an image that another has replaced may have been emptied
-/// since.
+/// Asks the disk's driver, and again if another has replaced it meanwhile: the image of the replaced one may have been
+/// emptied since.
 fn ask_present<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) -> Result<T, Status> {
     loop {
         let driver = disk.driver();

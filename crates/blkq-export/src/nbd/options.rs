@@ -52,10 +52,10 @@ pub struct NbdOptions {
     /// Time in which a client must take replies, or send the whole payload of a write that it
     /// began, in seconds, plus one for each MiB. Then it is dropped.
     pub transfer_timeout_s: u64,
-    /// Serves every byte: clients may begin and end anywhere, also in the middle of a block, and
-    /// are shown a size that is no multiple of one. All servers of a disk need the same lock, and
-    /// nothing but these servers may write to the disk, which is resized by [`RangeLock::resize`]. `None`: requests are whole logical blocks,
-    /// and so is the size.
+    /// Serves every byte: clients may begin and end anywhere, also in the middle of a block, and are shown a size
+    /// that is no multiple of one. All servers of a disk need the same lock, and nothing but these servers may write
+    /// to the disk, which is resized by [`RangeLock::resize`]. `None`: requests are whole logical blocks, and so is
+    /// the size.
     pub unaligned: Option<Arc<RangeLock>>,
     /// TLS, if it is offered.
     pub tls: Option<TlsOptions>,
@@ -64,8 +64,9 @@ pub struct NbdOptions {
     /// An eventfd that does not block, written whenever the last client has disconnected, once one
     /// has chosen an export: one that only listed exports does not count.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// An eventfd that does not block, written whenever [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has some to
-    /// report; without one there are none.
+    /// An eventfd that does not block, written whenever
+    /// [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has some to report; without one there are
+    /// none.
     pub rejection_event: Option<Arc<OwnedFd>>,
     /// Mechanisms that can be turned off, also while clients are served.
     pub switches: Arc<NbdSwitches>,
@@ -96,9 +97,9 @@ impl Default for NbdSwitches {
 }
 
 impl Default for NbdOptions {
-    /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to
-    /// begin, 30 s to take a reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let in without TLS;
-    /// no event when clients have disconnected.
+    /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to begin, 30 s to take a
+    /// reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let
+    /// in without TLS; no event when clients have disconnected.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),

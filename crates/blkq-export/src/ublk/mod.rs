@@ -3,7 +3,8 @@
 //! `abi` is the kernel's interface, `control` its control device, `parameters` the limits of a
 //! disk in its words, `copy` how data moves, `source` a queue on its engine with its `descriptors`,
 //! `device` the life of a device, `setup` a process that makes it, `usage` its users and `idle` a
-//! process that sees when it has none any more, `child` what both are, [`process`] what a process that serves one must be.
+//! process that sees when it has none any more, `child` what both are, [`process`] what a process that serves one
+//! must be.
 
 mod abi;
 mod child;

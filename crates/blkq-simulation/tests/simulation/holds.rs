@@ -115,7 +115,8 @@ impl Holding {
     }
 }
 
-/// Whether the server, of whose `sockets` these are descriptors and inodes, has more than its `clients`: some have gone.
+/// Whether the server, of whose `sockets` these are descriptors and inodes, has more than its `clients`: some have
+/// gone.
 pub fn has_ghosts(sockets: &[(RawFd, u64)], clients: usize) -> bool {
     let is_open = |&&(socket, inode): &&(RawFd, u64)| {
         // SAFETY: it is read only, and not closed.

@@ -189,7 +189,8 @@ impl Bitmap {
         Bitmap::new(&self.name, self.granularity(), self.size, self.state)
     }
 
-    /// The bitmap for the disk with another size: what is new in that is dirty, as what others wrote there is not known.
+    /// The bitmap for the disk with another size: what is new in that is dirty, as what others wrote there is not
+    /// known.
     ///
     /// # Errors
     /// As [`Bitmap::new`].

@@ -16,8 +16,8 @@ impl Disk {
         self.bitmaps.list()
     }
 
-    /// Closes the set of bitmaps of a disk that stops: from now on all changes of it are refused, and none is under way.
-    /// Writes set bits still. Returns them.
+    /// Closes the set of bitmaps of a disk that stops: from now on all changes of it are refused, and none is under
+    /// way. Writes set bits still. Returns them.
     pub fn close_bitmaps(&self) -> Vec<Arc<Bitmap>> {
         let _one_at_a_time = lock(&self.changing);
         self.bitmaps.close();
@@ -87,8 +87,8 @@ impl Disk {
     /// Clears a bitmap: what completed before this is not in it any more, and what is submitted afterwards is.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is inconsistent, the disk
-    /// is read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is inconsistent, the
+    /// disk is read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`].
     pub fn clear_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let cleared = self.find_consistent(name)?.cleared()?;

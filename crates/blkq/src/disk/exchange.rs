@@ -67,8 +67,8 @@ impl Exchange<'_> {
         self.disk.check_exchange(driver)
     }
 
-    /// Puts `driver`, which was checked, in the place of the disk's, which is returned. Each queue of the disk opens its
-    /// own of the driver's when it goes on; if it cannot, its requests fail, and [`Disk::broken`] has the reason.
+    /// Puts `driver`, which was checked, in the place of the disk's, which is returned. Each queue of the disk opens
+    /// its own of the driver's when it goes on; if it cannot, its requests fail, and [`Disk::broken`] has the reason.
     ///
     /// # Errors
     /// As [`Exchange::check`]; nothing has changed then.

@@ -242,10 +242,10 @@ impl Disk {
     /// meanwhile waits, nothing is lost.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a depth that the disk has no room for, [`ErrorKind::Unsupported`] if a
-    /// device that only reads is to be written to, [`ErrorKind::Busy`] if I/O in flight does not
-    /// complete within 30 seconds, [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's. An invalid value is found
-    /// without a freeze, but for a device that only reads.
+    /// [`ErrorKind::Invalid`] for a depth that the disk has no room for, [`ErrorKind::Unsupported`] if a device that
+    /// only reads is to be written to, [`ErrorKind::Busy`] if I/O in flight does not complete within 30 seconds,
+    /// [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's. An invalid value is
+    /// found without a freeze, but for a device that only reads.
     pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();

@@ -76,8 +76,8 @@ pub fn set_file(driver: &dyn Driver, file: File) -> Result<(), Error> {
 /// keeps them. No queue does I/O meanwhile. Does nothing where [`check`] fails.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if the image has a bitmap of such a name that is not known here; those of the files, such as
-/// one that has no room. The image names those that it named then.
+/// [`ErrorKind::Unsupported`] if the image has a bitmap of such a name that is not known here; those of the files,
+/// such as one that has no room. The image names those that it named then.
 pub fn reserve(driver: &dyn Driver, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
     match keeper(driver) {
         Some(Keeper::Loop(raw)) => raw.reserve_bitmaps(bitmaps),

@@ -155,7 +155,8 @@ impl LocalQueue {
     }
 
     /// The I/O that has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
-    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see [`hang`](crate::queue::hang).
+    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see
+    /// [`hang`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut scan = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut scan.hangs {

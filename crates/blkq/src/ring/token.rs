@@ -70,7 +70,8 @@ pub(crate) fn new_ring_id() -> u64 {
 }
 
 /// A file in a ring's table: operations on it skip the reference counting of a descriptor. Made by
-/// [`Registrar::register_file`](crate::Registrar::register_file) and good for that ring alone, until it is unregistered.
+/// [`Registrar::register_file`](crate::Registrar::register_file) and good for that ring alone, until it is
+/// unregistered.
 #[derive(Debug)]
 pub struct FileSlot {
     /// The ring's number; 0 once it is unregistered.

@@ -8,8 +8,8 @@
 //! An event is a record of its own, or, of bios in the fast lane, part of a record for a whole plug or batch of
 //! completions, which the reader expands.
 //!
-//! While tracing is off a queue takes one branch per batch for each kind of event. Times are those
-//! of the queue's clock: with [`ClockMode::Cached`](crate::ClockMode::Cached) what happens under one plug, or in one batch of
+//! While tracing is off a queue takes one branch per batch for each kind of event. Times are those of the queue's
+//! clock: with [`ClockMode::Cached`](crate::ClockMode::Cached) what happens under one plug, or in one batch of
 //! completions, has one time; but an attachment's plug, which lasts while its clients are read, is flushed and issued
 //! at a time of its own.
 

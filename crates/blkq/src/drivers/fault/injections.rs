@@ -1,4 +1,5 @@
-//! The faults that were injected, recorded for each thread of a simulated world, so that its model can expect exactly what a rule did and nothing else.
+//! The faults that were injected, recorded for each thread of a simulated world, so that its model can expect exactly
+//! what a rule did and nothing else.
 
 use std::cell::RefCell;
 use std::path::PathBuf;

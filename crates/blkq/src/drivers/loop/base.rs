@@ -61,7 +61,8 @@ impl DeviceTerms {
 
 impl LoopDevice {
     /// The raw image at `path` that `file` has open for writing, locked, and `synced` once more, as a device on these
-    /// terms. It is made longer if it is shorter. The dirty bitmaps in the file `bitmaps`, beside it, are marked as in use.
+    /// terms. It is made longer if it is shorter. The dirty bitmaps in the file `bitmaps`, beside it, are marked as
+    /// in use.
     ///
     /// # Errors
     /// One line: what is wrong, why, and the cure. [`ErrorKind::Mismatch`] if it is longer.

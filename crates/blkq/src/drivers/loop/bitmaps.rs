@@ -35,8 +35,8 @@ pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<S
     }
 }
 
-/// Takes `file`, which may have bitmaps of an image with a device of `size` bytes, and marks these as in use: the image is
-/// about to be written to. One that cannot be used is left as it is: a warning.
+/// Takes `file`, which may have bitmaps of an image with a device of `size` bytes, and marks these as in use: the
+/// image is about to be written to. One that cannot be used is left as it is: a warning.
 ///
 /// # Errors
 /// That of writing to it.

@@ -2,8 +2,10 @@
 //! or around it.
 //!
 //! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
-//! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors, `lock` the locks against other processes, `claim` what the kernel
-//! does with the image, `name` how that is called now, `format` what is no raw image, `base` an image that was behind another, `extents` what is data and what is a hole,
+//! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors,
+//! `lock` the locks against other processes, `claim` what the kernel does with the image, `name` how that is called
+//! now, `format` what is no raw image, `base` an image that was behind another, `extents` what is data and what is a
+//! hole,
 //! `bitmaps`, `bitmap_file` and `bitmap_format` the dirty bitmaps that are kept beside the image, `stamp` how it was then.
 
 pub(crate) mod backing;

@@ -68,8 +68,8 @@ impl Drop for Directory {
     }
 }
 
-/// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that was
-/// closed, and of those of a loop device.
+/// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that
+/// was closed, and of those of a loop device.
 fn unmount(point: &Path) {
     let until = Instant::now() + Duration::from_secs(60);
     loop {

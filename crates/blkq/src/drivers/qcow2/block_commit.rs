@@ -1,10 +1,11 @@
 //! A block commit: what an image has goes to the one behind it, while it is served; then that one is served in its
 //! place.
 //!
-//! The image behind is written only where the tables of the image itself, as they are in its file, have data or zeroes
-//! of its own. With another image behind it an entry of them never becomes unallocated again. So the two read as the
-//! device does wherever this is interrupted, and nothing that the copies get wrong is seen: what clients write meanwhile
-//! is noted ([`Changes`](super::changes::Changes)) and copied again, the last of it while the disk is frozen.
+//! The image behind is written only where the tables of the image itself, as they are in its file, have data or
+//! zeroes of its own. With another image behind it an entry of them never becomes unallocated again. So the two read
+//! as the device does wherever this is interrupted, and nothing that the copies get wrong is seen: what clients write
+//! meanwhile is noted ([`Changes`](super::changes::Changes)) and copied again, the last of it while the disk is
+//! frozen.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -63,8 +64,8 @@ pub fn base_of(driver: &dyn Driver) -> Result<BaseImage, Error> {
     Ok(BaseImage { path, qcow2 })
 }
 
-/// Frees the space of an image that a block commit has emptied, and its lock, when no queue uses it any more. Where that
-/// fails it has clusters that nothing refers to.
+/// Frees the space of an image that a block commit has emptied, and its lock, when no queue uses it any more. Where
+/// that fails it has clusters that nothing refers to.
 pub fn free(driver: &dyn Driver) {
     if let Ok(top) = of_driver(driver) {
         // First: they are among what nothing refers to then.
@@ -104,13 +105,13 @@ pub struct BlockCommit {
 }
 
 impl BlockCommit {
-    /// Begins with the image of `top`, and the one behind it as [`open_base`](super::open_base) has opened it: nobody else
-    /// may use that. It is made longer if it is shorter than the device. Its own dirty bitmaps are marked as in use: those
-    /// of the device take their place. If it is a qcow2 image it has one of `journals`.
+    /// Begins with the image of `top`, and the one behind it as [`open_base`](super::open_base) has opened it: nobody
+    /// else may use that. It is made longer if it is shorter than the device. Its own dirty bitmaps are marked as in
+    /// use: those of the device take their place. If it is a qcow2 image it has one of `journals`.
     ///
     /// # Errors
-    /// As [`base_of`]; [`ErrorKind::Busy`] if somebody else uses the image behind, [`ErrorKind::Mismatch`] if it is longer
-    /// than the device; those of the files.
+    /// As [`base_of`]; [`ErrorKind::Busy`] if somebody else uses the image behind, [`ErrorKind::Mismatch`] if it is
+    /// longer than the device; those of the files.
     pub fn begin(
         top: Arc<dyn Driver>,
         files: BaseFiles,
@@ -198,8 +199,8 @@ impl BlockCommit {
         Ok(())
     }
 
-    /// Finds parts that are to be copied in this pass, and has `flush` make the device durable, with it that these parts
-    /// are the image's own. Returns whether there are some. `stop` is asked again and again whether to go on.
+    /// Finds parts that are to be copied in this pass, and has `flush` make the device durable, with it that these
+    /// parts are the image's own. Returns whether there are some. `stop` is asked again and again whether to go on.
     ///
     /// # Errors
     /// That of reading the tables, and those of `stop` and `flush`.
@@ -243,8 +244,8 @@ impl BlockCommit {
         Ok(true)
     }
 
-    /// Copies the rest, as long as `go_on` says so, which is asked before each piece. The disk must be frozen, and may go
-    /// on afterwards. Returns whether that was all of it.
+    /// Copies the rest, as long as `go_on` says so, which is asked before each piece. The disk must be frozen, and
+    /// may go on afterwards. Returns whether that was all of it.
     ///
     /// # Errors
     /// Those of the files, and that of `go_on`.
@@ -259,9 +260,9 @@ impl BlockCommit {
         self.copy_all(go_on)
     }
 
-    /// Copies the rest, makes it durable, and empties the image, in its file: then the two images read the same for good,
-    /// whatever is written to the one behind. Its disk must be frozen. `keep` is called last, to record that the image
-    /// behind is to be served.
+    /// Copies the rest, makes it durable, and empties the image, in its file: then the two images read the same for
+    /// good, whatever is written to the one behind. Its disk must be frozen. `keep` is called last, to record that
+    /// the image behind is to be served.
     ///
     /// # Errors
     /// Those of the files, and that of `keep`; the device goes on in its image then, as if nothing had happened.
@@ -294,8 +295,8 @@ impl BlockCommit {
         Ok(target.into_driver())
     }
 
-    /// Stops it: the device goes on in its image, and what the one behind has by now is hidden by that. Does nothing once
-    /// that is served.
+    /// Stops it: the device goes on in its image, and what the one behind has by now is hidden by that. Does nothing
+    /// once that is served.
     ///
     /// # Errors
     /// If the image behind cannot be locked for readers again.

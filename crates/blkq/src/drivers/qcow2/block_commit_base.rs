@@ -139,8 +139,8 @@ impl Qcow2 {
         })
     }
 
-    /// Opens `files`, of the image behind at `path`, which is locked, to be written and then served. It is made longer if it
-    /// is shorter than the device. Its own dirty bitmaps are marked as in use.
+    /// Opens `files`, of the image behind at `path`, which is locked, to be written and then served. It is made
+    /// longer if it is shorter than the device. Its own dirty bitmaps are marked as in use.
     ///
     /// # Errors
     /// One line: what is wrong, why, and the cure. [`ErrorKind::Mismatch`] if it is longer than the device.

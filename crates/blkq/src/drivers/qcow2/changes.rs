@@ -28,8 +28,8 @@ pub(super) struct Map {
 }
 
 impl Changes {
-    /// Tracks the changes of a device of `size` bytes from now on. Writes that completed before need not be noted, those
-    /// in flight are.
+    /// Tracks the changes of a device of `size` bytes from now on. Writes that completed before need not be noted,
+    /// those in flight are.
     pub fn track(&self, size: u64) {
         *lock(&self.map) = Map::new(size);
         self.tracked.store(true, SeqCst);

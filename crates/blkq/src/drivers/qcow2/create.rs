@@ -62,8 +62,9 @@ impl Base {
         Base { path, qcow2, size }
     }
 
-    /// Makes `file`, which is empty and in `directory`, absolute and without symbolic links, an image that has this one behind it, of the same size in
-    /// whole sectors. It names it relative to its directory if it is there or below. Nothing is made durable.
+    /// Makes `file`, which is empty and in `directory`, absolute and without symbolic links, an image that has this
+    /// one behind it, of the same size in whole sectors. It names it relative to its directory if it is there or
+    /// below. Nothing is made durable.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for a name or a size that no image can have; that of the file.

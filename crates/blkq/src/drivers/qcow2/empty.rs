@@ -13,8 +13,8 @@ use super::io::Op;
 use super::refcounts::set_refcount;
 
 impl Qcow2 {
-    /// Has the file's tables refer to nothing, durably. A power loss meanwhile leaves some of them as they were. Those in
-    /// memory stay as they are.
+    /// Has the file's tables refer to nothing, durably. A power loss meanwhile leaves some of them as they were.
+    /// Those in memory stay as they are.
     ///
     /// # Errors
     /// That of the file.

@@ -21,7 +21,7 @@ use super::places::{Named, Places, adopt, exchange, read_head, store, write, wri
 
 /// The bitmaps in the image.
 #[derive(Default)]
-pub(super) struct Kept {
+pub(super) struct KeptBitmaps {
     places: Places,
     /// They are marked as in use, or there are none.
     marked: bool,
@@ -34,7 +34,7 @@ pub(super) struct Image<'a> {
     pub path: &'a Path,
     /// It is open for writing.
     pub writable: bool,
-    pub kept: &'a Mutex<Kept>,
+    pub kept: &'a Mutex<KeptBitmaps>,
 }
 
 impl Image<'_> {
@@ -173,7 +173,7 @@ impl Image<'_> {
         }
         self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), self.size())?;
         let named = bitmaps.iter().map(|bitmap| Named::of(bitmap, self.size())).collect();
-        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.stored(named));
+        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.begin_store(named));
         self.run("keep the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
     }
 
@@ -205,7 +205,7 @@ impl Image<'_> {
             *locked(&changed) = task(env, old).await?;
             Ok(())
         })?;
-        *locked(self.kept) = Kept { places: locked(&places).clone(), marked: true };
+        *locked(self.kept) = KeptBitmaps { places: locked(&places).clone(), marked: true };
         Ok(())
     }
 

@@ -80,7 +80,7 @@ use env::Shared;
 use header::{Header, TAG_AT};
 pub use journal::Journals;
 use journal::{Journal, Left};
-use keep::{Image, Kept};
+use keep::{Image, KeptBitmaps};
 pub use options::{BackingChain, Qcow2Options};
 pub(crate) use over::Below;
 use queue::{Qcow2Queue, SEGMENTS_MAX};
@@ -120,7 +120,7 @@ pub struct Qcow2 {
     cluster_bytes: u64,
     warnings: Vec<String>,
     /// The dirty bitmaps in the image.
-    kept: Mutex<Kept>,
+    kept: Mutex<KeptBitmaps>,
 }
 
 /// The image itself, with a lock on it.
@@ -236,7 +236,7 @@ impl Qcow2 {
             version: header.version,
             cluster_bytes: header.cluster_bytes(),
             warnings,
-            kept: Mutex::new(Kept::default()),
+            kept: Mutex::new(KeptBitmaps::default()),
         };
         let device = device.begin_journal(journals, None)?;
         device.set_direct(&direct)?;
@@ -333,8 +333,8 @@ impl Qcow2 {
         }
     }
 
-    /// Empties the journal, if there is one, as the file has all of it. The image gets the data of the image `front`, if
-    /// there is one.
+    /// Empties the journal, if there is one, as the file has all of it. The image gets the data of the image `front`,
+    /// if there is one.
     fn empty_journal(&self, front: Option<(u64, u64)>) -> Result<(), Error> {
         let tag = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(front));
         let Some(tag) = tag else { return Ok(()) };

@@ -34,7 +34,8 @@ pub struct Qcow2Options {
     pub shared: bool,
     /// The backing files that it may have.
     pub backing_chain: BackingChain,
-    /// The directory in which what completed survives this process, if it is killed; `None`: what is not flushed is lost then.
+    /// The directory in which what completed survives this process, if it is killed; `None`: what is not flushed is
+    /// lost then.
     pub journals: Option<Arc<Journals>>,
 }
 

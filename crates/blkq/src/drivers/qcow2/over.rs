@@ -23,7 +23,7 @@ use super::commit::commit;
 use super::create::Base;
 use super::env::Shared;
 use super::journal::{self, Journals};
-use super::keep::Kept;
+use super::keep::KeptBitmaps;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
 use super::{Qcow2, check_repaired, direct_align, open_writer};
@@ -221,15 +221,15 @@ impl Qcow2 {
             version,
             cluster_bytes,
             warnings: Vec::new(),
-            kept: Mutex::new(Kept::default()),
+            kept: Mutex::new(KeptBitmaps::default()),
         };
         let device = device.begin_journal(journals, front)?;
         device.set_direct(&[direct])?;
         Ok(device)
     }
 
-    /// Has the first files read and written around the page cache from now on, where `direct` says so. The change of the
-    /// header that begins a journal comes before, as it need not wait for the disk.
+    /// Has the first files read and written around the page cache from now on, where `direct` says so. The change of
+    /// the header that begins a journal comes before, as it need not wait for the disk.
     pub(super) fn set_direct(&self, direct: &[bool]) -> Result<(), Error> {
         let paths = std::iter::once(&self.path).chain(&self.behind);
         for ((file, path), direct) in self.files.iter().zip(paths).zip(direct) {

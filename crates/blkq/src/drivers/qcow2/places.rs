@@ -86,7 +86,7 @@ impl Places {
     }
 
     /// These, of which the directory is about to have the bits, and `named` as they are now.
-    pub fn stored(&mut self, named: Vec<Named>) -> Places {
+    pub fn begin_store(&mut self, named: Vec<Named>) -> Places {
         self.stored = true;
         for named in named {
             self.places
@@ -313,8 +313,8 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
     }
 }
 
-/// Writes the bits of `bitmaps` to their places, and then that they are there, durably. Nothing is written to the device
-/// from then on.
+/// Writes the bits of `bitmaps` to their places, and then that they are there, durably. Nothing is written to the
+/// device from then on.
 ///
 /// # Errors
 /// Those of the file; the bitmaps are marked as in use then.

@@ -12,8 +12,8 @@ const LEAST_BYTES: u64 = 4 << 20;
 const MOST_BYTES: u64 = 64 << 20;
 
 /// Has the file be as long as a write up to byte `end` needs, or longer. Where that fails, as on file systems that
-/// cannot do it or are full, writes go on as they would without. A cluster may be anywhere behind the file's end, if its
-/// image says so: what lies between stays a hole.
+/// cannot do it or are full, writes go on as they would without. A cluster may be anywhere behind the file's end, if
+/// its image says so: what lies between stays a hole.
 pub(super) async fn reserve(env: &Env, end: u64) {
     loop {
         let range = {

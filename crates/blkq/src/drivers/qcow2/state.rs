@@ -358,8 +358,8 @@ impl State {
         if reserved.iter().any(overlaps) { Err(Status::Io) } else { Ok(()) }
     }
 
-    /// Whether a cluster, by its offset, has neither the header nor a table, as far as the tables in memory say: a damaged
-    /// directory of bitmaps may name any.
+    /// Whether a cluster, by its offset, has neither the header nor a table, as far as the tables in memory say: a
+    /// damaged directory of bitmaps may name any.
     pub fn apart_from_tables(&self) -> impl Fn(u64) -> bool + '_ {
         let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
         let tables: HashSet<u64> =
