@@ -247,10 +247,10 @@ impl Journal {
             && identity == self.identity
     }
 
-    /// Empties the journal of an image whose file has all of it, and which is to have the tag that is returned, before
-    /// [`Journal::began`]. A process that is killed in between leaves an empty journal, whichever of its tags the image
-    /// has by then. The image gets the data of the image `front`, if there is one.
-    pub fn begin(&mut self, front: Option<(u64, u64)>) -> u32 {
+    /// Empties the journal of an image whose file has all of it, and which has `tag` until it has that which is returned,
+    /// before [`Journal::began`]. A process that is killed in between leaves an empty journal, whichever of these the
+    /// image has by then. The image gets the data of the image `front`, if there is one.
+    pub fn begin(&mut self, tag: u32, front: Option<(u64, u64)>) -> u32 {
         if !self.is_of_image() {
             self.set_tags(0, 0);
             let ((dev, inode), [high, low]) = (self.identity, self.boot);
@@ -259,17 +259,18 @@ impl Journal {
                 self.word(at).store(value, Release);
             }
         }
-        // The older first: without the other it would take changes back.
-        let now = (self.word(HALF_AT).load(Acquire) & 1) as usize;
-        for at in [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT] {
-            self.word(at).store(0, Release);
+        if self.word(NEXT_TAG_AT).load(Acquire) == u64::from(tag) {
+            // The process before was killed before it called that.
+            self.began();
         }
-        (self.half, self.counts) = (0, [0; 2]);
         self.set_front(front.unwrap_or_default());
         // Each has another seed.
-        let tag = (RandomState::new().build_hasher().finish() as u32).max(1);
-        self.word(NEXT_TAG_AT).store(tag.into(), Release);
-        tag
+        let next = (RandomState::new().build_hasher().finish() as u32).max(1);
+        for (at, value) in stores_to_begin(self.word(HALF_AT).load(Acquire), next) {
+            self.word(at).store(value, Release);
+        }
+        (self.half, self.counts) = (0, [0; 2]);
+        next
     }
 
     /// The image has the tag that [`Journal::begin`] has returned.
@@ -396,6 +397,56 @@ pub(super) fn lacking(path: &Path) -> Error {
     Error::new(ErrorKind::Unsupported, message)
 }
 
+/// What empties a journal, of which the half `now` was written last, and gives it the tag `next`: in this order, as the
+/// process may be killed after each. The older half without the other would take changes back.
+fn stores_to_begin(now: u64, next: u32) -> [(usize, u64); 5] {
+    let now = (now & 1) as usize;
+    let emptied = [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT].map(|at| (at, 0));
+    let [older, newer, overflow, half] = emptied;
+    [older, newer, overflow, half, (NEXT_TAG_AT, next.into())]
+}
+
 fn record_at(half: usize, number: usize) -> usize {
     HEADER_WORDS + (half * RECORDS + number) * RECORD_WORDS
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    // Contract: durability
+    #[test]
+    fn a_death_between_two_stores_takes_no_change_back() {
+        let place = std::env::temp_dir().join(format!("blkq-journal-{}", std::process::id()));
+        let journals = Journals::open(&place).unwrap();
+        let entry = |entry| Record::L1 { index: 1, entry };
+        for halves in 1..3 {
+            for stores in 0..=5 {
+                let mut journal = Journal::find_or_make(&journals, (1, 2)).unwrap();
+                let tag = journal.begin(0, None);
+                journal.began();
+                for half in 1..=halves {
+                    journal.append(entry(half));
+                    assert!(journal.turn());
+                    journal.finish();
+                }
+                journal.append(entry(3));
+                assert!(journal.turn());
+                journal.append(entry(4));
+                assert_eq!(journal.left(tag), Left::Records(vec![entry(3), entry(4)]));
+                let next = tag ^ 1;
+                let all = stores_to_begin(journal.half as u64, next);
+                for (at, value) in all.into_iter().take(stores) {
+                    journal.word(at).store(value, Release);
+                }
+                let left = [vec![entry(3), entry(4)], vec![entry(4)], vec![]];
+                let expected = Left::Records(left.into_iter().nth(stores.min(2)).unwrap());
+                assert_eq!(journal.left(tag), expected, "{stores}");
+                let expected = if stores < 5 { Left::Nothing } else { Left::Records(Vec::new()) };
+                assert_eq!(journal.left(next), expected, "{stores}");
+            }
+        }
+        std::fs::remove_dir_all(&place).unwrap();
+    }
 }

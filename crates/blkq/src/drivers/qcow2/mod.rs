@@ -336,9 +336,10 @@ impl Qcow2 {
     /// Empties the journal, if there is one, as the file has all of it. The image gets the data of the image `front`,
     /// if there is one.
     fn empty_journal(&self, front: Option<(u64, u64)>) -> Result<(), Error> {
-        let tag = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(front));
-        let Some(tag) = tag else { return Ok(()) };
-        self.set_tag(tag)?;
+        let tag = self.tag();
+        let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, front));
+        let Some(next) = next else { return Ok(()) };
+        self.set_tag(next)?;
         if let Some(journal) = &mut locked(&self.shared.state).journal {
             journal.began();
         }

@@ -320,13 +320,21 @@ fn a_death_while_the_journal_is_emptied_is_no_loss() {
         let device = Qcow2::open(&options).unwrap();
         write_and_die(&device);
         drop(device);
-        let device = Qcow2::open(&options).unwrap();
-        let tag = locked(&device.shared.state).journal.as_mut().unwrap().begin(None);
-        if has_tag {
-            device.set_tag(tag).unwrap();
+        // And again, while the next process empties it.
+        for again in [false, true] {
+            let device = Qcow2::open(&options).unwrap();
+            assert_eq!(device.warnings(), Vec::<String>::new());
+            let tag = device.tag();
+            let begin = |tag| locked(&device.shared.state).journal.as_mut().unwrap().begin(tag, None);
+            let next = begin(tag);
+            if has_tag {
+                device.set_tag(next).unwrap();
+            }
+            if again {
+                begin(if has_tag { next } else { tag });
+            }
+            die(&device);
         }
-        die(&device);
-        drop(device);
         let device = Qcow2::open(&options).unwrap();
         assert_eq!(device.warnings(), Vec::<String>::new());
         let mut h = Harness::open(&device).unwrap();
